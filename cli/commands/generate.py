@@ -1,0 +1,5 @@
+"""`phasewise generate`."""
+
+
+def generate() -> None:
+    """Being built."""

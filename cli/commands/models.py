@@ -1,0 +1,10 @@
+"""`phasewise models`."""
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Being built.")
+
+
+@app.callback()
+def root() -> None:
+    pass

@@ -1,0 +1,5 @@
+"""`phasewise serve`."""
+
+
+def serve() -> None:
+    """Being built."""

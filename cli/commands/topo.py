@@ -1,0 +1,5 @@
+"""`phasewise topo`."""
+
+
+def topo() -> None:
+    """Being built."""

@@ -1,0 +1,86 @@
+"""The `phasewise` command: one module per subcommand, wired here, and the one place that ends the process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from phasewise._version import __version__
+from phasewise.cli.commands import bench, db, generate, models, serve, topo
+from phasewise.cli.present import fail
+
+app = typer.Typer(
+    name="phasewise",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
+app.command("topo")(topo.topo)
+app.add_typer(bench.app, name="bench")
+app.add_typer(models.app, name="models")
+app.add_typer(db.app, name="db")
+
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"phasewise {__version__}")
+        raise typer.Exit
+
+
+def config_path() -> Path:
+    """`$PHASEWISE_CONFIG`, or `phasewise/config.toml` in the XDG configuration directory."""
+    import platformdirs
+
+    return Path(os.environ.get("PHASEWISE_CONFIG") or platformdirs.user_config_path("phasewise") / "config.toml")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Defaults by command and option, e.g. `[serve]` then `port = 9000`. Empty where there is no file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        fail(f"config file {path} cannot be read: {error}", EXIT_FAILURE)
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Serve LLMs on CPUs with two execution plans, one for prefill and one for decode.
+
+    Data goes to stdout, progress to stderr. Exit codes: 0 done, 1 failed (one line on stderr says why),
+    2 wrong usage, 130 interrupted. Options come from the flag, then PHASEWISE_* variables, then
+    the configuration file, then the default.
+    """
+    context.default_map = read_config(config_path())
+
+
+def main() -> None:
+    """Run the command line. An expected failure carries `exit_code`; anything else keeps its traceback."""
+    try:
+        app(prog_name="phasewise")
+    except KeyboardInterrupt:
+        fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our stdout left (e.g. `| head`): point it elsewhere so that the exit flush is silent.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_FAILURE)
+    except Exception as error:
+        if not hasattr(error, "exit_code"):
+            raise
+        fail(str(error), error.exit_code)

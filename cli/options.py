@@ -1,0 +1,37 @@
+"""Options that several commands share, defined once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+
+class WeightFormat(StrEnum):
+    """How weights are held in memory. `native` keeps what the file holds where a kernel reads it."""
+
+    native = "native"
+    f32 = "f32"
+    bf16 = "bf16"
+    int8 = "int8"
+    int4 = "int4"
+
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="a known name, a GGUF file, a Hugging Face directory or a hub name")
+]
+FormatOption = Annotated[
+    WeightFormat, typer.Option("--format", envvar="PHASEWISE_FORMAT", help="weight format in memory")
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, envvar="PHASEWISE_THREADS", help="cores to use [default: the plan's]"),
+]
+DbOption = Annotated[
+    str | None,
+    typer.Option(
+        "--db", metavar="URL|FILE", envvar="PHASEWISE_DB", help="tuning database [default: in the XDG data directory]"
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]

@@ -1,0 +1,2 @@
+# cython: language_level=3
+"""Thin doors over the C kernels: check shapes, drop the GIL, call, return."""

@@ -1,0 +1,1 @@
+typedef int pw_isa_avx2_placeholder;

@@ -1,0 +1,1 @@
+typedef int pw_isa_avx512_bf16_placeholder;

@@ -1,0 +1,65 @@
+"""The compiled extension: Cython doors over C kernels, each kernel source compiled once per ISA.
+
+Everything else about the package is in setup.cfg.
+"""
+
+import platform
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+KERNELS = Path("cython_kernels")
+IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
+
+COMMON_FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
+BASELINE_FLAGS = ["-march=x86-64-v2"] if IS_X86 else []
+
+# isa/<name>.c includes every family; the flags here are what that source may assume of the CPU.
+ISA_FLAGS: dict[str, list[str]] = {"portable": BASELINE_FLAGS}
+if IS_X86:
+    avx2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+    avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
+    ISA_FLAGS |= {
+        "avx2": avx2,
+        "avx512": avx512,
+        "avx512_vnni": [*avx512, "-mavx512vnni"],
+        "avx512_bf16": [*avx512, "-mavx512vnni", "-mavx512bf16"],
+    }
+
+
+class build_kernels(build_ext):
+    """Compiles the per-ISA sources with their own flags and links them into the extension."""
+
+    def build_extension(self, ext: Extension) -> None:
+        for isa, flags in ISA_FLAGS.items():
+            ext.extra_objects += self.compiler.compile(
+                [str(KERNELS / "isa" / f"{isa}.c")],
+                output_dir=self.build_temp,
+                include_dirs=ext.include_dirs,
+                extra_postargs=[*COMMON_FLAGS, *flags],
+                depends=ext.depends,
+            )
+        super().build_extension(ext)
+
+
+headers = [str(path) for pattern in ("*.h", "*/*.h", "families/*.c") for path in sorted(KERNELS.glob(pattern))]
+native = Extension(
+    "phasewise.cython_kernels._native",
+    sources=[
+        str(KERNELS / "_native.pyx"),
+        *sorted(str(path) for path in KERNELS.glob("*.c") if path.name != "_native.c"),
+    ],
+    include_dirs=[str(KERNELS)],
+    depends=[*headers, *(str(path) for path in sorted(KERNELS.glob("*.pxi")))],
+    define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+    extra_compile_args=[*COMMON_FLAGS, *BASELINE_FLAGS],
+    extra_link_args=["-pthread"],
+    libraries=["m"],
+)
+
+setup(
+    ext_modules=cythonize([native], language_level=3, compiler_directives={"binding": True}),
+    cmdclass={"build_ext": build_kernels},
+)
