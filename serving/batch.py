@@ -1,0 +1,43 @@
+"""What one engine step computes: slices of sequences, all of one phase. Integers only; ranks read it, the
+scheduler makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """Consecutive tokens of one sequence, and where their keys and values go.
+
+    Token `token_ids[i]` stands at position `start + i` of its sequence and writes KV slot
+    `slot_base + start + i`; it attends to slots `slot_base` up to and including its own.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    slot_base: int
+    wants_logits: bool
+    """Whether the logits after the last token of this slice are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. In a decode batch every slice has exactly one token and wants its logits."""
+
+    phase: Phase
+    slices: tuple[SequenceSlice, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that the forward pass computes."""
+        return sum(len(piece.token_ids) for piece in self.slices)
+
+    @property
+    def n_logits(self) -> int:
+        """Rows of the result: one for each slice that wants logits, in the order of the slices."""
+        return sum(piece.wants_logits for piece in self.slices)
