@@ -1,0 +1,70 @@
+"""What kind of CPU `/proc/cpuinfo` describes: x86, Arm and POWER write it differently."""
+
+from __future__ import annotations
+
+from phasewise.topology.tree import Cpu
+
+KERNEL_FEATURES = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx_vnni",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "asimddp",
+    "bf16",
+    "i8mm",
+    "sve",
+)
+"""The instruction sets that kernels use or will, in the kernel's names and in the order they are printed."""
+
+ARM_IMPLEMENTERS = {
+    "0x41": "ARM",
+    "0x42": "Broadcom",
+    "0x43": "Cavium",
+    "0x46": "Fujitsu",
+    "0x48": "HiSilicon",
+    "0x4e": "NVIDIA",
+    "0x50": "APM",
+    "0x51": "Qualcomm",
+    "0x61": "Apple",
+    "0x6d": "Microsoft",
+    "0xc0": "Ampere",
+}
+
+
+def parse_cpuinfo(text: str, architecture: str | None) -> Cpu:
+    """The CPU of the first processor described. Fields that the text lacks are None."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip(), " ".join(value.split()))
+    words = frozenset(f"{fields.get('flags', '')} {fields.get('Features', '')}".split())
+    vendor, family, model, name = _identity(fields)
+    return Cpu(
+        architecture=architecture,
+        vendor=vendor,
+        family=family,
+        model=model,
+        name=name,
+        features=words & frozenset(KERNEL_FEATURES),
+    )
+
+
+def _identity(fields: dict[str, str]) -> tuple[str | None, str | None, str | None, str | None]:
+    """Vendor, family, model and a name for people."""
+    if "CPU implementer" in fields:
+        code = fields["CPU implementer"]
+        vendor = ARM_IMPLEMENTERS.get(code, f"arm-{code}")
+        return vendor, fields.get("CPU architecture"), fields.get("CPU part"), fields.get("model name")
+    if fields.get("cpu", "").startswith("POWER"):
+        return "IBM", fields["cpu"].split(",")[0].split()[0], fields.get("revision"), fields["cpu"]
+    return fields.get("vendor_id"), fields.get("cpu family"), fields.get("model"), fields.get("model name")
