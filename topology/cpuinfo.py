@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from phasewise.topology.tree import Cpu
 
 KERNEL_FEATURES = (
@@ -40,17 +42,25 @@ ARM_IMPLEMENTERS = {
 }
 
 
+MAX_WORD_CHARS = 120
+
+
 def parse_cpuinfo(text: str, architecture: str | None) -> Cpu:
     """The CPU of the first processor described. Fields that the text lacks are None."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
         if colon:
-            fields.setdefault(key.strip(), " ".join(value.split()))
+            fields.setdefault(key.strip(), value)
+    return cpu_from_fields(fields, architecture)
+
+
+def cpu_from_fields(fields: Mapping[str, str], architecture: str | None) -> Cpu:
+    """The CPU from fields named as in `/proc/cpuinfo`; the text in them need not be trusted."""
     words = frozenset(f"{fields.get('flags', '')} {fields.get('Features', '')}".split())
-    vendor, family, model, name = _identity(fields)
+    vendor, family, model, name = (_clean(text) for text in _identity(fields))
     return Cpu(
-        architecture=architecture,
+        architecture=_clean(architecture),
         vendor=vendor,
         family=family,
         model=model,
@@ -59,12 +69,20 @@ def parse_cpuinfo(text: str, architecture: str | None) -> Cpu:
     )
 
 
-def _identity(fields: dict[str, str]) -> tuple[str | None, str | None, str | None, str | None]:
+def _identity(fields: Mapping[str, str]) -> tuple[str | None, str | None, str | None, str | None]:
     """Vendor, family, model and a name for people."""
+    name = fields.get("model name")
     if "CPU implementer" in fields:
-        code = fields["CPU implementer"]
+        code = fields["CPU implementer"].strip()
         vendor = ARM_IMPLEMENTERS.get(code, f"arm-{code}")
-        return vendor, fields.get("CPU architecture"), fields.get("CPU part"), fields.get("model name")
-    if fields.get("cpu", "").startswith("POWER"):
-        return "IBM", fields["cpu"].split(",")[0].split()[0], fields.get("revision"), fields["cpu"]
-    return fields.get("vendor_id"), fields.get("cpu family"), fields.get("model"), fields.get("model name")
+        return vendor, fields.get("CPU architecture"), fields.get("CPU part"), name
+    power = (fields.get("cpu") or name or "").strip()
+    if power.startswith("POWER"):  # e.g. "POWER9, altivec supported"; the revision is a stepping
+        return "IBM", power.split(",")[0].split()[0], None, power
+    return fields.get("vendor_id"), fields.get("cpu family"), fields.get("model"), name
+
+
+def _clean(text: str | None) -> str | None:
+    """Printable text on one line: names reach terminals and pictures, and XML comes from strangers."""
+    kept = "".join(char for char in " ".join((text or "").split()) if char.isprintable())
+    return kept[:MAX_WORD_CHARS] or None

@@ -1,17 +1,18 @@
 """Sets of CPUs as the kernel and hwloc write them.
 
-Inside this room a set of CPUs is an int whose bit i is CPU i: inclusion and intersection are single operations,
-however large the machine.
+Inside this room a set of CPUs is an int whose bit i is CPU i: inclusion and intersection are single
+operations, however large the machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-MAX_CPU_INDEX = 65_535
-"""The highest CPU or node number believed. Linux stops at 8,191 CPUs; a larger number is a damaged file."""
+MAX_CPU_INDEX = 16_383
+"""The highest CPU number believed. Linux stops at 8,191; a larger number is a damaged file."""
 
 MAX_LIST_CHARS = 1_000_000
+HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 
 
 def mask_of(cpus: Iterable[int]) -> int:
@@ -37,7 +38,7 @@ def first_cpu(mask: int) -> int:
 
 
 def parse_list(text: str) -> int:
-    """The mask of a kernel list such as `0-3,8,10-14`; empty text is the empty set. ValueError if malformed."""
+    """The mask of a kernel list such as `0-3,8,10-14`; empty text is the empty set. ValueError if bad."""
     if len(text) > MAX_LIST_CHARS:
         raise ValueError("CPU list is too long")
     mask = 0
@@ -58,7 +59,7 @@ def parse_kernel_mask(text: str) -> int:
 
 
 def parse_hwloc_mask(text: str) -> int:
-    """The mask of an hwloc bitmap such as `0x00000001,0x0,0xffff0000`. ValueError if malformed or infinite."""
+    """The mask of an hwloc bitmap such as `0x00000001,0x0,0xffff0000`. ValueError if bad or infinite."""
     words = text.strip().split(",")
     if words[0] == "0xf...f":
         raise ValueError("CPU set is infinite")
@@ -82,12 +83,10 @@ def format_list(cpus: Iterable[int]) -> str:
 def _join_words(words: list[str]) -> int:
     if len(words) * 32 > MAX_CPU_INDEX + 1:
         raise ValueError("CPU set is too large")
-    mask = 0
     for word in words:
-        if len(word) > 8 or not all(digit in "0123456789abcdefABCDEF" for digit in word):
+        if len(word) > 8 or not HEX_DIGITS.issuperset(word):
             raise ValueError(f"CPU set word {word[:16]!r} is not hexadecimal of 32 bits")
-        mask = mask << 32 | int(word or "0", 16)
-    return mask
+    return int("".join(word.zfill(8) for word in words), 16)
 
 
 def _index(text: str) -> int:

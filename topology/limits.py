@@ -75,7 +75,7 @@ def _ratio(quota_us: str, period_us: str) -> float | None:
 
 
 def _folders(root: Path, controller: str | None) -> Iterator[Path]:
-    """The process's cgroup and its ancestors, innermost first, in the v1 hierarchy of `controller` or in v2."""
+    """The process's cgroup and its ancestors, innermost first: v1's hierarchy of `controller`, or v2's."""
     group = _own_group(root, controller)
     mount = _mount(root, controller)
     if group is None or mount is None:
@@ -91,7 +91,7 @@ def _folders(root: Path, controller: str | None) -> Iterator[Path]:
 
 
 def _own_group(root: Path, controller: str | None) -> PurePosixPath | None:
-    """The path in /proc/self/cgroup (`4:cpu,cpuacct:/a/b`, or `0::/a/b` for v2); None if absent or escaping."""
+    """The path in /proc/self/cgroup: `4:cpu,cpuacct:/a/b`, or `0::/a/b` for v2. None if absent."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(",") if controller else not controllers:

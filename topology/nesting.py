@@ -44,12 +44,12 @@ class _Place:
 def nest(parts: list[Part], online: int) -> Node:
     """The tree of `parts` under one machine that holds the CPUs `online` (a mask that is not empty).
 
-    Of two equal sets of one kind the first stays (of NUMA nodes, the second becomes memory beside it). A part whose
-    CPUs cross another's border is left out: there is no place for it in a tree.
+    Of two equal sets of one kind the first stays (of NUMA nodes, the second becomes memory beside it).
+    A part whose CPUs cross another's border is left out: there is no place for it in a tree.
     """
     parts = [part._replace(mask=part.mask & online) for part in parts]
     if sum(part.mask.bit_count() for part in parts) > MAX_MEMBERSHIPS:
-        raise TopologyError("the machine described is larger than any that exists: refusing to build its tree")
+        raise TopologyError("the machine described is larger than any that exists: no tree is built of it")
     root = _Place(Part(Kind.MACHINE, None, online), depth=0, parent=None)
     innermost = dict.fromkeys(cpus_of(online), root)
     taken: dict[tuple[Kind, int], _Place] = {}
@@ -74,7 +74,7 @@ def _settle(part: Part, innermost: dict[int, _Place]) -> _Place | None:
     if part.mask & ~parent.part.mask or parent.part.kind is Kind.PU:
         return None
     if parent.depth >= MAX_DEPTH:
-        raise TopologyError(f"the machine described has more than {MAX_DEPTH} levels: refusing to build its tree")
+        raise TopologyError(f"the machine described has more than {MAX_DEPTH} levels: no tree is built of it")
     cpus = cpus_of(part.mask)
     if any(innermost[cpu] is not parent for cpu in cpus):
         return None

@@ -1,11 +1,13 @@
 """Two keys under which measurements are kept, both readable and free of host names and serial numbers.
 
-The core signature decides which micro-kernel is best on one core; the placement signature decides how work is split.
+The core signature decides which micro-kernel is best on one core; the placement signature decides how work is
+split over cores.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 
 from phasewise.topology.cpuinfo import KERNEL_FEATURES
@@ -31,8 +33,10 @@ SHAPE_WORDS = {
 
 
 def core_signature(machine: Machine) -> str:
-    """Vendor, family, model, instruction sets and L1/L2 sizes of the cores that may be used, e.g.
-    `GenuineIntel 6/143 avx2+avx512f L1d 48K L2 2M`. On a hybrid machine sizes that differ are joined by `/`."""
+    """Vendor, family, model, instruction sets and L1/L2 sizes of the cores that may be used.
+
+    For example `GenuineIntel 6/85 avx2+avx512f L1d 32K L2 1M`; sizes that differ (hybrid) are joined by `/`.
+    """
     cpu = machine.cpu
     family, model = _word(cpu.family), _word(cpu.model)
     features = "+".join(name for name in KERNEL_FEATURES if name in cpu.features) or "no-isa"
@@ -47,8 +51,8 @@ def core_signature(machine: Machine) -> str:
 def placement_signature(machine: Machine, cores: Sequence[int]) -> str:
     """How many threads, and the shape of what they share, e.g. `32 threads: 2 nodes x 4 L3 x 4 cores`.
 
-    `cores` are the PUs that threads are pinned to, one thread each. The same shape elsewhere on the machine gives
-    the same signature. TopologyError if a PU is named twice or does not exist.
+    `cores` are the PUs that threads are pinned to, one thread each. The same shape elsewhere on the machine
+    gives the same signature. TopologyError if a PU is named twice or does not exist.
     """
     chosen = frozenset(cores)
     unknown = chosen.difference(machine.tree.cpus)
@@ -71,7 +75,7 @@ def format_size(size_bytes: int | None) -> str:
 
 
 def _telling_levels(machine: Machine, chosen: frozenset[int]) -> frozenset[Kind]:
-    """The levels worth naming: nodes, L3 and cores always, others where the chosen PUs share something by them."""
+    """The levels worth naming: nodes, L3 and cores always, others where chosen cores share by them."""
     levels = {Kind.NUMA, Kind.L3, Kind.CORE}
     used = {kind: [n for n in machine.nodes(kind) if chosen & set(n.cpus)] for kind in Kind}
     if {node.cpus for node in used[Kind.PACKAGE]} != {node.cpus for node in used[Kind.NUMA]} and (
@@ -88,7 +92,7 @@ def _telling_levels(machine: Machine, chosen: frozenset[int]) -> frozenset[Kind]
 
 
 def _shapes(node: Node, chosen: frozenset[int], levels: frozenset[Kind], kind_names: dict[int, str]) -> str:
-    """The shape inside a node: equal neighbours are counted once, unlike ones joined by `+`, largest count first."""
+    """The shape inside a node: equal parts are counted, unlike ones joined by `+` in a fixed order."""
     tally: dict[tuple[Kind, str], int] = {}
     for child in _visible(node, chosen, levels):
         inner = _shapes(child, chosen, levels, kind_names)
@@ -117,11 +121,11 @@ def _visible(node: Node, chosen: frozenset[int], levels: frozenset[Kind]) -> lis
 
 
 def _kind_names(machine: Machine) -> dict[int, str]:
-    """The kind of every PU of a hybrid machine; PUs outside every kind are `other`."""
+    """The kind of every PU of a hybrid machine, by rank: sources differ in the names they give."""
     if not machine.kinds:
         return {}
     return dict.fromkeys(machine.tree.cpus, "other") | {
-        cpu: _word(kind.name) for kind in machine.kinds for cpu in kind.cpus
+        cpu: f"kind-{rank}" for rank, kind in enumerate(machine.kinds) for cpu in kind.cpus
     }
 
 
@@ -131,8 +135,7 @@ def _sizes(sizes: list[int | None]) -> str:
 
 def _word(text: str | None) -> str:
     """One field of a signature: no spaces, no separators, bounded; `?` where unknown."""
-    kept = "".join(char if char.isascii() and (char.isalnum() or char in "-_.") else "-" for char in text or "")
-    return kept[:MAX_WORD_CHARS] or "?"
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", text or "")[:MAX_WORD_CHARS] or "?"
 
 
 def _bounded(signature: str) -> str:

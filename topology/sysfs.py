@@ -27,8 +27,11 @@ HYBRID_UNITS = (("low-power", "cpu_lowpower"), ("efficiency", "cpu_atom"), ("per
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """The machine under `root`. Of the running one (`/`), only what this process is allowed counts as allowed;
-    of a snapshot, every online CPU. TopologyError if there is nothing to read or it makes no sense."""
+    """The machine under `root`: `/` for the running one, any other folder for a snapshot.
+
+    Allowed is what this process may use of the running machine, and every online CPU of a snapshot.
+    TopologyError if there is nothing to read or it makes no sense.
+    """
     is_live = root == Path("/")
     try:
         online = _online(root / "sys/devices/system/cpu", is_live)
@@ -155,7 +158,8 @@ def _node_cpus(folder: Path) -> int:
 
 def _kinds(root: Path, online: int) -> tuple[CpuKind, ...]:
     """The kinds of core of a hybrid machine, from Intel's PMU devices or from Arm's capacities."""
-    masks = {name: parse_list(_text(root / "sys/devices" / pmu / "cpus") or "") & online for name, pmu in HYBRID_UNITS}
+    listed = {name: _text(root / "sys/devices" / pmu / "cpus") for name, pmu in HYBRID_UNITS}
+    masks = {name: parse_list(text or "") & online for name, text in listed.items()}
     kinds = {name: mask for name, mask in masks.items() if mask}
     if len(kinds) < 2:
         capacities: dict[int, int] = {}
@@ -168,7 +172,7 @@ def _kinds(root: Path, online: int) -> tuple[CpuKind, ...]:
 
 
 def _shared(folder: Path, names: tuple[str, ...], online: int) -> int:
-    """The first CPU set found among `names`: `<name>_list` or the bitmap `<name>` (`<name>_map` of a cache)."""
+    """The first CPU set found among `names`: `<name>_list`, or the bitmap `<name>` or `<name>_map`."""
     readers: tuple[tuple[str, Callable[[str], int]], ...] = (
         ("_list", parse_list),
         ("", parse_kernel_mask),
@@ -204,7 +208,7 @@ def _number(path: Path) -> int | None:
 
 
 def _text(path: Path) -> str | None:
-    """A small file's text without its newline; None if it is absent or unreadable, which sysfs makes common."""
+    """A small file's text without its newline; None if absent or unreadable, which is common in sysfs."""
     try:
         # Snapshots pad files with NUL.
         return path.read_text(encoding="utf-8", errors="replace").partition("\0")[0].strip()

@@ -1,7 +1,7 @@
 """The machine as a tree of what its CPUs share: `Machine > Package > NUMA > L3 > (L2) > Core > PU`.
 
-The levels are nested by their CPU sets, not by a fixed order, so an L3 that spans two NUMA nodes encloses them, and a
-level that the machine does not have is simply absent. A PU is what the kernel calls a CPU.
+The levels are nested by their CPU sets, not by a fixed order, so an L3 that spans two NUMA nodes encloses
+them, and a level that the machine does not have is simply absent. A PU is what the kernel calls a CPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Kind(StrEnum):
 class Node:
     """One part of the machine and the parts inside it.
 
-    `cpus` ascends and is empty for memory without CPUs of its own. `size_bytes` is a cache's capacity or a NUMA
-    node's memory, None where unknown. A core carries its L1 sizes, a NUMA node the cache in front of its memory.
+    `cpus` ascends and is empty for memory without CPUs of its own. `size_bytes` is a cache's capacity or a
+    NUMA node's memory, None where unknown. A core carries its L1 sizes, a NUMA node the size of the cache in
+    front of its memory.
     """
 
     kind: Kind
@@ -52,7 +53,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Cpu:
-    """What kind of CPU it is, in the kernel's words; None where the source does not say. No serial numbers."""
+    """What kind of CPU it is, in the kernel's words; None where the source does not say."""
 
     architecture: str | None = None
     vendor: str | None = None
@@ -111,7 +112,7 @@ class Machine:
         )
 
     def allowed_cores(self) -> tuple[tuple[int, ...], ...]:
-        """The allowed PUs of each core that has any, cores in tree order, so that neighbours share the most."""
+        """The allowed PUs of each core that has any, in tree order, so that neighbours share the most."""
         allowed = set(self.allowed_pus)
         cores = (tuple(cpu for cpu in core.cpus if cpu in allowed) for core in self.nodes(Kind.CORE))
         return tuple(core for core in cores if core)
