@@ -42,7 +42,7 @@ KINDS = {
     "Core": Kind.CORE,
     "PU": Kind.PU,
 }
-"""Types as version 1 (`Socket`, `Node`) and later ones name them. Devices and plain groups have no place here."""
+"""Types as version 1 (`Socket`, `Node`) and later ones name them. Devices and plain groups are left out."""
 
 INSTRUCTION_CACHE = "2"
 """hwloc's `cache_type` of an instruction cache; 0 is unified, 1 data."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from phasewise.topology.cpuinfo import KERNEL_FEATURES
 from phasewise.topology.errors import TopologyError
+from phasewise.topology.sizes import format_size
 from phasewise.topology.tree import Kind, Machine, Node
 
 MAX_SIGNATURE_CHARS = 240
@@ -62,16 +63,6 @@ def placement_signature(machine: Machine, cores: Sequence[int]) -> str:
     shape = _shapes(machine.tree, chosen, levels, _kind_names(machine))
     count = f"{len(chosen)} {'thread' if len(chosen) == 1 else 'threads'}"
     return _bounded(f"{count}: {shape}")
-
-
-def format_size(size_bytes: int | None) -> str:
-    """A cache size as the kernel would write it: 48K, 2M, 1.25M; `?` where unknown."""
-    if size_bytes is None:
-        return "?"
-    for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.5g}{unit}"
-    return str(size_bytes)
 
 
 def _telling_levels(machine: Machine, chosen: frozenset[int]) -> frozenset[Kind]:
