@@ -6,6 +6,7 @@ Free of SQLAlchemy, so that a command that needs no database does not pay for lo
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from phasewise.kerneldb.errors import KernelDbError
 FILE_NAME = "phasewise.db"
 MEMORY_URL = "sqlite://"
 
+_PASSWORD = re.compile(r"(://[^/?#]*?:)[^/?#]*@")
+
 
 @dataclass(frozen=True)
 class Location:
@@ -24,6 +27,11 @@ class Location:
     file: Path | None
     url: str | None
     is_default: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people: the file, or the URL without its password."""
+        return str(self.file) if self.file else _PASSWORD.sub(r"\1***@", self.url or "")
 
     @property
     def is_absent(self) -> bool:

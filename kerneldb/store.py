@@ -82,7 +82,7 @@ class Store:
     """An open database. See the module's promises; made by `open_store`."""
 
     def __init__(self, engine: Engine, location: Location, writable: bool, report: Report) -> None:
-        self.name = str(location.file) if location.file else engine.url.render_as_string(hide_password=True)
+        self.name = location.name
         self.writable = writable
         self._engine = engine
         self._write_engine = connect.for_writing(engine)

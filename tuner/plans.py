@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -48,7 +49,7 @@ class RankCores:
             if type(core) is not int or not 0 <= core <= MAX_PU:
                 raise PlanError(f"a core must be a number from 0 to {MAX_PU}, not {core!r:.40}")
         if len(set(self.cores)) != len(self.cores):
-            raise PlanError(f"a rank names a core twice: {_listed(self.cores)}")
+            raise PlanError(f"a rank names a core twice: {list_cores(self.cores)}")
         node = self.numa_node
         if node is not None and (type(node) is not int or not 0 <= node <= MAX_PU):
             raise PlanError(f"a NUMA node must be a number from 0 to {MAX_PU}, not {node!r:.40}")
@@ -68,7 +69,7 @@ class ServicePlan:
         if not 1 <= len(self.ranks) <= MAX_RANKS:
             raise PlanError(f"a plan has 1 to {MAX_RANKS} ranks, not {len(self.ranks)}")
         if len(set(self.cores)) != len(self.cores):
-            raise PlanError(f"two ranks share a core: {_listed(self.cores)}")
+            raise PlanError(f"two ranks share a core: {list_cores(self.cores)}")
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -77,7 +78,7 @@ class ServicePlan:
 
     def describe(self) -> str:
         """A line for people, e.g. `decode: 1 rank on cores 0,1 (database)`."""
-        ranks = " | ".join(_listed(rank.cores) for rank in self.ranks)
+        ranks = " | ".join(list_cores(rank.cores) for rank in self.ranks)
         count = f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}"
         return f"{self.phase}: {count} on core{'s' if len(self.cores) > 1 else ''} {ranks} ({self.source})"
 
@@ -127,8 +128,9 @@ def model_key(name: str, weight_format: str) -> str:
 
 
 def machine_key(machine: Machine) -> MachineKey:
-    """Under what a machine's plans are kept: its cores, and the shape of all that the process may use."""
-    return MachineKey(core_signature(machine), placement_signature(machine, machine.allowed_pus))
+    """Under what a machine's plans are kept: what its cores are, and the shape of those that may be used."""
+    cores = tuple(core[0] for core in machine.allowed_cores()) or machine.allowed_pus
+    return MachineKey(core_signature(machine), placement_signature(machine, cores))
 
 
 def default_plan(machine: Machine, phase: Phase, threads: int | None = None) -> ServicePlan:
@@ -143,7 +145,7 @@ def default_plan(machine: Machine, phase: Phase, threads: int | None = None) -> 
     if not 1 <= threads <= len(pus):
         raise PlanError(
             f"{threads} threads do not fit: this process may use {len(pus)} CPUs "
-            f"({_listed(machine.allowed_pus)})"
+            f"({list_cores(machine.allowed_pus)})"
         )
     return ServicePlan(phase, (rank_on(machine, pus[:threads]),), "flag")
 
@@ -174,7 +176,7 @@ def check_fits(plan: ServicePlan, machine: Machine) -> None:
     foreign = sorted(set(plan.cores).difference(machine.allowed_pus))
     if foreign:
         raise PlanError(
-            f"this process may not use core {_listed(foreign)}, only {_listed(machine.allowed_pus)}"
+            f"this process may not use core {list_cores(foreign)}, only {list_cores(machine.allowed_pus)}"
         )
     quota = machine.cpu_quota
     if quota is not None and len(plan.cores) > max(1, int(quota)):
@@ -242,7 +244,21 @@ def plans_for(
         return resolve_plans(store, machine, model, None, report)
 
 
-def _listed(pus: tuple[int, ...] | list[int]) -> str:
+def parse_cores(text: str) -> tuple[int, ...]:
+    """CPU numbers as taskset writes them, e.g. `0-3,8`, in the order given. PlanError for anything else."""
+    cores: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", part)
+        if match is None:
+            raise PlanError(f"cores are written like 0-3,8, not {text!r:.40}")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if not low <= high <= MAX_PU:
+            raise PlanError(f"{part.strip()} is no range of cores from 0 to {MAX_PU}")
+        cores += range(low, high + 1)
+    return tuple(cores)
+
+
+def list_cores(pus: Sequence[int]) -> str:
     """CPU numbers as taskset writes them, consecutive ones joined: `0-3,8`. The order is kept."""
     runs: list[list[int]] = []
     for pu in pus:
