@@ -37,7 +37,7 @@ _BEGIN = "sqlite_begin"
 def engine_for(location: Location, read_only: bool) -> Engine:
     """An engine over the location; nothing is opened yet."""
     if location.file is None:
-        return _url_engine(location.url or "")
+        return _url_engine(location.url or "", location.name)
     uri = f"file:{quote(str(location.file))}{_read_only_parameters(location.file) if read_only else ''}"
 
     def connect() -> sqlite3.Connection:
@@ -55,7 +55,7 @@ def _read_only_parameters(file: Path) -> str:
     return "?mode=ro" if log_exists else "?mode=ro&immutable=1"
 
 
-def _url_engine(url: str) -> Engine:
+def _url_engine(url: str, name: str) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
@@ -68,13 +68,11 @@ def _url_engine(url: str) -> Engine:
             connect_args={"isolation_level": None, "check_same_thread": False, "timeout": BUSY_TIMEOUT_S},
         )
     except ArgumentError:
-        raise KernelDbError(
-            f"{url!r:.60} is not a database URL: write e.g. postgresql+psycopg://host/name"
-        ) from None
+        raise KernelDbError(f"{name} is not a database URL: write e.g. postgresql://user@host/name") from None
     except NoSuchModuleError as error:
-        raise KernelDbError(f"no such kind of database: {error}") from None
+        raise KernelDbError(f"database {name} is of an unknown kind: {error}") from None
     except ImportError as error:
-        raise KernelDbError(f"the driver for {url.split(':')[0]} is not installed: {error}") from None
+        raise KernelDbError(f"database {name} needs a driver, to be installed with pip: {error}") from None
     return _with_sqlite_habits(engine)
 
 
@@ -145,7 +143,7 @@ def make_room(location: Location) -> None:
             f"the directory {folder} for the database cannot be created ({error.strerror}): "
             "name another database with --db"
         ) from None
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise KernelDbError(f"database {location.file} cannot be created: there is no directory {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ReadOnlyDatabaseError(f"database {location.file} cannot be created: {folder} is not writable")

@@ -61,4 +61,7 @@ def locate(db: str | os.PathLike[str] | None) -> Location:
         return Location(Path(text.removeprefix("sqlite:///")).absolute(), None)
     if "://" in text:
         return Location(None, text)
-    return Location(Path(text).expanduser().absolute(), None)
+    try:
+        return Location(Path(text).expanduser().absolute(), None)
+    except RuntimeError:
+        raise KernelDbError(f"database {text}: there is no home directory of that user") from None

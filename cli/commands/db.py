@@ -224,9 +224,7 @@ def _labels(machines: Iterable[MachineKey]) -> dict[MachineKey, str]:
 def _print_contents(fields: dict[str, Any]) -> None:
     plans = [
         {
-            "model": textwrap.shorten(plan["model"], MAX_MODEL_CHARS, placeholder="...")
-            if " " in plan["model"]
-            else plan["model"][:MAX_MODEL_CHARS],
+            "model": _shortened(plan["model"]),
             "phase": plan["phase"],
             "cores": _cores(plan["ranks"]),
             "machine": plan["machine"],
@@ -238,6 +236,11 @@ def _print_contents(fields: dict[str, Any]) -> None:
     _print_table("Service plans", plans)
     _print_table("Best schedules", [_schedule_line(one) for one in fields["schedules"]])
     _print_machines(fields["machines"])
+
+
+def _shortened(model: str) -> str:
+    """The end of a long key tells more than its beginning: it has the format."""
+    return model if len(model) <= MAX_MODEL_CHARS else "..." + model[3 - MAX_MODEL_CHARS :]
 
 
 def _cores(ranks: list[list[int]] | None) -> str:
@@ -283,5 +286,6 @@ def _print_table(title: str, rows: list[dict[str, Any]]) -> None:
 
 def _print_machines(machines: list[dict[str, str]]) -> None:
     for machine in machines:
-        line = f"{machine['machine']}  {machine['placement']}; {machine['core']}"
+        core = machine["core"].replace("+", " ")  # the list of instruction sets would not wrap
+        line = f"{machine['machine']}  {machine['placement']}; {core}"
         typer.echo(textwrap.fill(line, WIDTH, subsequent_indent="    "))
