@@ -41,6 +41,20 @@ def outline(machine: Machine) -> tuple[Line, ...]:
     return _lines(machine.tree.children, _Labels(machine))
 
 
+def count_words(machine: Machine) -> str:
+    """The counts in words: `1 package, 1 NUMA node, 1 L3, 2 cores, 2 PUs, 2 allowed`."""
+    counts = machine.counts()
+    named = (
+        (counts.packages, "package", "packages"),
+        (counts.numa_nodes, "NUMA node", "NUMA nodes"),
+        (counts.l3, "L3", "L3"),
+        (counts.cores, "core", "cores"),
+        (counts.pus, "PU", "PUs"),
+    )
+    words = [f"{number} {one if number == 1 else many}" for number, one, many in named]
+    return ", ".join([*words, f"{counts.allowed_pus} allowed"])
+
+
 def describe(node: Node) -> str:
     """One part in words: `L3 32M`, `NUMA node 126G behind a cache of 96G`, `Core L1d 48K L1i 32K`."""
     words = [KIND_NAMES[node.kind]]

@@ -7,19 +7,19 @@ the groups they belong to; without groups, by whether they are allowed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape, quoteattr
 
-from phasewise.topology.outline import KIND_NAMES
+from phasewise.topology.outline import KIND_NAMES, count_words
 from phasewise.topology.sizes import format_memory, format_size
 from phasewise.topology.tree import Kind, Machine, Node
 
 PU_WIDTH, PU_HEIGHT = 34.0, 24.0
 GAP, PADDING = 6.0, 8.0
 TITLE_HEIGHT, DETAIL_HEIGHT = 17.0, 13.0
-TITLE_CHAR, DETAIL_CHAR = 7.2, 6.0
-"""Widths of an average character of a title and of a detail, pixels; the fonts are not known here."""
+TITLE_CHAR, PLAIN_CHAR, DETAIL_CHAR = 7.6, 6.8, 6.0
+"""Widths of an average character of a title, of plain text and of a detail, pixels: fonts differ."""
 
 ASPECT = 1.6
 """Width over height that every box and the picture as a whole aim for."""
@@ -63,6 +63,15 @@ class _Box:
     inside: tuple[tuple[float, float, _Box], ...] = ()
 
 
+@dataclass(frozen=True)
+class _Packing:
+    """Boxes with their places in an outline of this size."""
+
+    placed: tuple[tuple[float, float, _Box], ...]
+    width: float
+    height: float
+
+
 def plan_groups(groups: Sequence[tuple[str, Sequence[int]]]) -> tuple[PuGroup, ...]:
     """Groups with colours, in the order given: (label, PUs) per rank or phase of a plan."""
     return tuple(
@@ -76,31 +85,30 @@ def draw_svg(machine: Machine, groups: Sequence[PuGroup] | None = None) -> str:
     if groups is None:
         groups = (PuGroup("allowed PU", frozenset(machine.allowed_pus), ALLOWED_FILL),)
     pen = _Pen(machine, groups)
-    body = _inner_box(machine.tree, "", ())
+    body = _inner_box(machine.tree, "", (), _title_chars(machine))
     caption = _caption(machine)
     legend = _legend(machine, groups)
     margin = 18.0
-    caption_width = max(len(line) * TITLE_CHAR for line in caption)
-    width = max(body.width, caption_width, sum(_legend_width(label) for label, _ in legend)) + 2 * margin
+    caption_width = max(len(caption[0]) * TITLE_CHAR, *(len(line) * PLAIN_CHAR for line in caption[1:]))
+    inner_width = max(body.width - 2 * PADDING, caption_width)
+    rows = _legend_rows(legend, inner_width)
+    width = max([inner_width, *(_legend_width(label) for label, _ in legend)]) + 2 * margin
     top = margin + TITLE_HEIGHT * len(caption) + GAP
-    height = top + body.height + GAP + PU_HEIGHT + margin
+    height = top + body.height + (PU_HEIGHT + GAP) * len(rows) + margin
     pen.caption(margin, margin, caption)
     for x, y, box in body.inside:
         pen.box(margin + x - PADDING, top + y, box)
-    pen.legend(margin, top + body.height + GAP, legend)
+    for index, row in enumerate(rows):
+        pen.legend(margin, top + body.height + GAP + (PU_HEIGHT + GAP) * index, row)
     return pen.document(width, height)
 
 
 def _caption(machine: Machine) -> tuple[str, ...]:
-    cpu, counts = machine.cpu, machine.counts()
+    cpu = machine.cpu
     name = cpu.name or cpu.vendor or "Machine"
     first = f"{name} ({cpu.architecture})" if cpu.architecture else name
-    second = (
-        f"{counts.packages} packages, {counts.numa_nodes} NUMA nodes, {counts.l3} L3, "
-        f"{counts.cores} cores, {counts.pus} PUs, {counts.allowed_pus} allowed"
-    )
     quota = () if machine.cpu_quota is None else (f"CPU quota: {machine.cpu_quota:g} CPUs",)
-    return (first, second, *quota)
+    return (first, count_words(machine), *quota)
 
 
 def _legend(machine: Machine, groups: Sequence[PuGroup]) -> list[tuple[str, str | None]]:
@@ -111,11 +119,25 @@ def _legend(machine: Machine, groups: Sequence[PuGroup]) -> list[tuple[str, str 
     return entries
 
 
+def _legend_rows(
+    entries: Sequence[tuple[str, str | None]], width: float
+) -> list[list[tuple[str, str | None]]]:
+    rows: list[list[tuple[str, str | None]]] = []
+    left = math.inf
+    for entry in entries:
+        if left + _legend_width(entry[0]) > width:
+            rows.append([])
+            left = 0.0
+        rows[-1].append(entry)
+        left += _legend_width(entry[0])
+    return rows
+
+
 def _legend_width(label: str) -> float:
-    return PU_WIDTH + GAP + len(label) * TITLE_CHAR + 2 * PADDING
+    return PU_WIDTH + GAP + len(label) * PLAIN_CHAR + 2 * PADDING
 
 
-def _layout(node: Node) -> _Box:
+def _layout(node: Node, title_chars: Mapping[Kind, int]) -> _Box:
     """The box of a node: a PU has a fixed size, anything else is as large as what it holds."""
     if node.kind is Kind.PU:
         return _Box(node, str(node.os_index), (), PU_WIDTH, PU_HEIGHT)
@@ -128,7 +150,16 @@ def _layout(node: Node) -> _Box:
         details.append(f"L1d {format_size(shown.l1d_bytes)}")
     if shown.memory_cache_bytes is not None:
         details.append(f"memory-side cache {format_size(shown.memory_cache_bytes)}")
-    return _inner_box(shown, _title(shown), tuple(details))
+    return _inner_box(shown, _title(shown), tuple(details), title_chars)
+
+
+def _title_chars(machine: Machine) -> dict[Kind, int]:
+    """The longest title of each kind, so that equal parts get equal boxes whatever their numbers."""
+    longest: dict[Kind, int] = {}
+    for node in machine.tree.walk():
+        if node.cpus and node.kind is not Kind.PU:
+            longest[node.kind] = max(longest.get(node.kind, 0), len(_title(node)))
+    return longest
 
 
 def _title(node: Node) -> str:
@@ -142,42 +173,105 @@ def _title(node: Node) -> str:
     return f"{name}{number}{memory}{bare}"
 
 
-def _inner_box(node: Node, title: str, details: tuple[str, ...]) -> _Box:
+def _inner_box(node: Node, title: str, details: tuple[str, ...], title_chars: Mapping[Kind, int]) -> _Box:
     head = PADDING / 2 + (TITLE_HEIGHT if title else 0.0) + DETAIL_HEIGHT * len(details)
-    inside, width, height = _pack([_layout(child) for child in node.children])
-    widest_text = max([len(title) * TITLE_CHAR, *(len(line) * DETAIL_CHAR for line in details)])
-    width = max(width, widest_text) + 2 * PADDING
-    placed = tuple((x + PADDING, y + head, box) for x, y, box in inside)
-    return _Box(node, title, details, width, head + height + PADDING, placed)
+    packing = _pack([_layout(child, title_chars) for child in node.children])
+    n_chars = max(len(title), title_chars[node.kind]) if node.cpus and title else len(title)
+    widest_text = max([n_chars * TITLE_CHAR, *(len(line) * DETAIL_CHAR for line in details)])
+    width = max(packing.width, widest_text) + 2 * PADDING
+    placed = tuple((x + PADDING, y + head, box) for x, y, box in packing.placed)
+    return _Box(node, title, details, width, head + packing.height + PADDING, placed)
 
 
-def _pack(boxes: list[_Box]) -> tuple[list[tuple[float, float, _Box]], float, float]:
-    """Boxes in rows, with the number of columns whose outline comes closest to the wanted aspect."""
-    if not boxes:
-        return [], 0.0, 0.0
-    if all(box.node.kind is Kind.PU for box in boxes) and len(boxes) <= 4:
-        return _in_rows(boxes, len(boxes) if len(boxes) < 4 else 2)
-    candidates = (_in_rows(boxes, columns) for columns in _column_counts(len(boxes)))
-    return min(candidates, key=lambda packed: abs(math.log(packed[1] / packed[2] / ASPECT)))
+def _pack(boxes: Sequence[_Box]) -> _Packing:
+    """Places for boxes: like neighbours in a grid, the grids of unlike ones below or beside each other."""
+    runs = _runs(boxes)
+    grids = [_grid(run) for run in runs]
+    if len(grids) == 1:
+        return grids[0]
+    width = max((grid.width for grid in grids), default=0.0)
+    below = _column([_widest_within(run, width) for run in runs])
+    return min((below, _row(grids)), key=_emptiness)
 
 
-def _column_counts(n: int) -> list[int]:
-    """Numbers of columns worth trying: full rows where they exist, and any number for a few boxes."""
-    return [c for c in range(1, n + 1) if n % c == 0 or n <= 7 or n % c > c // 2]
+def _runs(boxes: Sequence[_Box]) -> list[list[_Box]]:
+    """Neighbours of the same kind together, memory without CPUs apart."""
+    runs: list[list[_Box]] = []
+    for box in boxes:
+        last = runs[-1][-1] if runs else None
+        if last and last.node.kind is box.node.kind and bool(last.inside) == bool(box.inside):
+            runs[-1].append(box)
+        else:
+            runs.append([box])
+    return runs
 
 
-def _in_rows(boxes: list[_Box], columns: int) -> tuple[list[tuple[float, float, _Box]], float, float]:
+def _grid(boxes: Sequence[_Box]) -> _Packing:
+    """The prettiest of all numbers of columns; the threads of a core stay in one row, or in two if many."""
+    n = len(boxes)
+    if boxes[0].node.kind is Kind.PU:
+        return _in_columns(boxes, n if n < 4 else -(-n // 2))
+    width, height = _cell(boxes)
+
+    def ugliness(columns: int) -> float:
+        outline = columns * (width + GAP) - GAP, -(-n // columns) * (height + GAP) - GAP
+        return _ugliness(*outline, used=n * width * height)
+
+    return _in_columns(boxes, min(range(1, n + 1), key=ugliness))
+
+
+def _cell(boxes: Sequence[_Box]) -> tuple[float, float]:
+    """The width and height that hold any of the boxes."""
+    return max(box.width for box in boxes), max(box.height for box in boxes)
+
+
+def _widest_within(boxes: Sequence[_Box], width: float) -> _Packing:
+    """A grid with as many columns as fit."""
+    columns = int((width + GAP) // (_cell(boxes)[0] + GAP))
+    return _in_columns(boxes, min(max(columns, 1), len(boxes)))
+
+
+def _in_columns(boxes: Sequence[_Box], columns: int) -> _Packing:
+    """A grid of boxes stretched to the largest of them."""
+    width, height = _cell(boxes)
+    placed = tuple(
+        (
+            index % columns * (width + GAP),
+            index // columns * (height + GAP),
+            replace(box, width=width, height=height),
+        )
+        for index, box in enumerate(boxes)
+    )
+    rows = -(-len(boxes) // columns)
+    return _Packing(placed, columns * (width + GAP) - GAP, rows * (height + GAP) - GAP)
+
+
+def _column(blocks: Sequence[_Packing]) -> _Packing:
     placed: list[tuple[float, float, _Box]] = []
-    width = top = 0.0
-    for start in range(0, len(boxes), columns):
-        row = boxes[start : start + columns]
-        left = 0.0
-        for box in row:
-            placed.append((left, top, box))
-            left += box.width + GAP
-        width = max(width, left - GAP)
-        top += max(box.height for box in row) + GAP
-    return placed, width, top - GAP
+    top = 0.0
+    for block in blocks:
+        placed += [(x, y + top, box) for x, y, box in block.placed]
+        top += block.height + GAP
+    return _Packing(tuple(placed), max((block.width for block in blocks), default=0.0), max(top - GAP, 0.0))
+
+
+def _row(blocks: Sequence[_Packing]) -> _Packing:
+    placed: list[tuple[float, float, _Box]] = []
+    left = 0.0
+    for block in blocks:
+        placed += [(x + left, y, box) for x, y, box in block.placed]
+        left += block.width + GAP
+    return _Packing(tuple(placed), max(left - GAP, 0.0), max((block.height for block in blocks), default=0.0))
+
+
+def _emptiness(packing: _Packing) -> float:
+    used = sum(box.width * box.height for _, _, box in packing.placed)
+    return _ugliness(packing.width, packing.height, used) if packing.placed else 0.0
+
+
+def _ugliness(width: float, height: float, used: float) -> float:
+    """How far an outline is from the wanted aspect, and how much of it is empty; the weight is by eye."""
+    return abs(math.log(width / height / ASPECT)) + 4.0 * (1.0 - used / (width * height))
 
 
 class _Pen:
