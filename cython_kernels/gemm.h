@@ -68,4 +68,7 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads);
 /* The part of y[m][n] that `thread` of grid_m * grid_n computes; empty ranges where there are too few pieces. */
 void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t thread, pw_range *rows, pw_range *panels);
 
+/* The monotonic clock. */
+int64_t pw_now_ns(void);
+
 #endif

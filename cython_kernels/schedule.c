@@ -2,6 +2,7 @@
 #include "gemm.h"
 
 #include <stddef.h>
+#include <time.h>
 
 static const char *quant_problem(const pw_weight *w) {
     if (w->group != 32 && !(w->kind == PW_Q8 && w->group == 16)) return "group must be 32, or 16 for q8";
@@ -64,4 +65,10 @@ void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t threa
     }
     *rows = part_of(m, at_least(1, s->mr), grid_m, thread / grid_n);
     *panels = part_of(pw_panels(w->n), 1, grid_n, thread % grid_n);
+}
+
+int64_t pw_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }

@@ -49,24 +49,20 @@ PW_INLINE int32_t int_at(const uint8_t *p) {
     return x;
 }
 
-/* The sums of a tile: [row][vector of LANES columns]. Indices are constants after unrolling, so these are registers. */
-typedef vf sums[MAX_MR][MAX_TILE_PANELS * VECTORS];
+/* The sums of a tile, [mr][vectors]: indices are constants after unrolling, so these live in registers. */
+typedef vf tile_sums[MAX_MR * MAX_TILE_PANELS * VECTORS];
 
-PW_INLINE void begin_sums(const tile_call *t, sums acc, int mr, int vectors) {
-    PW_UNROLL for (int r = 0; r < mr; ++r) {
-        PW_UNROLL for (int c = 0; c < vectors; ++c) {
-            acc[r][c] = t->partial ? v_load(t->partial + r * t->partial_stride + c * LANES) : v_zero();
-        }
+PW_INLINE void begin_sums(const tile_call *t, vf *acc, int mr, int vectors) {
+    PW_UNROLL for (int i = 0; i < mr * vectors; ++i) {
+        int64_t at = (i / vectors) * t->partial_stride + (i % vectors) * LANES;
+        acc[i] = t->partial ? v_load(t->partial + at) : v_zero();
     }
 }
 
-PW_INLINE void end_sums(const tile_call *t, sums acc, int mr, int vectors) {
-    PW_UNROLL for (int r = 0; r < mr; ++r) {
-        float *out = t->out + r * t->out_stride;
-        PW_UNROLL for (int c = 0; c < vectors; ++c) {
-            vf sum = t->add ? v_add(v_load(out + c * LANES), acc[r][c]) : acc[r][c];
-            v_store(out + c * LANES, sum);
-        }
+PW_INLINE void end_sums(const tile_call *t, const vf *acc, int mr, int vectors) {
+    PW_UNROLL for (int i = 0; i < mr * vectors; ++i) {
+        float *out = t->out + (i / vectors) * t->out_stride + (i % vectors) * LANES;
+        v_store(out, t->add ? v_add(v_load(out), acc[i]) : acc[i]);
     }
 }
 

@@ -6,7 +6,7 @@
  * up to 2^-126 (k + sum |x_i| + sum |w_i|) more. PW_ADD rounds once more, 2^-24 |y|. */
 #include "families/gemm.h"
 
-PW_INLINE void f32_step(const tile_call *t, sums acc, int mr, int np, int64_t k, int64_t ahead) {
+PW_INLINE void f32_step(const tile_call *t, vf *acc, int mr, int np, int64_t k, int64_t ahead) {
     const uint8_t *values = t->values + k * VECTOR_ROW_BYTES;
     vf w[MAX_TILE_PANELS * VECTORS];
     PW_UNROLL for (int p = 0; p < np; ++p) {
@@ -17,11 +17,11 @@ PW_INLINE void f32_step(const tile_call *t, sums acc, int mr, int np, int64_t k,
     }
     PW_UNROLL for (int r = 0; r < mr; ++r) {
         vf x = v_set1(float_at(t->rows + r * t->row_bytes + 4 * k));
-        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) acc[r][c] = v_fma(x, w[c], acc[r][c]);
+        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) acc[r * np * VECTORS + c] = v_fma(x, w[c], acc[r * np * VECTORS + c]);
     }
 }
 
-PW_INLINE void bf16_step(const tile_call *t, sums acc, int mr, int np, int64_t pair, int64_t ahead) {
+PW_INLINE void bf16_step(const tile_call *t, vf *acc, int mr, int np, int64_t pair, int64_t ahead) {
     const uint8_t *values = t->values + pair * VECTOR_ROW_BYTES;
     vi w[MAX_TILE_PANELS * VECTORS];
     PW_UNROLL for (int p = 0; p < np; ++p) {
@@ -32,13 +32,13 @@ PW_INLINE void bf16_step(const tile_call *t, sums acc, int mr, int np, int64_t p
     }
     PW_UNROLL for (int r = 0; r < mr; ++r) {
         va16 x = va16_load(t->rows + r * t->row_bytes, pair);
-        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) acc[r][c] = bf16_dot(acc[r][c], w[c], x);
+        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) acc[r * np * VECTORS + c] = bf16_dot(acc[r * np * VECTORS + c], w[c], x);
     }
 }
 
 /* The last steps of a range ask for the next panels' first lines: a panel's own end has nothing ahead of it. */
 PW_INLINE void dense_tile(const tile_call *t, int kind, int mr, int np) {
-    sums acc;
+    tile_sums acc;
     begin_sums(t, acc, mr, np * VECTORS);
     int64_t step = t->begin, ahead = t->prefetch_bytes;
     int64_t turn = t->end - ahead / VECTOR_ROW_BYTES;

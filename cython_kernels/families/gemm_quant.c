@@ -53,7 +53,8 @@ PW_INLINE void load_scales(const tile_call *t, const uint8_t *scales, int64_t at
     }
 }
 
-PW_INLINE void scale_group(const tile_call *t, sums acc, int_sums dot, const group_place *at, int mr, int vectors) {
+/* acc += (a s) D for one group, then += (a sum q) m where there are minima. */
+PW_INLINE void scale_group(const tile_call *t, vf *acc, int_sums dot, const group_place *at, int mr, int vectors) {
     vf s[MAX_TILE_PANELS * VECTORS];
     load_scales(t, t->scales, at->scales_at, vectors, s);
     PW_UNROLL for (int r = 0; r < mr; ++r) {
@@ -61,18 +62,20 @@ PW_INLINE void scale_group(const tile_call *t, sums acc, int_sums dot, const gro
         vf a = v_set1(float_at(fields));
         PW_UNROLL for (int c = 0; c < vectors; ++c) {
             vi exact = at->kind == PW_Q4 ? q4_end(dot[r][c], int_at(fields + 4)) : dot[r][c];
-            acc[r][c] = v_fma(vi_to_vf(exact), v_mul(a, s[c]), acc[r][c]);
+            acc[r * vectors + c] = v_fma(vi_to_vf(exact), v_mul(a, s[c]), acc[r * vectors + c]);
         }
     }
     if (!t->mins) return;
     load_scales(t, t->mins, at->scales_at, vectors, s);
     PW_UNROLL for (int r = 0; r < mr; ++r) {
         vf scaled_sum = v_set1(float_at(at->fields + r * t->row_bytes + 8));
-        PW_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = v_fma(scaled_sum, s[c], acc[r][c]);
+        PW_UNROLL for (int c = 0; c < vectors; ++c) {
+            acc[r * vectors + c] = v_fma(scaled_sum, s[c], acc[r * vectors + c]);
+        }
     }
 }
 
-PW_INLINE void quant_group(const tile_call *t, sums acc, const group_place *at, int mr, int np, int64_t ahead) {
+PW_INLINE void quant_group(const tile_call *t, vf *acc, const group_place *at, int mr, int np, int64_t ahead) {
     int steps = at->group / inputs_per_vector_row(at->kind);
     int_sums dot;
     PW_UNROLL for (int r = 0; r < mr; ++r) {
@@ -81,21 +84,24 @@ PW_INLINE void quant_group(const tile_call *t, sums acc, const group_place *at, 
             dot[r][c] = at->kind == PW_Q8 ? q8_begin(bias) : q4_begin(bias);
         }
     }
-    PW_UNROLL for (int i = 0; i < steps; ++i) {
-        PW_UNROLL for (int p = 0; p < np; ++p) {
-            __builtin_prefetch(at->values + p * t->panel_bytes + i * VECTOR_ROW_BYTES + ahead);
+    if (ahead) {
+        PW_UNROLL for (int i = 0; i < steps * np; ++i) {
+            __builtin_prefetch(at->values + (i % np) * t->panel_bytes + (i / np) * VECTOR_ROW_BYTES + ahead);
         }
-        quant_step(t, dot, at, mr, np, i);
     }
+    PW_UNROLL for (int i = 0; i < steps; ++i) quant_step(t, dot, at, mr, np, i);
     scale_group(t, acc, dot, at, mr, np * VECTORS);
 }
 
+/* A large tile's integer sums fill the registers; its float sums wait in L1 between groups, which costs less than
+ * the shorter chains of a tile that holds both. The barrier keeps the compiler from moving them back. */
 PW_INLINE void quant_tile(const tile_call *t, int kind, int group, int mr, int np) {
-    sums acc;
-    begin_sums(t, acc, mr, np * VECTORS);
+    enum { HELD = 12 };
+    tile_sums acc;
     int64_t group_bytes = group / inputs_per_vector_row(kind) * VECTOR_ROW_BYTES, ahead = t->prefetch_bytes;
     int64_t block_bytes = group_block_bytes(kind, group);
     int64_t g = t->begin, turn = t->end - ahead / group_bytes;
+    begin_sums(t, acc, mr, np * VECTORS);
     for (int half = 0; half < 2; ++half) {
         int64_t end = half ? t->end : turn;
         for (; g < end; ++g) {
@@ -103,6 +109,7 @@ PW_INLINE void quant_tile(const tile_call *t, int kind, int group, int mr, int n
             group_place at = {kind, group, t->values + g * group_bytes, block, block + block_bytes - 12,
                               g * PW_PANEL * t->scale_bytes};
             quant_group(t, acc, &at, mr, np, ahead);
+            if (mr * np * VECTORS > HELD) __asm__ volatile("" : "+m"(acc));
         }
         if (ahead) ahead += (np - 1) * t->panel_bytes;
     }

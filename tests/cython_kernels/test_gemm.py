@@ -1,0 +1,208 @@
+"""Every format on every usable ISA keeps its bound, touches only its share, and never depends on how it is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from gemm_reference import FORMATS, expected, make_weight
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phasewise.cython_kernels import _native, isa, packing
+from phasewise.cython_kernels.errors import WeightError
+
+EDGES = (1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 97)
+ROWS = (*range(1, 10), 15, 16, 17, 31, 32, 33, 64)
+
+pytestmark = pytest.mark.parametrize("name", isa.usable())
+formats = pytest.mark.parametrize("fmt", FORMATS)
+
+
+def random_x(m: int, k: int, rng: np.random.Generator) -> np.ndarray:
+    return rng.standard_normal((m, k), dtype=np.float32) * np.exp2(rng.integers(-8, 8, (m, 1))).astype(
+        np.float32
+    )
+
+
+def assert_within_bound(x: np.ndarray, w: packing.PackedWeight, got: np.ndarray) -> None:
+    y, bound = expected(x, w)
+
+    excess = np.abs(got - y) - bound
+    assert (excess <= 0).all(), f"{excess.max()} beyond the bound, {w.kind} n={w.n} k={w.k} m={len(x)}"
+
+
+@formats
+def test_every_edge_of_n_and_k_keeps_the_bound(name: str, fmt: str) -> None:
+    rng = np.random.default_rng(1)
+    with isa.using(name):
+        for n in EDGES:
+            for k in EDGES:
+                w, x = make_weight(fmt, n, k, rng), random_x(int(rng.choice(ROWS)), k, rng)
+                assert_within_bound(x, w, _native.gemm(x, w))
+
+
+@formats
+def test_every_row_count_keeps_the_bound_at_the_default_models_width(name: str, fmt: str) -> None:
+    rng = np.random.default_rng(2)
+    w = make_weight(fmt, 80, 576, rng)
+    with isa.using(name):
+        for m in ROWS:
+            x = random_x(m, 576, rng)
+            assert_within_bound(x, w, _native.gemm(x, w))
+
+
+def random_schedule(rng: np.random.Generator) -> dict[str, int]:
+    """Any schedule, sensible or not: out-of-range values are clamped by the kernels."""
+    wild = rng.random() < 0.3
+    low, high = (-(2**31), 2**31) if wild else (1, 100)
+    fields = ("mr", "panels", "block_m", "block_n", "block_k", "prefetch_bytes", "grid_m", "grid_n")
+    return {field: int(rng.integers(low, high)) for field in fields}
+
+
+def cuts(size: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+    points = sorted({0, size, *rng.integers(0, size + 1, 2).tolist()})
+    return list(zip(points, points[1:], strict=False))
+
+
+@formats
+@settings(deadline=None, max_examples=25)
+@given(n=st.integers(1, 150), k=st.integers(1, 200), m=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
+def test_no_cut_and_no_schedule_changes_a_bit(name: str, fmt: str, n: int, k: int, m: int, seed: int) -> None:
+    """Row by row with the default schedule against any cut into shares, each with its own schedule."""
+    rng = np.random.default_rng(seed)
+    w, x = make_weight(fmt, n, k, rng), random_x(m, k, rng)
+    with isa.using(name):
+        one_by_one = np.concatenate([_native.gemm(row[None], w) for row in x])
+        prepared, y = _native.prepare_rows(x, w), np.full((m, n), np.nan, np.float32)
+        for rows in cuts(m, rng):
+            for panels in cuts(-(-n // 16), rng):
+                _native.gemm_share(prepared, w, y, rows, panels, random_schedule(rng))
+
+        assert np.array_equal(y, one_by_one)
+
+
+@formats
+def test_add_adds_the_finished_sum_once(name: str, fmt: str) -> None:
+    rng = np.random.default_rng(3)
+    w, x = make_weight(fmt, 40, 160, rng), random_x(7, 160, rng)
+    before = rng.standard_normal((7, 40), dtype=np.float32)
+    with isa.using(name):
+        prepared, y = _native.prepare_rows(x, w), before.copy()
+        for block_k in (32, 1000):
+            y[...] = before
+            _native.gemm_share(prepared, w, y, schedule=random_schedule(rng) | {"block_k": block_k}, add=True)
+
+            assert np.array_equal(y, before + _native.gemm(x, w))
+
+
+@formats
+def test_a_share_leaves_the_rest_alone(name: str, fmt: str) -> None:
+    rng = np.random.default_rng(4)
+    w, x = make_weight(fmt, 70, 64, rng), random_x(9, 64, rng)
+    with isa.using(name):
+        y = np.full((9, 70), np.nan, np.float32)
+        _native.gemm_share(_native.prepare_rows(x, w), w, y, (2, 7), (1, 3))
+
+        assert np.isfinite(y[2:7, 16:48]).all()
+        assert np.isnan(np.delete(y, np.s_[2:7], 0)).all()
+        assert np.isnan(np.delete(y, np.s_[16:48], 1)).all()
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 3), (4, 7), (40, 1)])
+def test_shares_cover_everything_once(name: str, grid: tuple[int, int]) -> None:
+    w = make_weight("f32", 150, 33, np.random.default_rng(5))
+    schedule = _native.default_schedule(w, 33) | {"grid_m": grid[0], "grid_n": grid[1]}
+    seen = np.zeros((33, 10), int)
+    with isa.using(name):
+        for thread in range(-1, grid[0] * grid[1] + 1):
+            (r0, r1), (p0, p1) = _native.share(w, 33, thread, schedule)
+            seen[r0:r1, p0:p1] += 1
+
+        assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("fmt", ["q8", "q8 group 16", "q4 min"])
+def test_groups_without_a_usable_scale(name: str, fmt: str) -> None:
+    """Zeros and dust give exact zeros; an infinity or NaN spoils its own row and no other."""
+    rng = np.random.default_rng(6)
+    w = make_weight(fmt, 20, 64, rng)
+    x = np.zeros((5, 64), np.float32)
+    x[1] = 1e-42
+    x[2, 3], x[3, 40] = np.inf, np.nan
+    x[4] = 3e38
+    with isa.using(name):
+        y = _native.gemm(x, w)
+
+        assert not y[:2].any()
+        assert np.isnan(y[2:4]).all()
+        with np.errstate(over="ignore"):
+            assert_within_bound(x[4:] / 2**100, w, _native.gemm(x[4:] / np.float32(2**100), w))
+
+
+@pytest.mark.parametrize("fmt", ["f32", "bf16"])
+def test_infinities_and_nans_reach_the_result(name: str, fmt: str) -> None:
+    w = make_weight(fmt, 16, 33, np.random.default_rng(7))
+    x = np.ones((3, 33), np.float32)
+    x[1, 32], x[2, 0] = np.nan, np.inf
+    with isa.using(name):
+        y = _native.gemm(x, w)
+
+        assert np.isfinite(y[0]).all()
+        assert np.isnan(y[1]).all()
+        assert np.isinf(y[2]).all()
+
+
+@formats
+def test_extreme_integers_are_exact(name: str, fmt: str) -> None:
+    """All weights at an end of their range, all activations at theirs: nothing saturates on the way."""
+    rng = np.random.default_rng(8)
+    for end in (0, 255):
+        w = make_weight(fmt, 16, 64, rng)
+        if w.kind in ("q8", "q4"):
+            w = replace(w, values=np.full_like(w.values, end))
+        for sign in (1, -1):
+            x = np.full((5, 64), sign, np.float32)
+            with isa.using(name):
+                assert_within_bound(x, w, _native.gemm(x, w))
+
+
+@formats
+def test_unpack_row_is_the_reference_row(name: str, fmt: str) -> None:
+    w = make_weight(fmt, 37, 97, np.random.default_rng(9))
+    matrix = packing.unpack(w)
+    with isa.using(name):
+        for row in range(37):
+            assert np.array_equal(_native.unpack_row(w, row), matrix[row])
+
+
+def test_bad_operands_are_refused(name: str) -> None:
+    rng = np.random.default_rng(10)
+    w, x = make_weight("q4 min", 32, 64, rng), random_x(2, 64, rng)
+    bad: list[Any] = [
+        replace(w, values=w.values[:, :-1]),
+        replace(w, values=w.values.astype(np.int8)),
+        replace(w, scales=w.scales[..., ::-1] if w.scales is not None else None),
+        replace(w, scales=None),
+        replace(w, mins=w.scales.astype(np.float32) if w.scales is not None else None),
+        replace(w, zero_point=8),
+        replace(w, group=16),
+        replace(w, kind="q9"),
+        replace(w, n=0),
+        replace(make_weight("q8", 16, 32, rng), zero_point=256),
+    ]
+    with isa.using(name):
+        for broken in bad:
+            with pytest.raises(WeightError):
+                _native.gemm(x, broken)
+        with pytest.raises(ValueError, match="columns"):
+            _native.gemm(x[:, :-1], w)
+        with pytest.raises(ValueError, match="lie outside"):
+            _native.gemm_share(_native.prepare_rows(x, w), w, np.zeros((2, 32), np.float32), (0, 3))
+        with pytest.raises(ValueError, match="fit"):
+            _native.gemm_share(np.zeros((2, 9), np.uint8), w, np.zeros((2, 32), np.float32))
+        with pytest.raises(ValueError, match="row 32"):
+            _native.unpack_row(w, 32)
+        assert _native.gemm(x[:0], w).shape == (0, 32)
