@@ -6,6 +6,7 @@ import json
 import os
 import sqlite3
 import stat
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ BUSY_TIMEOUT_S = 15.0
 
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _BEGIN = "sqlite_begin"
+
+MAX_REASON_CHARS = 160
+"""Of what the driver says: SQLite may quote the whole definition of a table."""
 
 
 def engine_for(location: Location, read_only: bool) -> Engine:
@@ -172,7 +176,7 @@ def _damaged(name: str, text: str) -> str:
 
 def _translate(name: str, error: BaseException | None) -> KernelDbError:
     code = getattr(error, "sqlite_errorname", "")
-    text = " ".join(str(error).split())
+    text = textwrap.shorten(str(error), MAX_REASON_CHARS, placeholder=" ...")
     if code.startswith("SQLITE_NOTADB"):
         return ForeignDatabaseError(f"{name} is not a database; name another with --db, or move it away")
     if code.startswith("SQLITE_CORRUPT") or "no such table" in text or "no such column" in text:

@@ -198,7 +198,9 @@ def test_flipped_bits_give_rows_or_one_clear_line(
     flips: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """No crash, no traceback, no hang: what is read is a valid record, or was reported and skipped."""
-    path = tmp_path_factory.mktemp("flipped") / "x.db"
+    path = tmp_path_factory.getbasetemp() / "flipped.db"
+    for beside in ("-wal", "-shm"):
+        Path(f"{path}{beside}").unlink(missing_ok=True)
     content = bytearray(_pristine(tmp_path_factory))
     for position, mask in flips:
         content[position % len(content)] ^= mask
