@@ -285,3 +285,15 @@ def _assert_usable(machine: Machine) -> None:
     assert sum(map(len, machine.allowed_cores())) == counts.allowed_pus
     assert outline(machine)
     assert draw_svg(machine).endswith("</svg>\n")
+
+
+def test_pus_without_a_core_are_cores_of_their_own(tmp_path: Path) -> None:
+    machine = read_lstopo(_xml(tmp_path, '<object type="Core" cpuset="0x3"/>' + "".join(map(_pu, range(4)))))
+
+    assert machine.allowed_cores() == ((0, 1), (2,), (3,))
+
+
+def test_a_core_inside_a_core_is_left_out(tmp_path: Path) -> None:
+    cores = '<object type="Core" cpuset="0xf"/><object type="Core" cpuset="0x3"/>'
+
+    assert read_lstopo(_xml(tmp_path, cores + "".join(map(_pu, range(4))))).allowed_cores() == ((0, 1, 2, 3),)
