@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ NOT_A_COUNT = [0, -1, 2**31, 10**30, 1.0, True, "8", None, math.nan, b"8"]
 
 @pytest.mark.parametrize("value", NOT_A_COUNT)
 @pytest.mark.parametrize("name", ["n", "k", "m"])
-def test_a_problem_has_positive_whole_dimensions(name: str, value: object) -> None:
+def test_a_problem_has_positive_whole_dimensions(name: str, value: Any) -> None:
     """The message names the field, and is a database error that the command line knows how to print."""
     with pytest.raises(RecordError, match=f"{name} must be") as caught:
         dataclasses.replace(PROBLEM, **{name: value})
@@ -28,7 +29,7 @@ def test_a_problem_has_positive_whole_dimensions(name: str, value: object) -> No
 
 @pytest.mark.parametrize("value", NOT_A_COUNT)
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Schedule)])
-def test_a_schedule_is_bounded_numbers_and_a_word(name: str, value: object) -> None:
+def test_a_schedule_is_bounded_numbers_and_a_word(name: str, value: Any) -> None:
     """A schedule from the database is only numbers, each checked before any use."""
     with pytest.raises(RecordError):
         dataclasses.replace(SCHEDULE, **{name: value})
@@ -41,7 +42,7 @@ def test_a_schedule_is_bounded_numbers_and_a_word(name: str, value: object) -> N
 def test_a_schedule_that_is_let_in_keeps_its_bounds(numbers: list[int], path: str) -> None:
     """Whatever the numbers: refused, or within the bounds that kernels rely on."""
     try:
-        schedule = Schedule(*numbers, compute_path=path)
+        schedule = Schedule(*cast(Any, (*numbers, path)))
     except RecordError:
         return
 
@@ -71,28 +72,28 @@ def test_every_whole_multiple_of_a_micro_kernel_is_let_in(
 def test_a_block_that_cuts_a_micro_kernel_is_refused(name: str) -> None:
     """Odd values of any one size break a divisibility, except where nothing divides by it."""
     with pytest.raises(RecordError, match="multiple of"):
-        dataclasses.replace(SCHEDULE, **{name: {"mr": 7, "panels": 3}.get(name, 33)})
+        dataclasses.replace(SCHEDULE, **cast(Any, {name: {"mr": 7, "panels": 3}.get(name, 33)}))
 
 
 @pytest.mark.parametrize(
     "samples_ns", [(), [1, 2], (0,), (1, -5), (1.5,), (True,), None, (2**63,), (1,) * 100_001]
 )
-def test_samples_are_positive_nanoseconds(samples_ns: object) -> None:
+def test_samples_are_positive_nanoseconds(samples_ns: Any) -> None:
     """Raw samples stay raw: whole nanoseconds, in a tuple that nobody can edit."""
     with pytest.raises(RecordError):
         dataclasses.replace(SAMPLE, samples_ns=samples_ns)
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, -0.5, "0", 1, True])
-def test_a_numeric_error_is_a_finite_float(error: object) -> None:
+def test_a_numeric_error_is_a_finite_float(error: Any) -> None:
     with pytest.raises(RecordError, match="numeric_error"):
         dataclasses.replace(SAMPLE, numeric_error=error)
 
 
 @pytest.mark.parametrize("text", ["", " ", "a\nb", "a ", "é", "x" * 256, None, 7, "a\0b"])
-def test_signatures_and_versions_are_one_printable_line(text: object) -> None:
+def test_signatures_and_versions_are_one_printable_line(text: Any) -> None:
     with pytest.raises(RecordError):
-        MachineKey(text, "p")  # type: ignore[arg-type]
+        MachineKey(text, "p")
     with pytest.raises(RecordError):
         dataclasses.replace(MEASUREMENT, kernel_abi=text)
     with pytest.raises(RecordError):
@@ -116,7 +117,7 @@ def test_signatures_and_versions_are_one_printable_line(text: object) -> None:
         {"objectives": {7: 1.0}},
     ],
 )
-def test_a_plan_record_refuses_what_no_tuner_writes(changes: dict[str, object]) -> None:
+def test_a_plan_record_refuses_what_no_tuner_writes(changes: dict[str, Any]) -> None:
     with pytest.raises(RecordError):
         dataclasses.replace(PLAN, **changes)
 
@@ -137,7 +138,7 @@ def test_a_plan_record_keeps_its_own_copy_of_the_objectives() -> None:
 
 
 @pytest.mark.parametrize("value", ["x" * 10_000_000, 10**4000, ["deep"] * 1_000_000])
-def test_a_huge_value_gives_a_short_message(value: object) -> None:
+def test_a_huge_value_gives_a_short_message(value: Any) -> None:
     """The message quotes no more than a line of what it refuses."""
     with pytest.raises(RecordError) as caught:
         dataclasses.replace(PROBLEM, n=value)

@@ -181,7 +181,7 @@ def test_a_draft_of_a_revision_imports_and_has_the_warnings(
     (draft,) = (tmp_path / "migrations" / "versions").glob("v0002_keep_the_weather.py")
     source = draft.read_text()
 
-    assert "Never import today's models" in ast.get_docstring(ast.parse(source))
+    assert "Never import today's models" in (ast.get_docstring(ast.parse(source)) or "")
     assert 'revision = "0002"' in source.replace("'", '"')
     compile(source, str(draft), "exec")
 

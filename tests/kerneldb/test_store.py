@@ -7,6 +7,7 @@ import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -81,7 +82,7 @@ class TestStoreContract:
     def test_samples_of_another_key_are_kept_apart(self, store: Store) -> None:
         """Another shape, format, machine or build of the kernel is never mixed in."""
         others = [
-            dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, **{name: value}))
+            dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, **cast(Any, {name: value})))
             for name, value in {"family": "attention", "format": "int8", "n": 1, "k": 1, "m": 1}.items()
         ]
         others.append(dataclasses.replace(MEASUREMENT, kernel_abi="another-build"))
