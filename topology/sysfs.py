@@ -19,6 +19,9 @@ from phasewise.topology.tree import CpuKind, Kind, Machine
 
 CACHE_KINDS = {2: Kind.L2, 3: Kind.L3, 4: Kind.L4}
 SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+MAX_FILE_BYTES = 4 << 20
+"""More than any file read here holds; a snapshot may hold anything."""
+
 UNKNOWN_IDS = {None, -1, 65_535}
 """What the kernel writes as package, die or cluster number where the firmware gives none."""
 
@@ -36,6 +39,8 @@ def read_machine(root: Path = Path("/")) -> Machine:
     try:
         online = _online(root / "sys/devices/system/cpu", is_live)
         limits = read_limits(root) if is_live else Limits(online, None)
+        if not limits.allowed & online:
+            raise TopologyError(f"none of the CPUs that {root} describes is allowed to this process")
         parts = _cpu_parts(root / "sys/devices/system/cpu", online) + _memory_parts(root, online)
         return Machine(
             source="this machine" if is_live else str(root),
@@ -189,7 +194,8 @@ def _shared(folder: Path, names: tuple[str, ...], online: int) -> int:
 def _meminfo_bytes(path: Path, label: str) -> int | None:
     for line in (_text(path) or "").splitlines():
         if line.strip().startswith(label):
-            return int(line.strip()[len(label) :].split()[0]) * 1024
+            kilobytes = line.strip()[len(label) :].removesuffix("kB")
+            return max(int(kilobytes), 0) * 1024
     return None
 
 
@@ -199,7 +205,8 @@ def _size(path: Path) -> int | None:
     if not text:
         return None
     unit = SIZE_UNITS.get(text[-1], 1)
-    return (int(text if unit == 1 else text[:-1]) * unit) or None
+    size_bytes = int(text if unit == 1 else text[:-1]) * unit
+    return size_bytes if size_bytes > 0 else None
 
 
 def _number(path: Path) -> int | None:
@@ -210,7 +217,8 @@ def _number(path: Path) -> int | None:
 def _text(path: Path) -> str | None:
     """A small file's text without its newline; None if absent or unreadable, which is common in sysfs."""
     try:
-        # Snapshots pad files with NUL.
-        return path.read_text(encoding="utf-8", errors="replace").partition("\0")[0].strip()
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES)
     except OSError:
         return None
+    return data.partition(b"\0")[0].decode("utf-8", "replace").strip()  # snapshots pad files with NUL

@@ -82,7 +82,8 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
 def check_tensors(source: ModelSource) -> None:
     """Each tensor that the config calls for is there in its shape, and no other is."""
     expected: dict[str, tuple[int, ...]] = dict(weight_shapes(source.config))
-    lengths = vector_lengths(source.config, has_bias(source.tensors))
+    biased = source.config.architecture == "qwen2" or has_bias(source.tensors)
+    lengths = vector_lengths(source.config, biased)
     expected |= {name: (length,) for name, length in lengths.items()}
     for name, shape in expected.items():
         tensor = source.tensors.get(name)

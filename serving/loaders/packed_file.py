@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -38,6 +38,9 @@ PREFIX = struct.Struct("<8sQQQ32s")
 ALIGNMENT = 64
 CHUNK_VALUES = 2 << 20  # weights decoded at a time: 8 MiB in float32
 STALE_S = 3600  # a temporary file this old belongs to a run that died
+
+# What reading a file that we did not write whole may raise.
+_NOT_OURS = (OSError, struct.error, KeyError, TypeError, ValueError, ModelError)
 
 Report = Callable[[str], None]
 
@@ -58,7 +61,7 @@ def write_packed(
 ) -> None:
     """Pack `source` into the file `target`. On any failure no file of that name appears or changes."""
     weights, vectors = plan_weights(source, weight_format), plan_vectors(source)
-    text = (source.tokenizer_json().encode(), (source.chat_template or "").encode())
+    text = _text(source)
     fields = {
         "identity": identity,
         "format": weight_format,
@@ -92,24 +95,51 @@ def read_packed(target: Path, identity: str, source: Path) -> PackedModel | None
     """Map the packed file if it is whole and was made from what `identity` names; None otherwise."""
     try:
         with target.open("rb") as file:
-            magic, head_bytes, text_bytes, total, digest = PREFIX.unpack(file.read(PREFIX.size))
-            if magic != MAGIC or os.fstat(file.fileno()).st_size != total:
-                return None
-            body = file.read(head_bytes + text_bytes)
-            if hashlib.sha256(body).digest() != digest:
-                return None
-            fields = json.loads(body[:head_bytes])
+            fields, text = _checked_head(file)
             if fields["identity"] != identity:
                 return None
-            mapped = mmap.mmap(file.fileno(), total, prot=mmap.PROT_READ)
-        return _model(fields, body[head_bytes:], mapped, source)
-    except (OSError, struct.error, MemoryError, OverflowError, KeyError, TypeError, ValueError):
+            mapped = mmap.mmap(file.fileno(), fields["file_bytes"], prot=mmap.PROT_READ)
+        return _model(fields, text, mapped, source)
+    except _NOT_OURS:
+        return None
+
+
+def read_head(target: Path) -> dict[str, Any] | None:
+    """What a packed file says about itself, without its arrays; None if it is not whole."""
+    try:
+        with target.open("rb") as file:
+            return _checked_head(file)[0]
+    except _NOT_OURS:
         return None
 
 
 def versions() -> str:
     """Part of every identity: a file made under other rules is not used."""
     return f"file {FILE_VERSION}, packing {PACKING_VERSION}"
+
+
+def _text(source: ModelSource) -> tuple[bytes, bytes]:
+    """Tokenizer and chat template. JSON can smuggle in half characters, which no encoder takes."""
+    try:
+        return source.tokenizer_json().encode(), (source.chat_template or "").encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(
+            f"{source.path} has a tokenizer or chat template that is not Unicode text"
+        ) from error
+
+
+def _checked_head(file: BinaryIO) -> tuple[dict[str, Any], bytes]:
+    """The head's fields, with `file_bytes` added, and the text; ValueError if anything is not as written."""
+    magic, head_bytes, text_bytes, total, digest = PREFIX.unpack(file.read(PREFIX.size))
+    body_bytes = head_bytes + text_bytes
+    if magic != MAGIC or os.fstat(file.fileno()).st_size != total or body_bytes > total:
+        raise ValueError("not a packed file, or cut short")
+    body = file.read(body_bytes)
+    if hashlib.sha256(body).digest() != digest:
+        raise ValueError("a damaged head")
+    fields: dict[str, Any] = json.loads(body[:head_bytes])
+    fields["file_bytes"] = total
+    return fields, body[head_bytes:]
 
 
 def _head(fields: dict[str, Any]) -> bytes:
@@ -158,27 +188,38 @@ def _renamed_when_done(target: Path) -> Iterator[int]:
 def _write_arrays(
     fd: int, slots: list[_Slot], weights: list[WeightPlan], vectors: list[VectorPlan], report: Report
 ) -> str:
-    """Fill every slot, a few rows at a time; returns the SHA-256 over names, shapes and arrays."""
+    """Fill every slot, in order; returns the SHA-256 over names, shapes and arrays."""
     content = hashlib.sha256()
     total, done, told = sum(plan.nbytes for plan in weights), 0, 0
-    for slot, plan in zip(slots, [*weights, *vectors], strict=True):
-        content.update(f"{slot.name} {slot.n} {slot.k} {slot.form}".encode())
-        if isinstance(plan, VectorPlan):
-            vector = np.concatenate([_vector(part.rows(0, 1), slot.name) for part in plan.parts])
-            content.update(vector)
-            _write(fd, slot.offsets[0], _bytes_of(vector))
-            continue
-        offsets = list(slot.offsets)
-        for packed in _packed_chunks(plan):
-            arrays = [array for array in (packed.values, packed.scales, packed.mins) if array is not None]
-            for i, array in enumerate(arrays):
-                content.update(array)
-                offsets[i] += _write(fd, offsets[i], _bytes_of(array))
-        done += plan.nbytes
+    for slot, weight in zip(slots, weights, strict=False):  # the vectors' slots come after
+        _write_weight(fd, slot, weight, content.update)
+        done += weight.nbytes
         if 100 * done // total >= told + 10:
             told = 100 * done // total
             report(f"packing: {told} % of {total / 1e6:.0f} MB")
+    for slot, vector in zip(slots[len(weights) :], vectors, strict=True):
+        numbers = np.concatenate([_vector(part.rows(0, 1), slot.name) for part in vector.parts])
+        content.update(_label(slot))
+        content.update(_bytes_of(numbers))
+        _write(fd, slot.offsets[0], _bytes_of(numbers))
     return content.hexdigest()
+
+
+def _write_weight(
+    fd: int, slot: _Slot, plan: WeightPlan, digest: Callable[[bytes | memoryview], None]
+) -> None:
+    """A few rows at a time, so that memory stays small whatever the weight's size."""
+    digest(_label(slot))
+    offsets = list(slot.offsets)
+    for packed in _packed_chunks(plan):
+        arrays = [array for array in (packed.values, packed.scales, packed.mins) if array is not None]
+        for i, array in enumerate(arrays):
+            digest(_bytes_of(array))
+            offsets[i] += _write(fd, offsets[i], _bytes_of(array))
+
+
+def _label(slot: _Slot) -> bytes:
+    return f"{slot.name} {slot.n} {slot.k} {slot.form}".encode()
 
 
 def _packed_chunks(plan: WeightPlan) -> Iterator[PackedWeight]:
@@ -201,7 +242,7 @@ def _vector(rows: Rows, what: str) -> Array:
 
 
 def _bytes_of(array: Array) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _write(fd: int, offset: int, data: bytes | memoryview) -> int:
