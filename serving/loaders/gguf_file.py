@@ -26,7 +26,7 @@ DEFAULT_ALIGNMENT = 32
 FIRST_READ_BYTES = 8 << 20
 MAX_HEADER_BYTES = 128 << 20
 MAX_COUNT = 1 << 16  # key/value pairs, and tensors
-MAX_VALUES = 8 << 20  # array elements in the whole header
+MAX_VALUES = 4 << 20  # array elements in the whole header
 MAX_NAME_BYTES = 1 << 16
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 20
@@ -127,11 +127,8 @@ class _Parser:
         length = self._scalar("<u8")
         if length > max_bytes:
             raise self._bad(f"claims a string of {length} bytes at {self.at}")
-        return self._decoded(self._take(length))
-
-    def _decoded(self, raw: bytes) -> str:
         try:
-            return raw.decode("utf-8")
+            return self._take(length).decode()
         except UnicodeDecodeError:
             raise self._bad(f"holds text that is not UTF-8 before byte {self.at}") from None
 
@@ -159,23 +156,23 @@ class _Parser:
         return list((values.astype(bool) if type_id == _BOOL else values).tolist())
 
     def _strings(self, count: int) -> list[str]:
-        data, at, end = self.data, self.at, len(self.data)
+        """The loop over a vocabulary, a hundred times as long as all else here, so written flat."""
+        data, end = self.data, len(self.data)
+        start = at = self.at
         strings = []
         for _ in range(count):
             start = at + 8
             if start > end:
-                self.at = at
-                self._take(8)
+                break
             at = start + _LENGTH.unpack_from(data, start - 8)[0]
             if at > end:
-                self.at = start
-                self._take(at - start)
-            strings.append(data[start:at])
-        self.at = at
-        try:
-            return [raw.decode("utf-8") for raw in strings]
-        except UnicodeDecodeError:
-            raise self._bad(f"holds text that is not UTF-8 before byte {self.at}") from None
+                break
+            try:
+                strings.append(data[start:at].decode())
+            except UnicodeDecodeError:
+                raise self._bad(f"holds text that is not UTF-8 before byte {at}") from None
+        self._take(max(start, at) - self.at)  # complains where the loop stopped early
+        return strings
 
     def _tensor_info(self) -> TensorInfo:
         name = self._string(MAX_NAME_BYTES)

@@ -9,6 +9,7 @@ from pathlib import Path
 from phasewise.serving.errors import ModelError
 
 WANTED_FILES = ("*.safetensors", "*.json", "*.jinja")
+UNWANTED_FILES = ("consolidated*", "*/*")  # the same weights under their author's own names
 
 
 def remembered(name: str, root: Path) -> Path | None:
@@ -38,8 +39,9 @@ def _snapshot(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    wanted, unwanted = list(WANTED_FILES), list(UNWANTED_FILES)
     try:
-        return Path(snapshot_download(name, allow_patterns=list(WANTED_FILES), etag_timeout=10))
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted, etag_timeout=10))
     except HfHubHTTPError as error:
         status = error.response.status_code
         why = "does not exist or needs a login" if status in (401, 403, 404) else f"HTTP status {status}"

@@ -13,8 +13,10 @@ from tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
 from typer.testing import CliRunner
 
 from phasewise.cli.main import app
+from phasewise.cli.options import WeightFormat
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.registry import KNOWN, known_path
+from phasewise.serving.model import FORMATS
 
 runner = CliRunner()
 
@@ -83,6 +85,10 @@ def test_inspect_json_counts_what_packing_will_take(tmp_path: Path, cache: Path)
         assert load_model(str(path), weight_format, cache).weight_bytes == n_bytes
     types = {kind["type_name"]: kind["count"] for kind in found["tensor_types"]}
     assert types == {"Q4_1": 15, "F32": 5}
+
+
+def test_the_command_line_offers_the_formats_that_loaders_know() -> None:
+    assert tuple(WeightFormat) == FORMATS
 
 
 @pytest.mark.parametrize("arguments", [["inspect", "no-such-model"], ["pull", "no-such-model"]])
