@@ -2,3 +2,4 @@
 """Thin doors over the C kernels: check shapes, drop the GIL, call, return."""
 
 include "gemm.pxi"
+include "limits.pxi"

@@ -4,6 +4,8 @@
 
 #include "gemm.h"
 
+#include <stddef.h>
+
 typedef struct {
     /* Bytes of one prepared row of k inputs. */
     int64_t (*row_bytes)(const pw_form *form, int64_t k);
@@ -21,8 +23,19 @@ typedef struct {
 } pw_gemm_kernels;
 
 typedef struct {
+    /* Multiply-adds as fast as one core can; returns the operations done (a multiply and an add are two). */
+    uint64_t (*f32)(uint64_t rounds);
+    uint64_t (*bf16)(uint64_t rounds);
+    uint64_t (*int8)(uint64_t rounds);
+
+    /* Reads a buffer once, in whole kilobytes; returns the bytes read. */
+    uint64_t (*read)(const void *buffer, size_t bytes);
+} pw_limit_kernels;
+
+typedef struct {
     const char *isa;
     pw_gemm_kernels gemm;
+    pw_limit_kernels limits;
 } pw_kernels;
 
 /* The tables of this machine, lowest first; every one of them runs here. */

@@ -3,6 +3,7 @@
 #include "families/gemm_dense.c"
 #include "families/gemm_quant.c"
 #include "families/gemm.c"
+#include "families/limits.c"
 
 #define PW_QUOTE_(name) #name
 #define PW_QUOTE(name) PW_QUOTE_(name)
@@ -16,5 +17,12 @@ const pw_kernels ISA(kernels) = {
             .prepare_rows = ISA(prepare_rows),
             .gemm = ISA(gemm),
             .unpack_row = ISA(unpack_row),
+        },
+    .limits =
+        {
+            .f32 = ISA(limit_f32),
+            .bf16 = ISA(limit_bf16),
+            .int8 = ISA(limit_int8),
+            .read = ISA(limit_read),
         },
 };

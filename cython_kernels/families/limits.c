@@ -1,0 +1,118 @@
+/* families/limits.c: loops that do nothing but run one core into a limit, so that every speed can be given as a
+ * share of it. Compiled once per ISA; each returns the operations done (a multiply and an add count as two) or
+ * the bytes read. Twelve independent accumulators cover 4 cycles of latency on 2 ports with room to spare; the
+ * loops are written in assembly because a compiler may spill an accumulator and halve the rate.              */
+#include <stddef.h>
+#include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+enum { LIMIT_ACCUMULATORS = 12 };
+
+#if defined(__AVX2__)
+/* `rounds` times: the instructions of `body` for each accumulator \r; 12 and 13 hold the operands, 14 is free. */
+#define LIMIT_LOOP(body, ops_per_accumulator)                                                            \
+    uint64_t left = rounds | 1;                                                                                \
+    __asm__ volatile(".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13\n\t"                                              \
+                     "vpxor %%xmm\\r, %%xmm\\r, %%xmm\\r\n\t"                                                 \
+                     ".endr\n"                                                                                 \
+                     "1:\n\t"                                                                                  \
+                     ".irp r,0,1,2,3,4,5,6,7,8,9,10,11\n\t" body "\n\t"                                        \
+                     ".endr\n\t"                                                                               \
+                     "decq %0\n\t"                                                                             \
+                     "jnz 1b"                                                                                  \
+                     : "+r"(left)::"xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8",     \
+                       "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "cc");                             \
+    return (rounds | 1) * LIMIT_ACCUMULATORS * (ops_per_accumulator);
+#define LIMIT_STEP(file, name) name " %%" file "12, %%" file "13, %%" file "\\r"
+/* Without VNNI an exact product of bytes is one of 16-bit pairs, and an addition. */
+#define LIMIT_MADD(file)                                                                                       \
+    "vpmaddwd %%" file "12, %%" file "13, %%" file "14\n\tvpaddd %%" file "14, %%" file "\\r, %%" file "\\r"
+#endif
+
+uint64_t ISA(limit_f32)(uint64_t rounds) {
+#if defined(__AVX512F__)
+    LIMIT_LOOP(LIMIT_STEP("zmm", "vfmadd231ps"), 16 * 2)
+#elif defined(__FMA__)
+    LIMIT_LOOP(LIMIT_STEP("ymm", "vfmadd231ps"), 8 * 2)
+#else
+    /* No fused multiply-add in the baseline: four-lane multiplies and adds in the compiler's own words. */
+    typedef float v4 __attribute__((vector_size(16)));
+    v4 acc[LIMIT_ACCUMULATORS] = {{0}}, x = {0};
+    for (uint64_t round = 0; round < rounds; ++round)
+        for (int i = 0; i < LIMIT_ACCUMULATORS; ++i) {
+            v4 product = x * x;
+            acc[i] = acc[i] + product;
+#if defined(__x86_64__)
+            __asm__ volatile("" : "+x"(acc[i]), "+x"(x));
+#else
+            __asm__ volatile("" : "+w"(acc[i]), "+w"(x));
+#endif
+        }
+    return rounds * LIMIT_ACCUMULATORS * 4 * 2;
+#endif
+}
+
+#if defined(__AMX_TILE__)
+/* Four tiles accumulate products of two by two operands: the most that eight registers feed. */
+#define LIMIT_TILES(product, ops_per_tile)                                                                     \
+    struct { uint8_t palette, start, zero[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shape = {.palette = 1}; \
+    static const char ones[1024] = {1};                                                                        \
+    for (int i = 0; i < 8; ++i) shape.row_bytes[i] = 64, shape.rows[i] = 16;                                   \
+    _tile_loadconfig(&shape);                                                                                  \
+    _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);                                                \
+    _tile_loadd(4, ones, 64), _tile_loadd(5, ones, 64), _tile_loadd(6, ones, 64), _tile_loadd(7, ones, 64);    \
+    for (uint64_t round = 0; round < rounds; ++round)                                                          \
+        product(0, 4, 6), product(1, 4, 7), product(2, 5, 6), product(3, 5, 7);                                \
+    _tile_release();                                                                                           \
+    return rounds * 4 * (ops_per_tile);
+#endif
+
+uint64_t ISA(limit_bf16)(uint64_t rounds) {
+#if defined(__AMX_BF16__)
+    LIMIT_TILES(_tile_dpbf16ps, 16 * 16 * 32 * 2)
+#elif defined(__AVX512BF16__)
+    LIMIT_LOOP(LIMIT_STEP("zmm", "vdpbf16ps"), 32 * 2)
+#else
+    return ISA(limit_f32)(rounds); /* weights are widened and multiplied as f32 */
+#endif
+}
+
+uint64_t ISA(limit_int8)(uint64_t rounds) {
+#if defined(__AMX_INT8__)
+    LIMIT_TILES(_tile_dpbusd, 16 * 16 * 64 * 2)
+#elif defined(__AVX512VNNI__)
+    LIMIT_LOOP(LIMIT_STEP("zmm", "vpdpbusd"), 64 * 2)
+#elif defined(__AVX512BW__)
+    LIMIT_LOOP(LIMIT_MADD("zmm"), 32 * 2)
+#elif defined(__AVX2__)
+    LIMIT_LOOP(LIMIT_MADD("ymm"), 16 * 2)
+#else
+    return ISA(limit_f32)(rounds);
+#endif
+}
+
+/* Sum a buffer of whole cache lines as two streams, each asked for a kilobyte ahead: the fastest of the shapes
+ * tried (one to four streams, 0 to 16 KiB ahead) where one core's outstanding misses are the limit.            */
+uint64_t ISA(limit_read)(const void *buffer, size_t bytes) {
+    enum { BLOCK = 512, AHEAD = 1024 };
+    const size_t half = bytes / (2 * BLOCK) * BLOCK;
+    for (size_t offset = 0; offset < half; offset += BLOCK)
+        for (int stream = 0; stream < 2; ++stream) {
+            const char *block = (const char *)buffer + stream * half + offset;
+            for (int line = 0; line < BLOCK; line += 64) {
+                __builtin_prefetch(block + line + AHEAD);
+#if defined(__AVX512F__)
+                __asm__ volatile("vmovups %0, %%zmm0" ::"m"(*(const char(*)[64])(block + line)) : "xmm0");
+#elif defined(__AVX2__)
+                __asm__ volatile("vmovups %0, %%ymm0" ::"m"(*(const char(*)[32])(block + line)) : "xmm0");
+                __asm__ volatile("vmovups %0, %%ymm0" ::"m"(*(const char(*)[32])(block + line + 32)) : "xmm0");
+#else
+                for (int word = 0; word < 64; word += 8)
+                    __asm__ volatile("" ::"r"(*(const uint64_t *)(block + line + word)));
+#endif
+            }
+        }
+    return 2 * (uint64_t)half;
+}

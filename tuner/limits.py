@@ -1,0 +1,103 @@
+"""The machine's measured limits: how fast these cores multiply and read, so that a speed can
+be given as a share.
+
+The loops are in `cython_kernels/families/limits.c`. Every core runs the same loop at the same time, as a
+team does; the rate of the slowest member counts, because a team waits for it. The best of several
+repeats is kept: a limit is what the machine can do when nobody disturbs it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from phasewise.cython_kernels import isa
+from phasewise.cython_kernels import limits as loops
+
+CALIBRATION_ROUNDS = 1 << 16
+REPEAT_S = 0.05  # long against a timer tick, short against a neighbour's burst
+DEFAULT_READ_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """What a set of cores reaches when nothing but the limit stands in the way."""
+
+    cores: tuple[int, ...]
+    isa: str
+    peak_flops: dict[str, float]
+    """Operations per second by compute type: f32, bf16, int8. A multiply and an add are two."""
+    read_bytes_per_s: float
+    read_buffer_bytes: int
+    """Size of the buffer that each pass streamed, over all cores."""
+
+
+def peak_flops(kind: str, cores: Sequence[int], repeats: int = 5) -> float:
+    """Operations per second of `kind` over `cores` together."""
+
+    def prepare() -> Callable[[], int]:
+        started = time.perf_counter_ns()
+        loops.peak(kind, CALIBRATION_ROUNDS)
+        elapsed_ns = time.perf_counter_ns() - started
+        rounds = max(1, int(CALIBRATION_ROUNDS * REPEAT_S * 1e9 / elapsed_ns))
+        return lambda: loops.peak(kind, rounds)
+
+    return _best_rate(prepare, cores, repeats)
+
+
+def read_bandwidth(cores: Sequence[int], total_bytes: int = DEFAULT_READ_BYTES, repeats: int = 7) -> float:
+    """Bytes per second of streaming a buffer of `total_bytes`, split evenly over `cores`."""
+    share_bytes = max(1 << 16, total_bytes // len(cores))
+
+    def prepare() -> Callable[[], int]:
+        buffer = np.ones(share_bytes, dtype=np.uint8)  # touched here, by the core that will read it
+        return lambda: loops.read(buffer)
+
+    return _best_rate(prepare, cores, repeats)
+
+
+def measure_limits(cores: Sequence[int], read_buffer_bytes: int = DEFAULT_READ_BYTES) -> MachineLimits:
+    """All limits of `cores`, for the instruction set that the kernels use now."""
+    return MachineLimits(
+        cores=tuple(cores),
+        isa=isa.active(),
+        peak_flops={kind: peak_flops(kind, cores) for kind in loops.KINDS},
+        read_bytes_per_s=read_bandwidth(cores, read_buffer_bytes),
+        read_buffer_bytes=read_buffer_bytes,
+    )
+
+
+def _best_rate(prepare: Callable[[], Callable[[], int]], cores: Sequence[int], repeats: int) -> float:
+    """Best of `repeats` of: total work of all cores over the time until the last one is done."""
+    gate = threading.Barrier(len(cores))
+
+    def member(core: int) -> list[tuple[int, int, int]]:
+        os.sched_setaffinity(0, {core})  # 0 is the calling thread
+        try:
+            run = prepare()
+            return [_span(gate, run) for _ in range(repeats)]
+        except BaseException:
+            gate.abort()  # the others must not wait for a member that is gone
+            raise
+
+    with ThreadPoolExecutor(max_workers=len(cores)) as pool:
+        members = list(pool.map(member, cores))
+    return max(_rate(turn) for turn in zip(*members, strict=True))
+
+
+def _span(gate: threading.Barrier, run: Callable[[], int]) -> tuple[int, int, int]:
+    gate.wait()
+    started_ns = time.perf_counter_ns()
+    done = run()
+    return started_ns, time.perf_counter_ns(), done
+
+
+def _rate(turn: Sequence[tuple[int, int, int]]) -> float:
+    started, ended, done = zip(*turn, strict=True)
+    return sum(done) / (max(ended) - min(started)) * 1e9
