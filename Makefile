@@ -1,10 +1,13 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: help setup build test lint demo bench docs wheel clean
 
 help:              ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
 
 $(VENV)/.setup: setup.py setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -18,4 +21,26 @@ build: setup       ## compile the kernels again after a change
 	$(BIN)/python setup.py -q build_ext --inplace
 
 test: build        ## run the tests: make test ARGS="-k rmsnorm"
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup        ## style, types, and C warnings as errors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tests/typecheck.py
+	CFLAGS="-Werror" $(BIN)/python setup.py -q build_ext --force \
+		--build-temp build/werror --build-lib build/werror
+
+demo: build        ## from nothing to an answer over HTTP, with the speed and its limit
+	$(BIN)/python benchmarks/demo.py
+
+bench: build       ## prefill and decode of the default model beside the machine's limit
+	$(BIN)/phasewise bench run smollm2-135m-instruct -p 128,512 -n 128 -b 1,8 -r 5 $(ARGS)
+
+docs: setup        ## write docs/reference from the commands themselves
+	$(BIN)/python docs/make_reference.py
+
+wheel: setup       ## a wheel in dist/
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
+
+clean:             ## forget everything that was built
+	rm -rf build dist *.egg-info .venv cython_kernels/_native.c cython_kernels/*.so

@@ -1,0 +1,1 @@
+"""C kernels, compiled once per instruction set, and thin doors to them. Imports nothing else of ours."""

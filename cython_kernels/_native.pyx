@@ -1,2 +1,4 @@
 # cython: language_level=3
 """Thin doors over the C kernels: check shapes, drop the GIL, call, return."""
+
+include "gemm.pxi"

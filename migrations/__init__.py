@@ -1,0 +1,9 @@
+"""The history of the database schema, one Alembic revision a file, shipped with the program.
+
+To change the schema: edit `phasewise.kerneldb.models`, then draft a revision from the difference,
+
+    python -c "from phasewise.kerneldb import schema; schema.draft_revision('what changes')"
+
+finish it by hand, add it to `schema.REVISIONS`, and keep a small database of the schema it replaces
+(`tests/data/schemas/make_fixture.py`). A revision that was released is never edited.
+"""

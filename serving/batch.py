@@ -31,6 +31,8 @@ class Batch:
 
     phase: Phase
     slices: tuple[SequenceSlice, ...]
+    request_ids: tuple[str, ...] = ()
+    """Whose each slice is, in the same order. For the scheduler and the sampler; ranks do not read it."""
 
     @property
     def n_tokens(self) -> int:

@@ -1,0 +1,21 @@
+"""The machine as a tree of what its CPUs share, what of it this process may use, and its signatures."""
+
+from phasewise.topology.errors import TopologyError
+from phasewise.topology.lstopo import read_lstopo
+from phasewise.topology.signature import core_signature, placement_signature
+from phasewise.topology.sysfs import read_machine
+from phasewise.topology.tree import Counts, Cpu, CpuKind, Kind, Machine, Node
+
+__all__ = [
+    "Counts",
+    "Cpu",
+    "CpuKind",
+    "Kind",
+    "Machine",
+    "Node",
+    "TopologyError",
+    "core_signature",
+    "placement_signature",
+    "read_lstopo",
+    "read_machine",
+]

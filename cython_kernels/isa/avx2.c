@@ -1,1 +1,4 @@
-typedef int pw_isa_avx2_placeholder;
+#define PW_ISA avx2
+#include "simd/avx2.h"
+
+#include "families/all.h"

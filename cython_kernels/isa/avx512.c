@@ -1,1 +1,4 @@
-typedef int pw_isa_avx512_placeholder;
+#define PW_ISA avx512
+#include "simd/avx512.h"
+
+#include "families/all.h"

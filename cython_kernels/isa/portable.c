@@ -1,2 +1,4 @@
-/* Portable C: the reference every slot of the dispatch table is filled with first. */
-typedef int pw_isa_portable_placeholder;
+#define PW_ISA portable
+#include "simd/portable.h"
+
+#include "families/all.h"

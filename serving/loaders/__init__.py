@@ -1,0 +1,85 @@
+"""From a model's name or path to a `PackedModel`, through a packed file that later starts only map.
+
+The first start reads the source and packs it; every later one compares the source's names, sizes and times
+with what the packed file was made from, and maps it. Readers of foreign formats are imported on the first
+path only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.packed_file import read_packed, versions, write_packed
+from phasewise.serving.loaders.resolve import Located, cache_root, locate
+from phasewise.serving.loaders.source import ModelSource
+from phasewise.serving.model import FORMATS, PackedModel
+
+Report = Callable[[str], None]
+
+
+def load_model(
+    ref: str, format: str, cache_dir: Path | None = None, report: Report | None = None
+) -> PackedModel:
+    """The model that `ref` names, in a weight format of `FORMATS`, packed now or earlier.
+
+    ref: a known name (fetched when absent), a GGUF file, a Hugging Face directory or a hub name.
+    cache_dir: where packed files and fetched models live; None for the user's cache directory.
+    report: told in one line whatever takes long. Raises ModelError.
+    """
+    if format not in FORMATS:
+        raise ModelError(f"weight format {format!r} is not one of {', '.join(FORMATS)}")
+    report = report or _silent
+    root = cache_root(cache_dir)
+    located = locate(ref, root, report)
+    identity = _identity(located, format)
+    target = root / "packed" / _file_name(located, format)
+    model = read_packed(target, identity, located.path)
+    if model is not None:
+        return model
+    report(f"packing {located.name} as {format}; later starts map the result")
+    with open_source(located) as source:
+        write_packed(source, format, identity, target, report)
+    model = read_packed(target, identity, located.path)
+    if model is None:
+        raise ModelError(f"the packed model {target} does not read back as written: is the disk failing?")
+    return model
+
+
+def open_source(located: Located) -> ModelSource:
+    """The model in its own file format, checked against its config. Close it, or use it in `with`."""
+    from phasewise.serving.loaders.layout import check_tensors
+
+    if located.path.is_dir():
+        from phasewise.serving.loaders.hf_model import open_hf_model as open_model
+    else:
+        from phasewise.serving.loaders.gguf_model import open_gguf_model as open_model
+    source = open_model(located.path, located.name)
+    try:
+        check_tensors(source)
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
+def _identity(located: Located, weight_format: str) -> str:
+    """What a packed file was made from and how; unequal when any source file changed size or time."""
+    try:
+        stats = [(path.name, path.stat()) for path in located.files()]
+    except OSError as error:
+        raise ModelError(f"{located.path} cannot be read: {error}") from error
+    seen = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+    return "\n".join([versions(), weight_format, str(located.path.resolve()), *seen])
+
+
+def _file_name(located: Located, weight_format: str) -> str:
+    """One packed file per source and format: a changed source replaces its old one."""
+    place = hashlib.sha256(str(located.path.resolve()).encode()).hexdigest()[:12]
+    return f"{located.name[:80].replace('/', '--')}-{weight_format}-{place}.packed"
+
+
+def _silent(line: str) -> None:
+    del line

@@ -1,0 +1,129 @@
+"""From nothing to an answer: fetch the small default model, serve it, ask it, and show the speed beside the limit.
+
+`make demo` runs this after building. Every step is a `phasewise` command that a shell could have run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from tabulate import tabulate
+
+MODEL = "smollm2-135m-instruct"
+QUESTION = "What is a CPU cache, in two sentences?"
+START_LIMIT_S = 120
+PHASEWISE = [sys.executable, "-m", "phasewise"]
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def phasewise_json(*arguments: str) -> Any:
+    """Run one command, show its progress, return what it printed."""
+    return json.loads(subprocess.run([*PHASEWISE, *arguments], check=True, stdout=subprocess.PIPE).stdout)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def served(model: str) -> Iterator[str]:
+    """The base URL of a server that is ready; stopped at the end."""
+    port = free_port()
+    server = subprocess.Popen([*PHASEWISE, "serve", model, "--port", str(port)])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(server, url)
+        yield url
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=30)
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
+    give_up = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < give_up:
+        if server.poll() is not None:
+            raise SystemExit(f"the server ended with exit code {server.returncode}")
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"no answer from {url} in {START_LIMIT_S} s")
+
+
+def ask(url: str, question: str) -> Iterator[str]:
+    """The answer to one question, piece by piece, through the OpenAI chat API."""
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 80,
+        "temperature": 0,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    yield choice["delta"].get("content") or ""
+
+
+def speed_table(rows: list[dict[str, Any]], first: dict[str, Any]) -> str:
+    """TTFT, TPOT and tokens per second, with the share of the limit that bounds each phase."""
+    prefill = next(row for row in rows if row["n_prompt"])
+    decode = next(row for row in rows if row["n_gen"])
+    n_prompt = len(first["prompt_token_ids"])
+    table = [
+        (f"TTFT, {n_prompt} prompt tokens", f"{first['ttft_ms']:.0f} ms", ""),
+        ("TPOT", f"{first['tpot_ms']:.1f} ms", ""),
+        (
+            f"prefill, {prefill['n_prompt']} tokens",
+            f"{prefill['avg_ts']:.0f} tok/s",
+            f"{prefill['peak_fraction']:.0%} of {prefill['peak_flops_per_s'] / 1e9:.0f} GFLOP/s",
+        ),
+        (
+            f"decode, {decode['n_gen']} tokens",
+            f"{decode['avg_ts']:.0f} tok/s",
+            f"{decode['bandwidth_fraction']:.0%} of {decode['read_limit_bytes_per_s'] / 1e9:.1f} GB/s",
+        ),
+    ]
+    headers = [f"{MODEL}, {decode['n_threads']} cores, {decode['isa']}", "measured", "share of the limit"]
+    return tabulate(table, headers=headers, tablefmt="github", colalign=("left", "right", "right"))
+
+
+def main() -> None:
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    say(f"$ phasewise models pull {MODEL}")
+    subprocess.run([*PHASEWISE, "models", "pull", MODEL], check=True)
+    say(f"\n$ phasewise serve {MODEL} &\n$ curl .../v1/chat/completions   # {QUESTION}")
+    with served(MODEL) as url:
+        for piece in ask(url, QUESTION):
+            print(piece, end="", flush=True)
+        say("")
+    say("\nmeasuring, a few seconds ...")
+    first = phasewise_json("generate", MODEL, "-p", QUESTION * 8, "-n", "32", "--temperature", "0", "--json")
+    rows = phasewise_json("bench", "run", MODEL, "-p", "512", "-n", "64", "-r", "3", "-o", "json")
+    say("\n" + speed_table(rows, first))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+/* One table of kernels per instruction set, chosen once at import (isa.py, PHASEWISE_ISA). */
+#ifndef PHASEWISE_DISPATCH_H
+#define PHASEWISE_DISPATCH_H
+
+#include "gemm.h"
+
+typedef struct {
+    /* Bytes of one prepared row of k inputs. */
+    int64_t (*row_bytes)(const pw_form *form, int64_t k);
+
+    /* x[rows.begin..end)[k] at stride ldx floats into `prepared`, row i at prepared + i * row_bytes(form, k).
+     * For f32 this copies: x itself, with row_bytes = 4 * ldx, serves as well. */
+    void (*prepare_rows)(const pw_form *form, int64_t k, const float *x, int64_t ldx, pw_range rows, void *prepared);
+
+    /* y[row][column] for rows x panels (columns 16 * panel .. below n); y is indexed by absolute row and column. */
+    void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, float *y, int64_t ldy,
+                 pw_epilogue epilogue, const pw_schedule *schedule);
+
+    /* W[row][0..k) as float32, for embedding lookups from packed weights. */
+    void (*unpack_row)(const pw_weight *w, int64_t row, float *out);
+} pw_gemm_kernels;
+
+typedef struct {
+    const char *isa;
+    pw_gemm_kernels gemm;
+} pw_kernels;
+
+/* The tables of this machine, lowest first; every one of them runs here. */
+int pw_usable_count(void);
+const pw_kernels *pw_usable(int index);
+
+/* The table in use. Rows prepared by one table are read by that table only, so switch between steps. */
+const pw_kernels *pw_active(void);
+
+/* NULL when `isa` is now in use; otherwise what is wrong with the name. NULL as a name chooses the highest. */
+const char *pw_select(const char *isa);
+
+/* Every name in ladder order, usable here or not; NULL past the end. */
+const char *pw_isa_name(int index);
+
+#endif

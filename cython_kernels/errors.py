@@ -1,0 +1,19 @@
+"""What can go wrong below Python: a kernel that this machine cannot run, a weight that no kernel reads."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KernelError(Exception):
+    """Base of this room's errors."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class IsaError(KernelError):
+    """PHASEWISE_ISA, or a caller, named an instruction set that does not exist or does not run here."""
+
+
+class WeightError(KernelError):
+    """A packed weight whose arrays do not have the dtype, shape or layout that its fields promise."""

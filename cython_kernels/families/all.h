@@ -1,0 +1,20 @@
+/* Every kernel family, then the table of one ISA. An isa/<name>.c defines PW_ISA and its vocabulary before this. */
+#include "families/quantise.c"
+#include "families/gemm_dense.c"
+#include "families/gemm_quant.c"
+#include "families/gemm.c"
+
+#define PW_QUOTE_(name) #name
+#define PW_QUOTE(name) PW_QUOTE_(name)
+
+extern const pw_kernels ISA(kernels);
+const pw_kernels ISA(kernels) = {
+    .isa = PW_QUOTE(PW_ISA),
+    .gemm =
+        {
+            .row_bytes = ISA(row_bytes),
+            .prepare_rows = ISA(prepare_rows),
+            .gemm = ISA(gemm),
+            .unpack_row = ISA(unpack_row),
+        },
+};

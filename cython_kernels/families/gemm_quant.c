@@ -1,0 +1,117 @@
+/* families/gemm_quant.c: micro-kernels of y = x W^T for q8 and q4 weights; compiled once per ISA.
+ *
+ * Group g of a row holds x ~ a q (a = max|x| / 127), group g of a column w = s (v - z) + m. Per group, in the order
+ * of k:   y += (a s) * D,  D = sum v q - z sum q;   then, with minima,   y += (a sum q) * m.
+ * D is exact in int32 (|D| <= 32 * 255 * 127 < 2^20, exact in float32 too), the same on every ISA. Of the float part
+ * each term rounds at most twice before it is added (a s or a sum q; the product where there is no FMA), each of the
+ * G groups adds once, or twice with minima:
+ *     |y - exact| <= gamma_(2 G + 2) sum_g (|a s D| + |a sum q m|)
+ * against the exact y of the quantised x and w. Quantising x itself costs at most a/2 (1 + 2^-14) |w| per input.
+ * q4 words of ISAs without VNNI add a group in sixteen bits: 8 quads of 2 * 15 * 127 stay below 2^15. */
+#include "families/gemm.h"
+
+typedef vi int_sums[MAX_MR][MAX_TILE_PANELS * VECTORS];
+
+/* Where one group of a tile is read. */
+typedef struct {
+    int kind, group;
+    const uint8_t *values; /* first panel's first vector row */
+    const uint8_t *block;  /* first row's activations */
+    const uint8_t *fields; /* first row's scale, bias and scaled sum */
+    int64_t scales_at;     /* bytes from a panel's first scale */
+} group_place;
+
+/* Vector row i of each panel: four inputs of q8, or twice four of q4. */
+PW_INLINE void quant_step(const tile_call *t, int_sums dot, const group_place *at, int mr, int np, int i) {
+    vi w[MAX_TILE_PANELS * VECTORS];
+    PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
+        int64_t offset = (c / VECTORS) * t->panel_bytes + (c % VECTORS) * LANES * 4;
+        w[c] = vi_load(at->values + offset + i * VECTOR_ROW_BYTES);
+    }
+    PW_UNROLL for (int r = 0; r < mr; ++r) {
+        const uint8_t *block = at->block + r * t->row_bytes;
+        if (at->kind == PW_Q8) {
+            va8 x = va8_load(block, i);
+            PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) dot[r][c] = q8_dot(dot[r][c], w[c], x);
+        } else {
+            vi nibble = vi_set1(0x0F0F0F0F);
+            va4 low = va4_load(block, 2 * i), high = va4_load(block, 2 * i + 1);
+            PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) dot[r][c] = q4_dot(dot[r][c], vi_and(w[c], nibble), low);
+            PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
+                dot[r][c] = q4_dot(dot[r][c], vi_and(vi_shr(w[c], 4), nibble), high);
+            }
+        }
+    }
+}
+
+PW_INLINE void load_scales(const tile_call *t, const uint8_t *scales, int64_t at, int vectors, vf *out) {
+    PW_UNROLL for (int c = 0; c < vectors; ++c) {
+        const uint8_t *p = scales + (c / VECTORS) * t->panel_scale_bytes + at;
+        int lane = (c % VECTORS) * LANES;
+        if (t->scale_bytes == 2) out[c] = v_load_f16((const uint16_t *)(const void *)p + lane);
+        else out[c] = v_load((const float *)(const void *)p + lane);
+    }
+}
+
+PW_INLINE void scale_group(const tile_call *t, sums acc, int_sums dot, const group_place *at, int mr, int vectors) {
+    vf s[MAX_TILE_PANELS * VECTORS];
+    load_scales(t, t->scales, at->scales_at, vectors, s);
+    PW_UNROLL for (int r = 0; r < mr; ++r) {
+        const uint8_t *fields = at->fields + r * t->row_bytes;
+        vf a = v_set1(float_at(fields));
+        PW_UNROLL for (int c = 0; c < vectors; ++c) {
+            vi exact = at->kind == PW_Q4 ? q4_end(dot[r][c], int_at(fields + 4)) : dot[r][c];
+            acc[r][c] = v_fma(vi_to_vf(exact), v_mul(a, s[c]), acc[r][c]);
+        }
+    }
+    if (!t->mins) return;
+    load_scales(t, t->mins, at->scales_at, vectors, s);
+    PW_UNROLL for (int r = 0; r < mr; ++r) {
+        vf scaled_sum = v_set1(float_at(at->fields + r * t->row_bytes + 8));
+        PW_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = v_fma(scaled_sum, s[c], acc[r][c]);
+    }
+}
+
+PW_INLINE void quant_group(const tile_call *t, sums acc, const group_place *at, int mr, int np, int64_t ahead) {
+    int steps = at->group / inputs_per_vector_row(at->kind);
+    int_sums dot;
+    PW_UNROLL for (int r = 0; r < mr; ++r) {
+        int32_t bias = int_at(at->fields + r * t->row_bytes + 4);
+        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
+            dot[r][c] = at->kind == PW_Q8 ? q8_begin(bias) : q4_begin(bias);
+        }
+    }
+    PW_UNROLL for (int i = 0; i < steps; ++i) {
+        PW_UNROLL for (int p = 0; p < np; ++p) {
+            __builtin_prefetch(at->values + p * t->panel_bytes + i * VECTOR_ROW_BYTES + ahead);
+        }
+        quant_step(t, dot, at, mr, np, i);
+    }
+    scale_group(t, acc, dot, at, mr, np * VECTORS);
+}
+
+PW_INLINE void quant_tile(const tile_call *t, int kind, int group, int mr, int np) {
+    sums acc;
+    begin_sums(t, acc, mr, np * VECTORS);
+    int64_t group_bytes = group / inputs_per_vector_row(kind) * VECTOR_ROW_BYTES, ahead = t->prefetch_bytes;
+    int64_t block_bytes = group_block_bytes(kind, group);
+    int64_t g = t->begin, turn = t->end - ahead / group_bytes;
+    for (int half = 0; half < 2; ++half) {
+        int64_t end = half ? t->end : turn;
+        for (; g < end; ++g) {
+            const uint8_t *block = t->rows + g * block_bytes;
+            group_place at = {kind, group, t->values + g * group_bytes, block, block + block_bytes - 12,
+                              g * PW_PANEL * t->scale_bytes};
+            quant_group(t, acc, &at, mr, np, ahead);
+        }
+        if (ahead) ahead += (np - 1) * t->panel_bytes;
+    }
+    end_sums(t, acc, mr, np * VECTORS);
+}
+
+#define TILE(mr, np)                                                                           \
+    static void q8_##mr##x##np(const tile_call *t) { quant_tile(t, PW_Q8, 32, mr, np); }       \
+    static void q8g16_##mr##x##np(const tile_call *t) { quant_tile(t, PW_Q8, 16, mr, np); }    \
+    static void q4_##mr##x##np(const tile_call *t) { quant_tile(t, PW_Q4, 32, mr, np); }
+QUANT_TILES(TILE)
+#undef TILE

@@ -1,0 +1,71 @@
+/* Packed matrix products y = x W^T: what a weight, a prepared row and a schedule are.
+ *
+ * A weight is W[n][k] in panels of PW_PANEL outputs (layouts: packing.py). Rows of x are first put into the form
+ * that a weight's kernel reads (prepare_rows), once per form and row; any thread may prepare any rows. Then each
+ * thread calls gemm for its share, a range of rows times a range of panels. Nothing inside synchronises.
+ *
+ * Every y[row][column] is accumulated over k in one fixed order, whatever M, the shares and the schedule are:
+ * on one ISA the result is the same bit for bit. */
+#ifndef PHASEWISE_GEMM_H
+#define PHASEWISE_GEMM_H
+
+#include <stdint.h>
+
+enum { PW_PANEL = 16, PW_K_MULTIPLE = 32 };
+
+typedef enum { PW_F32, PW_BF16, PW_Q8, PW_Q4, PW_KINDS } pw_kind;
+typedef enum { PW_STORE, PW_ADD } pw_epilogue; /* y = x W^T, or y = y + x W^T (the finished sum is added once) */
+
+typedef struct {
+    int32_t kind;        /* pw_kind */
+    int32_t group;       /* inputs that share a scale: 16 or 32 (q8), 32 (q4), 0 otherwise */
+    int32_t zero_point;  /* 0..255; 0 where there are mins */
+    int32_t scale_bytes; /* 2: float16 scales and mins, 4: float32, 0: no scales */
+    int64_t n, k;        /* outputs and inputs, before padding */
+    const void *values;  /* panels, see packing.py; no alignment is assumed */
+    const void *scales;  /* [panels][padded k / group][16] or NULL */
+    const void *mins;    /* like scales, or NULL */
+} pw_weight;
+
+/* What rows must look like for a weight. Weights of equal form and k share prepared rows. */
+typedef struct {
+    int32_t kind, group, zero_point;
+} pw_form;
+
+/* Prepared rows; the layout inside a row belongs to the ISA that wrote it. For f32 this is x itself. */
+typedef struct {
+    const void *rows;
+    int64_t row_bytes; /* from one row to the next, at least row_bytes(form, k) */
+} pw_activations;
+
+typedef struct {
+    int64_t begin, end;
+} pw_range;
+
+/* How to walk a product. Any values are safe: gemm clamps them to what exists. They change speed, never results. */
+typedef struct {
+    int32_t mr, panels;           /* micro-kernel: rows x panels of 16 */
+    int32_t block_m;              /* rows that meet a panel block before the next one is taken */
+    int32_t block_n;              /* panels that stay in L2 while the rows pass */
+    int32_t block_k;              /* inputs per pass, so that a tile's weights stay in L1 */
+    int32_t prefetch_bytes;       /* how far ahead of a panel's reads its lines are asked for; 0: not at all */
+    int32_t grid_m, grid_n;       /* threads over rows and over panels; grid_m * grid_n = threads */
+} pw_schedule;
+
+static inline int64_t pw_panels(int64_t n) { return (n + PW_PANEL - 1) / PW_PANEL; }
+static inline int64_t pw_padded_k(int64_t k) { return (k + PW_K_MULTIPLE - 1) / PW_K_MULTIPLE * PW_K_MULTIPLE; }
+
+static inline pw_form pw_form_of(const pw_weight *w) {
+    return (pw_form){w->kind, w->group, w->zero_point};
+}
+
+/* NULL, or what is wrong with the fields of a weight (the arrays' sizes are the caller's to check). */
+const char *pw_weight_problem(const pw_weight *w);
+
+/* A schedule that needs no tuning: small M streams weights, large M blocks for the caches. */
+pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads);
+
+/* The part of y[m][n] that `thread` of grid_m * grid_n computes; empty ranges where there are too few pieces. */
+void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t thread, pw_range *rows, pw_range *panels);
+
+#endif

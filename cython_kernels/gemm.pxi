@@ -1,0 +1,233 @@
+# Packed matrix products and the choice of instruction set. Textually included by _native.pyx.
+
+import os
+
+import numpy as np
+
+from libc.stdint cimport int32_t, int64_t, uint8_t
+
+from phasewise.cython_kernels import packing
+from phasewise.cython_kernels.errors import IsaError, WeightError
+
+
+cdef extern from "gemm.h" nogil:
+    enum:
+        PW_F32
+        PW_BF16
+        PW_Q8
+        PW_Q4
+        PW_PANEL
+
+    ctypedef enum pw_epilogue:
+        PW_STORE
+        PW_ADD
+
+    ctypedef struct pw_weight:
+        int32_t kind, group, zero_point, scale_bytes
+        int64_t n, k
+        const void *values
+        const void *scales
+        const void *mins
+
+    ctypedef struct pw_form:
+        int32_t kind, group, zero_point
+
+    ctypedef struct pw_activations:
+        const void *rows
+        int64_t row_bytes
+
+    ctypedef struct pw_range:
+        int64_t begin, end
+
+    ctypedef struct pw_schedule:
+        int32_t mr, panels, block_m, block_n, block_k, prefetch_bytes, grid_m, grid_n
+
+    int64_t pw_panels(int64_t n)
+    int64_t pw_padded_k(int64_t k)
+    pw_form pw_form_of(const pw_weight *w)
+    const char *pw_weight_problem(const pw_weight *w)
+    pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads)
+    void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t thread, pw_range *rows, pw_range *panels)
+
+
+cdef extern from "dispatch.h" nogil:
+    ctypedef struct pw_gemm_kernels:
+        int64_t (*row_bytes)(const pw_form *form, int64_t k) noexcept nogil
+        void (*prepare_rows)(const pw_form *form, int64_t k, const float *x, int64_t ldx, pw_range rows, void *prepared) noexcept nogil
+        void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, float *y,
+                     int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) noexcept nogil
+        void (*unpack_row)(const pw_weight *w, int64_t row, float *out) noexcept nogil
+
+    ctypedef struct pw_kernels:
+        const char *isa
+        pw_gemm_kernels gemm
+
+    int pw_usable_count()
+    const pw_kernels *pw_usable(int index)
+    const pw_kernels *pw_active()
+    const char *pw_select(const char *isa)
+    const char *pw_isa_name(int index)
+
+
+def isa_ladder():
+    names, index = [], 0
+    while pw_isa_name(index) != NULL:
+        names.append(pw_isa_name(index).decode())
+        index += 1
+    return names
+
+
+def isa_usable():
+    return [pw_usable(index).isa.decode() for index in range(pw_usable_count())]
+
+
+def isa_active():
+    return pw_active().isa.decode()
+
+
+def isa_select(name):
+    cdef bytes encoded = name.encode()
+    cdef const char *problem = pw_select(encoded)
+    if problem != NULL:
+        raise IsaError(f"instruction set {name!r}: {problem.decode()}; usable here: {', '.join(isa_usable())}")
+
+
+def _select_at_import():
+    wanted = os.environ.get("PHASEWISE_ISA", "")
+    try:
+        isa_select(wanted or isa_usable()[-1])
+    except IsaError as error:
+        raise IsaError(f"PHASEWISE_ISA, {error}") from None
+
+
+_select_at_import()
+
+
+cdef const void *_bytes_of(array, dtype, tuple shape, str name) except? NULL:
+    """Where an array's elements lie, after a check that they are what a kernel reads."""
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise WeightError(
+            f"{name} is {array.dtype}{list(array.shape)}, contiguous {np.dtype(dtype)}{list(shape)} expected")
+    return <const void *><size_t>array.__array_interface__["data"][0]
+
+
+cdef pw_weight weight_view(packed) except *:
+    """A PackedWeight as the kernels see it. The caller keeps `packed` alive while the view is in use."""
+    cdef pw_weight w
+    cdef const char *problem
+    n, k = packed.n, packed.k
+    if packed.kind not in packing.KINDS or n < 1 or k < 1:
+        raise WeightError(f"a weight of kind {packed.kind!r}, {n} outputs and {k} inputs: no kernel reads it")
+    w.kind = packing.KINDS.index(packed.kind)
+    w.n, w.k, w.group, w.zero_point = n, k, packed.group, packed.zero_point
+    w.scale_bytes = 0
+    w.scales = w.mins = NULL
+    w.values = _bytes_of(packed.values, packing.values_dtype(packed.kind),
+                         packing.values_shape(packed.kind, n, k), "values")
+    if packed.scales is not None:
+        if packed.group not in (16, 32) or packed.scales.dtype not in (np.float16, np.float32):
+            raise WeightError(f"no kernel reads {packed.scales.dtype} scales in groups of {packed.group}")
+        shape, dtype = packing.scales_shape(n, k, packed.group), packed.scales.dtype
+        w.scale_bytes = dtype.itemsize
+        w.scales = _bytes_of(packed.scales, dtype, shape, "scales")
+        if packed.mins is not None:
+            w.mins = _bytes_of(packed.mins, dtype, shape, "mins")
+    problem = pw_weight_problem(&w)
+    if problem != NULL:
+        raise WeightError(f"a {packed.kind} weight: {problem.decode()}")
+    return w
+
+
+cdef pw_schedule schedule_of(fields):
+    cdef pw_schedule s
+    s.mr, s.panels, s.block_m, s.block_n, s.block_k = (
+        fields["mr"], fields["panels"], fields["block_m"], fields["block_n"], fields["block_k"])
+    s.prefetch_bytes, s.grid_m, s.grid_n = fields["prefetch_bytes"], fields["grid_m"], fields["grid_n"]
+    return s
+
+
+def default_schedule(packed, int64_t m, int32_t threads=1):
+    """The schedule, as a dict of ints, that the kernels use for m rows where no tuned one is known."""
+    cdef pw_weight w = weight_view(packed)
+    cdef pw_schedule s = pw_default_schedule(&w, m, threads)
+    return s
+
+
+def prepared_row_bytes(packed):
+    """Bytes of one row of activations in the form that this weight's kernel reads, on the active ISA."""
+    cdef pw_weight w = weight_view(packed)
+    cdef pw_form form = pw_form_of(&w)
+    return pw_active().gemm.row_bytes(&form, w.k)
+
+
+def prepare_rows(const float[:, ::1] x, packed):
+    """float32 [m, k] to uint8 [m, row bytes], the form that this weight's kernel reads on the active ISA."""
+    cdef pw_weight w = weight_view(packed)
+    cdef pw_form form = pw_form_of(&w)
+    cdef int64_t row_bytes = pw_active().gemm.row_bytes(&form, w.k)
+    cdef pw_range rows
+    cdef uint8_t[:, ::1] out
+    if x.shape[1] != w.k:
+        raise ValueError(f"x has {x.shape[1]} columns, the weight {w.k} inputs")
+    prepared = np.empty((x.shape[0], row_bytes), dtype=np.uint8)
+    if x.shape[0]:
+        out = prepared
+        rows.begin, rows.end = 0, x.shape[0]
+        with nogil:
+            pw_active().gemm.prepare_rows(&form, w.k, &x[0, 0], w.k, rows, &out[0, 0])
+    return prepared
+
+
+def gemm_share(const uint8_t[:, ::1] prepared, packed, float[:, ::1] y, rows=None, panels=None, schedule=None,
+               add=False):
+    """y[m, n] (+)= x W^T for a range of rows and a range of panels; the rest of y is left alone.
+
+    `prepared` comes from prepare_rows on the same ISA; rows and panels are (begin, end), whole by default.
+    """
+    cdef pw_weight w = weight_view(packed)
+    cdef pw_form form = pw_form_of(&w)
+    cdef int64_t m = y.shape[0]
+    cdef pw_activations x
+    cdef pw_range row_range, panel_range
+    cdef pw_schedule s = pw_default_schedule(&w, m, 1) if schedule is None else schedule_of(schedule)
+    cdef pw_epilogue epilogue = PW_ADD if add else PW_STORE
+    row_range.begin, row_range.end = (0, m) if rows is None else rows
+    panel_range.begin, panel_range.end = (0, pw_panels(w.n)) if panels is None else panels
+    if prepared.shape[0] != m or prepared.shape[1] != pw_active().gemm.row_bytes(&form, w.k) or y.shape[1] != w.n:
+        raise ValueError("prepared rows, weight and y do not fit together")
+    if not (0 <= row_range.begin <= row_range.end <= m and 0 <= panel_range.begin <= panel_range.end <= pw_panels(w.n)):
+        raise ValueError(f"rows {rows} or panels {panels} lie outside y")
+    if m == 0:
+        return
+    x.rows, x.row_bytes = &prepared[0, 0], prepared.shape[1]
+    with nogil:
+        pw_active().gemm.gemm(&w, &x, row_range, panel_range, &y[0, 0], w.n, epilogue, &s)
+
+
+def gemm(x, packed, schedule=None):
+    """float32 [m, k] times a packed weight: float32 [m, n], on one thread."""
+    rows = np.ascontiguousarray(x, dtype=np.float32)
+    y = np.empty((rows.shape[0], packed.n), dtype=np.float32)
+    gemm_share(prepare_rows(rows, packed), packed, y, schedule=schedule)
+    return y
+
+
+def unpack_row(packed, int64_t row):
+    """W[row] as float32 [k]."""
+    cdef pw_weight w = weight_view(packed)
+    cdef float[::1] out
+    if not 0 <= row < w.n:
+        raise ValueError(f"row {row} of a weight with {w.n}")
+    values = np.empty(w.k, dtype=np.float32)
+    out = values
+    pw_active().gemm.unpack_row(&w, row, &out[0])
+    return values
+
+
+def share(packed, int64_t m, int32_t thread, schedule):
+    """((first row, last row + 1), (first panel, last panel + 1)) of one thread under a schedule's grid."""
+    cdef pw_weight w = weight_view(packed)
+    cdef pw_schedule s = schedule_of(schedule)
+    cdef pw_range rows, panels
+    pw_share(&s, &w, m, thread, &rows, &panels)
+    return (rows.begin, rows.end), (panels.begin, panels.end)

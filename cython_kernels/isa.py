@@ -1,0 +1,39 @@
+"""Which instruction set the kernels use: the highest that this machine runs, or what PHASEWISE_ISA names.
+
+The ladder is linear, each rung includes those below it: portable, avx2, avx512, avx512_vnni, avx512_bf16, amx.
+The choice is made once, when the kernels are imported. Rows prepared under one choice are read under that one
+only, so a program is rebuilt after a switch; `using` is for tests and benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from phasewise.cython_kernels import _native
+
+
+def ladder() -> tuple[str, ...]:
+    """Every name, lowest first, usable here or not."""
+    return tuple(_native.isa_ladder())
+
+
+def usable() -> tuple[str, ...]:
+    """The names that run on this machine, lowest first; never empty."""
+    return tuple(_native.isa_usable())
+
+
+def active() -> str:
+    """The name in use."""
+    return str(_native.isa_active())
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Use `name` within the block, for the whole process; IsaError where it does not run here."""
+    before = active()
+    _native.isa_select(name)
+    try:
+        yield
+    finally:
+        _native.isa_select(before)

@@ -1,0 +1,235 @@
+"""Weights in the panel layouts that the kernels read, and the plain numpy reference for them.
+
+A weight is W[n, k] (n outputs, k inputs), y = x W^T. Sixteen outputs make a panel, k runs inside it, so a
+split of n over threads is a range of panels and one packed copy serves every thread grid. n is padded to a
+multiple of 16, k to a multiple of 32; padded columns have scale 0. With P panels and Kp padded inputs:
+
+- f32:  values float32 [P, Kp, 16]
+- bf16: values uint16 [P, Kp/2, 16, 2], pairs along k
+- q8:   values uint8 [P, Kp/4, 16, 4], quads along k
+- q4:   values uint8 [P, Kp/8, 16, 4]: byte j of a column holds k = 8i + j low and k = 8i + 4 + j high
+
+q8 and q4 carry scales (and maybe mins) [P, Kp/group, 16] with w = scale * (q - zero_point) + min.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+PANEL = 16  # output columns per panel, for every format and instruction set
+K_MULTIPLE = 32
+DEFAULT_GROUP = 32
+PACKING_VERSION = 1  # change with any layout above: packed files of another version are rebuilt
+
+Array = npt.NDArray[Any]
+Kind = Literal["f32", "bf16", "q8", "q4"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_K_INNER = {"f32": 1, "bf16": 2, "q8": 4, "q4": 8}
+_VALUE_DTYPE: dict[str, npt.DTypeLike] = {
+    "f32": np.float32,
+    "bf16": np.uint16,
+    "q8": np.uint8,
+    "q4": np.uint8,
+}
+
+
+@dataclass(frozen=True)
+class QuantRows:
+    """Quantised rows before packing: w = scales * (q - zero_point) + mins, each group sharing a scale.
+
+    q uint8 [n, k]; scales float16 or float32 [n, ceil(k / group)]; mins None or like scales.
+    """
+
+    q: Array
+    scales: Array
+    mins: Array | None
+    zero_point: int
+    group: int
+    bits: int
+
+    def __post_init__(self) -> None:
+        n, k = self.q.shape
+        expected = (n, -(-k // self.group))
+        if self.scales.shape != expected:
+            raise ValueError(f"scales have shape {self.scales.shape}, {expected} expected")
+        if self.mins is not None and (self.mins.shape, self.mins.dtype) != (expected, self.scales.dtype):
+            raise ValueError("mins must have the shape and dtype of scales")
+        if self.q.dtype != np.uint8 or self.scales.dtype not in (np.float16, np.float32):
+            raise ValueError(f"q is {self.q.dtype} and scales {self.scales.dtype}: uint8 and float expected")
+        if self.bits not in (4, 8) or self.group not in (16, 32) or (self.bits, self.group) == (4, 16):
+            raise ValueError(f"no kernel reads {self.bits} bits in groups of {self.group}")
+
+    @property
+    def kind(self) -> Kind:
+        return "q4" if self.bits == 4 else "q8"
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """One weight as a kernel reads it: numpy views, maybe over a mapped file. n and k are before padding."""
+
+    kind: Kind
+    n: int
+    k: int
+    group: int
+    zero_point: int
+    values: Array
+    scales: Array | None
+    mins: Array | None
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.values, self.scales, self.mins)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+
+def padded_n(n: int) -> int:
+    return -(-n // PANEL) * PANEL
+
+
+def padded_k(k: int) -> int:
+    return -(-k // K_MULTIPLE) * K_MULTIPLE
+
+
+def values_shape(kind: Kind, n: int, k: int) -> tuple[int, ...]:
+    """Shape of `PackedWeight.values`."""
+    panels, inner = padded_n(n) // PANEL, _K_INNER[kind]
+    steps = padded_k(k) // inner
+    return (panels, steps, PANEL) if kind == "f32" else (panels, steps, PANEL, min(inner, 4))
+
+
+def values_dtype(kind: Kind) -> np.dtype[Any]:
+    return np.dtype(_VALUE_DTYPE[kind])
+
+
+def scales_shape(n: int, k: int, group: int) -> tuple[int, int, int]:
+    """Shape of `PackedWeight.scales` and `.mins`."""
+    return padded_n(n) // PANEL, padded_k(k) // group, PANEL
+
+
+def to_bf16(x: Array) -> Array:
+    """float32 to bfloat16 bits (uint16), round to nearest even; NaN stays NaN, infinities stay."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+
+
+def from_bf16(bits: Array) -> Array:
+    """bfloat16 bits (uint16) to float32, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def pack_dense(w: Array, kind: Kind) -> PackedWeight:
+    """float32 [n, k] to f32 or bf16 panels (bf16: round to nearest even)."""
+    if kind not in ("f32", "bf16") or w.ndim != 2:
+        raise ValueError(f"dense packing takes a matrix and f32 or bf16, not {w.ndim} dimensions and {kind}")
+    n, k = w.shape
+    rows = np.asarray(w, dtype=np.float32) if kind == "f32" else to_bf16(w)
+    return PackedWeight(kind, n, k, 0, 0, _panels(rows, _K_INNER[kind], 0, K_MULTIPLE), None, None)
+
+
+def pack_quant(rows: QuantRows) -> PackedWeight:
+    """Quantised rows to q8 or q4 panels; nothing is rounded."""
+    n, k = rows.q.shape
+    if rows.kind == "q8":
+        values = _panels(rows.q, 4, rows.zero_point, K_MULTIPLE)
+    else:
+        nibbles = _panels(rows.q, 8, rows.zero_point, K_MULTIPLE)
+        values = nibbles[..., :4] | (nibbles[..., 4:] << 4)
+    groups = K_MULTIPLE // rows.group
+    scales = _panels(rows.scales, 1, 0, groups)
+    mins = None if rows.mins is None else _panels(rows.mins, 1, 0, groups)
+    return PackedWeight(rows.kind, n, k, rows.group, rows.zero_point, values, scales, mins)
+
+
+def quantise(w: Array, bits: int, symmetric: bool) -> QuantRows:
+    """float32 [n, k] to groups of 32 along k, float16 scales; q is rounded against the stored scale.
+
+    Symmetric: zero_point 2^(bits-1) and no mins. Otherwise: zero_point 0 and float16 mins.
+    Values must be finite and small enough that a group's scale is a finite float16 (ValueError).
+    """
+    n, k = w.shape
+    group, top = DEFAULT_GROUP, (1 << bits) - 1
+    padded = np.pad(np.asarray(w, dtype=np.float32), ((0, 0), (0, -k % group)), mode="edge")
+    blocks = padded.reshape(n, -1, group)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scales, mins, zero_point = (_symmetric if symmetric else _with_minimum)(blocks, bits)
+    if not (np.isfinite(scales).all() and (mins is None or np.isfinite(mins).all())):
+        raise ValueError("a weight is not finite, or too large for a float16 scale")
+    step = scales.astype(np.float32)[..., None]
+    offset = np.float32(0) if mins is None else mins.astype(np.float32)[..., None]
+    steps = np.divide(blocks - offset, step, out=np.zeros_like(blocks), where=step != 0)
+    lowest = 1 if symmetric and bits == 8 else 0
+    q = np.clip(np.rint(steps) + zero_point, lowest, top).astype(np.uint8).reshape(n, -1)[:, :k]
+    return QuantRows(q, scales, mins, zero_point, group, bits)
+
+
+def dequantise(rows: QuantRows) -> Array:
+    """float32 [n, k]: scale * (q - zero_point), then + min, each in float32."""
+    k = rows.q.shape[1]
+    scales = np.repeat(rows.scales.astype(np.float32), rows.group, axis=1)[:, :k]
+    w = (rows.q.astype(np.float32) - np.float32(rows.zero_point)) * scales
+    if rows.mins is not None:
+        w += np.repeat(rows.mins.astype(np.float32), rows.group, axis=1)[:, :k]
+    return w
+
+
+def unpack(p: PackedWeight) -> Array:
+    """float32 [n, k] of a packed weight: what every kernel is measured against."""
+    if p.kind == "f32":
+        return np.ascontiguousarray(_rows(p.values, p.n, p.k))
+    if p.kind == "bf16":
+        return from_bf16(_rows(p.values, p.n, p.k))
+    return dequantise(unpack_quant(p))
+
+
+def unpack_quant(p: PackedWeight) -> QuantRows:
+    """The rows that `pack_quant` was given."""
+    assert p.scales is not None
+    values = p.values
+    if p.kind == "q4":
+        values = np.concatenate([values & 0x0F, values >> 4], axis=-1)
+    groups = -(-p.k // p.group)
+    scales = _rows(p.scales, p.n, groups)
+    mins = None if p.mins is None else _rows(p.mins, p.n, groups)
+    return QuantRows(_rows(values, p.n, p.k), scales, mins, p.zero_point, p.group, 4 if p.kind == "q4" else 8)
+
+
+def _symmetric(blocks: Array, bits: int) -> tuple[Array, None, int]:
+    zero_point = 1 << (bits - 1)
+    if bits == 8:
+        return (np.abs(blocks).max(axis=2) / np.float32(127)).astype(np.float16), None, zero_point
+    # Four bits are asymmetric around zero (-8..7): the end of larger magnitude takes -8.
+    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[..., None], axis=2)[..., 0]
+    return (extreme / np.float32(-zero_point)).astype(np.float16), None, zero_point
+
+
+def _with_minimum(blocks: Array, bits: int) -> tuple[Array, Array, int]:
+    low, high = blocks.min(axis=2), blocks.max(axis=2)
+    mins = low.astype(np.float16)
+    scales = ((high - mins.astype(np.float32)) / np.float32((1 << bits) - 1)).astype(np.float16)
+    return np.maximum(scales, np.float16(0)), mins, 0
+
+
+def _panels(rows: Array, inner: int, fill: int, k_multiple: int) -> Array:
+    """[n, k] to contiguous [P, Kp/inner, 16(, inner)], padded with `fill`."""
+    n, k = rows.shape
+    n_pad, k_pad = -n % PANEL, -k % k_multiple
+    if n_pad or k_pad:
+        rows = np.pad(rows, ((0, n_pad), (0, k_pad)), constant_values=fill)
+    panels = rows.reshape(-1, PANEL, rows.shape[1] // inner, inner).transpose(0, 2, 1, 3)
+    packed: Array = np.ascontiguousarray(panels)
+    return packed[..., 0] if inner == 1 else packed
+
+
+def _rows(panels: Array, n: int, k: int) -> Array:
+    """The inverse of `_panels`, without the padding."""
+    if panels.ndim == 3:
+        panels = panels[..., None]
+    rows = panels.transpose(0, 2, 1, 3).reshape(panels.shape[0] * PANEL, -1)
+    return rows[:n, :k]

@@ -1,0 +1,67 @@
+/* What is the same for every ISA: checking a weight's fields, the schedule that needs no tuning, a thread's share. */
+#include "gemm.h"
+
+#include <stddef.h>
+
+static const char *quant_problem(const pw_weight *w) {
+    if (w->group != 32 && !(w->kind == PW_Q8 && w->group == 16)) return "group must be 32, or 16 for q8";
+    if (w->scale_bytes != 2 && w->scale_bytes != 4) return "scales must be float16 or float32";
+    if (w->zero_point < 0 || w->zero_point > 255) return "zero_point must lie in 0..255";
+    if (w->mins && w->zero_point) return "a weight with minima has zero_point 0";
+    return w->scales ? NULL : "scales are missing";
+}
+
+const char *pw_weight_problem(const pw_weight *w) {
+    if (w->kind < 0 || w->kind >= PW_KINDS) return "kind must be f32, bf16, q8 or q4";
+    if (w->n < 1 || w->k < 1 || w->n > INT32_MAX || w->k > INT32_MAX) return "n and k must lie in 1..2^31";
+    if (!w->values) return "values are missing";
+    if (w->kind >= PW_Q8) return quant_problem(w);
+    return w->group || w->zero_point || w->scales || w->mins ? "a dense weight has no groups" : NULL;
+}
+
+enum {
+    L1_WEIGHT_BYTES = 24 << 10, /* a tile's weights in one pass over k, of 32 or 48 KiB */
+    L2_WEIGHT_BYTES = 384 << 10,
+    STREAM_ROWS = 8, /* up to here the weights' arrival is the limit, not arithmetic */
+    STREAM_AHEAD_BYTES = 2048,
+};
+
+static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* A weight value in eighths of a byte: 32, 16, 8, 4. */
+static int64_t value_eighths(int32_t kind) { return 32 >> kind; }
+
+pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) {
+    int quant = w->kind >= PW_Q8;
+    int64_t panels = m == 1 ? 4 : 3, mr = quant ? 4 : 8;
+    int64_t eighths = value_eighths(w->kind);
+    int64_t fitting_k = (int64_t)L1_WEIGHT_BYTES * 8 / (PW_PANEL * panels * eighths);
+    int64_t panel_bytes = at_least(1, pw_padded_k(w->k) * PW_PANEL * eighths / 8);
+    pw_schedule s = {0};
+    s.mr = (int32_t)mr;
+    s.panels = (int32_t)panels;
+    s.block_m = m <= STREAM_ROWS ? STREAM_ROWS : 256;
+    s.block_n = (int32_t)at_least(panels, at_most(1 << 20, L2_WEIGHT_BYTES / panel_bytes));
+    s.block_k = (int32_t)(m <= mr ? at_most(pw_padded_k(w->k), INT32_MAX) : at_least(64, fitting_k / 64 * 64));
+    s.prefetch_bytes = STREAM_AHEAD_BYTES;
+    s.grid_m = 1;
+    s.grid_n = threads > 1 ? threads : 1;
+    return s;
+}
+
+/* Part i of `parts` nearly equal parts of [0, count), cut at multiples of `unit`. */
+static pw_range part_of(int64_t count, int64_t unit, int64_t parts, int64_t i) {
+    int64_t units = (count + unit - 1) / unit;
+    return (pw_range){at_most(count, units * i / parts * unit), at_most(count, units * (i + 1) / parts * unit)};
+}
+
+void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t thread, pw_range *rows, pw_range *panels) {
+    int64_t grid_m = at_least(1, s->grid_m), grid_n = at_least(1, s->grid_n);
+    if (thread < 0 || thread >= grid_m * grid_n) {
+        *rows = *panels = (pw_range){0, 0};
+        return;
+    }
+    *rows = part_of(m, at_least(1, s->mr), grid_m, thread / grid_n);
+    *panels = part_of(pw_panels(w->n), 1, grid_n, thread % grid_n);
+}

@@ -1,0 +1,117 @@
+/* The vocabulary in AVX2 + FMA + F16C: eight lanes. */
+#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
+#error "compile this with -mavx2 -mfma -mf16c"
+#endif
+#include <immintrin.h>
+
+#include "simd/common.h"
+
+#define LANES 8
+typedef __m256 vf;
+typedef __m256i vi;
+
+PW_INLINE vf v_set1(float x) { return _mm256_set1_ps(x); }
+PW_INLINE vf v_zero(void) { return _mm256_setzero_ps(); }
+PW_INLINE vf v_load(const float *p) { return _mm256_loadu_ps(p); }
+PW_INLINE void v_store(float *p, vf v) { _mm256_storeu_ps(p, v); }
+PW_INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+PW_INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+PW_INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+PW_INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+PW_INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+PW_INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); } /* b where either is NaN */
+PW_INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+PW_INLINE float v_sum(vf v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+PW_INLINE float v_max_all(vf v) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+PW_INLINE vf v_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+PW_INLINE void v_store_f16(uint16_t *p, vf v) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+/* The first n of LANES values; the rest reads as zero and is not written. No byte beyond them is touched. */
+PW_INLINE __m256i first_lanes(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+PW_INLINE vf v_load_n(const float *p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+PW_INLINE void v_store_n(float *p, vf v, int n) { _mm256_maskstore_ps(p, first_lanes(n), v); }
+
+PW_INLINE vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
+PW_INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+PW_INLINE void vi_store(void *p, vi v) { _mm256_storeu_si256((__m256i *)p, v); }
+PW_INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+PW_INLINE vi vi_sub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
+PW_INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
+PW_INLINE vi vi_or(vi a, vi b) { return _mm256_or_si256(a, b); }
+PW_INLINE vi vi_max(vi a, vi b) { return _mm256_max_epi32(a, b); }
+#define vi_shl(v, bits) _mm256_slli_epi32(v, bits)
+#define vi_shr(v, bits) _mm256_srli_epi32(v, bits) /* logical */
+PW_INLINE vf vi_to_vf(vi v) { return _mm256_cvtepi32_ps(v); }
+PW_INLINE vi v_bits(vf v) { return _mm256_castps_si256(v); }
+PW_INLINE vf vi_as_vf(vi v) { return _mm256_castsi256_ps(v); }
+PW_INLINE vi v_round(vf v) { return _mm256_cvtps_epi32(v); }
+PW_INLINE int32_t vi_sum(vi v) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
+}
+PW_INLINE int32_t vi_max_all(vi v) {
+    __m128i s = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+    return _mm_cvtsi128_si32(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
+}
+PW_INLINE void vi_store_i8(int8_t *p, vi v) {
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
+}
+
+/* Dot words (gemm_quant.c). q8: maddubs would saturate where weights pass 127, so bytes are widened to 16 bits;
+ * activations wait as (a0, a2), (a1, a3) in int16, which the widened weights meet without a shuffle. */
+enum { Q8_ACTIVATION_BYTES = 2 };
+typedef struct { vi even, odd; } va8;
+PW_INLINE va8 va8_load(const uint8_t *quads, int quad) {
+    int32_t pair[2];
+    memcpy(pair, quads + 8 * quad, sizeof pair);
+    return (va8){vi_set1(pair[0]), vi_set1(pair[1])};
+}
+PW_INLINE vi q8_begin(int32_t bias) { return vi_set1(bias); }
+PW_INLINE vi q8_dot(vi acc, vi w, va8 a) {
+    vi even = vi_and(w, vi_set1(0x00FF00FF)), odd = _mm256_srli_epi16(w, 8);
+    acc = vi_add(acc, _mm256_madd_epi16(even, a.even));
+    return vi_add(acc, _mm256_madd_epi16(odd, a.odd));
+}
+/* q4: 8 quads of |w a| <= 15 * 127, two products to a lane, stay below 2^15: sixteen bits hold a whole group. */
+typedef vi va4;
+PW_INLINE va4 va4_load(const uint8_t *quads, int quad) {
+    int32_t four;
+    memcpy(&four, quads + 4 * quad, sizeof four);
+    return vi_set1(four);
+}
+PW_INLINE vi q4_begin(int32_t bias) { (void)bias; return _mm256_setzero_si256(); }
+PW_INLINE vi q4_dot(vi acc, vi w, va4 a) { return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, a)); }
+PW_INLINE vi q4_end(vi acc, int32_t bias) {
+    return vi_add(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), vi_set1(bias));
+}
+
+/* bf16 words (gemm_dense.c): activations wait as float32. */
+enum { BF16_ACTIVATION_BYTES = 4 };
+typedef struct { vf even, odd; } va16;
+PW_INLINE va16 va16_load(const uint8_t *row, int64_t pair) {
+    const float *p = (const float *)(const void *)row + 2 * pair;
+    return (va16){v_set1(p[0]), v_set1(p[1])};
+}
+PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
+    acc = v_fma(vi_as_vf(vi_shl(w, 16)), a.even, acc);
+    return v_fma(vi_as_vf(vi_and(w, vi_set1((int32_t)0xFFFF0000))), a.odd, acc);
+}
+
+/* Micro-kernels (rows x panels) that fit sixteen registers; quant tiles keep float sums in memory between groups. */
+#define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(1, 2) X(2, 2) X(3, 2) X(1, 4)
+#define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2) X(1, 4)

@@ -1,0 +1,131 @@
+/* The vocabulary in AVX-512 F/BW/VL/DQ: sixteen lanes; with VNNI and BF16 dots where the compiler is told of them.
+ *
+ * The dots are inline assembly because gcc 12 copies and spills the accumulators of the intrinsics in a tile of 24
+ * registers, at half the speed. */
+#if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512VL__) || !defined(__AVX512DQ__)
+#error "compile this with -mavx512f -mavx512bw -mavx512vl -mavx512dq"
+#endif
+#include <immintrin.h>
+
+#include "simd/common.h"
+
+#define LANES 16
+typedef __m512 vf;
+typedef __m512i vi;
+
+PW_INLINE vf v_set1(float x) { return _mm512_set1_ps(x); }
+PW_INLINE vf v_zero(void) { return _mm512_setzero_ps(); }
+PW_INLINE vf v_load(const float *p) { return _mm512_loadu_ps(p); }
+PW_INLINE void v_store(float *p, vf v) { _mm512_storeu_ps(p, v); }
+PW_INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+PW_INLINE vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+PW_INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+PW_INLINE vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+PW_INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+PW_INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); } /* b where either is NaN */
+PW_INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+PW_INLINE float v_sum(vf v) { return _mm512_reduce_add_ps(v); }
+PW_INLINE float v_max_all(vf v) { return _mm512_reduce_max_ps(v); }
+PW_INLINE vf v_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+PW_INLINE void v_store_f16(uint16_t *p, vf v) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+/* The first n of LANES values; the rest reads as zero and is not written. No byte beyond them is touched. */
+PW_INLINE vf v_load_n(const float *p, int n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p); }
+PW_INLINE void v_store_n(float *p, vf v, int n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v); }
+
+PW_INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
+PW_INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
+PW_INLINE void vi_store(void *p, vi v) { _mm512_storeu_si512(p, v); }
+PW_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+PW_INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+PW_INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
+PW_INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
+PW_INLINE vi vi_max(vi a, vi b) { return _mm512_max_epi32(a, b); }
+#define vi_shl(v, bits) _mm512_slli_epi32(v, bits)
+#define vi_shr(v, bits) _mm512_srli_epi32(v, bits) /* logical */
+PW_INLINE vf vi_to_vf(vi v) { return _mm512_cvtepi32_ps(v); }
+PW_INLINE vi v_bits(vf v) { return _mm512_castps_si512(v); }
+PW_INLINE vf vi_as_vf(vi v) { return _mm512_castsi512_ps(v); }
+PW_INLINE vi v_round(vf v) { return _mm512_cvtps_epi32(v); }
+PW_INLINE int32_t vi_sum(vi v) { return _mm512_reduce_add_epi32(v); }
+PW_INLINE int32_t vi_max_all(vi v) { return _mm512_reduce_max_epi32(v); }
+PW_INLINE void vi_store_i8(int8_t *p, vi v) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(v)); }
+
+PW_INLINE vi quad_set1(const uint8_t *quads, int quad) {
+    int32_t four;
+    memcpy(&four, quads + 4 * quad, sizeof four);
+    return vi_set1(four);
+}
+
+/* Dot words (gemm_quant.c): quads of unsigned weights times quads of signed activations, exact in int32. */
+#ifdef __AVX512VNNI__
+enum { Q8_ACTIVATION_BYTES = 1 };
+typedef vi va8;
+PW_INLINE va8 va8_load(const uint8_t *quads, int quad) { return quad_set1(quads, quad); }
+PW_INLINE vi q8_begin(int32_t bias) { return vi_set1(bias); }
+PW_INLINE vi q8_dot(vi acc, vi w, va8 a) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
+    return acc;
+}
+typedef vi va4;
+PW_INLINE va4 va4_load(const uint8_t *quads, int quad) { return quad_set1(quads, quad); }
+PW_INLINE vi q4_begin(int32_t bias) { return vi_set1(bias); }
+PW_INLINE vi q4_dot(vi acc, vi w, va4 a) { return q8_dot(acc, w, a); }
+PW_INLINE vi q4_end(vi acc, int32_t bias) { (void)bias; return acc; }
+#else
+/* As in avx2.h: bytes widened to 16 bits for q8, a whole group in sixteen bits for q4. */
+enum { Q8_ACTIVATION_BYTES = 2 };
+typedef struct { vi even, odd; } va8;
+PW_INLINE va8 va8_load(const uint8_t *quads, int quad) {
+    return (va8){quad_set1(quads, 2 * quad), quad_set1(quads, 2 * quad + 1)};
+}
+PW_INLINE vi q8_begin(int32_t bias) { return vi_set1(bias); }
+PW_INLINE vi q8_dot(vi acc, vi w, va8 a) {
+    vi even = vi_and(w, vi_set1(0x00FF00FF)), odd = _mm512_srli_epi16(w, 8);
+    acc = vi_add(acc, _mm512_madd_epi16(even, a.even));
+    return vi_add(acc, _mm512_madd_epi16(odd, a.odd));
+}
+typedef vi va4;
+PW_INLINE va4 va4_load(const uint8_t *quads, int quad) { return quad_set1(quads, quad); }
+PW_INLINE vi q4_begin(int32_t bias) { (void)bias; return _mm512_setzero_si512(); }
+PW_INLINE vi q4_dot(vi acc, vi w, va4 a) { return _mm512_add_epi16(acc, _mm512_maddubs_epi16(w, a)); }
+PW_INLINE vi q4_end(vi acc, int32_t bias) {
+    return vi_add(_mm512_madd_epi16(acc, _mm512_set1_epi16(1)), vi_set1(bias));
+}
+#endif
+
+/* bf16 words (gemm_dense.c): pairs of weights times pairs of activations. */
+#ifdef __AVX512BF16__
+enum { BF16_ACTIVATION_BYTES = 2 };
+typedef vi va16;
+PW_INLINE va16 va16_load(const uint8_t *row, int64_t pair) { return quad_set1(row + 4 * pair, 0); }
+PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
+    return acc;
+}
+#else
+enum { BF16_ACTIVATION_BYTES = 4 };
+typedef struct { vf even, odd; } va16;
+PW_INLINE va16 va16_load(const uint8_t *row, int64_t pair) {
+    const float *p = (const float *)(const void *)row + 2 * pair;
+    return (va16){v_set1(p[0]), v_set1(p[1])};
+}
+PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
+    acc = v_fma(vi_as_vf(vi_shl(w, 16)), a.even, acc);
+    return v_fma(vi_as_vf(vi_and(w, vi_set1((int32_t)0xFFFF0000))), a.odd, acc);
+}
+#endif
+
+/* Micro-kernels (rows x panels) that fit thirty-two registers; quant tiles hold an integer and a float sum each. */
+#define DENSE_TILES(X) \
+    X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(7, 1) X(8, 1) \
+    X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) X(7, 2) X(8, 2) \
+    X(1, 3) X(2, 3) X(3, 3) X(4, 3) X(5, 3) X(6, 3) X(7, 3) X(8, 3) \
+    X(1, 4) X(2, 4) X(3, 4) X(4, 4) X(5, 4) X(6, 4)
+#define QUANT_TILES(X) \
+    X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(7, 1) X(8, 1) \
+    X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) \
+    X(1, 3) X(2, 3) X(3, 3) X(4, 3) \
+    X(1, 4) X(2, 4) X(3, 4)

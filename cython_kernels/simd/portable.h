@@ -1,0 +1,87 @@
+/* The vocabulary in GCC/Clang vector extensions: four lanes on any CPU. v_fma rounds twice here. */
+#include "simd/common.h"
+
+#define LANES 4
+typedef float vf __attribute__((vector_size(16)));
+typedef int32_t vi __attribute__((vector_size(16)));
+typedef uint32_t vu __attribute__((vector_size(16)));
+
+PW_INLINE vf v_set1(float x) { return (vf){x, x, x, x}; }
+PW_INLINE vf v_zero(void) { return v_set1(0.0f); }
+PW_INLINE vf v_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+PW_INLINE void v_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+PW_INLINE vf v_add(vf a, vf b) { return a + b; }
+PW_INLINE vf v_sub(vf a, vf b) { return a - b; }
+PW_INLINE vf v_mul(vf a, vf b) { return a * b; }
+PW_INLINE vf v_div(vf a, vf b) { return a / b; }
+PW_INLINE vf v_fma(vf a, vf b, vf c) { return a * b + c; }
+PW_INLINE vf v_max(vf a, vf b) { vi m = a > b; return (vf)(((vi)a & m) | ((vi)b & ~m)); } /* b where either is NaN */
+PW_INLINE vf v_min(vf a, vf b) { vi m = a < b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
+PW_INLINE float v_sum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+PW_INLINE float v_max_all(vf v) { vf w = v_max(v, (vf){v[2], v[3], v[2], v[3]}); return w[0] > w[1] ? w[0] : w[1]; }
+PW_INLINE vf v_load_f16(const uint16_t *p) {
+    return (vf){pw_from_f16(p[0]), pw_from_f16(p[1]), pw_from_f16(p[2]), pw_from_f16(p[3])};
+}
+PW_INLINE void v_store_f16(uint16_t *p, vf v) { for (int i = 0; i < 4; ++i) p[i] = pw_to_f16(v[i]); }
+
+/* The first n of LANES values; the rest reads as zero and is not written. No byte beyond them is touched. */
+PW_INLINE vf v_load_n(const float *p, int n) { vf v = v_zero(); memcpy(&v, p, 4 * (size_t)n); return v; }
+PW_INLINE void v_store_n(float *p, vf v, int n) { memcpy(p, &v, 4 * (size_t)n); }
+
+PW_INLINE vi vi_set1(int32_t x) { return (vi){x, x, x, x}; }
+PW_INLINE vi vi_load(const void *p) { vi v; memcpy(&v, p, sizeof v); return v; }
+PW_INLINE void vi_store(void *p, vi v) { memcpy(p, &v, sizeof v); }
+PW_INLINE vi vi_add(vi a, vi b) { return a + b; }
+PW_INLINE vi vi_sub(vi a, vi b) { return a - b; }
+PW_INLINE vi vi_and(vi a, vi b) { return a & b; }
+PW_INLINE vi vi_or(vi a, vi b) { return a | b; }
+PW_INLINE vi vi_max(vi a, vi b) { vi m = a > b; return (a & m) | (b & ~m); }
+#define vi_shl(v, bits) ((vi)((vu)(v) << (bits)))
+#define vi_shr(v, bits) ((vi)((vu)(v) >> (bits))) /* logical */
+PW_INLINE vf vi_to_vf(vi v) { return __builtin_convertvector(v, vf); }
+PW_INLINE vi v_bits(vf v) { return (vi)v; }
+PW_INLINE vf vi_as_vf(vi v) { return (vf)v; }
+/* Nearest even for |v| < 2^22: the sum's last place is 1. */
+PW_INLINE vi v_round(vf v) { return (vi)(v + v_set1(12582912.0f)) - vi_set1(0x4B400000); }
+PW_INLINE int32_t vi_sum(vi v) { return v[0] + v[1] + v[2] + v[3]; }
+PW_INLINE int32_t vi_max_all(vi v) {
+    vi w = vi_max(v, (vi){v[2], v[3], v[2], v[3]});
+    return w[0] > w[1] ? w[0] : w[1];
+}
+PW_INLINE void vi_store_i8(int8_t *p, vi v) { for (int i = 0; i < 4; ++i) p[i] = (int8_t)v[i]; }
+
+/* Dot words (gemm_quant.c): quads of unsigned weights times quads of signed activations, exact in int32. */
+enum { Q8_ACTIVATION_BYTES = 1 };
+typedef struct { int32_t a[4]; } va8;
+PW_INLINE va8 va8_load(const uint8_t *quads, int quad) {
+    const int8_t *p = (const int8_t *)quads + 4 * quad;
+    return (va8){{p[0], p[1], p[2], p[3]}};
+}
+PW_INLINE vi q8_begin(int32_t bias) { return vi_set1(bias); }
+PW_INLINE vi q8_dot(vi acc, vi w, va8 a) {
+    vi byte = vi_set1(255);
+    acc += (w & byte) * vi_set1(a.a[0]) + (vi_shr(w, 8) & byte) * vi_set1(a.a[1]);
+    return acc + ((vi_shr(w, 16) & byte) * vi_set1(a.a[2]) + vi_shr(w, 24) * vi_set1(a.a[3]));
+}
+typedef va8 va4;
+PW_INLINE va4 va4_load(const uint8_t *quads, int quad) { return va8_load(quads, quad); }
+PW_INLINE vi q4_begin(int32_t bias) { return vi_set1(bias); }
+PW_INLINE vi q4_dot(vi acc, vi w, va4 a) { return q8_dot(acc, w, a); }
+PW_INLINE vi q4_end(vi acc, int32_t bias) { (void)bias; return acc; }
+
+/* bf16 words (gemm_dense.c): pairs of weights times pairs of activations. */
+enum { BF16_ACTIVATION_BYTES = 4 };
+typedef struct { float even, odd; } va16;
+PW_INLINE va16 va16_load(const uint8_t *row, int64_t pair) {
+    va16 a;
+    memcpy(&a, row + 8 * pair, sizeof a);
+    return a;
+}
+PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
+    acc = v_fma(vi_as_vf(vi_shl(w, 16)), v_set1(a.even), acc);
+    return v_fma(vi_as_vf(vi_and(w, vi_set1((int32_t)0xFFFF0000))), v_set1(a.odd), acc);
+}
+
+/* Micro-kernels (rows x panels) that are worth having with these registers. */
+#define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2)
+#define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1)

@@ -1,0 +1,192 @@
+"""How a database is reached: SQLite's files and their traps, engines, and one clear line per failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from sqlalchemy import Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.pool import ConnectionPoolEntry, QueuePool, StaticPool
+
+from phasewise.kerneldb.errors import (
+    BusyDatabaseError,
+    DamagedDatabaseError,
+    DatabaseFullError,
+    ForeignDatabaseError,
+    KernelDbError,
+    ReadOnlyDatabaseError,
+)
+from phasewise.kerneldb.location import Location
+
+BUSY_TIMEOUT_S = 15.0
+"""How long to wait for another writer, which holds the lock for milliseconds, or seconds to upgrade."""
+
+_SQLITE_MAGIC = b"SQLite format 3\0"
+_BEGIN = "sqlite_begin"
+
+
+def engine_for(location: Location, read_only: bool) -> Engine:
+    """An engine over the location; nothing is opened yet."""
+    if location.file is None:
+        return _url_engine(location.url or "", location.name)
+    uri = f"file:{quote(str(location.file))}{_read_only_parameters(location.file) if read_only else ''}"
+
+    def connect() -> sqlite3.Connection:
+        return sqlite3.connect(
+            uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+
+    engine = create_engine("sqlite://", creator=connect, poolclass=QueuePool, json_deserializer=_json_or_none)
+    return _with_sqlite_habits(engine)
+
+
+def _read_only_parameters(file: Path) -> str:
+    """Without a write-ahead log nobody writes, and SQLite need not create files beside the database."""
+    log_exists = os.path.lexists(f"{file}-wal")
+    return "?mode=ro" if log_exists else "?mode=ro&immutable=1"
+
+
+def _url_engine(url: str, name: str) -> Engine:
+    try:
+        parsed = make_url(url)
+        if parsed.get_backend_name() != "sqlite":
+            return create_engine(parsed, json_deserializer=_json_or_none, pool_pre_ping=True)
+        in_memory = parsed.database in (None, "", ":memory:")
+        engine = create_engine(
+            parsed,
+            json_deserializer=_json_or_none,
+            poolclass=StaticPool if in_memory else QueuePool,
+            connect_args={"isolation_level": None, "check_same_thread": False, "timeout": BUSY_TIMEOUT_S},
+        )
+    except ArgumentError:
+        raise KernelDbError(f"{name} is not a database URL: write e.g. postgresql://user@host/name") from None
+    except NoSuchModuleError as error:
+        raise KernelDbError(f"database {name} is of an unknown kind: {error}") from None
+    except ImportError as error:
+        raise KernelDbError(f"database {name} needs a driver, to be installed with pip: {error}") from None
+    return _with_sqlite_habits(engine)
+
+
+def _with_sqlite_habits(engine: Engine) -> Engine:
+    """Foreign keys, real transactions, and text that is not UTF-8 left to the row's checks."""
+
+    @event.listens_for(engine, "connect")
+    def set_up(dbapi: Any, _: ConnectionPoolEntry) -> None:
+        dbapi.text_factory = _decode
+        for pragma in ("foreign_keys = ON", "synchronous = NORMAL", "trusted_schema = OFF"):
+            dbapi.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get(_BEGIN, 'DEFERRED')}")
+
+    return engine
+
+
+def for_writing(engine: Engine) -> Engine:
+    """The same engine, whose transactions take SQLite's write lock at once: they wait, and never deadlock."""
+    return engine.execution_options(**{_BEGIN: "IMMEDIATE"})
+
+
+def use_write_ahead_log(engine: Engine) -> None:
+    """Readers and one writer side by side. Stored in the file, so needed once.
+
+    The switch needs the file for itself and does not wait for it, hence the loop. A file system that
+    cannot share memory keeps the old journal, which is slower and as safe.
+    """
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        with engine.connect() as connection:
+            dbapi = connection.connection.driver_connection
+            assert isinstance(dbapi, sqlite3.Connection)
+            try:
+                dbapi.execute("PRAGMA journal_mode = WAL").fetchall()
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorname != "SQLITE_BUSY" or time.monotonic() > deadline:
+                    raise
+        time.sleep(0.02)
+
+
+def check_file(file: Path) -> bool:
+    """Whether an existing database file can be written as well as read. Refuses what cannot be a database."""
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ForeignDatabaseError(f"database {file} is not a file")
+        with file.open("rb") as stream:
+            head = stream.read(len(_SQLITE_MAGIC))
+    except OSError as error:
+        raise KernelDbError(f"database {file} cannot be read: {error.strerror}") from None
+    if head and head != _SQLITE_MAGIC:
+        raise ForeignDatabaseError(f"{file} is not a database; name another with --db, or move it away")
+    return os.access(file, os.W_OK) and os.access(file.parent, os.W_OK | os.X_OK)
+
+
+def make_room(location: Location) -> None:
+    """Make sure that a new database file can be created. Only the default one brings its directory along."""
+    assert location.file is not None
+    folder = location.file.parent
+    try:
+        if location.is_default:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelDbError(
+            f"the directory {folder} for the database cannot be created ({error.strerror}): "
+            "name another database with --db"
+        ) from None
+    if not os.path.isdir(folder):
+        raise KernelDbError(f"database {location.file} cannot be created: there is no directory {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ReadOnlyDatabaseError(f"database {location.file} cannot be created: {folder} is not writable")
+
+
+@contextmanager
+def clear_errors(name: str) -> Iterator[None]:
+    """Turn what a driver raises about the database `name` into one of our errors, in one line."""
+    try:
+        yield
+    except DBAPIError as error:
+        raise _translate(name, error.orig) from error
+    except sqlite3.Error as error:
+        raise _translate(name, error) from error
+
+
+def _translate(name: str, error: BaseException | None) -> KernelDbError:
+    code = getattr(error, "sqlite_errorname", "")
+    text = " ".join(str(error).split())
+    if code.startswith("SQLITE_NOTADB"):
+        return ForeignDatabaseError(f"{name} is not a database; name another with --db, or move it away")
+    if code.startswith("SQLITE_CORRUPT") or "no such table" in text or "no such column" in text:
+        return DamagedDatabaseError(f"database {name} is damaged ({text}): restore a copy, or move it away")
+    if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return BusyDatabaseError(
+            f"database {name} has been locked by another process for {BUSY_TIMEOUT_S:.0f} s"
+        )
+    if code.startswith("SQLITE_FULL"):
+        return DatabaseFullError(
+            f"database {name} cannot grow: the disk is full; nothing of this write was kept"
+        )
+    if code.startswith("SQLITE_READONLY"):
+        return ReadOnlyDatabaseError(f"database {name} is read-only")
+    return KernelDbError(f"database {name}: {text}")
+
+
+def _json_or_none(text: str) -> Any:
+    """A damaged value becomes None, which no record accepts; the row is then refused by name."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError, TypeError):
+        return None
+
+
+def _decode(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")

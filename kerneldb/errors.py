@@ -1,0 +1,49 @@
+"""What can go wrong with the tuning database.
+
+KernelDbError                the base: one clear line for the user, exit code 1
+├── RecordError              a value that no record may hold (also a ValueError)
+├── DatabaseTooNewError      written by a newer phasewise; nothing was touched
+├── ForeignDatabaseError     a database, or a file, that is not ours
+├── DamagedDatabaseError     ours, but its bytes or rows make no sense
+├── ReadOnlyDatabaseError    a write was asked for where only reading is possible
+├── BusyDatabaseError        another process held the write lock for too long
+└── DatabaseFullError        no space left; what was committed before is kept
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KernelDbError(Exception):
+    """The tuning database cannot do what was asked. The message names the database and what to do."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class RecordError(KernelDbError, ValueError):
+    """A value outside the bounds of its record. The message names the field, the value and the bounds."""
+
+
+class DatabaseTooNewError(KernelDbError):
+    """The schema is of a revision that this program does not know."""
+
+
+class ForeignDatabaseError(KernelDbError):
+    """Not a database, or one that another program made."""
+
+
+class DamagedDatabaseError(KernelDbError):
+    """The file is corrupt, or lacks tables that its revision promises."""
+
+
+class ReadOnlyDatabaseError(KernelDbError):
+    """The database can be read but not changed, and a change was needed."""
+
+
+class BusyDatabaseError(KernelDbError):
+    """Another process is writing and did not finish in time."""
+
+
+class DatabaseFullError(KernelDbError):
+    """The disk, the quota or the file's size limit is used up."""

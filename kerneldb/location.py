@@ -1,0 +1,67 @@
+"""Which database is meant: a file, an SQLAlchemy URL, or the user's own.
+
+Free of SQLAlchemy, so that a command that needs no database does not pay for loading it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from phasewise.kerneldb.errors import KernelDbError
+
+FILE_NAME = "phasewise.db"
+MEMORY_URL = "sqlite://"
+
+_PASSWORD = re.compile(r"(://[^/?#]*?:)[^/?#]*@")
+
+
+@dataclass(frozen=True)
+class Location:
+    """Either a SQLite file or a URL; exactly one of the two is set."""
+
+    file: Path | None
+    url: str | None
+    is_default: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people: the file, or the URL without its password."""
+        return str(self.file) if self.file else _PASSWORD.sub(r"\1***@", self.url or "")
+
+    @property
+    def is_absent(self) -> bool:
+        """Known not to exist yet. A server is never known to be absent."""
+        return self.file is not None and not os.path.lexists(self.file)
+
+
+def default_file() -> Path:
+    """`phasewise/phasewise.db` in the XDG data directory."""
+    return platformdirs.user_data_path("phasewise") / FILE_NAME
+
+
+def locate(db: str | os.PathLike[str] | None) -> Location:
+    """What `--db` means: nothing, a path (`~` is expanded), or a URL such as `postgresql://host/name`.
+
+    `sqlite:///relative/file` and `sqlite:////absolute/file` are files too; `sqlite://` and `:memory:` live in
+    memory.
+    """
+    if db is None:
+        return Location(default_file(), None, is_default=True)
+    text = os.fspath(db)
+    if not text or "\0" in text:
+        raise KernelDbError("the database name is empty or has a NUL in it: give a file or a URL")
+    if text in (":memory:", MEMORY_URL, "sqlite:///:memory:"):
+        return Location(None, MEMORY_URL)
+    if text.startswith("sqlite:///") and "?" not in text:
+        return Location(Path(text.removeprefix("sqlite:///")).absolute(), None)
+    if "://" in text:
+        return Location(None, text)
+    try:
+        return Location(Path(text).expanduser().absolute(), None)
+    except RuntimeError:
+        raise KernelDbError(f"database {text}: there is no home directory of that user") from None

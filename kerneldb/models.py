@@ -1,0 +1,120 @@
+"""The tables. Rows are appended: on SQLite a trigger refuses to edit a measurement or a plan.
+
+Deleting whole rows stays possible, for a later `gc`.
+A change here needs a migration: see `phasewise.migrations`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, Text, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+# SQLite numbers rows by itself only where the key is declared INTEGER; its INTEGER has 64 bits anyway.
+RowId = BigInteger().with_variant(Integer, "sqlite")
+Word = String(32)
+Line = String(255)
+
+
+class Base(DeclarativeBase):
+    """Constraints carry names on every database, so that migrations can refer to them."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+
+
+class ProblemRow(Base):
+    """What a kernel is asked to compute. One row per key."""
+
+    __tablename__ = "problem"
+    __table_args__ = (UniqueConstraint("family", "format", "n", "k", "m", name="uq_problem"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    family: Mapped[str] = mapped_column(Word, comment="kernel family, e.g. gemm")
+    format: Mapped[str] = mapped_column(Word, comment="weight format")
+    n: Mapped[int] = mapped_column(comment="outputs")
+    k: Mapped[int] = mapped_column(comment="inputs")
+    m: Mapped[int] = mapped_column(comment="rows of activations")
+
+
+class ScheduleRow(Base):
+    """How a kernel computes it. One row per key; checked against bounds again when read."""
+
+    __tablename__ = "schedule"
+    __table_args__ = (
+        UniqueConstraint(
+            *(
+                "mr",
+                "panels",
+                "block_m",
+                "block_n",
+                "block_k",
+                "threads_m",
+                "threads_n",
+                "threads_k",
+                "compute_path",
+            ),
+            name="uq_schedule",
+        ),
+    )
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    mr: Mapped[int] = mapped_column(comment="rows of the micro-kernel")
+    panels: Mapped[int] = mapped_column(comment="columns of the micro-kernel / 16")
+    block_m: Mapped[int] = mapped_column(comment="computation slice")
+    block_n: Mapped[int]
+    block_k: Mapped[int]
+    threads_m: Mapped[int] = mapped_column(comment="thread grid")
+    threads_n: Mapped[int]
+    threads_k: Mapped[int] = mapped_column(comment="above 1: split-K, with a reduction")
+    compute_path: Mapped[str] = mapped_column(Word, comment="a name that the kernel family knows")
+
+
+class MeasurementRow(Base):
+    """One timing of one schedule on one kind of machine. Appended, never edited."""
+
+    __tablename__ = "measurement"
+    __table_args__ = (
+        Index("ix_measurement_problem", "problem_id", "core_sig", "placement_sig", "kernel_abi"),
+    )
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    problem_id: Mapped[int] = mapped_column(RowId, ForeignKey("problem.id"))
+    schedule_id: Mapped[int] = mapped_column(RowId, ForeignKey("schedule.id"))
+    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
+    placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, sharing half")
+    kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel family's body and flags")
+    samples_ns: Mapped[Any] = mapped_column(JSON, comment="raw samples, a list in the order taken")
+    estimate_ns: Mapped[int] = mapped_column(BigInteger, comment="robust estimate over samples_ns")
+    numeric_error: Mapped[float | None] = mapped_column(
+        comment="largest error seen, relative; null: not compared"
+    )
+    effort_ns: Mapped[int] = mapped_column(BigInteger, comment="wall clock that the timing cost")
+    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
+    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
+    verified: Mapped[bool] = mapped_column(comment="measured here; false: imported, not yet measured")
+
+
+class ServicePlanRow(Base):
+    """A service plan for one phase of one model on one kind of machine. The newest verified row wins."""
+
+    __tablename__ = "service_plan"
+    __table_args__ = (Index("ix_service_plan_key", "model_key", "phase", "core_sig", "placement_sig"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
+    placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature over all allowed PUs")
+    model_key: Mapped[str] = mapped_column(Line, comment="tuner.plans.model_key: name@format")
+    phase: Mapped[str] = mapped_column(Word, comment="prefill or decode")
+    plan: Mapped[str] = mapped_column(Text, comment="JSON, read and checked by tuner.plans")
+    objectives: Mapped[Any] = mapped_column(JSON, comment="name to value reached; empty: set by hand")
+    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
+    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
+    verified: Mapped[bool] = mapped_column(comment="measured or set here; false: imported, not yet measured")

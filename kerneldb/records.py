@@ -1,0 +1,203 @@
+"""The plain values that the database keeps: frozen, checked when made, ignorant of SQL.
+
+Rows may come from a stranger's database, so every record refuses what no honest measurement could hold.
+The bounds here are sanity; a kernel still checks a schedule against its operands before any pointer moves.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phasewise.kerneldb.errors import RecordError
+
+PANEL_COLUMNS = 16
+"""Output columns of one packed panel, in every format."""
+
+GROUP = 32
+"""Inputs that share a scale; packed weights are padded to a multiple of it."""
+
+MAX_DIMENSION = 2**31 - 1
+MAX_NS = 2**63 - 1
+MAX_SAMPLES = 100_000
+MAX_TEXT = 255
+MAX_PLAN_CHARS = 100_000
+
+_WORD = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_LINE = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TEXT - 2}}}[!-~])?")
+_KEY = re.compile(rf"\S(?:[^\x00-\x1f\x7f]{{0,{MAX_TEXT - 2}}}\S)?")
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise RecordError(f"{name} must be a whole number from {low} to {high}, not {value!r:.80}")
+
+
+def _check_word(name: str, value: object) -> None:
+    if not isinstance(value, str) or not _WORD.fullmatch(value):
+        raise RecordError(f"{name} must be a lower-case word of at most 32 characters, not {value!r:.80}")
+
+
+def _check_line(name: str, value: object) -> None:
+    if not isinstance(value, str) or not _LINE.fullmatch(value):
+        raise RecordError(f"{name} must be 1 to {MAX_TEXT} printable ASCII characters, not {value!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class MachineKey:
+    """The kind of machine: topology's two signatures. Never a host name."""
+
+    core_sig: str
+    placement_sig: str
+
+    def __post_init__(self) -> None:
+        _check_line("core_sig", self.core_sig)
+        _check_line("placement_sig", self.placement_sig)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a kernel is asked to compute: y[m, n] = x[m, k] W[n, k]^T over weights of one format."""
+
+    family: str
+    """Kernel family, e.g. `gemm`."""
+    format: str
+    """Weight format, e.g. `bf16`, `int4`."""
+    n: int
+    k: int
+    m: int
+
+    def __post_init__(self) -> None:
+        _check_word("family", self.family)
+        _check_word("format", self.format)
+        for name in ("n", "k", "m"):
+            _check_int(name, getattr(self, name), 1, MAX_DIMENSION)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How a kernel computes it: only numbers, and the name of a compute path.
+
+    The micro-kernel holds `mr` rows by `panels` panels of 16 columns. A computation slice is
+    `block_m x block_n x block_k`; the thread grid is `threads_m x threads_n x threads_k`.
+    """
+
+    mr: int
+    panels: int
+    block_m: int
+    block_n: int
+    block_k: int
+    threads_m: int
+    threads_n: int
+    threads_k: int
+    compute_path: str
+    """How weights and activations meet, e.g. `fma`, `vnni`, `bf16_dot`; known to the kernel family."""
+
+    def __post_init__(self) -> None:
+        _check_int("mr", self.mr, 1, 64)
+        _check_int("panels", self.panels, 1, 16)
+        for name in ("block_m", "block_n", "block_k"):
+            _check_int(name, getattr(self, name), 1, 2**24)
+        for name in ("threads_m", "threads_n", "threads_k"):
+            _check_int(name, getattr(self, name), 1, 4096)
+        _check_int("the thread grid", self.threads, 1, 4096)
+        _check_word("compute_path", self.compute_path)
+        for name, step in (("block_m", self.mr), ("block_n", self.nr), ("block_k", GROUP)):
+            if getattr(self, name) % step:
+                raise RecordError(f"{name} must be a multiple of {step}, not {getattr(self, name)}")
+
+    @property
+    def nr(self) -> int:
+        """Output columns of the micro-kernel."""
+        return PANEL_COLUMNS * self.panels
+
+    @property
+    def threads(self) -> int:
+        """Threads of the whole grid."""
+        return self.threads_m * self.threads_n * self.threads_k
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timing of one schedule, as an evaluator returns it."""
+
+    schedule: Schedule
+    samples_ns: tuple[int, ...]
+    """Nanoseconds a call, raw, in the order taken."""
+    estimate_ns: int
+    """The stated robust estimate over `samples_ns`."""
+    numeric_error: float | None
+    """Largest error seen against the reference, relative to its largest value; None if not compared."""
+    effort_ns: int
+    """Wall clock that this timing cost, warm-up included."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.samples_ns, tuple) or not 1 <= len(self.samples_ns) <= MAX_SAMPLES:
+            raise RecordError(f"samples_ns must be a tuple of 1 to {MAX_SAMPLES} numbers")
+        for sample_ns in self.samples_ns:
+            _check_int("a sample in samples_ns", sample_ns, 1, MAX_NS)
+        _check_int("estimate_ns", self.estimate_ns, 1, MAX_NS)
+        _check_int("effort_ns", self.effort_ns, 0, MAX_NS)
+        error = self.numeric_error
+        if error is not None and not (isinstance(error, float) and 0.0 <= error < math.inf):
+            raise RecordError(f"numeric_error must be a finite number of at least 0.0, not {error!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where and when a row was made, and whether it may be trusted here."""
+
+    machine: MachineKey
+    program_version: str
+    created_at_ms: int
+    """Unix time in milliseconds."""
+    verified: bool = True
+    """Measured on a machine of this kind by whoever owns the database; imported rows start unverified."""
+
+    def __post_init__(self) -> None:
+        _check_line("program_version", self.program_version)
+        _check_int("created_at_ms", self.created_at_ms, 0, MAX_NS)
+        if type(self.verified) is not bool:
+            raise RecordError(f"verified must be true or false, not {self.verified!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A sample kept for ever: of which problem, with which build of the kernel, from where."""
+
+    problem: Problem
+    sample: Sample
+    kernel_abi: str
+    """Hash over the kernel family's body and flags: samples of another build are kept apart."""
+    origin: Origin
+
+    def __post_init__(self) -> None:
+        _check_line("kernel_abi", self.kernel_abi)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRecord:
+    """A service plan as stored. The plan itself is opaque JSON here; `tuner.plans` reads and checks it."""
+
+    model_key: str
+    phase: str
+    plan_json: str
+    origin: Origin
+    objectives: Mapping[str, float] = field(default_factory=dict)
+    """What the plan reached when it was measured, e.g. `tpot_ms`; empty for a plan set by hand."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model_key, str) or not _KEY.fullmatch(self.model_key):
+            raise RecordError(
+                f"model_key must be 1 to {MAX_TEXT} characters in a line, not {self.model_key!r:.80}"
+            )
+        _check_word("phase", self.phase)
+        if not isinstance(self.plan_json, str) or not 1 <= len(self.plan_json) <= MAX_PLAN_CHARS:
+            raise RecordError(f"plan_json must be text of 1 to {MAX_PLAN_CHARS} characters")
+        for name, value in self.objectives.items():
+            _check_word("the name of an objective", name)
+            if not isinstance(value, float) or not math.isfinite(value):
+                raise RecordError(f"objective {name} must be a finite number, not {value!r:.80}")
+        object.__setattr__(self, "objectives", dict(self.objectives))

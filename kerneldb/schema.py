@@ -1,0 +1,115 @@
+"""The revision of a database, and how it is brought to ours. Alembic is loaded only when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection, column, inspect, select, table, text
+
+import phasewise.migrations
+from phasewise.kerneldb.errors import DamagedDatabaseError, DatabaseTooNewError, ForeignDatabaseError
+from phasewise.kerneldb.models import Base
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+REVISIONS = ("0001",)
+"""Every revision of the schema, oldest first. A test compares it with the migration files."""
+
+HEAD = REVISIONS[-1]
+
+VERSION_TABLE = "phasewise_schema"
+"""Not Alembic's usual name: Optuna keeps its own Alembic history, perhaps in the same database."""
+
+_UPGRADE_LOCK = (
+    0x7068617365  # any number that other programs are unlikely to lock in the same PostgreSQL database
+)
+
+
+@dataclass(frozen=True)
+class SchemaChange:
+    """What opening did. `before` is None for a database that was just created."""
+
+    before: str | None
+    after: str
+
+
+def read_revision(connection: Connection, name: str) -> str | None:
+    """The revision of our tables, None where there are no tables at all.
+
+    Refuses a database of another program, one without exactly one revision, and one newer than this program.
+    """
+    if not connection.dialect.has_table(connection, VERSION_TABLE):
+        _refuse_foreign_tables(connection, name)
+        return None
+    found: Sequence[Any] = connection.scalars(
+        select(column("version_num")).select_from(table(VERSION_TABLE))
+    ).all()
+    if len(found) != 1:
+        raise DamagedDatabaseError(
+            f"database {name} states {len(found)} schema revisions instead of one; restore a copy"
+        )
+    if found[0] not in REVISIONS:
+        raise DatabaseTooNewError(
+            f"database {name} has schema {found[0]!s:.40}, newer than this phasewise knows ({HEAD}): "
+            "upgrade phasewise, or name another database with --db"
+        )
+    return str(found[0])
+
+
+def _refuse_foreign_tables(connection: Connection, name: str) -> None:
+    """A file with any table is somebody else's; a server may be shared, as long as no name collides."""
+    tables = set(inspect(connection).get_table_names())
+    if connection.dialect.name != "sqlite":
+        tables &= set(Base.metadata.tables)
+    if tables:
+        raise ForeignDatabaseError(
+            f"database {name} belongs to another program (it has a table {min(tables)!r:.60}): "
+            "name another with --db"
+        )
+
+
+def upgrade(connection: Connection, name: str) -> SchemaChange:
+    """Bring the database to HEAD inside the caller's transaction, which on SQLite holds the write lock."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
+    before = read_revision(connection, name)
+    if before != HEAD:
+        from alembic import command
+
+        config = _alembic_config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+    return SchemaChange(before, HEAD)
+
+
+def draft_revision(message: str) -> None:
+    """Write the next migration file from the difference between the newest schema and today's models."""
+    from alembic import command
+    from sqlalchemy import create_engine
+
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        upgrade(connection, "in memory")
+        config = _alembic_config()
+        config.attributes["connection"] = connection
+        command.revision(config, message, autogenerate=True, rev_id=f"{len(REVISIONS) + 1:04}")
+    engine.dispose()
+
+
+def _alembic_config() -> Config:
+    """Made here rather than read from an alembic.ini, which a wheel has no good place for."""
+    from alembic.config import Config
+
+    config = Config()
+    # `%` is the configuration's own escape character.
+    config.set_main_option(
+        "script_location", str(Path(phasewise.migrations.__file__).parent).replace("%", "%%")
+    )
+    config.set_main_option("path_separator", "os")
+    config.set_main_option("file_template", "v%%(rev)s_%%(slug)s")
+    config.attributes["version_table"] = VERSION_TABLE
+    return config

@@ -1,0 +1,48 @@
+"""Every failure that `serving` foresees. A message names the thing, what is wrong with it and what to do.
+
+ServingError
+ ├─ ModelError          a model file, its tokenizer or its template cannot be used
+ ├─ RequestError        one request cannot be served as asked (its sender's mistake)
+ │   ├─ ContextLengthExceeded
+ │   └─ UnsupportedRequest
+ ├─ QueueFull           the server has as many requests waiting as it allows
+ └─ StepFailed          a forward step failed; only the requests in it are lost
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServingError(Exception):
+    """Base of what this room raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ModelError(ServingError):
+    """A model cannot be found, read or used."""
+
+
+class RequestError(ServingError):
+    """A request asks for what cannot be given. `param` names the field at fault, where there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthExceeded(RequestError):
+    """Prompt and answer need more positions than the model, or the KV pool, has."""
+
+
+class UnsupportedRequest(RequestError):
+    """A field is understood but what it asks for is not offered."""
+
+
+class QueueFull(ServingError):
+    """No more requests can wait. Try again later."""
+
+
+class StepFailed(ServingError):
+    """The computation of one step failed; the requests that were in it end with this error."""

@@ -1,0 +1,124 @@
+"""Packed forms: which one a tensor gets under each user-facing format, and the conversion of its rows.
+
+Nothing is rounded twice. `native` keeps every tensor in the packed form that holds its numbers exactly (F16
+becomes f32: bf16 would drop three bits). `int8` widens any block-quantised rows exactly and rounds only
+plain numbers; `int4` keeps four-bit rows as they are. Under `int4` the embedding and the output head stay
+in int8, as GGUF files of that size do: they cost little and carry much of the quality.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from phasewise.cython_kernels import packing
+from phasewise.cython_kernels.packing import Array, Kind, PackedWeight, QuantRows
+from phasewise.serving.errors import ModelError
+
+if TYPE_CHECKING:
+    from phasewise.serving.loaders.source import Rows
+
+EMBEDDINGS = ("embed", "lm_head")
+INT8_ZERO_POINT = 128
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """How a weight lies in memory, apart from its size. scale_dtype is "float16", "float32" or None."""
+
+    kind: Kind
+    group: int = 0
+    zero_point: int = 0
+    scale_dtype: str | None = None
+    has_mins: bool = False
+
+    def nbytes(self, n: int, k: int) -> int:
+        """Packed size of an [n, k] weight, padding included."""
+        return sum(size for _, _, size in self.arrays(n, k))
+
+    def arrays(self, n: int, k: int) -> list[tuple[tuple[int, ...], np.dtype[np.generic], int]]:
+        """Shape, dtype and bytes of values, then scales, then mins, as far as the form has them."""
+        shapes: list[tuple[tuple[int, ...], np.dtype[np.generic]]] = [
+            (packing.values_shape(self.kind, n, k), packing.values_dtype(self.kind))
+        ]
+        if self.scale_dtype is not None:
+            scales = packing.scales_shape(n, k, self.group), np.dtype(self.scale_dtype)
+            shapes += [scales, scales] if self.has_mins else [scales]
+        return [(shape, dtype, int(np.prod(shape, dtype=object)) * dtype.itemsize) for shape, dtype in shapes]
+
+
+F32 = WeightForm("f32")
+BF16 = WeightForm("bf16")
+INT8 = WeightForm("q8", packing.DEFAULT_GROUP, INT8_ZERO_POINT, "float16")
+INT4 = WeightForm("q4", packing.DEFAULT_GROUP, 0, "float16", True)
+
+
+def form_of(rows: QuantRows) -> WeightForm:
+    return WeightForm(rows.kind, rows.group, rows.zero_point, str(rows.scales.dtype), rows.mins is not None)
+
+
+def target_form(source: WeightForm, weight_format: str, name: str) -> WeightForm:
+    """The packed form of weight `name`, whose file form is `source`, under a user-facing format."""
+    match weight_format:
+        case "native":
+            return source
+        case "f32":
+            return F32
+        case "bf16":
+            return BF16
+        case "int4" if source.kind == "q4":
+            return source
+        case "int4" if name not in EMBEDDINGS:
+            return INT4
+    if source.scale_dtype is None:
+        return INT8
+    return replace(source, kind="q8", zero_point=0 if source.has_mins else INT8_ZERO_POINT)
+
+
+def convert_rows(rows: Rows, form: WeightForm, what: str) -> Rows:
+    """Some rows as `form` holds them: rounded once or not at all. `what` names the tensor in errors."""
+    check_finite(rows, what)
+    if isinstance(rows, QuantRows):
+        if form_of(rows) == form:
+            return rows
+        if form.kind == "q8":
+            shift = np.uint8(form.zero_point - rows.zero_point)
+            return replace(rows, q=rows.q + shift, zero_point=form.zero_point, bits=8)
+        rows = packing.dequantise(rows)
+        check_finite(rows, what)
+    if form.scale_dtype is None:
+        return rows
+    try:
+        return packing.quantise(rows, 4 if form.kind == "q4" else 8, symmetric=not form.has_mins)
+    except ValueError as error:
+        raise ModelError(f"{what} cannot be quantised: {error}") from error
+
+
+def pack_rows(pieces: list[Rows], form: WeightForm, what: str) -> PackedWeight:
+    """Pack rows that are in `form` already, one piece below the other."""
+    rows = pieces[0] if len(pieces) == 1 else _joined(pieces)
+    if isinstance(rows, QuantRows):
+        return packing.pack_quant(rows)
+    packed = packing.pack_dense(rows, form.kind)
+    if form.kind == "bf16" and ((packed.values & 0x7F80) == 0x7F80).any():
+        raise ModelError(f"{what} holds numbers too large for bf16")
+    return packed
+
+
+def check_finite(rows: Rows, what: str) -> None:
+    """Refuse NaN and infinity, in plain numbers or in scales and minima."""
+    arrays: tuple[Array | None, ...] = (rows.scales, rows.mins) if isinstance(rows, QuantRows) else (rows,)
+    if not all(np.isfinite(array).all() for array in arrays if array is not None):
+        raise ModelError(f"{what} holds NaN or infinity: the file is damaged or its model diverged")
+
+
+def _joined(pieces: list[Rows]) -> Rows:
+    quantised = [piece for piece in pieces if isinstance(piece, QuantRows)]
+    if not quantised:
+        return np.concatenate(pieces)
+    q = np.concatenate([piece.q for piece in quantised])
+    scales = np.concatenate([piece.scales for piece in quantised])
+    mins = [piece.mins for piece in quantised if piece.mins is not None]
+    return replace(quantised[0], q=q, scales=scales, mins=np.concatenate(mins) if mins else None)

@@ -1,0 +1,227 @@
+"""The header of a GGUF file, read as hostile input.
+
+Every count, length, dimension and offset is checked against the file before it is believed, and the whole
+header is bounded in bytes and in values, so a damaged or malicious file costs little and ends in one
+`ModelError`. The `gguf` package's own reader trusts its input and makes several numpy objects per token of
+the vocabulary (seconds for 50,000), so only its tables of types are used here; the tests hold the two
+readers against each other.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.source import SourceFile
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+FIRST_READ_BYTES = 8 << 20
+MAX_HEADER_BYTES = 128 << 20
+MAX_COUNT = 1 << 16  # key/value pairs, and tensors
+MAX_VALUES = 8 << 20  # array elements in the whole header
+MAX_NAME_BYTES = 1 << 16
+MAX_DIMS = 4
+MAX_ALIGNMENT = 1 << 20
+
+_STRING, _ARRAY, _BOOL = int(GGUFValueType.STRING), int(GGUFValueType.ARRAY), int(GGUFValueType.BOOL)
+_SCALARS: dict[int, str] = {
+    int(GGUFValueType[name]): dtype
+    for name, dtype in {
+        "UINT8": "<u1", "INT8": "<i1", "UINT16": "<u2", "INT16": "<i2", "UINT32": "<u4", "INT32": "<i4",
+        "UINT64": "<u8", "INT64": "<i8", "FLOAT32": "<f4", "FLOAT64": "<f8", "BOOL": "<u1",
+    }.items()
+}  # fmt: skip
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies; shape outermost first (GGUF writes the innermost first)."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_name: str
+    offset: int  # from the start of the file
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    metadata: dict[str, Any]  # plain Python values; arrays are lists
+    tensors: dict[str, TensorInfo]
+
+
+class _TooShort(Exception):
+    """The bytes at hand end inside the header."""
+
+
+def read_header(file: SourceFile) -> GgufHeader:
+    """Parse and check the header; every tensor it names lies inside the file and overlaps no other."""
+    length = min(file.size, FIRST_READ_BYTES)
+    while True:
+        try:
+            return _Parser(file.read(0, length), file).header()
+        except _TooShort:
+            if length == file.size:
+                raise ModelError(f"{file.path} ends inside its header: the file is cut short") from None
+            if length >= MAX_HEADER_BYTES:
+                raise ModelError(f"{file.path} has a header of more than {MAX_HEADER_BYTES} bytes") from None
+            length = min(file.size, 4 * length, MAX_HEADER_BYTES)
+
+
+class _Parser:
+    """A cursor over the first bytes of a file. The rest of the file is known by size only."""
+
+    def __init__(self, data: bytes, file: SourceFile) -> None:
+        self.data = data
+        self.path = file.path
+        self.file_bytes = file.size
+        self.at = 0
+        self.values_left = MAX_VALUES
+
+    def header(self) -> GgufHeader:
+        if self._take(4) != MAGIC:
+            raise self._bad("does not begin with GGUF: not a GGUF file")
+        version = self._scalar("<u4")
+        if version not in VERSIONS:
+            hint = " (a big-endian file)" if version in (v << 24 for v in VERSIONS) else ""
+            raise self._bad(f"has GGUF version {version}{hint}; versions 2 and 3 are readable")
+        n_tensors, n_pairs = self._scalar("<u8"), self._scalar("<u8")
+        if max(n_tensors, n_pairs) > MAX_COUNT:
+            raise self._bad(f"claims {n_tensors} tensors and {n_pairs} metadata keys, more than {MAX_COUNT}")
+        metadata: dict[str, Any] = {}
+        for _ in range(n_pairs):
+            key = self._string(MAX_NAME_BYTES)
+            if key in metadata:
+                raise self._bad(f"has the metadata key {key!r} twice")
+            metadata[key] = self._value(self._scalar("<u4"), key)
+        infos = [self._tensor_info() for _ in range(n_tensors)]
+        return GgufHeader(metadata, self._placed(infos, metadata))
+
+    def _bad(self, what: str) -> ModelError:
+        return ModelError(f"{self.path} {what}")
+
+    def _take(self, length: int) -> bytes:
+        end = self.at + length
+        if end > len(self.data):
+            if end > self.file_bytes:
+                raise self._bad(f"claims {length} bytes at {self.at}, beyond its end at {self.file_bytes}")
+            raise _TooShort
+        piece = self.data[self.at : end]
+        self.at = end
+        return piece
+
+    def _scalar(self, dtype: str) -> Any:
+        kind = np.dtype(dtype)
+        return np.frombuffer(self._take(kind.itemsize), kind)[0].item()
+
+    def _string(self, max_bytes: int = MAX_HEADER_BYTES) -> str:
+        length = self._scalar("<u8")
+        if length > max_bytes:
+            raise self._bad(f"claims a string of {length} bytes at {self.at}")
+        return self._decoded(self._take(length))
+
+    def _decoded(self, raw: bytes) -> str:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise self._bad(f"holds text that is not UTF-8 before byte {self.at}") from None
+
+    def _value(self, type_id: int, key: str) -> Any:
+        if type_id == _STRING:
+            return self._string()
+        if type_id == _ARRAY:
+            return self._array(key)
+        if type_id not in _SCALARS:
+            raise self._bad(f"has metadata {key!r} of unknown type {type_id}")
+        value = self._scalar(_SCALARS[type_id])
+        return bool(value) if type_id == _BOOL else value
+
+    def _array(self, key: str) -> list[Any]:
+        type_id, count = self._scalar("<u4"), self._scalar("<u8")
+        self.values_left -= count
+        if self.values_left < 0:
+            raise self._bad(f"claims {count} values in metadata {key!r}, more than {MAX_VALUES} in all")
+        if type_id == _STRING:
+            return self._strings(count)
+        if type_id not in _SCALARS:
+            raise self._bad(f"has metadata {key!r}, an array of unsupported type {type_id}")
+        dtype = np.dtype(_SCALARS[type_id])
+        values = np.frombuffer(self._take(count * dtype.itemsize), dtype)
+        return (values.astype(bool) if type_id == _BOOL else values).tolist()
+
+    def _strings(self, count: int) -> list[str]:
+        data, at, end = self.data, self.at, len(self.data)
+        strings = []
+        for _ in range(count):
+            start = at + 8
+            if start > end:
+                self.at = at
+                self._take(8)
+            at = start + _LENGTH.unpack_from(data, start - 8)[0]
+            if at > end:
+                self.at = start
+                self._take(at - start)
+            strings.append(data[start:at])
+        self.at = at
+        try:
+            return [raw.decode("utf-8") for raw in strings]
+        except UnicodeDecodeError:
+            raise self._bad(f"holds text that is not UTF-8 before byte {self.at}") from None
+
+    def _tensor_info(self) -> TensorInfo:
+        name = self._string(MAX_NAME_BYTES)
+        n_dims = self._scalar("<u4")
+        if not 1 <= n_dims <= MAX_DIMS:
+            raise self._bad(f"gives tensor {name!r} {n_dims} dimensions")
+        shape = tuple(self._scalar("<u8") for _ in range(n_dims))[::-1]
+        type_id, offset = self._scalar("<u4"), self._scalar("<u8")
+        try:
+            ggml_type = GGMLQuantizationType(type_id)
+        except ValueError:
+            raise self._bad(f"gives tensor {name!r} the unknown type {type_id}") from None
+        block, block_bytes = GGML_QUANT_SIZES[ggml_type]
+        n_values = 1
+        for size in shape:
+            n_values *= size
+        if n_values == 0 or shape[-1] % block:
+            raise self._bad(f"gives tensor {name!r} the shape {shape}, not whole blocks of {block} values")
+        return TensorInfo(name, shape, ggml_type.name, offset, n_values // block * block_bytes)
+
+    def _placed(self, infos: list[TensorInfo], metadata: dict[str, Any]) -> dict[str, TensorInfo]:
+        """Absolute offsets, checked: aligned, inside the file, apart from each other."""
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise self._bad(f"has alignment {alignment!r}: a power of two from 8 to {MAX_ALIGNMENT} expected")
+        start = -(-self.at // alignment) * alignment
+        placed: dict[str, TensorInfo] = {}
+        end, before = start, ""
+        for info in sorted(infos, key=lambda info: info.offset):
+            offset = start + info.offset
+            if info.name in placed:
+                raise self._bad(f"has tensor {info.name!r} twice")
+            if info.offset % alignment or offset < end:
+                raise self._bad(f"places tensor {info.name!r} at {offset}, misaligned or inside {before!r}")
+            end, before = offset + info.n_bytes, info.name
+            if end > self.file_bytes:
+                raise self._bad(f"is cut short: tensor {info.name!r} ends at byte {end} of {self.file_bytes}")
+            placed[info.name] = TensorInfo(info.name, info.shape, info.type_name, offset, info.n_bytes)
+        return placed
+
+
+def open_gguf(path: Path) -> tuple[SourceFile, GgufHeader]:
+    """The file, open, and its checked header. The caller closes the file."""
+    file = SourceFile(path)
+    try:
+        return file, read_header(file)
+    except BaseException:
+        file.close()
+        raise

@@ -1,0 +1,137 @@
+"""A Hugging Face directory as a `ModelSource`: config.json, safetensors (maybe sharded), tokenizer.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.hf_config import config_of, field
+from phasewise.serving.loaders.safetensors_file import open_all, tensor_of
+from phasewise.serving.loaders.source import (
+    MAX_TOKENIZER_BYTES,
+    ModelSource,
+    SourceTensor,
+    parse_json_object,
+    read_text,
+)
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GLOBAL_NAMES = {
+    "model.embed_tokens.weight": "embed",
+    "lm_head.weight": "lm_head",
+    "model.norm.weight": "final_norm",
+}
+LAYER_NAMES = {
+    "self_attn.q_proj.weight": "q", "self_attn.k_proj.weight": "k", "self_attn.v_proj.weight": "v",
+    "self_attn.o_proj.weight": "o", "mlp.gate_proj.weight": "gate", "mlp.up_proj.weight": "up",
+    "mlp.down_proj.weight": "down", "input_layernorm.weight": "attn_norm",
+    "post_attention_layernorm.weight": "ffn_norm", "self_attn.q_proj.bias": "q_bias",
+    "self_attn.k_proj.bias": "k_bias", "self_attn.v_proj.bias": "v_bias",
+    "self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm",
+}  # fmt: skip
+MAX_SHARDS = 512
+DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the config implies
+
+
+def open_hf_model(directory: Path, name: str) -> ModelSource:
+    """Read the headers of every shard. The result holds the shards open: close it."""
+    fields = _json(directory, "config.json")
+    if fields is None:
+        raise ModelError(f"{directory} has no config.json: not a Hugging Face model directory")
+    tokenizer = directory / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ModelError(f"{directory} has no tokenizer.json: save one with transformers' AutoTokenizer")
+    tokenizer_config = _json(directory, "tokenizer_config.json") or {}
+    config = config_of(
+        fields, _json(directory, "generation_config.json") or {}, bool(tokenizer_config.get("add_bos_token"))
+    )
+    opened = open_all(_shards(directory))
+
+    def close() -> None:
+        for file, _ in opened:
+            file.close()
+
+    try:
+        tensors: dict[str, SourceTensor] = {}
+        for file, entries in opened:
+            for theirs, entry in entries.items():
+                ours = _our_name(theirs, directory, config.tied_embeddings)
+                if ours in tensors:
+                    raise ModelError(f"{directory} has the tensor {theirs!r} in two shards")
+                if ours is not None:
+                    tensors[ours] = tensor_of(file, theirs, entry)
+        return ModelSource(
+            name=name,
+            path=directory,
+            config=config,
+            tensors=tensors,
+            tokenizer_json=lambda: read_text(tokenizer, MAX_TOKENIZER_BYTES),
+            tokenizer_kind="tokenizer.json",
+            chat_template=_chat_template(directory, tokenizer_config),
+            close=close,
+        )
+    except BaseException:
+        close()
+        raise
+
+
+def _json(directory: Path, name: str) -> dict[str, Any] | None:
+    path = directory / name
+    return parse_json_object(read_text(path), str(path)) if path.exists() else None
+
+
+def _shards(directory: Path) -> list[Path]:
+    """The weight files: the single one, those of the index, or the only one there is."""
+    if (directory / SINGLE).exists():
+        return [directory / SINGLE]
+    if (index := _json(directory, INDEX)) is not None:
+        return _indexed(directory, index)
+    found = sorted(directory.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    raise ModelError(
+        f"{directory} has {len(found)} safetensors files and no {INDEX}: one file, or an index, expected"
+    )
+
+
+def _indexed(directory: Path, index: Mapping[str, Any]) -> list[Path]:
+    """The index's files. Each must be a plain name inside the directory."""
+    names = field(index, "weight_map", dict) or {}
+    for name in names.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name, re.ASCII):
+            raise ModelError(
+                f"{directory / INDEX} names the file {name!r:.80}: a plain .safetensors name expected"
+            )
+    files = sorted(set(names.values()))
+    if not 1 <= len(files) <= MAX_SHARDS:
+        raise ModelError(f"{directory / INDEX} names {len(files)} files: from 1 to {MAX_SHARDS} expected")
+    return [directory / name for name in files]
+
+
+def _our_name(theirs: str, directory: Path, tied: bool) -> str | None:
+    """Our name of a tensor, or None for one that is implied by others."""
+    if theirs in GLOBAL_NAMES:
+        ours = GLOBAL_NAMES[theirs]
+        return None if tied and ours == "lm_head" else ours
+    match = re.fullmatch(r"model\.layers\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
+    if match is not None and match[2] == DERIVED:
+        return None
+    if match is None or match[2] not in LAYER_NAMES:
+        raise ModelError(f"{directory} has a tensor {theirs!r:.80} that Llama and Qwen models do not use")
+    return f"layers.{match[1]}.{LAYER_NAMES[match[2]]}"
+
+
+def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, or the entry of tokenizer_config.json (of several named ones, "default")."""
+    if (directory / "chat_template.jinja").exists():
+        return read_text(directory / "chat_template.jinja")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{directory / 'tokenizer_config.json'} has a chat template that is not text")
+    return template

@@ -1,0 +1,42 @@
+"""Models by hub name, through huggingface_hub; where they went is remembered so that it is asked once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from phasewise.serving.errors import ModelError
+
+WANTED_FILES = ("*.safetensors", "*.json", "*.jinja")
+
+
+def snapshot(name: str, root: Path, report: Callable[[str], None]) -> Path:
+    """The directory that holds `org/name`, downloading it if this cache has not seen it."""
+    note = root / "hub" / name.replace("/", "--")
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        remembered = Path(note.read_text(encoding="utf-8"))
+        if remembered.is_dir():
+            return remembered
+    report(f"fetching {name} from the hub")
+    path = _download(name)
+    with contextlib.suppress(OSError):  # only a shortcut
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(str(path), encoding="utf-8")
+    return path
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(WANTED_FILES), etag_timeout=10))
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        why = "does not exist or needs a login" if status in (401, 403, 404) else f"HTTP status {status}"
+        raise ModelError(f"{name} cannot be fetched from the hub: {why}") from error
+    except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise ModelError(
+            f"{name} cannot be fetched: the hub is out of reach; give a GGUF file or a directory instead"
+        ) from error

@@ -1,0 +1,244 @@
+"""The packed model on disk: one file that a second start maps and does nothing else with.
+
+    prefix (64 bytes): magic, bytes of head, bytes of text, bytes of the whole file, digest
+    head: JSON: config, names, tables of arrays       text: tokenizer JSON, then the chat template
+    arrays, each 64-byte aligned, in the order a forward pass reads them
+
+The digest covers head and text; the arrays are only held to the recorded file size. A file is written beside
+its final name and renamed, so readers see all of it or none. One that does not check is simply not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phasewise.cython_kernels.packing import PACKING_VERSION, PANEL, Array, PackedWeight, QuantRows
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.forms import WeightForm, check_finite, convert_rows, pack_rows
+from phasewise.serving.loaders.layout import VectorPlan, WeightPlan, plan_vectors, plan_weights
+from phasewise.serving.loaders.source import ModelSource, Rows
+from phasewise.serving.model import PackedModel, config_from_json, config_to_json
+
+FILE_VERSION = 1  # change with anything in this module, or in how a loader reads a source
+MAGIC = b"PHASWISE"
+PREFIX = struct.Struct("<8sQQQ32s")
+ALIGNMENT = 64
+CHUNK_VALUES = 2 << 20  # weights decoded at a time: 8 MiB in float32
+STALE_S = 3600  # a temporary file this old belongs to a run that died
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where one weight or vector lies: offset of each of its arrays from the start of the file."""
+
+    name: str
+    n: int
+    k: int
+    form: WeightForm | None  # None: a float32 vector of n numbers
+    offsets: tuple[int, ...]
+
+
+def write_packed(
+    source: ModelSource, weight_format: str, identity: str, target: Path, report: Report
+) -> None:
+    """Pack `source` into the file `target`. On any failure no file of that name appears or changes."""
+    weights, vectors = plan_weights(source, weight_format), plan_vectors(source)
+    text = (source.tokenizer_json().encode(), (source.chat_template or "").encode())
+    fields = {
+        "identity": identity,
+        "format": weight_format,
+        "name": source.name,
+        "source": str(source.path),
+        "config": config_to_json(source.config),
+        "tokenizer_bytes": len(text[0]),
+        "has_template": source.chat_template is not None,
+        "content_hash": "0" * 64,
+        "slots": [],
+    }
+    slots, total = _placed(fields, sum(map(len, text)), weights, vectors)
+    fields["slots"] = [asdict(slot) for slot in slots]
+    try:
+        with _renamed_when_done(target) as fd:
+            os.posix_fallocate(fd, 0, total)  # a full disk says so now, not after minutes
+            fields["content_hash"] = _write_arrays(fd, slots, weights, vectors, report)
+            head = _head(fields)
+            digest = hashlib.sha256(head + b"".join(text)).digest()
+            assert PREFIX.size + len(head) + sum(map(len, text)) <= slots[0].offsets[0]
+            prefix = PREFIX.pack(MAGIC, len(head), sum(map(len, text)), total, digest)
+            _write(fd, 0, prefix + head + b"".join(text))
+    except OSError as error:
+        raise ModelError(
+            f"the packed model of {total} bytes cannot be kept in {target.parent}: {error.strerror};"
+            " PHASEWISE_CACHE names another directory"
+        ) from error
+
+
+def read_packed(target: Path, identity: str, source: Path) -> PackedModel | None:
+    """Map the packed file if it is whole and was made from what `identity` names; None otherwise."""
+    try:
+        with target.open("rb") as file:
+            magic, head_bytes, text_bytes, total, digest = PREFIX.unpack(file.read(PREFIX.size))
+            if magic != MAGIC or os.fstat(file.fileno()).st_size != total:
+                return None
+            body = file.read(head_bytes + text_bytes)
+            if hashlib.sha256(body).digest() != digest:
+                return None
+            fields = json.loads(body[:head_bytes])
+            if fields["identity"] != identity:
+                return None
+            mapped = mmap.mmap(file.fileno(), total, prot=mmap.PROT_READ)
+        return _model(fields, body[head_bytes:], mapped, source)
+    except (OSError, struct.error, MemoryError, OverflowError, KeyError, TypeError, ValueError):
+        return None
+
+
+def versions() -> str:
+    """Part of every identity: a file made under other rules is not used."""
+    return f"file {FILE_VERSION}, packing {PACKING_VERSION}"
+
+
+def _head(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def _placed(
+    fields: dict[str, Any], text_bytes: int, weights: list[WeightPlan], vectors: list[VectorPlan]
+) -> tuple[list[_Slot], int]:
+    """Slots and the size of the file. Offsets lengthen the head that they follow, so its size is a guess."""
+    sizes: list[tuple[str, int, int, WeightForm | None]] = [(w.name, w.n, w.k, w.form) for w in weights]
+    sizes += [(vector.name, vector.length, 1, None) for vector in vectors]
+    room = len(_head(fields)) + 400 * (len(sizes) + 1)
+    at = -(-(PREFIX.size + room + text_bytes) // 4096) * 4096
+    slots = []
+    for name, n, k, form in sizes:
+        offsets = []
+        for size in [4 * n] if form is None else [size for _, _, size in form.arrays(n, k)]:
+            offsets.append(at)
+            at += -(-size // ALIGNMENT) * ALIGNMENT
+        slots.append(_Slot(name, n, k, form, tuple(offsets)))
+    return slots, at
+
+
+@contextlib.contextmanager
+def _renamed_when_done(target: Path) -> Iterator[int]:
+    """A descriptor of a new file that takes the name `target` if the block ends well, and vanishes if not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left_over in target.parent.glob(f".{target.name}.*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left_over.stat().st_mtime > STALE_S:
+                left_over.unlink()
+    fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        yield fd
+        os.fsync(fd)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _write_arrays(
+    fd: int, slots: list[_Slot], weights: list[WeightPlan], vectors: list[VectorPlan], report: Report
+) -> str:
+    """Fill every slot, a few rows at a time; returns the SHA-256 over names, shapes and arrays."""
+    content = hashlib.sha256()
+    total, done, told = sum(plan.nbytes for plan in weights), 0, 0
+    for slot, plan in zip(slots, [*weights, *vectors], strict=True):
+        content.update(f"{slot.name} {slot.n} {slot.k} {slot.form}".encode())
+        if isinstance(plan, VectorPlan):
+            vector = np.concatenate([_vector(part.rows(0, 1), slot.name) for part in plan.parts])
+            content.update(vector)
+            _write(fd, slot.offsets[0], _bytes_of(vector))
+            continue
+        offsets = list(slot.offsets)
+        for packed in _packed_chunks(plan):
+            arrays = [array for array in (packed.values, packed.scales, packed.mins) if array is not None]
+            for i, array in enumerate(arrays):
+                content.update(array)
+                offsets[i] += _write(fd, offsets[i], _bytes_of(array))
+        done += plan.nbytes
+        if 100 * done // total >= told + 10:
+            told = 100 * done // total
+            report(f"packing: {told} % of {total / 1e6:.0f} MB")
+    return content.hexdigest()
+
+
+def _packed_chunks(plan: WeightPlan) -> Iterator[PackedWeight]:
+    """The weight in runs of whole panels, in order."""
+    step = max(CHUNK_VALUES // plan.k // PANEL, 1) * PANEL
+    for start in range(0, plan.n, step):
+        stop, pieces, base = min(start + step, plan.n), [], 0
+        for part in plan.parts:
+            low, high = max(start - base, 0), min(stop - base, part.shape[0])
+            if low < high:
+                pieces.append(convert_rows(part.rows(low, high), plan.form, plan.name))
+            base += part.shape[0]
+        yield pack_rows(pieces, plan.form, plan.name)
+
+
+def _vector(rows: Rows, what: str) -> Array:
+    assert not isinstance(rows, QuantRows)
+    check_finite(rows, what)
+    return np.ascontiguousarray(rows, dtype=np.float32).reshape(-1)
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _write(fd: int, offset: int, data: bytes | memoryview) -> int:
+    view, written = memoryview(data), 0
+    while written < len(view):
+        written += os.pwrite(fd, view[written:], offset + written)
+    return written
+
+
+def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path) -> PackedModel:
+    weights: dict[str, PackedWeight] = {}
+    vectors: dict[str, Any] = {}
+    for slot in fields["slots"]:
+        name, n, k, offsets = slot["name"], slot["n"], slot["k"], slot["offsets"]
+        if slot["form"] is None:
+            vectors[name] = np.frombuffer(mapped, np.float32, n, offsets[0])
+        else:
+            weights[name] = _weight(WeightForm(**slot["form"]), n, k, offsets, mapped)
+    tokenizer_bytes = fields["tokenizer_bytes"]
+    return PackedModel(
+        config=config_from_json(fields["config"]),
+        format=fields["format"],
+        name=fields["name"],
+        source=source,
+        content_hash=fields["content_hash"],
+        weights=weights,
+        vectors=vectors,
+        tokenizer_json=text[:tokenizer_bytes].decode(),
+        chat_template=text[tokenizer_bytes:].decode() if fields["has_template"] else None,
+        weight_bytes=sum(weight.nbytes for weight in weights.values()),
+    )
+
+
+def _weight(form: WeightForm, n: int, k: int, offsets: list[int], mapped: mmap.mmap) -> PackedWeight:
+    views: list[Array] = []
+    for (shape, dtype, size), offset in zip(form.arrays(n, k), offsets, strict=True):
+        views.append(np.frombuffer(mapped, dtype, size // dtype.itemsize, offset).reshape(shape))
+    values, scales, mins = [*views, None, None][:3]
+    assert values is not None
+    return PackedWeight(form.kind, n, k, form.group, form.zero_point, values, scales, mins)

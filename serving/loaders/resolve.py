@@ -1,0 +1,60 @@
+"""What a user may call a model, and where it then lies on disk."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.registry import KNOWN, known_path, pull
+
+SOURCE_SUFFIXES = (".json", ".safetensors", ".jinja")  # what a Hugging Face directory is read from
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Located:
+    """A model on disk: a GGUF file or a Hugging Face directory, and what to call it."""
+
+    name: str
+    path: Path
+
+    def files(self) -> list[Path]:
+        """Every file that the model is read from, sorted."""
+        if not self.path.is_dir():
+            return [self.path]
+        return sorted(path for path in self.path.iterdir() if path.suffix in SOURCE_SUFFIXES)
+
+
+def cache_root(override: Path | None = None) -> Path:
+    """`override`, or `$PHASEWISE_CACHE`, or phasewise's place in the XDG cache directory."""
+    if override is not None:
+        return override
+    if named := os.environ.get("PHASEWISE_CACHE"):
+        return Path(named)
+    import platformdirs
+
+    return platformdirs.user_cache_path("phasewise")
+
+
+def locate(ref: str, root: Path, report: Report) -> Located:
+    """Find `ref`, fetching it where it is a known or a hub name that is not here yet."""
+    if ref in KNOWN:
+        path = known_path(KNOWN[ref], root)
+        return Located(ref, path if path.is_file() else pull(KNOWN[ref], root, report))
+    path = Path(ref).expanduser()
+    if "\0" not in ref and path.exists():
+        return Located(path.resolve().name.removesuffix(".gguf"), path)
+    if HUB_NAME.fullmatch(ref) and not ref.endswith(".gguf"):
+        from phasewise.serving.loaders.hub import snapshot
+
+        return Located(ref, snapshot(ref, root, report))
+    raise ModelError(
+        f"no model {ref!r}: give a known name ({', '.join(KNOWN)}), a .gguf file,"
+        " a Hugging Face directory or a hub name such as org/name"
+    )

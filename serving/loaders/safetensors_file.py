@@ -1,0 +1,129 @@
+"""A safetensors file, read as hostile input: the header is checked against the file before it is believed.
+
+Eight bytes of length, a JSON table of (dtype, shape, byte range), then the tensors. The `safetensors` package
+cannot give bfloat16 to numpy, and maps its file; the tests hold this reader against it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phasewise.cython_kernels.packing import Array, from_bf16
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.forms import BF16, F32, WeightForm
+from phasewise.serving.loaders.source import (
+    MAX_JSON_BYTES,
+    SourceFile,
+    SourceTensor,
+    parse_json_object,
+)
+
+METADATA_KEY = "__metadata__"
+MAX_DIMS = 8
+MAX_SIZE = 1 << 48  # of one dimension: keeps products small enough to print
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
+READABLE: dict[str, WeightForm] = {"F32": F32, "F16": F32, "BF16": BF16}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checked header; `offset` from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+
+def read_entries(file: SourceFile) -> dict[str, Entry]:
+    """The header's table. Every entry has a known size that fits, lies in the file and overlaps no other."""
+    if file.size < 8:
+        raise ModelError(f"{file.path} has {file.size} bytes: not a safetensors file")
+    (length,) = struct.unpack("<Q", file.read(0, 8))
+    if length > min(file.size - 8, MAX_JSON_BYTES):
+        raise ModelError(f"{file.path} claims a header of {length} bytes in a file of {file.size}")
+    header = parse_json_object(file.read(8, length), f"the header of {file.path}")
+    header.pop(METADATA_KEY, None)
+    start = 8 + length
+    entries = {name: _entry(fields, start, f"{file.path} tensor {name!r}") for name, fields in header.items()}
+    _check_places(file, start, entries)
+    return entries
+
+
+def _entry(fields: Any, start: int, what: str) -> Entry:
+    if not isinstance(fields, dict):
+        raise ModelError(f"{what} is not described by a JSON object")
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ModelError(f"{what} has the unknown type {dtype!r:.40}")
+    if not _are_sizes(shape) or len(shape) > MAX_DIMS:
+        raise ModelError(f"{what} has the shape {shape!r:.60}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ModelError(f"{what} has the byte range {offsets!r:.60}")
+    n_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if n_bytes != offsets[1] - offsets[0]:
+        raise ModelError(f"{what} needs {n_bytes} bytes and is given {offsets[1] - offsets[0]}")
+    return Entry(dtype, tuple(shape), start + offsets[0], n_bytes)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= MAX_SIZE for size in value)
+
+
+def _check_places(file: SourceFile, start: int, entries: dict[str, Entry]) -> None:
+    end, before = start, ""
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
+        if entry.offset < end:
+            raise ModelError(f"{file.path} places tensor {name!r} inside {before!r}")
+        end, before = entry.offset + entry.n_bytes, name
+        if end > file.size:
+            raise ModelError(f"{file.path} is cut short: {name!r} ends at byte {end} of {file.size}")
+
+
+def tensor_of(file: SourceFile, name: str, entry: Entry) -> SourceTensor:
+    """The tensor as rows of float32."""
+    form = READABLE.get(entry.dtype)
+    if form is None or not 1 <= len(entry.shape) <= 2 or 0 in entry.shape:
+        raise ModelError(
+            f"{file.path} has {name} as {entry.dtype} {entry.shape}: a vector or matrix of"
+            f" {', '.join(READABLE)} expected"
+        )
+    n_rows = entry.shape[0] if len(entry.shape) > 1 else 1
+    row_bytes = entry.n_bytes // n_rows
+
+    def rows(start: int, stop: int) -> Array:
+        raw = file.read(entry.offset + start * row_bytes, (stop - start) * row_bytes)
+        return _numbers(raw, entry.dtype).reshape(stop - start, -1)
+
+    return SourceTensor(entry.dtype, entry.shape, entry.n_bytes, form, rows)
+
+
+def _numbers(raw: bytes, dtype: str) -> Array:
+    if dtype == "BF16":
+        return from_bf16(np.frombuffer(raw, "<u2"))
+    return np.frombuffer(raw, "<f4" if dtype == "F32" else "<f2").astype(np.float32)
+
+
+def open_all(paths: list[Path]) -> list[tuple[SourceFile, dict[str, Entry]]]:
+    """Every file, open, with its table. The caller closes them; on an error here none stays open."""
+    opened: list[tuple[SourceFile, dict[str, Entry]]] = []
+    try:
+        for path in paths:
+            file = SourceFile(path)
+            opened.append((file, {}))
+            opened[-1] = (file, read_entries(file))
+    except BaseException:
+        for file, _ in opened:
+            file.close()
+        raise
+    return opened

@@ -1,0 +1,134 @@
+"""What every reader of model files hands to the packer: a checked config and tensors readable row by row.
+
+Files are read with `pread` in bounded pieces and never mapped: a source that shrinks while it is read gives
+an error, not a signal, and its pages do not count as ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from phasewise.cython_kernels.packing import Array, QuantRows
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.forms import WeightForm
+from phasewise.serving.model import ModelConfig
+
+Rows = QuantRows | Array  # float32 [rows, k] where the file holds plain numbers
+RowReader = Callable[[int, int], Rows]  # of rows [start, stop)
+
+MAX_JSON_BYTES = 16 << 20
+MAX_TOKENIZER_BYTES = 64 << 20
+
+
+class SourceFile:
+    """A regular file open for reading at offsets. Everything that can fail is a `ModelError`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            if not stat.S_ISREG(os.stat(path).st_mode):  # before opening: a pipe would wait for a writer
+                raise ModelError(f"{path} is not a regular file")
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be opened: {error}") from error
+        self.size = os.fstat(self._fd).st_size
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes."""
+        try:
+            data = os.pread(self._fd, length, offset)
+            while len(data) < length:
+                more = os.pread(self._fd, length - len(data), offset + len(data))
+                if not more:
+                    raise ModelError(f"{self.path} ends at byte {offset + len(data)}: the file is cut short")
+                data += more
+        except OSError as error:
+            raise ModelError(f"{self.path} cannot be read: {error}") from error
+        return data
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """One tensor of a file, shape outermost first; `rows(start, stop)` reads and decodes some of its rows.
+
+    A vector is a matrix of one row to `rows`. `type_name` is the file's own name for the type.
+    """
+
+    type_name: str
+    shape: tuple[int, ...]
+    n_bytes: int
+    form: WeightForm
+    rows: RowReader
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model in somebody else's file format. Tensors go by our names; a fused weight is still in parts:
+
+    "embed", "lm_head", "final_norm", and per layer "layers.{i}." + q, k, v, o, gate, up, down, attn_norm,
+    ffn_norm, and where the model has them q_bias, k_bias, v_bias, q_norm, k_norm.
+    """
+
+    name: str
+    path: Path
+    config: ModelConfig
+    tensors: Mapping[str, SourceTensor]
+    tokenizer_json: Callable[[], str]
+    tokenizer_kind: str
+    chat_template: str | None
+    close: Callable[[], None]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
+    """A whole UTF-8 file that must not be larger than `max_bytes`."""
+    with SourceFile(path) as file:
+        if file.size > max_bytes:
+            raise ModelError(f"{path} has {file.size} bytes; such a file may have {max_bytes}")
+        try:
+            return file.read(0, file.size).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:
+    """A JSON object without duplicate keys; `what` names it in the error."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{what} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{what} holds {type(value).__name__}: a JSON object expected")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return fields

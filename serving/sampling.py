@@ -1,0 +1,219 @@
+"""From logits to the next token of each sequence.
+
+Order, as in transformers and vLLM: penalties and bias on the logits, temperature, then top-k, top-p and min-p
+on the probabilities, each on what the one before left. A request draws from its own generator, one number per
+token, so what it gets depends on its seed and its logits alone, never on who else is in the batch.
+Log-probabilities are those of the model itself: before penalties, bias and temperature.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.serving.errors import RequestError, StepFailed
+
+FloatVector = npt.NDArray[np.float32]
+
+_NUCLEUS_HEADS = (256, 4096)  # the nucleus is looked for among so many tokens before all of them are sorted
+_GREEDY_BELOW = 1e-4  # temperatures under this are 0: logits divided by less overflow
+_MAX_SEED = 2**64
+
+
+def _require(holds: bool, name: str, wanted: str, got: object) -> None:
+    if not holds:
+        raise RequestError(f"{name} must be {wanted}, not {got}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request chooses its tokens. Temperature 0 is greedy, whatever the other filters say."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0  # on prompt and answer: divides positive logits, multiplies others
+    frequency_penalty: float = 0.0  # on the answer, times the number of occurrences
+    presence_penalty: float = 0.0  # on the answer, once
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None
+    """None: no log-probabilities. 0: that of the sampled token. n: those of the n likeliest too."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
+        _require(self.top_k is None or self.top_k >= 1, "top_k", "at least 1", self.top_k)
+        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
+        _require(0 < self.repetition_penalty <= 100, "repetition_penalty", "above 0", self.repetition_penalty)
+        for name in ("frequency_penalty", "presence_penalty"):
+            _require(abs(getattr(self, name)) <= 2, name, "between -2 and 2", getattr(self, name))
+        for bias in self.logit_bias.values():
+            _require(abs(bias) <= 100, "logit_bias", "between -100 and 100", bias)
+
+    @property
+    def reshapes_logits(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or bool(self.logit_bias)
+        )
+
+    @property
+    def filters(self) -> bool:
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _GREEDY_BELOW
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Nothing but the largest logit is asked for."""
+        return self.is_greedy and not self.reshapes_logits and self.top_logprobs is None
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """`logprob` is None unless asked for; `top` holds (token id, log-probability), likeliest first."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """The state that one request's choice of tokens depends on: its generator and the tokens seen."""
+
+    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+        self.params = params
+        self._check_ids(vocab_size)
+        seed = secrets.randbits(64) if params.seed is None else params.seed % _MAX_SEED
+        self._rng = None if params.is_greedy else np.random.Generator(np.random.PCG64(seed))
+        self._answer: Counter[int] = Counter()
+        self._seen = set(prompt_token_ids) if params.repetition_penalty != 1.0 else set()
+
+    def sample(self, logits: FloatVector) -> SampledToken:
+        """Choose from `logits` (float32 [vocab], not changed). StepFailed if none of them is a number."""
+        params = self.params
+        shaped = self._reshape(logits) if params.reshapes_logits else logits
+        token_id = int(shaped.argmax())
+        _require_finite(float(shaped[token_id]))
+        if self._rng is not None:
+            token_id = _draw(shaped, params, float(self._rng.random()))
+        if params.reshapes_logits:
+            self._answer[token_id] += 1
+            self._seen.add(token_id)
+        if params.top_logprobs is None:
+            return SampledToken(token_id)
+        return _with_logprobs(logits, token_id, params.top_logprobs)
+
+    def _reshape(self, logits: FloatVector) -> FloatVector:
+        params, shaped = self.params, logits.astype(np.float32, copy=True)
+        if params.repetition_penalty != 1.0 and self._seen:
+            ids = np.fromiter(self._seen, dtype=np.int64, count=len(self._seen))
+            seen = shaped[ids]
+            penalty = np.float32(params.repetition_penalty)
+            shaped[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
+        if self._answer and (params.frequency_penalty or params.presence_penalty):
+            ids = np.fromiter(self._answer.keys(), dtype=np.int64, count=len(self._answer))
+            counts = np.fromiter(self._answer.values(), dtype=np.float32, count=len(self._answer))
+            shaped[ids] -= params.frequency_penalty * counts + params.presence_penalty
+        for token_id, bias in params.logit_bias.items():
+            shaped[token_id] += bias
+        return shaped
+
+    def _check_ids(self, vocab_size: int) -> None:
+        for token_id in self.params.logit_bias:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"logit_bias names token {token_id}, but ids are 0 to {vocab_size - 1}", "logit_bias"
+                )
+
+
+def sample_rows(logits: npt.NDArray[np.float32], samplers: Sequence[Sampler]) -> list[SampledToken]:
+    """One token for each row of `logits` (float32 [n, vocab]) by the sampler of the same index."""
+    if all(sampler.params.is_plain_greedy for sampler in samplers):
+        return _greedy_rows(logits)
+    return [sampler.sample(row) for sampler, row in zip(samplers, logits, strict=True)]
+
+
+def _greedy_rows(logits: npt.NDArray[np.float32]) -> list[SampledToken]:
+    token_ids = [int(row.argmax()) for row in logits]
+    for row, token_id in enumerate(token_ids):
+        _require_finite(float(logits[row, token_id]))
+    return [SampledToken(token_id) for token_id in token_ids]
+
+
+def _draw(logits: FloatVector, params: SamplingParams, uniform: float) -> int:
+    """The token at `uniform` in [0, 1) of the filtered distribution."""
+    weights = np.exp((logits - logits.max()) / np.float32(params.temperature))
+    if not params.filters:
+        return _pick(weights, uniform)
+    ids = _likeliest(weights, params)
+    if params.top_p < 1.0:
+        mass = np.cumsum(weights[ids], dtype=np.float64)
+        total = mass[-1] if params.top_k is not None else weights.sum(dtype=np.float64)
+        ids = ids[: int(np.searchsorted(mass, params.top_p * total)) + 1]
+    if params.min_p > 0.0:
+        ids = ids[: max(1, int(np.count_nonzero(weights[ids] >= params.min_p)))]  # the likeliest weighs 1
+    return int(ids[_pick(weights[ids], uniform)])
+
+
+def _pick(weights: FloatVector, uniform: float) -> int:
+    mass = np.cumsum(weights, dtype=np.float64)
+    return min(int(np.searchsorted(mass, uniform * mass[-1], side="right")), weights.size - 1)
+
+
+def _likeliest(weights: FloatVector, params: SamplingParams) -> npt.NDArray[np.int64]:
+    """Ids, likeliest first and ties by id: at least all that the filters can keep, exactly k under top-k."""
+    n_wanted = _n_sufficient(weights, params)
+    if n_wanted < weights.size:
+        least = np.partition(weights, weights.size - n_wanted)[weights.size - n_wanted]
+        ids = np.flatnonzero(weights >= least)  # ties with the last one stay until the order below decides
+    else:
+        ids = np.arange(weights.size)
+    return ids[np.argsort(-weights[ids], kind="stable")][:n_wanted]
+
+
+def _n_sufficient(weights: FloatVector, params: SamplingParams) -> int:
+    """How many of the likeliest tokens certainly hold all that top-k, top-p and min-p keep."""
+    if params.top_k is not None:
+        return min(params.top_k, weights.size)
+    if params.min_p > 0.0:
+        return max(1, int(np.count_nonzero(weights >= params.min_p)))
+    wanted_mass = params.top_p * weights.sum(dtype=np.float64) * (1 + 1e-6)
+    for n_head in _NUCLEUS_HEADS:
+        if n_head >= weights.size:
+            break
+        head = np.partition(weights, weights.size - n_head)[-n_head:]
+        if head.sum(dtype=np.float64) >= wanted_mass:
+            return n_head
+    return int(weights.size)
+
+
+def _with_logprobs(logits: FloatVector, token_id: int, n_top: int) -> SampledToken:
+    scores = logits.astype(np.float64)
+    peak = scores.max()
+    normaliser = peak + math.log(np.exp(scores - peak).sum())
+    n_top = min(n_top, scores.size)
+    ids = np.argpartition(-scores, n_top - 1)[:n_top] if n_top else np.empty(0, dtype=np.int64)
+    ids = ids[np.lexsort((ids, -scores[ids]))]
+    top = tuple((int(one), float(scores[one] - normaliser)) for one in ids)
+    return SampledToken(token_id, float(scores[token_id] - normaliser), top)
+
+
+def _require_finite(largest_logit: float) -> None:
+    if not math.isfinite(largest_logit):
+        raise StepFailed("the model's logits are not numbers; its weights or its file may be damaged")

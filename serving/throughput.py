@@ -1,0 +1,148 @@
+"""How fast a model runs here, phase by phase, and what share of the machine's limits that is.
+
+Measured below the scheduler and the sampler, as llama-bench does, so that figures can be laid side by side: a
+`pp` test is one prefill of every sequence, a `tg` test is decode steps from an empty context.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.model import ModelConfig, PackedModel
+
+COMPUTE_KIND = {"f32": "f32", "bf16": "bf16", "q8": "int8", "q4": "int8"}
+
+
+class Forward(Protocol):
+    """The part of the ranks that is timed."""
+
+    def forward(self, batch: Batch) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One test: every sequence prefills `n_prompt` tokens, or decodes `n_gen` of them."""
+
+    n_prompt: int
+    n_gen: int
+    n_sequences: int
+
+    @property
+    def name(self) -> str:
+        """llama-bench's name of the test, with the number of sequences where there are several."""
+        phase = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        return phase if self.n_sequences == 1 else f"{phase} x{self.n_sequences}"
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_sequences * (self.n_prompt + self.n_gen)
+
+    @property
+    def kv_slots(self) -> int:
+        """Slots that the test writes."""
+        return self.n_tokens
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """The samples of one test, in the order taken."""
+
+    workload: Workload
+    samples_ns: tuple[int, ...]
+
+    @property
+    def samples_ts(self) -> list[float]:
+        """Tokens per second, sample by sample."""
+        return [self.workload.n_tokens * 1e9 / ns for ns in self.samples_ns]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.samples_ns) / 1e9
+
+
+def measure(
+    ranks: Forward,
+    workload: Workload,
+    vocab_size: int,
+    max_batch_tokens: int,
+    repetitions: int,
+    warm_ups: int = 1,
+) -> Throughput:
+    """Time `repetitions` runs of `workload` after `warm_ups` that are not counted."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, size=workload.n_tokens).tolist()
+    samples = []
+    for _ in range(warm_ups + repetitions):
+        batches = list(_batches(workload, tokens, max_batch_tokens))
+        started_ns = time.perf_counter_ns()
+        for batch in batches:
+            ranks.forward(batch)
+        samples.append(time.perf_counter_ns() - started_ns)
+    return Throughput(workload, tuple(samples[warm_ups:]))
+
+
+def _batches(workload: Workload, tokens: list[int], max_batch_tokens: int) -> Iterator[Batch]:
+    per_sequence = workload.n_prompt + workload.n_gen
+    if workload.n_gen:
+        for position in range(workload.n_gen):
+            yield Batch(
+                "decode",
+                tuple(
+                    SequenceSlice((tokens[base + position],), position, base, wants_logits=True)
+                    for base in range(0, workload.n_tokens, per_sequence)
+                ),
+            )
+        return
+    pending: list[SequenceSlice] = []
+    room = max_batch_tokens
+    for base in range(0, workload.n_tokens, per_sequence):
+        start = 0
+        while start < per_sequence:
+            end = min(per_sequence, start + room)
+            ids = tokens[base + start : base + end]
+            pending.append(SequenceSlice(ids, start, base, wants_logits=end == per_sequence))
+            room -= end - start
+            start = end
+            if room == 0:
+                yield Batch("prefill", tuple(pending))
+                pending, room = [], max_batch_tokens
+    if pending:
+        yield Batch("prefill", tuple(pending))
+
+
+def flops(model: PackedModel, workload: Workload) -> float:
+    """Multiplies and adds of one run: the linear layers, attention, and the head where logits are made."""
+    head = model.weights.get("lm_head", model.weights["embed"])
+    layers = sum(2 * w.n * w.k for name, w in model.weights.items() if name.startswith("layers."))
+    logit_rows = workload.n_sequences * (workload.n_gen or 1)
+    attention = workload.n_sequences * _attention_flops(model.config, workload.n_prompt + workload.n_gen)
+    return float(layers * workload.n_tokens + 2 * head.n * head.k * logit_rows + attention)
+
+
+def _attention_flops(config: ModelConfig, n_positions: int) -> int:
+    scores = n_positions * (n_positions + 1) // 2  # causal: position i sees i + 1 keys
+    return 4 * scores * config.n_heads * config.head_dim * config.n_layers
+
+
+def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: int) -> float:
+    """Bytes that decoding must read: every weight once a step, and each sequence's own keys and values."""
+    embedding = 0 if model.config.tied_embeddings else model.weights["embed"].nbytes
+    weights = model.weight_bytes - embedding
+    kv = workload.n_sequences * kv_bytes_per_slot * workload.n_gen * (workload.n_gen + 1) // 2
+    return float(weights * workload.n_gen + kv)
+
+
+def compute_kind(model: PackedModel) -> str:
+    """Which peak bounds this model's prefill: that of the format holding most of its layers' multiplies."""
+    work: dict[str, int] = {}
+    for name, weight in model.weights.items():
+        if name.startswith("layers."):
+            kind = COMPUTE_KIND[weight.kind]
+            work[kind] = work.get(kind, 0) + weight.n * weight.k
+    return max(work, key=lambda kind: work[kind])

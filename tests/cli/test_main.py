@@ -1,0 +1,103 @@
+"""What every command promises: help, versions, exit codes, where its options come from, and that its page is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phasewise import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def phasewise(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "phasewise", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def _reference_pages() -> object:
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_version_is_the_package_version() -> None:
+    assert phasewise("--version").stdout == f"phasewise {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["no-such-command"], ["topo", "--no-such-option"], ["bench", "run"]])
+def test_wrong_usage_ends_with_2_and_says_so_on_stderr(arguments: list[str]) -> None:
+    result = phasewise(*arguments)
+
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "Usage:" in result.stderr
+
+
+def test_an_expected_failure_is_one_line_and_1(tmp_path: Path) -> None:
+    result = phasewise("models", "inspect", str(tmp_path / "absent.gguf"))
+
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("phasewise: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_options_come_from_flag_then_environment_then_file_then_default(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f'[db.path]\ndb = "{tmp_path}/file.db"\n')
+    from_file = {"PHASEWISE_CONFIG": str(config)}
+    from_environment = {**from_file, "PHASEWISE_DB": f"{tmp_path}/environment.db"}
+
+    assert "file.db" in phasewise("db", "path", **from_file).stdout
+    assert "environment.db" in phasewise("db", "path", **from_environment).stdout
+    assert "flag.db" in phasewise("db", "path", "--db", f"{tmp_path}/flag.db", **from_environment).stdout
+
+
+def test_a_broken_configuration_file_is_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("[serve\n")
+
+    result = phasewise("topo", PHASEWISE_CONFIG=str(config))
+
+    assert result.returncode == 1
+    assert str(config) in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_help_asks_for_no_heavy_library() -> None:
+    """`--help` must be instant: numpy and the web stack wait until a command needs them."""
+    heavy = ("numpy", "sqlalchemy", "fastapi", "tokenizers", "pydantic")
+    probe = f"import sys, phasewise.cli.main; print([name for name in {heavy!r} if name in sys.modules])"
+
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_command_is_documented_as_it_is() -> None:
+    """`make docs` writes the page; a command or an option that changed without it fails here."""
+    module = _reference_pages()
+
+    assert module.PAGE.read_text(encoding="utf-8") == module.render(), "stale page: run `make docs`"  # type: ignore[attr-defined]
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    command = f"{sys.executable} -m phasewise topo --json | head -c 1"
+
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+
+    assert "Traceback" not in result.stderr

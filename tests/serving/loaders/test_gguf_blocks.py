@@ -1,0 +1,61 @@
+"""Every GGUF type that we read means exactly what the gguf package says it means."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.cython_kernels import packing
+from phasewise.cython_kernels.packing import QuantRows
+from phasewise.serving.loaders.forms import form_of
+from phasewise.serving.loaders.gguf_blocks import BLOCK_TYPES, decode_rows
+
+SCALE_BYTES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2],
+               "Q5_K": [0, 2], "Q6_K": [208]}  # fmt: skip
+
+
+def random_blocks(type_name: str, rows: int, blocks: int, seed: int) -> np.ndarray:
+    """Arbitrary bytes, with finite float16 scales of either sign, subnormal ones too."""
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (rows, blocks, BLOCK_TYPES[type_name].block_bytes), dtype=np.uint8)
+    for at in SCALE_BYTES.get(type_name, []):
+        bits = rng.integers(0, 0x7C00, (rows, blocks), dtype=np.uint16) | rng.choice(
+            [0, 0x8000], (rows, blocks)
+        )
+        raw[..., at : at + 2] = bits.astype("<u2")[..., None].view(np.uint8)
+    return raw
+
+
+@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+@given(rows=st.integers(1, 5), blocks=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
+def test_decoded_numbers_equal_the_gguf_packages(type_name: str, rows: int, blocks: int, seed: int) -> None:
+    raw = random_blocks(type_name, rows, blocks, seed)
+
+    with np.errstate(all="ignore"):
+        expected = quants.dequantize(raw.reshape(rows, -1), GGMLQuantizationType[type_name])
+        decoded = decode_rows(type_name, raw.tobytes(), rows)
+        got = packing.dequantise(decoded) if isinstance(decoded, QuantRows) else decoded
+
+    assert np.array_equal(got, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("type_name", SCALE_BYTES)
+def test_packing_a_block_type_rounds_nothing(type_name: str) -> None:
+    raw = random_blocks(type_name, 19, 2, seed=7)
+    rows = decode_rows(type_name, raw.tobytes(), 19)
+    assert isinstance(rows, QuantRows)
+
+    packed = packing.pack_quant(rows)
+
+    assert np.array_equal(packing.unpack(packed), packing.dequantise(rows))
+    assert form_of(rows) == BLOCK_TYPES[type_name].form
+
+
+@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+def test_block_sizes_are_the_gguf_packages(type_name: str) -> None:
+    kind = BLOCK_TYPES[type_name]
+
+    assert (kind.values, kind.block_bytes) == GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]

@@ -1,0 +1,11 @@
+"""What can go wrong while the machine is read."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TopologyError(Exception):
+    """A machine cannot be read. The message names the source, what is wrong and what to do."""
+
+    exit_code: ClassVar[int] = 1

@@ -1,0 +1,263 @@
+"""The machine as `lstopo machine.xml` wrote it: hwloc's XML of versions 1, 2 and 3.
+
+The file is a stranger's. It is parsed in one pass without building a document, no entity is expanded, nothing
+is fetched, and its size, depth, number of objects and CPU numbers are bounded before they are used.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree.ElementTree import ParseError
+
+from defusedxml.common import DefusedXmlException
+from defusedxml.ElementTree import DefusedXMLParser
+
+from phasewise.topology.cpuinfo import cpu_from_fields
+from phasewise.topology.cpusets import MAX_CPU_INDEX, cpus_of, parse_hwloc_mask
+from phasewise.topology.errors import TopologyError
+from phasewise.topology.nesting import Part, nest
+from phasewise.topology.tree import Cpu, CpuKind, Kind, Machine
+
+MAX_FILE_BYTES = 16 << 20
+MAX_OBJECTS = 100_000
+MAX_ELEMENT_DEPTH = 128
+MAX_KINDS = 64
+MAX_SIZE_BYTES = 1 << 56
+"""64 PiB: more memory than a 57-bit address space can name is a damaged number."""
+
+MAX_OS_INDEX = 2**32 - 1
+NO_OS_INDEX = 2**32 - 1
+
+KINDS = {
+    "Package": Kind.PACKAGE,
+    "Socket": Kind.PACKAGE,
+    "NUMANode": Kind.NUMA,
+    "Node": Kind.NUMA,
+    "Die": Kind.DIE,
+    "L4Cache": Kind.L4,
+    "L3Cache": Kind.L3,
+    "L2Cache": Kind.L2,
+    "Core": Kind.CORE,
+    "PU": Kind.PU,
+}
+"""Types as version 1 (`Socket`, `Node`) and later ones name them. Devices and plain groups are left out."""
+
+INSTRUCTION_CACHE = "2"
+"""hwloc's `cache_type` of an instruction cache; 0 is unified, 1 data."""
+
+CPU_FIELDS = {
+    "CPUVendor": "vendor_id",
+    "CPUFamilyNumber": "cpu family",
+    "CPUModelNumber": "model",
+    "CPUModel": "model name",
+    "CPUImplementer": "CPU implementer",
+    "CPUArchitecture": "CPU architecture",
+    "CPUPart": "CPU part",
+}
+"""hwloc's names for what /proc/cpuinfo says."""
+
+CORE_TYPES = {"IntelAtom": "efficiency", "IntelCore": "performance", "IntelLowPower": "low-power"}
+
+
+def read_lstopo(path: Path) -> Machine:
+    """The machine described by an lstopo XML file, with the PUs that were allowed where it was written.
+
+    TopologyError if the file cannot be read, is no lstopo XML, exceeds a limit or contradicts itself.
+    """
+    collector = _Collector()
+    try:
+        parser = DefusedXMLParser(target=collector, forbid_entities=True, forbid_external=True)
+        parser.feed(_read_bounded(path))
+        parser.close()
+        return collector.machine(str(path))
+    except OSError as error:
+        raise TopologyError(f"{path} cannot be read: {error.strerror or error}") from error
+    except DefusedXmlException as error:
+        raise TopologyError(f"{path} declares XML entities, which lstopo never does: not read") from error
+    except (ParseError, LookupError, ValueError) as error:
+        raise TopologyError(f"{path} is not an lstopo XML file that can be read: {error}") from error
+    except TopologyError as error:
+        raise TopologyError(f"{path}: {error}") from error
+
+
+def _read_bounded(path: Path) -> bytes:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
+    return data
+
+
+@dataclass
+class _Element:
+    """An open XML element: what the elements inside it need to know of it."""
+
+    tag: str
+    type: str = ""
+    l1d_bytes: int | None = None
+    l1i_bytes: int | None = None
+    memory_cache_bytes: int | None = None
+
+
+@dataclass
+class _KindFound:
+    mask: int
+    name: str
+
+
+@dataclass
+class _Collector:
+    """The target of the XML parser: turns elements into parts as they pass."""
+
+    parts: list[Part] = field(default_factory=list)
+    online: int = 0
+    allowed: int | None = None
+    fields: dict[str, str] = field(default_factory=dict)
+    architecture: str | None = None
+    kinds: list[_KindFound] = field(default_factory=list)
+    open_elements: list[_Element] = field(default_factory=list)
+    n_objects: int = 0
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        if len(self.open_elements) >= MAX_ELEMENT_DEPTH:
+            raise TopologyError(f"elements nest deeper than {MAX_ELEMENT_DEPTH}")
+        if not self.open_elements and tag != "topology":
+            raise TopologyError(f"the outermost element is {tag[:40]!r}, not 'topology' as lstopo writes it")
+        if tag == "object":
+            self.open_elements.append(self._object(attributes))
+            return
+        if tag == "info":
+            self._info(attributes.get("name", ""), attributes.get("value", ""))
+        elif tag == "cpukind" and len(self.kinds) < MAX_KINDS:
+            self.kinds.append(_KindFound(parse_hwloc_mask(attributes.get("cpuset", "")), ""))
+        self.open_elements.append(_Element(tag))
+
+    def end(self, tag: str) -> None:
+        self.open_elements.pop()
+
+    def machine(self, source: str) -> Machine:
+        """What was collected, as a tree."""
+        if not self.online:
+            raise TopologyError("no processing unit (an object of type PU) is described")
+        parts = self.parts
+        if not any(part.kind is Kind.NUMA for part in parts):
+            parts = [*parts, Part(Kind.NUMA, 0, self.online)]
+        allowed = self.online if self.allowed is None else self.allowed & self.online
+        return Machine(
+            source=source,
+            tree=nest(parts, self.online),
+            cpu=self._cpu(),
+            allowed_pus=cpus_of(allowed),
+            kinds=self._kinds(),
+        )
+
+    def _object(self, attributes: dict[str, str]) -> _Element:
+        self.n_objects += 1
+        if self.n_objects > MAX_OBJECTS:
+            raise TopologyError(f"more than {MAX_OBJECTS} objects are described")
+        around = self.open_elements[-1]
+        name = _type_name(attributes)
+        element = _Element("object", name, around.l1d_bytes, around.l1i_bytes, around.memory_cache_bytes)
+        if name == "Machine" and self.allowed is None and attributes.get("allowed_cpuset"):
+            self.allowed = parse_hwloc_mask(attributes["allowed_cpuset"])
+        elif name == "L1Cache":
+            element.l1d_bytes = _size(attributes, "cache_size")
+        elif name == "L1iCache":
+            element.l1i_bytes = _size(attributes, "cache_size")
+        elif name == "MemCache":
+            element.memory_cache_bytes = _size(attributes, "cache_size")
+        kind = Kind.CLUSTER if name == "Cluster" else KINDS.get(name)
+        if kind is not None:
+            self._add(kind, attributes, element)
+        return element
+
+    def _add(self, kind: Kind, attributes: dict[str, str], element: _Element) -> None:
+        index = _os_index(attributes)
+        if kind is Kind.PU:
+            mask = self._pu_mask(index)
+        elif "cpuset" in attributes or kind is Kind.NUMA:
+            mask = parse_hwloc_mask(attributes.get("cpuset", ""))
+        else:
+            raise TopologyError(f"an object of type {element.type} has no cpuset")
+        is_core, is_memory = kind is Kind.CORE, kind is Kind.NUMA
+        part = Part(
+            kind,
+            index,
+            mask,
+            size_bytes=_size(attributes, "local_memory" if is_memory else "cache_size"),
+            l1d_bytes=element.l1d_bytes if is_core else None,
+            l1i_bytes=element.l1i_bytes if is_core else None,
+            memory_cache_bytes=element.memory_cache_bytes if is_memory else None,
+        )
+        self.parts.append(part)
+
+    def _pu_mask(self, index: int | None) -> int:
+        if index is None or index > MAX_CPU_INDEX:
+            raise TopologyError(f"a PU's number is missing or above {MAX_CPU_INDEX}")
+        mask = 1 << index
+        if self.online & mask:
+            raise TopologyError(f"PU {index} is described twice")
+        self.online |= mask
+        return mask
+
+    def _info(self, name: str, value: str) -> None:
+        around = self.open_elements[-1]
+        if around.tag == "cpukind" and name in {"CoreType", "LinuxCapacity"} and self.kinds:
+            kind = self.kinds[-1]
+            label = f"capacity-{value}" if name == "LinuxCapacity" else CORE_TYPES.get(value, value)
+            kind.name = kind.name or label
+        elif name in CPU_FIELDS:
+            self.fields.setdefault(CPU_FIELDS[name], value)
+        elif name == "Architecture" and self.architecture is None:
+            self.architecture = value
+
+    def _cpu(self) -> Cpu:
+        return cpu_from_fields(self.fields, self.architecture)
+
+    def _kinds(self) -> tuple[CpuKind, ...]:
+        """hwloc lists kinds from the least to the most capable; a single kind says nothing."""
+        found = [kind for kind in self.kinds if kind.mask & self.online]
+        if len(found) < 2:
+            return ()
+        return tuple(
+            CpuKind(_printable(kind.name) or f"kind-{rank}", cpus_of(kind.mask & self.online))
+            for rank, kind in enumerate(found)
+        )
+
+
+def _type_name(attributes: dict[str, str]) -> str:
+    """The type, with version 1's `Cache` and the group that is an Arm cluster spelled out."""
+    name = attributes.get("type", "")
+    if name == "Group" and attributes.get("subtype") == "Cluster":
+        return "Cluster"
+    if name != "Cache":
+        return name
+    suffix = "iCache" if attributes.get("cache_type") == INSTRUCTION_CACHE else "Cache"
+    return f"L{attributes.get('depth', '')[:2]}{suffix}"
+
+
+def _os_index(attributes: dict[str, str]) -> int | None:
+    number = _number(attributes, "os_index", MAX_OS_INDEX)
+    return None if number == NO_OS_INDEX else number
+
+
+def _size(attributes: dict[str, str], name: str) -> int | None:
+    """Bytes; None if absent or zero, which is how hwloc writes unknown."""
+    return _number(attributes, name, MAX_SIZE_BYTES) or None
+
+
+def _number(attributes: dict[str, str], name: str, maximum: int) -> int | None:
+    text = attributes.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= maximum):
+        raise ValueError(f"{name}={text[:24]!r} is no number from 0 to {maximum}")
+    return int(text)
+
+
+def _printable(text: str) -> str:
+    return "".join(char for char in text if char.isprintable())[:32]

@@ -1,0 +1,216 @@
+"""The machine as the Linux kernel describes it under `/sys/devices/system`, live or in a snapshot.
+
+The folder of a CPU that is offline may still hold stale topology, so every set is cut to the online CPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+from phasewise.topology.cpuinfo import parse_cpuinfo
+from phasewise.topology.cpusets import cpus_of, mask_of, parse_kernel_mask, parse_list
+from phasewise.topology.errors import TopologyError
+from phasewise.topology.limits import Limits, read_limits
+from phasewise.topology.nesting import Part, nest
+from phasewise.topology.tree import CpuKind, Kind, Machine
+
+CACHE_KINDS = {2: Kind.L2, 3: Kind.L3, 4: Kind.L4}
+SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+UNKNOWN_IDS = {None, -1, 65_535}
+"""What the kernel writes as package, die or cluster number where the firmware gives none."""
+
+HYBRID_UNITS = (("low-power", "cpu_lowpower"), ("efficiency", "cpu_atom"), ("performance", "cpu_core"))
+"""Names and PMU devices of Intel's core kinds, slowest first."""
+
+
+def read_machine(root: Path = Path("/")) -> Machine:
+    """The machine under `root`: `/` for the running one, any other folder for a snapshot.
+
+    Allowed is what this process may use of the running machine, and every online CPU of a snapshot.
+    TopologyError if there is nothing to read or it makes no sense.
+    """
+    is_live = root == Path("/")
+    try:
+        online = _online(root / "sys/devices/system/cpu", is_live)
+        limits = read_limits(root) if is_live else Limits(online, None)
+        parts = _cpu_parts(root / "sys/devices/system/cpu", online) + _memory_parts(root, online)
+        return Machine(
+            source="this machine" if is_live else str(root),
+            tree=nest(parts, online),
+            cpu=parse_cpuinfo(_text(root / "proc/cpuinfo") or "", _architecture(root, is_live)),
+            allowed_pus=cpus_of(limits.allowed & online),
+            cpu_quota=limits.cpu_quota,
+            kinds=_kinds(root, online),
+        )
+    except ValueError as error:
+        raise TopologyError(f"the description of the machine under {root} is damaged: {error}") from error
+
+
+def _architecture(root: Path, is_live: bool) -> str | None:
+    return platform.machine() if is_live else None
+
+
+def _online(cpu_root: Path, is_live: bool) -> int:
+    """The mask of online CPUs: from the kernel's list, else from the folders of the CPUs."""
+    listed = _text(cpu_root / "online")
+    if listed:
+        return parse_list(listed)
+    folders = {int(path.name[3:]): path for path in cpu_root.glob("cpu[0-9]*") if path.name[3:].isdigit()}
+    online = mask_of(
+        cpu for cpu, path in folders.items() if (path / "topology").is_dir() and _text(path / "online") != "0"
+    )
+    if online:
+        return online
+    if is_live:  # A sandbox without sysfs still has CPUs to run on.
+        return mask_of(os.sched_getaffinity(0))
+    raise TopologyError(f"no CPUs described in {cpu_root}: is it the root of a sysfs snapshot?")
+
+
+def _cpu_parts(cpu_root: Path, online: int) -> list[Part]:
+    """PUs, cores, clusters, dies, packages and caches."""
+    groups: dict[tuple[Kind, int], Part] = {}
+    packages: dict[int, int] = {}
+    for cpu in cpus_of(online):
+        folder = cpu_root / f"cpu{cpu}"
+        package = _number(folder / "topology/physical_package_id")
+        if package not in UNKNOWN_IDS and package is not None:
+            packages[package] = packages.get(package, 0) | 1 << cpu
+        for part in (*_topology_parts(folder, cpu, online), *_cache_parts(folder, cpu, online)):
+            groups.setdefault((part.kind, part.mask), part)
+    package_parts = [Part(Kind.PACKAGE, number, mask) for number, mask in packages.items()]
+    return package_parts + _meaningful(list(groups.values()), set(packages.values()))
+
+
+def _meaningful(parts: list[Part], packages: set[int]) -> list[Part]:
+    """Without the dies and clusters that only repeat a package, an L2 or a core."""
+    by_kind: dict[Kind, set[int]] = {kind: {p.mask for p in parts if p.kind is kind} for kind in Kind}
+    repeats = {
+        Kind.DIE: packages,
+        Kind.CLUSTER: packages | by_kind[Kind.CORE] | by_kind[Kind.L2] | by_kind[Kind.L3],
+    }
+    return [part for part in parts if part.mask not in repeats.get(part.kind, ())]
+
+
+def _topology_parts(folder: Path, cpu: int, online: int) -> list[Part]:
+    own = 1 << cpu
+    core = _shared(folder / "topology", ("core_cpus", "thread_siblings"), online) | own
+    l1d, l1i = _l1_sizes(folder)
+    parts = [
+        Part(Kind.PU, cpu, own),
+        Part(Kind.CORE, _number(folder / "topology/core_id"), core, l1d_bytes=l1d, l1i_bytes=l1i),
+    ]
+    for kind, name in ((Kind.CLUSTER, "cluster"), (Kind.DIE, "die")):
+        number = _number(folder / f"topology/{name}_id")
+        mask = _shared(folder / "topology", (f"{name}_cpus",), online)
+        if number not in UNKNOWN_IDS and mask & own:
+            parts.append(Part(kind, number, mask))
+    return parts
+
+
+def _cache_parts(folder: Path, cpu: int, online: int) -> list[Part]:
+    parts = []
+    for index in sorted((folder / "cache").glob("index[0-9]*")):
+        kind = CACHE_KINDS.get(_number(index / "level") or 0)
+        if kind is not None and _text(index / "type") != "Instruction":
+            mask = _shared(index, ("shared_cpu",), online) | 1 << cpu
+            parts.append(Part(kind, _number(index / "id"), mask, size_bytes=_size(index / "size")))
+    return parts
+
+
+def _l1_sizes(folder: Path) -> tuple[int | None, int | None]:
+    """Sizes of the L1 data (or unified) and instruction cache, bytes."""
+    data = instruction = None
+    for index in sorted((folder / "cache").glob("index[0-9]*")):
+        if _number(index / "level") == 1:
+            if _text(index / "type") == "Instruction":
+                instruction = _size(index / "size")
+            else:
+                data = _size(index / "size")
+    return data, instruction
+
+
+def _memory_parts(root: Path, online: int) -> list[Part]:
+    """NUMA nodes; a kernel without them has one that holds everything."""
+    parts = []
+    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
+        number = int(folder.name.removeprefix("node"))
+        cache = sum(_size(path) or 0 for path in folder.glob("memory_side_cache/index*/size"))
+        part = Part(
+            Kind.NUMA,
+            number,
+            _node_cpus(folder) & online,
+            size_bytes=_meminfo_bytes(folder / "meminfo", f"Node {number} MemTotal:"),
+            memory_cache_bytes=cache or None,
+        )
+        parts.append(part)
+    if parts:
+        return parts
+    return [Part(Kind.NUMA, 0, online, size_bytes=_meminfo_bytes(root / "proc/meminfo", "MemTotal:"))]
+
+
+def _node_cpus(folder: Path) -> int:
+    listed = _text(folder / "cpulist")
+    return parse_list(listed) if listed is not None else parse_kernel_mask(_text(folder / "cpumap") or "0")
+
+
+def _kinds(root: Path, online: int) -> tuple[CpuKind, ...]:
+    """The kinds of core of a hybrid machine, from Intel's PMU devices or from Arm's capacities."""
+    listed = {name: _text(root / "sys/devices" / pmu / "cpus") for name, pmu in HYBRID_UNITS}
+    masks = {name: parse_list(text or "") & online for name, text in listed.items()}
+    kinds = {name: mask for name, mask in masks.items() if mask}
+    if len(kinds) < 2:
+        capacities: dict[int, int] = {}
+        for cpu in cpus_of(online):
+            capacity = _number(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity")
+            if capacity is not None:
+                capacities[capacity] = capacities.get(capacity, 0) | 1 << cpu
+        kinds = {f"capacity-{capacity}": capacities[capacity] for capacity in sorted(capacities)}
+    return tuple(CpuKind(name, cpus_of(mask)) for name, mask in kinds.items()) if len(kinds) > 1 else ()
+
+
+def _shared(folder: Path, names: tuple[str, ...], online: int) -> int:
+    """The first CPU set found among `names`: `<name>_list`, or the bitmap `<name>` or `<name>_map`."""
+    readers: tuple[tuple[str, Callable[[str], int]], ...] = (
+        ("_list", parse_list),
+        ("", parse_kernel_mask),
+        ("_map", parse_kernel_mask),
+    )
+    for name in names:
+        for suffix, parse in readers:
+            text = _text(folder / f"{name}{suffix}")
+            if text:
+                return parse(text) & online
+    return 0
+
+
+def _meminfo_bytes(path: Path, label: str) -> int | None:
+    for line in (_text(path) or "").splitlines():
+        if line.strip().startswith(label):
+            return int(line.strip()[len(label) :].split()[0]) * 1024
+    return None
+
+
+def _size(path: Path) -> int | None:
+    """Bytes from `32K`, `1M` or a bare number of bytes; None if absent or zero."""
+    text = _text(path)
+    if not text:
+        return None
+    unit = SIZE_UNITS.get(text[-1], 1)
+    return (int(text if unit == 1 else text[:-1]) * unit) or None
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if text else None
+
+
+def _text(path: Path) -> str | None:
+    """A small file's text without its newline; None if absent or unreadable, which is common in sysfs."""
+    try:
+        # Snapshots pad files with NUL.
+        return path.read_text(encoding="utf-8", errors="replace").partition("\0")[0].strip()
+    except OSError:
+        return None

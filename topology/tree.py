@@ -1,0 +1,118 @@
+"""The machine as a tree of what its CPUs share: `Machine > Package > NUMA > L3 > (L2) > Core > PU`.
+
+The levels are nested by their CPU sets, not by a fixed order, so an L3 that spans two NUMA nodes encloses
+them, and a level that the machine does not have is simply absent. A PU is what the kernel calls a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What a node is. The order is the order of nesting where two nodes hold the same CPUs."""
+
+    MACHINE = "machine"
+    PACKAGE = "package"
+    NUMA = "numa"
+    DIE = "die"
+    L4 = "l4"
+    L3 = "l3"
+    CLUSTER = "cluster"
+    L2 = "l2"
+    CORE = "core"
+    PU = "pu"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One part of the machine and the parts inside it.
+
+    `cpus` ascends and is empty for memory without CPUs of its own. `size_bytes` is a cache's capacity or a
+    NUMA node's memory, None where unknown. A core carries its L1 sizes, a NUMA node the size of the cache in
+    front of its memory.
+    """
+
+    kind: Kind
+    os_index: int | None
+    cpus: tuple[int, ...]
+    size_bytes: int | None = None
+    l1d_bytes: int | None = None
+    l1i_bytes: int | None = None
+    memory_cache_bytes: int | None = None
+    children: tuple[Node, ...] = ()
+
+    def walk(self) -> Iterator[Node]:
+        """This node and everything inside it, outer before inner, in CPU order."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """What kind of CPU it is, in the kernel's words; None where the source does not say."""
+
+    architecture: str | None = None
+    vendor: str | None = None
+    family: str | None = None
+    model: str | None = None
+    name: str | None = None
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class CpuKind:
+    """A kind of core of a hybrid machine. Kinds are listed from the slowest to the fastest."""
+
+    name: str
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many of each. `numa_nodes` includes memory without CPUs; `pus` are the online ones."""
+
+    packages: int
+    numa_nodes: int
+    l3: int
+    cores: int
+    pus: int
+    allowed_pus: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine and the part of it that this process may use.
+
+    `cpu_quota` is in CPUs (1.5 = one and a half), None without a limit. `kinds` is empty unless cores differ.
+    """
+
+    source: str
+    tree: Node
+    cpu: Cpu
+    allowed_pus: tuple[int, ...]
+    cpu_quota: float | None = None
+    kinds: tuple[CpuKind, ...] = field(default=())
+
+    def nodes(self, kind: Kind) -> tuple[Node, ...]:
+        """All nodes of a kind, in CPU order."""
+        return tuple(node for node in self.tree.walk() if node.kind is kind)
+
+    def counts(self) -> Counts:
+        return Counts(
+            packages=len(self.nodes(Kind.PACKAGE)),
+            numa_nodes=len(self.nodes(Kind.NUMA)),
+            l3=len(self.nodes(Kind.L3)),
+            cores=len(self.nodes(Kind.CORE)),
+            pus=len(self.nodes(Kind.PU)),
+            allowed_pus=len(self.allowed_pus),
+        )
+
+    def allowed_cores(self) -> tuple[tuple[int, ...], ...]:
+        """The allowed PUs of each core that has any, in tree order, so that neighbours share the most."""
+        allowed = set(self.allowed_pus)
+        cores = (tuple(cpu for cpu in core.cpus if cpu in allowed) for core in self.nodes(Kind.CORE))
+        return tuple(core for core in cores if core)

@@ -1,0 +1,19 @@
+"""What can go wrong in the tuner.
+
+TunerError
+└── PlanError    a service plan that cannot run on this machine, or that makes no sense
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TunerError(Exception):
+    """The tuner cannot do what was asked. The message names the thing, what is wrong and what to do."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class PlanError(TunerError):
+    """A service plan is malformed, or asks for what this machine does not allow."""

@@ -1,0 +1,269 @@
+"""Service plans: on which cores each phase runs, and in how many ranks.
+
+The plan of a phase comes from the `--threads` flag, else from the newest verified row of the database,
+else it is the default: one rank, one thread on each core that the process may use. A row may be a
+stranger's, or older than a change of cpuset, so a plan from the database is checked against this machine,
+and set aside with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+from phasewise.kerneldb.location import locate
+from phasewise.kerneldb.records import MachineKey, PlanRecord
+from phasewise.topology import Kind, Machine, core_signature, placement_signature
+from phasewise.tuner.errors import PlanError
+
+Phase = Literal["prefill", "decode"]
+Source = Literal["default", "database", "flag"]
+Report = Callable[[str], None]
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+MAX_RANKS = 256
+MAX_PU = 65_535
+PLAN_FORMAT = 1
+"""Version of the JSON; a reader refuses versions that it does not know."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankCores:
+    """The PUs that one rank pins its threads to, one thread each, and the NUMA node of its memory."""
+
+    cores: tuple[int, ...]
+    numa_node: int | None = None
+    """None: the PUs span nodes, or the machine does not say."""
+
+    def __post_init__(self) -> None:
+        if not self.cores:
+            raise PlanError("a rank without cores: name at least one")
+        for core in self.cores:
+            if type(core) is not int or not 0 <= core <= MAX_PU:
+                raise PlanError(f"a core must be a number from 0 to {MAX_PU}, not {core!r:.40}")
+        if len(set(self.cores)) != len(self.cores):
+            raise PlanError(f"a rank names a core twice: {list_cores(self.cores)}")
+        node = self.numa_node
+        if node is not None and (type(node) is not int or not 0 <= node <= MAX_PU):
+            raise PlanError(f"a NUMA node must be a number from 0 to {MAX_PU}, not {node!r:.40}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlan:
+    """How one phase runs. Ranks never share a PU."""
+
+    phase: Phase
+    ranks: tuple[RankCores, ...]
+    source: Source = "default"
+
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES:
+            raise PlanError(f"a phase is prefill or decode, not {self.phase!r:.40}")
+        if not 1 <= len(self.ranks) <= MAX_RANKS:
+            raise PlanError(f"a plan has 1 to {MAX_RANKS} ranks, not {len(self.ranks)}")
+        if len(set(self.cores)) != len(self.cores):
+            raise PlanError(f"two ranks share a core: {list_cores(self.cores)}")
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """Every PU of the plan, rank by rank."""
+        return tuple(core for rank in self.ranks for core in rank.cores)
+
+    def describe(self) -> str:
+        """A line for people, e.g. `decode: 1 rank on cores 0,1 (database)`."""
+        ranks = " | ".join(list_cores(rank.cores) for rank in self.ranks)
+        count = f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}"
+        return f"{self.phase}: {count} on core{'s' if len(self.cores) > 1 else ''} {ranks} ({self.source})"
+
+    def to_json(self) -> str:
+        """The plan as the database keeps it. Where it came from is not part of it."""
+        ranks = [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in self.ranks]
+        return json.dumps({"format": PLAN_FORMAT, "phase": self.phase, "ranks": ranks})
+
+    @classmethod
+    def from_json(cls, text: str, source: Source = "database") -> ServicePlan:
+        """Read `to_json`'s text. PlanError, saying why, for anything else, unknown fields included."""
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError):
+            raise PlanError("the plan is not JSON") from None
+        _check_object(fields, {"format", "phase", "ranks"}, "a plan")
+        if type(fields["format"]) is not int or fields["format"] != PLAN_FORMAT:
+            raise PlanError(
+                f"the plan has format {fields['format']!r:.40}; this phasewise reads {PLAN_FORMAT}"
+            )
+        if not isinstance(fields["ranks"], list):
+            raise PlanError("the ranks of a plan must be a list")
+        return cls(fields["phase"], tuple(_rank(rank) for rank in fields["ranks"][: MAX_RANKS + 1]), source)
+
+
+def _rank(fields: Any) -> RankCores:
+    _check_object(fields, {"cores", "numa_node"}, "a rank")
+    if not isinstance(fields["cores"], list):
+        raise PlanError("the cores of a rank must be a list")
+    return RankCores(tuple(fields["cores"]), fields["numa_node"])
+
+
+def _check_object(fields: Any, names: set[str], what: str) -> None:
+    if not isinstance(fields, dict) or set(fields) != names:
+        raise PlanError(f"{what} must be an object with exactly the fields {', '.join(sorted(names))}")
+
+
+class PlanSource(Protocol):
+    """What `resolve_plans` needs of a store."""
+
+    def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None: ...
+
+
+def model_key(name: str, weight_format: str) -> str:
+    """Under what a model's plans are kept: its name and the format of its weights, e.g. `tinyllama@int4`."""
+    return f"{name}@{weight_format}"
+
+
+def machine_key(machine: Machine) -> MachineKey:
+    """Under what a machine's plans are kept: what its cores are, and the shape of those that may be used."""
+    cores = tuple(core[0] for core in machine.allowed_cores()) or machine.allowed_pus
+    return MachineKey(core_signature(machine), placement_signature(machine, cores))
+
+
+def default_plan(machine: Machine, phase: Phase, threads: int | None = None) -> ServicePlan:
+    """One rank over the allowed cores, one PU of each, no more than the cgroup quota pays for.
+
+    `threads` sets the count instead, quota or not; beyond the number of cores, second PUs of cores are
+    taken. PlanError if it exceeds the allowed PUs.
+    """
+    pus = _pus_by_preference(machine)
+    if threads is None:
+        return ServicePlan(phase, (rank_on(machine, pus[: default_thread_count(machine)]),), "default")
+    if not 1 <= threads <= len(pus):
+        raise PlanError(
+            f"{threads} threads do not fit: this process may use {len(pus)} CPUs "
+            f"({list_cores(machine.allowed_pus)})"
+        )
+    return ServicePlan(phase, (rank_on(machine, pus[:threads]),), "flag")
+
+
+def default_thread_count(machine: Machine) -> int:
+    """One a core. A quota of 2.5 CPUs runs two pinned threads: a third would get all of them throttled."""
+    cores = len(machine.allowed_cores()) or len(machine.allowed_pus)
+    quota = cores if machine.cpu_quota is None else max(1, int(machine.cpu_quota))
+    return min(cores, quota)
+
+
+def _pus_by_preference(machine: Machine) -> tuple[int, ...]:
+    """The allowed PUs: the first of every core, then the second of every core, and so on."""
+    cores = machine.allowed_cores()
+    depth = max((len(core) for core in cores), default=0)
+    by_turn = tuple(core[turn] for turn in range(depth) for core in cores if turn < len(core))
+    return by_turn or machine.allowed_pus
+
+
+def rank_on(machine: Machine, pus: tuple[int, ...]) -> RankCores:
+    """A rank on these PUs, with the NUMA node that holds all of them, if one does."""
+    holders = (node.os_index for node in machine.nodes(Kind.NUMA) if set(pus) <= set(node.cpus))
+    return RankCores(pus, next(holders, None))
+
+
+def check_fits(plan: ServicePlan, machine: Machine) -> None:
+    """PlanError, saying why, unless this process may run the plan here."""
+    foreign = sorted(set(plan.cores).difference(machine.allowed_pus))
+    if foreign:
+        raise PlanError(
+            f"this process may not use core {list_cores(foreign)}, only {list_cores(machine.allowed_pus)}"
+        )
+    quota = machine.cpu_quota
+    if quota is not None and len(plan.cores) > max(1, int(quota)):
+        raise PlanError(f"{len(plan.cores)} threads would be throttled: the cgroup quota is {quota:g} CPUs")
+    known_nodes = {node.os_index for node in machine.nodes(Kind.NUMA)} | {None}
+    for rank in plan.ranks:
+        if rank.numa_node not in known_nodes:
+            raise PlanError(f"there is no NUMA node {rank.numa_node}")
+
+
+def resolve_plans(
+    store: PlanSource | None,
+    machine: Machine,
+    model: str,
+    threads: int | None = None,
+    report: Report = _log.warning,
+) -> Mapping[Phase, ServicePlan]:
+    """The plan of each phase for `model` (a `model_key`): the flag's, else the database's, else the default.
+
+    A plan of the database that cannot run here is set aside, and `report` is told why in one line.
+    """
+    if threads is not None or store is None:
+        return {phase: default_plan(machine, phase, threads) for phase in PHASES}
+    key = machine_key(machine)
+    return {
+        phase: _stored_plan(store.newest_plan(key, model, phase), machine, phase, report)
+        or default_plan(machine, phase)
+        for phase in PHASES
+    }
+
+
+def _stored_plan(
+    record: PlanRecord | None, machine: Machine, phase: Phase, report: Report
+) -> ServicePlan | None:
+    if record is None:
+        return None
+    try:
+        plan = ServicePlan.from_json(record.plan_json)
+        if plan.phase != phase:
+            raise PlanError(f"it is a plan for {plan.phase}")
+        check_fits(plan, machine)
+    except PlanError as error:
+        report(f"the {phase} plan in the database is set aside, the default is used: {error}")
+        return None
+    return plan
+
+
+def plans_for(
+    db: str | os.PathLike[str] | None,
+    machine: Machine,
+    model: str,
+    threads: int | None = None,
+    report: Report = _log.warning,
+) -> Mapping[Phase, ServicePlan]:
+    """`resolve_plans` with the database that `--db` names, opened only if it can matter; never created.
+
+    KernelDbError if the database exists and cannot be used.
+    """
+    if threads is not None or locate(db).is_absent:
+        return resolve_plans(None, machine, model, threads, report)
+    # SQLAlchemy takes a quarter of a second to load, which a start without a database need not pay.
+    from phasewise.kerneldb.store import open_store
+
+    with open_store(db, report) as store:
+        return resolve_plans(store, machine, model, None, report)
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """CPU numbers as taskset writes them, e.g. `0-3,8`, in the order given. PlanError for anything else."""
+    cores: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", part)
+        if match is None:
+            raise PlanError(f"cores are written like 0-3,8, not {text!r:.40}")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if not low <= high <= MAX_PU:
+            raise PlanError(f"{part.strip()} is no range of cores from 0 to {MAX_PU}")
+        cores += range(low, high + 1)
+    return tuple(cores)
+
+
+def list_cores(pus: Sequence[int]) -> str:
+    """CPU numbers as taskset writes them, consecutive ones joined: `0-3,8`. The order is kept."""
+    runs: list[list[int]] = []
+    for pu in pus:
+        if runs and pu == runs[-1][1] + 1:
+            runs[-1][1] = pu
+        else:
+            runs.append([pu, pu])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
