@@ -2,3 +2,5 @@
 """Thin doors over the C kernels: check shapes, drop the GIL, call, return."""
 
 include "gemm.pxi"
+include "ops.pxi"
+include "program.pxi"

@@ -3,6 +3,7 @@
 #define PHASEWISE_DISPATCH_H
 
 #include "gemm.h"
+#include "ops.h"
 
 typedef struct {
     /* Bytes of one prepared row of k inputs. */
@@ -23,6 +24,7 @@ typedef struct {
 typedef struct {
     const char *isa;
     pw_gemm_kernels gemm;
+    pw_op_kernels ops;
 } pw_kernels;
 
 /* The tables of this machine, lowest first; every one of them runs here. */

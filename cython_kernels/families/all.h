@@ -3,6 +3,7 @@
 #include "families/gemm_dense.c"
 #include "families/gemm_quant.c"
 #include "families/gemm.c"
+#include "families/ops.c"
 
 #define PW_QUOTE_(name) #name
 #define PW_QUOTE(name) PW_QUOTE_(name)
@@ -17,4 +18,5 @@ const pw_kernels ISA(kernels) = {
             .gemm = ISA(gemm),
             .unpack_row = ISA(unpack_row),
         },
+    .ops = PW_OP_TABLE,
 };

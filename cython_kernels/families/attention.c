@@ -11,20 +11,20 @@
  * 1 + d, |d| <= ((head_dim + 4) S + 4) * 2^-23, hence |error| <= (2 d + (n + 2 n / PW_CHUNK + 4) * 2^-23) * max |v_j|.
  * Keys and values stored as float16 are off by up to 2^-11 of themselves before that. */
 #if defined(__AVX512F__)
-enum { TILE_ROWS = 12, TILE_PANELS = 2 }; /* 24 sums, 2 vectors of keys and one of queries: 27 of 32 registers */
-#define FOR_EACH_TILE(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
-#define TILE_OF(ROWS) TILE(ROWS, 1, 2) TILE(ROWS, 1, 4) TILE(ROWS, 2, 2) TILE(ROWS, 2, 4)
-#define TILE_NAMES(ROWS) {{tile_##ROWS##_1_2, tile_##ROWS##_1_4}, {tile_##ROWS##_2_2, tile_##ROWS##_2_4}},
+enum { ATTEND_ROWS = 12, ATTEND_PANELS = 2 }; /* 24 sums, 2 vectors of keys and one of queries: 27 of 32 registers */
+#define FOR_EACH_ATTEND(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
+#define ATTEND_OF(ROWS) ATTEND(ROWS, 1, 2) ATTEND(ROWS, 1, 4) ATTEND(ROWS, 2, 2) ATTEND(ROWS, 2, 4)
+#define ATTEND_NAMES(ROWS) {{attend_##ROWS##_1_2, attend_##ROWS##_1_4}, {attend_##ROWS##_2_2, attend_##ROWS##_2_4}},
 #elif defined(__AVX2__)
-enum { TILE_ROWS = 6, TILE_PANELS = 1 }; /* 12 sums, 2 vectors of keys and one of queries: 15 of 16 registers */
-#define FOR_EACH_TILE(X) X(1) X(2) X(3) X(4) X(5) X(6)
+enum { ATTEND_ROWS = 6, ATTEND_PANELS = 1 }; /* 12 sums, 2 vectors of keys and one of queries: 15 of 16 registers */
+#define FOR_EACH_ATTEND(X) X(1) X(2) X(3) X(4) X(5) X(6)
 #else
-enum { TILE_ROWS = 2, TILE_PANELS = 1 };
-#define FOR_EACH_TILE(X) X(1) X(2)
+enum { ATTEND_ROWS = 2, ATTEND_PANELS = 1 };
+#define FOR_EACH_ATTEND(X) X(1) X(2)
 #endif
-#ifndef TILE_OF
-#define TILE_OF(ROWS) TILE(ROWS, 1, 2) TILE(ROWS, 1, 4)
-#define TILE_NAMES(ROWS) {{tile_##ROWS##_1_2, tile_##ROWS##_1_4}},
+#ifndef ATTEND_OF
+#define ATTEND_OF(ROWS) ATTEND(ROWS, 1, 2) ATTEND(ROWS, 1, 4)
+#define ATTEND_NAMES(ROWS) {{attend_##ROWS##_1_2, attend_##ROWS##_1_4}},
 #endif
 
 enum { LEAD = PW_PANEL }; /* floats before a row of scores: a chunk may begin inside a panel */
@@ -36,7 +36,7 @@ typedef struct {
     int64_t panel_step; /* elements from one panel of 16 columns to the next */
 } matrix;
 
-typedef void (*tile_function)(int64_t steps, const float *a, const matrix *b, float *c, int64_t c_stride);
+typedef void (*attend_function)(int64_t steps, const float *a, const matrix *b, float *c, int64_t c_stride);
 
 PW_INLINE vf load_element(const char *data, int64_t at, const int bytes) {
     const void *p = data + at * bytes;
@@ -44,16 +44,16 @@ PW_INLINE vf load_element(const char *data, int64_t at, const int bytes) {
 }
 
 /* c[r][column] = sum over k of a[r][k] * b[k][column], rows of a PW_ROW_STRIDE floats apart */
-PW_INLINE void tile(const int rows, const int panels, const int bytes, int64_t steps, const float *a, const matrix *b,
+PW_INLINE void attend_product(const int rows, const int panels, const int bytes, int64_t steps, const float *a, const matrix *b,
                     float *c, int64_t c_stride) {
     enum { PER_PANEL = PW_PANEL / LANES };
-    vf sum[TILE_ROWS][TILE_PANELS * PER_PANEL];
+    vf sum[ATTEND_ROWS][ATTEND_PANELS * PER_PANEL];
     int64_t step = b->step, panel_step = b->panel_step;
     const char *data = b->data;
     PW_UNROLL for (int r = 0; r < rows; ++r)
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) sum[r][v] = v_zero();
     for (int64_t k = 0; k < steps; ++k, data += step * bytes) {
-        vf x[TILE_PANELS * PER_PANEL];
+        vf x[ATTEND_PANELS * PER_PANEL];
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v)
             x[v] = load_element(data, v / PER_PANEL * panel_step + v % PER_PANEL * LANES, bytes);
         PW_UNROLL for (int r = 0; r < rows; ++r) {
@@ -65,19 +65,19 @@ PW_INLINE void tile(const int rows, const int panels, const int bytes, int64_t s
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) v_store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-#define TILE(ROWS, PANELS, BYTES)                                                                                  \
-    static void tile_##ROWS##_##PANELS##_##BYTES(int64_t steps, const float *a, const matrix *b, float *c,         \
+#define ATTEND(ROWS, PANELS, BYTES)                                                                                  \
+    static void attend_##ROWS##_##PANELS##_##BYTES(int64_t steps, const float *a, const matrix *b, float *c,         \
                                                  int64_t c_stride) {                                               \
-        tile(ROWS, PANELS, BYTES, steps, a, b, c, c_stride);                                                       \
+        attend_product(ROWS, PANELS, BYTES, steps, a, b, c, c_stride);                                                       \
     }
-FOR_EACH_TILE(TILE_OF)
-static const tile_function tiles[TILE_ROWS][TILE_PANELS][2] = {FOR_EACH_TILE(TILE_NAMES)};
+FOR_EACH_ATTEND(ATTEND_OF)
+static const attend_function attend_tiles[ATTEND_ROWS][ATTEND_PANELS][2] = {FOR_EACH_ATTEND(ATTEND_NAMES)};
 
-static void multiply(int rows, int64_t panels, int bytes, int64_t steps, const float *a, matrix b, float *c,
+static void attend_multiply(int rows, int64_t panels, int bytes, int64_t steps, const float *a, matrix b, float *c,
                      int64_t c_stride) {
     for (int64_t done = 0; done < panels;) {
-        int now = panels - done < TILE_PANELS ? (int)(panels - done) : TILE_PANELS;
-        tiles[rows - 1][now - 1][bytes == 4](steps, a, &b, c + done * PW_PANEL, c_stride);
+        int now = panels - done < ATTEND_PANELS ? (int)(panels - done) : ATTEND_PANELS;
+        attend_tiles[rows - 1][now - 1][bytes == 4](steps, a, &b, c + done * PW_PANEL, c_stride);
         b.data = (const char *)b.data + now * b.panel_step * bytes;
         done += now;
     }
@@ -147,14 +147,14 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
         matrix keys = data->keys;
         keys.data = (const char *)keys.data +
                     (panel - data->first_slot / PW_PANEL) * keys.panel_step * data->bytes;
-        multiply(rows, end_panel - panel, data->bytes, head->head_dim, queries->q + (int64_t)row * PW_ROW_STRIDE, keys,
+        attend_multiply(rows, end_panel - panel, data->bytes, head->head_dim, queries->q + (int64_t)row * PW_ROW_STRIDE, keys,
                  scores + panel * PW_PANEL - origin, PW_ROW_STRIDE);
     }
     for (int r = 0; r < rows; ++r)
         weigh(scores + r * PW_ROW_STRIDE, seen_by(queries, row + r, 1, chunk), all, out.top + row + r, out.sum + row + r);
     matrix values = data->values;
     values.data = (const char *)values.data + (origin + all.begin - data->first_slot) * values.step * data->bytes;
-    multiply(rows, head->value_dim / PW_PANEL, data->bytes, all.end - all.begin, scores + all.begin, values,
+    attend_multiply(rows, head->value_dim / PW_PANEL, data->bytes, all.end - all.begin, scores + all.begin, values,
              out.values + (int64_t)row * head->value_dim, head->value_dim);
 }
 
@@ -164,7 +164,7 @@ static void widen(int64_t n, const uint16_t *from, float *to) { /* n is a multip
     for (int64_t i = 0; i < n; i += LANES) v_store(to + i, v_load_f16(from + i));
 }
 
-/* Several tiles read a chunk: its float16 is converted once. */
+/* Several attend_tiles read a chunk: its float16 is converted once. */
 static chunk_data widened(const pw_kv_head *head, chunk_data from, int64_t slots, float *keys, float *values) {
     int64_t lead = from.first_slot % PW_PANEL, panels = (lead + slots + PW_PANEL - 1) / PW_PANEL;
     widen(panels * PW_PANEL * head->head_dim, from.keys.data, keys);
@@ -186,11 +186,11 @@ static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries,
         .first_slot = slot,
         .bytes = head->bytes,
     };
-    float *keys = scratch + TILE_ROWS * PW_ROW_STRIDE, *values = keys + (PW_CHUNK + PW_PANEL) * head->head_dim;
-    if (head->bytes == 2 && queries->rows > TILE_ROWS && all.begin < all.end)
+    float *keys = scratch + ATTEND_ROWS * PW_ROW_STRIDE, *values = keys + (PW_CHUNK + PW_PANEL) * head->head_dim;
+    if (head->bytes == 2 && queries->rows > ATTEND_ROWS && all.begin < all.end)
         data = widened(head, data, all.end - all.begin, keys, values);
-    for (int row = 0; row < queries->rows; row += TILE_ROWS) {
-        int rows = queries->rows - row < TILE_ROWS ? queries->rows - row : TILE_ROWS;
+    for (int row = 0; row < queries->rows; row += ATTEND_ROWS) {
+        int rows = queries->rows - row < ATTEND_ROWS ? queries->rows - row : ATTEND_ROWS;
         attend_tile(head, queries, row, rows, chunk, &data, scratch + LEAD, out);
     }
 }
