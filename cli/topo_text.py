@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from phasewise.topology import Machine, core_signature, placement_signature
 from phasewise.topology.cpusets import format_list
-from phasewise.topology.outline import Line, outline
+from phasewise.topology.outline import Line, count_words, outline
 
 WIDTH = 80
 UNICODE_GLYPHS = ("├─ ", "└─ ", "│  ", "   ")
@@ -17,11 +17,11 @@ ASCII_GLYPHS = ("|- ", "`- ", "|  ", "   ")
 def topo_lines(machine: Machine, encoding: str) -> list[str]:
     """The whole text in lines of at most 80 characters, all of which `encoding` can write."""
     glyphs = UNICODE_GLYPHS if encoding.lower().replace("-", "").startswith("utf") else ASCII_GLYPHS
-    lines = [*_wrap("", _heading(machine)), *_wrap("", _counts(machine))]
+    lines = [*_wrap("", _heading(machine)), *_wrap("", count_words(machine))]
     lines += _tree_lines(outline(machine), glyphs, "")
     barred = sorted(set(machine.tree.cpus).difference(machine.allowed_pus))
     if barred:
-        lines += _wrap("Not allowed to this process: ", f"PU {format_list(barred)}")
+        lines += _wrap("Not allowed: ", f"PU {format_list(barred)}")
     if machine.cpu_quota is not None:
         lines += _wrap("CPU quota: ", f"{machine.cpu_quota:g} CPUs' worth of time")
     # Long lists of instruction sets may break after a plus, where no space is.
@@ -35,19 +35,6 @@ def _heading(machine: Machine) -> str:
     cpu = machine.cpu
     known = " ".join(word for word in (cpu.name or cpu.vendor, cpu.architecture) if word)
     return f"{machine.source}: {known}" if known else machine.source
-
-
-def _counts(machine: Machine) -> str:
-    counts = machine.counts()
-    named = (
-        (counts.packages, "package", "packages"),
-        (counts.numa_nodes, "NUMA node", "NUMA nodes"),
-        (counts.l3, "L3", "L3"),
-        (counts.cores, "core", "cores"),
-        (counts.pus, "PU", "PUs"),
-    )
-    pieces = [f"{number} {one if number == 1 else many}" for number, one, many in named]
-    return ", ".join([*pieces, f"{counts.allowed_pus} allowed"])
 
 
 def _tree_lines(lines: tuple[Line, ...], glyphs: tuple[str, ...], prefix: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import sqlite3
 import stat
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, create_engine, event, make_url
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool, StaticPool
 
@@ -25,7 +26,7 @@ from phasewise.kerneldb.errors import (
     KernelDbError,
     ReadOnlyDatabaseError,
 )
-from phasewise.kerneldb.location import Location
+from phasewise.kerneldb.location import MEMORY_URL, Location
 
 BUSY_TIMEOUT_S = 15.0
 """How long to wait for another writer, which holds the lock for milliseconds, or seconds to upgrade."""
@@ -33,11 +34,18 @@ BUSY_TIMEOUT_S = 15.0
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _BEGIN = "sqlite_begin"
 
+MAX_REASON_CHARS = 160
+"""Of what the driver says: SQLite may quote the whole definition of a table."""
+
 
 def engine_for(location: Location, read_only: bool) -> Engine:
     """An engine over the location; nothing is opened yet."""
     if location.file is None:
-        return _url_engine(location.url or "", location.name)
+        return (
+            _memory_engine()
+            if location.url == MEMORY_URL
+            else _server_engine(location.url or "", location.name)
+        )
     uri = f"file:{quote(str(location.file))}{_read_only_parameters(location.file) if read_only else ''}"
 
     def connect() -> sqlite3.Connection:
@@ -55,25 +63,24 @@ def _read_only_parameters(file: Path) -> str:
     return "?mode=ro" if log_exists else "?mode=ro&immutable=1"
 
 
-def _url_engine(url: str, name: str) -> Engine:
+def _memory_engine() -> Engine:
+    """One connection for as long as the engine lives: the database is gone with it."""
+    options = {"isolation_level": None, "check_same_thread": False}
+    engine = create_engine(
+        MEMORY_URL, poolclass=StaticPool, connect_args=options, json_deserializer=_json_or_none
+    )
+    return _with_sqlite_habits(engine)
+
+
+def _server_engine(url: str, name: str) -> Engine:
     try:
-        parsed = make_url(url)
-        if parsed.get_backend_name() != "sqlite":
-            return create_engine(parsed, json_deserializer=_json_or_none, pool_pre_ping=True)
-        in_memory = parsed.database in (None, "", ":memory:")
-        engine = create_engine(
-            parsed,
-            json_deserializer=_json_or_none,
-            poolclass=StaticPool if in_memory else QueuePool,
-            connect_args={"isolation_level": None, "check_same_thread": False, "timeout": BUSY_TIMEOUT_S},
-        )
+        return create_engine(url, json_deserializer=_json_or_none, pool_pre_ping=True)
     except ArgumentError:
         raise KernelDbError(f"{name} is not a database URL: write e.g. postgresql://user@host/name") from None
     except NoSuchModuleError as error:
         raise KernelDbError(f"database {name} is of an unknown kind: {error}") from None
     except ImportError as error:
         raise KernelDbError(f"database {name} needs a driver, to be installed with pip: {error}") from None
-    return _with_sqlite_habits(engine)
 
 
 def _with_sqlite_habits(engine: Engine) -> Engine:
@@ -158,15 +165,22 @@ def clear_errors(name: str) -> Iterator[None]:
         raise _translate(name, error.orig) from error
     except sqlite3.Error as error:
         raise _translate(name, error) from error
+    except UnicodeDecodeError as error:
+        # Python could not even read SQLite's message, which quotes the damaged schema.
+        raise DamagedDatabaseError(_damaged(name, "its schema is not text")) from error
+
+
+def _damaged(name: str, text: str) -> str:
+    return f"database {name} is damaged ({text}): restore a copy, or move it away"
 
 
 def _translate(name: str, error: BaseException | None) -> KernelDbError:
     code = getattr(error, "sqlite_errorname", "")
-    text = " ".join(str(error).split())
+    text = textwrap.shorten(str(error), MAX_REASON_CHARS, placeholder=" ...")
     if code.startswith("SQLITE_NOTADB"):
         return ForeignDatabaseError(f"{name} is not a database; name another with --db, or move it away")
     if code.startswith("SQLITE_CORRUPT") or "no such table" in text or "no such column" in text:
-        return DamagedDatabaseError(f"database {name} is damaged ({text}): restore a copy, or move it away")
+        return DamagedDatabaseError(_damaged(name, text))
     if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return BusyDatabaseError(
             f"database {name} has been locked by another process for {BUSY_TIMEOUT_S:.0f} s"

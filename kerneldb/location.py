@@ -17,6 +17,7 @@ from phasewise.kerneldb.errors import KernelDbError
 FILE_NAME = "phasewise.db"
 MEMORY_URL = "sqlite://"
 
+_SQLITE_URL = re.compile(r"sqlite(?:\+pysqlite)?://(?:/([^?#]*))?")
 _PASSWORD = re.compile(r"(://[^/?#]*?:)[^/?#]*@")
 
 
@@ -55,10 +56,13 @@ def locate(db: str | os.PathLike[str] | None) -> Location:
     text = os.fspath(db)
     if not text or "\0" in text:
         raise KernelDbError("the database name is empty or has a NUL in it: give a file or a URL")
-    if text in (":memory:", MEMORY_URL, "sqlite:///:memory:"):
+    sqlite = _SQLITE_URL.fullmatch(text)
+    if text == ":memory:" or (sqlite and sqlite[1] in (None, "", ":memory:")):
         return Location(None, MEMORY_URL)
-    if text.startswith("sqlite:///") and "?" not in text:
-        return Location(Path(text.removeprefix("sqlite:///")).absolute(), None)
+    if sqlite:
+        return Location(Path(sqlite[1]).absolute(), None)
+    if text.startswith(("sqlite:", "sqlite+")):
+        raise KernelDbError(f"database {text}: for SQLite give the path of a file, without parameters")
     if "://" in text:
         return Location(None, text)
     try:

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, Text, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Text,
+    UniqueConstraint,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 # SQLite numbers rows by itself only where the key is declared INTEGER; its INTEGER has 64 bits anyway.
@@ -94,7 +105,7 @@ class MeasurementRow(Base):
     samples_ns: Mapped[Any] = mapped_column(JSON, comment="raw samples, a list in the order taken")
     estimate_ns: Mapped[int] = mapped_column(BigInteger, comment="robust estimate over samples_ns")
     numeric_error: Mapped[float | None] = mapped_column(
-        comment="largest error seen, relative; null: not compared"
+        Double, comment="largest error seen, relative; null: not compared"
     )
     effort_ns: Mapped[int] = mapped_column(BigInteger, comment="wall clock that the timing cost")
     program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")

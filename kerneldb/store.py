@@ -204,16 +204,16 @@ class Store:
             }
             measured = _count_by_machine(session, MeasurementRow)
             planned = _count_by_machine(session, ServicePlanRow)
-        machines = sorted({*measured, *planned})
-        return StoreStats(
-            revision=HEAD,
-            rows=rows,
-            signatures=tuple(
-                SignatureCount(MachineKey(*key), measured.get(key, 0), planned.get(key, 0))
-                for key in machines
-            ),
-            file_bytes=self._file_bytes(),
-        )
+        return StoreStats(HEAD, rows, tuple(self._signatures(measured, planned)), self._file_bytes())
+
+    def _signatures(
+        self, measured: Mapping[tuple[str, str], int], planned: Mapping[tuple[str, str], int]
+    ) -> Iterator[SignatureCount]:
+        for key in sorted({*measured, *planned}, key=repr):
+            try:
+                yield SignatureCount(MachineKey(*key), measured.get(key, 0), planned.get(key, 0))
+            except RecordError as error:
+                self._report(f"database {self.name}: rows of one machine are not counted: {error}")
 
     def _file_bytes(self) -> int | None:
         if self._file is None:

@@ -45,8 +45,8 @@ def parse_list(text: str) -> int:
     for piece in text.strip().split(","):
         if not piece:
             continue
-        first, _, last = piece.partition("-")
-        low, high = _index(first), _index(last or first)
+        first, dash, last = piece.partition("-")
+        low, high = _index(first), _index(last if dash else first)
         if low > high:
             raise ValueError(f"CPU range {piece!r} runs backwards")
         mask |= (1 << (high + 1)) - (1 << low)

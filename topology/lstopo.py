@@ -147,6 +147,8 @@ class _Collector:
         if not any(part.kind is Kind.NUMA for part in parts):
             parts = [*parts, Part(Kind.NUMA, 0, self.online)]
         allowed = self.online if self.allowed is None else self.allowed & self.online
+        if not allowed:
+            raise TopologyError("none of the PUs described is in allowed_cpuset")
         return Machine(
             source=source,
             tree=nest(parts, self.online),

@@ -36,6 +36,8 @@ def read_machine(root: Path = Path("/")) -> Machine:
     try:
         online = _online(root / "sys/devices/system/cpu", is_live)
         limits = read_limits(root) if is_live else Limits(online, None)
+        if not limits.allowed & online:
+            raise TopologyError(f"none of the CPUs that {root} describes is allowed to this process")
         parts = _cpu_parts(root / "sys/devices/system/cpu", online) + _memory_parts(root, online)
         return Machine(
             source="this machine" if is_live else str(root),
@@ -189,7 +191,8 @@ def _shared(folder: Path, names: tuple[str, ...], online: int) -> int:
 def _meminfo_bytes(path: Path, label: str) -> int | None:
     for line in (_text(path) or "").splitlines():
         if line.strip().startswith(label):
-            return int(line.strip()[len(label) :].split()[0]) * 1024
+            kilobytes = line.strip()[len(label) :].removesuffix("kB")
+            return max(int(kilobytes), 0) * 1024
     return None
 
 
@@ -199,7 +202,8 @@ def _size(path: Path) -> int | None:
     if not text:
         return None
     unit = SIZE_UNITS.get(text[-1], 1)
-    return (int(text if unit == 1 else text[:-1]) * unit) or None
+    size_bytes = int(text if unit == 1 else text[:-1]) * unit
+    return size_bytes if size_bytes > 0 else None
 
 
 def _number(path: Path) -> int | None:

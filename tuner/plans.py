@@ -235,8 +235,11 @@ def plans_for(
 
     KernelDbError if the database exists and cannot be used.
     """
-    if threads is not None or locate(db).is_absent:
-        return resolve_plans(None, machine, model, threads, report)
+    location = locate(db)
+    if threads is not None or location.is_absent:
+        if location.is_absent and not location.is_default:
+            report(f"there is no database at {location.name} yet: default plans are used")
+        return resolve_plans(None, machine, model, threads)
     # SQLAlchemy takes a quarter of a second to load, which a start without a database need not pay.
     from phasewise.kerneldb.store import open_store
 

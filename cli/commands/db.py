@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="The tuning database: plans, schedules, measurements.")
 
 WIDTH = 80
-MAX_MODEL_CHARS = 34
+MAX_MODEL_CHARS = 30
+MAX_KERNEL_CHARS = 18
+MAX_PATH_CHARS = 12
 
 
 class PhaseName(StrEnum):
@@ -224,10 +226,10 @@ def _labels(machines: Iterable[MachineKey]) -> dict[MachineKey, str]:
 def _print_contents(fields: dict[str, Any]) -> None:
     plans = [
         {
-            "model": _shortened(plan["model"]),
+            "model": _shortened(plan["model"], MAX_MODEL_CHARS),
             "phase": plan["phase"],
             "cores": _cores(plan["ranks"]),
-            "machine": plan["machine"],
+            "on": plan["machine"],
             "in use": "yes" if plan["in_use"] else "no",
             "created": time.strftime("%Y-%m-%d", time.gmtime(plan["created_at_ms"] / 1000)),
         }
@@ -238,9 +240,9 @@ def _print_contents(fields: dict[str, Any]) -> None:
     _print_machines(fields["machines"])
 
 
-def _shortened(model: str) -> str:
-    """The end of a long key tells more than its beginning: it has the format."""
-    return model if len(model) <= MAX_MODEL_CHARS else "..." + model[3 - MAX_MODEL_CHARS :]
+def _shortened(text: str, limit: int) -> str:
+    """The end of a long name tells more than its beginning: a model's has the format."""
+    return text if len(text) <= limit else "..." + text[3 - limit :]
 
 
 def _cores(ranks: list[list[int]] | None) -> str:
@@ -250,13 +252,13 @@ def _cores(ranks: list[list[int]] | None) -> str:
 
 
 def _schedule_line(one: dict[str, Any]) -> dict[str, Any]:
+    """What fits in 80 columns; `--json` has the rest."""
     return {
-        "kernel": f"{one['family']} {one['format']}",
-        "n x k, m": f"{one['n']}x{one['k']}, {one['m']}",
+        "kernel": _shortened(f"{one['family']} {one['format']}", MAX_KERNEL_CHARS),
+        "n x k x m": f"{one['n']}x{one['k']}x{one['m']}",
         "tile": f"{one['mr']}x{16 * one['panels']}",
-        "block": f"{one['block_m']}x{one['block_n']}x{one['block_k']}",
         "grid": f"{one['threads_m']}x{one['threads_n']}x{one['threads_k']}",
-        "path": one["compute_path"],
+        "path": _shortened(one["compute_path"], MAX_PATH_CHARS),
         "us": f"{one['estimate_ns'] / 1000:.1f}",
         "on": one["machine"],
     }

@@ -1,10 +1,110 @@
-"""`phasewise models`."""
+"""`phasewise models`: fetch a model, list what is here, look inside one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Being built.")
+from phasewise.cli.options import JsonOption, ModelArgument
+from phasewise.cli.present import note, print_json
+
+if TYPE_CHECKING:
+    from phasewise.serving.loaders.inspection import Inspection
+
+app = typer.Typer(no_args_is_help=True, help="Fetch models, list them, look inside one.")
+
+LABEL_COLUMNS = 16
 
 
-@app.callback()
-def root() -> None:
-    pass
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="a known name or a hub name")],
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch MODEL into the cache and print where it lies. What is there and whole is kept."""
+    from phasewise.serving.loaders.resolve import cache_root, fetch
+
+    located = fetch(model, cache_root(), note)
+    if as_json:
+        print_json({"name": located.name, "path": str(located.path)})
+    else:
+        print(located.path)
+
+
+@app.command("list")
+def list_models(as_json: JsonOption = False) -> None:
+    """List the known models, and what is packed in the cache."""
+    from phasewise.serving.loaders.inspection import known_models, packed_models
+    from phasewise.serving.loaders.resolve import cache_root
+
+    root = cache_root()
+    known, packed = known_models(root), packed_models(root)
+    if as_json:
+        print_json({"cache": str(root), "models": known, "packed": packed})
+        return
+    for model in known:
+        state = "here" if model["path"] else f"phasewise models pull {model['name']}"
+        print(f"{model['name']}  {_size(model['file_bytes'])}, {model['licence']}: {state}")
+        print(f"  {model['about']}")
+    for file in packed:
+        print(f"packed  {_size(file['file_bytes']):>9}  {file['format']:<6}  {file['name']}")
+
+
+@app.command()
+def inspect(model: ModelArgument, as_json: JsonOption = False) -> None:
+    """Show the shape of MODEL, its tensors by type, and the memory that each weight format takes."""
+    from phasewise.serving.loaders import inspection, open_source
+    from phasewise.serving.loaders.resolve import cache_root, locate
+
+    with open_source(locate(model, cache_root(), note)) as source:
+        found = inspection.inspect_source(source)
+    if as_json:
+        print_json(inspection.to_json(found))
+        return
+    for label, value in _facts(found):
+        print(f"{label:<{LABEL_COLUMNS}}{value}")
+
+
+def _facts(found: Inspection) -> list[tuple[str, str]]:
+    """What `inspect` prints, a label and a value a line."""
+    config = found.config
+    scaling = "" if config.rope.scaling is None else f", scaled: {type(config.rope.scaling).__name__}"
+    window = "" if config.sliding_window is None else f", window {config.sliding_window}"
+    extras = [name for name, present in (("q/k norm", config.qk_norm), ("biases", found.has_bias)) if present]
+    facts = [
+        ("model", found.name),
+        ("source", f"{found.path}"),
+        ("architecture", ", ".join([config.architecture, *extras])),
+        ("layers", f"{config.n_layers} of hidden {config.hidden}, feed-forward {config.ffn}"),
+        ("heads", f"{config.n_heads} query, {config.n_kv_heads} key/value, of {config.head_dim}"),
+        ("context", f"{config.context_length} tokens{window}"),
+        ("rope", f"theta {config.rope.theta:g}{scaling}"),
+        (
+            "vocabulary",
+            f"{config.vocab_size} tokens, {'tied' if config.tied_embeddings else 'separate'} head",
+        ),
+        (
+            "tokenizer",
+            f"{found.tokenizer_kind}, BOS {config.bos_token_id}, EOS {_listed(config.eos_token_ids)}",
+        ),
+        ("chat template", "yes" if found.has_chat_template else "none"),
+        ("parameters", f"{found.parameters / 1e6:.1f} M"),
+    ]
+    facts += [
+        (f"tensors {kind.type_name}", f"{kind.count:>5}  {_size(kind.file_bytes):>10} in the file")
+        for kind in found.tensor_types
+    ]
+    facts += [(f"as {name}", f"{_size(size):>17} in memory") for name, size in found.format_bytes.items()]
+    return facts
+
+
+def _listed(ids: tuple[int, ...]) -> str:
+    return " ".join(map(str, ids)) or "none"
+
+
+def _size(n_bytes: int) -> str:
+    """Decimal units, as disks and bandwidths are counted."""
+    if n_bytes < 1e9:
+        return f"{n_bytes / 1e6:.1f} MB"
+    return f"{n_bytes / 1e9:.2f} GB"

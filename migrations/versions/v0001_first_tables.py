@@ -92,7 +92,7 @@ def _create_measurement() -> None:
         _column("kernel_abi", LINE, "hash over the kernel family's body and flags"),
         _column("samples_ns", sa.JSON(), "raw samples, a list in the order taken"),
         _column("estimate_ns", sa.BigInteger(), "robust estimate over samples_ns"),
-        sa.Column("numeric_error", sa.Float(), comment="largest error seen, relative; null: not compared"),
+        sa.Column("numeric_error", sa.Double(), comment="largest error seen, relative; null: not compared"),
         _column("effort_ns", sa.BigInteger(), "wall clock that the timing cost"),
         _column("program_version", LINE, "phasewise that wrote the row"),
         _column("created_at_ms", sa.BigInteger(), "Unix time, UTC"),

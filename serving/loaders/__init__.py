@@ -8,6 +8,7 @@ path only.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def _identity(located: Located, weight_format: str) -> str:
 
 def _file_name(located: Located, weight_format: str) -> str:
     """One packed file per source and format: a changed source replaces its old one."""
-    place = hashlib.sha256(str(located.path.resolve()).encode()).hexdigest()[:12]
+    place = hashlib.sha256(os.fsencode(located.path.resolve())).hexdigest()[:12]
     return f"{located.name[:80].replace('/', '--')}-{weight_format}-{place}.packed"
 
 

@@ -54,6 +54,8 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     if (activation := field(fields, "hidden_act", str, "silu")) not in ("silu", "swish"):
         raise ModelError(f"config.json asks for the activation {activation!r}; only silu can run")
     heads, hidden = field(fields, "num_attention_heads", int), field(fields, "hidden_size", int)
+    if (share := field(fields, "partial_rotary_factor", float, 1.0)) != 1:
+        raise ModelError(f"config.json rotates {share!r} of each head, which cannot run")
     usual_head_dim = hidden // heads if heads and hidden else None
     head_dim = field(fields, "head_dim", int, QWEN3_HEAD_DIM if architecture == "qwen3" else usual_head_dim)
     rope_fields = _rope_fields(fields)
@@ -68,7 +70,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
         vocab_size=field(fields, "vocab_size", int),
         context_length=field(fields, "max_position_embeddings", int, DEFAULT_CONTEXT),
         norm_eps=field(fields, "rms_norm_eps", float, 1e-6),
-        rope=RopeSpec(_theta(fields, rope_fields), _rope_dim(fields, head_dim), _scaling(rope_fields)),
+        rope=RopeSpec(_theta(fields, rope_fields), head_dim, _scaling(rope_fields)),
         tied_embeddings=field(fields, "tie_word_embeddings", bool, False),
         qk_norm=architecture == "qwen3",
         sliding_window=_sliding_window(fields, architecture),
@@ -90,12 +92,6 @@ def _theta(fields: Fields, rope_fields: Fields) -> float:
     return float(own if own is not None else field(fields, "rope_theta", float, DEFAULT_THETA))
 
 
-def _rope_dim(fields: Fields, head_dim: int | None) -> Any:
-    """All of a head; where only part of it turns, a number that `ModelConfig` refuses."""
-    share = field(fields, "partial_rotary_factor", float, 1.0)
-    return head_dim if share == 1 or head_dim is None else int(min(max(share, 0.0), 1.0) * head_dim)
-
-
 def _scaling(rope_fields: Fields) -> Scaling | None:
     kind = field(rope_fields, "rope_type", str) or field(rope_fields, "type", str, "default")
 
@@ -110,12 +106,11 @@ def _scaling(rope_fields: Fields) -> Scaling | None:
     if kind == "linear":
         return LinearScaling(need("factor", float))
     if kind == "llama3":
-        return Llama3Scaling(
-            factor=need("factor", float),
-            low_freq_factor=need("low_freq_factor", float),
-            high_freq_factor=need("high_freq_factor", float),
-            original_context=need("original_max_position_embeddings", int),
-        )
+        low, high = need("low_freq_factor", float), need("high_freq_factor", float)
+        if not low < high:
+            raise ModelError(f"config.json has RoPE scaling from {low!r} to {high!r}: low < high expected")
+        context = need("original_max_position_embeddings", int)
+        return Llama3Scaling(need("factor", float), low, high, context)
     raise ModelError(f"config.json asks for RoPE scaling {kind!r}; linear and llama3 can run")
 
 

@@ -11,22 +11,30 @@ from phasewise.serving.errors import ModelError
 WANTED_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 
-def snapshot(name: str, root: Path, report: Callable[[str], None]) -> Path:
-    """The directory that holds `org/name`, downloading it if this cache has not seen it."""
-    note = root / "hub" / name.replace("/", "--")
+def remembered(name: str, root: Path) -> Path | None:
+    """The directory that `download` put `org/name` in, if it is still there."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        remembered = Path(note.read_text(encoding="utf-8"))
-        if remembered.is_dir():
-            return remembered
+        path = Path(_note(name, root).read_text(encoding="utf-8"))
+        return path if path.is_dir() else None
+    return None
+
+
+def download(name: str, root: Path, report: Callable[[str], None]) -> Path:
+    """Fetch `org/name`, as far as it is not in the hub's own cache, and remember where it went."""
     report(f"fetching {name} from the hub")
-    path = _download(name)
+    path = _snapshot(name)
     with contextlib.suppress(OSError):  # only a shortcut
+        note = _note(name, root)
         note.parent.mkdir(parents=True, exist_ok=True)
         note.write_text(str(path), encoding="utf-8")
     return path
 
 
-def _download(name: str) -> Path:
+def _note(name: str, root: Path) -> Path:
+    return root / "hub" / name.replace("/", "--")
+
+
+def _snapshot(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -38,6 +38,9 @@ PREFIX = struct.Struct("<8sQQQ32s")
 ALIGNMENT = 64
 CHUNK_VALUES = 2 << 20  # weights decoded at a time: 8 MiB in float32
 STALE_S = 3600  # a temporary file this old belongs to a run that died
+
+# What reading a file that we did not write whole may raise.
+_NOT_OURS = (OSError, struct.error, KeyError, TypeError, ValueError, ModelError)
 
 Report = Callable[[str], None]
 
@@ -58,7 +61,7 @@ def write_packed(
 ) -> None:
     """Pack `source` into the file `target`. On any failure no file of that name appears or changes."""
     weights, vectors = plan_weights(source, weight_format), plan_vectors(source)
-    text = (source.tokenizer_json().encode(), (source.chat_template or "").encode())
+    text = _text(source)
     fields = {
         "identity": identity,
         "format": weight_format,
@@ -92,24 +95,51 @@ def read_packed(target: Path, identity: str, source: Path) -> PackedModel | None
     """Map the packed file if it is whole and was made from what `identity` names; None otherwise."""
     try:
         with target.open("rb") as file:
-            magic, head_bytes, text_bytes, total, digest = PREFIX.unpack(file.read(PREFIX.size))
-            if magic != MAGIC or os.fstat(file.fileno()).st_size != total:
-                return None
-            body = file.read(head_bytes + text_bytes)
-            if hashlib.sha256(body).digest() != digest:
-                return None
-            fields = json.loads(body[:head_bytes])
+            fields, text = _checked_head(file)
             if fields["identity"] != identity:
                 return None
-            mapped = mmap.mmap(file.fileno(), total, prot=mmap.PROT_READ)
-        return _model(fields, body[head_bytes:], mapped, source)
-    except (OSError, struct.error, MemoryError, OverflowError, KeyError, TypeError, ValueError):
+            mapped = mmap.mmap(file.fileno(), fields["file_bytes"], prot=mmap.PROT_READ)
+        return _model(fields, text, mapped, source)
+    except _NOT_OURS:
+        return None
+
+
+def read_head(target: Path) -> dict[str, Any] | None:
+    """What a packed file says about itself, without its arrays; None if it is not whole."""
+    try:
+        with target.open("rb") as file:
+            return _checked_head(file)[0]
+    except _NOT_OURS:
         return None
 
 
 def versions() -> str:
     """Part of every identity: a file made under other rules is not used."""
     return f"file {FILE_VERSION}, packing {PACKING_VERSION}"
+
+
+def _text(source: ModelSource) -> tuple[bytes, bytes]:
+    """Tokenizer and chat template. JSON can smuggle in half characters, which no encoder takes."""
+    try:
+        return source.tokenizer_json().encode(), (source.chat_template or "").encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(
+            f"{source.path} has a tokenizer or chat template that is not Unicode text"
+        ) from error
+
+
+def _checked_head(file: BinaryIO) -> tuple[dict[str, Any], bytes]:
+    """The head's fields, with `file_bytes` added, and the text; ValueError if anything is not as written."""
+    magic, head_bytes, text_bytes, total, digest = PREFIX.unpack(file.read(PREFIX.size))
+    body_bytes = head_bytes + text_bytes
+    if magic != MAGIC or os.fstat(file.fileno()).st_size != total or body_bytes > total:
+        raise ValueError("not a packed file, or cut short")
+    body = file.read(body_bytes)
+    if hashlib.sha256(body).digest() != digest:
+        raise ValueError("a damaged head")
+    fields: dict[str, Any] = json.loads(body[:head_bytes])
+    fields["file_bytes"] = total
+    return fields, body[head_bytes:]
 
 
 def _head(fields: dict[str, Any]) -> bytes:

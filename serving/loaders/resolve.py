@@ -47,14 +47,37 @@ def locate(ref: str, root: Path, report: Report) -> Located:
     if ref in KNOWN:
         path = known_path(KNOWN[ref], root)
         return Located(ref, path if path.is_file() else pull(KNOWN[ref], root, report))
-    path = Path(ref).expanduser()
-    if "\0" not in ref and path.exists():
+    path = _existing(ref)
+    if path is not None:
         return Located(path.resolve().name.removesuffix(".gguf"), path)
     if HUB_NAME.fullmatch(ref) and not ref.endswith(".gguf"):
-        from phasewise.serving.loaders.hub import snapshot
+        from phasewise.serving.loaders import hub
 
-        return Located(ref, snapshot(ref, root, report))
-    raise ModelError(
-        f"no model {ref!r}: give a known name ({', '.join(KNOWN)}), a .gguf file,"
+        return Located(ref, hub.remembered(ref, root) or hub.download(ref, root, report))
+    raise _unknown(ref)
+
+
+def fetch(ref: str, root: Path, report: Report) -> Located:
+    """Bring a known or a hub name into the cache, or check and update what is there."""
+    if ref in KNOWN:
+        return Located(ref, pull(KNOWN[ref], root, report))
+    if HUB_NAME.fullmatch(ref):
+        from phasewise.serving.loaders import hub
+
+        return Located(ref, hub.download(ref, root, report))
+    raise _unknown(ref)
+
+
+def _unknown(ref: str) -> ModelError:
+    return ModelError(
+        f"no model {ref!r:.200}: give a known name ({', '.join(KNOWN)}), a .gguf file,"
         " a Hugging Face directory or a hub name such as org/name"
     )
+
+
+def _existing(ref: str) -> Path | None:
+    try:
+        path = Path(ref).expanduser()
+        return path if ref and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # a name too long, an unknown user's home, a NUL byte
+        return None

@@ -1,0 +1,79 @@
+"""The engine's own thread: messages in through a queue, deliveries out through a callback. It sleeps
+when there is nothing to compute."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from phasewise.serving.engine import Engine
+from phasewise.serving.errors import ServingError, StepFailed
+from phasewise.serving.messages import Abort, Delivery, Failure, Submit
+
+log = logging.getLogger(__name__)
+
+Message = Submit | Abort
+
+
+class EngineThread:
+    """Runs `engine` until `stop`. `deliver` is called on this thread and must only hand the delivery on."""
+
+    def __init__(self, engine: Engine, deliver: Callable[[Delivery], None]) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: stop
+        self._thread = threading.Thread(target=self._run, name="phasewise-engine", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """From any thread. What comes of it arrives through `deliver`."""
+        self._inbox.put(message)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End every request and the thread; waits for the step in progress."""
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                if not self._take_messages():
+                    break
+                delivery = self._engine.step()
+            except Exception as error:  # a bug in our own bookkeeping: nothing in progress can be trusted
+                log.error("the engine failed between steps", exc_info=error)
+                delivery = self._engine.fail_everything(StepFailed(f"the engine failed: {error}"))
+            if delivery.outs or delivery.stats:
+                self._deliver(delivery)
+        self._deliver(self._engine.fail_everything(StepFailed("the server is stopping")))
+
+    def _take_messages(self) -> bool:
+        """Handle what has arrived, waiting for it while there is nothing to compute. False: stop."""
+        wait = not self._engine.has_work
+        while True:
+            try:
+                message = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            self._handle(message)
+            wait = False
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Submit():
+                try:
+                    self._engine.submit(message)
+                except ServingError as error:
+                    self._deliver(Delivery((Failure(message.request_id, error),), None))
+            case Abort(request_id):
+                self._engine.abort(request_id)

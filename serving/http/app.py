@@ -1,0 +1,155 @@
+"""The routes. JSON in, messages to the engine, pieces of answers out; the scheduler is never touched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+from starlette.middleware import Middleware
+
+from phasewise.serving.errors import ServingError
+from phasewise.serving.http import errors
+from phasewise.serving.http.body import read_body
+from phasewise.serving.http.client import EngineClient
+from phasewise.serving.http.errors import from_engine, unknown_model
+from phasewise.serving.http.metrics import Metrics
+from phasewise.serving.http.middleware import CountAnswers, RequireKey
+from phasewise.serving.http.prepare import chat_requests, completion_requests
+from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering
+from phasewise.serving.http.respond import Reply, respond
+from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from phasewise.serving.http.served import HttpLimits, ServedModel
+from phasewise.serving.messages import Submit
+
+Body = TypeVar("Body", bound=GenerationRequest)
+
+_PATHS = frozenset({"/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"})
+
+
+def create_app(
+    model: ServedModel, client: EngineClient, limits: HttpLimits, engine_is_alive: Callable[[], bool]
+) -> FastAPI:
+    """The application that serves one model. `client` is attached to the loop that runs it."""
+    metrics = Metrics()
+    client.observe(metrics)
+    layers = [Middleware(CountAnswers, metrics=metrics, paths=_PATHS)]
+    if limits.api_keys:
+        layers.append(Middleware(RequireKey, keys=limits.api_keys))
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        client.attach(asyncio.get_running_loop())
+        yield
+
+    app = FastAPI(
+        title="phasewise",
+        lifespan=lifespan,
+        middleware=layers,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    errors.install(app)
+    _add_health(app, engine_is_alive, metrics)
+    _add_models(app, model)
+    _add_completions(app, model, client, limits)
+    _add_chat(app, model, client, limits)
+    return app
+
+
+def _add_health(app: FastAPI, engine_is_alive: Callable[[], bool], metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while the engine runs."""
+        alive = engine_is_alive()
+        return JSONResponse({"status": "ok" if alive else "engine stopped"}, 200 if alive else 503)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        """Metrics in Prometheus's text format."""
+        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_models(app: FastAPI, model: ServedModel) -> None:
+    card = {
+        "id": model.model_id,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "phasewise",
+        "max_model_len": model.context_length,
+    }
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> dict[str, Any]:
+        """The model, by its id or by the name it was started with."""
+        if name not in model.names:
+            raise unknown_model(name, model.model_id)
+        return card
+
+
+def _add_completions(app: FastAPI, model: ServedModel, client: EngineClient, limits: HttpLimits) -> None:
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continue a text, or several."""
+        body = await read_body(request, CompletionRequest, limits.max_body_bytes)
+        requests = await _prepared(completion_requests, body, model)
+        rendering = CompletionRendering(_response_id(requests), model)
+        return await _answer(client, _reply(body, requests, rendering), request)
+
+
+def _add_chat(app: FastAPI, model: ServedModel, client: EngineClient, limits: HttpLimits) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    async def chat(request: Request) -> Response:
+        """Answer a conversation."""
+        body = await read_body(request, ChatRequest, limits.max_body_bytes)
+        requests = await _prepared(chat_requests, body, model)
+        rendering = ChatRendering(_response_id(requests), model)
+        return await _answer(client, _reply(body, requests, rendering), request)
+
+
+async def _prepared(
+    prepare: Callable[[Body, ServedModel], list[Submit]], body: Body, model: ServedModel
+) -> list[Submit]:
+    """Tokenising a long prompt takes longer than other requests may wait, so it has a thread."""
+    try:
+        return await asyncio.to_thread(prepare, body, model)
+    except ServingError as error:
+        raise from_engine(error) from error
+
+
+async def _answer(client: EngineClient, reply: Reply, request: Request) -> Response:
+    try:
+        return await respond(client, reply, request)
+    except ServingError as error:
+        raise from_engine(error) from error
+
+
+def _reply(body: GenerationRequest, requests: list[Submit], rendering: Rendering) -> Reply:
+    return Reply(
+        requests=requests,
+        n_choices_per_prompt=body.n or 1,
+        rendering=rendering,
+        streamed=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+    )
+
+
+def _response_id(requests: list[Submit]) -> str:
+    """`cmpl-HEX` of the engine's `cmpl-HEX-0-0`."""
+    return "-".join(requests[0].request_id.split("-")[:2])
+
+
+def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The body is read by hand, for the limit and for our errors; the OpenAPI document still describes it."""
+    content = {"application/json": {"schema": model.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}

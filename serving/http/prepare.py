@@ -1,0 +1,133 @@
+"""From a checked body to messages for the engine. Everything a sender can get wrong is refused here."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from phasewise.serving.errors import ContextLengthExceeded, ServingError
+from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
+from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from phasewise.serving.http.served import ServedModel
+from phasewise.serving.messages import Submit
+from phasewise.serving.sampling import SamplingParams
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions; a chat answer may fill the context
+
+
+def completion_requests(body: CompletionRequest, model: ServedModel) -> list[Submit]:
+    """One message for each choice: prompts in order, the `n` choices of a prompt together."""
+    _refuse(body, model)
+    max_tokens = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+    prompts = [_token_ids(prompt, model) for prompt in _prompts(body.prompt)]
+    if len(prompts) * (body.n or 1) > 1024:
+        raise bad_request("a request may ask for at most 1024 choices in all", "prompt")
+    sampling = _sampling(body, body.logprobs)
+    response_id = f"cmpl-{uuid.uuid4().hex}"
+    return [
+        request
+        for index, prompt in enumerate(prompts)
+        for request in _choices(body, f"{response_id}-{index}", prompt, max_tokens, sampling, model)
+    ]
+
+
+def chat_requests(body: ChatRequest, model: ServedModel) -> list[Submit]:
+    """One message for each of the `n` choices."""
+    _refuse(body, model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    prompt = tuple(
+        model.encode(_rendered(body, model), False)
+    )  # the template writes the opening tokens itself
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    sampling = _sampling(body, (body.top_logprobs or 0) if body.logprobs else None)
+    return list(_choices(body, f"chatcmpl-{uuid.uuid4().hex}", prompt, max_tokens, sampling, model))
+
+
+def _choices(
+    body: GenerationRequest,
+    request_id: str,
+    prompt: tuple[int, ...],
+    max_tokens: int | None,
+    sampling: SamplingParams,
+    model: ServedModel,
+) -> Sequence[Submit]:
+    _refuse_too_long(prompt, max_tokens, model)
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    first = Submit(f"{request_id}-0", prompt, max_tokens, sampling, stop, body.ignore_eos)
+    return [first] + [
+        replace(first, request_id=f"{request_id}-{choice}", sampling=_reseeded(sampling, choice))
+        for choice in range(1, body.n or 1)
+    ]
+
+
+def _reseeded(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Each choice of a seeded request has its own seed, or all of them would be the same."""
+    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice)
+
+
+def _refuse(body: CompletionRequest | ChatRequest, model: ServedModel) -> None:
+    if body.model not in model.names:
+        raise unknown_model(body.model, model.model_id)
+    field = body.unsupported()
+    if field is not None:
+        raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is for streams only: set stream to true", "stream_options")
+
+
+def _refuse_too_long(prompt: tuple[int, ...], max_tokens: int | None, model: ServedModel) -> None:
+    n_needed = len(prompt) + (max_tokens or 1)
+    if n_needed > model.context_length:
+        raise ContextLengthExceeded(
+            f"this model's context is {model.context_length} tokens, but {n_needed} were asked for: "
+            f"{len(prompt)} in the prompt and {max_tokens or 1} for the answer",
+            "prompt",
+        )
+
+
+def _prompts(prompt: str | Sequence[Any]) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [list(prompt)]
+    return prompt
+
+
+def _token_ids(prompt: str | list[int], model: ServedModel) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+            raise bad_request(f"token ids must be 0 to {model.vocab_size - 1}", "prompt")
+        return tuple(prompt)
+    token_ids = tuple(model.encode(prompt, True))
+    if not token_ids:
+        raise bad_request("the prompt has no tokens", "prompt")
+    return token_ids
+
+
+def _rendered(body: ChatRequest, model: ServedModel) -> str:
+    if model.render_chat is None:
+        raise bad_request(
+            f"{model.model_id} has no chat template: use /v1/completions", "messages", "no_chat_template"
+        )
+    try:
+        return model.render_chat([message.for_template() for message in body.messages])
+    except ServingError as error:
+        raise ApiError(400, str(error), param="messages") from error
+
+
+def _sampling(body: GenerationRequest, top_logprobs: int | None) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
+        top_p=body.top_p or 1.0,
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=body.logit_bias or {},
+        top_logprobs=top_logprobs,
+    )

@@ -1,0 +1,84 @@
+"""What there is to know about a model without packing it, and about the cache without opening a model."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phasewise.serving.loaders.layout import has_bias, plan_weights
+from phasewise.serving.loaders.packed_file import read_head
+from phasewise.serving.loaders.registry import KNOWN, known_path
+from phasewise.serving.loaders.source import ModelSource, SourceTensor
+from phasewise.serving.model import FORMATS, ModelConfig, config_to_json
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """All tensors of one type of the file."""
+
+    type_name: str
+    count: int
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A model's shape and sizes. `format_bytes`: packed weights, by user-facing format."""
+
+    name: str
+    path: Path
+    config: ModelConfig
+    tokenizer_kind: str
+    has_chat_template: bool
+    has_bias: bool
+    parameters: int
+    tensor_types: tuple[TensorType, ...]
+    format_bytes: dict[str, int]
+
+
+def inspect_source(source: ModelSource) -> Inspection:
+    """Of an open, checked source; reads no tensor."""
+    by_type: dict[str, list[SourceTensor]] = defaultdict(list)
+    for tensor in source.tensors.values():
+        by_type[tensor.type_name].append(tensor)
+    types = [TensorType(name, len(some), sum(t.n_bytes for t in some)) for name, some in by_type.items()]
+    return Inspection(
+        name=source.name,
+        path=source.path,
+        config=source.config,
+        tokenizer_kind=source.tokenizer_kind,
+        has_chat_template=source.chat_template is not None,
+        has_bias=has_bias(source.tensors),
+        parameters=sum(math.prod(tensor.shape) for tensor in source.tensors.values()),
+        tensor_types=tuple(sorted(types, key=lambda kind: -kind.file_bytes)),
+        format_bytes={name: sum(plan.nbytes for plan in plan_weights(source, name)) for name in FORMATS},
+    )
+
+
+def to_json(found: Inspection) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {**asdict(found), "path": str(found.path), "config": config_to_json(found.config)}
+
+
+def known_models(root: Path) -> list[dict[str, Any]]:
+    """The registry; `path` is None for a model that is not in the cache."""
+    models = []
+    for known in KNOWN.values():
+        path = known_path(known, root)
+        fields = {key: getattr(known, key) for key in ("name", "about", "licence", "file_bytes")}
+        models.append({**fields, "path": str(path) if path.is_file() else None})
+    return models
+
+
+def packed_models(root: Path) -> list[dict[str, Any]]:
+    """Every readable packed file in the cache, largest first."""
+    files = []
+    for path in (root / "packed").glob("*.packed"):
+        head = read_head(path)
+        if head is not None:
+            keys = ("name", "format", "source", "content_hash", "file_bytes")
+            files.append({**{key: head[key] for key in keys}, "path": str(path)})
+    return sorted(files, key=lambda file: -file["file_bytes"])

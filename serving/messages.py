@@ -1,0 +1,74 @@
+"""What the engine is told and what it answers. HTTP and `generate` know the engine by these alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phasewise.serving.batch import Phase
+from phasewise.serving.request import FinishReason
+from phasewise.serving.sampling import SampledToken, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Answer this prompt. Ends at an end token of the model, a stop string, or `max_tokens`."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int | None = None
+    """None: the request's share of the KV cache, within the model's context."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    """The answer ends before the first of these; none of it is given out."""
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Nobody waits for this answer any more."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The next piece of one answer. `tokens` are those whose text has begun to be given out."""
+
+    request_id: str
+    text: str
+    tokens: tuple[SampledToken, ...]
+    n_generated: int
+    """Tokens generated so far, held back ones included."""
+    at_ns: int
+    """When the newest of them was chosen, on `time.perf_counter_ns`."""
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The request ends here, without the rest of its answer. `error` says why."""
+
+    request_id: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step, for metrics."""
+
+    phase: Phase
+    n_sequences: int
+    n_tokens: int
+    duration_ns: int
+    n_waiting: int
+    n_running: int
+    kv_slots_used: int
+    kv_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """All that one turn of the engine has to say. `stats` is None where nothing was computed."""
+
+    outs: tuple[Answer | Failure, ...]
+    stats: StepStats | None

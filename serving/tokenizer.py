@@ -1,0 +1,189 @@
+"""Text to token ids and back.
+
+Special tokens written out in a text, such as `<|im_end|>`, become those tokens: a rendered chat template
+needs it, and llama.cpp's server does the same with a plain prompt. `add_special` is about the tokens put
+around a text (beginning, sometimes end); a template usually writes those itself, so encode what it rendered
+without.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Protocol
+
+import tokenizers
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.gguf_vocab import SPACE_MARK, tokenizer_from_gguf, visible_byte
+
+__all__ = ["DetokenizeStream", "Tokenizer", "TokenizerFacts", "tokenizer_from_gguf"]
+
+
+class TokenizerFacts(Protocol):
+    """The part of a model's configuration that its tokenizer depends on."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def add_bos(self) -> bool: ...
+
+
+class Tokenizer:
+    """One model's vocabulary. Immutable, and safe to share between threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, bos_first: int | None) -> None:
+        self._backend = backend
+        self._bos_first = bos_first
+        self._added = {at: token.content for at, token in backend.get_added_tokens_decoder().items()}
+        self.special_ids = frozenset(
+            at for at, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._byte_level = "ByteLevel" in repr(backend.decoder)
+        self._pieces: dict[int, bytes] = {}
+
+    @classmethod
+    def from_json(cls, text: str, config: TokenizerFacts | None = None) -> Tokenizer:
+        """From the text of a tokenizer.json.
+
+        With a `config`, ids that the model has no row for are refused, and the token of beginning stands
+        first where the configuration wants it though the file adds none. Raises ModelError.
+        """
+        backend = _parse(text)
+        decoder = repr(backend.decoder)
+        if not any(known in decoder for known in ("ByteLevel", "ByteFallback", "Metaspace")):
+            raise ModelError(
+                f"the tokenizer's decoder, {decoder[:80]}, is not one phasewise knows (ByteLevel, "
+                "ByteFallback, Metaspace), so its tokens cannot be turned into text"
+            )
+        if config is None:
+            return cls(backend, None)
+        _check_ids(backend, config.vocab_size)
+        adds_one = config.bos_token_id in backend.encode("").ids
+        return cls(backend, config.bos_token_id if config.add_bos and not adds_one else None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens with a name. The model's matrix may have more rows."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of the token written exactly so; None if there is none."""
+        return self._backend.token_to_id(token)
+
+    def token(self, token_id: int) -> str | None:
+        """How the vocabulary writes a token; None for an id without a name."""
+        return self._backend.id_to_token(token_id) if token_id >= 0 else None
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        """Token ids of a text of any length. Half a surrogate pair, which has no UTF-8, reads as U+FFFD."""
+        try:
+            ids = self._backend.encode(text, add_special_tokens=add_special).ids
+        except (TypeError, UnicodeEncodeError):
+            whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            ids = self._backend.encode(whole, add_special_tokens=add_special).ids
+        if add_special and self._bos_first is not None:
+            return [self._bos_first, *ids]
+        return ids
+
+    def piece(self, token_id: int) -> bytes:
+        """What a token adds to a text: often no whole character, and nothing for an id without a name."""
+        known = self._pieces.get(token_id)
+        if known is None:
+            known = self._pieces[token_id] = self._make_piece(token_id)
+        return known
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True, from_start: bool = False) -> str:
+        """The text that these tokens add to what came before; what is no UTF-8 reads as U+FFFD.
+
+        `from_start` is for the first tokens of a text: it takes away the space that SentencePiece-style
+        vocabularies put in front of it.
+        """
+        stream = DetokenizeStream(self, skip_special=skip_special, from_start=from_start)
+        return "".join(map(stream.push, ids)) + stream.flush()
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether a text gets a space in front before it is cut, as with SentencePiece."""
+        first = self._backend.encode("a", add_special_tokens=False).ids
+        return b"".join(map(self.piece, first)).startswith(b" ")
+
+    def _make_piece(self, token_id: int) -> bytes:
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        if self._byte_level:
+            return _bytes_of_visible(token)
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace(SPACE_MARK, " ").encode()
+
+
+class DetokenizeStream:
+    """Tokens in, text out, a character as soon as its last byte is there.
+
+    What `push` and a last `flush` return adds up to `Tokenizer.decode` of the same ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, from_start: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._drop_space = from_start and tokenizer.adds_space
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that is complete with this token."""
+        if token_id in self._skipped:
+            return ""
+        text = self._utf8.decode(self._tokenizer.piece(token_id))
+        if self._drop_space and text:
+            self._drop_space = False
+            return text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        """U+FFFD for a character left unfinished, else nothing; afterwards the stream starts anew."""
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
+_BYTE_OF_VISIBLE = {visible_byte(byte): byte for byte in range(256)}
+
+
+def _bytes_of_visible(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF_VISIBLE[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def _parse(text: str) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:  # the Rust side raises bare Exception, and its panics are BaseException
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"the tokenizer cannot be read: {reason}; fetch the model again") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _check_ids(backend: tokenizers.Tokenizer, rows: int) -> None:
+    highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    if highest >= rows:
+        raise ModelError(
+            f"the tokenizer has a token with id {highest}, but the model has only {rows} rows of embeddings; "
+            "the two do not belong together"
+        )

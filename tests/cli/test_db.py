@@ -1,0 +1,210 @@
+"""`phasewise db`: what a person and a script see, in every state of the database."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from phasewise.cli.main import app
+from phasewise.kerneldb.records import (
+    MachineKey,
+    Measurement,
+    Origin,
+    PlanRecord,
+    Problem,
+    Sample,
+    Schedule,
+)
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import read_machine
+from phasewise.tuner.plans import plans_for
+
+CORE = str(read_machine().allowed_pus[0])
+FAR = MachineKey("ARM 8/0xd4f asimd L1d 64K L2 1M", "4 threads: 1 node x 1 L3 x 4 cores")
+
+
+@pytest.fixture
+def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the database of this test would be; nothing is there yet."""
+    monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+    return tmp_path / "tuned.db"
+
+
+def run(*arguments: str) -> str:
+    """stdout of a command that must succeed."""
+    result = CliRunner().invoke(app, ["db", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    fields = json.loads(run(*arguments, "--json"))
+    assert fields.pop("schema_version") == 1
+    return dict(fields)
+
+
+def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command as a script runs it."""
+    command = [sys.executable, "-m", "phasewise", "db", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def fill(db: Path) -> None:
+    """Plans and schedules from another kind of machine, with the longest names."""
+    origin = Origin(FAR, "0.1.0", 1_795_000_000_000)
+    sample = Sample(
+        Schedule(12, 2, 144, 6144, 4096, 1, 64, 2, "vnni_group32"), (98_765_432,), 98_765_432, None, 0
+    )
+    problem = Problem("attention_decode", "bf16", 14336, 4096, 2048)
+    with open_store(db) as store:
+        store.add_measurements([Measurement(problem, sample, "abi", origin)])
+        store.add_plan(PlanRecord("meta-llama/Meta-Llama-3.1-8B-Instruct@native", "decode", "{}", origin))
+
+
+def test_path_prints_the_file_and_nothing_else(db: Path) -> None:
+    assert run("path") == f"{db}\n"
+    assert run("path", "--db", "/elsewhere/x.db") == "/elsewhere/x.db\n"
+    assert run_json("path") == {"database": str(db), "exists": False}
+    assert not db.exists()
+
+
+def test_a_password_is_never_printed(db: Path) -> None:
+    url = "postgresql+nothing://me:secret@host/db"
+    shown = shell("stats", "--db", url)
+
+    assert run("path", "--db", url) == "postgresql+nothing://me:***@host/db\n"
+    assert shown.returncode == 1
+    assert "secret" not in shown.stdout + shown.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "stats"])
+def test_looking_creates_nothing(db: Path, command: str) -> None:
+    """No database yet is a state, not a failure."""
+    result = shell(command, "--json")
+
+    assert result.returncode == 0
+    assert f"there is no database at {db} yet" in result.stderr
+    assert json.loads(result.stdout)["database"] == str(db)
+    assert not db.exists()
+
+
+def test_upgrade_creates_then_says_that_all_is_current(db: Path) -> None:
+    first, second = run_json("upgrade"), run_json("upgrade")
+
+    assert (first["from"], second["from"]) == (None, first["to"])
+    assert "is current" in run("upgrade")
+
+
+def test_a_plan_set_by_hand_is_the_one_in_use(db: Path) -> None:
+    """Decode on one core, prefill as by default: what the two phases of a model run on then differs."""
+    assert "(database)" in run(
+        "set-plan", "tinyllama", "--phase", "decode", "--cores", CORE, "--format", "int4"
+    )
+    plans = plans_for(db, read_machine(), "tinyllama@int4")
+
+    assert plans["decode"].cores == (int(CORE),)
+    assert plans["decode"].source == "database"
+    assert plans["prefill"].source == "default"
+
+
+def test_the_newest_plan_is_marked_as_in_use(db: Path) -> None:
+    for _ in range(2):
+        fields = run_json("set-plan", "m", "--phase", "decode", "--cores", CORE)
+        assert fields == {"model": "m@native", "phase": "decode", "ranks": [[int(CORE)]]}
+    shown = run_json("show")
+
+    assert [plan["in_use"] for plan in shown["plans"]] == [False, True]
+    assert shown["plans"][0]["ranks"] == [[int(CORE)]]
+    assert {machine["machine"] for machine in shown["machines"]} == {"#1"}
+    assert "m@native" in run("show")
+
+
+@pytest.mark.parametrize(
+    ("cores", "reason"),
+    [("65535", "may not use core 65535"), ("0,0", "twice"), ("all", "0-3,8"), ("", "0-3,8")],
+)
+def test_a_plan_that_cannot_run_here_is_refused(db: Path, cores: str, reason: str) -> None:
+    result = shell("set-plan", "m", "--phase", "decode", "--cores", cores)
+
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("phasewise: ")
+    assert reason in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not db.exists()
+
+
+def test_a_wrong_phase_is_wrong_usage(db: Path) -> None:
+    assert shell("set-plan", "m", "--phase", "train", "--cores", "0").returncode == 2
+
+
+def test_stats_count_rows_by_machine(db: Path) -> None:
+    fill(db)
+    fields = run_json("stats")
+
+    assert fields["rows"] == {"measurement": 1, "problem": 1, "schedule": 1, "service_plan": 1}
+    assert fields["by_machine"] == [{"machine": "#1", "measurements": 1, "service_plans": 1}]
+    assert fields["machines"] == [{"machine": "#1", "core": FAR.core_sig, "placement": FAR.placement_sig}]
+    assert fields["file_bytes"] >= db.stat().st_size
+    assert fields["schema"] == run_json("upgrade")["to"]
+
+
+@pytest.mark.parametrize("command", ["show", "stats"])
+def test_tables_fit_eighty_columns(db: Path, tmp_path: Path, command: str) -> None:
+    """The longest names and numbers, and this machine's own signature."""
+    fill(db)
+    run("set-plan", "m", "--phase", "prefill", "--cores", CORE)
+    lines = run(command).replace(str(tmp_path), "").splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert "...ion_decode bf16" in run("show")
+
+
+def test_a_plan_that_cannot_be_read_is_shown_as_such(db: Path) -> None:
+    """The reason goes to stderr, so that the table and the JSON stay data."""
+    fill(db)
+    result = shell("show", "--json")
+
+    assert json.loads(result.stdout)["plans"][0]["ranks"] is None
+    assert "cannot be read" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "stats", "upgrade"])
+def test_a_file_that_is_no_database_is_one_line_and_exit_code_one(db: Path, command: str) -> None:
+    db.write_text("my notes")
+    result = shell(command)
+
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr == f"phasewise: {db} is not a database; name another with --db, or move it away\n"
+    assert db.read_text() == "my notes"
+
+
+def test_a_newer_database_is_one_line_and_exit_code_one(db: Path) -> None:
+    run("upgrade")
+    with sqlite3.connect(db) as raw:
+        raw.execute("UPDATE phasewise_schema SET version_num = '0999'")
+    raw.close()
+    result = shell("show")
+
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert "newer than this phasewise knows" in result.stderr
+
+
+def test_two_commands_at_once_both_work(db: Path) -> None:
+    """The first start of two servers, say."""
+    command = [sys.executable, "-m", "phasewise", "db", "set-plan", "m", "--phase", "decode", "--cores", CORE]
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ) for _ in range(2)]
+
+    assert [process.wait(60) for process in both] == [0, 0]
+    assert run_json("stats")["rows"]["service_plan"] == 2

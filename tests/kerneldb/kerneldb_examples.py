@@ -1,0 +1,64 @@
+"""Valid records to build tests from, and a way to run something as a user without rights."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from phasewise.kerneldb.records import (
+    MachineKey,
+    Measurement,
+    Origin,
+    PlanRecord,
+    Problem,
+    Sample,
+    Schedule,
+)
+
+MACHINE = MachineKey("AuthenticAMD 26/2 avx2+avx512f L1d 48K L2 1M", "2 threads: 1 node x 1 L3 x 2 cores")
+OTHER_MACHINE = MachineKey("ARM 8/0xd4f no-isa L1d 64K L2 1M", "4 threads: 1 node x 1 L3 x 4 cores")
+ORIGIN = Origin(MACHINE, "0.1.0", 1_795_000_000_000)
+PROBLEM = Problem("gemm", "int4", 1536, 576, 8)
+SCHEDULE = Schedule(8, 2, 64, 128, 576, 1, 2, 1, "vnni")
+SAMPLE = Sample(SCHEDULE, (1200, 1180, 1950), 1200, 0.00025, 81_000)
+MEASUREMENT = Measurement(PROBLEM, SAMPLE, "gemm-5f1c9e", ORIGIN)
+PLAN = PlanRecord(
+    "tinyllama@int4",
+    "decode",
+    '{"format": 1, "phase": "decode", "ranks": [{"cores": [0], "numa_node": 0}]}',
+    ORIGIN,
+    {"tpot_ms": 4.25},
+)
+
+
+def measured(estimate_ns: int, **changes: Any) -> Measurement:
+    """MEASUREMENT with another estimate, and other fields of it."""
+    sample = dataclasses.replace(SAMPLE, samples_ns=(estimate_ns,), estimate_ns=estimate_ns)
+    return dataclasses.replace(MEASUREMENT, sample=sample, **changes)
+
+
+def without_rights(action: Callable[[], Any]) -> Any:
+    """Run `action` in a forked child that is not root, and return its result or raise its error."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            outcome = (True, action())
+        except Exception as error:
+            outcome = (False, error)
+        os.write(writer, pickle.dumps(outcome))
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        worked, value = pickle.loads(pipe.read())
+    os.waitpid(child, 0)
+    if not worked:
+        raise value
+    return value

@@ -1,0 +1,79 @@
+"""What `--db` means."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phasewise.kerneldb.errors import KernelDbError
+from phasewise.kerneldb.location import MEMORY_URL, Location, locate
+
+
+def test_the_default_is_in_the_xdg_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+
+    assert locate(None) == Location(tmp_path / "phasewise" / "phasewise.db", None, is_default=True)
+    assert locate(None).is_absent
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("tuned.db", "{cwd}/tuned.db"),
+        ("/data/a b%20?.db", "/data/a b%20?.db"),
+        ("~/x.db", "{home}/x.db"),
+        ("sqlite:///tuned.db", "{cwd}/tuned.db"),
+        ("sqlite:////data/x.db", "/data/x.db"),
+        ("sqlite+pysqlite:////data/x.db", "/data/x.db"),
+    ],
+)
+def test_a_path_or_a_sqlite_url_is_a_file(text: str, path: str) -> None:
+    expected = Path(path.format(cwd=Path.cwd(), home=Path.home()))
+
+    assert locate(text) == Location(expected, None)
+    assert locate(text).name == str(expected)
+
+
+@pytest.mark.parametrize(
+    "text", [":memory:", "sqlite://", "sqlite:///:memory:", "sqlite:///", "sqlite+pysqlite://"]
+)
+def test_memory_has_several_names(text: str) -> None:
+    assert locate(text) == Location(None, MEMORY_URL)
+    assert not locate(text).is_absent
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a\0b", "sqlite:odd", "sqlite:///x?mode=ro", "sqlite+aiosqlite:///x", "~no-such-user/x"]
+)
+def test_what_names_no_database_is_refused(text: str) -> None:
+    with pytest.raises(KernelDbError):
+        locate(text)
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("postgresql://me:secret@host:5432/db", "postgresql://me:***@host:5432/db"),
+        ("postgresql+psycopg://me:se:cr@et@host/db", "postgresql+psycopg://me:***@host/db"),
+        ("postgresql://me@host/db", "postgresql://me@host/db"),
+        ("postgresql://host:5432/db", "postgresql://host:5432/db"),
+        ("postgresql:///db?host=/run", "postgresql:///db?host=/run"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, name: str) -> None:
+    assert locate(url).url == url
+    assert locate(url).name == name
+
+
+def test_finding_the_database_does_not_load_sqlalchemy() -> None:
+    """A first `generate`, without any database, starts without paying for it."""
+    code = (
+        "import sys, phasewise.tuner.plans, phasewise.kerneldb.location; "
+        "print([name for name in ('sqlalchemy', 'alembic') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert found.strip() == "[]"

@@ -1,0 +1,446 @@
+"""Opening a database in every state a disk can offer: it works, or one clear line says why not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import signal
+import sqlite3
+import stat
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, measured, without_rights
+from sqlalchemy import Engine, event
+
+from phasewise.kerneldb import connect
+from phasewise.kerneldb.errors import (
+    BusyDatabaseError,
+    DamagedDatabaseError,
+    DatabaseFullError,
+    ForeignDatabaseError,
+    KernelDbError,
+    ReadOnlyDatabaseError,
+)
+from phasewise.kerneldb.store import open_store
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A good database with one measurement and one plan."""
+    path = tmp_path / "good.db"
+    with open_store(path) as store:
+        store.add_measurements([MEASUREMENT])
+        store.add_plan(PLAN)
+    return path
+
+
+@pytest.fixture
+def open_to_all(tmp_path: Path) -> Iterator[Path]:
+    """A directory that a process without rights can reach."""
+    changed = [path for path in (tmp_path, *tmp_path.parents) if not path.stat().st_mode & stat.S_IXOTH]
+    modes = [path.stat().st_mode for path in changed]
+    for path in changed:
+        path.chmod(0o755)
+    yield tmp_path
+    for path, mode in zip(changed, modes, strict=True):
+        path.chmod(mode)
+
+
+def _assert_one_line(error: KernelDbError, *words: object) -> None:
+    """A message for a person: one line, naming the thing."""
+    message = str(error)
+    assert "\n" not in message
+    assert len(message) < 400
+    assert error.exit_code == 1
+    for word in words:
+        assert str(word) in message
+
+
+def _read_all(path: Path, report: Callable[[str], None] = lambda message: None) -> None:
+    with open_store(path, report) as store:
+        store.plans()
+        store.best_measurements()
+        store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi)
+        store.stats()
+
+
+def _refusal(path: Path) -> KernelDbError:
+    with pytest.raises(KernelDbError) as caught:
+        _read_all(path)
+    return caught.value
+
+
+def test_a_new_database_is_created_with_a_write_ahead_log(tmp_path: Path) -> None:
+    path = tmp_path / "new.db"
+    with open_store(path) as store:
+        assert store.schema_change.before is None
+        assert store.plans() == []
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        assert raw.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_the_default_database_brings_its_directory_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "not" / "yet"))
+    with open_store() as store:
+        store.add_plan(PLAN)
+
+    assert (tmp_path / "not" / "yet" / "phasewise" / "phasewise.db").is_file()
+
+
+def test_another_directory_that_is_missing_is_a_typing_error(tmp_path: Path) -> None:
+    error = _refusal(tmp_path / "tpyo" / "x.db")
+
+    _assert_one_line(error, "there is no directory", tmp_path / "tpyo")
+    assert not (tmp_path / "tpyo").exists()
+
+
+def test_a_default_directory_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
+    with pytest.raises(KernelDbError) as caught, open_store():
+        pass
+
+    _assert_one_line(caught.value, "cannot be created", "--db")
+
+
+def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:
+    """What `mktemp` and `touch` leave."""
+    path = tmp_path / "empty.db"
+    path.touch()
+    with open_store(path) as store:
+        store.add_plan(PLAN)
+        assert store.plans() == [PLAN]
+
+
+@pytest.mark.parametrize("content", [b"x", b"GGUF\x03\0\0\0", b"SQLite format 2\0", os.urandom(5000)])
+def test_what_is_not_a_database_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    error = _refusal(path)
+
+    assert isinstance(error, ForeignDatabaseError)
+    _assert_one_line(error, path, "--db")
+    assert path.read_bytes() == content
+
+
+def test_a_directory_a_pipe_and_a_dangling_link_are_no_databases(tmp_path: Path) -> None:
+    """And opening a pipe must not wait for its writer."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "link"):
+        _assert_one_line(_refusal(path), path)
+
+
+def test_a_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "bookmarks.db"
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        raw.execute("CREATE TABLE bookmarks (url TEXT)")
+    before = path.read_bytes()
+    error = _refusal(path)
+
+    assert isinstance(error, ForeignDatabaseError)
+    _assert_one_line(error, path, "another program", "bookmarks", "--db")
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DROP TABLE service_plan",
+        "ALTER TABLE measurement DROP COLUMN effort_ns",
+        "DELETE FROM phasewise_schema",
+        "INSERT INTO phasewise_schema VALUES ('0000')",
+    ],
+)
+def test_a_database_without_what_its_revision_promises_is_damaged(file: Path, damage: str) -> None:
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as raw:
+        raw.execute("PRAGMA legacy_alter_table = ON")
+        raw.execute(damage)
+    error = _refusal(file)
+
+    assert isinstance(error, DamagedDatabaseError)
+    _assert_one_line(error, file, "restore a copy")
+
+
+@pytest.mark.parametrize("keep", [16, 100, 512, 4096, 9000, 30000])
+def test_a_truncated_database_is_one_clear_line(file: Path, keep: int) -> None:
+    file.write_bytes(file.read_bytes()[:keep])
+
+    _assert_one_line(_refusal(file), file)
+
+
+def test_a_signature_that_lost_a_letter_is_reported(file: Path) -> None:
+    """SQLite does not notice that the last byte of the last row is gone."""
+    file.write_bytes(file.read_bytes()[:-1])
+    said: list[str] = []
+    _read_all(file, said.append)
+
+    assert any("placement_sig" in line and str(file) in line for line in said)
+
+
+@settings(max_examples=int(os.environ.get("PHASEWISE_FUZZ_CASES", "60")), deadline=None)
+@given(flips=st.lists(st.tuples(st.integers(0, 45_055), st.integers(1, 255)), min_size=1, max_size=30))
+def test_flipped_bits_give_rows_or_one_clear_line(
+    flips: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """No crash, no traceback, no hang: what is read is a valid record, or was reported and skipped."""
+    path = tmp_path_factory.getbasetemp() / "flipped.db"
+    for beside in ("-wal", "-shm"):
+        Path(f"{path}{beside}").unlink(missing_ok=True)
+    content = bytearray(_pristine(tmp_path_factory))
+    for position, mask in flips:
+        content[position % len(content)] ^= mask
+    path.write_bytes(content)
+    try:
+        _read_all(path)
+    except KernelDbError as error:
+        _assert_one_line(error)
+
+
+def _pristine(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.getbasetemp() / "pristine.db"
+    if not path.exists():
+        with open_store(path) as store:
+            store.add_measurements([measured(ns) for ns in range(1, 30)])
+            store.add_plan(PLAN)
+    return path.read_bytes()
+
+
+HOSTILE_VALUES = [
+    "'text'",
+    "x'ff00'",
+    "-1",
+    "9e999",
+    "zeroblob(100000)",
+    "CAST(x'ff' AS TEXT)",
+    "'[1e400]'",
+    "'[[['",
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE_VALUES)
+@pytest.mark.parametrize(
+    ("table", "column"),
+    [
+        ("problem", "n"),
+        ("problem", "family"),
+        ("schedule", "block_k"),
+        ("schedule", "compute_path"),
+        ("measurement", "samples_ns"),
+        ("measurement", "estimate_ns"),
+        ("measurement", "core_sig"),
+        ("measurement", "created_at_ms"),
+        ("service_plan", "objectives"),
+        ("service_plan", "model_key"),
+    ],
+)
+def test_a_hostile_value_costs_its_row_and_nothing_else(
+    file: Path, table: str, column: str, value: str
+) -> None:
+    """Every type that SQLite lets into a column: the row is named and skipped (or, if text, kept)."""
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as raw:
+        for name in ("measurement", "service_plan"):
+            raw.execute(f"DROP TRIGGER {name}_is_never_edited")
+        raw.execute(f"UPDATE {table} SET {column} = {value}")
+    said: list[str] = []
+    with open_store(file, said.append) as store:
+        found = len(store.plans()) + len(store.best_measurements())
+
+    assert found + len(said) == 2
+    for line in said:
+        assert "is skipped" in line
+        assert len(line) < 500
+
+
+def test_a_bad_newer_plan_does_not_hide_the_good_one(file: Path) -> None:
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as raw:
+        raw.execute("CREATE TEMP TABLE copied AS SELECT * FROM service_plan")
+        raw.execute("UPDATE copied SET id = 2, created_at_ms = -5")
+        raw.execute("INSERT INTO service_plan SELECT * FROM copied")
+    said: list[str] = []
+    with open_store(file, said.append) as store:
+        assert store.newest_plan(MACHINE, PLAN.model_key, PLAN.phase) == PLAN
+
+    assert len(said) == 1
+    assert "row 2 of service_plan" in said[0]
+
+
+def _read_as_stranger(path: Path) -> tuple[list[str], int, str]:
+    said: list[str] = []
+    with open_store(path, said.append) as store:
+        refused = ""
+        try:
+            store.add_plan(PLAN)
+        except ReadOnlyDatabaseError as error:
+            refused = str(error)
+        return said, len(store.plans()), refused
+
+
+@pytest.mark.parametrize("writer_is_open", [False, True], ids=["at rest", "in use"])
+@pytest.mark.parametrize(("file_mode", "folder_mode"), [(0o444, 0o755), (0o444, 0o777), (0o666, 0o755)])
+def test_a_read_only_database_is_read_with_a_remark(
+    open_to_all: Path, file: Path, file_mode: int, folder_mode: int, writer_is_open: bool
+) -> None:
+    """Also while its owner has it open, with rows still in the write-ahead log."""
+    with contextlib.ExitStack() as stack:
+        rows = 1
+        if writer_is_open:
+            stack.enter_context(open_store(file)).add_plan(PLAN)
+            rows = 2
+        file.chmod(file_mode)
+        open_to_all.chmod(folder_mode)
+        for beside in ("-wal", "-shm"):
+            if (path := Path(f"{file}{beside}")).exists():
+                path.chmod(0o644)
+        said, found, refused = without_rights(lambda: _read_as_stranger(file))
+
+    assert found == rows
+    assert said == [f"database {file} is read-only: it is used, and nothing new is kept"]
+    assert "read-only" in refused
+
+
+def test_a_directory_that_cannot_be_written_is_one_clear_line(open_to_all: Path) -> None:
+    open_to_all.chmod(0o555)
+    with pytest.raises(ReadOnlyDatabaseError) as caught:
+        without_rights(lambda: _read_as_stranger(open_to_all / "new.db"))
+
+    _assert_one_line(caught.value, "cannot be created", open_to_all, "not writable")
+
+
+def test_a_file_that_cannot_be_read_is_one_clear_line(open_to_all: Path, file: Path) -> None:
+    file.chmod(0o200)
+    with pytest.raises(KernelDbError) as caught:
+        without_rights(lambda: _read_as_stranger(file))
+
+    _assert_one_line(caught.value, file, os.strerror(errno.EACCES))
+
+
+def test_an_empty_read_only_file_is_one_clear_line(open_to_all: Path) -> None:
+    path = open_to_all / "empty.db"
+    path.touch(0o444)
+    with pytest.raises(ReadOnlyDatabaseError) as caught:
+        without_rights(lambda: _read_as_stranger(path))
+
+    _assert_one_line(caught.value, path, "is empty and cannot be written")
+
+
+def test_a_full_disk_keeps_what_was_committed(file: Path) -> None:
+    """SQLite's own limit on pages fails as a full disk does, in the middle of a write."""
+
+    def limit(dbapi: sqlite3.Connection, _: object) -> None:
+        dbapi.execute("PRAGMA max_page_count = 14")
+
+    event.listen(Engine, "connect", limit)
+    try:
+        with open_store(file) as store:
+            with pytest.raises(DatabaseFullError) as caught:
+                store.add_measurements([measured(ns) for ns in range(1, 2000)])
+            assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
+    finally:
+        event.remove(Engine, "connect", limit)
+
+    _assert_one_line(caught.value, file, "disk is full")
+
+
+def test_a_disk_too_full_to_create_the_database_is_one_clear_line(tmp_path: Path) -> None:
+    def limit(dbapi: sqlite3.Connection, _: object) -> None:
+        dbapi.execute("PRAGMA max_page_count = 3")
+
+    event.listen(Engine, "connect", limit)
+    try:
+        error = _refusal(tmp_path / "new.db")
+    finally:
+        event.remove(Engine, "connect", limit)
+
+    assert isinstance(error, DatabaseFullError)
+    with open_store(tmp_path / "new.db") as store:
+        assert store.plans() == []
+
+
+def test_a_lock_that_is_never_released_is_one_clear_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "BUSY_TIMEOUT_S", 0.2)
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as raw:
+        raw.execute("BEGIN IMMEDIATE")
+        with open_store(file) as store:
+            assert store.plans() == [PLAN]
+            with pytest.raises(BusyDatabaseError) as caught:
+                store.add_plan(PLAN)
+
+    _assert_one_line(caught.value, file, "locked by another process")
+
+
+def _create_and_append(path: Path, start: Barrier, rows: int) -> None:
+    start.wait(30)
+    with open_store(path) as store:
+        for estimate_ns in range(1, rows + 1):
+            store.add_measurements([measured(estimate_ns)])
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_processes_may_create_and_fill_a_database_at_once(tmp_path: Path, attempt: int) -> None:
+    """Real processes, started together on nothing: one creates, none fails, no row is lost."""
+    path = tmp_path / "shared.db"
+    workers, rows = 4, 5
+    start = SPAWN.Barrier(workers)
+    processes = [SPAWN.Process(target=_create_and_append, args=(path, start, rows)) for _ in range(workers)]
+    _run_all(processes)
+
+    assert [process.exitcode for process in processes] == [0] * workers
+    with open_store(path) as store:
+        counts = store.stats().rows
+    assert counts == {"measurement": workers * rows, "problem": 1, "schedule": 1, "service_plan": 0}
+
+
+def _run_all(processes: list[multiprocessing.process.BaseProcess]) -> None:
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+
+
+def _append_for_ever(path: Path, acknowledged: int) -> None:
+    with open_store(path) as store:
+        for count in range(1, 100_000):
+            store.add_measurements([measured(count)])
+            os.write(acknowledged, b"x")
+
+
+def _fork(action: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        action()
+        os._exit(0)
+    return child
+
+
+def test_a_killed_writer_loses_at_most_the_row_in_flight(tmp_path: Path) -> None:
+    """kill -9 in the middle: the next opening is clean, and every row that was acknowledged is there."""
+    path = tmp_path / "killed.db"
+    reader, writer = os.pipe()
+    child = _fork(lambda: _append_for_ever(path, writer))
+    os.close(writer)
+    seen = os.read(reader, 1)
+    time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while more := os.read(reader, 4096):
+        seen += more
+    os.close(reader)
+
+    with open_store(path) as store:
+        kept = store.stats().rows["measurement"]
+    assert len(seen) <= kept <= len(seen) + 1

