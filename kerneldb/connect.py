@@ -80,7 +80,9 @@ def _server_engine(url: str, name: str) -> Engine:
     except NoSuchModuleError as error:
         raise KernelDbError(f"database {name} is of an unknown kind: {error}") from None
     except ImportError as error:
-        raise KernelDbError(f"database {name} needs a driver, to be installed with pip: {error}") from None
+        raise KernelDbError(
+            f"database {name} needs a driver (for PostgreSQL: pip install 'phasewise[postgres]'): {error}"
+        ) from None
 
 
 def _with_sqlite_habits(engine: Engine) -> Engine:

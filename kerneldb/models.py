@@ -1,4 +1,4 @@
-"""The tables. Rows are appended: on SQLite a trigger refuses to edit a measurement or a plan.
+"""The tables. Rows are appended: a trigger refuses to edit a measurement or a plan.
 
 Deleting whole rows stays possible, for a later `gc`.
 A change here needs a migration: see `phasewise.migrations`.

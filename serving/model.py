@@ -164,7 +164,8 @@ class PackedModel:
     weights: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}.qkv" (q, k, v rows),
     ".o", ".gate_up" (gate rows, then up rows), ".down". Parts whose packed kinds differ stay separate:
     ".q", ".k", ".v" or ".gate", ".up".
-    vectors, float32: "final_norm"; per layer ".attn_norm", ".ffn_norm", maybe ".qkv_bias", ".q_norm", ".k_norm".
+    vectors, float32: "final_norm"; per layer ".attn_norm", ".ffn_norm", maybe ".qkv_bias", ".q_norm",
+    ".k_norm".
     content_hash names the source's content and the format, so equal models hash alike on every machine.
     """
 

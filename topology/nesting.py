@@ -45,7 +45,8 @@ def nest(parts: list[Part], online: int) -> Node:
     """The tree of `parts` under one machine that holds the CPUs `online` (a mask that is not empty).
 
     Of two equal sets of one kind the first stays (of NUMA nodes, the second becomes memory beside it).
-    A part whose CPUs cross another's border is left out: there is no place for it in a tree.
+    A part whose CPUs cross another's border is left out: there is no place for it in a tree. Every PU ends up
+    in exactly one core: its own where the description has none for it.
     """
     parts = [part._replace(mask=part.mask & online) for part in parts]
     if sum(part.mask.bit_count() for part in parts) > MAX_MEMBERSHIPS:
@@ -56,6 +57,8 @@ def nest(parts: list[Part], online: int) -> Node:
     for part in sorted(parts, key=_outer_first):
         twin = taken.get((part.kind, part.mask))
         if part.mask and twin is None:
+            if part.kind is Kind.PU and not _is_in_core(innermost[first_cpu(part.mask)]):
+                _settle(Part(Kind.CORE, None, part.mask), innermost)
             place = _settle(part, innermost)
             if place is not None:
                 taken[part.kind, part.mask] = place
@@ -73,6 +76,8 @@ def _settle(part: Part, innermost: dict[int, _Place]) -> _Place | None:
     parent = innermost[first_cpu(part.mask)]
     if part.mask & ~parent.part.mask or parent.part.kind is Kind.PU:
         return None
+    if part.kind is Kind.CORE and _is_in_core(parent):
+        return None
     if parent.depth >= MAX_DEPTH:
         raise TopologyError(f"the machine described has more than {MAX_DEPTH} levels: no tree is built of it")
     cpus = cpus_of(part.mask)
@@ -83,6 +88,12 @@ def _settle(part: Part, innermost: dict[int, _Place]) -> _Place | None:
     for cpu in cpus:
         innermost[cpu] = place
     return place
+
+
+def _is_in_core(place: _Place | None) -> bool:
+    while place is not None and place.part.kind is not Kind.CORE:
+        place = place.parent
+    return place is not None
 
 
 def _freeze(place: _Place) -> Node:

@@ -69,9 +69,8 @@ def _telling_levels(machine: Machine, chosen: frozenset[int]) -> frozenset[Kind]
     """The levels worth naming: nodes, L3 and cores always, others where chosen cores share by them."""
     levels = {Kind.NUMA, Kind.L3, Kind.CORE}
     used = {kind: [n for n in machine.nodes(kind) if chosen & set(n.cpus)] for kind in Kind}
-    if {node.cpus for node in used[Kind.PACKAGE]} != {node.cpus for node in used[Kind.NUMA]} and (
-        len(used[Kind.PACKAGE]) > 1 or len(used[Kind.NUMA]) > 1
-    ):
+    packages, nodes = ({chosen & set(node.cpus) for node in used[kind]} for kind in (Kind.PACKAGE, Kind.NUMA))
+    if packages != nodes and max(len(packages), len(nodes)) > 1:
         levels.add(Kind.PACKAGE)
     first_of_core = {min(chosen & set(core.cpus)) for core in used[Kind.CORE]}
     for kind in (Kind.DIE, Kind.L4, Kind.CLUSTER, Kind.L2):

@@ -19,6 +19,9 @@ from phasewise.topology.tree import CpuKind, Kind, Machine
 
 CACHE_KINDS = {2: Kind.L2, 3: Kind.L3, 4: Kind.L4}
 SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+MAX_FILE_BYTES = 4 << 20
+"""More than any file read here holds; a snapshot may hold anything."""
+
 UNKNOWN_IDS = {None, -1, 65_535}
 """What the kernel writes as package, die or cluster number where the firmware gives none."""
 
@@ -214,7 +217,8 @@ def _number(path: Path) -> int | None:
 def _text(path: Path) -> str | None:
     """A small file's text without its newline; None if absent or unreadable, which is common in sysfs."""
     try:
-        # Snapshots pad files with NUL.
-        return path.read_text(encoding="utf-8", errors="replace").partition("\0")[0].strip()
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES)
     except OSError:
         return None
+    return data.partition(b"\0")[0].decode("utf-8", "replace").strip()  # snapshots pad files with NUL

@@ -44,9 +44,9 @@ def list_models(as_json: JsonOption = False) -> None:
         print_json({"cache": str(root), "models": known, "packed": packed})
         return
     for model in known:
-        state = "here" if model["path"] else f"phasewise models pull {model['name']}"
-        print(f"{model['name']}  {_size(model['file_bytes'])}, {model['licence']}: {state}")
+        print(f"{model['name']}  {_size(model['file_bytes'])}, {model['licence']}")
         print(f"  {model['about']}")
+        print(f"  {model['path'] or 'not here yet: phasewise models pull ' + model['name']}")
     for file in packed:
         print(f"packed  {_size(file['file_bytes']):>9}  {file['format']:<6}  {file['name']}")
 

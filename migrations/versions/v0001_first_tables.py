@@ -37,12 +37,23 @@ def upgrade() -> None:
     _create_schedule()
     _create_measurement()
     _create_service_plan()
-    if op.get_bind().dialect.name == "sqlite":
-        for table in APPEND_ONLY:
-            op.execute(
-                f"CREATE TRIGGER {table}_is_never_edited BEFORE UPDATE ON {table} "
-                f"BEGIN SELECT RAISE(ABORT, 'rows of {table} are appended, never edited'); END"
-            )
+    for table in APPEND_ONLY:
+        _refuse_updates(table)
+
+
+def _refuse_updates(table: str) -> None:
+    """Rows are appended, never edited. Deleting whole rows stays possible."""
+    message = f"rows of {table} are appended, never edited"
+    trigger = f"CREATE TRIGGER {table}_is_never_edited BEFORE UPDATE ON {table}"
+    dialect = op.get_bind().dialect.name
+    if dialect == "sqlite":
+        op.execute(f"{trigger} BEGIN SELECT RAISE(ABORT, '{message}'); END")
+    elif dialect == "postgresql":
+        op.execute(
+            f"CREATE FUNCTION {table}_is_never_edited() RETURNS trigger LANGUAGE plpgsql AS "
+            f"$$ BEGIN RAISE EXCEPTION '{message}'; END $$"
+        )
+        op.execute(f"{trigger} EXECUTE FUNCTION {table}_is_never_edited()")
 
 
 def _column(name: str, of_type: sa.types.TypeEngine[Any], comment: str | None = None) -> sa.Column[Any]:

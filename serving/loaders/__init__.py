@@ -53,17 +53,23 @@ def open_source(located: Located) -> ModelSource:
     """The model in its own file format, checked against its config. Close it, or use it in `with`."""
     from phasewise.serving.loaders.layout import check_tensors
 
-    if located.path.is_dir():
-        from phasewise.serving.loaders.hf_model import open_hf_model as open_model
-    else:
-        from phasewise.serving.loaders.gguf_model import open_gguf_model as open_model
-    source = open_model(located.path, located.name)
+    source = _open(located)
     try:
         check_tensors(source)
     except BaseException:
         source.close()
         raise
     return source
+
+
+def _open(located: Located) -> ModelSource:
+    if located.path.is_dir():
+        from phasewise.serving.loaders.hf_model import open_hf_model
+
+        return open_hf_model(located.path, located.name)
+    from phasewise.serving.loaders.gguf_model import open_gguf_model
+
+    return open_gguf_model(located.path, located.name)
 
 
 def _identity(located: Located, weight_format: str) -> str:

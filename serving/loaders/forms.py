@@ -117,7 +117,7 @@ def check_finite(rows: Rows, what: str) -> None:
 def _joined(pieces: list[Rows]) -> Rows:
     quantised = [piece for piece in pieces if isinstance(piece, QuantRows)]
     if not quantised:
-        return np.concatenate(pieces)
+        return np.concatenate([piece for piece in pieces if isinstance(piece, np.ndarray)])
     q = np.concatenate([piece.q for piece in quantised])
     scales = np.concatenate([piece.scales for piece in quantised])
     mins = [piece.mins for piece in quantised if piece.mins is not None]

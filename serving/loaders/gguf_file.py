@@ -156,7 +156,7 @@ class _Parser:
             raise self._bad(f"has metadata {key!r}, an array of unsupported type {type_id}")
         dtype = np.dtype(_SCALARS[type_id])
         values = np.frombuffer(self._take(count * dtype.itemsize), dtype)
-        return (values.astype(bool) if type_id == _BOOL else values).tolist()
+        return list((values.astype(bool) if type_id == _BOOL else values).tolist())
 
     def _strings(self, count: int) -> list[str]:
         data, at, end = self.data, self.at, len(self.data)

@@ -188,27 +188,38 @@ def _renamed_when_done(target: Path) -> Iterator[int]:
 def _write_arrays(
     fd: int, slots: list[_Slot], weights: list[WeightPlan], vectors: list[VectorPlan], report: Report
 ) -> str:
-    """Fill every slot, a few rows at a time; returns the SHA-256 over names, shapes and arrays."""
+    """Fill every slot, in order; returns the SHA-256 over names, shapes and arrays."""
     content = hashlib.sha256()
     total, done, told = sum(plan.nbytes for plan in weights), 0, 0
-    for slot, plan in zip(slots, [*weights, *vectors], strict=True):
-        content.update(f"{slot.name} {slot.n} {slot.k} {slot.form}".encode())
-        if isinstance(plan, VectorPlan):
-            vector = np.concatenate([_vector(part.rows(0, 1), slot.name) for part in plan.parts])
-            content.update(vector)
-            _write(fd, slot.offsets[0], _bytes_of(vector))
-            continue
-        offsets = list(slot.offsets)
-        for packed in _packed_chunks(plan):
-            arrays = [array for array in (packed.values, packed.scales, packed.mins) if array is not None]
-            for i, array in enumerate(arrays):
-                content.update(array)
-                offsets[i] += _write(fd, offsets[i], _bytes_of(array))
-        done += plan.nbytes
+    for slot, weight in zip(slots, weights, strict=False):  # the vectors' slots come after
+        _write_weight(fd, slot, weight, content.update)
+        done += weight.nbytes
         if 100 * done // total >= told + 10:
             told = 100 * done // total
             report(f"packing: {told} % of {total / 1e6:.0f} MB")
+    for slot, vector in zip(slots[len(weights) :], vectors, strict=True):
+        numbers = np.concatenate([_vector(part.rows(0, 1), slot.name) for part in vector.parts])
+        content.update(_label(slot))
+        content.update(_bytes_of(numbers))
+        _write(fd, slot.offsets[0], _bytes_of(numbers))
     return content.hexdigest()
+
+
+def _write_weight(
+    fd: int, slot: _Slot, plan: WeightPlan, digest: Callable[[bytes | memoryview], None]
+) -> None:
+    """A few rows at a time, so that memory stays small whatever the weight's size."""
+    digest(_label(slot))
+    offsets = list(slot.offsets)
+    for packed in _packed_chunks(plan):
+        arrays = [array for array in (packed.values, packed.scales, packed.mins) if array is not None]
+        for i, array in enumerate(arrays):
+            digest(_bytes_of(array))
+            offsets[i] += _write(fd, offsets[i], _bytes_of(array))
+
+
+def _label(slot: _Slot) -> bytes:
+    return f"{slot.name} {slot.n} {slot.k} {slot.form}".encode()
 
 
 def _packed_chunks(plan: WeightPlan) -> Iterator[PackedWeight]:
@@ -231,7 +242,7 @@ def _vector(rows: Rows, what: str) -> Array:
 
 
 def _bytes_of(array: Array) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _write(fd: int, offset: int, data: bytes | memoryview) -> int:

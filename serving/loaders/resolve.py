@@ -47,9 +47,9 @@ def locate(ref: str, root: Path, report: Report) -> Located:
     if ref in KNOWN:
         path = known_path(KNOWN[ref], root)
         return Located(ref, path if path.is_file() else pull(KNOWN[ref], root, report))
-    path = _existing(ref)
-    if path is not None:
-        return Located(path.resolve().name.removesuffix(".gguf"), path)
+    here = _existing(ref)
+    if here is not None:
+        return Located(here.resolve().name.removesuffix(".gguf"), here)
     if HUB_NAME.fullmatch(ref) and not ref.endswith(".gguf"):
         from phasewise.serving.loaders import hub
 

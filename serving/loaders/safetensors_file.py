@@ -63,21 +63,24 @@ def read_entries(file: SourceFile) -> dict[str, Entry]:
 def _entry(fields: Any, start: int, what: str) -> Entry:
     if not isinstance(fields, dict):
         raise ModelError(f"{what} is not described by a JSON object")
-    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ModelError(f"{what} has the unknown type {dtype!r:.40}")
-    if not _are_sizes(shape) or len(shape) > MAX_DIMS:
-        raise ModelError(f"{what} has the shape {shape!r:.60}")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ModelError(f"{what} has the byte range {offsets!r:.60}")
+    shape, offsets = _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
+    if shape is None or len(shape) > MAX_DIMS:
+        raise ModelError(f"{what} has the shape {fields.get('shape')!r:.60}")
+    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ModelError(f"{what} has the byte range {fields.get('data_offsets')!r:.60}")
     n_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if n_bytes != offsets[1] - offsets[0]:
         raise ModelError(f"{what} needs {n_bytes} bytes and is given {offsets[1] - offsets[0]}")
-    return Entry(dtype, tuple(shape), start + offsets[0], n_bytes)
+    return Entry(dtype, shape, start + offsets[0], n_bytes)
 
 
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size <= MAX_SIZE for size in value)
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, list) and all(type(size) is int and 0 <= size <= MAX_SIZE for size in value):
+        return tuple(value)
+    return None
 
 
 def _check_places(file: SourceFile, start: int, entries: dict[str, Entry]) -> None:

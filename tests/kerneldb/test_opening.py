@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import signal
 import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -30,8 +28,6 @@ from phasewise.kerneldb.errors import (
     ReadOnlyDatabaseError,
 )
 from phasewise.kerneldb.store import open_store
-
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -381,35 +377,6 @@ def test_a_lock_that_is_never_released_is_one_clear_line(file: Path, monkeypatch
                 store.add_plan(PLAN)
 
     _assert_one_line(caught.value, file, "locked by another process")
-
-
-def _create_and_append(path: Path, start: Barrier, rows: int) -> None:
-    start.wait(30)
-    with open_store(path) as store:
-        for estimate_ns in range(1, rows + 1):
-            store.add_measurements([measured(estimate_ns)])
-
-
-@pytest.mark.parametrize("attempt", range(3))
-def test_processes_may_create_and_fill_a_database_at_once(tmp_path: Path, attempt: int) -> None:
-    """Real processes, started together on nothing: one creates, none fails, no row is lost."""
-    path = tmp_path / "shared.db"
-    workers, rows = 4, 5
-    start = SPAWN.Barrier(workers)
-    processes = [SPAWN.Process(target=_create_and_append, args=(path, start, rows)) for _ in range(workers)]
-    _run_all(processes)
-
-    assert [process.exitcode for process in processes] == [0] * workers
-    with open_store(path) as store:
-        counts = store.stats().rows
-    assert counts == {"measurement": workers * rows, "problem": 1, "schedule": 1, "service_plan": 0}
-
-
-def _run_all(processes: list[multiprocessing.process.BaseProcess]) -> None:
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
 
 
 def _append_for_ever(path: Path, acknowledged: int) -> None:

@@ -1,13 +1,16 @@
-"""The promises of the store, run on every backend: add a URL to BACKENDS and all of them hold for it too."""
+"""The promises of the store, run on every backend: add one to BACKENDS and all of them hold for it too."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+import multiprocessing
 from collections.abc import Iterator
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kerneldb_examples import (
@@ -21,25 +24,40 @@ from kerneldb_examples import (
     SCHEDULE,
     measured,
 )
+from kerneldb_server import new_database_url, postgres_socket
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError
 
+from phasewise.kerneldb import schema
+from phasewise.kerneldb.errors import DatabaseTooNewError, ForeignDatabaseError, KernelDbError
+from phasewise.kerneldb.models import Base
 from phasewise.kerneldb.records import Measurement, Origin, Sample
 from phasewise.kerneldb.store import Store, open_store
 
-SERVER_URL = "PHASEWISE_TEST_DB_URL"
-"""An empty database on a server, e.g. postgresql://...: the contract then runs there as well."""
-
-BACKENDS = ["file", "memory", "server"]
+BACKENDS = ["file", "memory", "postgresql"]
+SPAWN = multiprocessing.get_context("spawn")
 ABI = MEASUREMENT.kernel_abi
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Path]:
+    """A server for all tests that want one; each takes a database of its own."""
+    with postgres_socket() as socket:
+        yield socket
+
+
 @pytest.fixture(params=BACKENDS)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database on each backend."""
+    if request.param == "postgresql":
+        return new_database_url(request.getfixturevalue("postgres"))
+    return {"file": str(tmp_path / "store.db"), "memory": ":memory:"}[request.param]
+
+
+@pytest.fixture
+def store(db: str) -> Iterator[Store]:
     """An empty store on each backend."""
-    url = os.environ.get(SERVER_URL)
-    if request.param == "server" and url is None:
-        pytest.skip(f"no database server: {SERVER_URL} is not set")
-    places = {"file": str(tmp_path / "store.db"), "memory": ":memory:", "server": url}
-    with open_store(places[request.param]) as opened:
+    with open_store(db) as opened:
         yield opened
 
 
@@ -168,6 +186,108 @@ class TestStoreContract:
 
         assert store.measurements(problem, MACHINE, "~" * 255) == [extreme]
         assert store.plans()[0].model_key == "模" * 255
+
+    def test_the_schema_is_the_models_here_too(self, db: str) -> None:
+        """Types, comments and constraints as this database understands them."""
+        with open_store(db) as opened, opened._engine.connect() as connection:
+            options = {"compare_type": True, "version_table": schema.VERSION_TABLE}
+            difference = compare_metadata(MigrationContext.configure(connection, opts=options), Base.metadata)
+
+        assert difference == []
+
+    @pytest.mark.parametrize("table", ["measurement", "service_plan"])
+    def test_a_row_cannot_be_edited_but_can_be_deleted(self, store: Store, table: str) -> None:
+        """Not even by another program; deleting whole rows is what a clean-up does."""
+        store.add_measurements([MEASUREMENT])
+        store.add_plan(PLAN)
+        with pytest.raises(DBAPIError, match="appended, never edited"), store._engine.begin() as connection:
+            connection.execute(text(f"UPDATE {table} SET program_version = 'forged'"))
+        with store._engine.begin() as connection:
+            assert connection.execute(text(f"DELETE FROM {table}")).rowcount == 1
+
+
+class TestReopening:
+    """What lasts beyond the process: backends that outlive it."""
+
+    @pytest.fixture(params=["file", "postgresql"])
+    def db(self, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+        if request.param == "postgresql":
+            return new_database_url(request.getfixturevalue("postgres"))
+        return str(tmp_path / "store.db")
+
+    def test_rows_are_there_at_the_next_opening(self, db: str) -> None:
+        with open_store(db) as store:
+            assert store.schema_change == schema.SchemaChange(None, schema.HEAD)
+            store.add_measurements([MEASUREMENT])
+            store.add_plan(PLAN)
+        with open_store(db) as store:
+            assert store.schema_change == schema.SchemaChange(schema.HEAD, schema.HEAD)
+            assert store.best_measurements() == [MEASUREMENT]
+            assert store.plans() == [PLAN]
+
+    def test_a_newer_schema_is_refused(self, db: str) -> None:
+        with open_store(db) as store, store._engine.begin() as connection:
+            connection.execute(text(f"UPDATE {schema.VERSION_TABLE} SET version_num = '0742'"))
+        with pytest.raises(DatabaseTooNewError, match="newer than this phasewise"), open_store(db):
+            pass
+
+    def test_a_table_of_another_program_under_our_name_is_left_alone(self, db: str) -> None:
+        url = db if "://" in db else f"sqlite:///{db}"
+        engine = create_engine(url)
+        with engine.begin() as connection:
+            connection.execute(text("CREATE TABLE measurement (celsius REAL)"))
+        engine.dispose()
+        with pytest.raises(ForeignDatabaseError, match="another program"), open_store(db):
+            pass
+
+    def test_processes_may_create_and_fill_it_at_once(self, db: str) -> None:
+        """Real processes, started together on nothing: one creates, none fails, no row is lost."""
+        workers, rows = 3, 5
+        start = SPAWN.Barrier(workers)
+        processes = [SPAWN.Process(target=create_and_append, args=(db, start, rows)) for _ in range(workers)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+
+        assert [process.exitcode for process in processes] == [0] * workers
+        with open_store(db) as store:
+            counts = store.stats().rows
+        assert counts == {"measurement": workers * rows, "problem": 1, "schedule": 1, "service_plan": 0}
+
+
+def create_and_append(db: str, start: Barrier, rows: int) -> None:
+    """What each process does, as soon as all are there."""
+    start.wait(30)
+    with open_store(db) as store:
+        for estimate_ns in range(1, rows + 1):
+            store.add_measurements([measured(estimate_ns)])
+
+
+def test_a_server_shared_with_other_tables_is_fine(postgres: Path) -> None:
+    """A SQLite file is one program's; a server may hold e.g. a study of Optuna beside our tables."""
+    url = new_database_url(postgres)
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32))"))
+    engine.dispose()
+    with open_store(url) as store:
+        store.add_plan(PLAN)
+        assert store.plans() == [PLAN]
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql+psycopg://me:secret@/x?host=/nowhere", "postgresql://me:secret@localhost:1/x"]
+)
+def test_a_server_that_does_not_answer_is_one_clear_line(url: str) -> None:
+    """Without the password."""
+    pytest.importorskip("psycopg", reason="the PostgreSQL driver is not installed")
+    with pytest.raises(KernelDbError) as caught, open_store(url):
+        pass
+
+    assert "secret" not in str(caught.value)
+    assert str(caught.value).startswith("database postgresql")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @settings(max_examples=20, deadline=None)

@@ -1,4 +1,4 @@
-"""An engine without a model: one token per byte, and ranks whose next token is a pure function of the last."""
+"""An engine without a model: one token per byte, and ranks whose next token depends on the last alone."""
 
 from __future__ import annotations
 

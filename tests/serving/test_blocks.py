@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,21 +61,22 @@ def test_neighbouring_gaps_become_one() -> None:
     assert pool.largest_free == 30
 
 
-@pytest.mark.parametrize("misuse", ["twice", "nothing", "release", "empty pool"])
-def test_misuse_is_told(misuse: str) -> None:
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda pool: pool.reserve("a", 3),
+        lambda pool: pool.reserve("b", 0),
+        lambda pool: pool.release("b"),
+        lambda pool: BlockPool(0),
+    ],
+    ids=["reserve twice", "reserve nothing", "release what is not held", "empty pool"],
+)
+def test_misuse_is_told(misuse: Callable[[BlockPool], object]) -> None:
     pool = BlockPool(10)
     pool.reserve("a", 3)
 
     with pytest.raises(BlockPoolError):
-        match misuse:
-            case "twice":
-                pool.reserve("a", 3)
-            case "nothing":
-                pool.reserve("b", 0)
-            case "release":
-                pool.release("b")
-            case _:
-                BlockPool(0)
+        misuse(pool)
 
 
 def test_a_lost_slot_is_found_with_the_numbers() -> None:
