@@ -3,3 +3,5 @@
 
 include "gemm.pxi"
 include "limits.pxi"
+include "ops.pxi"
+include "program.pxi"

@@ -3,6 +3,7 @@
 #define PHASEWISE_DISPATCH_H
 
 #include "gemm.h"
+#include "ops.h"
 
 #include <stddef.h>
 
@@ -36,6 +37,7 @@ typedef struct {
     const char *isa;
     pw_gemm_kernels gemm;
     pw_limit_kernels limits;
+    pw_op_kernels ops;
 } pw_kernels;
 
 /* The tables of this machine, lowest first; every one of them runs here. */

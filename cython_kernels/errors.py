@@ -17,3 +17,11 @@ class IsaError(KernelError):
 
 class WeightError(KernelError):
     """A packed weight whose arrays do not have the dtype, shape or layout that its fields promise."""
+
+
+class TeamError(KernelError):
+    """A thread team cannot be opened, pinned or used."""
+
+
+class ProgramError(KernelError):
+    """A program whose ops, offsets or sizes do not fit together, or for which there is no memory."""

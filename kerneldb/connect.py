@@ -191,6 +191,11 @@ def _translate(name: str, error: BaseException | None) -> KernelDbError:
         return DatabaseFullError(
             f"database {name} cannot grow: the disk is full; nothing of this write was kept"
         )
+    if code.startswith("SQLITE_CANTOPEN"):
+        return KernelDbError(
+            f"database {name} cannot be opened: check your rights on it and on its directory "
+            "(one that was not closed cleanly has to be opened once by a user who may write it)"
+        )
     if code.startswith("SQLITE_READONLY"):
         return ReadOnlyDatabaseError(f"database {name} is read-only")
     return KernelDbError(f"database {name}: {text}")

@@ -21,13 +21,14 @@ GROUP = 32
 
 MAX_DIMENSION = 2**31 - 1
 MAX_NS = 2**63 - 1
+MAX_TIME_MS = 253_402_300_799_999  # the end of the year 9999: calendars go no further
 MAX_SAMPLES = 100_000
 MAX_TEXT = 255
 MAX_PLAN_CHARS = 100_000
 
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _LINE = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TEXT - 2}}}[!-~])?")
-_KEY = re.compile(rf"\S(?:[^\x00-\x1f\x7f]{{0,{MAX_TEXT - 2}}}\S)?")
+_KEY = re.compile(rf"\S(?:[^\x00-\x1f\x7f-\x9f]{{0,{MAX_TEXT - 2}}}\S)?")
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -158,7 +159,7 @@ class Origin:
 
     def __post_init__(self) -> None:
         _check_line("program_version", self.program_version)
-        _check_int("created_at_ms", self.created_at_ms, 0, MAX_NS)
+        _check_int("created_at_ms", self.created_at_ms, 0, MAX_TIME_MS)
         if type(self.verified) is not bool:
             raise RecordError(f"verified must be true or false, not {self.verified!r:.80}")
 

@@ -6,7 +6,8 @@ ServingError
  │   ├─ ContextLengthExceeded
  │   └─ UnsupportedRequest
  ├─ QueueFull           the server has as many requests waiting as it allows
- └─ StepFailed          a forward step failed; only the requests in it are lost
+ ├─ StepFailed          a forward step failed; only the requests in it are lost
+ └─ RanksError          a plan cannot be run in this process, or its memory is not there
 """
 
 from __future__ import annotations
@@ -46,3 +47,7 @@ class QueueFull(ServingError):
 
 class StepFailed(ServingError):
     """The computation of one step failed; the requests that were in it end with this error."""
+
+
+class RanksError(ServingError):
+    """The workers cannot be set up: a plan that does not fit this process, or too little memory."""

@@ -101,7 +101,7 @@ def _meaningful(parts: list[Part], packages: set[int]) -> list[Part]:
 
 def _topology_parts(folder: Path, cpu: int, online: int) -> list[Part]:
     own = 1 << cpu
-    core = _shared(folder / "topology", ("core_cpus", "thread_siblings"), online) | own
+    core = _core_mask(folder, cpu, online)
     l1d, l1i = _l1_sizes(folder)
     parts = [
         Part(Kind.PU, cpu, own),
@@ -115,12 +115,18 @@ def _topology_parts(folder: Path, cpu: int, online: int) -> list[Part]:
     return parts
 
 
+def _core_mask(folder: Path, cpu: int, online: int) -> int:
+    return _shared(folder / "topology", ("core_cpus", "thread_siblings"), online) | 1 << cpu
+
+
 def _cache_parts(folder: Path, cpu: int, online: int) -> list[Part]:
     parts = []
     for index in sorted((folder / "cache").glob("index[0-9]*")):
         kind = CACHE_KINDS.get(_number(index / "level") or 0)
         if kind is not None and _text(index / "type") != "Instruction":
-            mask = _shared(index, ("shared_cpu",), online) | 1 << cpu
+            mask = _shared(index, ("shared_cpu",), online)
+            if not mask & 1 << cpu:  # Not said, or nonsense: the threads of a core share its caches at least.
+                mask = _core_mask(folder, cpu, online)
             parts.append(Part(kind, _number(index / "id"), mask, size_bytes=_size(index / "size")))
     return parts
 
@@ -138,27 +144,32 @@ def _l1_sizes(folder: Path) -> tuple[int | None, int | None]:
 
 
 def _memory_parts(root: Path, online: int) -> list[Part]:
-    """NUMA nodes; a kernel without them has one that holds everything."""
-    parts = []
+    """NUMA nodes; a kernel without them, or one that puts a CPU in two, has one that holds everything."""
+    parts: list[Part] = []
+    seen = 0
+    is_sound = True
     for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
         number = int(folder.name.removeprefix("node"))
+        mask = _node_cpus(folder) & online
+        is_sound, seen = is_sound and not mask & seen, seen | mask
         cache = sum(_size(path) or 0 for path in folder.glob("memory_side_cache/index*/size"))
         part = Part(
             Kind.NUMA,
             number,
-            _node_cpus(folder) & online,
+            mask,
             size_bytes=_meminfo_bytes(folder / "meminfo", f"Node {number} MemTotal:"),
             memory_cache_bytes=cache or None,
         )
-        parts.append(part)
-    if parts:
+        if part.mask or part.size_bytes:  # The rest are initiators: devices that only access memory.
+            parts.append(part)
+    if parts and is_sound:
         return parts
     return [Part(Kind.NUMA, 0, online, size_bytes=_meminfo_bytes(root / "proc/meminfo", "MemTotal:"))]
 
 
 def _node_cpus(folder: Path) -> int:
-    listed = _text(folder / "cpulist")
-    return parse_list(listed) if listed is not None else parse_kernel_mask(_text(folder / "cpumap") or "0")
+    bitmap = _text(folder / "cpumap")
+    return parse_kernel_mask(bitmap) if bitmap else parse_list(_text(folder / "cpulist") or "")
 
 
 def _kinds(root: Path, online: int) -> tuple[CpuKind, ...]:
@@ -177,11 +188,11 @@ def _kinds(root: Path, online: int) -> tuple[CpuKind, ...]:
 
 
 def _shared(folder: Path, names: tuple[str, ...], online: int) -> int:
-    """The first CPU set found among `names`: `<name>_list`, or the bitmap `<name>` or `<name>_map`."""
+    """The first CPU set found among `names`: the bitmap `<name>` or `<name>_map`, else `<name>_list`."""
     readers: tuple[tuple[str, Callable[[str], int]], ...] = (
-        ("_list", parse_list),
         ("", parse_kernel_mask),
         ("_map", parse_kernel_mask),
+        ("_list", parse_list),
     )
     for name in names:
         for suffix, parse in readers:

@@ -1,5 +1,111 @@
-"""`phasewise generate`."""
+"""`phasewise generate`: text from a prompt."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phasewise.cli.opening import open_model, plan_fields
+from phasewise.cli.options import (
+    DbOption,
+    FormatOption,
+    JsonOption,
+    ModelArgument,
+    ThreadsOption,
+    WeightFormat,
+)
+from phasewise.cli.present import note, print_json
+
+if TYPE_CHECKING:
+    from phasewise.serving.one_answer import OneAnswer
+    from phasewise.serving.start import OpenEngine
 
 
-def generate() -> None:
-    """Being built."""
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[
+        str, typer.Option("-p", "--prompt", help="the text to continue; - reads it from stdin")
+    ],
+    n_tokens: Annotated[int, typer.Option("-n", "--n-tokens", min=1, help="most tokens to generate")] = 64,
+    weight_format: FormatOption = WeightFormat.native,
+    threads: ThreadsOption = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="of the k likeliest tokens only")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="of the likeliest tokens with this probability together")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="of tokens at least so likely, relative to the likeliest")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="above 1: tokens seen before become less likely")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same text")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="end before this text; may be given several times")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="go on past the model's end token")
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="PROMPT is a user's message: apply the chat template")
+    ] = False,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a text, or with --chat answer a message.
+
+    The text goes to stdout as it is made, one line of times to stderr. The prompt is taken as it is, as by
+    llama.cpp's -p; special tokens written in it are recognised.
+    """
+    from phasewise.serving.messages import Submit
+    from phasewise.serving.one_answer import OneAnswer
+    from phasewise.serving.sampling import SamplingParams
+    from phasewise.serving.start import EngineSize, ModelText, open_engine
+
+    sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, repetition_penalty)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    packed, plans = open_model(model, weight_format, threads, db)
+    model_text = ModelText(packed)
+    prompt_ids = tuple(model_text.chat_prompt(text) if chat else model_text.encode(text, True))
+    size = EngineSize.for_one(packed, len(prompt_ids), n_tokens)
+    answer = OneAnswer(Submit("generate", prompt_ids, n_tokens, sampling, tuple(stop or ()), ignore_eos))
+    with open_engine(packed, plans, size, model_text) as opened:
+        for piece in answer.pieces(opened.engine):
+            if not as_json:
+                print(piece, end="", flush=True)
+    if as_json:
+        print_json(_fields(answer, opened))
+    else:
+        print("", flush=True)
+        note(_summary(answer))
+
+
+def _fields(answer: OneAnswer, opened: OpenEngine) -> dict[str, Any]:
+    from phasewise.cython_kernels._native import isa_active
+
+    return {
+        "model": opened.model.name,
+        "format": opened.model.format,
+        "isa": isa_active(),
+        "plan": plan_fields(opened.plans),
+        "text": answer.text,
+        "prompt_token_ids": list(answer.request.prompt_token_ids),
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "ttft_ms": answer.ttft_ms,
+        "tpot_ms": answer.tpot_ms,
+        "tokens_per_second": answer.tokens_per_second,
+    }
+
+
+def _summary(answer: OneAnswer) -> str:
+    parts = [
+        f"{len(answer.request.prompt_token_ids)} prompt tokens, first token after {answer.ttft_ms:.0f} ms",
+        f"{answer.n_generated} tokens",
+    ]
+    if answer.tokens_per_second is not None:
+        parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
+    return "; ".join(parts)

@@ -4,6 +4,7 @@
 #include "families/gemm_quant.c"
 #include "families/gemm.c"
 #include "families/limits.c"
+#include "families/ops.c"
 
 #define PW_QUOTE_(name) #name
 #define PW_QUOTE(name) PW_QUOTE_(name)
@@ -25,4 +26,5 @@ const pw_kernels ISA(kernels) = {
             .int8 = ISA(limit_int8),
             .read = ISA(limit_read),
         },
+    .ops = PW_OP_TABLE,
 };

@@ -25,8 +25,8 @@ class CannotListen(ServingError):
     """The address cannot be served on."""
 
 
-def open_socket(host: str, port: int) -> socket.socket:
-    """A bound socket (port 0: any free one), or CannotListen saying why not."""
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with its address (port 0: any free one), or CannotListen saying why not. `listen` follows."""
     try:
         family, kind, protocol, _name, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -37,11 +37,19 @@ def open_socket(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
-        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise CannotListen(_why(error, host, port)) from error
     return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Let connections come. CannotListen where another process was faster."""
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise CannotListen(_why(error, host, port)) from error
 
 
 def url_of(listener: socket.socket) -> str:
@@ -55,6 +63,7 @@ def run(app: FastAPI, listener: socket.socket, client: EngineClient, report: Cal
 
     `report` gets one line when the server is ready and one when it stops.
     """
+    listen(listener)
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -67,6 +67,8 @@ def _open(located: Located) -> ModelSource:
         from phasewise.serving.loaders.hf_model import open_hf_model
 
         return open_hf_model(located.path, located.name)
+    if located.path.suffix == ".safetensors":
+        raise ModelError(f"{located.path} is only the weights of a model: give the directory that holds it")
     from phasewise.serving.loaders.gguf_model import open_gguf_model
 
     return open_gguf_model(located.path, located.name)

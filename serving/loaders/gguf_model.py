@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,7 +124,7 @@ def _config(
         rope=RopeSpec(
             theta=get("rope.freq_base", float, 10000.0),
             dim=get("rope.dimension_count", int, head_dim),
-            scaling=_scaling(get("rope.scaling.type", str), get("rope.scaling.factor", float), factors),
+            scaling=_scaling(get, factors),
         ),
         tied_embeddings="lm_head" not in infos,
         qk_norm=architecture == "qwen3",
@@ -135,10 +135,13 @@ def _config(
     )
 
 
-def _scaling(kind: str | None, factor: float | None, factors: tuple[float, ...] | None) -> Scaling | None:
+def _scaling(get: Callable[..., Any], factors: tuple[float, ...] | None) -> Scaling | None:
+    kind = get("rope.scaling.type", str)
     if kind not in (None, "none", "linear"):
         raise ModelError(f"RoPE scaling {kind!r} is not supported; linear and Llama 3's are")
-    if kind == "linear" and factor is not None and factor != 1:
+    older = get("rope.scale_linear", float)  # what files of 2023 say
+    factor = get("rope.scaling.factor", float, older) if kind == "linear" else older
+    if factor not in (None, 1.0):
         return LinearScaling(factor)
     return None if factors is None else FrequencyFactors(factors)
 

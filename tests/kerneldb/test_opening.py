@@ -217,6 +217,7 @@ def _pristine(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 HOSTILE_VALUES = [
+    "9223372036854775807",
     "'text'",
     "x'ff00'",
     "-1",
@@ -307,6 +308,29 @@ def test_a_read_only_database_is_read_with_a_remark(
     assert found == rows
     assert said == [f"database {file} is read-only: it is used, and nothing new is kept"]
     assert "read-only" in refused
+
+
+def _append_and_die(path: Path) -> None:
+    with open_store(path) as store:
+        store.add_plan(PLAN)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("index_is_left", [True, False])
+def test_a_read_only_database_that_was_not_closed_cleanly(open_to_all: Path, index_is_left: bool) -> None:
+    """Readable while the index of its log is there; without it only a writer can recover, and that is said."""
+    path = open_to_all / "killed.db"
+    os.waitpid(_fork(lambda: _append_and_die(path)), 0)
+    for left in open_to_all.iterdir():
+        left.chmod(0o644)
+    if index_is_left:
+        assert without_rights(lambda: _read_as_stranger(path))[1] == 1
+        return
+    Path(f"{path}-shm").unlink()
+    with pytest.raises(KernelDbError) as caught:
+        without_rights(lambda: _read_as_stranger(path))
+
+    _assert_one_line(caught.value, path, "not closed cleanly")
 
 
 def test_a_directory_that_cannot_be_written_is_one_clear_line(open_to_all: Path) -> None:

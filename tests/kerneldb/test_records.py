@@ -105,6 +105,8 @@ def test_signatures_and_versions_are_one_printable_line(text: Any) -> None:
     [
         {"model_key": ""},
         {"model_key": "a\nb"},
+        {"model_key": "a\x1b[31mb"},
+        {"model_key": "a\x9bb"},
         {"model_key": "x" * 256},
         {"model_key": None},
         {"phase": "DROP TABLE"},

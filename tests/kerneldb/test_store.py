@@ -32,7 +32,7 @@ from sqlalchemy.exc import DBAPIError
 from phasewise.kerneldb import schema
 from phasewise.kerneldb.errors import DatabaseTooNewError, ForeignDatabaseError, KernelDbError
 from phasewise.kerneldb.models import Base
-from phasewise.kerneldb.records import Measurement, Origin, Sample
+from phasewise.kerneldb.records import MAX_TIME_MS, Measurement, Origin, Sample
 from phasewise.kerneldb.store import Store, open_store
 
 BACKENDS = ["file", "memory", "postgresql"]
@@ -181,7 +181,7 @@ class TestStoreContract:
             numeric_error=5e-324,
         )
         problem = dataclasses.replace(PROBLEM, n=2**31 - 1, k=2**31 - 1, m=2**31 - 1, family="f" * 32)
-        extreme = Measurement(problem, sample, "~" * 255, Origin(MACHINE, "v" * 255, 2**63 - 1))
+        extreme = Measurement(problem, sample, "~" * 255, Origin(MACHINE, "v" * 255, MAX_TIME_MS))
         store.add_measurements([extreme])
         store.add_plan(dataclasses.replace(PLAN, model_key="模" * 255, plan_json="x" * 100_000))
 

@@ -18,7 +18,7 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.http.app import create_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.served import HttpLimits, ServedModel
-from phasewise.serving.http.server import open_socket, url_of
+from phasewise.serving.http.server import bind, url_of
 
 CONTEXT = 500
 
@@ -69,7 +69,7 @@ def fake_server(limits: HttpLimits | None = None, *, has_template: bool = True) 
         render_chat if has_template else None,
     )
     app = create_app(model, client, limits, lambda: thread.is_alive)
-    listener = open_socket("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
     web = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     url = url_of(listener)

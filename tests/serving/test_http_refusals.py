@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_server import CONTEXT, FakeServer, fake_server
 
-from phasewise.serving.http.server import CannotListen, open_socket
+from phasewise.serving.http.server import CannotListen, bind, listen
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +218,23 @@ def test_a_body_that_never_comes_holds_nothing(server: FakeServer) -> None:
 
 
 def test_a_port_in_use_is_one_line() -> None:
-    with open_socket("127.0.0.1", 0) as taken, pytest.raises(CannotListen, match="is in use") as caught:
-        open_socket("127.0.0.1", taken.getsockname()[1])
+    with bind("127.0.0.1", 0) as taken:
+        listen(taken)
+        with pytest.raises(CannotListen, match="is in use") as caught:
+            bind("127.0.0.1", taken.getsockname()[1])
 
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 1
 
 
+def test_of_two_that_bind_at_once_one_listens() -> None:
+    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", first.getsockname()[1]) as second:
+        listen(first)
+        with pytest.raises(CannotListen, match="is in use"):
+            listen(second)
+
+
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "", "a b", "x" * 300])
 def test_a_host_that_is_not_ours_is_one_line(host: str) -> None:
     with pytest.raises(CannotListen, match="address"):
-        open_socket(host, 0)
+        bind(host, 0)

@@ -30,7 +30,7 @@ def _assert_partition(node: Node) -> None:
     assert node.kind is Kind.PU or seen == set(node.cpus)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(shape=SHAPES)
 def test_a_regular_machine_is_counted_level_by_level(shape: tuple[int, int, int, int, int]) -> None:
     packages, nodes, l3, cores, threads = shape
@@ -264,3 +264,27 @@ def test_affinity_narrows_what_is_allowed() -> None:
     )
 
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_nodes_that_claim_the_same_cpu_are_not_believed(tmp_path: Path) -> None:
+    write_sysfs(tmp_path, grid(1, 2, 1, 2, 1))
+    write(tmp_path / "sys/devices/system/node/node1/cpulist", "0-3")
+
+    (node,) = read_machine(tmp_path).nodes(Kind.NUMA)
+
+    assert node.cpus == (0, 1, 2, 3)
+
+
+def test_a_node_with_neither_memory_nor_cpus_is_no_node(tmp_path: Path) -> None:
+    machine = read_machine(write_sysfs(tmp_path, grid(1, 1, 1, 1, 1), memory_only={4: 0}))
+
+    assert machine.counts().numa_nodes == 1
+
+
+def test_a_cache_that_says_nothing_of_its_cpus_is_its_cores(tmp_path: Path) -> None:
+    write_sysfs(tmp_path, grid(1, 1, 1, 2, 2))
+    for folder in (tmp_path / "sys/devices/system/cpu").glob("cpu[0-9]"):
+        write(folder / "cache/index3/shared_cpu_map", "00000000")
+        (folder / "cache/index3/shared_cpu_list").unlink()
+
+    assert [node.cpus for node in read_machine(tmp_path).nodes(Kind.L3)] == [(0, 2), (1, 3)]

@@ -196,6 +196,12 @@ def test_config_and_tokenizer_come_from_the_metadata(tmp_path: Path) -> None:
     assert json.loads(model.tokenizer_json)["model"]["vocab"]["<|im_end|>"] == 2
 
 
+def test_linear_scaling_of_older_files_is_honoured(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", metadata={"llama.rope.scale_linear": 2.0})
+
+    assert load_model(str(path), "native", tmp_path).config.rope.scaling == LinearScaling(2.0)
+
+
 def test_rope_factors_divide_the_frequencies(tmp_path: Path) -> None:
     writer = tiny_gguf()
     writer.add_tensor("rope_freqs.weight", np.array([1, 1, 1, 1, 2, 4, 8, 8], np.float32), "F32")

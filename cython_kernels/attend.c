@@ -1,0 +1,239 @@
+/* Attention of a program: queries, keys and values from the fused projection to the weighted values.
+ *
+ * A step in which every slice has one token is split by (chunk of positions, KV head); whoever finishes the last chunk
+ * of a head merges them all in order. Any other step stores its keys and values first and is then split by (block of
+ * rows, KV head). Both do the same arithmetic in the same order for a row (families/attention.c). */
+#include <math.h>
+#include <string.h>
+
+#include "program.h"
+
+enum { BLOCK_ROWS = 96 }; /* query rows that share one widened chunk of keys */
+
+typedef struct {
+    float *q;
+    int64_t *first, *last;
+    pw_partial part, into;
+    float *chunk;
+} workspace;
+
+static int32_t group_of(const pw_shape *shape) { return shape->n_heads / shape->n_kv_heads; }
+static int32_t value_dim_of(const pw_shape *shape) { return (shape->head_dim + 15) / 16 * 16; }
+static int64_t block_tokens(const pw_shape *shape) {
+    int64_t tokens = BLOCK_ROWS / group_of(shape);
+    return tokens < 1 ? 1 : tokens;
+}
+static int64_t most_rows(const pw_shape *shape) { return block_tokens(shape) * group_of(shape); }
+
+/* Carves the workspace out of `memory`; with NULL it only measures. Returns the floats used. */
+static int64_t carve(const pw_shape *shape, float *memory, workspace *out) {
+    int64_t rows = most_rows(shape), values = rows * value_dim_of(shape), at = 0;
+    int64_t padded = (rows + 15) / 16 * 16;
+    workspace w;
+    w.first = (int64_t *)(memory + at), at += 2 * padded;
+    w.last = (int64_t *)(memory + at), at += 2 * padded;
+    w.q = memory + at, at += rows * PW_ROW_STRIDE;
+    w.part = (pw_partial){memory + at, memory + at + padded, memory + at + 2 * padded}, at += 2 * padded + values;
+    w.into = (pw_partial){memory + at, memory + at + padded, memory + at + 2 * padded}, at += 2 * padded + values;
+    w.chunk = memory + at, at += pw_attention_scratch(shape->head_dim);
+    if (out) *out = w;
+    return at;
+}
+
+int64_t pw_attend_scratch_floats(const pw_shape *shape) {
+    static float nothing[1];
+    return carve(shape, nothing, NULL);
+}
+
+int64_t pw_partial_floats(const pw_shape *shape) { return (int64_t)shape->n_heads * (value_dim_of(shape) + 2); }
+
+pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head) {
+    const pw_shape *shape = &program->shape;
+    int32_t value_dim = value_dim_of(shape), bytes = program->capacity.kv_bytes;
+    int64_t keys = program->capacity.kv_slots * shape->head_dim, values = program->capacity.kv_slots * value_dim;
+    char *at = program->kv + (layer * shape->n_kv_heads + kv_head) * (keys + values) * bytes;
+    return (pw_kv_head){at, at + keys * bytes, bytes, shape->head_dim, value_dim};
+}
+
+/* ---- planning --------------------------------------------------------------------------------------------------- */
+
+static int64_t first_seen(const pw_shape *shape, int64_t position) {
+    return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
+}
+
+static bool plan_chunks(pw_program *program) {
+    pw_step *step = &program->step;
+    int64_t n = 0;
+    for (int64_t s = 0; s < step->n_slices; ++s) {
+        int64_t position = step->slices[s].start;
+        int64_t chunk = first_seen(&program->shape, position) / PW_CHUNK;
+        step->first_piece[s] = n;
+        for (; chunk <= position / PW_CHUNK; ++chunk) {
+            if (n == program->partial_room) return false;
+            step->pieces[n++] = (pw_piece){(int32_t)s, (int32_t)chunk, 1};
+        }
+    }
+    step->n_pieces = n;
+    return true;
+}
+
+/* Long rows of work first: late blocks see more positions. */
+static void plan_blocks(pw_program *program, int threads) {
+    pw_step *step = &program->step;
+    const pw_shape *shape = &program->shape;
+    int64_t most = block_tokens(shape), group = group_of(shape);
+    int64_t fair = step->n_tokens * shape->n_kv_heads / (4 * threads), least = (PW_TILE_ROWS + group - 1) / group;
+    int64_t tokens = fair < least ? least : fair;
+    if (tokens > most) tokens = most;
+    step->n_pieces = 0;
+    for (int64_t s = step->n_slices - 1; s >= 0; --s) {
+        int64_t rows = step->slices[s].n_rows;
+        for (int64_t end = rows; end > 0;) {
+            int64_t count = end % tokens ? end % tokens : tokens;
+            end -= count;
+            step->pieces[step->n_pieces++] = (pw_piece){(int32_t)s, (int32_t)end, (int32_t)count};
+        }
+    }
+}
+
+void pw_plan_attention(pw_program *program, int threads) {
+    if (program->step.split) program->step.split = plan_chunks(program);
+    if (!program->step.split) plan_blocks(program, threads);
+}
+
+/* ---- rows ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const pw_run *run;
+    const pw_op *op;
+    workspace work;
+} attending;
+
+/* A head of the projection with its bias, its norm (either may be NULL) and, for queries and keys, its rotation. */
+static void load_head(const attending *a, int64_t row, int64_t column, const float *norm, bool turned, float *out) {
+    const pw_program *program = a->run->program;
+    const pw_op_kernels *ops = &a->run->kernels->ops;
+    int32_t dim = program->shape.head_dim;
+    memcpy(out, program->arena + a->op->in + row * a->op->in_stride + column, sizeof(float) * (size_t)dim);
+    if (a->op->bias) ops->add(dim, a->op->bias + column, out);
+    if (norm) ops->rmsnorm(dim, out, norm, program->shape.norm_eps, out);
+    int64_t at = row * (dim / 2);
+    if (turned) ops->rope(dim / 2, program->cosines + at, program->sines + at, out);
+}
+
+static void store_row(const attending *a, int64_t row, int64_t kv_head) {
+    const pw_program *program = a->run->program;
+    const pw_shape *shape = &program->shape;
+    const pw_op_kernels *ops = &a->run->kernels->ops;
+    float x[PW_MAX_HEAD_DIM];
+    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
+    int64_t slot = program->step.slots[row], dim = shape->head_dim;
+    load_head(a, row, (shape->n_heads + kv_head) * dim, a->op->k_norm, true, x);
+    ops->store_key(&head, slot, x);
+    load_head(a, row, (shape->n_heads + shape->n_kv_heads + kv_head) * dim, NULL, false, x);
+    ops->store_value(&head, slot, x);
+}
+
+/* The queries of rows [row, row + tokens) that share a KV head. */
+static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_t row, int64_t tokens, int64_t kv_head) {
+    const pw_program *program = a->run->program;
+    const pw_shape *shape = &program->shape;
+    int32_t group = group_of(shape), n = 0;
+    float factor = (float)(1.0 / sqrt((double)shape->head_dim));
+    for (int64_t token = row; token < row + tokens; ++token)
+        for (int32_t i = 0; i < group; ++i, ++n) {
+            float *q = a->work.q + (int64_t)n * PW_ROW_STRIDE;
+            load_head(a, token, (kv_head * group + i) * shape->head_dim, a->op->q_norm, true, q);
+            a->run->kernels->ops.scale(shape->head_dim, factor, q);
+            a->work.last[n] = program->step.positions[token];
+            a->work.first[n] = first_seen(shape, a->work.last[n]);
+        }
+    return (pw_queries){a->work.q, a->work.first, a->work.last, slice->slot_base, n};
+}
+
+static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
+    const pw_shape *shape = &a->run->program->shape;
+    int32_t group = group_of(shape), n = 0;
+    for (int64_t token = row; token < row + tokens; ++token)
+        for (int32_t i = 0; i < group; ++i, ++n) {
+            float *out = a->run->program->arena + a->op->out + token * a->op->out_stride +
+                         (kv_head * group + i) * shape->head_dim;
+            a->run->kernels->ops.finish(shape->head_dim, a->work.into.sum[n],
+                                        a->work.into.values + (int64_t)n * value_dim_of(shape), out);
+        }
+}
+
+/* ---- pieces ----------------------------------------------------------------------------------------------------- */
+
+static void attend_block(const attending *a, const pw_piece *piece, int64_t kv_head) {
+    const pw_program *program = a->run->program;
+    const pw_op_kernels *ops = &a->run->kernels->ops;
+    const pw_slice *slice = &program->step.slices[piece->slice];
+    int64_t row = slice->first_row + piece->first;
+    int32_t value_dim = value_dim_of(&program->shape);
+    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
+    pw_queries queries = load_queries(a, slice, row, piece->count, kv_head);
+    int64_t chunk = queries.first[0] / PW_CHUNK, last = queries.last[queries.rows - 1] / PW_CHUNK;
+    ops->begin(queries.rows, value_dim, a->work.into);
+    for (; chunk <= last; ++chunk) {
+        ops->attend_chunk(&head, &queries, chunk, a->work.chunk, a->work.part);
+        ops->merge(queries.rows, value_dim, a->work.part, a->work.into);
+    }
+    finish_rows(a, row, piece->count, kv_head);
+}
+
+/* Where a split-off chunk leaves one KV head's part. */
+static pw_partial partial_of(const pw_program *program, int64_t piece, int64_t kv_head) {
+    const pw_shape *shape = &program->shape;
+    int64_t heads = shape->n_heads, head = kv_head * group_of(shape);
+    float *at = program->partials + piece * pw_partial_floats(shape);
+    return (pw_partial){at + head, at + heads + head, at + 2 * heads + head * value_dim_of(shape)};
+}
+
+static void merge_chunks(const attending *a, int32_t slice, int64_t n_chunks, int64_t kv_head) {
+    const pw_program *program = a->run->program;
+    const pw_op_kernels *ops = &a->run->kernels->ops;
+    int32_t group = group_of(&program->shape), value_dim = value_dim_of(&program->shape);
+    ops->begin(group, value_dim, a->work.into);
+    for (int64_t i = 0; i < n_chunks; ++i)
+        ops->merge(group, value_dim, partial_of(program, program->step.first_piece[slice] + i, kv_head), a->work.into);
+    finish_rows(a, program->step.slices[slice].first_row, 1, kv_head);
+}
+
+static void attend_one_chunk(const attending *a, int64_t index, int64_t kv_head) {
+    const pw_program *program = a->run->program;
+    const pw_step *step = &program->step;
+    const pw_piece *piece = &step->pieces[index];
+    const pw_slice *slice = &step->slices[piece->slice];
+    int64_t first_chunk = first_seen(&program->shape, slice->start) / PW_CHUNK, own = slice->start / PW_CHUNK;
+    if (piece->first == own) store_row(a, slice->first_row, kv_head); /* no other chunk reads this slot */
+    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
+    pw_queries queries = load_queries(a, slice, slice->first_row, 1, kv_head);
+    a->run->kernels->ops.attend_chunk(&head, &queries, piece->first, a->work.chunk, partial_of(program, index, kv_head));
+    int64_t n_chunks = own - first_chunk + 1;
+    atomic_long *merged = &program->merged[piece->slice * program->shape.n_kv_heads + kv_head];
+    long finished = atomic_fetch_add_explicit(merged, 1, memory_order_acq_rel) + 1;
+    if (finished % n_chunks == 0) merge_chunks(a, piece->slice, n_chunks, kv_head); /* every layer adds n_chunks */
+}
+
+void pw_run_attend(const pw_run *run, const pw_op *op, int member) {
+    pw_program *program = run->program;
+    const pw_step *step = &program->step;
+    int64_t kv_heads = program->shape.n_kv_heads, rows = step->n_tokens;
+    attending a = {run, op, {0}};
+    carve(&program->shape, (float *)(program->scratch + member * program->scratch_bytes), &a.work);
+    if (!step->split) {
+        for (int64_t row = rows * member / run->threads; row < rows * (member + 1) / run->threads; ++row)
+            for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) store_row(&a, row, kv_head);
+        pw_team_barrier(run->team, member);
+    }
+    atomic_long *next = &program->tickets[op - program->ops].next;
+    for (;;) {
+        int64_t ticket = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
+        if (ticket >= step->n_pieces * kv_heads) return;
+        if (step->split)
+            attend_one_chunk(&a, ticket / kv_heads, ticket % kv_heads);
+        else
+            attend_block(&a, &step->pieces[ticket / kv_heads], ticket % kv_heads);
+    }
+}

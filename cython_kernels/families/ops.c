@@ -1,0 +1,30 @@
+/* Everything beside the matrix products, for one ISA; included by isa/<name>.c after its vocabulary. */
+#include "ops.h"
+
+#include "families/exp.h"
+#include "families/rmsnorm.c"
+#include "families/rope.c"
+#include "families/elementwise.c"
+#include "families/softmax.c"
+#include "families/attention.c"
+
+#define PW_OP_TABLE \
+    { \
+        .lanes = LANES, \
+        .rmsnorm = ISA(rmsnorm), \
+        .add = ISA(add), \
+        .rope = ISA(rope), \
+        .scale = ISA(scale), \
+        .silu_gate = ISA(silu_gate), \
+        .exponential = ISA(exponential), \
+        .softmax = ISA(softmax), \
+        .store_key = ISA(store_key), \
+        .store_value = ISA(store_value), \
+        .attend_chunk = ISA(attend_chunk), \
+        .begin = ISA(begin), \
+        .merge = ISA(merge), \
+        .finish = ISA(finish), \
+        .argmax = ISA(argmax), \
+        .logsumexp = ISA(logsumexp), \
+        .top_k = ISA(top_k), \
+    }

@@ -1,0 +1,93 @@
+/* The kernels beside the matrix products: one slot per function, filled per ISA from families/ (dispatch.h). */
+#ifndef PHASEWISE_OPS_H
+#define PHASEWISE_OPS_H
+
+#include <stdint.h>
+
+enum {
+    PW_CHUNK = 128,         /* positions that one step of attention covers; multiples of it, counted from position 0 */
+    PW_MAX_HEAD_DIM = 256,
+    PW_ROW_STRIDE = 272,    /* floats between rows of attention's scratch: a head or a padded chunk, and no power of two */
+    PW_TILE_ROWS = 12,      /* most rows that any ISA's attention tile holds */
+};
+
+/* One KV head of one layer. Keys lie in panels of 16 slots, [slot / 16][head_dim][16], so that a vector holds one
+ * dimension of consecutive keys; values lie row by row, [slot][value_dim] with value_dim = head_dim rounded up to 16. */
+typedef struct {
+    void *keys, *values;
+    int32_t bytes;      /* of one element: 2 (float16) or 4 (float32) */
+    int32_t head_dim;
+    int32_t value_dim;
+} pw_kv_head;
+
+/* Rows of queries, all of one sequence; slot of position p = slot_base + p. */
+typedef struct {
+    const float *q;     /* [rows][PW_ROW_STRIDE], rotated and scaled by 1 / sqrt(head_dim) */
+    const int64_t *first, *last; /* positions that each row sees, inclusive */
+    int64_t slot_base;
+    int32_t rows;
+} pw_queries;
+
+/* Softmax-weighted values, unfinished: the maximum score, the sum of weights, the weighted sum [rows][value_dim]. */
+typedef struct {
+    float *top, *sum, *values;
+} pw_partial;
+
+typedef struct {
+    int32_t lanes;
+
+    /* y[n] = x[n] * w[n] / sqrt(mean(x^2) + eps); y may be x. */
+    void (*rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y);
+
+    /* x[n] += y[n] */
+    void (*add)(int64_t n, const float *y, float *x);
+
+    /* Turns the pairs (x[i], x[half + i]) by the angle whose cosine and sine are given, i < half. */
+    void (*rope)(int64_t half, const float *cosine, const float *sine, float *x);
+
+    /* x[n] *= factor */
+    void (*scale)(int64_t n, float factor, float *x);
+
+    /* y[n] = gate / (1 + exp(-gate)) * up; y may be gate or up. */
+    void (*silu_gate)(int64_t n, const float *gate, const float *up, float *y);
+
+    /* y[n] = exp(x - max) / sum; y may be x. */
+    void (*softmax)(int64_t n, const float *x, float *y);
+
+    void (*exponential)(int64_t n, const float *x, float *y);
+
+    /* Stores one head's key or value of a slot; float16 saturates at 65504 instead of overflowing. */
+    void (*store_key)(const pw_kv_head *head, int64_t slot, const float *key);
+    void (*store_value)(const pw_kv_head *head, int64_t slot, const float *value);
+
+    /* One chunk of positions for all rows: `out` is overwritten; rows that see nothing in it change nothing in a merge.
+     * scratch: pw_attention_scratch floats. */
+    void (*attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, float *scratch, pw_partial out);
+
+    /* A partial that has seen nothing. */
+    void (*begin)(int32_t rows, int32_t value_dim, pw_partial out);
+
+    /* Adds a chunk to what came before it: into = into + part, for rows of value_dim. */
+    void (*merge)(int32_t rows, int32_t value_dim, pw_partial part, pw_partial into);
+
+    /* out[head_dim] = values / sum of one row. */
+    void (*finish)(int32_t head_dim, float sum, const float *values, float *out);
+
+    /* Index of the largest, the lowest of equals; NaN is never chosen unless all are (then 0). */
+    int64_t (*argmax)(int64_t n, const float *x);
+
+    /* log(sum(exp(x))) in double from float exponentials. */
+    double (*logsumexp)(int64_t n, const float *x);
+
+    /* Indices of the k largest, largest first, lower index first among equals; NaN counts as -infinity. Returns how
+     * many were written, min(k, n). `heap` and `index` hold k entries. */
+    int64_t (*top_k)(int64_t n, const float *x, int64_t k, float *heap, int64_t *index);
+} pw_op_kernels;
+
+/* Floats of scratch for attend_chunk: a tile of scores and a chunk of keys and values as float32. */
+static inline int64_t pw_attention_scratch(int32_t head_dim) {
+    int64_t width = (head_dim + 15) / 16 * 16;
+    return (int64_t)PW_TILE_ROWS * PW_ROW_STRIDE + 2 * (PW_CHUNK + 16) * width;
+}
+
+#endif

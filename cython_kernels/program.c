@@ -1,0 +1,278 @@
+#include "program.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "pages.h"
+
+#define LINE 64
+
+static int64_t aligned(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* ---- building --------------------------------------------------------------------------------------------------- */
+
+static bool open_step(pw_program *program) {
+    const pw_capacity *room = &program->capacity;
+    pw_step *step = &program->step;
+    program->partial_room = room->kv_slots / PW_CHUNK + 2 * room->max_slices;
+    int64_t pieces = larger(room->max_tokens, program->partial_room);
+    step->tokens = calloc((size_t)room->max_tokens, sizeof *step->tokens);
+    step->positions = calloc((size_t)room->max_tokens, sizeof *step->positions);
+    step->slots = calloc((size_t)room->max_tokens, sizeof *step->slots);
+    step->logit_rows = calloc((size_t)room->max_logit_rows, sizeof *step->logit_rows);
+    step->slices = calloc((size_t)room->max_slices, sizeof *step->slices);
+    step->first_piece = calloc((size_t)room->max_slices, sizeof *step->first_piece);
+    step->pieces = calloc((size_t)pieces, sizeof *step->pieces);
+    program->merged = calloc((size_t)(room->max_slices * program->shape.n_kv_heads), sizeof *program->merged);
+    return step->tokens && step->positions && step->slots && step->logit_rows && step->slices && step->first_piece &&
+           step->pieces && program->merged;
+}
+
+pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq) {
+    pw_program *program = calloc(1, sizeof *program);
+    if (!program) return NULL;
+    size_t angles = sizeof(double) * (size_t)(shape.head_dim / 2);
+    program->shape = shape;
+    program->capacity = capacity;
+    program->inv_freq = malloc(angles);
+    if (!open_step(program) || !program->inv_freq) {
+        pw_program_close(program);
+        return NULL;
+    }
+    memcpy(program->inv_freq, inv_freq, angles);
+    return program;
+}
+
+void pw_program_close(pw_program *program) {
+    if (!program) return;
+    pw_step *step = &program->step;
+    pw_pages_close(program->memory, program->memory_bytes);
+    pw_pages_close(program->kv, program->kv_bytes);
+    void *owned[] = {program->ops,   program->inv_freq, program->tickets, program->merged,    step->tokens, step->positions,
+                     step->slots,    step->logit_rows,  step->slices,     step->first_piece, step->pieces};
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; ++i) free(owned[i]);
+    free(program);
+}
+
+static int32_t form_index(pw_op *op, pw_form form) {
+    for (int32_t i = 0; i < op->n_forms; ++i)
+        if (memcmp(&op->forms[i], &form, sizeof form) == 0) return i;
+    op->forms[op->n_forms] = form;
+    return op->n_forms++;
+}
+
+bool pw_program_add(pw_program *program, const pw_op *op) {
+    if (program->n_ops == program->ops_room) {
+        int32_t room = program->ops_room ? 2 * program->ops_room : 64;
+        pw_op *ops = realloc(program->ops, sizeof *ops * (size_t)room);
+        if (!ops) return false;
+        program->ops = ops;
+        program->ops_room = room;
+    }
+    pw_op *added = &program->ops[program->n_ops++];
+    *added = *op;
+    added->n_forms = 0;
+    for (int32_t i = 0; i < added->n_parts; ++i)
+        added->parts[i].form = form_index(added, pw_form_of(&added->parts[i].weight));
+    return true;
+}
+
+/* ---- memory ----------------------------------------------------------------------------------------------------- */
+
+/* The largest prepared row of any op under any table: the ISA may be changed between steps. */
+static void measure_rows(const pw_program *program, int64_t *row_bytes, int64_t *row_floats) {
+    *row_bytes = *row_floats = 0;
+    for (int32_t i = 0; i < program->n_ops; ++i) {
+        const pw_op *op = &program->ops[i];
+        if (op->code != PW_LINEAR) continue;
+        *row_floats = larger(*row_floats, pw_padded_k(op->k));
+        for (int32_t form = 0; form < op->n_forms; ++form)
+            for (int isa = 0; isa < pw_usable_count(); ++isa)
+                *row_bytes = larger(*row_bytes, pw_usable(isa)->gemm.row_bytes(&op->forms[form], op->k));
+    }
+    *row_bytes = aligned(*row_bytes);
+}
+
+static int32_t most_forms(const pw_program *program) {
+    int32_t most = 1;
+    for (int32_t i = 0; i < program->n_ops; ++i) most = (int32_t)larger(most, program->ops[i].n_forms);
+    return most;
+}
+
+/* Byte offsets within program->memory. */
+typedef struct {
+    int64_t cosines, sines, partials, prepared, scratch, end;
+    int64_t private_row, prepared_each, scratch_each;
+    int32_t forms;
+} layout;
+
+static layout lay_out(const pw_program *program) {
+    const pw_capacity *room = &program->capacity;
+    layout l;
+    int64_t row_bytes, row_floats, angles = aligned(room->max_tokens * (program->shape.head_dim / 2) * 4);
+    measure_rows(program, &row_bytes, &row_floats);
+    l.forms = most_forms(program);
+    l.private_row = row_bytes;
+    l.prepared_each = aligned(row_bytes * larger(room->max_tokens, room->max_logit_rows));
+    int64_t linear = PW_MAX_PARTS * row_bytes + row_floats * 4;
+    l.scratch_each = aligned(larger(linear, pw_attend_scratch_floats(&program->shape) * 4));
+    l.cosines = aligned(program->arena_floats * 4);
+    l.sines = l.cosines + angles;
+    l.partials = l.sines + angles;
+    l.prepared = l.partials + aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
+    l.scratch = l.prepared + l.forms * l.prepared_each;
+    l.end = l.scratch + room->max_threads * l.scratch_each;
+    return l;
+}
+
+static int64_t kv_bytes(const pw_program *program) {
+    const pw_shape *shape = &program->shape;
+    pw_kv_head first = pw_kv_head_of(program, 0, 0), second = pw_kv_head_of(program, 0, 1);
+    return shape->n_layers * (int64_t)shape->n_kv_heads * ((char *)second.keys - (char *)first.keys);
+}
+
+int64_t pw_program_bytes(const pw_program *program) { return lay_out(program).end + kv_bytes(program); }
+
+bool pw_program_seal(pw_program *program) {
+    layout l = lay_out(program);
+    program->memory_bytes = l.end;
+    program->kv_bytes = kv_bytes(program);
+    program->memory = pw_pages_open(l.end);
+    program->kv = pw_pages_open(program->kv_bytes);
+    program->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * (size_t)(program->n_ops + 1));
+    if (!program->memory || !program->kv || !program->tickets) return false;
+    program->arena = (float *)program->memory;
+    program->cosines = (float *)(program->memory + l.cosines);
+    program->sines = (float *)(program->memory + l.sines);
+    program->partials = (float *)(program->memory + l.partials);
+    for (int32_t i = 0; i < l.forms; ++i) program->prepared[i] = program->memory + l.prepared + i * l.prepared_each;
+    program->scratch = program->memory + l.scratch;
+    program->private_row_bytes = l.private_row;
+    program->prepared_bytes = l.prepared_each;
+    program->scratch_bytes = l.scratch_each;
+    return true;
+}
+
+int pw_program_touch(pw_program *program, pw_team *team) {
+    return pw_pages_touch(team, program->kv, program->kv_bytes);
+}
+
+/* ---- a step ----------------------------------------------------------------------------------------------------- */
+
+static const char *check_slices(pw_program *program) {
+    pw_step *step = &program->step;
+    int64_t row = 0, slots = program->capacity.kv_slots;
+    for (int64_t s = 0; s < step->n_slices; ++s) {
+        const pw_slice *slice = &step->slices[s];
+        if (slice->n_rows < 1) return "a slice has no tokens";
+        if (slice->first_row != row || row + slice->n_rows > step->n_tokens) return "slices do not cover the step's rows";
+        if (slice->start < 0 || slice->slot_base < 0 || slice->start > slots || slice->slot_base > slots ||
+            slice->slot_base + slice->start + slice->n_rows > slots)
+            return "a slice lies outside the KV slots";
+        for (int64_t i = 0; i < slice->n_rows; ++i, ++row) {
+            step->positions[row] = slice->start + i;
+            step->slots[row] = slice->slot_base + slice->start + i;
+        }
+    }
+    return row == step->n_tokens ? NULL : "slices do not cover the step's rows";
+}
+
+/* Every slot is written once; `split` stays true only if no slice reads a slot that another writes in this step. */
+static const char *check_overlaps(pw_step *step) {
+    step->split = step->n_tokens == step->n_slices;
+    for (int64_t s = 0; s < step->n_slices; ++s) {
+        const pw_slice *a = &step->slices[s];
+        int64_t begin = a->slot_base + a->start, end = begin + a->n_rows;
+        for (int64_t t = 0; t < step->n_slices; ++t) {
+            const pw_slice *b = &step->slices[t];
+            int64_t written = b->slot_base + b->start, seen_end = written + b->n_rows;
+            if (s == t || seen_end <= begin || b->slot_base >= end) continue;
+            step->split = false;
+            if (written < end) return "two slices write the same KV slot";
+        }
+    }
+    return NULL;
+}
+
+const char *pw_program_check(pw_program *program, int threads) {
+    pw_step *step = &program->step;
+    const pw_capacity *room = &program->capacity;
+    if (threads < 1 || threads > room->max_threads) return "the program was not built for so many threads";
+    if (step->n_tokens < 1 || step->n_tokens > room->max_tokens) return "the step has no tokens or too many";
+    if (step->n_slices < 1 || step->n_slices > room->max_slices) return "the step has no slices or too many";
+    if (step->n_logit_rows < 0 || step->n_logit_rows > room->max_logit_rows) return "too many rows want logits";
+    for (int64_t i = 0; i < step->n_tokens; ++i)
+        if (step->tokens[i] < 0 || step->tokens[i] >= program->shape.vocab) return "a token is outside the vocabulary";
+    for (int64_t i = 0; i < step->n_logit_rows; ++i)
+        if (step->logit_rows[i] < 0 || step->logit_rows[i] >= step->n_tokens) return "logits of a row that is not there";
+    const char *problem = check_slices(program);
+    if (!problem) problem = check_overlaps(step);
+    if (!problem) pw_plan_attention(program, threads);
+    return problem;
+}
+
+static void run_ops(void *context, int member) {
+    const pw_run *run = context;
+    const pw_program *program = run->program;
+    for (int32_t i = 0; i < program->n_ops; ++i) {
+        const pw_op *op = &program->ops[i];
+        if (op->code == PW_EMBED) pw_run_embed(run, op, member);
+        if (op->code == PW_LINEAR) pw_run_linear(run, op, member);
+        if (op->code == PW_ATTEND) pw_run_attend(run, op, member);
+        if (i + 1 < program->n_ops) pw_team_barrier(run->team, member); /* the team ends a task with one of its own */
+    }
+}
+
+int pw_program_run(pw_program *program, pw_team *team) {
+    pw_run run = {program, team, pw_active(), pw_team_size(team)};
+    memset(program->tickets, 0, sizeof(pw_ticket) * (size_t)program->n_ops);
+    memset(program->merged, 0, sizeof *program->merged * (size_t)(program->step.n_slices * program->shape.n_kv_heads));
+    return pw_team_run(team, run_ops, &run);
+}
+
+/* ---- moving keys and values ------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const pw_program *program;
+    int64_t source, target, slots;
+    int members;
+    char *line; /* [members][slots] elements */
+} moving;
+
+/* One dimension of `slots` keys: 16 of them lie side by side, then comes the next panel. */
+static void move_keys(const moving *move, const pw_kv_head *head, int64_t dimension, char *line) {
+    int64_t bytes = head->bytes, panel = 16 * head->head_dim;
+    char *keys = (char *)head->keys + dimension * 16 * bytes;
+    for (int pass = 0; pass < 2; ++pass) /* out of the cache, then back into it: the ranges may overlap */
+        for (int64_t done = 0, run; done < move->slots; done += run) {
+            int64_t slot = (pass ? move->target : move->source) + done;
+            run = 16 - slot % 16;
+            if (run > move->slots - done) run = move->slots - done;
+            char *at = keys + (slot / 16 * panel + slot % 16) * bytes;
+            memcpy(pass ? at : line + done * bytes, pass ? line + done * bytes : at, (size_t)(run * bytes));
+        }
+}
+
+static void move_share(void *context, int member) {
+    const moving *move = context;
+    const pw_shape *shape = &move->program->shape;
+    int64_t heads = (int64_t)shape->n_layers * shape->n_kv_heads;
+    for (int64_t i = heads * member / move->members; i < heads * (member + 1) / move->members; ++i) {
+        pw_kv_head head = pw_kv_head_of(move->program, i / shape->n_kv_heads, i % shape->n_kv_heads);
+        int64_t row = (int64_t)head.value_dim * head.bytes;
+        char *values = head.values, *line = move->line + member * move->slots * head.bytes;
+        memmove(values + move->target * row, values + move->source * row, (size_t)(move->slots * row));
+        for (int64_t dimension = 0; dimension < head.head_dim; ++dimension) move_keys(move, &head, dimension, line);
+    }
+}
+
+int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots) {
+    int members = pw_team_size(team);
+    char *line = malloc((size_t)(slots * program->capacity.kv_bytes * members));
+    if (!line) return PW_TEAM_NO_MEMORY;
+    moving move = {program, source, target, slots, members, line};
+    int status = pw_team_run(team, move_share, &move);
+    free(line);
+    return status;
+}

@@ -1,0 +1,159 @@
+/* A forward step as a flat list of ops, run by one call on a thread team.
+ *
+ * Built once per model (ops over arena offsets and packed weights), then run with a step: which tokens, where their
+ * keys and values go, which rows want logits. All memory is allocated when the program is sealed; a step is checked
+ * against it before any pointer moves (pw_program_check).
+ *
+ * A row's results depend on its sequence alone, bit for bit: not on the other rows of the step, on how the prompt was
+ * cut into steps, or on the number of threads. */
+#ifndef PHASEWISE_PROGRAM_H
+#define PHASEWISE_PROGRAM_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "dispatch.h"
+#include "team.h"
+
+enum { PW_MAX_PARTS = 3 };
+
+typedef enum { PW_EMBED, PW_LINEAR, PW_ATTEND } pw_opcode;
+
+/* What a linear op reads: rows as they are, rows normalised, or silu(first half) * second half of a row. */
+typedef enum { PW_FROM_ROWS, PW_FROM_NORM, PW_FROM_GATE } pw_source;
+
+typedef struct {
+    pw_weight weight;
+    int64_t column; /* of the output row where this weight's outputs begin */
+    int32_t form;   /* index into the op's forms */
+} pw_part;
+
+/* Offsets and strides are floats in the arena. */
+typedef struct {
+    int32_t code;
+    int32_t source;
+    int32_t epilogue;    /* pw_epilogue */
+    bool logit_rows;     /* only the rows that want logits; output row i is the i-th of them */
+    int32_t n_parts, n_forms;
+    pw_part parts[PW_MAX_PARTS];
+    pw_form forms[PW_MAX_PARTS];
+    int64_t k;
+    int64_t in, in_stride, out, out_stride;
+    const float *norm;                    /* [k], for PW_FROM_NORM */
+    int32_t layer;                        /* attention from here on */
+    const float *bias, *q_norm, *k_norm;  /* [qkv columns], [head_dim], [head_dim]; NULL where the model has none */
+} pw_op;
+
+/* The model's numbers that ops share. */
+typedef struct {
+    int32_t n_layers, n_heads, n_kv_heads, head_dim;
+    int64_t hidden, ffn, vocab;
+    int64_t window;          /* positions seen, itself included; 0: all */
+    float norm_eps;
+} pw_shape;
+
+typedef struct {
+    int64_t kv_slots;        /* multiple of 16 */
+    int64_t max_tokens;      /* rows of one step */
+    int64_t max_slices;
+    int64_t max_logit_rows;
+    int32_t kv_bytes;        /* 2: float16, 4: float32 */
+    int32_t max_threads;
+} pw_capacity;
+
+typedef struct {
+    int64_t first_row, n_rows; /* rows of the step */
+    int64_t start;             /* position of the first */
+    int64_t slot_base;
+} pw_slice;
+
+/* A share of attention's work: rows [first, first + count) of a slice, or its chunk `first`. */
+typedef struct {
+    int32_t slice;
+    int32_t first, count;
+} pw_piece;
+
+/* Filled by the caller up to `split`; the rest by pw_program_check. */
+typedef struct {
+    int64_t n_tokens, n_slices, n_logit_rows;
+    int32_t *tokens;      /* [max_tokens] */
+    int64_t *logit_rows;  /* [max_logit_rows] */
+    pw_slice *slices;     /* [max_slices] */
+    bool split;           /* one token per slice: pieces are chunks, merged afterwards */
+    int64_t n_pieces;
+    pw_piece *pieces;
+    int64_t *first_piece; /* [max_slices], when split */
+    int64_t *positions;   /* [max_tokens] */
+    int64_t *slots;       /* [max_tokens] */
+} pw_step;
+
+typedef struct {
+    _Alignas(64) atomic_long next;
+} pw_ticket;
+
+typedef struct {
+    pw_shape shape;
+    pw_capacity capacity;
+    int32_t n_ops, ops_room;
+    pw_op *ops;
+    double *inv_freq;          /* [head_dim / 2] */
+    int64_t arena_floats;      /* what the ops use; angles and partials follow */
+    int64_t qkv_stride;
+    int64_t logits;            /* arena offset of [max_logit_rows][vocab] */
+    pw_step step;
+    char *memory, *kv;         /* pages */
+    int64_t memory_bytes, kv_bytes;
+    float *arena, *cosines, *sines, *partials;
+    int64_t partial_room;      /* chunks that may be split off in one step */
+    char *prepared[PW_MAX_PARTS];
+    int64_t prepared_bytes;    /* of each */
+    char *scratch;             /* [max_threads][scratch_bytes] */
+    int64_t scratch_bytes;
+    int64_t private_row_bytes; /* of one prepared row in scratch */
+    pw_ticket *tickets;        /* [n_ops] */
+    atomic_long *merged;       /* [max_slices][n_kv_heads] */
+} pw_program;
+
+/* NULL when there is no memory for the bookkeeping. */
+pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq);
+void pw_program_close(pw_program *program);
+
+/* A copy of `op` is appended; its forms are worked out here. False without memory. */
+bool pw_program_add(pw_program *program, const pw_op *op);
+
+/* Bytes that pw_program_seal will allocate: scratch and KV. */
+int64_t pw_program_bytes(const pw_program *program);
+
+/* Allocates scratch and KV. False when the system refuses. */
+bool pw_program_seal(pw_program *program);
+
+/* Writes to KV and scratch once, each member to its part. */
+int pw_program_touch(pw_program *program, pw_team *team);
+
+/* NULL, or what is wrong with program->step; completes the step for a team of `threads`. */
+const char *pw_program_check(pw_program *program, int threads);
+
+/* Runs the checked step; logits are then in the arena. PW_TEAM_OK or the team's failure. */
+int pw_program_run(pw_program *program, pw_team *team);
+
+/* Moves the keys and values of slots, every layer; ranges may overlap. The caller checks the ranges. */
+int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots);
+
+/* What the files of the executor share. */
+typedef struct {
+    pw_program *program;
+    pw_team *team;
+    const pw_kernels *kernels;
+    int threads;
+} pw_run;
+
+pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head);
+int64_t pw_attend_scratch_floats(const pw_shape *shape);
+int64_t pw_partial_floats(const pw_shape *shape); /* of one chunk, all heads */
+void pw_plan_attention(pw_program *program, int threads);
+void pw_run_embed(const pw_run *run, const pw_op *op, int member);
+void pw_run_linear(const pw_run *run, const pw_op *op, int member);
+void pw_run_attend(const pw_run *run, const pw_op *op, int member);
+
+#endif

@@ -1,0 +1,309 @@
+# Flat programs: ops are added once, then a step runs in one call. Textually included by _native.pyx.
+
+cdef extern from "program.h" nogil:
+    enum:
+        PW_MAX_PARTS
+
+    ctypedef enum pw_opcode:
+        PW_EMBED
+        PW_LINEAR
+        PW_ATTEND
+
+    ctypedef enum pw_source:
+        PW_FROM_ROWS
+        PW_FROM_NORM
+        PW_FROM_GATE
+
+    ctypedef struct pw_part:
+        pw_weight weight
+        int64_t column
+
+    ctypedef struct pw_op:
+        int32_t code, source, epilogue
+        bint logit_rows
+        int32_t n_parts
+        pw_part parts[3]
+        int64_t k, out_stride, in_stride
+        int64_t in_at "in"
+        int64_t out_at "out"
+        const float *norm
+        int32_t layer
+        const float *bias
+        const float *q_norm
+        const float *k_norm
+
+    ctypedef struct pw_shape:
+        int32_t n_layers, n_heads, n_kv_heads, head_dim
+        int64_t hidden, ffn, vocab, window
+        float norm_eps
+
+    ctypedef struct pw_capacity:
+        int64_t kv_slots, max_tokens, max_slices, max_logit_rows
+        int32_t kv_bytes, max_threads
+
+    ctypedef struct pw_slice:
+        int64_t first_row, n_rows, start, slot_base
+
+    ctypedef struct pw_step:
+        int64_t n_tokens, n_slices, n_logit_rows
+        int32_t *tokens
+        int64_t *logit_rows
+        pw_slice *slices
+
+    ctypedef struct pw_program:
+        pw_shape shape
+        pw_capacity capacity
+        int32_t n_ops
+        pw_op *ops
+        int64_t arena_floats, logits
+        pw_step step
+        float *arena
+        int64_t kv_bytes
+
+    pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq)
+    void pw_program_close(pw_program *program)
+    bint pw_program_add(pw_program *program, const pw_op *op)
+    int64_t pw_program_bytes(const pw_program *program)
+    bint pw_program_seal(pw_program *program)
+    int pw_program_touch(pw_program *program, pw_team *team)
+    const char *pw_program_check(pw_program *program, int threads)
+    int pw_program_run(pw_program *program, pw_team *team)
+    int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots)
+
+
+cdef dict SOURCES = {"rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE}
+
+
+cdef class Program:
+    """A model's forward step as ops over an arena of floats. Build with embed/linear/attend, seal, then run.
+
+    shape and capacity are mappings with the fields of pw_shape and pw_capacity (program.h); inv_freq is float64
+    [head_dim / 2]. Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
+    The buffer protocol gives the logits, float32 [max_logit_rows, vocab], of the last run.
+    """
+
+    cdef pw_program *program
+    cdef list kept
+    cdef bint sealed
+    cdef Py_ssize_t logits_shape[2]
+    cdef Py_ssize_t logits_strides[2]
+
+    def __cinit__(self, shape, capacity, inv_freq):
+        cdef pw_shape s = shape
+        cdef pw_capacity c = capacity
+        if not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
+            raise ProgramError(f"attention heads of {s.head_dim} dimensions: even numbers up to {PW_MAX_HEAD_DIM} are supported")
+        if min(s.n_layers, s.n_heads, s.n_kv_heads, s.hidden, s.ffn, s.vocab) < 1 or s.n_heads % s.n_kv_heads:
+            raise ProgramError(f"a model of this shape cannot be: {shape}")
+        if min(c.kv_slots, c.max_tokens, c.max_slices, c.max_logit_rows, c.max_threads) < 1 or c.kv_bytes not in (2, 4):
+            raise ProgramError(f"a program needs room for something: {capacity}")
+        if max(c.kv_slots, c.max_tokens, c.max_slices, c.max_logit_rows) > 1 << 30:
+            raise ProgramError(f"more than 2^30 slots, tokens or rows: {capacity}")
+        c.kv_slots = (c.kv_slots + 15) // 16 * 16
+        cdef const double[::1] angles = np.ascontiguousarray(inv_freq, np.float64)
+        if angles.shape[0] != s.head_dim // 2:
+            raise ProgramError(f"{angles.shape[0]} rotation frequencies for heads of {s.head_dim} dimensions")
+        self.kept = []
+        self.program = pw_program_open(s, c, &angles[0])
+        if self.program == NULL:
+            raise ProgramError(f"no memory for the bookkeeping of {capacity}")
+
+    def __dealloc__(self):
+        pw_program_close(self.program)
+
+    def embed(self, packed, int64_t out, int64_t out_stride):
+        """Rows of a packed matrix, one for each token of the step."""
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        op.code, op.n_parts = PW_EMBED, 1
+        op.parts[0].weight = weight_view(packed)
+        op.out_at, op.out_stride, op.k = out, out_stride, packed.k
+        if packed.n < self.program.shape.vocab:
+            raise ProgramError(f"an embedding of {packed.n} rows for a vocabulary of {self.program.shape.vocab}")
+        self._add(&op, [packed], 0, packed.k)
+
+    def linear(self, parts, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+               norm=None, bint add=False, bint logit_rows=False):
+        """Rows times weights, each weight's outputs from its own column on.
+
+        parts: [(PackedWeight, column)], all of the same k. source: "rows", "norm" (with the norm's weights) or
+        "gate": silu(first k) * (next k).
+        """
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        if not 1 <= len(parts) <= PW_MAX_PARTS or len({packed.k for packed, _ in parts}) != 1:
+            raise ProgramError(f"a linear op takes 1 to {PW_MAX_PARTS} weights of the same number of inputs")
+        op.code, op.source, op.n_parts = PW_LINEAR, SOURCES[source], len(parts)
+        op.k = parts[0][0].k
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        op.epilogue, op.logit_rows = PW_ADD if add else PW_STORE, logit_rows
+        out_width = 0
+        for i, (packed, column) in enumerate(parts):
+            op.parts[i].weight, op.parts[i].column = weight_view(packed), column
+            out_width = max(out_width, column + packed.n)
+            if column < 0:
+                raise ProgramError(f"outputs cannot begin at column {column}")
+        op.norm = self._vector(norm, op.k if source == "norm" else 0, "norm weights")
+        self._add(&op, [packed for packed, _ in parts], 2 * op.k if source == "gate" else op.k, out_width)
+
+    def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+               bias=None, q_norm=None, k_norm=None):
+        """Attention of a layer: q, k and v heads side by side in a row, to the weighted values of all heads."""
+        cdef pw_op op
+        cdef pw_shape *shape = &self.program.shape
+        memset(&op, 0, sizeof(op))
+        op.code, op.layer = PW_ATTEND, layer
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        columns = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
+        if not 0 <= layer < shape.n_layers:
+            raise ProgramError(f"layer {layer} of {shape.n_layers}")
+        op.bias = self._vector(bias, 0 if bias is None else columns, "attention biases")
+        op.q_norm = self._vector(q_norm, 0 if q_norm is None else shape.head_dim, "query norm weights")
+        op.k_norm = self._vector(k_norm, 0 if k_norm is None else shape.head_dim, "key norm weights")
+        self._add(&op, [], columns, shape.n_heads * shape.head_dim)
+
+    cdef const float *_vector(self, vector, int64_t length, str name) except? NULL:
+        cdef const float[::1] view
+        if (0 if vector is None else len(vector)) != length:
+            raise ProgramError(f"{name}: {0 if vector is None else len(vector)} values where {length} belong")
+        if vector is None:
+            return NULL
+        owned = np.ascontiguousarray(vector, np.float32)
+        self.kept.append(owned)
+        view = owned
+        return &view[0]
+
+    cdef int _add(self, const pw_op *op, list weights, int64_t in_width, int64_t out_width) except -1:
+        if self.sealed:
+            raise ProgramError("a sealed program takes no more ops")
+        rows = self.program.capacity.max_logit_rows if op.logit_rows else self.program.capacity.max_tokens
+        read = 0 if op.code == PW_EMBED else op.in_at + (self.program.capacity.max_tokens - 1) * op.in_stride + in_width
+        written = op.out_at + (rows - 1) * op.out_stride + out_width
+        if min(op.in_at, op.out_at) < 0 or (op.code != PW_EMBED and op.in_stride < in_width) or op.out_stride < out_width:
+            raise ProgramError("an op's rows overlap, or lie before the arena")
+        self.program.arena_floats = max(self.program.arena_floats, read, written)
+        self.kept.append(weights)
+        if not pw_program_add(self.program, op):
+            raise ProgramError("no memory for another op")
+        return 0
+
+    def bytes(self):
+        """What `seal` will allocate."""
+        return pw_program_bytes(self.program)
+
+    def seal(self, int64_t logits):
+        """Allocates the arena, scratch and KV; `logits` is the arena offset of [max_logit_rows, vocab]."""
+        cdef pw_capacity *room = &self.program.capacity
+        if self.sealed:
+            raise ProgramError("a program is sealed once")
+        if logits < 0 or logits + room.max_logit_rows * self.program.shape.vocab > self.program.arena_floats:
+            raise ProgramError("no op writes the logits that the program promises")
+        self.program.logits = logits
+        self.sealed = pw_program_seal(self.program)
+        if not self.sealed:
+            raise ProgramError(f"the system refused {self.bytes() / 2**20:.0f} MiB for scratch and the KV cache")
+
+    def touch(self, Team team):
+        """Makes the KV pages exist, each near a core that uses it."""
+        cdef pw_team *members = team._open()
+        cdef int status
+        self._check_sealed()
+        with nogil:
+            status = pw_program_touch(self.program, members)
+        _check_team(status)
+
+    def run(self, Team team, slices, bint every_row=False):
+        """One forward step. Returns the number of rows of logits: one for each slice that wants them, or every row.
+
+        slices: objects with token_ids, start, slot_base and wants_logits. ValueError when a token, a position or a
+        slot is out of range; then nothing has been written.
+        """
+        cdef pw_team *members = team._open()
+        cdef const char *problem
+        cdef int status
+        self._check_sealed()
+        self._fill(slices, every_row)
+        problem = pw_program_check(self.program, team.size)
+        if problem != NULL:
+            raise ValueError(f"this step cannot be run: {problem.decode()}")
+        with nogil:
+            status = pw_program_run(self.program, members)
+        _check_team(status)
+        return self.program.step.n_logit_rows
+
+    cdef int _fill(self, slices, bint every_row) except -1:
+        cdef pw_step *step = &self.program.step
+        cdef pw_capacity *room = &self.program.capacity
+        cdef pw_slice *out
+        cdef int64_t row = 0, token
+        cdef int64_t vocab = self.program.shape.vocab
+        step.n_tokens = step.n_slices = step.n_logit_rows = 0
+        try:
+            for piece in slices:
+                if step.n_slices == room.max_slices:
+                    raise ValueError(f"a step holds at most {room.max_slices} slices")
+                out = &step.slices[step.n_slices]
+                out.first_row, out.start, out.slot_base = row, piece.start, piece.slot_base
+                for token in piece.token_ids:
+                    if row == room.max_tokens:
+                        raise ValueError(f"a step holds at most {room.max_tokens} tokens")
+                    if not 0 <= token < vocab:
+                        raise ValueError(f"token {token} is outside the vocabulary of {vocab}")
+                    step.tokens[row] = <int32_t>token
+                    row += 1
+                    if every_row:
+                        self._want(row - 1)
+                out.n_rows = row - out.first_row
+                step.n_slices += 1
+                if piece.wants_logits and not every_row and out.n_rows:
+                    self._want(row - 1)
+        except OverflowError:
+            raise ValueError("a token, position or slot does not fit in 64 bits") from None
+        step.n_tokens = row
+        return 0
+
+    cdef int _want(self, int64_t row) except -1:
+        cdef pw_step *step = &self.program.step
+        if step.n_logit_rows == self.program.capacity.max_logit_rows:
+            raise ValueError(f"at most {step.n_logit_rows} rows of a step can have logits")
+        step.logit_rows[step.n_logit_rows] = row
+        step.n_logit_rows += 1
+        return 0
+
+    def copy_kv(self, Team team, int64_t source, int64_t target, int64_t n_slots):
+        """Moves keys and values of n_slots slots, in every layer; the ranges may overlap."""
+        cdef pw_team *members = team._open()
+        cdef int64_t slots = self.program.capacity.kv_slots
+        cdef int status
+        self._check_sealed()
+        if not (0 <= n_slots <= slots and 0 <= source <= slots - n_slots and 0 <= target <= slots - n_slots):
+            raise ValueError(f"slots {source} to {target}, {n_slots} of them, of {slots}")
+        if n_slots == 0:
+            return
+        with nogil:
+            status = pw_program_copy_kv(self.program, members, source, target, n_slots)
+        _check_team(status)
+
+    cdef int _check_sealed(self) except -1:
+        if not self.sealed:
+            raise ProgramError("this program has not been sealed")
+        return 0
+
+    def kv_bytes(self):
+        return self.program.kv_bytes
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        self._check_sealed()
+        self.logits_shape[0], self.logits_shape[1] = self.program.capacity.max_logit_rows, self.program.shape.vocab
+        self.logits_strides[1] = sizeof(float)
+        self.logits_strides[0] = self.logits_shape[1] * self.logits_strides[1]
+        buffer.buf = self.program.arena + self.program.logits
+        buffer.obj = self
+        buffer.len = self.logits_shape[0] * self.logits_strides[0]
+        buffer.itemsize, buffer.ndim, buffer.readonly = sizeof(float), 2, 0
+        buffer.format = "f"
+        buffer.shape, buffer.strides, buffer.suboffsets = self.logits_shape, self.logits_strides, NULL
+        buffer.internal = NULL
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        pass

@@ -1,0 +1,186 @@
+"""From a model to a program: which ops a forward step is made of, and where in the arena their rows lie.
+
+The program itself, and why its results do not depend on the batch, is in cython_kernels/program.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phasewise.cython_kernels._native import Program
+from phasewise.cython_kernels.errors import KernelError
+from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.serving.errors import ModelError
+from phasewise.serving.model import ModelConfig, PackedModel
+
+Parts = list[tuple[PackedWeight, int]]
+
+_ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one program has room for."""
+
+    kv_slots: int
+    step_tokens: int
+    sequences: int
+    logit_rows: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Arena:
+    """Offsets and row strides, in floats. Attention's rows and the feed-forward rows take turns in one place."""
+
+    hidden: int
+    hidden_stride: int
+    qkv: int
+    qkv_stride: int
+    mixed: int
+    mixed_stride: int
+    gate_up: int
+    gate_up_stride: int
+    logits: int
+
+
+def _rounded(floats: int) -> int:
+    return -(-floats // _ROUND_FLOATS) * _ROUND_FLOATS
+
+
+def _lay_out(config: ModelConfig, tokens: int) -> _Arena:
+    hidden_stride = _rounded(config.hidden)
+    qkv_stride = _rounded(config.q_rows + 2 * config.kv_rows)
+    mixed_stride = _rounded(config.q_rows)
+    gate_up_stride = _rounded(2 * config.ffn)
+    shared = tokens * hidden_stride
+    mixed = shared + tokens * qkv_stride
+    logits = max(mixed + tokens * mixed_stride, shared + tokens * gate_up_stride)
+    return _Arena(
+        hidden=0,
+        hidden_stride=hidden_stride,
+        qkv=shared,
+        qkv_stride=qkv_stride,
+        mixed=mixed,
+        mixed_stride=mixed_stride,
+        gate_up=shared,
+        gate_up_stride=gate_up_stride,
+        logits=logits,
+    )
+
+
+def kv_element_bytes(model: PackedModel) -> int:
+    """2 (float16), or 4 where every weight of the layers is float32: then nothing is rounded anywhere."""
+    layers = (weight for name, weight in model.weights.items() if name.startswith("layers."))
+    return 4 if all(weight.kind == "f32" for weight in layers) else 2
+
+
+def kv_bytes_per_slot(model: PackedModel) -> int:
+    """Bytes of the keys and values of one position, all layers."""
+    config = model.config
+    per_head = config.head_dim + _rounded(config.head_dim)
+    return config.n_layers * config.n_kv_heads * per_head * kv_element_bytes(model)
+
+
+def build_program(
+    model: PackedModel, capacity: Capacity, check_memory: Callable[[str, int, int], None] | None = None
+) -> Program:
+    """A sealed program. ModelError if the model does not fit the kernels or the memory.
+
+    check_memory(model name, bytes, KV slots) may refuse before anything large is allocated.
+    """
+    try:
+        program = Program(_shape(model.config), _room(model, capacity), model.config.rope.inv_freq())
+        arena = _lay_out(model.config, capacity.step_tokens)
+        program.embed(_weight(model, "embed"), arena.hidden, arena.hidden_stride)
+        for layer in range(model.config.n_layers):
+            _add_layer(program, model, layer, arena)
+        _add_logits(program, model, arena)
+        if check_memory is not None:
+            check_memory(model.name, program.bytes(), capacity.kv_slots)
+        program.seal(arena.logits)
+    except KernelError as error:
+        raise ModelError(f"{model.name}: {error}") from error
+    return program
+
+
+def _shape(config: ModelConfig) -> dict[str, int | float]:
+    return {
+        "n_layers": config.n_layers,
+        "n_heads": config.n_heads,
+        "n_kv_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden": config.hidden,
+        "ffn": config.ffn,
+        "vocab": config.vocab_size,
+        "window": config.sliding_window or 0,
+        "norm_eps": config.norm_eps,
+    }
+
+
+def _room(model: PackedModel, capacity: Capacity) -> dict[str, int]:
+    return {
+        "kv_slots": capacity.kv_slots,
+        "max_tokens": capacity.step_tokens,
+        "max_slices": capacity.sequences,
+        "max_logit_rows": capacity.logit_rows,
+        "max_threads": capacity.threads,
+        "kv_bytes": kv_element_bytes(model),
+    }
+
+
+def _add_layer(program: Program, model: PackedModel, layer: int, arena: _Arena) -> None:
+    name, vectors = f"layers.{layer}", model.vectors
+    stream, qkv = (arena.hidden, arena.hidden_stride), (arena.qkv, arena.qkv_stride)
+    mixed, gate_up = (arena.mixed, arena.mixed_stride), (arena.gate_up, arena.gate_up_stride)
+    program.linear(_qkv_parts(model, name), "norm", *stream, *qkv, norm=vectors[f"{name}.attn_norm"])
+    program.attend(
+        layer,
+        *qkv,
+        *mixed,
+        bias=vectors.get(f"{name}.qkv_bias"),
+        q_norm=vectors.get(f"{name}.q_norm"),
+        k_norm=vectors.get(f"{name}.k_norm"),
+    )
+    program.linear([(_weight(model, f"{name}.o"), 0)], "rows", *mixed, *stream, add=True)
+    program.linear(_gate_up_parts(model, name), "norm", *stream, *gate_up, norm=vectors[f"{name}.ffn_norm"])
+    program.linear([(_weight(model, f"{name}.down"), 0)], "gate", *gate_up, *stream, add=True)
+
+
+def _add_logits(program: Program, model: PackedModel, arena: _Arena) -> None:
+    config = model.config
+    head = _weight(model, "embed" if config.tied_embeddings else "lm_head")
+    if head.n != config.vocab_size:
+        raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.vocab_size}")
+    program.linear(
+        [(head, 0)],
+        "norm",
+        arena.hidden,
+        arena.hidden_stride,
+        arena.logits,
+        config.vocab_size,
+        norm=model.vectors["final_norm"],
+        logit_rows=True,
+    )
+
+
+def _weight(model: PackedModel, name: str) -> PackedWeight:
+    try:
+        return model.weights[name]
+    except KeyError:
+        raise ModelError(f"{model.name} has no weight {name!r}") from None
+
+
+def _qkv_parts(model: PackedModel, name: str) -> Parts:
+    config = model.config
+    if f"{name}.qkv" in model.weights:
+        return [(model.weights[f"{name}.qkv"], 0)]
+    columns = {"q": 0, "k": config.q_rows, "v": config.q_rows + config.kv_rows}
+    return [(_weight(model, f"{name}.{part}"), column) for part, column in columns.items()]
+
+
+def _gate_up_parts(model: PackedModel, name: str) -> Parts:
+    if f"{name}.gate_up" in model.weights:
+        return [(model.weights[f"{name}.gate_up"], 0)]
+    return [(_weight(model, f"{name}.gate"), 0), (_weight(model, f"{name}.up"), model.config.ffn)]

@@ -1,0 +1,155 @@
+"""From a packed model and its plans to an engine. `generate` and `serve` start here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from phasewise.serving.batch import Phase
+from phasewise.serving.blocks import BlockPool
+from phasewise.serving.engine import Engine, Vocabulary
+from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
+from phasewise.serving.forward import kv_bytes_per_slot
+from phasewise.serving.memory import available_bytes
+from phasewise.serving.model import PackedModel
+from phasewise.serving.ranks import LocalRanks
+from phasewise.serving.scheduler import Scheduler, SchedulerLimits
+from phasewise.serving.tokenizer import DetokenizeStream, Tokenizer
+from phasewise.tuner.plans import ServicePlan
+
+Plans = Mapping[Phase, ServicePlan]
+
+KV_SHARE_OF_FREE_MEMORY = 0.25
+_KV_BYTES_WHERE_MEMORY_IS_UNKNOWN = 1 << 30
+
+
+class ModelText:
+    """Text to tokens and back, as one model has it."""
+
+    def __init__(self, model: PackedModel) -> None:
+        self._model = model
+        self.tokenizer = Tokenizer.from_json(model.tokenizer_json, model.config)
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of single tokens, special ones written out."""
+        return self.tokenizer.decode(token_ids, skip_special=False)
+
+    def open_stream(self) -> DetokenizeStream:
+        return DetokenizeStream(self.tokenizer)
+
+    @cached_property
+    def render_chat(self) -> Callable[[Sequence[Mapping[str, Any]]], str] | None:
+        """OpenAI messages to a prompt's text, special tokens included; None without a template."""
+        if self._model.chat_template is None:
+            return None
+        from phasewise.serving.chat import ChatTemplate, special_tokens_of
+
+        config = self._model.config
+        special = special_tokens_of(self.tokenizer, config.bos_token_id, config.eos_token_ids)
+        return ChatTemplate(self._model.chat_template, special).render
+
+    def chat_prompt(self, message: str) -> list[int]:
+        """Token ids of a conversation that consists of one user message."""
+        if self.render_chat is None:
+            raise RequestError(f"{self._model.name} has no chat template", "messages")
+        return self.encode(self.render_chat([{"role": "user", "content": message}]), False)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """How much an engine can hold. `kv_slots`: positions of all sequences together."""
+
+    context_length: int
+    kv_slots: int
+    max_sequences: int
+    max_batch_tokens: int = 2048
+
+    @classmethod
+    def for_one(cls, model: PackedModel, n_prompt: int, max_tokens: int) -> EngineSize:
+        """Just what one request needs. ContextLengthExceeded where the model has less."""
+        context = model.config.context_length
+        if n_prompt + max_tokens > context:
+            raise ContextLengthExceeded(
+                f"{model.name} has a context of {context} tokens, but {n_prompt + max_tokens} are asked for: "
+                f"{n_prompt} in the prompt and {max_tokens} for the answer"
+            )
+        return cls(context, n_prompt + max_tokens, 1, max(1, min(2048, n_prompt)))
+
+    @classmethod
+    def for_many(
+        cls, model: PackedModel, max_sequences: int, context_length: int | None, kv_bytes: int | None
+    ) -> EngineSize:
+        """As many slots as `kv_bytes` pays for, by default a quarter of the free memory, and no more than
+        `max_sequences` full contexts can use. The context is the model's unless a shorter one is asked for.
+        """
+        context = _context(model, context_length)
+        per_slot = kv_bytes_per_slot(model)
+        budget = _default_kv_bytes() if kv_bytes is None else kv_bytes
+        kv_slots = min(budget // per_slot, max_sequences * context)
+        if kv_slots < 1:
+            raise ServingError(f"a KV budget of {budget} bytes holds no token: each needs {per_slot} bytes")
+        return cls(min(context, kv_slots), kv_slots, max_sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEngine:
+    """An engine with a model in it. Close it, or use it in `with`."""
+
+    model: PackedModel
+    text: ModelText
+    plans: Plans
+    size: EngineSize
+    engine: Engine
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.size.kv_slots * kv_bytes_per_slot(self.model)
+
+    def __enter__(self) -> OpenEngine:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.engine.close()
+
+
+def open_engine(
+    model: PackedModel, plans: Plans, size: EngineSize, text: ModelText | None = None
+) -> OpenEngine:
+    """Start the ranks and put the model into them. Raises ServingError where this machine cannot."""
+    text = text or ModelText(model)
+    ranks = LocalRanks(model, plans, size.kv_slots, size.max_batch_tokens, size.max_sequences)
+    limits = SchedulerLimits(size.context_length, size.max_batch_tokens, size.max_sequences)
+    vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
+    engine = Engine(ranks, vocabulary, Scheduler(BlockPool(size.kv_slots), limits))
+    return OpenEngine(model, text, plans, size, engine)
+
+
+@contextmanager
+def keeping_affinity() -> Iterator[None]:
+    """A thread that runs a step is pinned; afterwards the calling thread may run where it could before."""
+    before = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _context(model: PackedModel, asked: int | None) -> int:
+    own = model.config.context_length
+    if asked is not None and asked > own:
+        raise ServingError(f"{model.name} has a context of {own} tokens; {asked} are too many")
+    return asked or own
+
+
+def _default_kv_bytes() -> int:
+    free = available_bytes()
+    if free is None:
+        return _KV_BYTES_WHERE_MEMORY_IS_UNKNOWN
+    return int(free * KV_SHARE_OF_FREE_MEMORY)
