@@ -15,7 +15,7 @@ from phasewise.serving.http.server import run
 from phasewise.serving.start import OpenEngine
 
 _SWITCH_INTERVAL_S = 0.0005
-"""Python lets a thread run 5 ms before another may, longer than a decode step: HTTP would stall the engine."""
+"""Python lets a thread run 5 ms before another may, longer than a decode step: HTTP would stall it."""
 
 
 def run_service(
