@@ -44,7 +44,9 @@ class build_kernels(build_ext):
         super().build_extension(ext)
 
 
-headers = [str(path) for pattern in ("*.h", "*/*.h", "families/*.c") for path in sorted(KERNELS.glob(pattern))]
+headers = [
+    str(path) for pattern in ("*.h", "*/*.h", "families/*.c") for path in sorted(KERNELS.glob(pattern))
+]
 native = Extension(
     "phasewise.cython_kernels._native",
     sources=[

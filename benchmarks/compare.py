@@ -2,8 +2,9 @@
 
     python benchmarks/compare.py MODEL.gguf --peer-python PATH [--threads 2] [--rounds 9] [--json]
 
-Both engines stay loaded in processes of their own and sleep while the other is timed. Every round times A then B,
-so a drift of the machine meets both; the ratio is taken round by round and its median and quartiles are printed.
+Both engines stay loaded in processes of their own and sleep while the other is timed. Every round times A
+then B, so a drift of the machine meets both; the ratio is taken round by round, and its median and quartiles
+are printed.
 PATH is an interpreter that has `llama-cpp-python`, compiled for this machine.
 """
 
@@ -106,7 +107,8 @@ def main() -> None:
 def _line(row: dict[str, object]) -> str:
     return (
         f"{row['test']:12}  phasewise {row['phasewise_tokens_per_s']:>8} tok/s  "
-        f"llama.cpp {row['llama_cpp_tokens_per_s']:>8} tok/s  ratio {row['ratio_median']} {row['ratio_quartiles']}"
+        f"llama.cpp {row['llama_cpp_tokens_per_s']:>8} tok/s  "
+        f"ratio {row['ratio_median']} {row['ratio_quartiles']}"
     )
 
 

@@ -1,4 +1,4 @@
-"""From nothing to an answer: fetch the small default model, serve it, ask it, and show the speed beside the limit.
+"""From nothing to an answer: fetch the default model, serve it, ask it, show the speed beside the limit.
 
 `make demo` runs this after building. Every step is a `phasewise` command that a shell could have run.
 """

@@ -1,4 +1,4 @@
-"""The forms in which `phasewise bench` prints its rows: llama-bench's field names, so that its readers read ours."""
+"""The forms in which `phasewise bench` prints its rows, under llama-bench's field names."""
 
 from __future__ import annotations
 

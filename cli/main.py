@@ -41,7 +41,9 @@ def config_path() -> Path:
     """`$PHASEWISE_CONFIG`, or `phasewise/config.toml` in the XDG configuration directory."""
     import platformdirs
 
-    return Path(os.environ.get("PHASEWISE_CONFIG") or platformdirs.user_config_path("phasewise") / "config.toml")
+    return Path(
+        os.environ.get("PHASEWISE_CONFIG") or platformdirs.user_config_path("phasewise") / "config.toml"
+    )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -58,7 +60,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit"),
     ] = False,
 ) -> None:
     """Serve LLMs on CPUs with two execution plans, one for prefill and one for decode.

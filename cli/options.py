@@ -19,7 +19,8 @@ class WeightFormat(StrEnum):
 
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="a known name, a GGUF file, a Hugging Face directory or a hub name")
+    str,
+    typer.Argument(metavar="MODEL", help="a known name, a GGUF file, a Hugging Face directory or a hub name"),
 ]
 FormatOption = Annotated[
     WeightFormat, typer.Option("--format", envvar="PHASEWISE_FORMAT", help="weight format in memory")
@@ -31,7 +32,10 @@ ThreadsOption = Annotated[
 DbOption = Annotated[
     str | None,
     typer.Option(
-        "--db", metavar="URL|FILE", envvar="PHASEWISE_DB", help="tuning database [default: in the XDG data directory]"
+        "--db",
+        metavar="URL|FILE",
+        envvar="PHASEWISE_DB",
+        help="tuning database [default: in the XDG data directory]",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]

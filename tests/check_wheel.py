@@ -1,6 +1,6 @@
 """Build the wheel, check what it would put in site-packages, and run the installed command.
 
-    python3 tests/check_wheel.py SCRATCH_DIR [PYTHON ...]
+python3 tests/check_wheel.py SCRATCH_DIR [PYTHON ...]
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MUST_SHIP = ("phasewise/cli/main.py", "phasewise/migrations/env.py", "phasewise/migrations/script.py.mako", "phasewise/py.typed")
+MUST_SHIP = (
+    "phasewise/cli/main.py",
+    "phasewise/migrations/env.py",
+    "phasewise/migrations/script.py.mako",
+    "phasewise/py.typed",
+)
 
 
 def check_contents(wheel: Path) -> None:

@@ -1,4 +1,4 @@
-"""The arrows between the rooms (docs/architecture.md): every import of ours must be one that the table allows."""
+"""The arrows between the rooms (docs/architecture.md): every import of ours is one that the table allows."""
 
 from __future__ import annotations
 

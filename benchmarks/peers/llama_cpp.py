@@ -13,7 +13,13 @@ from llama_cpp import Llama
 def main() -> None:
     path, threads = sys.argv[1], int(sys.argv[2])
     model = Llama(
-        path, n_ctx=2048, n_batch=2048, n_ubatch=512, n_threads=threads, n_threads_batch=threads, verbose=False
+        path,
+        n_ctx=2048,
+        n_batch=2048,
+        n_ubatch=512,
+        n_threads=threads,
+        n_threads_batch=threads,
+        verbose=False,
     )
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

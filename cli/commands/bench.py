@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument, ThreadsOption, WeightFormat
+from phasewise.cli.options import (
+    DbOption,
+    FormatOption,
+    JsonOption,
+    ModelArgument,
+    ThreadsOption,
+    WeightFormat,
+)
 from phasewise.cli.present import note, print_json
 
 if TYPE_CHECKING:
@@ -77,7 +84,10 @@ def _print_limits(limits: list[MachineLimits]) -> None:
     ]
     size = f"{limits[0].read_buffer_bytes >> 20} MiB"
     rows.append([f"read {size}", *(f"{limit.read_bytes_per_s / 1e9:.1f} GB/s" for limit in limits)])
-    headers = [f"limit ({limits[0].isa})", *(f"{len(limit.cores)} core" + "s" * (len(limit.cores) > 1) for limit in limits)]
+    headers = [
+        f"limit ({limits[0].isa})",
+        *(f"{len(limit.cores)} core" + "s" * (len(limit.cores) > 1) for limit in limits),
+    ]
     print(tabulate(rows, headers=headers, tablefmt="github", colalign=("left", *["right"] * len(limits))))
 
 
@@ -95,7 +105,7 @@ def run(
 ) -> None:
     """Time prefill (-p) and decode (-n) of MODEL, with llama-bench's field names."""
     from phasewise.cli.bench_formats import FORMATS
-    from phasewise.cli.bench_run import bench_rows
+    from phasewise.cli.bench_run import bench_rows, open_ranks
     from phasewise.serving.throughput import Workload
 
     workloads = [
@@ -105,5 +115,6 @@ def run(
     ]
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
-    rows = list(bench_rows(model, weight_format.value, threads, db, workloads, repetitions))
+    with open_ranks(model, weight_format, threads, db, workloads) as opened:
+        rows = list(bench_rows(opened, workloads, repetitions))
     print(FORMATS[output.value](rows), end="")

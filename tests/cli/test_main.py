@@ -1,4 +1,4 @@
-"""What every command promises: help, versions, exit codes, where its options come from, and that its page is true."""
+"""What every command promises: help, exit codes, where its options come from, and that its page is true."""
 
 from __future__ import annotations
 
