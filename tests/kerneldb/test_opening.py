@@ -318,7 +318,7 @@ def _append_and_die(path: Path) -> None:
 
 @pytest.mark.parametrize("index_is_left", [True, False])
 def test_a_read_only_database_that_was_not_closed_cleanly(open_to_all: Path, index_is_left: bool) -> None:
-    """Readable while the index of its log is there; without it only a writer can recover, and that is said."""
+    """Readable while the index of its log is there; without it only a writer can recover it."""
     path = open_to_all / "killed.db"
     os.waitpid(_fork(lambda: _append_and_die(path)), 0)
     for left in open_to_all.iterdir():
