@@ -79,7 +79,7 @@ static tile_call first_call(const walk *k, pw_range panels, int64_t begin, int64
     const pw_weight *w = k->w;
     int64_t np = panels.end - panels.begin;
     tile_call t = {.row_bytes = k->x->row_bytes, .steps = end - begin, .partial_stride = np * PW_PANEL};
-    t.panel_bytes = k->steps * k->step_value_bytes;
+    t.panel_bytes = pw_padded_k(w->k) / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
     t.values = (const uint8_t *)w->values + panels.begin * t.panel_bytes + begin * k->step_value_bytes;
     t.prefetch_bytes = at_most(k->prefetch_bytes, t.panel_bytes);
     t.prefetch_jump = end == k->steps ? (np - 1) * t.panel_bytes : 0;
