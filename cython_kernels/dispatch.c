@@ -73,8 +73,9 @@ enum { TABLE_COUNT = sizeof TABLES / sizeof TABLES[0] };
 static const pw_kernels *active = &pw_portable_kernels;
 
 int pw_usable_count(void) {
-    int count = 0;
-    while (count < TABLE_COUNT && TABLES[count].runs_here()) ++count;
+    static int count; /* asked once: under a hypervisor each cpuid takes tens of microseconds */
+    if (!count)
+        while (count < TABLE_COUNT && TABLES[count].runs_here()) ++count;
     return count;
 }
 
