@@ -2,6 +2,9 @@
 #include "families/quantise.c"
 #include "families/gemm_dense.c"
 #include "families/gemm_quant.c"
+#ifdef PW_AMX
+#include "families/gemm_amx.c"
+#endif
 #include "families/gemm.c"
 #include "families/limits.c"
 #include "families/ops.c"

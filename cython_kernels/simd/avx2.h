@@ -50,6 +50,7 @@ PW_INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
 PW_INLINE vi vi_sub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 PW_INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
 PW_INLINE vi vi_or(vi a, vi b) { return _mm256_or_si256(a, b); }
+PW_INLINE vi vi_xor(vi a, vi b) { return _mm256_xor_si256(a, b); }
 PW_INLINE vi vi_max(vi a, vi b) { return _mm256_max_epi32(a, b); }
 #define vi_shl(v, bits) _mm256_slli_epi32(v, bits)
 #define vi_shr(v, bits) _mm256_srli_epi32(v, bits) /* logical */

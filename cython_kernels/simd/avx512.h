@@ -42,6 +42,7 @@ PW_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 PW_INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 PW_INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 PW_INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
+PW_INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
 PW_INLINE vi vi_max(vi a, vi b) { return _mm512_max_epi32(a, b); }
 #define vi_shl(v, bits) _mm512_slli_epi32(v, bits)
 #define vi_shr(v, bits) _mm512_srli_epi32(v, bits) /* logical */

@@ -35,6 +35,7 @@ PW_INLINE vi vi_add(vi a, vi b) { return a + b; }
 PW_INLINE vi vi_sub(vi a, vi b) { return a - b; }
 PW_INLINE vi vi_and(vi a, vi b) { return a & b; }
 PW_INLINE vi vi_or(vi a, vi b) { return a | b; }
+PW_INLINE vi vi_xor(vi a, vi b) { return a ^ b; }
 PW_INLINE vi vi_max(vi a, vi b) { vi m = a > b; return (a & m) | (b & ~m); }
 #define vi_shl(v, bits) ((vi)((vu)(v) << (bits)))
 #define vi_shr(v, bits) ((vi)((vu)(v) >> (bits))) /* logical */
