@@ -6,12 +6,12 @@
 #include "families/gemm.h"
 
 enum { PARTIAL_FLOATS = 16384, UNPACKED_BYTES = 32 << 10, UNPACK_ROWS = 16 };
-enum { Q8_GROUP16 = PW_KINDS, TILE_UNIT_Q8, TILE_UNIT_Q8_GROUP16, FORMS };
+enum { Q8_GROUP16 = PW_KINDS, FORMS };
 
 #ifdef PW_AMX
-enum { TILE_UNIT = 1, TILE_UNIT_ROWS = 6, BF16_STEP_PAIRS = 16 };
+enum { BF16_STEP_PAIRS = 16 }; /* a tile takes 32 inputs at once */
 #else
-enum { TILE_UNIT = 0, TILE_UNIT_ROWS = 0, BF16_STEP_PAIRS = 1 };
+enum { BF16_STEP_PAIRS = 1 };
 #endif
 
 typedef tile_kernel *tile_table[MAX_MR + 1][MAX_TILE_PANELS + 1];
@@ -27,8 +27,6 @@ static const tile_table tiles[FORMS] = {
 #undef TILE
 #ifdef PW_AMX
     [PW_BF16] = {[1 ... 32] = {[1 ... 2] = amx_bf16}},
-    [TILE_UNIT_Q8] = {[1 ... 16] = {[1 ... 4] = amx_q8}},
-    [TILE_UNIT_Q8_GROUP16] = {[1 ... 16] = {[1 ... 4] = amx_q8g16}},
 #else
 #define TILE(mr, np) [PW_BF16][mr][np] = bf16_##mr##x##np,
     DENSE_TILES(TILE)
@@ -48,14 +46,6 @@ typedef struct {
     int64_t step_row_bytes, step_value_bytes, prefetch_bytes;
     const tile_table *tiles;
 } walk;
-
-/* Which tiles a block of rows takes, and what the weights are rewritten to before. */
-typedef struct {
-    const tile_table *tiles;
-    int mr;
-    byte_form bytes;
-    int rewrite;
-} route;
 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
@@ -116,12 +106,12 @@ static tile_call first_call(const walk *k, pw_range panels, int64_t begin, int64
 }
 
 /* One pass over a block of rows; sums that another pass continues stay in partial[row of the block][column]. */
-static void run_pass(const walk *k, const route *way, tile_call *t, pw_range rows, pw_range panels, pw_range steps,
+static void run_pass(const walk *k, const tile_table *table, tile_call *t, pw_range rows, pw_range panels, pw_range steps,
                      float *partial) {
     const uint8_t *block = (const uint8_t *)k->x->rows + steps.begin * k->step_row_bytes;
     for (int64_t row = rows.begin; row < rows.end;) {
-        int mr = (int)at_most(way->mr, rows.end - row), np = (int)(panels.end - panels.begin);
-        tile_kernel *kernel = largest_tile(way->tiles, &mr, &np);
+        int mr = (int)at_most(k->mr, rows.end - row), np = (int)(panels.end - panels.begin);
+        tile_kernel *kernel = largest_tile(table, &mr, &np);
         float *so_far = partial + (row - rows.begin) * t->partial_stride;
         t->mr = mr;
         t->panels = np;
@@ -140,54 +130,24 @@ static void run_pass(const walk *k, const route *way, tile_call *t, pw_range row
     }
 }
 
-/* Many rows meet the same weights: q4 nibbles are unpacked once for all of them, and the q8 tiles do the rest to the
- * bit. The tile unit also takes signed bytes where q - zero_point fits, which saves correcting its dots. */
-static route choose_route(const walk *k, int64_t rows) {
-    const pw_weight *w = k->w;
-    route way = {.tiles = k->tiles, .mr = k->mr};
-    if (w->kind < PW_Q8) return way;
-    if (TILE_UNIT && rows >= TILE_UNIT_ROWS) {
-        int fits = w->zero_point == 128 || (w->kind == PW_Q4 && w->zero_point <= 113);
-        way.tiles = &tiles[w->group == 16 ? TILE_UNIT_Q8_GROUP16 : TILE_UNIT_Q8];
-        way.mr = 16;
-        way.bytes = w->zero_point == 0 ? BYTES_PLAIN : fits ? BYTES_SIGNED : BYTES_BIASED;
-        way.rewrite = w->kind == PW_Q4 || way.bytes == BYTES_SIGNED;
-    } else if (w->kind == PW_Q4 && Q8_ACTIVATION_BYTES == 1 && rows >= UNPACK_ROWS) {
-        way.tiles = &tiles[PW_Q8];
-        way.rewrite = 1;
-    }
-    return way;
+/* Many rows meet the same q4 weights: unpacked once, they go through the q8 tiles, to the same bits. */
+static int unpacking_pays(const pw_weight *w, int64_t rows) {
+    return w->kind == PW_Q4 && Q8_ACTIVATION_BYTES == 1 && rows >= UNPACK_ROWS;
 }
 
-/* v - offset in each byte. */
-PW_INLINE vi subtract_bytes(vi v, vi offset) {
-    vi low = vi_set1(0x7F7F7F7F), sign = vi_set1((int32_t)0x80808080);
-    vi difference = vi_sub(vi_or(v, sign), vi_and(offset, low)); /* no borrow leaves a byte */
-    return vi_xor(difference, vi_and(vi_xor(vi_xor(v, offset), sign), sign));
-}
-
-/* One panel's packed bytes, less `offset`; nibbles become twice as many bytes. */
-static void rewrite_panel(const uint8_t *from, int64_t packed_bytes, int nibbles, vi offset, uint8_t *to) {
+/* A pass's panels of q4 to q8: bytes [panels][steps][8][16][4], which the call then reads. */
+static void unpack_nibbles(tile_call *t, int64_t panels, uint8_t *bytes) {
     vi nibble = vi_set1(0x0F0F0F0F);
-    for (int64_t i = 0; i < packed_bytes; i += LANES * 4) {
-        vi v = vi_load(from + i);
-        if (!nibbles) {
-            vi_store(to + i, subtract_bytes(v, offset));
-            continue;
-        }
-        uint8_t *quads = to + i / VECTOR_ROW_BYTES * (2 * VECTOR_ROW_BYTES) + i % VECTOR_ROW_BYTES;
-        vi_store(quads, subtract_bytes(vi_and(v, nibble), offset));
-        vi_store(quads + VECTOR_ROW_BYTES, subtract_bytes(vi_and(vi_shr(v, 4), nibble), offset));
-    }
-}
-
-/* A pass's panels to bytes [panels][steps][group / 4][16][4], which the call then reads. */
-static void rewrite_panels(const walk *k, const route *way, tile_call *t, int64_t panels, uint8_t *bytes) {
-    vi offset = vi_set1(way->bytes == BYTES_SIGNED ? (int32_t)(k->w->zero_point * 0x01010101u) : 0);
-    int64_t panel_bytes = t->steps * k->w->group * PW_PANEL;
+    int64_t panel_bytes = t->steps * PW_K_MULTIPLE * PW_PANEL;
     for (int64_t panel = 0; panel < panels; ++panel) {
-        rewrite_panel(t->values + panel * t->panel_bytes, t->steps * k->step_value_bytes, k->w->kind == PW_Q4, offset,
-                      bytes + panel * panel_bytes);
+        const uint8_t *from = t->values + panel * t->panel_bytes;
+        uint8_t *to = bytes + panel * panel_bytes;
+        for (int64_t i = 0; i < panel_bytes / 2; i += LANES * 4) {
+            vi pairs = vi_load(from + i);
+            uint8_t *quads = to + i / VECTOR_ROW_BYTES * (2 * VECTOR_ROW_BYTES) + i % VECTOR_ROW_BYTES;
+            vi_store(quads, vi_and(pairs, nibble));
+            vi_store(quads + VECTOR_ROW_BYTES, vi_and(vi_shr(pairs, 4), nibble));
+        }
     }
     t->values = bytes;
     t->panel_bytes = panel_bytes;
@@ -198,13 +158,12 @@ static void rewrite_panels(const walk *k, const route *way, tile_call *t, int64_
 static void panel_tile(const walk *k, pw_range rows, pw_range panels) {
     float partial[PARTIAL_FLOATS];
     uint8_t bytes[UNPACKED_BYTES] __attribute__((aligned(64)));
-    route way = choose_route(k, rows.end - rows.begin);
+    int unpack = unpacking_pays(k->w, rows.end - rows.begin);
     for (int64_t begin = 0, end; begin < k->steps; begin = end) {
         end = at_most(begin + k->block_steps, k->steps);
         tile_call t = first_call(k, panels, begin, end);
-        t.bytes = way.bytes;
-        if (way.rewrite) rewrite_panels(k, &way, &t, panels.end - panels.begin, bytes);
-        run_pass(k, &way, &t, rows, panels, (pw_range){begin, end}, partial);
+        if (unpack) unpack_nibbles(&t, panels.end - panels.begin, bytes);
+        run_pass(k, unpack ? &tiles[PW_Q8] : k->tiles, &t, rows, panels, (pw_range){begin, end}, partial);
     }
 }
 
@@ -219,7 +178,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s) {
                        : w->kind == PW_BF16 ? step_inputs * BF16_ACTIVATION_BYTES
                                             : group_block_bytes(w->kind, w->group);
     k.block_steps = clamp(s->block_k / step_inputs, 1, k.steps);
-    if (w->group) k.block_steps = at_most(k.block_steps, UNPACKED_BYTES / (k.panels * PW_PANEL * w->group));
+    if (w->kind == PW_Q4) k.block_steps = at_most(k.block_steps, UNPACKED_BYTES / (k.panels * PW_PANEL * w->group));
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
     k.block_m = clamp(s->block_m, 1, INT32_MAX);
     if (k.block_steps < k.steps) k.block_m = at_most(k.block_m, PARTIAL_FLOATS / (k.panels * PW_PANEL));
@@ -249,4 +208,13 @@ void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_ra
 #ifdef PW_AMX
     tiles_end();
 #endif
+}
+
+/* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
+void ISA(best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels) {
+    int tile_unit = BF16_STEP_PAIRS > 1 && kind == PW_BF16;
+    int64_t most = tile_unit ? 32 : kind >= PW_Q8 ? QUANT_MR : DENSE_MR;
+    int64_t count = m > most ? (m + most - 1) / most : 1;
+    *mr = (int32_t)(m <= 2 * most && m > 0 && !tile_unit ? (m + count - 1) / count : most);
+    *panels = tile_unit ? 2 : m <= 2 ? STREAM_PANELS : kind >= PW_Q8 ? QUANT_PANELS : DENSE_PANELS;
 }

@@ -16,16 +16,11 @@ PW_INLINE int64_t group_values_bytes(int kind, int group) {
 }
 PW_INLINE int64_t group_block_bytes(int kind, int group) { return group_values_bytes(kind, group) + 12; }
 
-/* How the bytes of q8 weights, or of q4 weights unpacked, meet the tile unit: as signed q - zero_point; as unsigned q
- * with nothing to correct; or as unsigned q, each dot corrected by the row's bias. Other kernels always do the last. */
-typedef enum { BYTES_BIASED, BYTES_PLAIN, BYTES_SIGNED } byte_form;
-
 /* One micro-kernel call: mr rows times some panels over `steps` steps of k. A step is one input (f32), a pair (bf16)
  * or a group (q8, q4). Pointers are at the first step of the first row or panel.
  * out = partial + this range, plus out's old value if `add`. */
 typedef struct {
     int32_t mr, panels;
-    byte_form bytes;
     const uint8_t *rows;
     int64_t row_bytes;
     const uint8_t *values;

@@ -50,7 +50,6 @@ PW_INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
 PW_INLINE vi vi_sub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 PW_INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
 PW_INLINE vi vi_or(vi a, vi b) { return _mm256_or_si256(a, b); }
-PW_INLINE vi vi_xor(vi a, vi b) { return _mm256_xor_si256(a, b); }
 PW_INLINE vi vi_max(vi a, vi b) { return _mm256_max_epi32(a, b); }
 #define vi_shl(v, bits) _mm256_slli_epi32(v, bits)
 #define vi_shr(v, bits) _mm256_srli_epi32(v, bits) /* logical */
@@ -117,3 +116,5 @@ PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
 #define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(1, 2) X(2, 2) X(3, 2) X(1, 4)
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2) X(1, 4)
 enum { QUANT_TILE_HELD = 4 }; /* vectors of float sums that fit beside as many integer sums */
+/* The fastest of them over many rows; panels to read at once where one or two rows stream. */
+enum { DENSE_MR = 6, DENSE_PANELS = 1, QUANT_MR = 4, QUANT_PANELS = 1, STREAM_PANELS = 4 };

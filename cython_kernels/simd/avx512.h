@@ -42,7 +42,6 @@ PW_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 PW_INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 PW_INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 PW_INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
-PW_INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
 PW_INLINE vi vi_max(vi a, vi b) { return _mm512_max_epi32(a, b); }
 #define vi_shl(v, bits) _mm512_slli_epi32(v, bits)
 #define vi_shr(v, bits) _mm512_srli_epi32(v, bits) /* logical */
@@ -131,3 +130,5 @@ PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
     X(1, 3) X(2, 3) X(3, 3) X(4, 3) \
     X(1, 4) X(2, 4) X(3, 4)
 enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */
+/* The fastest of them over many rows; panels to read at once where one or two rows stream. */
+enum { DENSE_MR = 8, DENSE_PANELS = 3, QUANT_MR = 4, QUANT_PANELS = 3, STREAM_PANELS = 4 };

@@ -35,7 +35,6 @@ PW_INLINE vi vi_add(vi a, vi b) { return a + b; }
 PW_INLINE vi vi_sub(vi a, vi b) { return a - b; }
 PW_INLINE vi vi_and(vi a, vi b) { return a & b; }
 PW_INLINE vi vi_or(vi a, vi b) { return a | b; }
-PW_INLINE vi vi_xor(vi a, vi b) { return a ^ b; }
 PW_INLINE vi vi_max(vi a, vi b) { vi m = a > b; return (a & m) | (b & ~m); }
 #define vi_shl(v, bits) ((vi)((vu)(v) << (bits)))
 #define vi_shr(v, bits) ((vi)((vu)(v) >> (bits))) /* logical */
@@ -87,3 +86,5 @@ PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
 #define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2)
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1)
 enum { QUANT_TILE_HELD = 4 }; /* vectors of float sums that fit beside as many integer sums */
+/* The fastest of them over many rows; panels to read at once where one or two rows stream. */
+enum { DENSE_MR = 4, DENSE_PANELS = 1, QUANT_MR = 4, QUANT_PANELS = 1, STREAM_PANELS = 1 };
