@@ -3,7 +3,9 @@
 Everything else about the package is in setup.cfg.
 """
 
+import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -30,17 +32,21 @@ if IS_X86:
 
 
 class build_kernels(build_ext):
-    """Compiles the per-ISA sources with their own flags and links them into the extension."""
+    """Compiles the per-ISA sources, each with its own flags, side by side; links them into the extension."""
 
     def build_extension(self, ext: Extension) -> None:
-        for isa, flags in ISA_FLAGS.items():
-            ext.extra_objects += self.compiler.compile(
+        def compile_isa(isa: str) -> list[str]:
+            return self.compiler.compile(
                 [str(KERNELS / "isa" / f"{isa}.c")],
                 output_dir=self.build_temp,
                 include_dirs=ext.include_dirs,
-                extra_postargs=[*COMMON_FLAGS, *flags],
+                extra_postargs=[*COMMON_FLAGS, *ISA_FLAGS[isa]],
                 depends=ext.depends,
             )
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            for objects in pool.map(compile_isa, reversed(ISA_FLAGS)):  # the longest first
+                ext.extra_objects += objects
         super().build_extension(ext)
 
 

@@ -21,7 +21,7 @@ const char *pw_weight_problem(const pw_weight *w) {
 }
 
 enum {
-    L1_WEIGHT_BYTES = 24 << 10, /* a tile's weights in one pass over k, of 32 or 48 KiB */
+    L1_WEIGHT_BYTES = 28 << 10, /* a tile's weights in one pass over k, of 32 or 48 KiB */
     L2_WEIGHT_BYTES = 384 << 10,
     STREAM_ROWS = 8, /* up to here the weights' arrival is the limit, not arithmetic */
     STREAM_AHEAD_BYTES = 2048,
@@ -33,18 +33,24 @@ static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 /* A weight value in eighths of a byte: 32, 16, 8, 4. */
 static int64_t value_eighths(int32_t kind) { return 32 >> kind; }
 
+/* Inputs per pass: as many as fit L1, in passes of nearly equal length. */
+static int64_t pass_inputs(int64_t k, int64_t fitting) {
+    int64_t passes = (k + fitting - 1) / fitting;
+    return pw_padded_k((k + passes - 1) / passes);
+}
+
 pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) {
     int quant = w->kind >= PW_Q8;
-    int64_t panels = m == 1 ? 4 : 3, mr = quant ? 4 : 8;
-    int64_t eighths = value_eighths(w->kind);
+    int64_t panels = m <= 2 ? 4 : 3, mr = quant ? 4 : 8;
+    int64_t eighths = w->kind == PW_Q4 && m > STREAM_ROWS ? 8 : value_eighths(w->kind); /* q4 is unpacked to bytes */
     int64_t fitting_k = (int64_t)L1_WEIGHT_BYTES * 8 / (PW_PANEL * panels * eighths);
-    int64_t panel_bytes = at_least(1, pw_padded_k(w->k) * PW_PANEL * eighths / 8);
+    int64_t k = pw_padded_k(w->k), panel_bytes = at_least(1, k * PW_PANEL * eighths / 8);
     pw_schedule s = {0};
     s.mr = (int32_t)mr;
     s.panels = (int32_t)panels;
     s.block_m = m <= STREAM_ROWS ? STREAM_ROWS : 256;
     s.block_n = (int32_t)at_least(panels, at_most(1 << 20, L2_WEIGHT_BYTES / panel_bytes));
-    s.block_k = (int32_t)(m <= mr ? at_most(pw_padded_k(w->k), INT32_MAX) : at_least(64, fitting_k / 64 * 64));
+    s.block_k = (int32_t)(m <= mr ? k : pass_inputs(k, fitting_k));
     s.prefetch_bytes = STREAM_AHEAD_BYTES;
     s.grid_m = 1;
     s.grid_n = threads > 1 ? threads : 1;

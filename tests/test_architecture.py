@@ -12,20 +12,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ROOMS = ("phasewise", "cli", "serving", "tuner", "kerneldb", "migrations", "topology", "cython_kernels")
 
+# Integers in, decisions out: no tensors, sockets or clock, so that a simulator can run the same code.
+PURE = ("serving.request", "serving.blocks", "serving.batch", "serving.errors", "tuner.plans")
+
 # Longest matching prefix decides. A module may always import its own room unless its row says less.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "phasewise": ("",),
     "cli": ("",),
     "serving": ("serving", "tuner.plans", "kerneldb", "topology", "cython_kernels"),
-    "serving.request": ("serving.request", "serving.batch", "serving.errors", "tuner.plans"),
-    "serving.blocks": ("serving.request", "serving.batch", "serving.errors", "tuner.plans"),
-    "serving.scheduler": (
-        "serving.request",
-        "serving.blocks",
-        "serving.batch",
-        "serving.errors",
-        "tuner.plans",
-    ),
+    "serving.request": PURE,
+    "serving.blocks": PURE,
+    "serving.scheduler": PURE,
     "tuner": ("tuner", "kerneldb", "topology", "cython_kernels"),
     "tuner.search": ("tuner.search", "kerneldb.records", "topology"),
     "kerneldb": ("kerneldb", "topology", "migrations"),

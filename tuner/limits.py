@@ -99,5 +99,6 @@ def _span(gate: threading.Barrier, run: Callable[[], int]) -> tuple[int, int, in
 
 
 def _rate(turn: Sequence[tuple[int, int, int]]) -> float:
-    started, ended, done = zip(*turn, strict=True)
-    return sum(done) / (max(ended) - min(started)) * 1e9
+    started_ns = min(started for started, _, _ in turn)
+    ended_ns = max(ended for _, ended, _ in turn)
+    return sum(done for _, _, done in turn) / (ended_ns - started_ns) * 1e9

@@ -1,4 +1,4 @@
-"""A worker that times phasewise: `python phasewise_worker.py MODEL THREADS [FORMAT]`, asked as llama_cpp.py is."""
+"""A worker that times phasewise: `python phasewise_worker.py MODEL THREADS [FORMAT]`, asked like llama_cpp.py."""
 
 import json
 import sys

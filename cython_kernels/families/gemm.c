@@ -6,6 +6,7 @@
 #include "families/gemm.h"
 
 enum { PARTIAL_FLOATS = 16384, Q8_GROUP16 = PW_KINDS, FORMS };
+enum { UNPACKED_BYTES = 32 << 10, UNPACKED_GROUP_BYTES = 32 * PW_PANEL, UNPACK_ROWS = 16 };
 
 typedef tile_kernel *tile_table[MAX_MR + 1][MAX_TILE_PANELS + 1];
 
@@ -20,6 +21,7 @@ static const tile_table tiles[FORMS] = {
 #undef TILE
 };
 
+/* A product, and its schedule clamped to what exists. */
 typedef struct {
     const pw_weight *w;
     const pw_activations *x;
@@ -28,7 +30,7 @@ typedef struct {
     pw_epilogue epilogue;
     int mr, panels; /* the largest tile in use */
     int64_t block_m, block_n, block_steps, steps;
-    int64_t prefetch_bytes;
+    int64_t step_row_bytes, step_value_bytes, prefetch_bytes;
     const tile_table *tiles;
 } walk;
 
@@ -42,22 +44,6 @@ static tile_kernel *largest_tile(const tile_table *table, int *mr, int *np) {
     while (*np > 1 && !(*table)[1][*np]) --*np;
     while (!(*table)[*mr][*np]) --*mr;
     return (*table)[*mr][*np];
-}
-
-static tile_call first_call(const walk *k, int64_t panel, int64_t row) {
-    const pw_weight *w = k->w;
-    tile_call t = {0};
-    t.row_bytes = k->x->row_bytes;
-    t.rows = (const uint8_t *)k->x->rows + row * t.row_bytes;
-    t.panel_bytes = pw_padded_k(w->k) / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
-    t.values = (const uint8_t *)w->values + panel * t.panel_bytes;
-    t.prefetch_bytes = at_most(k->prefetch_bytes, t.panel_bytes);
-    if (!w->scales) return t;
-    t.scale_bytes = w->scale_bytes;
-    t.panel_scale_bytes = pw_padded_k(w->k) / w->group * PW_PANEL * w->scale_bytes;
-    t.scales = (const uint8_t *)w->scales + panel * t.panel_scale_bytes;
-    t.mins = w->mins ? (const uint8_t *)w->mins + panel * t.panel_scale_bytes : NULL;
-    return t;
 }
 
 /* The columns of the last panel that exist go to y, the padding stays behind. */
@@ -88,43 +74,96 @@ static void finish_tile(const walk *k, tile_kernel *kernel, tile_call *t, pw_ran
     copy_ragged(k, t, rows.begin, (int)(rows.end - rows.begin), column);
 }
 
-/* A block of rows times one tile of panels, all of k. */
-static void panel_tile(const walk *k, pw_range rows, pw_range panels) {
-    float partial[PARTIAL_FLOATS];
-    tile_call t = first_call(k, panels.begin, rows.begin);
-    const uint8_t *first_row = t.rows;
-    t.partial_stride = (panels.end - panels.begin) * PW_PANEL;
-    for (t.begin = 0; t.begin < k->steps; t.begin = t.end) {
-        t.end = at_most(t.begin + k->block_steps, k->steps);
-        t.prefetch_bytes = at_most(k->prefetch_bytes, t.panel_bytes);
-        for (int64_t row = rows.begin; row < rows.end;) {
-            int mr = (int)at_most(k->mr, rows.end - row), np = (int)(panels.end - panels.begin);
-            tile_kernel *kernel = largest_tile(k->tiles, &mr, &np);
-            float *so_far = partial + (row - rows.begin) * t.partial_stride;
-            t.rows = first_row + (row - rows.begin) * t.row_bytes;
-            t.partial = t.begin ? so_far : NULL;
-            if (t.end == k->steps) {
-                finish_tile(k, kernel, &t, (pw_range){row, row + mr}, panels);
-            } else {
-                t.out = so_far;
-                t.out_stride = t.partial_stride;
-                t.add = 0;
-                kernel(&t);
-            }
-            t.prefetch_bytes = 0; /* the other rows find the weights in L1 */
-            row += mr;
+/* What all calls of one pass share: steps [begin, end) of k for one tile of panels. */
+static tile_call first_call(const walk *k, pw_range panels, int64_t begin, int64_t end) {
+    const pw_weight *w = k->w;
+    int64_t np = panels.end - panels.begin;
+    tile_call t = {.row_bytes = k->x->row_bytes, .steps = end - begin, .partial_stride = np * PW_PANEL};
+    t.panel_bytes = pw_padded_k(w->k) / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
+    t.values = (const uint8_t *)w->values + panels.begin * t.panel_bytes + begin * k->step_value_bytes;
+    t.prefetch_bytes = at_most(k->prefetch_bytes, t.panel_bytes);
+    t.prefetch_jump = end == k->steps ? (np - 1) * t.panel_bytes : 0;
+    if (!w->scales) return t;
+    int64_t scales_at = (panels.begin * k->steps + begin) * PW_PANEL * w->scale_bytes;
+    t.scale_bytes = w->scale_bytes;
+    t.panel_scale_bytes = k->steps * PW_PANEL * w->scale_bytes;
+    t.scales = (const uint8_t *)w->scales + scales_at;
+    t.mins = w->mins ? (const uint8_t *)w->mins + scales_at : NULL;
+    return t;
+}
+
+/* One pass over a block of rows; sums that another pass continues stay in partial[row of the block][column]. */
+static void run_pass(const walk *k, const tile_table *table, tile_call *t, pw_range rows, pw_range panels,
+                     pw_range steps, float *partial) {
+    const uint8_t *block = (const uint8_t *)k->x->rows + steps.begin * k->step_row_bytes;
+    for (int64_t row = rows.begin; row < rows.end;) {
+        int mr = (int)at_most(k->mr, rows.end - row), np = (int)(panels.end - panels.begin);
+        tile_kernel *kernel = largest_tile(table, &mr, &np);
+        float *so_far = partial + (row - rows.begin) * t->partial_stride;
+        t->rows = block + row * t->row_bytes;
+        t->partial = steps.begin ? so_far : NULL;
+        if (steps.end == k->steps) {
+            finish_tile(k, kernel, t, (pw_range){row, row + mr}, panels);
+        } else {
+            t->out = so_far;
+            t->out_stride = t->partial_stride;
+            t->add = 0;
+            kernel(t);
         }
+        t->prefetch_bytes = t->prefetch_jump = 0; /* the other rows find the weights in L1 */
+        row += mr;
     }
 }
 
-/* The schedule, clamped to what exists. */
+/* Many rows meet the same q4 weights: as bytes in L1 they are unpacked once, and the q8 tiles do the rest to the bit. */
+static int unpacking_pays(const pw_weight *w, int64_t rows) {
+    return w->kind == PW_Q4 && Q8_ACTIVATION_BYTES == 1 && rows >= UNPACK_ROWS;
+}
+
+/* The panels of a pass to bytes [panels][steps][8][16][4], which the call then reads. */
+static void unpack_nibbles(tile_call *t, int64_t panels, uint8_t *bytes) {
+    vi nibble = vi_set1(0x0F0F0F0F);
+    int64_t panel_bytes = t->steps * UNPACKED_GROUP_BYTES;
+    for (int64_t panel = 0; panel < panels; ++panel) {
+        const uint8_t *from = t->values + panel * t->panel_bytes;
+        uint8_t *to = bytes + panel * panel_bytes;
+        for (int64_t i = 0; i < panel_bytes / 2; i += LANES * 4) {
+            vi pairs = vi_load(from + i);
+            uint8_t *row = to + i / VECTOR_ROW_BYTES * (2 * VECTOR_ROW_BYTES) + i % VECTOR_ROW_BYTES;
+            vi_store(row, vi_and(pairs, nibble));
+            vi_store(row + VECTOR_ROW_BYTES, vi_and(vi_shr(pairs, 4), nibble));
+        }
+    }
+    t->values = bytes;
+    t->panel_bytes = panel_bytes;
+    t->prefetch_bytes = t->prefetch_jump = 0;
+}
+
+/* A block of rows times one tile of panels, all of k. */
+static void panel_tile(const walk *k, pw_range rows, pw_range panels) {
+    float partial[PARTIAL_FLOATS];
+    uint8_t bytes[UNPACKED_BYTES] __attribute__((aligned(64)));
+    int unpack = unpacking_pays(k->w, rows.end - rows.begin);
+    for (int64_t begin = 0, end; begin < k->steps; begin = end) {
+        end = at_most(begin + k->block_steps, k->steps);
+        tile_call t = first_call(k, panels, begin, end);
+        if (unpack) unpack_nibbles(&t, panels.end - panels.begin, bytes);
+        run_pass(k, unpack ? &tiles[PW_Q8] : k->tiles, &t, rows, panels, (pw_range){begin, end}, partial);
+    }
+}
+
 static walk plan_walk(const pw_weight *w, const pw_schedule *s) {
     walk k = {.w = w, .mr = s->mr, .panels = s->panels};
     int64_t step_inputs = w->kind == PW_F32 ? 1 : w->kind == PW_BF16 ? 2 : w->group;
     k.tiles = &tiles[w->kind == PW_Q8 && w->group == 16 ? Q8_GROUP16 : w->kind];
     largest_tile(k.tiles, &k.mr, &k.panels);
     k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / step_inputs;
+    k.step_value_bytes = step_inputs * VECTOR_ROW_BYTES / inputs_per_vector_row(w->kind);
+    k.step_row_bytes = w->kind == PW_F32    ? 4
+                       : w->kind == PW_BF16 ? 2 * BF16_ACTIVATION_BYTES
+                                            : group_block_bytes(w->kind, w->group);
     k.block_steps = clamp(s->block_k / step_inputs, 1, k.steps);
+    if (w->kind == PW_Q4) k.block_steps = at_most(k.block_steps, UNPACKED_BYTES / (k.panels * UNPACKED_GROUP_BYTES));
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
     k.block_m = clamp(s->block_m, 1, INT32_MAX);
     if (k.block_steps < k.steps) k.block_m = at_most(k.block_m, PARTIAL_FLOATS / (k.panels * PW_PANEL));

@@ -16,20 +16,22 @@ PW_INLINE int64_t group_values_bytes(int kind, int group) {
 }
 PW_INLINE int64_t group_block_bytes(int kind, int group) { return group_values_bytes(kind, group) + 12; }
 
-/* One micro-kernel call: mr rows times `panels` panels over steps [begin, end) of k. A step is one input (f32), a
- * pair (bf16) or a group (q8, q4). out = partial sum so far + this range, plus out's old value if `add`. */
+/* One micro-kernel call: mr rows times some panels over `steps` steps of k. A step is one input (f32), a pair (bf16)
+ * or a group (q8, q4). Pointers are at the first step of the first row or panel.
+ * out = partial + this range, plus out's old value if `add`. */
 typedef struct {
-    const uint8_t *rows; /* first row, k = 0 */
+    const uint8_t *rows;
     int64_t row_bytes;
-    const uint8_t *values; /* first panel, k = 0 */
+    const uint8_t *values;
     int64_t panel_bytes;
-    const uint8_t *scales, *mins; /* first panel, group 0 */
+    const uint8_t *scales, *mins; /* mins may be NULL */
     int64_t panel_scale_bytes;
     int32_t scale_bytes;
     int32_t add;
-    int64_t begin, end;
-    int64_t prefetch_bytes;
-    const float *partial; /* [mr][partial_stride], NULL: nothing yet */
+    int64_t steps;
+    int64_t prefetch_bytes; /* ahead of each read of values; 0: they are in L1 */
+    int64_t prefetch_jump;  /* more than that in the last prefetch_bytes of a panel, where the next panels follow */
+    const float *partial;   /* [mr][partial_stride], NULL: nothing yet */
     int64_t partial_stride;
     float *out; /* [mr][out_stride] */
     int64_t out_stride;

@@ -36,19 +36,18 @@ PW_INLINE void bf16_step(const tile_call *t, vf *acc, int mr, int np, int64_t pa
     }
 }
 
-/* The last steps of a range ask for the next panels' first lines: a panel's own end has nothing ahead of it. */
+/* The last steps ask for the next panels' first lines: a panel's own end has nothing ahead of it. */
 PW_INLINE void dense_tile(const tile_call *t, int kind, int mr, int np) {
     tile_sums acc;
     begin_sums(t, acc, mr, np * VECTORS);
-    int64_t step = t->begin, ahead = t->prefetch_bytes;
-    int64_t turn = t->end - ahead / VECTOR_ROW_BYTES;
+    int64_t step = 0, ahead = t->prefetch_bytes, turn = t->steps - ahead / VECTOR_ROW_BYTES;
     for (int half = 0; half < 2; ++half) {
-        int64_t end = half ? t->end : turn;
+        int64_t end = half ? t->steps : turn;
         for (; step < end; ++step) {
             if (kind == PW_F32) f32_step(t, acc, mr, np, step, ahead);
             else bf16_step(t, acc, mr, np, step, ahead);
         }
-        if (ahead) ahead += (np - 1) * t->panel_bytes;
+        ahead += t->prefetch_jump;
     }
     end_sums(t, acc, mr, np * VECTORS);
 }

@@ -93,25 +93,23 @@ PW_INLINE void quant_group(const tile_call *t, vf *acc, const group_place *at, i
     scale_group(t, acc, dot, at, mr, np * VECTORS);
 }
 
-/* A large tile's integer sums fill the registers; its float sums wait in L1 between groups, which costs less than
- * the shorter chains of a tile that holds both. The barrier keeps the compiler from moving them back. */
+/* A large tile's integer sums fill the registers; its float sums wait in L1 between groups. The barrier keeps the
+ * compiler from loading them early and spilling the others. */
 PW_INLINE void quant_tile(const tile_call *t, int kind, int group, int mr, int np) {
-    enum { HELD = 12 };
     tile_sums acc;
     int64_t group_bytes = group / inputs_per_vector_row(kind) * VECTOR_ROW_BYTES, ahead = t->prefetch_bytes;
-    int64_t block_bytes = group_block_bytes(kind, group);
-    int64_t g = t->begin, turn = t->end - ahead / group_bytes;
+    int64_t block_bytes = group_block_bytes(kind, group), g = 0, turn = t->steps - ahead / group_bytes;
     begin_sums(t, acc, mr, np * VECTORS);
     for (int half = 0; half < 2; ++half) {
-        int64_t end = half ? t->end : turn;
+        int64_t end = half ? t->steps : turn;
         for (; g < end; ++g) {
             const uint8_t *block = t->rows + g * block_bytes;
             group_place at = {kind, group, t->values + g * group_bytes, block, block + block_bytes - 12,
                               g * PW_PANEL * t->scale_bytes};
             quant_group(t, acc, &at, mr, np, ahead);
-            if (mr * np * VECTORS > HELD) __asm__ volatile("" : "+m"(acc));
+            if (mr * np * VECTORS > QUANT_TILE_HELD) __asm__ volatile("" : "+m"(acc));
         }
-        if (ahead) ahead += (np - 1) * t->panel_bytes;
+        ahead += t->prefetch_jump;
     }
     end_sums(t, acc, mr, np * VECTORS);
 }

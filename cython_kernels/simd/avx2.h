@@ -115,3 +115,4 @@ PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
 /* Micro-kernels (rows x panels) that fit sixteen registers; quant tiles keep float sums in memory between groups. */
 #define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(1, 2) X(2, 2) X(3, 2) X(1, 4)
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2) X(1, 4)
+enum { QUANT_TILE_HELD = 4 }; /* vectors of float sums that fit beside as many integer sums */

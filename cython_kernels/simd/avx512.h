@@ -126,6 +126,7 @@ PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
     X(1, 4) X(2, 4) X(3, 4) X(4, 4) X(5, 4) X(6, 4)
 #define QUANT_TILES(X) \
     X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(7, 1) X(8, 1) \
-    X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) X(7, 2) X(8, 2) \
-    X(1, 3) X(2, 3) X(3, 3) X(4, 3) X(5, 3) X(6, 3) X(7, 3) X(8, 3) \
-    X(1, 4) X(2, 4) X(3, 4) X(4, 4) X(5, 4) X(6, 4)
+    X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) \
+    X(1, 3) X(2, 3) X(3, 3) X(4, 3) \
+    X(1, 4) X(2, 4) X(3, 4)
+enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */

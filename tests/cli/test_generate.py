@@ -1,0 +1,178 @@
+"""`phasewise generate`: what a person and a script see, on a tiny model of random weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_gguf
+from typer.testing import CliRunner, Result
+
+from phasewise.cli.main import app
+
+pytest.importorskip("phasewise.serving.start", reason="the kernels are not built", exc_type=ImportError)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    path.write_bytes(tiny_gguf().to_bytes())
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "generate-cache"))
+    monkeypatch.setenv("PHASEWISE_DB", str(tmp_path_factory.getbasetemp() / "none.db"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/nonexistent.toml")
+
+
+def invoke(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["generate", *map(str, arguments)], input=stdin)
+
+
+def run_json(*arguments: object, stdin: str | None = None) -> dict[str, Any]:
+    result = invoke(*arguments, "--json", stdin=stdin)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return dict(json.loads(result.stdout))
+
+
+def test_json_tells_the_tokens_and_their_times(model: Path) -> None:
+    fields = run_json(model, "-p", "hello", "-n", 9, "--ignore-eos")
+
+    assert fields["schema_version"] == 1
+    assert (fields["model"], fields["format"], fields["finish_reason"]) == ("tiny", "native", "length")
+    assert fields["isa"]
+    assert len(fields["prompt_token_ids"]) == 5
+    assert len(fields["token_ids"]) == 9
+    assert isinstance(fields["text"], str)
+    assert fields["ttft_ms"] > 0
+    assert fields["tokens_per_second"] == pytest.approx(1000 / fields["tpot_ms"])
+    assert set(fields["plan"]) == {"prefill", "decode"}
+
+
+def test_text_goes_to_stdout_and_times_to_stderr(model: Path) -> None:
+    fields = run_json(model, "-p", "hello", "-n", 9)
+
+    result = invoke(model, "-p", "hello", "-n", 9)
+
+    assert result.stdout == fields["text"] + "\n"
+    assert "5 prompt tokens" in result.stderr
+
+
+def test_one_token_has_no_rate(model: Path) -> None:
+    fields = run_json(model, "-p", "hello", "-n", 1)
+
+    assert (fields["tpot_ms"], fields["tokens_per_second"]) == (None, None)
+    assert "1 tokens" in invoke(model, "-p", "hello", "-n", 1).stderr
+
+
+def test_the_prompt_may_come_from_stdin(model: Path) -> None:
+    assert (
+        run_json(model, "-p", "-", stdin="hello")["prompt_token_ids"]
+        == run_json(model, "-p", "hello")["prompt_token_ids"]
+    )
+
+
+def test_a_chat_message_goes_through_the_template(model: Path) -> None:
+    plain, chat = run_json(model, "-p", "hi", "-n", 2), run_json(model, "-p", "hi", "-n", 2, "--chat")
+
+    assert len(chat["prompt_token_ids"]) > len(plain["prompt_token_ids"])
+
+
+def test_greedy_is_the_default_and_a_seed_repeats(model: Path) -> None:
+    drawn = ["--temperature", 2, "--top-p", 0.95, "-n", 20, "--ignore-eos", "-p", "hello"]
+
+    assert run_json(model, "-p", "a b")["token_ids"] == run_json(model, "-p", "a b")["token_ids"]
+    assert (
+        run_json(model, *drawn, "--seed", 7)["token_ids"] == run_json(model, *drawn, "--seed", 7)["token_ids"]
+    )
+    assert (
+        run_json(model, *drawn, "--seed", 7)["token_ids"] != run_json(model, *drawn, "--seed", 8)["token_ids"]
+    )
+
+
+def test_a_stop_text_ends_it(model: Path) -> None:
+    text = run_json(model, "-p", "hello", "-n", 30, "--ignore-eos", "--temperature", 1, "--seed", 3)["text"]
+    stop = next(one for one in text[3:] if one.isprintable() and one != "\ufffd")
+
+    fields = run_json(
+        model,
+        "-p",
+        "hello",
+        "-n",
+        30,
+        "--ignore-eos",
+        "--temperature",
+        1,
+        "--seed",
+        3,
+        "--stop",
+        stop,
+        "--stop",
+        "\0",
+    )
+
+    assert fields["text"] == text[: text.find(stop)]
+    assert fields["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("weight_format", ["native", "f32", "bf16", "int8", "int4"])
+def test_every_format_runs(model: Path, weight_format: str) -> None:
+    fields = run_json(
+        model, "-p", "hello", "-n", 5, "--ignore-eos", "--format", weight_format, "--threads", 1
+    )
+
+    assert len(fields["token_ids"]) == 5
+    assert fields["format"] == weight_format
+    assert fields["plan"]["decode"]["source"] == "flag"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no-such-model", "-p", "a"], "no-such-model"),
+        (["MODEL", "-p", ""], "no tokens"),
+        (["MODEL", "-p", "a", "-n", "100000"], "context"),
+        (["MODEL", "-p", "a", "--top-p", "7"], "top_p"),
+        (["MODEL", "-p", "a", "--threads", "100000"], "threads"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(model: Path, arguments: list[str], said: str) -> None:
+    command = [str(model) if one == "MODEL" else one for one in arguments]
+    result = subprocess.run(
+        [sys.executable, "-m", "phasewise", "generate", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    last = result.stderr.strip().splitlines()[-1]
+    assert result.returncode == 1
+    assert last.startswith("phasewise: ")
+    assert said in last
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_nothing_of_the_server_is_imported() -> None:
+    """A start to the first token has 1.5 s; the web framework and the database would take half of it."""
+    ours = "phasewise.serving.start, phasewise.serving.one_answer, phasewise.cli.main"
+    code = f"import sys, {ours}; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    loaded = set(result.stdout.split())
+    assert not loaded & {
+        "fastapi",
+        "uvicorn",
+        "sqlalchemy",
+        "alembic",
+        "huggingface_hub",
+        "prometheus_client",
+        "gguf",
+    }

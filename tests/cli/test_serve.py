@@ -1,0 +1,228 @@
+"""`phasewise serve` as a process: it starts, answers, and ends well in every way that it can be ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import typer
+from tiny_models import TinyShape, tiny_gguf
+
+from phasewise.cli.commands.serve import parse_bytes
+
+pytest.importorskip("phasewise.serving.start", reason="the kernels are not built", exc_type=ImportError)
+
+LONG = {"max_tokens": 50_000, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    path.write_bytes(tiny_gguf(shape=TinyShape(context_length=100_000)).to_bytes())
+    return path
+
+
+@dataclass
+class Server:
+    """A running `phasewise serve`."""
+
+    process: subprocess.Popen[str]
+    url: str
+    lines: list[str]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def api(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=30)
+
+    def stream(self) -> Any:
+        """A stream that goes on and on, its first piece read."""
+        stream = self.api().completions.create(model="tiny", prompt="a", stream=True, **LONG)  # type: ignore[call-overload]
+        next(iter(stream))
+        return stream
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    home = tmp_path_factory.mktemp("home")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PHASEWISE_")}
+    return inherited | {
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "XDG_DATA_HOME": str(home / "data"),
+        "PHASEWISE_CONFIG": str(home / "none.toml"),
+    }
+
+
+@contextlib.contextmanager
+def serving(model: Path, environment: dict[str, str], *arguments: object) -> Iterator[Server]:
+    command = [
+        sys.executable,
+        "-m",
+        "phasewise",
+        "serve",
+        str(model),
+        "--kv-budget",
+        "256M",
+        *map(str, arguments),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    lines: list[str] = []
+    ready = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line.rstrip("\n"))
+            if line.startswith("listening on"):
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert ready.wait(60), lines
+        found = re.match(r"listening on (http://\S+)", lines[-1])
+        assert found, lines
+        yield Server(process, found[1], lines)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+
+
+def refused(model: object, environment: dict[str, str], *arguments: object) -> str:
+    """The one line of a server that cannot start."""
+    command = [sys.executable, "-m", "phasewise", "serve", str(model), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert result.returncode == 1, result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    return result.stderr
+
+
+def test_it_answers_and_a_signal_ends_it(model: Path, environment: dict[str, str]) -> None:
+    with serving(model, environment, "--port", 0, "--api-key", "any") as server:
+        api = server.api()
+        assert [one.id for one in api.models.list()] == ["tiny"]
+        whole = api.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=8, temperature=0, seed=1
+        )
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens >= 1
+        assert api.completions.create(model=str(model), prompt="a", max_tokens=2).choices
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+
+        assert server.end(signal.SIGTERM) == 0
+    assert server.lines[-1] == "stopping"
+    assert "KV cache" in server.lines[-3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_stream_with_an_error(
+    model: Path, environment: dict[str, str], number: int
+) -> None:
+    with serving(model, environment, "--port", 0) as server:
+        stream = server.stream()
+        server.process.send_signal(number)
+        for _ in range(100):
+            if any(line.startswith("stopping: 1 in progress") for line in server.lines):
+                break
+            next(iter(stream))
+        server.process.send_signal(number)
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(stream)
+        assert server.process.wait(timeout=20) == 0
+    assert [line for line in server.lines if line.startswith("stopping")] == server.lines[-1:]
+
+
+def test_killed_while_it_streams_the_client_sees_an_end_and_the_next_start_is_clean(
+    model: Path, environment: dict[str, str]
+) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with serving(model, environment, "--port", 0) as server:
+        stream = server.stream()
+        server.end(signal.SIGKILL)
+        with pytest.raises((httpx.HTTPError, openai.APIError)):
+            list(stream)
+        port = server.port
+
+    with serving(model, environment, "--port", port) as again:
+        assert again.api().completions.create(model="tiny", prompt="a", max_tokens=2).choices
+        assert again.end(signal.SIGINT) == 0
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_many_clients_get_what_each_gets_alone(model: Path, environment: dict[str, str]) -> None:
+    with serving(model, environment, "--port", 0, "--max-sequences", 4, "--format", "f32") as server:
+        api = server.api()
+
+        def ask(index: int) -> str:
+            got = api.completions.create(
+                model="tiny", prompt="abc"[: 1 + index % 3] * (1 + index), max_tokens=30, temperature=0,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            return got.choices[0].text
+
+        alone = [ask(index) for index in range(10)]
+        together: dict[int, str] = {}
+        threads = [
+            threading.Thread(target=lambda index=index: together.update({index: ask(index)}))  # type: ignore[misc]
+            for index in range(10)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert [together[index] for index in range(10)] == alone
+
+
+def test_what_keeps_it_from_starting_is_one_line(model: Path, environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port}" in refused(model, environment, "--port", port)
+    assert "no-such-model" in refused("no-such-model", environment, "--port", 0)
+    assert "address" in refused(model, environment, "--host", "no.such.host.invalid", "--port", 0)
+    with serving(model, environment, "--port", 0):  # so that the model is packed and says nothing more
+        pass
+    assert "context" in refused(model, environment, "--port", 0, "--context", 1_000_000)
+    assert "holds no token" in refused(model, environment, "--port", 0, "--kv-budget", 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("1000", 1000),
+        ("4k", 4096),
+        ("512M", 1 << 29),
+        ("1.5GiB", 3 << 29),
+        ("2 GB", 2 << 30),
+        ("1T", 1 << 40),
+    ],
+)
+def test_sizes(text: str, n_bytes: int) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1X", "one", "1e9", "G"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_bytes(text)

@@ -1,0 +1,191 @@
+"""Make the reference fixtures in tests/data/reference, with transformers, PyTorch and llama-cpp-python.
+
+    python make_reference.py all --gguf SmolLM2-135M-Instruct.Q4_1.gguf
+
+Runs by hand, in an environment of its own; the tests only read what it leaves. `tokens`: hashes of
+llama.cpp's ids of ten thousand lines for every vocabulary; `model`: greedy tokens and logits of the default
+model in float32; `tiny`: the same of tiny models of every architecture; `perplexity`: of the fixed English
+text. Token ids of the default model come from llama.cpp: transformers' import of a GGUF loses its
+pre-tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "serving"), str(ROOT / "benchmarks")]
+
+import reference_models as layout  # noqa: E402
+from mixed_text import mixed_lines  # noqa: E402
+from token_blocks import N_LINES, block_hashes  # noqa: E402
+
+PROMPT_LENGTHS = (
+    5, 6, 8, 11, 15, 20, 27, 33, 48, 64, 65, 96, 127, 128, 200, 256, 400, 511, 700, 900,
+)  # fmt: skip
+
+
+def llama_ids(gguf: Path, texts: Sequence[str], add_special: bool = False) -> list[list[int]]:
+    """llama.cpp's token ids."""
+    from llama_cpp import Llama
+
+    model = Llama(model_path=str(gguf), vocab_only=True, verbose=False)
+    return [model.tokenize(text.encode(), add_bos=add_special, special=True) for text in texts]
+
+
+def make_tokens(gguf: Path) -> None:
+    """tokens.json: for every vocabulary, hashes of the ids of blocks of lines."""
+    from tiny_vocabs import TINY_VOCABULARIES, write_vocabulary
+
+    lines = list(mixed_lines(N_LINES))
+    found = {"smollm2-135m-instruct": block_hashes(llama_ids(gguf, lines, add_special=True))}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, metadata in TINY_VOCABULARIES.items():
+            path = Path(folder) / f"{name}.gguf"
+            write_vocabulary(path, metadata())
+            found[name] = block_hashes(llama_ids(path, lines, add_special=True))
+    _write_json("tokens.json", {"made_with": _versions(), "blocks": found})
+
+
+def load_gguf_model(gguf: Path) -> Any:
+    """The default model with its weights dequantised to float32, as transformers imports them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    return model.eval()
+
+
+def greedy(model: Any, prompt: list[int], n_tokens: int) -> np.ndarray:
+    """Logits [n_tokens, vocabulary]: row 0 follows the prompt, each later one the argmax before it."""
+    import torch
+
+    rows: list[np.ndarray] = []
+    with torch.inference_mode():
+        out = model(torch.tensor([prompt]), use_cache=True)
+        for _ in range(n_tokens):
+            rows.append(out.logits[0, -1].numpy().copy())
+            token = torch.tensor([[int(rows[-1].argmax())]])
+            if len(rows) < n_tokens:
+                out = model(token, past_key_values=out.past_key_values, use_cache=True)
+    return np.stack(rows)
+
+
+def margins(logits: np.ndarray) -> np.ndarray:
+    """By how much the best logit of each row beats the second."""
+    best = np.sort(logits, axis=1)[:, -2:]
+    return best[:, 1] - best[:, 0]
+
+
+def make_model(gguf: Path) -> None:
+    """smollm2-135m-instruct.npz: prompts, greedy tokens, margins, and some logits of some steps."""
+    from perplexity import english_text
+
+    (ids,) = llama_ids(gguf, [english_text()])
+    model = load_gguf_model(gguf)
+    prompts = [ids[at * 997 : at * 997 + length] for at, length in enumerate(PROMPT_LENGTHS)]
+    steps = list(layout.CHECKED_STEPS)
+    kept: dict[str, list[np.ndarray]] = {
+        key: [] for key in ("tokens", "margins", "largest", "top_ids", "top", "spread")
+    }
+    for prompt in prompts:
+        logits = greedy(model, prompt, layout.N_GREEDY)
+        checked = logits[steps]
+        top_ids = np.argsort(-checked, axis=1)[:, : layout.N_TOP]
+        kept["tokens"].append(logits.argmax(axis=1).astype(np.int32))
+        kept["margins"].append(margins(logits))
+        kept["largest"].append(np.abs(checked).max(axis=1))
+        kept["top_ids"].append(top_ids.astype(np.int32))
+        kept["top"].append(np.take_along_axis(checked, top_ids, axis=1))
+        kept["spread"].append(checked[:, layout.spread_ids(logits.shape[1])])
+        print(len(prompt), "margin", kept["margins"][-1].min(), file=sys.stderr)
+    arrays = {key: np.stack(values) for key, values in kept.items()}
+    arrays["prompts"] = np.array([token for prompt in prompts for token in prompt], np.int32)
+    arrays["prompt_lengths"] = np.array([len(prompt) for prompt in prompts], np.int32)
+    np.savez_compressed(layout.FIXTURES / "smollm2-135m-instruct.npz", **arrays)
+
+
+def make_tiny() -> None:
+    """tiny_models.npz: per model and prompt the greedy tokens, their margins, logits of some steps."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    arrays: dict[str, np.ndarray] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in layout.TINY_CASES:
+            path = layout.write_tiny_case(Path(folder) / name, name)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            expected = set(model.state_dict()) - (
+                {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+            )
+            assert expected == set(layout.tiny_case_weights(name)), name
+            for at, prompt in enumerate(layout.tiny_prompts(name)):
+                logits = greedy(model, prompt, layout.N_TINY_GREEDY)
+                arrays[f"{name}/{at}/tokens"] = logits.argmax(axis=1).astype(np.int32)
+                arrays[f"{name}/{at}/margins"] = margins(logits)
+                arrays[f"{name}/{at}/logits"] = logits[list(layout.CHECKED_TINY_STEPS)]
+                print(
+                    name, len(prompt), "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr
+                )
+    np.savez_compressed(layout.FIXTURES / "tiny_models.npz", **arrays)
+
+
+def make_perplexity(gguf: Path) -> None:
+    """perplexity.json: of the default model in float32, over windows that do not overlap."""
+    import torch
+    from perplexity import N_TOKENS, WINDOW_TOKENS, english_text, perplexity, token_losses, windows
+
+    (ids,) = llama_ids(gguf, [english_text()])
+    model = load_gguf_model(gguf)
+    with torch.inference_mode():
+        found = perplexity(
+            token_losses(model(torch.tensor([window])).logits[0].numpy(), window) for window in windows(ids)
+        )
+    known = {"made_with": _versions(), "perplexity": found, "n_tokens": N_TOKENS, "window": WINDOW_TOKENS}
+    _write_json("perplexity.json", known | {"ids_sha256": ids_digest(ids[:N_TOKENS])})
+
+
+def ids_digest(ids: Sequence[int]) -> str:
+    """Tells whether a tokenizer cuts the text as llama.cpp does."""
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("llama-cpp-python", "transformers", "torch", "tokenizers")}
+
+
+def _write_json(name: str, value: object) -> None:
+    (layout.FIXTURES / name).write_text(json.dumps(value, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["all", "tokens", "model", "tiny", "perplexity"])
+    parser.add_argument("--gguf", type=Path, required=True, help="the default model")
+    options = parser.parse_args()
+    layout.FIXTURES.mkdir(parents=True, exist_ok=True)
+    if options.what in ("all", "tokens"):
+        make_tokens(options.gguf)
+    if options.what in ("all", "tiny"):
+        make_tiny()
+    if options.what in ("all", "model"):
+        make_model(options.gguf)
+    if options.what in ("all", "perplexity"):
+        make_perplexity(options.gguf)
+
+
+if __name__ == "__main__":
+    main()
