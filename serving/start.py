@@ -90,8 +90,8 @@ class EngineSize:
         """As many slots as `kv_bytes` pays for, and no more than `max_sequences` full contexts can use.
 
         By default a quarter of the free memory, but not more than 1 GiB or four times the weights, whichever
-        is larger: a small model does not fill a large machine. The context is the model's unless a shorter one
-        is asked for.
+        is larger: a small model does not fill a large machine. The context is the model's unless a shorter
+        one is asked for.
         """
         context = _context(model, context_length)
         per_slot = kv_bytes_per_slot(model)
