@@ -13,6 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,9 @@ import numpy.typing as npt
 from phasewise.serving.errors import RequestError, StepFailed
 
 FloatVector = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int64]
 
-_NUCLEUS_HEADS = (256, 4096)  # the nucleus is looked for among so many tokens before all of them are sorted
+_BLOCK = 256  # weights summed at a time
 _GREEDY_BELOW = 1e-4  # temperatures under this are 0: logits divided by less overflow
 _MAX_SEED = 2**64
 
@@ -66,10 +68,6 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or bool(self.logit_bias)
         )
-
-    @property
-    def filters(self) -> bool:
-        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def is_greedy(self) -> bool:
@@ -157,50 +155,55 @@ def _greedy_rows(logits: npt.NDArray[np.float32]) -> list[SampledToken]:
 
 
 def _draw(logits: FloatVector, params: SamplingParams, uniform: float) -> int:
-    """The token at `uniform` in [0, 1) of the filtered distribution."""
+    """The token at `uniform` in [0, 1) of the filtered distribution, laid out by token id."""
+    ids: TokenIds | None = None  # None: all of them
+    if params.top_k is not None and params.top_k < logits.size:
+        ids = _largest(logits, params.top_k)
+        logits = logits[ids]
     weights = np.exp((logits - logits.max()) / np.float32(params.temperature))
-    if not params.filters:
-        return _pick(weights, uniform)
-    ids = _likeliest(weights, params)
-    if params.top_p < 1.0:
-        mass = np.cumsum(weights[ids], dtype=np.float64)
-        total = mass[-1] if params.top_k is not None else weights.sum(dtype=np.float64)
-        ids = ids[: int(np.searchsorted(mass, params.top_p * total)) + 1]
-    if params.min_p > 0.0:
-        ids = ids[: max(1, int(np.count_nonzero(weights[ids] >= params.min_p)))]  # the likeliest weighs 1
-    return int(ids[_pick(weights[ids], uniform)])
+    if params.top_p < 1.0 or params.min_p > 0.0:
+        kept = _nucleus(weights, params.top_p, params.min_p)
+        ids = kept if ids is None else ids[kept]
+        weights = weights[kept]
+    place = _place(weights, uniform, "right")
+    return place if ids is None else int(ids[place])
 
 
-def _pick(weights: FloatVector, uniform: float) -> int:
-    mass = np.cumsum(weights, dtype=np.float64)
-    return min(int(np.searchsorted(mass, uniform * mass[-1], side="right")), weights.size - 1)
+def _nucleus(weights: FloatVector, top_p: float, min_p: float) -> TokenIds:
+    """The places that top-p and then min-p leave, ascending. The largest weight is 1."""
+    falling = np.sort(weights)[::-1]
+    if top_p < 1.0:
+        falling = falling[: _place(falling, top_p, "left") + 1]
+    if min_p > 0.0:
+        falling = falling[: max(1, int(np.count_nonzero(falling >= min_p)))]
+    return _at_least(weights, falling[-1], falling.size)
 
 
-def _likeliest(weights: FloatVector, params: SamplingParams) -> npt.NDArray[np.int64]:
-    """Ids, likeliest first and ties by id: at least all that the filters can keep, exactly k under top-k."""
-    n_wanted = _n_sufficient(weights, params)
-    if n_wanted < weights.size:
-        least = np.partition(weights, weights.size - n_wanted)[weights.size - n_wanted]
-        ids = np.flatnonzero(weights >= least)  # ties with the last one stay until the order below decides
-    else:
-        ids = np.arange(weights.size)
-    return ids[np.argsort(-weights[ids], kind="stable")][:n_wanted]
+def _largest(values: FloatVector, n: int) -> TokenIds:
+    return _at_least(values, np.partition(values, values.size - n)[values.size - n], n)
 
 
-def _n_sufficient(weights: FloatVector, params: SamplingParams) -> int:
-    """How many of the likeliest tokens certainly hold all that top-k, top-p and min-p keep."""
-    if params.top_k is not None:
-        return min(params.top_k, weights.size)
-    if params.min_p > 0.0:
-        return max(1, int(np.count_nonzero(weights >= params.min_p)))
-    wanted_mass = params.top_p * weights.sum(dtype=np.float64) * (1 + 1e-6)
-    for n_head in _NUCLEUS_HEADS:
-        if n_head >= weights.size:
-            break
-        head = np.partition(weights, weights.size - n_head)[-n_head:]
-        if head.sum(dtype=np.float64) >= wanted_mass:
-            return n_head
-    return int(weights.size)
+def _at_least(values: FloatVector, least: np.float32, n: int) -> TokenIds:
+    """The `n` places, ascending, of the values from `least` up; among equals at the border the first stay."""
+    places = np.flatnonzero(values >= least)
+    if places.size > n:
+        at_border = np.flatnonzero(values[places] == least)
+        places = np.delete(places, at_border[at_border.size - (places.size - n) :])
+    return places
+
+
+def _place(weights: FloatVector, share: float, side: Literal["left", "right"]) -> int:
+    """Where the running sum of `weights` reaches ("left") or passes ("right") `share` of the whole.
+
+    In two steps, blocks and then one block: one running sum over a vocabulary takes as long as all the rest.
+    """
+    sums = np.cumsum(np.add.reduceat(weights, np.arange(0, weights.size, _BLOCK), dtype=np.float64))
+    wanted = share * sums[-1]
+    block = min(int(np.searchsorted(sums, wanted, side=side)), sums.size - 1)
+    inner = np.cumsum(weights[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)
+    if block:
+        inner += sums[block - 1]
+    return block * _BLOCK + min(int(np.searchsorted(inner, wanted, side=side)), inner.size - 1)
 
 
 def _with_logprobs(logits: FloatVector, token_id: int, n_top: int) -> SampledToken:

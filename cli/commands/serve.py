@@ -46,7 +46,8 @@ def serve(
     kv_budget: Annotated[
         str | None,
         typer.Option(
-            metavar="BYTES", help="memory for the KV cache, e.g. 4G [default: a quarter of what is free]"
+            metavar="BYTES",
+            help="memory for the KV, e.g. 4G [default: a quarter of what is free, or 4 x the weights]",
         ),
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="answers that may wait; beyond it, 429")] = 224,
