@@ -35,7 +35,7 @@ def create_app(
     model: ServedModel, client: EngineClient, limits: HttpLimits, engine_is_alive: Callable[[], bool]
 ) -> FastAPI:
     """The application that serves one model. `client` is attached to the loop that runs it."""
-    metrics = Metrics()
+    metrics = Metrics(lambda: client.load)
     client.observe(metrics)
     layers = [Middleware(CountAnswers, metrics=metrics, paths=_PATHS)]
     if limits.api_keys:

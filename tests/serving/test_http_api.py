@@ -271,6 +271,7 @@ def test_a_client_that_leaves_frees_its_slots(server: FakeServer, api: openai.Op
     assert time.monotonic() - started < 1.5
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'phasewise_requests_total{reason="aborted"}' in metrics
+    assert "phasewise_kv_slots_used 0.0" in metrics
 
 
 @pytest.mark.parametrize("stream", [False, True])
