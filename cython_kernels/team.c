@@ -19,7 +19,7 @@
 
 #define LINE 64
 #define MAX_CPUS 8192
-#define BARRIER_SPIN_NS 1000000 /* members of one task are never long apart, unless the host took a CPU away */
+#define BARRIER_SPIN_NS 200000 /* longer, and the host took a CPU away or the shares were uneven: sleep */
 
 typedef struct {
     cpu_set_t sets[MAX_CPUS / CPU_SETSIZE];

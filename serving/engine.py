@@ -14,7 +14,7 @@ import numpy.typing as npt
 from phasewise.serving.answer_text import AnswerText, TokenStream
 from phasewise.serving.batch import Batch
 from phasewise.serving.errors import RequestError, ServingError, StepFailed
-from phasewise.serving.messages import Answer, Delivery, Failure, StepStats, Submit
+from phasewise.serving.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
 from phasewise.serving.request import Request, TokenOut
 from phasewise.serving.sampling import SampledToken, Sampler, sample_rows
 from phasewise.serving.scheduler import Scheduler
@@ -92,7 +92,7 @@ class Engine:
         started_ns = time.perf_counter_ns()
         batch = self.scheduler.next_batch()
         if batch is None:
-            return Delivery((), None)
+            return Delivery((), None, self.load())
         outs: tuple[Answer | Failure, ...]
         try:
             sampled = self._compute(batch)
@@ -100,14 +100,20 @@ class Engine:
             outs = self._fail(batch, error)
         else:
             outs = self._commit(batch, sampled)
-        return Delivery(outs, self._stats(batch, time.perf_counter_ns() - started_ns))
+        stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
+        return Delivery(outs, stats, self.load())
 
     def fail_everything(self, error: Exception) -> Delivery:
         """End every request with `error`."""
         request_ids = tuple(self._live)
-        for request_id in request_ids:
-            self.abort(request_id)
-        return Delivery(tuple(Failure(request_id, error) for request_id in request_ids), None)
+        self._live.clear()
+        self.scheduler.clear()
+        return Delivery(tuple(Failure(request_id, error) for request_id in request_ids), None, self.load())
+
+    def load(self) -> EngineLoad:
+        """How much is held and waited for."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return EngineLoad(scheduler.n_waiting, scheduler.n_running, pool.n_used, pool.n_slots)
 
     def close(self) -> None:
         self.ranks.close()
@@ -148,19 +154,6 @@ class Engine:
         for request_id in batch.request_ids:
             self._live.pop(request_id, None)
         return tuple(Failure(request_id, error) for request_id in batch.request_ids)
-
-    def _stats(self, batch: Batch, duration_ns: int) -> StepStats:
-        scheduler = self.scheduler
-        return StepStats(
-            phase=batch.phase,
-            n_sequences=len(batch.slices),
-            n_tokens=batch.n_tokens,
-            duration_ns=duration_ns,
-            n_waiting=scheduler.n_waiting,
-            n_running=scheduler.n_running,
-            kv_slots_used=scheduler.pool.n_used,
-            kv_slots=scheduler.pool.n_slots,
-        )
 
     def _default_max_tokens(self, n_prompt: int) -> int:
         """An equal share of the KV pool per sequence, within the context; `add` judges the prompt."""

@@ -43,16 +43,18 @@ class EngineThread:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        self._deliver(Delivery((), None, self._engine.load()))
         while True:
             try:
                 if not self._take_messages():
                     break
-                delivery = self._engine.step()
+                delivery = (
+                    self._engine.step()
+                )  # empty after a message that leaves nothing to do: tells the load
             except Exception as error:  # a bug in our own bookkeeping: nothing in progress can be trusted
                 log.error("the engine failed between steps", exc_info=error)
                 delivery = self._engine.fail_everything(StepFailed(f"the engine failed: {error}"))
-            if delivery.outs or delivery.stats:
-                self._deliver(delivery)
+            self._deliver(delivery)
         self._deliver(self._engine.fail_everything(StepFailed("the server is stopping")))
 
     def _take_messages(self) -> bool:
@@ -74,6 +76,7 @@ class EngineThread:
                 try:
                     self._engine.submit(message)
                 except ServingError as error:
-                    self._deliver(Delivery((Failure(message.request_id, error),), None))
+                    refusal = Failure(message.request_id, error)
+                    self._deliver(Delivery((refusal,), None, self._engine.load()))
             case Abort(request_id):
                 self._engine.abort(request_id)

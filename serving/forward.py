@@ -32,7 +32,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class _Arena:
-    """Offsets and row strides, in floats. Attention's rows and the feed-forward rows take turns in one place."""
+    """Offsets and row strides, in floats. Attention and feed-forward take turns in one place."""
 
     hidden: int
     hidden_stride: int

@@ -1,4 +1,4 @@
-"""How much memory a new allocation may take: asked before the KV cache, because Linux grants what it does not have."""
+"""How much memory an allocation may take: asked beforehand, for Linux grants what it does not have."""
 
 from __future__ import annotations
 

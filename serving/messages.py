@@ -60,6 +60,12 @@ class StepStats:
     n_sequences: int
     n_tokens: int
     duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What the engine holds now."""
+
     n_waiting: int
     n_running: int
     kv_slots_used: int
@@ -72,3 +78,4 @@ class Delivery:
 
     outs: tuple[Answer | Failure, ...]
     stats: StepStats | None
+    load: EngineLoad

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels._native import Program, Team
+from phasewise.cython_kernels.errors import TeamError
 from phasewise.serving.batch import Batch, Phase, SequenceSlice
 from phasewise.serving.errors import RanksError
 from phasewise.serving.forward import Capacity, build_program, kv_bytes_per_slot
@@ -54,8 +55,8 @@ class LocalRanks:
         self._step_tokens = min(max_batch_tokens, STEP_TOKENS)
         self._sequences = max_sequences
         self._vocab = model.config.vocab_size
-        self._teams: dict[tuple[int, ...], Team] = {}
-        self._by_phase: dict[Phase, Team] = {}
+        self._teams = _open_teams(set(cores.values()))
+        self._by_phase = {phase: self._teams[members] for phase, members in cores.items()}
         self._last: Team | None = None
         self._warned = False
         capacity = Capacity(
@@ -68,12 +69,10 @@ class LocalRanks:
         self._logit_rows = capacity.logit_rows
         self._program: Program | None = build_program(model, capacity, _check_memory)
         self._logits: Logits = np.asarray(self._program)
-        for phase, members in cores.items():
-            self._by_phase[phase] = self._teams.setdefault(members, Team(members))
-        self._program.touch(self._by_phase.get("prefill", next(iter(self._teams.values()))))
+        self._program.touch(next(iter(self._by_phase.values())))
 
     def forward(self, batch: Batch) -> Logits:
-        """Logits float32 [slices that want them, vocab], in the order of the slices; valid until the next call.
+        """Logits float32 [slices that want them, vocab], in the slices' order; valid until the next call.
 
         ValueError if a token, position or slot is out of range, if slices overlap or there are too many.
         """
@@ -107,7 +106,7 @@ class LocalRanks:
         return {phase: tuple(team.observed_cpus()) for phase, team in self._by_phase.items()}
 
     def close(self) -> None:
-        """End the threads and let go of the memory. Logits still held stay valid. Closing twice is harmless."""
+        """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""
         self._program = None
         for team in self._teams.values():
             team.close()
@@ -139,9 +138,21 @@ class LocalRanks:
 def _only_rank(plan: ServicePlan) -> tuple[int, ...]:
     if len(plan.ranks) != 1:
         raise RanksError(
-            f"the {plan.phase} plan has {len(plan.ranks)} ranks; this version runs one, so use a plan with one rank"
+            f"the {plan.phase} plan has {len(plan.ranks)} ranks; this version runs plans of one"
         )
     return plan.ranks[0].cores
+
+
+def _open_teams(core_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Team]:
+    teams: dict[tuple[int, ...], Team] = {}
+    try:
+        for cores in core_sets:
+            teams[cores] = Team(cores)
+    except TeamError as error:
+        for team in teams.values():
+            team.close()
+        raise RanksError(str(error)) from error
+    return teams
 
 
 def _check_memory(name: str, needed: int, kv_slots: int) -> None:

@@ -111,6 +111,12 @@ class Scheduler:
                 return True
         return False
 
+    def clear(self) -> None:
+        """Drop every request, also those of a batch that is neither committed nor discarded."""
+        self._in_flight = None
+        for request_id in self.request_ids():
+            self.abort(request_id)
+
     def request_ids(self) -> tuple[str, ...]:
         """All requests that have not ended: running ones first."""
         return (*self._running, *(request.request_id for request in self._waiting))

@@ -24,7 +24,8 @@ from phasewise.tuner.plans import ServicePlan
 Plans = Mapping[Phase, ServicePlan]
 
 KV_SHARE_OF_FREE_MEMORY = 0.25
-_KV_BYTES_WHERE_MEMORY_IS_UNKNOWN = 1 << 30
+KV_SHARE_OF_WEIGHTS = 4
+_KV_BYTES_ALWAYS_WORTH_IT = 1 << 30
 
 
 class ModelText:
@@ -36,10 +37,6 @@ class ModelText:
 
     def encode(self, text: str, add_special: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of single tokens, special ones written out."""
-        return self.tokenizer.decode(token_ids, skip_special=False)
 
     def open_stream(self) -> DetokenizeStream:
         return DetokenizeStream(self.tokenizer)
@@ -86,12 +83,15 @@ class EngineSize:
     def for_many(
         cls, model: PackedModel, max_sequences: int, context_length: int | None, kv_bytes: int | None
     ) -> EngineSize:
-        """As many slots as `kv_bytes` pays for, by default a quarter of the free memory, and no more than
-        `max_sequences` full contexts can use. The context is the model's unless a shorter one is asked for.
+        """As many slots as `kv_bytes` pays for, and no more than `max_sequences` full contexts can use.
+
+        By default a quarter of the free memory, but not more than 1 GiB or four times the weights, whichever
+        is larger: a small model does not fill a large machine. The context is the model's unless a shorter
+        one is asked for.
         """
         context = _context(model, context_length)
         per_slot = kv_bytes_per_slot(model)
-        budget = _default_kv_bytes() if kv_bytes is None else kv_bytes
+        budget = _default_kv_bytes(model) if kv_bytes is None else kv_bytes
         kv_slots = min(budget // per_slot, max_sequences * context)
         if kv_slots < 1:
             raise ServingError(f"a KV budget of {budget} bytes holds no token: each needs {per_slot} bytes")
@@ -148,8 +148,7 @@ def _context(model: PackedModel, asked: int | None) -> int:
     return asked or own
 
 
-def _default_kv_bytes() -> int:
+def _default_kv_bytes(model: PackedModel) -> int:
+    enough = max(_KV_BYTES_ALWAYS_WORTH_IT, KV_SHARE_OF_WEIGHTS * model.weight_bytes)
     free = available_bytes()
-    if free is None:
-        return _KV_BYTES_WHERE_MEMORY_IS_UNKNOWN
-    return int(free * KV_SHARE_OF_FREE_MEMORY)
+    return enough if free is None else min(enough, int(free * KV_SHARE_OF_FREE_MEMORY))

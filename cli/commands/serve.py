@@ -46,7 +46,8 @@ def serve(
     kv_budget: Annotated[
         str | None,
         typer.Option(
-            metavar="BYTES", help="memory for the KV cache, e.g. 4G [default: a quarter of what is free]"
+            metavar="BYTES",
+            help="memory for the KV, e.g. 4G [default: a quarter of what is free, or 4 x the weights]",
         ),
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="answers that may wait; beyond it, 429")] = 224,
@@ -61,6 +62,8 @@ def serve(
     from phasewise.serving.service import run_service
     from phasewise.serving.start import EngineSize, keeping_affinity, open_engine
 
+    if "" in (api_key or ()):
+        raise typer.BadParameter("an API key must not be empty")
     kv_bytes = None if kv_budget is None else parse_bytes(kv_budget)
     with bind(host, port) as listener:  # before the model: a port in use is told at once
         packed, plans = open_model(model, weight_format, threads, db)

@@ -34,6 +34,7 @@ typedef struct {
     const void *data;
     int64_t step;       /* elements from one k to the next */
     int64_t panel_step; /* elements from one panel of 16 columns to the next */
+    const char *wanted; /* keys in float16: the values of their positions, to be asked for meanwhile; else NULL */
 } matrix;
 
 typedef void (*attend_function)(int64_t steps, const float *a, const matrix *b, float *c, int64_t c_stride);
@@ -49,10 +50,14 @@ PW_INLINE void attend_product(const int rows, const int panels, const int bytes,
     enum { PER_PANEL = PW_PANEL / LANES };
     vf sum[ATTEND_ROWS][ATTEND_PANELS * PER_PANEL];
     int64_t step = b->step, panel_step = b->panel_step;
-    const char *data = b->data;
+    const char *data = b->data, *wanted = b->wanted, *next = data + panels * panel_step * bytes;
     PW_UNROLL for (int r = 0; r < rows; ++r)
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) sum[r][v] = v_zero();
     for (int64_t k = 0; k < steps; ++k, data += step * bytes) {
+        if (bytes == 2 && wanted) { /* 32 bytes of the next tile's keys, and as many values, for each panel here */
+            __builtin_prefetch(next + k * 32 * panels);
+            __builtin_prefetch(wanted + k * 32 * panels);
+        }
         vf x[ATTEND_PANELS * PER_PANEL];
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v)
             x[v] = load_element(data, v / PER_PANEL * panel_step + v % PER_PANEL * LANES, bytes);
@@ -79,6 +84,7 @@ static void attend_multiply(int rows, int64_t panels, int bytes, int64_t steps, 
         int now = panels - done < ATTEND_PANELS ? (int)(panels - done) : ATTEND_PANELS;
         attend_tiles[rows - 1][now - 1][bytes == 4](steps, a, &b, c + done * PW_PANEL, c_stride);
         b.data = (const char *)b.data + now * b.panel_step * bytes;
+        if (b.wanted) b.wanted += now * b.panel_step * bytes;
         done += now;
     }
 }
@@ -142,18 +148,21 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
                         const chunk_data *data, float *scores, pw_partial out) {
     span all = seen_by(queries, row, rows, chunk);
     int64_t origin = queries->slot_base + chunk * PW_CHUNK; /* slot of the chunk's first position */
+    const char *value_rows =
+        (const char *)data->values.data + (origin + all.begin - data->first_slot) * data->values.step * data->bytes;
     int64_t panel = (origin + all.begin) / PW_PANEL, end_panel = (origin + all.end - 1) / PW_PANEL + 1;
     if (all.begin < all.end) {
         matrix keys = data->keys;
         keys.data = (const char *)keys.data +
                     (panel - data->first_slot / PW_PANEL) * keys.panel_step * data->bytes;
+        if (data->bytes == 2) keys.wanted = value_rows;
         attend_multiply(rows, end_panel - panel, data->bytes, head->head_dim, queries->q + (int64_t)row * PW_ROW_STRIDE, keys,
                  scores + panel * PW_PANEL - origin, PW_ROW_STRIDE);
     }
     for (int r = 0; r < rows; ++r)
         weigh(scores + r * PW_ROW_STRIDE, seen_by(queries, row + r, 1, chunk), all, out.top + row + r, out.sum + row + r);
     matrix values = data->values;
-    values.data = (const char *)values.data + (origin + all.begin - data->first_slot) * values.step * data->bytes;
+    values.data = value_rows;
     attend_multiply(rows, head->value_dim / PW_PANEL, data->bytes, all.end - all.begin, scores + all.begin, values,
              out.values + (int64_t)row * head->value_dim, head->value_dim);
 }
@@ -181,8 +190,9 @@ static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries,
     int64_t slot = queries->slot_base + chunk * PW_CHUNK + all.begin;
     chunk_data data = {
         .keys = {(const char *)head->keys + slot / PW_PANEL * PW_PANEL * head->head_dim * head->bytes, PW_PANEL,
-                 (int64_t)PW_PANEL * head->head_dim},
-        .values = {(const char *)head->values + slot * head->value_dim * head->bytes, head->value_dim, PW_PANEL},
+                 (int64_t)PW_PANEL * head->head_dim, NULL},
+        .values = {(const char *)head->values + slot * head->value_dim * head->bytes, head->value_dim, PW_PANEL,
+                   NULL},
         .first_slot = slot,
         .bytes = head->bytes,
     };

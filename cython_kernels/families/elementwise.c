@@ -1,5 +1,5 @@
 /* Element by element, any length and alignment. add and scale round once.
- * silu_gate: g / (1 + exp(-g)) * u, relative error <= 7 * 2^-24 for g >= -87 (exp.h: 3, sum, quotient and product);
+ * silu_gate: g / (1 + exp(-g)) * u, relative error <= 6 * 2^-24 for g >= -87 (exp.h: 2; sum, quotient and product);
  * below that |result| <= 1e-35 * |u| where the true value is smaller still. */
 static void ISA(add)(int64_t n, const float *y, float *x) {
     int64_t i = 0;

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from phasewise.serving.errors import QueueFull, StepFailed
-from phasewise.serving.messages import Abort, Answer, Delivery, Failure, Submit
+from phasewise.serving.errors import QueueFull, RequestError, StepFailed
+from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Submit
 
 Message = Submit | Abort
 
@@ -25,13 +25,10 @@ class AnswerStream:
     def put(self, out: Answer | Failure) -> None:
         self._arrived.put_nowait(out)
 
-    def __aiter__(self) -> AsyncIterator[tuple[int, Answer]]:
-        return self
-
-    async def __anext__(self) -> tuple[int, Answer]:
-        """The next piece. Raises what the engine says where a request fails; the others end with it."""
+    async def next(self) -> tuple[int, Answer] | None:
+        """The next piece; None after the last. Raises what the engine says where a request fails."""
         if not self._open:
-            raise StopAsyncIteration
+            return None
         out = await self._arrived.get()
         if isinstance(out, Failure):
             self._open.discard(out.request_id)
@@ -65,6 +62,8 @@ class EngineClient:
         self._streams: dict[str, AnswerStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._observers: list[Observer] = []
+        self.load: EngineLoad | None = None
+        """The engine's, as it said last."""
 
     @property
     def n_live(self) -> int:
@@ -80,7 +79,9 @@ class EngineClient:
         self._observers.append(observer)
 
     def open(self, requests: Sequence[Submit]) -> AnswerStream:
-        """Send requests to the engine. QueueFull at once where they are too many."""
+        """Send requests to the engine. QueueFull at once where there are too many."""
+        if len(requests) > self._max_live:
+            raise RequestError(f"this server computes at most {self._max_live} choices at a time", "n")
         if self.n_live + len(requests) > self._max_live:
             raise QueueFull(
                 f"{self.n_live} requests are in progress or waiting and at most {self._max_live} may be; "
@@ -105,6 +106,7 @@ class EngineClient:
 
     def deliver(self, delivery: Delivery) -> None:
         """From the engine's thread."""
+        self.load = delivery.load
         if self._loop is None or self._loop.is_closed():
             return
         with contextlib.suppress(RuntimeError):  # the loop closed just now: nobody reads any more

@@ -7,11 +7,12 @@ TPOT = (last token - first token) / (tokens - 1).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from phasewise.serving.messages import Answer, Delivery, Failure, StepStats, Submit
+from phasewise.serving.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60)
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1)
@@ -25,9 +26,10 @@ class _Life:
 
 
 class Metrics:
-    """Observes the traffic with the engine; `http` counts the answers."""
+    """Observes the traffic with the engine; `http` counts the answers, `read_load` gives the gauges."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_load: Callable[[], EngineLoad | None]) -> None:
+        self._read_load = read_load
         self.registry = registry = CollectorRegistry()
         self.http = Counter("phasewise_http_responses", "answers", ["path", "status"], registry=registry)
         self._ended = Counter(
@@ -64,6 +66,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """All of it, in Prometheus's text format."""
+        self._set_gauges()
         return generate_latest(self.registry)
 
     def _build_step_metrics(self) -> None:
@@ -72,15 +75,13 @@ class Metrics:
         self._running = Gauge("phasewise_requests_running", "requests with KV slots", registry=registry)
         self._kv_used = Gauge("phasewise_kv_slots_used", "KV slots in use", registry=registry)
         self._kv_slots = Gauge("phasewise_kv_slots", "KV slots in all", registry=registry)
-        self._batch = Histogram(
-            "phasewise_batch_sequences", "sequences per step", ["phase"], buckets=_SIZES, registry=registry
-        )
-        self._tokens = Histogram(
-            "phasewise_batch_tokens", "tokens per step", ["phase"], buckets=_SIZES, registry=registry
-        )
-        self._seconds = Histogram(
-            "phasewise_step_seconds", "time per step", ["phase"], buckets=_PER_TOKEN_S, registry=registry
-        )
+        sequences = _by_phase("phasewise_batch_sequences", "sequences per step", _SIZES, registry)
+        tokens = _by_phase("phasewise_batch_tokens", "tokens per step", _SIZES, registry)
+        seconds = _by_phase("phasewise_step_seconds", "time per step", _PER_TOKEN_S, registry)
+        self._steps = {
+            phase: (sequences.labels(phase), tokens.labels(phase), seconds.labels(phase))
+            for phase in ("prefill", "decode")
+        }
 
     def _piece(self, out: Answer | Failure) -> None:
         life = self._lives.get(out.request_id)
@@ -103,10 +104,20 @@ class Metrics:
         self._ended.labels(reason).inc()
 
     def _step(self, stats: StepStats) -> None:
-        self._waiting.set(stats.n_waiting)
-        self._running.set(stats.n_running)
-        self._kv_used.set(stats.kv_slots_used)
-        self._kv_slots.set(stats.kv_slots)
-        self._batch.labels(stats.phase).observe(stats.n_sequences)
-        self._tokens.labels(stats.phase).observe(stats.n_tokens)
-        self._seconds.labels(stats.phase).observe(stats.duration_ns / 1e9)
+        """Once a step, so on the way of every token: nothing that can wait for a scrape."""
+        sequences, tokens, seconds = self._steps[stats.phase]
+        sequences.observe(stats.n_sequences)
+        tokens.observe(stats.n_tokens)
+        seconds.observe(stats.duration_ns / 1e9)
+
+    def _set_gauges(self) -> None:
+        load = self._read_load()
+        if load is not None:
+            self._waiting.set(load.n_waiting)
+            self._running.set(load.n_running)
+            self._kv_used.set(load.kv_slots_used)
+            self._kv_slots.set(load.kv_slots)
+
+
+def _by_phase(name: str, meaning: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
+    return Histogram(name, meaning, ["phase"], buckets=buckets, registry=registry)

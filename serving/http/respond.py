@@ -20,6 +20,8 @@ from phasewise.serving.messages import Answer, Submit
 
 T = TypeVar("T")
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 _CLIENT_LEFT = 499  # nginx's; nobody reads it
 
 
@@ -40,7 +42,8 @@ async def respond(client: EngineClient, reply: Reply, request: Request) -> Respo
     try:
         if reply.streamed:
             # Headers wait for the first piece, so that an early failure still gets its own status.
-            first = await _unless_gone(anext(stream), request)
+            first = await _unless_gone(stream.next(), request)
+            assert first is not None, "a reply asks for at least one answer"
             return _EventStream(_events(stream, reply, first), stream)
         return JSONResponse(await _unless_gone(_whole(stream, reply), request))
     except BaseException as error:
@@ -66,7 +69,8 @@ class _EventStream(StreamingResponse):
 
 async def _whole(stream: AnswerStream, reply: Reply) -> Json:
     choices = [Choice() for _ in reply.requests]
-    async for index, piece in stream:
+    while (pair := await stream.next()) is not None:
+        index, piece = pair
         choices[index].add(piece)
     stream.close()
     return {
@@ -84,10 +88,13 @@ async def _events(stream: AnswerStream, reply: Reply, first: tuple[int, Answer])
         if opening is not None:
             yield _event({**head, "choices": [opening]})
     try:
-        async for index, piece in _after(first, stream):
+        pair: tuple[int, Answer] | None = first
+        while pair is not None:
+            index, piece = pair
             if piece.text or piece.tokens or piece.finish_reason:
                 yield _event({**head, "choices": [reply.rendering.delta(index, piece, choices[index])]})
             choices[index].add(piece)
+            pair = await stream.next()
     except ServingError as error:
         yield _event(from_engine(error).body())
         return
@@ -97,14 +104,8 @@ async def _events(stream: AnswerStream, reply: Reply, first: tuple[int, Answer])
     yield b"data: [DONE]\n\n"
 
 
-async def _after(first: tuple[int, Answer], stream: AnswerStream) -> AsyncIterator[tuple[int, Answer]]:
-    yield first
-    async for pair in stream:
-        yield pair
-
-
 def _event(fields: Json) -> bytes:
-    return b"data: " + json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(fields).encode() + b"\n\n"
 
 
 class _ClientLeft(Exception):

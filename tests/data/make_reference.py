@@ -4,9 +4,9 @@
 
 Runs by hand, in an environment of its own; the tests only read what it leaves. `tokens`: hashes of
 llama.cpp's ids of ten thousand lines for every vocabulary; `model`: greedy tokens and logits of the default
-model in float32; `tiny`: the same of tiny models of every architecture; `perplexity`: of the fixed English
-text. Token ids of the default model come from llama.cpp: transformers' import of a GGUF loses its
-pre-tokenizer.
+model in float32; `tiny`: the same of tiny models of every architecture; `chats`: conversations rendered by
+templates; `perplexity`: of the fixed English text. Token ids of the default model come from llama.cpp:
+transformers' import of a GGUF loses its pre-tokenizer.
 """
 
 from __future__ import annotations
@@ -154,6 +154,23 @@ def make_perplexity(gguf: Path) -> None:
     _write_json("perplexity.json", known | {"ids_sha256": ids_digest(ids[:N_TOKENS])})
 
 
+def make_chats() -> None:
+    """chats.json: what transformers renders, for every template and conversation."""
+    from chat_templates import SPECIAL, TEMPLATES, chats_for
+    from peer_tokens import transformers_chats
+    from tiny_models import tokenizer_json
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
+        (Path(folder) / "tokenizer.json").write_text(tokenizer_json())
+        (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
+        rendered = {
+            name: transformers_chats({"folder": folder, "template": template, "chats": chats_for(name)})
+            for name, template in TEMPLATES.items()
+        }
+    _write_json("chats.json", rendered)
+
+
 def ids_digest(ids: Sequence[int]) -> str:
     """Tells whether a tokenizer cuts the text as llama.cpp does."""
     return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
@@ -173,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["all", "tokens", "model", "tiny", "perplexity"])
+    parser.add_argument("what", choices=["all", "tokens", "model", "tiny", "chats", "perplexity"])
     parser.add_argument("--gguf", type=Path, required=True, help="the default model")
     options = parser.parse_args()
     layout.FIXTURES.mkdir(parents=True, exist_ok=True)
@@ -181,6 +198,8 @@ def main() -> None:
         make_tokens(options.gguf)
     if options.what in ("all", "tiny"):
         make_tiny()
+    if options.what in ("all", "chats"):
+        make_chats()
     if options.what in ("all", "model"):
         make_model(options.gguf)
     if options.what in ("all", "perplexity"):

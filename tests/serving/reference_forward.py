@@ -1,4 +1,4 @@
-"""A decoder of the Llama family in plain numpy float64: what the program is measured against. And random models."""
+"""A decoder of the Llama family in plain numpy float64, to measure the program against; random models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+
 from phasewise.cython_kernels import packing
 from phasewise.serving.model import ModelConfig, PackedModel, RopeSpec
 

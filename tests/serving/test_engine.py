@@ -156,11 +156,12 @@ def test_step_statistics_tell_what_ran() -> None:
     for name in "abcde":
         engine.submit(ask(name, "abc"))
 
-    stats = engine.step().stats
+    delivery = engine.step()
 
+    stats, load = delivery.stats, delivery.load
     assert stats is not None
     assert (stats.phase, stats.n_sequences, stats.n_tokens) == ("prefill", 4, 12)
-    assert (stats.n_running, stats.n_waiting, stats.kv_slots_used) == (4, 1, 32)
+    assert (load.n_running, load.n_waiting, load.kv_slots_used) == (4, 1, 32)
 
 
 class Listener:
@@ -233,7 +234,7 @@ def test_a_bug_between_steps_fails_what_is_in_progress_and_no_more(monkeypatch: 
     engine = make_engine()
     with running(engine) as (thread, listener):
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_stats", lambda *_: 1 / 0)
+            patch.setattr(engine, "_commit", lambda *_: 1 / 0)
             thread.send(ask("r"))
             assert isinstance(listener.wait_for("r")[-1], Failure)
         thread.send(ask("s"))

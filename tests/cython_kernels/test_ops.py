@@ -1,0 +1,169 @@
+"""Every row operation keeps the bound that its source states, on every usable ISA and vector edge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phasewise.cython_kernels import _native, isa
+
+SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 576, 1024, 1025, 4099)
+U = 2.0**-24
+
+
+@pytest.fixture(params=isa.usable(), autouse=True)
+def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with isa.using(request.param):
+        yield request.param
+
+
+def row(n: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    return (np.random.default_rng(seed + n).standard_normal(n) * scale).astype(np.float32)
+
+
+def exact(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64)
+
+
+def test_exp_keeps_its_bound_over_the_whole_range() -> None:
+    floats = np.arange(0, 0x42B0BE00, 997, dtype=np.uint32).view(np.float32)
+    x = np.concatenate([floats[floats <= 88.37], -floats[floats <= 87.3]])
+
+    error = np.abs(_native.exponential(x) - np.exp(exact(x))) / np.exp(exact(x))
+
+    assert error.max() <= 2 * U
+
+
+def test_exp_ends_as_promised() -> None:
+    x = np.float32([0.0, -0.0, -87.7, -1e9, -np.inf, 88.37, 1e9, np.inf, np.nan])
+    y = _native.exponential(x)
+
+    assert y[:2].tolist() == [1.0, 1.0]
+    assert y[2:5].tolist() == [0.0, 0.0, 0.0]
+    assert y[5] == y[6] == y[7] < np.inf
+    assert np.isnan(y[8])
+
+
+def test_no_kernel_reads_or_writes_beyond_its_row() -> None:
+    """NaN beyond the row would reach the result; the guard behind the result would change."""
+    for n in SIZES:
+        padded = np.full(n + 64, np.nan, np.float32)
+        padded[:n] = row(n)
+        for got in (
+            _native.rmsnorm(padded[:n], padded[:n], 1e-5),
+            _native.silu_gate(padded[:n], padded[:n]),
+            _native.softmax(padded[:n]),
+            _native.exponential(padded[:n]),
+        ):
+            assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_rmsnorm_keeps_its_bound(scale: float) -> None:
+    for n in SIZES:
+        x, weight, eps = row(n, 1, scale), row(n, 2), 1e-5
+        want = exact(x) * exact(weight) / np.sqrt(np.mean(exact(x) ** 2) + np.float64(np.float32(eps)))
+        bound = (n / _native.lanes() / 4 + _native.lanes() + 8) * U
+
+        assert (np.abs(_native.rmsnorm(x, weight, eps) - want) <= bound * np.abs(want)).all()
+
+
+def test_rope_keeps_its_bound_and_the_length_of_every_pair() -> None:
+    for half in (1, 2, 5, 8, 16, 17, 32, 40, 64, 128):
+        x, angles = row(2 * half), exact(row(half, 3, 100.0))
+        cosine, sine = np.cos(angles), np.sin(angles)
+        a, b = exact(x[:half]), exact(x[half:])
+        want = np.concatenate([a * cosine - b * sine, b * cosine + a * sine])
+
+        got = _native.rope(x, cosine.astype(np.float32), sine.astype(np.float32))
+
+        bound = 2.0**-23 * np.tile(np.abs(a) + np.abs(b), 2) + U * np.tile(np.abs(a) + np.abs(b), 2)
+        assert (np.abs(got - want) <= bound).all()
+        assert np.allclose(np.hypot(got[:half], got[half:]), np.hypot(a, b), rtol=1e-6)
+
+
+def test_silu_gate_keeps_its_bound() -> None:
+    for n in SIZES:
+        gate, up = row(n, 4, 20.0), row(n, 5)
+        want = exact(gate) / (1 + np.exp(-exact(gate))) * exact(up)
+
+        assert (np.abs(_native.silu_gate(gate, up) - want) <= 6 * U * np.abs(want)).all()
+
+
+def test_silu_gate_of_extremes_is_the_limit() -> None:
+    gate = np.float32([-1e30, -1000.0, -100.0, 0.0, 100.0, 1e30])
+
+    got = _native.silu_gate(gate, np.ones(6, np.float32))
+
+    assert (np.abs(got[1:3]) < 1e-34).all()
+    assert got[3:].tolist() == [0.0, 100.0, np.float32(1e30)]
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+def test_softmax_and_logsumexp_keep_their_bound(scale: float) -> None:
+    for n in (*SIZES, 49152):
+        x = row(n, 6, scale)
+        shifted = exact(x) - exact(x).max()
+        total = np.exp(shifted).sum()
+        bound = (1024 / _native.lanes() + _native.lanes() + 3 + np.abs(shifted).max() * 1.01 + 4) * U
+
+        got = _native.softmax(x)
+        kept = shifted > -87
+        want = np.exp(shifted) / total
+
+        assert (np.abs(got - want)[kept] <= bound * want[kept]).all()
+        assert abs(_native.logsumexp(x) - (exact(x).max() + math.log(total))) <= 2 * bound
+
+
+def test_logsumexp_of_infinities() -> None:
+    assert _native.logsumexp(np.float32([-np.inf] * 5)) == -np.inf
+    assert _native.logsumexp(np.float32([0.0, np.inf])) == np.inf
+    assert _native.logsumexp(np.float32([3.0, -np.inf])) == 3.0
+
+
+# Few distinct values, so that ties are common.
+rows = st.lists(
+    st.one_of(st.integers(-3, 3).map(float), st.just(math.nan), st.just(-math.inf)), min_size=1, max_size=200
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=rows)
+def test_argmax_is_the_first_largest(values: list[float]) -> None:
+    x = np.array(values, np.float32)
+    ranked = np.where(np.isnan(x), -np.inf, x)
+    want = 0 if np.isnan(x).all() else int(np.flatnonzero(x == ranked.max())[0])
+
+    assert _native.argmax(x) == want
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=rows, k=st.integers(0, 210))
+def test_top_k_is_a_stable_sort_cut_short(values: list[float], k: int) -> None:
+    x = np.array(values, np.float32)
+    ranked = np.where(np.isnan(x), -np.inf, x)
+    order = np.argsort(-ranked, kind="stable")[:k]
+
+    best, indices = _native.top_k(x, k)
+
+    assert indices.tolist() == order.tolist()
+    assert best.tolist() == ranked[order].tolist()
+
+
+def test_top_k_of_a_vocabulary() -> None:
+    x = row(49152)
+    values, indices = _native.top_k(x, 50)
+
+    assert indices.tolist() == np.argsort(-x, kind="stable")[:50].tolist()
+    assert (x[indices] == values).all()
+
+
+@pytest.mark.parametrize("call", [_native.argmax, _native.softmax, _native.logsumexp])
+def test_an_empty_row_is_refused(call: object) -> None:
+    with pytest.raises(ValueError, match="empty row"):
+        call(np.empty(0, np.float32))  # type: ignore[operator]
