@@ -28,6 +28,7 @@ if IS_X86:
         "avx512": avx512,
         "avx512_vnni": [*avx512, "-mavx512vnni"],
         "avx512_bf16": [*avx512, "-mavx512vnni", "-mavx512bf16"],
+        "amx": [*avx512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
     }
 
 

@@ -12,10 +12,14 @@ static int runs_anywhere(void) { return 1; }
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
-extern const pw_kernels pw_avx2_kernels, pw_avx512_kernels, pw_avx512_vnni_kernels, pw_avx512_bf16_kernels;
+extern const pw_kernels pw_avx2_kernels, pw_avx512_kernels, pw_avx512_vnni_kernels, pw_avx512_bf16_kernels,
+    pw_amx_kernels;
 
-enum { XCR0_AVX = 0x6, XCR0_AVX512 = 0xE6 };
+enum { XCR0_AVX = 0x6, XCR0_AVX512 = 0xE6, XCR0_AMX = 0x60000 };
+enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 }; /* asm/prctl.h of newer kernels */
 
 typedef struct {
     unsigned leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, leaf7_1_eax;
@@ -54,6 +58,19 @@ static int runs_avx512(void) {
 
 static int runs_avx512_vnni(void) { return runs_avx512() && has(read_cpu().leaf7_ecx, 1u << 11); }
 static int runs_avx512_bf16(void) { return runs_avx512_vnni() && has(read_cpu().leaf7_1_eax, 1u << 5); }
+
+/* Linux saves tile data only for a process that has asked for it: once, before any thread touches a tile. */
+static int may_use_tiles(void) {
+    static int answer = -1;
+    if (answer < 0) answer = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return answer;
+}
+
+static int runs_amx(void) {
+    cpu_features f = read_cpu();
+    unsigned bf16_tile_int8 = 1u << 22 | 1u << 24 | 1u << 25;
+    return runs_avx512_bf16() && has(f.leaf7_edx, bf16_tile_int8) && (f.xcr0 & XCR0_AMX) == XCR0_AMX && may_use_tiles();
+}
 #endif
 
 static const struct {
@@ -66,6 +83,7 @@ static const struct {
     {&pw_avx512_kernels, runs_avx512},
     {&pw_avx512_vnni_kernels, runs_avx512_vnni},
     {&pw_avx512_bf16_kernels, runs_avx512_bf16},
+    {&pw_amx_kernels, runs_amx},
 #endif
 };
 enum { TABLE_COUNT = sizeof TABLES / sizeof TABLES[0] };

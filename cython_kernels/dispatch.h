@@ -19,6 +19,9 @@ typedef struct {
     void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, float *y, int64_t ldy,
                  pw_epilogue epilogue, const pw_schedule *schedule);
 
+    /* The micro-kernel, rows x panels, that suits m rows. */
+    void (*best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels);
+
     /* W[row][0..k) as float32, for embedding lookups from packed weights. */
     void (*unpack_row)(const pw_weight *w, int64_t row, float *out);
 } pw_gemm_kernels;

@@ -58,6 +58,7 @@ cdef extern from "dispatch.h" nogil:
         void (*prepare_rows)(const pw_form *form, int64_t k, const float *x, int64_t ldx, pw_range rows, void *prepared) noexcept nogil
         void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, float *y,
                      int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) noexcept nogil
+        void (*best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels) noexcept nogil
         void (*unpack_row)(const pw_weight *w, int64_t row, float *out) noexcept nogil
 
     ctypedef struct pw_kernels:

@@ -1,5 +1,5 @@
 /* What is the same for every ISA: checking a weight's fields, the schedule that needs no tuning, a thread's share. */
-#include "gemm.h"
+#include "dispatch.h"
 
 #include <stddef.h>
 #include <time.h>
@@ -40,14 +40,14 @@ static int64_t pass_inputs(int64_t k, int64_t fitting) {
 }
 
 pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) {
-    int quant = w->kind >= PW_Q8;
-    int64_t panels = m <= 2 ? 4 : 3, mr = quant ? 4 : 8;
+    int32_t mr, panels;
+    pw_active()->gemm.best_tile(w->kind, m, &mr, &panels);
     int64_t eighths = w->kind == PW_Q4 && m > STREAM_ROWS ? 8 : value_eighths(w->kind); /* q4 is unpacked to bytes */
     int64_t fitting_k = (int64_t)L1_WEIGHT_BYTES * 8 / (PW_PANEL * panels * eighths);
     int64_t k = pw_padded_k(w->k), panel_bytes = at_least(1, k * PW_PANEL * eighths / 8);
     pw_schedule s = {0};
-    s.mr = (int32_t)mr;
-    s.panels = (int32_t)panels;
+    s.mr = mr;
+    s.panels = panels;
     s.block_m = m <= STREAM_ROWS ? STREAM_ROWS : 256;
     s.block_n = (int32_t)at_least(panels, at_most(1 << 20, L2_WEIGHT_BYTES / panel_bytes));
     s.block_k = (int32_t)(m <= mr ? k : pass_inputs(k, fitting_k));

@@ -47,7 +47,8 @@ def _served(opened: OpenEngine, names: tuple[str, ...]) -> ServedModel:
         created_s=int(time.time()),
         context_length=opened.size.context_length,
         vocab_size=opened.model.config.vocab_size,
+        end_token_ids=frozenset(opened.model.config.eos_token_ids),
         encode=opened.text.encode,
-        decode=opened.text.decode,
+        piece=opened.text.tokenizer.piece,
         render_chat=opened.text.render_chat,
     )

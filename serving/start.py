@@ -38,10 +38,6 @@ class ModelText:
     def encode(self, text: str, add_special: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of single tokens, special ones written out."""
-        return self.tokenizer.decode(token_ids, skip_special=False)
-
     def open_stream(self) -> DetokenizeStream:
         return DetokenizeStream(self.tokenizer)
 

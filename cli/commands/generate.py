@@ -16,7 +16,7 @@ from phasewise.cli.options import (
     ThreadsOption,
     WeightFormat,
 )
-from phasewise.cli.present import note, print_json
+from phasewise.cli.present import fail, note, print_json
 
 if TYPE_CHECKING:
     from phasewise.serving.one_answer import OneAnswer
@@ -65,8 +65,10 @@ def generate(
     from phasewise.serving.sampling import SamplingParams
     from phasewise.serving.start import EngineSize, ModelText, open_engine
 
+    if "" in (stop or ()):
+        raise typer.BadParameter("a stop text must not be empty")
     sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, repetition_penalty)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_stdin() if prompt == "-" else prompt
     packed, plans = open_model(model, weight_format, threads, db)
     model_text = ModelText(packed)
     prompt_ids = tuple(model_text.chat_prompt(text) if chat else model_text.encode(text, True))
@@ -75,12 +77,19 @@ def generate(
     with open_engine(packed, plans, size, model_text) as opened:
         for piece in answer.pieces(opened.engine):
             if not as_json:
-                print(piece, end="", flush=True)
+                typer.echo(piece.encode("utf-8"), nl=False)
     if as_json:
         print_json(_fields(answer, opened))
     else:
-        print("", flush=True)
+        typer.echo()
         note(_summary(answer))
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        fail(f"the prompt on stdin is not UTF-8: {error.reason} at byte {error.start}", 1)
 
 
 def _fields(answer: OneAnswer, opened: OpenEngine) -> dict[str, Any]:

@@ -62,6 +62,8 @@ def serve(
     from phasewise.serving.service import run_service
     from phasewise.serving.start import EngineSize, keeping_affinity, open_engine
 
+    if "" in (api_key or ()):
+        raise typer.BadParameter("an API key must not be empty")
     kv_bytes = None if kv_budget is None else parse_bytes(kv_budget)
     with bind(host, port) as listener:  # before the model: a port in use is told at once
         packed, plans = open_model(model, weight_format, threads, db)

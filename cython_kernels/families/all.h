@@ -2,6 +2,9 @@
 #include "families/quantise.c"
 #include "families/gemm_dense.c"
 #include "families/gemm_quant.c"
+#ifdef PW_AMX
+#include "families/gemm_amx.c"
+#endif
 #include "families/gemm.c"
 #include "families/limits.c"
 #include "families/ops.c"
@@ -17,6 +20,7 @@ const pw_kernels ISA(kernels) = {
             .row_bytes = ISA(row_bytes),
             .prepare_rows = ISA(prepare_rows),
             .gemm = ISA(gemm),
+            .best_tile = ISA(best_tile),
             .unpack_row = ISA(unpack_row),
         },
     .limits =

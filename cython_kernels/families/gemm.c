@@ -5,13 +5,19 @@
  * loading a float32 is exact, so passes do not change results. Error bounds: gemm_dense.c, gemm_quant.c. */
 #include "families/gemm.h"
 
-enum { PARTIAL_FLOATS = 16384, Q8_GROUP16 = PW_KINDS, FORMS };
-enum { UNPACKED_BYTES = 32 << 10, UNPACKED_GROUP_BYTES = 32 * PW_PANEL, UNPACK_ROWS = 16 };
+enum { PARTIAL_FLOATS = 16384, UNPACKED_BYTES = 32 << 10, UNPACK_ROWS = 16 };
+enum { Q8_GROUP16 = PW_KINDS, FORMS };
+
+#ifdef PW_AMX
+enum { BF16_STEP_PAIRS = 16 }; /* a tile takes 32 inputs at once */
+#else
+enum { BF16_STEP_PAIRS = 1 };
+#endif
 
 typedef tile_kernel *tile_table[MAX_MR + 1][MAX_TILE_PANELS + 1];
 
 static const tile_table tiles[FORMS] = {
-#define TILE(mr, np) [PW_F32][mr][np] = f32_##mr##x##np, [PW_BF16][mr][np] = bf16_##mr##x##np,
+#define TILE(mr, np) [PW_F32][mr][np] = f32_##mr##x##np,
     DENSE_TILES(TILE)
 #undef TILE
 #define TILE(mr, np)                                                             \
@@ -19,6 +25,13 @@ static const tile_table tiles[FORMS] = {
     [PW_Q4][mr][np] = q4_##mr##x##np,
     QUANT_TILES(TILE)
 #undef TILE
+#ifdef PW_AMX
+    [PW_BF16] = {[1 ... 32] = {[1 ... 2] = amx_bf16}},
+#else
+#define TILE(mr, np) [PW_BF16][mr][np] = bf16_##mr##x##np,
+    DENSE_TILES(TILE)
+#undef TILE
+#endif
 };
 
 /* A product, and its schedule clamped to what exists. */
@@ -93,13 +106,15 @@ static tile_call first_call(const walk *k, pw_range panels, int64_t begin, int64
 }
 
 /* One pass over a block of rows; sums that another pass continues stay in partial[row of the block][column]. */
-static void run_pass(const walk *k, const tile_table *table, tile_call *t, pw_range rows, pw_range panels,
-                     pw_range steps, float *partial) {
+static void run_pass(const walk *k, const tile_table *table, tile_call *t, pw_range rows, pw_range panels, pw_range steps,
+                     float *partial) {
     const uint8_t *block = (const uint8_t *)k->x->rows + steps.begin * k->step_row_bytes;
     for (int64_t row = rows.begin; row < rows.end;) {
         int mr = (int)at_most(k->mr, rows.end - row), np = (int)(panels.end - panels.begin);
         tile_kernel *kernel = largest_tile(table, &mr, &np);
         float *so_far = partial + (row - rows.begin) * t->partial_stride;
+        t->mr = mr;
+        t->panels = np;
         t->rows = block + row * t->row_bytes;
         t->partial = steps.begin ? so_far : NULL;
         if (steps.end == k->steps) {
@@ -115,23 +130,23 @@ static void run_pass(const walk *k, const tile_table *table, tile_call *t, pw_ra
     }
 }
 
-/* Many rows meet the same q4 weights: as bytes in L1 they are unpacked once, and the q8 tiles do the rest to the bit. */
+/* Many rows meet the same q4 weights: unpacked once, they go through the q8 tiles, to the same bits. */
 static int unpacking_pays(const pw_weight *w, int64_t rows) {
     return w->kind == PW_Q4 && Q8_ACTIVATION_BYTES == 1 && rows >= UNPACK_ROWS;
 }
 
-/* The panels of a pass to bytes [panels][steps][8][16][4], which the call then reads. */
+/* A pass's panels of q4 to q8: bytes [panels][steps][8][16][4], which the call then reads. */
 static void unpack_nibbles(tile_call *t, int64_t panels, uint8_t *bytes) {
     vi nibble = vi_set1(0x0F0F0F0F);
-    int64_t panel_bytes = t->steps * UNPACKED_GROUP_BYTES;
+    int64_t panel_bytes = t->steps * PW_K_MULTIPLE * PW_PANEL;
     for (int64_t panel = 0; panel < panels; ++panel) {
         const uint8_t *from = t->values + panel * t->panel_bytes;
         uint8_t *to = bytes + panel * panel_bytes;
         for (int64_t i = 0; i < panel_bytes / 2; i += LANES * 4) {
             vi pairs = vi_load(from + i);
-            uint8_t *row = to + i / VECTOR_ROW_BYTES * (2 * VECTOR_ROW_BYTES) + i % VECTOR_ROW_BYTES;
-            vi_store(row, vi_and(pairs, nibble));
-            vi_store(row + VECTOR_ROW_BYTES, vi_and(vi_shr(pairs, 4), nibble));
+            uint8_t *quads = to + i / VECTOR_ROW_BYTES * (2 * VECTOR_ROW_BYTES) + i % VECTOR_ROW_BYTES;
+            vi_store(quads, vi_and(pairs, nibble));
+            vi_store(quads + VECTOR_ROW_BYTES, vi_and(vi_shr(pairs, 4), nibble));
         }
     }
     t->values = bytes;
@@ -154,16 +169,16 @@ static void panel_tile(const walk *k, pw_range rows, pw_range panels) {
 
 static walk plan_walk(const pw_weight *w, const pw_schedule *s) {
     walk k = {.w = w, .mr = s->mr, .panels = s->panels};
-    int64_t step_inputs = w->kind == PW_F32 ? 1 : w->kind == PW_BF16 ? 2 : w->group;
+    int64_t step_inputs = w->kind == PW_F32 ? 1 : w->kind == PW_BF16 ? 2 * BF16_STEP_PAIRS : w->group;
     k.tiles = &tiles[w->kind == PW_Q8 && w->group == 16 ? Q8_GROUP16 : w->kind];
     largest_tile(k.tiles, &k.mr, &k.panels);
     k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / step_inputs;
     k.step_value_bytes = step_inputs * VECTOR_ROW_BYTES / inputs_per_vector_row(w->kind);
     k.step_row_bytes = w->kind == PW_F32    ? 4
-                       : w->kind == PW_BF16 ? 2 * BF16_ACTIVATION_BYTES
+                       : w->kind == PW_BF16 ? step_inputs * BF16_ACTIVATION_BYTES
                                             : group_block_bytes(w->kind, w->group);
     k.block_steps = clamp(s->block_k / step_inputs, 1, k.steps);
-    if (w->kind == PW_Q4) k.block_steps = at_most(k.block_steps, UNPACKED_BYTES / (k.panels * UNPACKED_GROUP_BYTES));
+    if (w->kind == PW_Q4) k.block_steps = at_most(k.block_steps, UNPACKED_BYTES / (k.panels * PW_PANEL * w->group));
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
     k.block_m = clamp(s->block_m, 1, INT32_MAX);
     if (k.block_steps < k.steps) k.block_m = at_most(k.block_m, PARTIAL_FLOATS / (k.panels * PW_PANEL));
@@ -190,4 +205,16 @@ void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_ra
             }
         }
     }
+#ifdef PW_AMX
+    tiles_end();
+#endif
+}
+
+/* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
+void ISA(best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels) {
+    int tile_unit = BF16_STEP_PAIRS > 1 && kind == PW_BF16;
+    int64_t most = tile_unit ? 32 : kind >= PW_Q8 ? QUANT_MR : DENSE_MR;
+    int64_t count = m > most ? (m + most - 1) / most : 1;
+    *mr = (int32_t)(m <= 2 * most && m > 0 && !tile_unit ? (m + count - 1) / count : most);
+    *panels = tile_unit ? 2 : m <= 2 ? STREAM_PANELS : kind >= PW_Q8 ? QUANT_PANELS : DENSE_PANELS;
 }

@@ -5,7 +5,7 @@
 #include "dispatch.h"
 
 /* A vector row is the 64 bytes of a panel that hold 16 columns of 1 (f32), 2 (bf16), 4 (q8) or 8 (q4) inputs. */
-enum { MAX_MR = 16, MAX_TILE_PANELS = 4, VECTORS = PW_PANEL / LANES, VECTOR_ROW_BYTES = 64 };
+enum { MAX_MR = 32, MAX_TILE_PANELS = 4, VECTORS = PW_PANEL / LANES, VECTOR_ROW_BYTES = 64 };
 
 PW_INLINE int inputs_per_vector_row(int kind) { return 1 << kind; }
 
@@ -20,6 +20,7 @@ PW_INLINE int64_t group_block_bytes(int kind, int group) { return group_values_b
  * or a group (q8, q4). Pointers are at the first step of the first row or panel.
  * out = partial + this range, plus out's old value if `add`. */
 typedef struct {
+    int32_t mr, panels;
     const uint8_t *rows;
     int64_t row_bytes;
     const uint8_t *values;

@@ -52,8 +52,12 @@ PW_INLINE void dense_tile(const tile_call *t, int kind, int mr, int np) {
     end_sums(t, acc, mr, np * VECTORS);
 }
 
-#define TILE(mr, np)                                                                       \
-    static void f32_##mr##x##np(const tile_call *t) { dense_tile(t, PW_F32, mr, np); }     \
-    static void bf16_##mr##x##np(const tile_call *t) { dense_tile(t, PW_BF16, mr, np); }
+#define TILE(mr, np) static void f32_##mr##x##np(const tile_call *t) { dense_tile(t, PW_F32, mr, np); }
 DENSE_TILES(TILE)
 #undef TILE
+
+#ifndef PW_AMX /* there, bf16 belongs to gemm_amx.c */
+#define TILE(mr, np) static void bf16_##mr##x##np(const tile_call *t) { dense_tile(t, PW_BF16, mr, np); }
+DENSE_TILES(TILE)
+#undef TILE
+#endif

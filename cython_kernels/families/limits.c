@@ -61,10 +61,11 @@ uint64_t ISA(limit_f32)(uint64_t rounds) {
     static const char ones[1024] = {1};                                                                        \
     for (int i = 0; i < 8; ++i) shape.row_bytes[i] = 64, shape.rows[i] = 16;                                   \
     _tile_loadconfig(&shape);                                                                                  \
-    _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);                                                \
-    _tile_loadd(4, ones, 64), _tile_loadd(5, ones, 64), _tile_loadd(6, ones, 64), _tile_loadd(7, ones, 64);    \
-    for (uint64_t round = 0; round < rounds; ++round)                                                          \
-        product(0, 4, 6), product(1, 4, 7), product(2, 5, 6), product(3, 5, 7);                                \
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);                                                \
+    _tile_loadd(4, ones, 64); _tile_loadd(5, ones, 64); _tile_loadd(6, ones, 64); _tile_loadd(7, ones, 64);    \
+    for (uint64_t round = 0; round < rounds; ++round) {                                                        \
+        product(0, 4, 6); product(1, 4, 7); product(2, 5, 6); product(3, 5, 7);                                \
+    }                                                                                                          \
     _tile_release();                                                                                           \
     return rounds * 4 * (ops_per_tile);
 #endif

@@ -130,3 +130,5 @@ PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
     X(1, 3) X(2, 3) X(3, 3) X(4, 3) \
     X(1, 4) X(2, 4) X(3, 4)
 enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */
+/* The fastest of them over many rows; panels to read at once where one or two rows stream. */
+enum { DENSE_MR = 8, DENSE_PANELS = 3, QUANT_MR = 4, QUANT_PANELS = 3, STREAM_PANELS = 4 };

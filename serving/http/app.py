@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -16,7 +17,7 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.http import errors
 from phasewise.serving.http.body import read_body
 from phasewise.serving.http.client import EngineClient
-from phasewise.serving.http.errors import from_engine, unknown_model
+from phasewise.serving.http.errors import ApiError, from_engine, unknown_model
 from phasewise.serving.http.metrics import Metrics
 from phasewise.serving.http.middleware import CountAnswers, RequireKey
 from phasewise.serving.http.prepare import chat_requests, completion_requests
@@ -57,8 +58,9 @@ def create_app(
     errors.install(app)
     _add_health(app, engine_is_alive, metrics)
     _add_models(app, model)
-    _add_completions(app, model, client, limits)
-    _add_chat(app, model, client, limits)
+    service = _Service(model, client, limits, engine_is_alive)
+    _add_completions(app, service)
+    _add_chat(app, service)
     return app
 
 
@@ -97,24 +99,42 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
         return card
 
 
-def _add_completions(app: FastAPI, model: ServedModel, client: EngineClient, limits: HttpLimits) -> None:
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """What the two generating routes need."""
+
+    model: ServedModel
+    client: EngineClient
+    limits: HttpLimits
+    engine_is_alive: Callable[[], bool]
+
+    async def answer(self, reply: Reply, request: Request) -> Response:
+        if not self.engine_is_alive():
+            raise ApiError(503, "the engine has stopped; restart the server", code="engine_stopped")
+        try:
+            return await respond(self.client, reply, request)
+        except ServingError as error:
+            raise from_engine(error) from error
+
+
+def _add_completions(app: FastAPI, service: _Service) -> None:
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
-        body = await read_body(request, CompletionRequest, limits.max_body_bytes)
-        requests = await _prepared(completion_requests, body, model)
-        rendering = CompletionRendering(_response_id(requests), model)
-        return await _answer(client, _reply(body, requests, rendering), request)
+        body = await read_body(request, CompletionRequest, service.limits.max_body_bytes)
+        requests = await _prepared(completion_requests, body, service.model)
+        rendering = CompletionRendering(_response_id(requests), service.model)
+        return await service.answer(_reply(body, requests, rendering), request)
 
 
-def _add_chat(app: FastAPI, model: ServedModel, client: EngineClient, limits: HttpLimits) -> None:
+def _add_chat(app: FastAPI, service: _Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        body = await read_body(request, ChatRequest, limits.max_body_bytes)
-        requests = await _prepared(chat_requests, body, model)
-        rendering = ChatRendering(_response_id(requests), model)
-        return await _answer(client, _reply(body, requests, rendering), request)
+        body = await read_body(request, ChatRequest, service.limits.max_body_bytes)
+        requests = await _prepared(chat_requests, body, service.model)
+        rendering = ChatRendering(_response_id(requests), service.model)
+        return await service.answer(_reply(body, requests, rendering), request)
 
 
 async def _prepared(
@@ -123,13 +143,6 @@ async def _prepared(
     """Tokenising a long prompt takes longer than other requests may wait, so it has a thread."""
     try:
         return await asyncio.to_thread(prepare, body, model)
-    except ServingError as error:
-        raise from_engine(error) from error
-
-
-async def _answer(client: EngineClient, reply: Reply, request: Request) -> Response:
-    try:
-        return await respond(client, reply, request)
     except ServingError as error:
         raise from_engine(error) from error
 

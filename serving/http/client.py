@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from phasewise.serving.errors import QueueFull, StepFailed
+from phasewise.serving.errors import QueueFull, RequestError, StepFailed
 from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Submit
 
 Message = Submit | Abort
@@ -79,7 +79,9 @@ class EngineClient:
         self._observers.append(observer)
 
     def open(self, requests: Sequence[Submit]) -> AnswerStream:
-        """Send requests to the engine. QueueFull at once where they are too many."""
+        """Send requests to the engine. QueueFull at once where there are too many."""
+        if len(requests) > self._max_live:
+            raise RequestError(f"this server computes at most {self._max_live} choices at a time", "n")
         if self.n_live + len(requests) > self._max_live:
             raise QueueFull(
                 f"{self.n_live} requests are in progress or waiting and at most {self._max_live} may be; "

@@ -14,6 +14,7 @@ from phasewise.serving.http.served import ServedModel
 from phasewise.serving.messages import Submit
 from phasewise.serving.sampling import SamplingParams
 
+_MOST_CHOICES = 1024
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions; a chat answer may fill the context
 
 
@@ -21,9 +22,10 @@ def completion_requests(body: CompletionRequest, model: ServedModel) -> list[Sub
     """One message for each choice: prompts in order, the `n` choices of a prompt together."""
     _refuse(body, model)
     max_tokens = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
-    prompts = [_token_ids(prompt, model) for prompt in _prompts(body.prompt)]
-    if len(prompts) * (body.n or 1) > 1024:
-        raise bad_request("a request may ask for at most 1024 choices in all", "prompt")
+    texts = _prompts(body.prompt)
+    if len(texts) * (body.n or 1) > _MOST_CHOICES:
+        raise bad_request(f"a request may ask for at most {_MOST_CHOICES} choices in all", "prompt")
+    prompts = [_token_ids(prompt, model) for prompt in texts]
     sampling = _sampling(body, body.logprobs)
     response_id = f"cmpl-{uuid.uuid4().hex}"
     return [

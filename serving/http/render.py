@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 from phasewise.serving.http.served import ServedModel
@@ -51,12 +52,24 @@ def usage(requests: Sequence[Submit], choices: Sequence[Choice], n_choices_per_p
     return {"prompt_tokens": prompts, "completion_tokens": answers, "total_tokens": prompts + answers}
 
 
-class CompletionRendering:
-    """`/v1/completions`."""
+class _Fixed:
+    """What both kinds share: the fields of every object, and how tokens are written out."""
 
     def __init__(self, response_id: str, model: ServedModel) -> None:
         self._fixed = {"id": response_id, "created": int(time.time()), "model": model.model_id}
-        self._decode = model.decode
+        self._model = model
+
+    def _text(self, token_id: int) -> str:
+        return self._model.piece(token_id).decode("utf-8", "replace")
+
+    def _scored(self, tokens: Sequence[SampledToken], reason: str | None) -> list[SampledToken]:
+        """The tokens with a log-probability, without the end token: it is no part of the text."""
+        ended = reason == "stop" and tokens and tokens[-1].token_id in self._model.end_token_ids
+        return [token for token in (tokens[:-1] if ended else tokens) if token.logprob is not None]
+
+
+class CompletionRendering(_Fixed):
+    """`/v1/completions`."""
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "text_completion"}
@@ -65,24 +78,37 @@ class CompletionRendering:
         return None
 
     def delta(self, index: int, piece: Answer, so_far: Choice) -> Json:
-        return self._choice(index, piece.text, piece.tokens, piece.finish_reason, len(so_far.text))
+        logprobs = self._logprobs(self._scored(piece.tokens, piece.finish_reason), len(so_far.text))
+        return {
+            "index": index,
+            "text": piece.text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+        }
 
     def whole(self, index: int, choice: Choice) -> Json:
-        return self._choice(index, choice.text, choice.tokens, choice.finish_reason, 0)
+        logprobs = self._logprobs(self._scored(choice.tokens, choice.finish_reason), 0)
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
 
-    def _choice(
-        self, index: int, text: str, tokens: Sequence[SampledToken], reason: str | None, offset: int
-    ) -> Json:
-        logprobs = _completion_logprobs(tokens, self._decode, offset)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _logprobs(self, tokens: Sequence[SampledToken], offset: int) -> Json | None:
+        if not tokens:
+            return None
+        texts = [self._text(token.token_id) for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{self._text(one): value for one, value in token.top} for token in tokens],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)),
+        }
 
 
-class ChatRendering:
+class ChatRendering(_Fixed):
     """`/v1/chat/completions`."""
-
-    def __init__(self, response_id: str, model: ServedModel) -> None:
-        self._fixed = {"id": response_id, "created": int(time.time()), "model": model.model_id}
-        self._decode = model.decode
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "chat.completion.chunk" if streamed else "chat.completion"}
@@ -92,43 +118,29 @@ class ChatRendering:
 
     def delta(self, index: int, piece: Answer, so_far: Choice) -> Json:
         content = {"content": piece.text} if piece.text else {}
-        return _chat_choice(index, "delta", content, self._logprobs(piece.tokens), piece.finish_reason)
+        logprobs = self._logprobs(self._scored(piece.tokens, piece.finish_reason))
+        return _chat_choice(index, "delta", content, logprobs, piece.finish_reason)
 
     def whole(self, index: int, choice: Choice) -> Json:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return _chat_choice(index, "message", message, self._logprobs(choice.tokens), choice.finish_reason)
+        logprobs = self._logprobs(self._scored(choice.tokens, choice.finish_reason))
+        return _chat_choice(index, "message", message, logprobs, choice.finish_reason)
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> Json | None:
-        if not any(token.logprob is not None for token in tokens):
+        if not tokens:
             return None
-        return {"content": [self._entry(token) for token in tokens], "refusal": None}
+        entries = [
+            {
+                **self._named(token.token_id, token.logprob),
+                "top_logprobs": [self._named(one, value) for one, value in token.top],
+            }
+            for token in tokens
+        ]
+        return {"content": entries, "refusal": None}
 
-    def _entry(self, token: SampledToken) -> Json:
-        top = [_named(self._decode([one]), logprob) for one, logprob in token.top]
-        return {**_named(self._decode([token.token_id]), token.logprob), "top_logprobs": top}
+    def _named(self, token_id: int, logprob: float | None) -> Json:
+        return {"token": self._text(token_id), "logprob": logprob, "bytes": list(self._model.piece(token_id))}
 
 
 def _chat_choice(index: int, key: str, content: Json, logprobs: Json | None, reason: str | None) -> Json:
     return {"index": index, key: content, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _named(text: str, logprob: float | None) -> Json:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
-
-
-def _completion_logprobs(
-    tokens: Sequence[SampledToken], decode: Callable[[Sequence[int]], str], offset: int
-) -> Json | None:
-    if not any(token.logprob is not None for token in tokens):
-        return None
-    texts = [decode([token.token_id]) for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": texts,
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{decode([one]): logprob for one, logprob in token.top} for token in tokens],
-        "text_offset": offsets,
-    }

@@ -19,9 +19,11 @@ class ServedModel:
     created_s: int
     context_length: int
     vocab_size: int
+    end_token_ids: frozenset[int]
     encode: Callable[[str, bool], list[int]]
     """(text, whether to add the model's own opening tokens) -> token ids."""
-    decode: Callable[[Sequence[int]], str]
+    piece: Callable[[int], bytes]
+    """What a token adds to a text; maybe no whole character."""
     render_chat: Callable[[Sequence[dict[str, Any]]], str] | None
 
     @property

@@ -43,8 +43,8 @@ def encode(text: str, add_special: bool = False) -> list[int]:
     return list(text.encode())
 
 
-def decode(token_ids: Sequence[int]) -> str:
-    return bytes(one for one in token_ids if one != END).decode("utf-8", "replace")
+def piece(token_id: int) -> bytes:
+    return b"" if token_id == END else bytes([token_id])
 
 
 def next_letter(token_id: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
-from fake_engine import VOCAB_SIZE, FakeRanks, decode, encode, make_engine
+from fake_engine import END, VOCAB_SIZE, FakeRanks, encode, make_engine, piece
 
 from phasewise.serving.engine import Engine
 from phasewise.serving.engine_thread import EngineThread
@@ -64,8 +64,9 @@ def fake_server(limits: HttpLimits | None = None, *, has_template: bool = True) 
         1_700_000_000,
         CONTEXT,
         VOCAB_SIZE,
+        frozenset({END}),
         encode,
-        decode,
+        piece,
         render_chat if has_template else None,
     )
     app = create_app(model, client, limits, lambda: thread.is_alive)

@@ -228,6 +228,17 @@ def test_logprobs_of_a_chat(api: openai.OpenAI, stream: bool) -> None:
     )
 
 
+def test_logprobs_leave_the_end_token_out(server: FakeServer, api: openai.OpenAI) -> None:
+    server.ranks.successor = lambda last: END if last == ord("c") else next_letter(last)
+
+    got = api.completions.create(model="fake", prompt="a", max_tokens=9, temperature=0, logprobs=0)
+
+    assert got.choices[0].logprobs is not None
+    assert got.choices[0].logprobs.tokens == ["b", "c"]
+    assert got.usage is not None
+    assert got.usage.completion_tokens == 3
+
+
 def test_extensions_reach_the_sampler(api: openai.OpenAI) -> None:
     bias = {str(ord("q")): 100}
     biased = api.completions.create(model="fake", prompt="a", max_tokens=3, temperature=0, logit_bias=bias)
@@ -326,6 +337,9 @@ def test_a_dead_engine_is_unhealthy() -> None:
         server.thread.stop()
 
         assert httpx.get(f"{server.url}/health").status_code == 503
+        refused = httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "a"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_stopped"
 
 
 def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
@@ -348,9 +362,16 @@ def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
 def test_too_many_requests_are_told_to_come_back() -> None:
     with fake_server(HttpLimits(max_live_requests=2)) as server:
         api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
-        with pytest.raises(openai.RateLimitError) as caught:
+        with pytest.raises(openai.BadRequestError):
             api.completions.create(model="fake", prompt="a", n=3)
+        server.ranks.before_step = lambda: time.sleep(0.01)
+        stream = api.completions.create(model="fake", prompt="a", max_tokens=400, stream=True, n=2)
+        with pytest.raises(openai.RateLimitError) as caught:
+            api.completions.create(model="fake", prompt="a")
         assert caught.value.response.headers["Retry-After"] == "1"
+        stream.close()
+        server.ranks.before_step = lambda: None
+        server.wait_until_idle()
         assert api.completions.create(model="fake", prompt="a", n=2, max_tokens=1).choices
         server.wait_until_idle()
 

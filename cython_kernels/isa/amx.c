@@ -1,0 +1,4 @@
+#define PW_ISA amx
+#include "simd/amx.h"
+
+#include "families/all.h"
