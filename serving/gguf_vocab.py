@@ -102,10 +102,17 @@ _VISIBLE = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + at) for a
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
 """Those that some text has in UTF-8."""
 
-_CONTROL = frozenset(
-    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>")
+_ALWAYS_FOUND = frozenset(
+    f"""
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
+    <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos>
+    <\uff5cend{SPACE_MARK}of{SPACE_MARK}sentence\uff5c> <|channel|> <|message|> <|start|> <|constrain|>
+    <|fim_prefix|> <fim-prefix> <fim_prefix> <PRE> {SPACE_MARK}<PRE> <|fim_suffix|> <fim-suffix> <fim_suffix>
+    <SUF> {SPACE_MARK}<SUF> <|fim_middle|> <fim-middle> <fim_middle> <MID> {SPACE_MARK}<MID> <|fim_pad|>
+    <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+    """.split()
 )
-"""Tokens that are control tokens even where a file calls them normal, as some do."""
+"""Tokens that llama.cpp finds in text even where a file calls them normal ones, as some do."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +177,8 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
         int(kind) for kind in _numbers(metadata, "tokenizer.ggml.token_type", len(named), TokenKind.NORMAL)
     ]
     for at, token in enumerate(named):
-        if token in _CONTROL and kinds[at] == TokenKind.NORMAL:
-            kinds[at] = TokenKind.CONTROL
+        if token in _ALWAYS_FOUND and kinds[at] == TokenKind.NORMAL:
+            kinds[at] = TokenKind.USER_DEFINED
     return _Vocabulary(named, tuple(kinds), metadata)
 
 
