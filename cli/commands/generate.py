@@ -57,8 +57,10 @@ def generate(
 ) -> None:
     """Continue a text, or with --chat answer a message.
 
-    The text goes to stdout as it is made, one line of times to stderr. The prompt is taken as it is, as by
-    llama.cpp's -p; special tokens written in it are recognised.
+    The text goes to stdout as it is made, one line of times to stderr.
+
+    The prompt is taken as it is, as by llama.cpp's -p. Special tokens written
+    in it are recognised.
     """
     from phasewise.serving.messages import Submit
     from phasewise.serving.one_answer import OneAnswer

@@ -53,9 +53,12 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=0, help="answers that may wait; beyond it, 429")] = 224,
     db: DbOption = None,
 ) -> None:
-    """Serve MODEL through the OpenAI API: completions and chat, /v1/models, /health, /metrics.
+    """Serve MODEL through the OpenAI API.
 
-    Ctrl-C or SIGTERM: answers in progress get 5 seconds to end; a second signal ends them at once.
+    Completions and chat, /v1/models, /health, and /metrics for Prometheus.
+
+    Ctrl-C or SIGTERM ends it: answers in progress get 5 seconds, and none
+    after a second signal.
     """
     from phasewise.serving.http.served import HttpLimits
     from phasewise.serving.http.server import bind
