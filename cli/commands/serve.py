@@ -42,7 +42,7 @@ def serve(
     context: Annotated[
         int | None, typer.Option(min=1, help="tokens of a prompt and its answer [default: the model's]")
     ] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, max=1024, help="answers computed at a time")] = 32,
+    max_sequences: Annotated[int, typer.Option(min=1, max=512, help="answers computed at a time")] = 32,
     kv_budget: Annotated[
         str | None,
         typer.Option(
