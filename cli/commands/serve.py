@@ -80,9 +80,10 @@ def serve(
 
 
 def _describe(opened: OpenEngine) -> str:
-    size, plans = opened.size, opened.plans
-    return (
-        f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens, KV cache "
-        f"{size.kv_slots} tokens in {opened.kv_bytes / (1 << 20):.0f} MiB; "
-        f"{'; '.join(plan.describe() for plan in plans.values())}"
-    )
+    size = opened.size
+    lines = [
+        f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens",
+        f"KV cache: {size.kv_slots} tokens in {opened.kv_bytes / (1 << 20):.0f} MiB",
+        *(plan.describe() for plan in opened.plans.values()),
+    ]
+    return "\n".join(lines)
