@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 import time
@@ -30,6 +31,7 @@ def run_service(
     def send(message: Message) -> None:
         thread.send(message)
 
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that left in mid-stream
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     client = EngineClient(send, limits.max_live_requests)
     thread = EngineThread(opened.engine, client.deliver)

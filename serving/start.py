@@ -124,7 +124,8 @@ def open_engine(
 ) -> OpenEngine:
     """Start the ranks and put the model into them. Raises ServingError where this machine cannot."""
     text = text or ModelText(model)
-    ranks = LocalRanks(model, plans, size.kv_slots, size.max_batch_tokens, size.max_sequences)
+    step_tokens = max(size.max_batch_tokens, size.max_sequences)  # a decode step has a token of each sequence
+    ranks = LocalRanks(model, plans, size.kv_slots, step_tokens, size.max_sequences)
     limits = SchedulerLimits(size.context_length, size.max_batch_tokens, size.max_sequences)
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
     engine = Engine(ranks, vocabulary, Scheduler(BlockPool(size.kv_slots), limits))
