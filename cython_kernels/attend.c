@@ -77,14 +77,17 @@ static bool plan_chunks(pw_program *program) {
     return true;
 }
 
-/* Long rows of work first: late blocks see more positions. */
-static void plan_blocks(pw_program *program, int threads) {
+/* Tokens of a block: enough blocks for every thread, if that leaves a full tile of rows in each. */
+static int64_t fair_tokens(const pw_shape *shape, int64_t n_tokens, int threads) {
+    int64_t most = block_tokens(shape), group = group_of(shape), least = (PW_TILE_ROWS + group - 1) / group;
+    int64_t fair = n_tokens * shape->n_kv_heads / (4 * threads);
+    if (fair < least) fair = least;
+    return fair < most ? fair : most;
+}
+
+/* Long pieces of work first: late blocks see more positions. */
+static void plan_blocks(pw_program *program, int64_t tokens) {
     pw_step *step = &program->step;
-    const pw_shape *shape = &program->shape;
-    int64_t most = block_tokens(shape), group = group_of(shape);
-    int64_t fair = step->n_tokens * shape->n_kv_heads / (4 * threads), least = (PW_TILE_ROWS + group - 1) / group;
-    int64_t tokens = fair < least ? least : fair;
-    if (tokens > most) tokens = most;
     step->n_pieces = 0;
     for (int64_t s = step->n_slices - 1; s >= 0; --s) {
         int64_t rows = step->slices[s].n_rows;
@@ -96,9 +99,27 @@ static void plan_blocks(pw_program *program, int threads) {
     }
 }
 
+/* Blocks of neighbouring rows that want logits. */
+static void plan_tail(pw_step *step, int64_t tokens) {
+    int32_t slice = 0;
+    step->n_tail_pieces = 0;
+    for (int64_t i = 0; i < step->n_logit_rows; ++i) {
+        while (step->logit_rows[i] >= step->slices[slice].first_row + step->slices[slice].n_rows) ++slice;
+        int32_t row = (int32_t)(step->logit_rows[i] - step->slices[slice].first_row);
+        pw_piece *last = step->n_tail_pieces ? &step->tail_pieces[step->n_tail_pieces - 1] : NULL;
+        if (last && last->slice == slice && last->first + last->count == row && last->count < tokens)
+            last->count += 1;
+        else
+            step->tail_pieces[step->n_tail_pieces++] = (pw_piece){slice, row, 1};
+    }
+}
+
 void pw_plan_attention(pw_program *program, int threads) {
-    if (program->step.split) program->step.split = plan_chunks(program);
-    if (!program->step.split) plan_blocks(program, threads);
+    pw_step *step = &program->step;
+    if (step->split) step->split = plan_chunks(program);
+    if (step->split) return;
+    plan_blocks(program, fair_tokens(&program->shape, step->n_tokens, threads));
+    plan_tail(step, fair_tokens(&program->shape, step->n_logit_rows, threads));
 }
 
 /* ---- rows ------------------------------------------------------------------------------------------------------- */
@@ -227,13 +248,16 @@ void pw_run_attend(const pw_run *run, const pw_op *op, int member) {
             for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) store_row(&a, row, kv_head);
         pw_team_barrier(run->team, member);
     }
-    atomic_long *next = &program->tickets[op - program->ops].next;
+    bool tail = op->rows != PW_EVERY_ROW && !step->split;
+    const pw_piece *pieces = tail ? step->tail_pieces : step->pieces;
+    int64_t n_pieces = tail ? step->n_tail_pieces : step->n_pieces;
+    atomic_long *next = &program->tickets[(op - program->ops) * PW_MAX_PARTS].next;
     for (;;) {
         int64_t ticket = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
-        if (ticket >= step->n_pieces * kv_heads) return;
+        if (ticket >= n_pieces * kv_heads) return;
         if (step->split)
             attend_one_chunk(&a, ticket / kv_heads, ticket % kv_heads);
         else
-            attend_block(&a, &step->pieces[ticket / kv_heads], ticket % kv_heads);
+            attend_block(&a, &pieces[ticket / kv_heads], ticket % kv_heads);
     }
 }

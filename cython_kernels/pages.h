@@ -1,16 +1,17 @@
-/* Large zeroed memory straight from the kernel: page-aligned, with huge pages asked for, touched where it is used. */
+/* Large zeroed memory straight from the kernel: page-aligned; a page exists, near the core that wrote it, from its
+ * first write on. */
 #ifndef PHASEWISE_PAGES_H
 #define PHASEWISE_PAGES_H
 
 #include <stdint.h>
 
-#include "team.h"
+typedef enum {
+    PW_SMALL_PAGES, /* for memory that is used bit by bit, like a KV cache: only what is used is ever paid for */
+    PW_HUGE_PAGES,  /* for scratch that every step walks through */
+} pw_page_size;
 
 /* Zeroed memory of `bytes` > 0, or NULL. */
-void *pw_pages_open(int64_t bytes);
+void *pw_pages_open(int64_t bytes, pw_page_size size);
 void pw_pages_close(void *pages, int64_t bytes);
-
-/* Every member writes to its share of the pages, so that they exist and lie near the cores that use them. */
-int pw_pages_touch(pw_team *team, void *pages, int64_t bytes);
 
 #endif

@@ -24,9 +24,10 @@ static bool open_step(pw_program *program) {
     step->slices = calloc((size_t)room->max_slices, sizeof *step->slices);
     step->first_piece = calloc((size_t)room->max_slices, sizeof *step->first_piece);
     step->pieces = calloc((size_t)pieces, sizeof *step->pieces);
+    step->tail_pieces = calloc((size_t)room->max_logit_rows, sizeof *step->tail_pieces);
     program->merged = calloc((size_t)(room->max_slices * program->shape.n_kv_heads), sizeof *program->merged);
     return step->tokens && step->positions && step->slots && step->logit_rows && step->slices && step->first_piece &&
-           step->pieces && program->merged;
+           step->pieces && step->tail_pieces && program->merged;
 }
 
 pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq) {
@@ -49,8 +50,9 @@ void pw_program_close(pw_program *program) {
     pw_step *step = &program->step;
     pw_pages_close(program->memory, program->memory_bytes);
     pw_pages_close(program->kv, program->kv_bytes);
-    void *owned[] = {program->ops,   program->inv_freq, program->tickets, program->merged,    step->tokens, step->positions,
-                     step->slots,    step->logit_rows,  step->slices,     step->first_piece, step->pieces};
+    void *owned[] = {program->ops,     program->inv_freq, program->tickets,  program->merged,
+                     step->tokens,     step->positions,   step->slots,       step->logit_rows,
+                     step->slices,     step->first_piece, step->pieces,      step->tail_pieces};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; ++i) free(owned[i]);
     free(program);
 }
@@ -138,9 +140,9 @@ bool pw_program_seal(pw_program *program) {
     layout l = lay_out(program);
     program->memory_bytes = l.end;
     program->kv_bytes = kv_bytes(program);
-    program->memory = pw_pages_open(l.end);
-    program->kv = pw_pages_open(program->kv_bytes);
-    program->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * (size_t)(program->n_ops + 1));
+    program->memory = pw_pages_open(l.end, PW_HUGE_PAGES);
+    program->kv = pw_pages_open(program->kv_bytes, PW_SMALL_PAGES);
+    program->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)(program->n_ops + 1));
     if (!program->memory || !program->kv || !program->tickets) return false;
     program->arena = (float *)program->memory;
     program->cosines = (float *)(program->memory + l.cosines);
@@ -152,10 +154,6 @@ bool pw_program_seal(pw_program *program) {
     program->prepared_bytes = l.prepared_each;
     program->scratch_bytes = l.scratch_each;
     return true;
-}
-
-int pw_program_touch(pw_program *program, pw_team *team) {
-    return pw_pages_touch(team, program->kv, program->kv_bytes);
 }
 
 /* ---- a step ----------------------------------------------------------------------------------------------------- */
@@ -205,7 +203,8 @@ const char *pw_program_check(pw_program *program, int threads) {
     for (int64_t i = 0; i < step->n_tokens; ++i)
         if (step->tokens[i] < 0 || step->tokens[i] >= program->shape.vocab) return "a token is outside the vocabulary";
     for (int64_t i = 0; i < step->n_logit_rows; ++i)
-        if (step->logit_rows[i] < 0 || step->logit_rows[i] >= step->n_tokens) return "logits of a row that is not there";
+        if (step->logit_rows[i] < (i ? step->logit_rows[i - 1] + 1 : 0) || step->logit_rows[i] >= step->n_tokens)
+            return "logits of a row that is not there, or of rows out of order";
     const char *problem = check_slices(program);
     if (!problem) problem = check_overlaps(step);
     if (!problem) pw_plan_attention(program, threads);
@@ -226,7 +225,7 @@ static void run_ops(void *context, int member) {
 
 int pw_program_run(pw_program *program, pw_team *team) {
     pw_run run = {program, team, pw_active(), pw_team_size(team)};
-    memset(program->tickets, 0, sizeof(pw_ticket) * (size_t)program->n_ops);
+    memset(program->tickets, 0, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)program->n_ops);
     memset(program->merged, 0, sizeof *program->merged * (size_t)(program->step.n_slices * program->shape.n_kv_heads));
     return pw_team_run(team, run_ops, &run);
 }

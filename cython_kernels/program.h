@@ -23,6 +23,10 @@ typedef enum { PW_EMBED, PW_LINEAR, PW_ATTEND } pw_opcode;
 /* What a linear op reads: rows as they are, rows normalised, or silu(first half) * second half of a row. */
 typedef enum { PW_FROM_ROWS, PW_FROM_NORM, PW_FROM_GATE } pw_source;
 
+/* Which rows an op computes. After the last layer's keys and values only rows that want logits matter: its attention
+ * and what follows run on those, gathered from the step's rows into rows 0, 1, .. of their own. */
+typedef enum { PW_EVERY_ROW, PW_GATHERED_ROWS, PW_LOGIT_ROWS } pw_rows;
+
 typedef struct {
     pw_weight weight;
     int64_t column; /* of the output row where this weight's outputs begin */
@@ -34,12 +38,13 @@ typedef struct {
     int32_t code;
     int32_t source;
     int32_t epilogue;    /* pw_epilogue */
-    bool logit_rows;     /* only the rows that want logits; output row i is the i-th of them */
+    int32_t rows;        /* pw_rows */
     int32_t n_parts, n_forms;
     pw_part parts[PW_MAX_PARTS];
     pw_form forms[PW_MAX_PARTS];
     int64_t k;
     int64_t in, in_stride, out, out_stride;
+    int64_t residual, residual_stride;    /* gathered rows with PW_ADD: what the product is added to */
     const float *norm;                    /* [k], for PW_FROM_NORM */
     int32_t layer;                        /* attention from here on */
     const float *bias, *q_norm, *k_norm;  /* [qkv columns], [head_dim], [head_dim]; NULL where the model has none */
@@ -78,11 +83,13 @@ typedef struct {
 typedef struct {
     int64_t n_tokens, n_slices, n_logit_rows;
     int32_t *tokens;      /* [max_tokens] */
-    int64_t *logit_rows;  /* [max_logit_rows] */
+    int64_t *logit_rows;  /* [max_logit_rows], ascending */
     pw_slice *slices;     /* [max_slices] */
     bool split;           /* one token per slice: pieces are chunks, merged afterwards */
     int64_t n_pieces;
     pw_piece *pieces;
+    int64_t n_tail_pieces;
+    pw_piece *tail_pieces; /* [max_logit_rows]: attention of the rows that want logits, when not split */
     int64_t *first_piece; /* [max_slices], when split */
     int64_t *positions;   /* [max_tokens] */
     int64_t *slots;       /* [max_tokens] */
@@ -111,7 +118,7 @@ typedef struct {
     char *scratch;             /* [max_threads][scratch_bytes] */
     int64_t scratch_bytes;
     int64_t private_row_bytes; /* of one prepared row in scratch */
-    pw_ticket *tickets;        /* [n_ops] */
+    pw_ticket *tickets;        /* [n_ops][PW_MAX_PARTS] */
     atomic_long *merged;       /* [max_slices][n_kv_heads] */
 } pw_program;
 
@@ -127,9 +134,6 @@ int64_t pw_program_bytes(const pw_program *program);
 
 /* Allocates scratch and KV. False when the system refuses. */
 bool pw_program_seal(pw_program *program);
-
-/* Writes to KV and scratch once, each member to its part. */
-int pw_program_touch(pw_program *program, pw_team *team);
 
 /* NULL, or what is wrong with program->step; completes the step for a team of `threads`. */
 const char *pw_program_check(pw_program *program, int threads);

@@ -14,16 +14,20 @@ cdef extern from "program.h" nogil:
         PW_FROM_NORM
         PW_FROM_GATE
 
+    ctypedef enum pw_rows:
+        PW_EVERY_ROW
+        PW_GATHERED_ROWS
+        PW_LOGIT_ROWS
+
     ctypedef struct pw_part:
         pw_weight weight
         int64_t column
 
     ctypedef struct pw_op:
         int32_t code, source, epilogue
-        bint logit_rows
-        int32_t n_parts
+        int32_t rows, n_parts
         pw_part parts[3]
-        int64_t k, out_stride, in_stride
+        int64_t k, out_stride, in_stride, residual, residual_stride
         int64_t in_at "in"
         int64_t out_at "out"
         const float *norm
@@ -65,13 +69,13 @@ cdef extern from "program.h" nogil:
     bint pw_program_add(pw_program *program, const pw_op *op)
     int64_t pw_program_bytes(const pw_program *program)
     bint pw_program_seal(pw_program *program)
-    int pw_program_touch(pw_program *program, pw_team *team)
     const char *pw_program_check(pw_program *program, int threads)
     int pw_program_run(pw_program *program, pw_team *team)
     int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots)
 
 
 cdef dict SOURCES = {"rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE}
+cdef dict ROWS = {"every": PW_EVERY_ROW, "gathered": PW_GATHERED_ROWS, "logits": PW_LOGIT_ROWS}
 
 
 cdef class Program:
@@ -123,11 +127,12 @@ cdef class Program:
         self._add(&op, [packed], 0, packed.k)
 
     def linear(self, parts, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
-               norm=None, bint add=False, bint logit_rows=False):
+               norm=None, bint add=False, rows="every", residual=None):
         """Rows times weights, each weight's outputs from its own column on.
 
         parts: [(PackedWeight, column)], all of the same k. source: "rows", "norm" (with the norm's weights) or
-        "gate": silu(first k) * (next k).
+        "gate": silu(first k) * (next k). rows: "every" row of the step; those that want logits "gathered" from
+        among them into rows of their own, added to `residual` (offset, stride) if `add`; or such "logits" rows.
         """
         cdef pw_op op
         memset(&op, 0, sizeof(op))
@@ -136,7 +141,11 @@ cdef class Program:
         op.code, op.source, op.n_parts = PW_LINEAR, SOURCES[source], len(parts)
         op.k = parts[0][0].k
         op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
-        op.epilogue, op.logit_rows = PW_ADD if add else PW_STORE, logit_rows
+        op.epilogue, op.rows = PW_ADD if add else PW_STORE, ROWS[rows]
+        if (residual is not None) != (add and rows == "gathered"):
+            raise ProgramError("gathered rows are added to a residual, other rows to what is there")
+        if residual is not None:
+            op.residual, op.residual_stride = residual
         out_width = 0
         for i, (packed, column) in enumerate(parts):
             op.parts[i].weight, op.parts[i].column = weight_view(packed), column
@@ -147,12 +156,16 @@ cdef class Program:
         self._add(&op, [packed for packed, _ in parts], 2 * op.k if source == "gate" else op.k, out_width)
 
     def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
-               bias=None, q_norm=None, k_norm=None):
-        """Attention of a layer: q, k and v heads side by side in a row, to the weighted values of all heads."""
+               bias=None, q_norm=None, k_norm=None, rows="every"):
+        """Attention of a layer: q, k and v heads side by side in a row, to the weighted values of all heads.
+
+        rows: "every", or "gathered" if only those that want logits are read afterwards; keys and values of every
+        row are kept.
+        """
         cdef pw_op op
         cdef pw_shape *shape = &self.program.shape
         memset(&op, 0, sizeof(op))
-        op.code, op.layer = PW_ATTEND, layer
+        op.code, op.layer, op.rows = PW_ATTEND, layer, ROWS[rows]
         op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
         columns = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
         if not 0 <= layer < shape.n_layers:
@@ -176,15 +189,24 @@ cdef class Program:
     cdef int _add(self, const pw_op *op, list weights, int64_t in_width, int64_t out_width) except -1:
         if self.sealed:
             raise ProgramError("a sealed program takes no more ops")
-        rows = self.program.capacity.max_logit_rows if op.logit_rows else self.program.capacity.max_tokens
-        read = 0 if op.code == PW_EMBED else op.in_at + (self.program.capacity.max_tokens - 1) * op.in_stride + in_width
-        written = op.out_at + (rows - 1) * op.out_stride + out_width
-        if min(op.in_at, op.out_at) < 0 or (op.code != PW_EMBED and op.in_stride < in_width) or op.out_stride < out_width:
-            raise ProgramError("an op's rows overlap, or lie before the arena")
-        self.program.arena_floats = max(self.program.arena_floats, read, written)
+        cdef pw_capacity *room = &self.program.capacity
+        tokens, logit_rows = room.max_tokens, room.max_logit_rows
+        whole = op.rows == PW_EVERY_ROW or op.code == PW_ATTEND
+        self._reserve(op.out_at, op.out_stride, tokens if whole else logit_rows, out_width)
+        if op.code != PW_EMBED:
+            self._reserve(op.in_at, op.in_stride, logit_rows if op.rows == PW_LOGIT_ROWS else tokens, in_width)
+        if op.residual_stride:
+            self._reserve(op.residual, op.residual_stride, tokens, out_width)
         self.kept.append(weights)
         if not pw_program_add(self.program, op):
             raise ProgramError("no memory for another op")
+        return 0
+
+    cdef int _reserve(self, int64_t offset, int64_t stride, int64_t rows, int64_t width) except -1:
+        """The arena grows to hold `rows` rows."""
+        if offset < 0 or stride < width:
+            raise ProgramError("an op's rows overlap, or lie before the arena")
+        self.program.arena_floats = max(self.program.arena_floats, offset + (rows - 1) * stride + width)
         return 0
 
     def bytes(self):
@@ -202,15 +224,6 @@ cdef class Program:
         self.sealed = pw_program_seal(self.program)
         if not self.sealed:
             raise ProgramError(f"the system refused {self.bytes() / 2**20:.0f} MiB for scratch and the KV cache")
-
-    def touch(self, Team team):
-        """Makes the KV pages exist, each near a core that uses it."""
-        cdef pw_team *members = team._open()
-        cdef int status
-        self._check_sealed()
-        with nogil:
-            status = pw_program_touch(self.program, members)
-        _check_team(status)
 
     def run(self, Team team, slices, bint every_row=False):
         """One forward step. Returns the number of rows of logits: one for each slice that wants them, or every row.

@@ -37,10 +37,11 @@ class EngineThread:
         """From any thread. What comes of it arrives through `deliver`."""
         self._inbox.put(message)
 
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End every request and the thread; waits for the step in progress."""
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End every request and the thread. False: the step in progress takes longer than `timeout_s`."""
         self._inbox.put(None)
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         self._deliver(Delivery((), None, self._engine.load()))

@@ -42,6 +42,8 @@ class _Arena:
     mixed_stride: int
     gate_up: int
     gate_up_stride: int
+    tail: int
+    """Hidden rows of the last layer that want logits, and its feed-forward rows (in place of `gate_up`)."""
     logits: int
 
 
@@ -49,14 +51,14 @@ def _rounded(floats: int) -> int:
     return -(-floats // _ROUND_FLOATS) * _ROUND_FLOATS
 
 
-def _lay_out(config: ModelConfig, tokens: int) -> _Arena:
+def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> _Arena:
     hidden_stride = _rounded(config.hidden)
     qkv_stride = _rounded(config.q_rows + 2 * config.kv_rows)
     mixed_stride = _rounded(config.q_rows)
     gate_up_stride = _rounded(2 * config.ffn)
     shared = tokens * hidden_stride
     mixed = shared + tokens * qkv_stride
-    logits = max(mixed + tokens * mixed_stride, shared + tokens * gate_up_stride)
+    tail = max(mixed + tokens * mixed_stride, shared + max(tokens, logit_rows) * gate_up_stride)
     return _Arena(
         hidden=0,
         hidden_stride=hidden_stride,
@@ -66,7 +68,8 @@ def _lay_out(config: ModelConfig, tokens: int) -> _Arena:
         mixed_stride=mixed_stride,
         gate_up=shared,
         gate_up_stride=gate_up_stride,
-        logits=logits,
+        tail=tail,
+        logits=tail + logit_rows * hidden_stride,
     )
 
 
@@ -92,7 +95,7 @@ def build_program(
     """
     try:
         program = Program(_shape(model.config), _room(model, capacity), model.config.rope.inv_freq())
-        arena = _lay_out(model.config, capacity.step_tokens)
+        arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
         program.embed(_weight(model, "embed"), arena.hidden, arena.hidden_stride)
         for layer in range(model.config.n_layers):
             _add_layer(program, model, layer, arena)
@@ -132,8 +135,11 @@ def _room(model: PackedModel, capacity: Capacity) -> dict[str, int]:
 
 def _add_layer(program: Program, model: PackedModel, layer: int, arena: _Arena) -> None:
     name, vectors = f"layers.{layer}", model.vectors
+    last = layer == model.config.n_layers - 1
     stream, qkv = (arena.hidden, arena.hidden_stride), (arena.qkv, arena.qkv_stride)
     mixed, gate_up = (arena.mixed, arena.mixed_stride), (arena.gate_up, arena.gate_up_stride)
+    after = (arena.tail, arena.hidden_stride) if last else stream
+    rows = "logits" if last else "every"
     program.linear(_qkv_parts(model, name), "norm", *stream, *qkv, norm=vectors[f"{name}.attn_norm"])
     program.attend(
         layer,
@@ -142,10 +148,16 @@ def _add_layer(program: Program, model: PackedModel, layer: int, arena: _Arena) 
         bias=vectors.get(f"{name}.qkv_bias"),
         q_norm=vectors.get(f"{name}.q_norm"),
         k_norm=vectors.get(f"{name}.k_norm"),
+        rows="gathered" if last else "every",
     )
-    program.linear([(_weight(model, f"{name}.o"), 0)], "rows", *mixed, *stream, add=True)
-    program.linear(_gate_up_parts(model, name), "norm", *stream, *gate_up, norm=vectors[f"{name}.ffn_norm"])
-    program.linear([(_weight(model, f"{name}.down"), 0)], "gate", *gate_up, *stream, add=True)
+    out, down = [(_weight(model, f"{name}.o"), 0)], [(_weight(model, f"{name}.down"), 0)]
+    if last:
+        program.linear(out, "rows", *mixed, *after, add=True, rows="gathered", residual=stream)
+    else:
+        program.linear(out, "rows", *mixed, *after, add=True)
+    norm = vectors[f"{name}.ffn_norm"]
+    program.linear(_gate_up_parts(model, name), "norm", *after, *gate_up, norm=norm, rows=rows)
+    program.linear(down, "gate", *gate_up, *after, add=True, rows=rows)
 
 
 def _add_logits(program: Program, model: PackedModel, arena: _Arena) -> None:
@@ -156,12 +168,12 @@ def _add_logits(program: Program, model: PackedModel, arena: _Arena) -> None:
     program.linear(
         [(head, 0)],
         "norm",
-        arena.hidden,
+        arena.tail,
         arena.hidden_stride,
         arena.logits,
         config.vocab_size,
         norm=model.vectors["final_norm"],
-        logit_rows=True,
+        rows="logits",
     )
 
 

@@ -69,7 +69,6 @@ class LocalRanks:
         self._logit_rows = capacity.logit_rows
         self._program: Program | None = build_program(model, capacity, _check_memory)
         self._logits: Logits = np.asarray(self._program)
-        self._program.touch(next(iter(self._by_phase.values())))
 
     def forward(self, batch: Batch) -> Logits:
         """Logits float32 [slices that want them, vocab], in the slices' order; valid until the next call.

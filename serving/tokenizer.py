@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Protocol
 
@@ -81,11 +82,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool) -> list[int]:
         """Token ids of a text of any length. Half a surrogate pair, which has no UTF-8, reads as U+FFFD."""
-        try:
+        if not text.isascii():
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        with _model_errors("the tokenizer cannot cut this text"):
             ids = self._backend.encode(text, add_special_tokens=add_special).ids
-        except (TypeError, UnicodeEncodeError):
-            whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            ids = self._backend.encode(whole, add_special_tokens=add_special).ids
         if add_special and self._bos_first is not None:
             return [self._bos_first, *ids]
         return ids
@@ -168,16 +168,24 @@ def _bytes_of_visible(token: str) -> bytes:
 
 
 def _parse(text: str) -> tokenizers.Tokenizer:
-    try:
+    with _model_errors("the tokenizer cannot be read"):
         backend = tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:  # the Rust side raises bare Exception, and its panics are BaseException
-        if isinstance(error, KeyboardInterrupt | SystemExit):
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode("")
+    return backend
+
+
+@contextmanager
+def _model_errors(what: str) -> Iterator[None]:
+    """ModelError for what the Rust side raises: plain Exception, and for its panics a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"the tokenizer cannot be read: {reason}; fetch the model again") from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+        raise ModelError(f"{what}: {reason}; fetch the model again") from error
 
 
 def _check_ids(backend: tokenizers.Tokenizer, rows: int) -> None:

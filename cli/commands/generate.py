@@ -23,42 +23,35 @@ if TYPE_CHECKING:
     from phasewise.serving.start import OpenEngine
 
 
+PromptOption = Annotated[
+    str, typer.Option("-p", "--prompt", help="the text to continue; - reads it from stdin")
+]
+
+
 def generate(
     model: ModelArgument,
-    prompt: Annotated[
-        str, typer.Option("-p", "--prompt", help="the text to continue; - reads it from stdin")
-    ],
+    prompt: PromptOption,
     n_tokens: Annotated[int, typer.Option("-n", "--n-tokens", min=1, help="most tokens to generate")] = 64,
     weight_format: FormatOption = WeightFormat.native,
     threads: ThreadsOption = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="of the k likeliest tokens only")] = None,
-    top_p: Annotated[
-        float, typer.Option(help="of the likeliest tokens with this probability together")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="of tokens at least so likely, relative to the likeliest")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="above 1: tokens seen before become less likely")
-    ] = 1.0,
+    top_p: Annotated[float, typer.Option(help="of the likeliest tokens with so much probability")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="of tokens so likely, relative to the likeliest")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="above 1: fewer tokens seen before")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="the same seed gives the same text")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="end before this text; may be given several times")
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="go on past the model's end token")
-    ] = False,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="PROMPT is a user's message: apply the chat template")
-    ] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="end before this text; several may be given")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on past the end token")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="the prompt is a user's message: template it")] = False,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, or with --chat answer a message.
 
-    The text goes to stdout as it is made, one line of times to stderr. The prompt is taken as it is, as by
-    llama.cpp's -p; special tokens written in it are recognised.
+    The text goes to stdout as it is made, one line of times to stderr.
+
+    The prompt is taken as it is, as by llama.cpp's -p. Special tokens written
+    in it are recognised.
     """
     from phasewise.serving.messages import Submit
     from phasewise.serving.one_answer import OneAnswer

@@ -42,7 +42,7 @@ def serve(
     context: Annotated[
         int | None, typer.Option(min=1, help="tokens of a prompt and its answer [default: the model's]")
     ] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, max=1024, help="answers computed at a time")] = 32,
+    max_sequences: Annotated[int, typer.Option(min=1, max=512, help="answers computed at a time")] = 32,
     kv_budget: Annotated[
         str | None,
         typer.Option(
@@ -53,9 +53,12 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=0, help="answers that may wait; beyond it, 429")] = 224,
     db: DbOption = None,
 ) -> None:
-    """Serve MODEL through the OpenAI API: completions and chat, /v1/models, /health, /metrics.
+    """Serve MODEL through the OpenAI API.
 
-    Ctrl-C or SIGTERM: answers in progress get 5 seconds to end; a second signal ends them at once.
+    Completions and chat, /v1/models, /health, and /metrics for Prometheus.
+
+    Ctrl-C or SIGTERM ends it: answers in progress get 5 seconds, and none
+    after a second signal.
     """
     from phasewise.serving.http.served import HttpLimits
     from phasewise.serving.http.server import bind
@@ -77,9 +80,10 @@ def serve(
 
 
 def _describe(opened: OpenEngine) -> str:
-    size, plans = opened.size, opened.plans
-    return (
-        f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens, KV cache "
-        f"{size.kv_slots} tokens in {opened.kv_bytes / (1 << 20):.0f} MiB; "
-        f"{'; '.join(plan.describe() for plan in plans.values())}"
-    )
+    size = opened.size
+    lines = [
+        f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens",
+        f"KV cache: {size.kv_slots} tokens in {opened.kv_bytes / (1 << 20):.0f} MiB",
+        *(plan.describe() for plan in opened.plans.values()),
+    ]
+    return "\n".join(lines)

@@ -96,45 +96,58 @@ typedef struct {
     int64_t begin, end;
 } span;
 
-static span seen_by(const pw_queries *queries, int first_row, int rows, int64_t chunk) {
-    int64_t begin = PW_CHUNK, end = 0, origin = chunk * PW_CHUNK;
-    for (int r = first_row; r < first_row + rows; ++r) {
-        int64_t low = queries->first[r] - origin, high = queries->last[r] - origin + 1;
-        low = low < 0 ? 0 : low;
-        high = high > PW_CHUNK ? PW_CHUNK : high;
-        if (low >= high) continue;
-        begin = low < begin ? low : begin;
-        end = high > end ? high : end;
-    }
-    return (span){begin, end > begin ? end : begin};
+static const span NOTHING = {PW_CHUNK, 0};
+
+static span seen_by_row(const pw_queries *queries, int row, int64_t chunk) {
+    int64_t origin = chunk * PW_CHUNK, begin = queries->first[row] - origin, end = queries->last[row] - origin + 1;
+    begin = begin < 0 ? 0 : begin;
+    end = end > PW_CHUNK ? PW_CHUNK : end;
+    return begin < end ? (span){begin, end} : NOTHING;
+}
+
+/* What either sees; nothing is a span that begins at PW_CHUNK and ends at 0. */
+static span seen_by_either(span a, span b) {
+    return (span){a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
 }
 
 static void fill(float *x, int64_t begin, int64_t end, float value) {
     for (int64_t i = begin; i < end; ++i) x[i] = value;
 }
 
-/* Scores to weights in place, for positions `own` of a row; 0 elsewhere in `all`. Lanes stand for position mod LANES. */
-static void weigh(float *scores, span own, span all, float *top, float *sum) {
-    if (own.begin >= own.end) {
-        fill(scores, all.begin, all.end, 0.0f);
-        *top = NOTHING_SEEN;
-        *sum = 0.0f;
-        return;
+/* The vectors that hold what a row sees; their lanes beyond it become -infinity. */
+static span mask_edges(float *scores, span own) {
+    span vectors = {own.begin / LANES * LANES, (own.end + LANES - 1) / LANES * LANES};
+    fill(scores, vectors.begin, own.begin, -INFINITY);
+    fill(scores, own.end, vectors.end, -INFINITY);
+    return vectors;
+}
+
+/* Scores to weights in place, for what each row sees of `all`; 0 elsewhere in it. Lanes stand for position mod LANES.
+ * Three passes over the rows, because within a row every pass waits for the whole of the one before. */
+static void weigh(float *scores, const span *own, int rows, span all, float *top, float *sum) {
+    span vectors[ATTEND_ROWS];
+    vf total[ATTEND_ROWS];
+    for (int r = 0; r < rows; ++r) {
+        float *row = scores + r * PW_ROW_STRIDE;
+        int sees = own[r].begin < own[r].end;
+        vectors[r] = sees ? mask_edges(row, own[r]) : (span){all.end, all.end};
+        vf maximum = v_set1(NOTHING_SEEN);
+        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) maximum = v_max(maximum, v_load(row + j));
+        top[r] = sees ? v_max_all(maximum) : NOTHING_SEEN;
     }
-    int64_t begin = own.begin / LANES * LANES, end = (own.end + LANES - 1) / LANES * LANES;
-    fill(scores, begin, own.begin, -INFINITY);
-    fill(scores, own.end, end, -INFINITY);
-    vf maximum = v_set1(NOTHING_SEEN);
-    for (int64_t j = begin; j < end; j += LANES) maximum = v_max(maximum, v_load(scores + j));
-    vf shift = v_set1(*top = v_max_all(maximum)), total = v_zero();
-    for (int64_t j = begin; j < end; j += LANES) {
-        vf weight = v_exp(v_sub(v_load(scores + j), shift));
-        v_store(scores + j, weight);
-        total = v_add(total, weight);
+    for (int r = 0; r < rows; ++r) {
+        float *row = scores + r * PW_ROW_STRIDE;
+        vf shift = v_set1(top[r]);
+        total[r] = v_zero();
+        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) {
+            vf weight = v_exp(v_sub(v_load(row + j), shift));
+            v_store(row + j, weight);
+            total[r] = v_add(total[r], weight);
+        }
+        fill(row, all.begin, vectors[r].begin, 0.0f);
+        fill(row, vectors[r].end, all.end, 0.0f);
     }
-    *sum = v_sum(total);
-    fill(scores, all.begin, begin, 0.0f);
-    fill(scores, end, all.end, 0.0f);
+    for (int r = 0; r < rows; ++r) sum[r] = v_sum(total[r]);
 }
 
 /* Where a chunk's keys and values are: the cache itself, or float32 copies that begin at the same slots. */
@@ -146,7 +159,9 @@ typedef struct {
 
 static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int row, int rows, int64_t chunk,
                         const chunk_data *data, float *scores, pw_partial out) {
-    span all = seen_by(queries, row, rows, chunk);
+    span own[ATTEND_ROWS];
+    span all = NOTHING;
+    for (int r = 0; r < rows; ++r) all = seen_by_either(all, own[r] = seen_by_row(queries, row + r, chunk));
     int64_t origin = queries->slot_base + chunk * PW_CHUNK; /* slot of the chunk's first position */
     const char *value_rows =
         (const char *)data->values.data + (origin + all.begin - data->first_slot) * data->values.step * data->bytes;
@@ -159,8 +174,7 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
         attend_multiply(rows, end_panel - panel, data->bytes, head->head_dim, queries->q + (int64_t)row * PW_ROW_STRIDE, keys,
                  scores + panel * PW_PANEL - origin, PW_ROW_STRIDE);
     }
-    for (int r = 0; r < rows; ++r)
-        weigh(scores + r * PW_ROW_STRIDE, seen_by(queries, row + r, 1, chunk), all, out.top + row + r, out.sum + row + r);
+    weigh(scores, own, rows, all, out.top + row, out.sum + row);
     matrix values = data->values;
     values.data = value_rows;
     attend_multiply(rows, head->value_dim / PW_PANEL, data->bytes, all.end - all.begin, scores + all.begin, values,
@@ -186,7 +200,8 @@ static chunk_data widened(const pw_kv_head *head, chunk_data from, int64_t slots
 
 static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, float *scratch,
                               pw_partial out) {
-    span all = seen_by(queries, 0, queries->rows, chunk);
+    span all = NOTHING;
+    for (int row = 0; row < queries->rows; ++row) all = seen_by_either(all, seen_by_row(queries, row, chunk));
     int64_t slot = queries->slot_base + chunk * PW_CHUNK + all.begin;
     chunk_data data = {
         .keys = {(const char *)head->keys + slot / PW_PANEL * PW_PANEL * head->head_dim * head->bytes, PW_PANEL,

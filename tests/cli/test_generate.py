@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,29 @@ def test_what_cannot_be_done_is_one_line(model: Path, arguments: list[str], said
     assert said in last
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_ctrl_c_ends_it_without_a_traceback(model: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phasewise", "generate", str(model), "-p", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(1.0)  # it waits for its prompt by now
+    process.send_signal(signal.SIGINT)
+
+    assert process.communicate(timeout=20)[1] in ("", "phasewise: interrupted\n")
+    assert process.returncode == 130
+
+
+def test_a_prompt_that_is_no_text_is_one_line(model: Path) -> None:
+    command = [sys.executable, "-m", "phasewise", "generate", str(model), "-p", "-"]
+    result = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=60, check=False)
+
+    assert (result.returncode, result.stdout) == (1, b"")
+    assert b"not UTF-8" in result.stderr
 
 
 def test_nothing_of_the_server_is_imported() -> None:

@@ -132,7 +132,9 @@ def test_it_answers_and_a_signal_ends_it(model: Path, environment: dict[str, str
 
         assert server.end(signal.SIGTERM) == 0
     assert server.lines[-1] == "stopping"
-    assert "KV cache" in server.lines[-3]
+    said = "\n".join(server.lines)
+    assert "KV cache: " in said
+    assert "\nprefill: 1 rank on core" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -147,11 +147,20 @@ def make_perplexity(gguf: Path) -> None:
     (ids,) = llama_ids(gguf, [english_text()])
     model = load_gguf_model(gguf)
     with torch.inference_mode():
-        found = perplexity(
+        losses = [
             token_losses(model(torch.tensor([window])).logits[0].numpy(), window) for window in windows(ids)
-        )
-    known = {"made_with": _versions(), "perplexity": found, "n_tokens": N_TOKENS, "window": WINDOW_TOKENS}
-    _write_json("perplexity.json", known | {"ids_sha256": ids_digest(ids[:N_TOKENS])})
+        ]
+    _write_json(
+        "perplexity.json",
+        {
+            "made_with": _versions(),
+            "n_tokens": N_TOKENS,
+            "window_tokens": WINDOW_TOKENS,
+            "ids_sha256": ids_digest(ids[:N_TOKENS]),
+            "perplexity": perplexity(losses),
+            "perplexity_of_first_windows": perplexity(losses[: layout.N_TESTED_WINDOWS]),
+        },
+    )
 
 
 def make_chats() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -204,6 +206,37 @@ def test_a_step_out_of_range_is_refused_and_changes_nothing(says: str) -> None:
         machine.last_rows(*BAD_STEPS[says]())
 
     assert (machine.last_rows(sliced(ids[8:], 8)) == Machine(model).every_row(sliced(ids))[8:]).all()
+
+
+wild = st.one_of(
+    st.integers(-2, 300), st.integers(-(2**65), 2**65), st.sampled_from((SLOTS - 1, SLOTS, 2**31))
+)
+wild_slices = st.lists(
+    st.builds(
+        SequenceSlice,
+        st.lists(st.one_of(st.integers(0, 82), wild), max_size=6),
+        wild,
+        wild,
+        st.booleans(),
+    ),
+    max_size=4,
+)
+
+
+def test_hostile_steps_either_run_or_are_refused() -> None:
+    """Run it under AddressSanitizer too: nothing may read or write outside."""
+    model = make_model("llama")
+    machine = Machine(model, threads=2)
+
+    @settings(max_examples=int(os.environ.get("PHASEWISE_FUZZ_CASES", "300")), deadline=None)
+    @given(slices=wild_slices)
+    def check(slices: list[SequenceSlice]) -> None:
+        with contextlib.suppress(ValueError):
+            rows = machine.last_rows(*slices)
+            assert np.isfinite(rows).all()
+
+    check()
+    assert np.isfinite(machine.last_rows(sliced(random_ids(50, model)))).all()
 
 
 @settings(max_examples=40, deadline=None)

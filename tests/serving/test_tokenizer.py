@@ -19,6 +19,7 @@ from token_blocks import BLOCK, N_LINES, block_hashes
 from phasewise.serving.tokenizer import DetokenizeStream, Tokenizer, tokenizer_from_gguf
 
 FIXTURE = Path(__file__).parent.parent / "data" / "reference" / "tokens.json"
+DEFAULT_MODEL = "smollm2-135m-instruct"
 N_LIVE_LINES = int(os.environ.get("PHASEWISE_FUZZ_CASES", "1000"))
 
 
@@ -35,9 +36,9 @@ def default_model() -> tuple[Path, Tokenizer]:
     from phasewise.serving.loaders.resolve import cache_root, locate
 
     root = cache_root()
-    path = known_path(KNOWN["smollm2-135m-instruct"], root)
+    path = known_path(KNOWN[DEFAULT_MODEL], root)
     if not path.is_file():
-        pytest.skip("the default model is not here; `phasewise models pull smollm2-135m-instruct` fetches it")
+        pytest.skip(f"the default model is not here; `phasewise models pull {DEFAULT_MODEL}` fetches it")
     with open_source(locate(str(path), root, print)) as source:
         return path, Tokenizer.from_json(source.tokenizer_json(), source.config)
 
@@ -59,7 +60,7 @@ def test_ten_thousand_lines_are_cut_as_by_llama_cpp(name: str) -> None:
 
 
 def test_the_default_model_cuts_ten_thousand_lines_as_llama_cpp_does() -> None:
-    _assert_blocks(default_model()[1], "smollm2-135m-instruct")
+    _assert_blocks(default_model()[1], DEFAULT_MODEL)
 
 
 @pytest.mark.parametrize("add_special", [False, True])
@@ -213,3 +214,39 @@ def test_a_long_text_is_cut_in_time_that_grows_with_its_length(name: str, unit: 
     ids = tokenizer(name).encode(text, add_special=False)
 
     assert tokenizer(name).decode(ids, from_start=True) == text
+
+
+def test_an_end_marker_that_a_file_calls_normal_is_found_whole_and_written_out() -> None:
+    """As llama.cpp finds it; but an answer that contains it, such as HTML, keeps it."""
+    metadata = byte_level_metadata("qwen2")
+    tokens, kinds = [*_listed(metadata, "tokens"), "<EOT>"], [*_listed(metadata, "token_type"), 1]
+    changed = metadata | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    ours = Tokenizer.from_json(tokenizer_from_gguf(changed))
+
+    ids = ours.encode("a<EOT>b", add_special=False)
+
+    assert len(tokens) - 1 in ids
+    assert ours.decode(ids) == "a<EOT>b"
+
+
+def test_a_byte_that_the_vocabulary_lacks_is_dropped_but_stays_a_border() -> None:
+    """The tokens to its left and right do not join; llama.cpp does the same."""
+    metadata = byte_level_metadata("gpt-2")
+    hole, joined = "\u0100", ["e s", "s t"]  # U+0100 writes the byte 0
+    tokens = [token for token in _listed(metadata, "tokens") if hole not in str(token)]
+    kinds = [2, 3, 3, 3, 3, 4, *[1] * (len(tokens) - 6)]
+    changed = metadata | {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": joined,
+    }
+    ours = Tokenizer.from_json(tokenizer_from_gguf(changed))
+
+    assert [ours.token(at) for at in ours.encode("es", add_special=False)] == ["es"]
+    assert [ours.token(at) for at in ours.encode("e\x00s", add_special=False)] == ["e", "s"]
+
+
+def _listed(metadata: dict[str, object], key: str) -> list[object]:
+    values = metadata[f"tokenizer.ggml.{key}"]
+    assert isinstance(values, list)
+    return values
