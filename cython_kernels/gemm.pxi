@@ -55,7 +55,8 @@ cdef extern from "gemm.h" nogil:
 cdef extern from "dispatch.h" nogil:
     ctypedef struct pw_gemm_kernels:
         int64_t (*row_bytes)(const pw_form *form, int64_t k) noexcept nogil
-        void (*prepare_rows)(const pw_form *form, int64_t k, const float *x, int64_t ldx, pw_range rows, void *prepared) noexcept nogil
+        void (*prepare_rows)(const pw_form *form, int64_t k, const float *x, int64_t ldx, pw_range rows,
+                             void *prepared) noexcept nogil
         void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, float *y,
                      int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) noexcept nogil
         void (*best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels) noexcept nogil

@@ -1,6 +1,6 @@
 """Which instruction set the kernels use: the highest that this machine runs, or what PHASEWISE_ISA names.
 
-The ladder is linear, each rung includes those below it: portable, avx2, avx512, avx512_vnni, avx512_bf16, amx.
+Each rung of the ladder includes those below it: portable, avx2, avx512, avx512_vnni, avx512_bf16, amx.
 The choice is made once, when the kernels are imported. Rows prepared under one choice are read under that one
 only, so a program is rebuilt after a switch; `using` is for tests and benchmarks.
 """

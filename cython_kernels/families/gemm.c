@@ -106,8 +106,8 @@ static tile_call first_call(const walk *k, pw_range panels, int64_t begin, int64
 }
 
 /* One pass over a block of rows; sums that another pass continues stay in partial[row of the block][column]. */
-static void run_pass(const walk *k, const tile_table *table, tile_call *t, pw_range rows, pw_range panels, pw_range steps,
-                     float *partial) {
+static void run_pass(const walk *k, const tile_table *table, tile_call *t, pw_range rows, pw_range panels,
+                     pw_range steps, float *partial) {
     const uint8_t *block = (const uint8_t *)k->x->rows + steps.begin * k->step_row_bytes;
     for (int64_t row = rows.begin; row < rows.end;) {
         int mr = (int)at_most(k->mr, rows.end - row), np = (int)(panels.end - panels.begin);
@@ -210,11 +210,19 @@ void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_ra
 #endif
 }
 
+static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels) {
-    int tile_unit = BF16_STEP_PAIRS > 1 && kind == PW_BF16;
-    int64_t most = tile_unit ? 32 : kind >= PW_Q8 ? QUANT_MR : DENSE_MR;
-    int64_t count = m > most ? (m + most - 1) / most : 1;
-    *mr = (int32_t)(m <= 2 * most && m > 0 && !tile_unit ? (m + count - 1) / count : most);
-    *panels = tile_unit ? 2 : m <= 2 ? STREAM_PANELS : kind >= PW_Q8 ? QUANT_PANELS : DENSE_PANELS;
+    int quant = kind >= PW_Q8;
+    int64_t most = quant ? QUANT_MR : DENSE_MR;
+    *panels = m <= 2 ? STREAM_PANELS : quant ? QUANT_PANELS : DENSE_PANELS;
+    if (kind == PW_BF16 && BF16_STEP_PAIRS > 1) {
+        *panels = 2;
+        most = 32;
+    } else if (quant && QUANT_TALL_MR > 0 && m <= 2 * QUANT_TALL_MR && pieces(m, QUANT_TALL_MR) < pieces(m, most)) {
+        *panels = QUANT_TALL_PANELS;
+        most = QUANT_TALL_MR;
+    }
+    *mr = (int32_t)(m < 1 ? 1 : m <= 3 * most ? pieces(m, pieces(m, most)) : most);
 }

@@ -17,7 +17,8 @@ PW_INLINE void f32_step(const tile_call *t, vf *acc, int mr, int np, int64_t k, 
     }
     PW_UNROLL for (int r = 0; r < mr; ++r) {
         vf x = v_set1(float_at(t->rows + r * t->row_bytes + 4 * k));
-        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) acc[r * np * VECTORS + c] = v_fma(x, w[c], acc[r * np * VECTORS + c]);
+        vf *sums = acc + r * np * VECTORS;
+        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) sums[c] = v_fma(x, w[c], sums[c]);
     }
 }
 
@@ -32,7 +33,8 @@ PW_INLINE void bf16_step(const tile_call *t, vf *acc, int mr, int np, int64_t pa
     }
     PW_UNROLL for (int r = 0; r < mr; ++r) {
         va16 x = va16_load(t->rows + r * t->row_bytes, pair);
-        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) acc[r * np * VECTORS + c] = bf16_dot(acc[r * np * VECTORS + c], w[c], x);
+        vf *sums = acc + r * np * VECTORS;
+        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) sums[c] = bf16_dot(sums[c], w[c], x);
     }
 }
 

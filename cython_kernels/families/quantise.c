@@ -5,10 +5,13 @@
  * or a NaN gets a = NaN, which every product with it inherits. All ISAs write the same a and q. */
 #include "families/gemm.h"
 
+/* Rows a multiple of 1 KiB apart would compete for a few sets of L1: a line more spreads them. */
+static int64_t spread(int64_t row_bytes) { return row_bytes % 1024 ? row_bytes : row_bytes + 64; }
+
 int64_t ISA(row_bytes)(const pw_form *form, int64_t k) {
-    if (form->kind == PW_F32) return 4 * k;
-    if (form->kind == PW_BF16) return pw_padded_k(k) * BF16_ACTIVATION_BYTES;
-    return pw_padded_k(k) / form->group * group_block_bytes(form->kind, form->group);
+    if (form->kind == PW_F32) return spread(4 * k);
+    if (form->kind == PW_BF16) return spread(pw_padded_k(k) * BF16_ACTIVATION_BYTES);
+    return spread(pw_padded_k(k) / form->group * group_block_bytes(form->kind, form->group));
 }
 
 static void bf16_row(int64_t k, const float *x, uint8_t *out) {

@@ -1,7 +1,7 @@
 /* The AVX-512 vocabulary plus the tile unit: eight registers of up to 16 rows x 64 bytes.
  *
  * Words are assembly with a memory clobber: gcc's intrinsics do not tell the compiler that a tile load reads memory. */
-#if !defined(__AMX_TILE__) || !defined(__AMX_BF16__)
+#if !(defined(__AMX_TILE__) && defined(__AMX_BF16__)) && !(defined(__AMXTILE__) && defined(__AMXBF16__)) /* old clang */
 #error "compile this with -mamx-tile -mamx-bf16"
 #endif
 #include "simd/avx512.h"

@@ -51,9 +51,13 @@ def test_a_set_that_does_not_run_here_is_a_clear_error(name: str) -> None:
 def test_using_restores_what_was_active() -> None:
     before = isa.active()
 
-    with pytest.raises(KeyError), isa.using("portable"):
-        assert isa.active() == "portable"
-        raise KeyError
+    def fail_within() -> None:
+        with isa.using("portable"):
+            assert isa.active() == "portable"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_within()
     with pytest.raises(IsaError, match="no such"), isa.using("sse9"):
         pass
 
