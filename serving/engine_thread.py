@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from phasewise.serving.engine import Engine
-from phasewise.serving.errors import ServingError, StepFailed
+from phasewise.serving.errors import ServingError, StepFailed, Stopping
 from phasewise.serving.messages import Abort, Delivery, Failure, Submit
 
 log = logging.getLogger(__name__)
@@ -37,10 +37,11 @@ class EngineThread:
         """From any thread. What comes of it arrives through `deliver`."""
         self._inbox.put(message)
 
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End every request and the thread; waits for the step in progress."""
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End every request and the thread. False: the step in progress takes longer than `timeout_s`."""
         self._inbox.put(None)
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         self._deliver(Delivery((), None, self._engine.load()))
@@ -55,7 +56,7 @@ class EngineThread:
                 log.error("the engine failed between steps", exc_info=error)
                 delivery = self._engine.fail_everything(StepFailed(f"the engine failed: {error}"))
             self._deliver(delivery)
-        self._deliver(self._engine.fail_everything(StepFailed("the server is stopping")))
+        self._deliver(self._engine.fail_everything(Stopping("the server is stopping")))
 
     def _take_messages(self) -> bool:
         """Handle what has arrived, waiting for it while there is nothing to compute. False: stop."""

@@ -6,6 +6,7 @@ ServingError
  │   ├─ ContextLengthExceeded
  │   └─ UnsupportedRequest
  ├─ QueueFull           the server has as many requests waiting as it allows
+ ├─ Stopping            the server ends before the answer does
  ├─ StepFailed          a forward step failed; only the requests in it are lost
  └─ RanksError          a plan cannot be run in this process, or its memory is not there
 """
@@ -43,6 +44,10 @@ class UnsupportedRequest(RequestError):
 
 class QueueFull(ServingError):
     """No more requests can wait. Try again later."""
+
+
+class Stopping(ServingError):
+    """The server is ending, and this answer with it."""
 
 
 class StepFailed(ServingError):

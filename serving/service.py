@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import time
@@ -17,6 +18,8 @@ from phasewise.serving.start import OpenEngine
 
 _SWITCH_INTERVAL_S = 0.0005
 """Python lets a thread run 5 ms before another may, longer than a decode step: HTTP would stall it."""
+
+_LAST_STEP_S = 2.0
 
 
 def run_service(
@@ -40,7 +43,8 @@ def run_service(
     try:
         run(app, listener, client, report)
     finally:
-        thread.stop()
+        if not thread.stop(_LAST_STEP_S):
+            os._exit(0)  # a step cannot be interrupted, and nobody waits for it any more
 
 
 def _served(opened: OpenEngine, names: tuple[str, ...]) -> ServedModel:

@@ -16,7 +16,7 @@ from phasewise.serving.errors import ContextLengthExceeded, RequestError, Servin
 from phasewise.serving.forward import kv_bytes_per_slot
 from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
-from phasewise.serving.ranks import LocalRanks
+from phasewise.serving.ranks import STEP_TOKENS, LocalRanks
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
 from phasewise.serving.tokenizer import DetokenizeStream, Tokenizer
 from phasewise.tuner.plans import ServicePlan
@@ -61,12 +61,16 @@ class ModelText:
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """How much an engine can hold. `kv_slots`: positions of all sequences together."""
+    """How much an engine can hold. `kv_slots`: positions of all sequences together.
+
+    Ranks compute at most STEP_TOKENS rows at once, so larger prefill batches gain nothing, while running
+    answers, aborts and signals wait for the end of a batch.
+    """
 
     context_length: int
     kv_slots: int
     max_sequences: int
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int = STEP_TOKENS
 
     @classmethod
     def for_one(cls, model: PackedModel, n_prompt: int, max_tokens: int) -> EngineSize:
@@ -77,7 +81,7 @@ class EngineSize:
                 f"{model.name} has a context of {context} tokens, but {n_prompt + max_tokens} are asked for: "
                 f"{n_prompt} in the prompt and {max_tokens} for the answer"
             )
-        return cls(context, n_prompt + max_tokens, 1, max(1, min(2048, n_prompt)))
+        return cls(context, n_prompt + max_tokens, 1, max(1, min(STEP_TOKENS, n_prompt)))
 
     @classmethod
     def for_many(
