@@ -2,7 +2,10 @@
  *
  * A step in which every slice has one token is split by (chunk of positions, KV head); whoever finishes the last chunk
  * of a head merges them all in order. Any other step stores its keys and values first and is then split by (block of
- * rows, KV head). Both do the same arithmetic in the same order for a row (families/attention.c). */
+ * rows, KV head). Both do the same arithmetic in the same order for a row (families/attention.c).
+ *
+ * Sixteen slots share a panel of keys. Where a sequence does not begin on a multiple of 16, a thread may read a panel
+ * while another stores a key into it for other positions: those lanes of the scores are thrown away. */
 #include <math.h>
 #include <string.h>
 
@@ -156,7 +159,8 @@ static void store_row(const attending *a, int64_t row, int64_t kv_head) {
 }
 
 /* The queries of rows [row, row + tokens) that share a KV head. */
-static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_t row, int64_t tokens, int64_t kv_head) {
+static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_t row, int64_t tokens,
+                               int64_t kv_head) {
     const pw_program *program = a->run->program;
     const pw_shape *shape = &program->shape;
     int32_t group = group_of(shape), n = 0;
@@ -230,7 +234,8 @@ static void attend_one_chunk(const attending *a, int64_t index, int64_t kv_head)
     if (piece->first == own) store_row(a, slice->first_row, kv_head); /* no other chunk reads this slot */
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
     pw_queries queries = load_queries(a, slice, slice->first_row, 1, kv_head);
-    a->run->kernels->ops.attend_chunk(&head, &queries, piece->first, a->work.chunk, partial_of(program, index, kv_head));
+    pw_partial part = partial_of(program, index, kv_head);
+    a->run->kernels->ops.attend_chunk(&head, &queries, piece->first, a->work.chunk, part);
     int64_t n_chunks = own - first_chunk + 1;
     atomic_long *merged = &program->merged[piece->slice * program->shape.n_kv_heads + kv_head];
     long finished = atomic_fetch_add_explicit(merged, 1, memory_order_acq_rel) + 1;

@@ -7,12 +7,12 @@
 enum {
     PW_CHUNK = 128,         /* positions that one step of attention covers; multiples of it, counted from position 0 */
     PW_MAX_HEAD_DIM = 256,
-    PW_ROW_STRIDE = 272,    /* floats between rows of attention's scratch: a head or a padded chunk, and no power of two */
+    PW_ROW_STRIDE = 272,    /* floats between rows of attention's scratch: a head or a padded chunk; no power of two */
     PW_TILE_ROWS = 12,      /* most rows that any ISA's attention tile holds */
 };
 
 /* One KV head of one layer. Keys lie in panels of 16 slots, [slot / 16][head_dim][16], so that a vector holds one
- * dimension of consecutive keys; values lie row by row, [slot][value_dim] with value_dim = head_dim rounded up to 16. */
+ * dimension of consecutive keys; values lie row by row, [slot][value_dim], value_dim = head_dim rounded up to 16. */
 typedef struct {
     void *keys, *values;
     int32_t bytes;      /* of one element: 2 (float16) or 4 (float32) */
@@ -62,7 +62,8 @@ typedef struct {
 
     /* One chunk of positions for all rows: `out` is overwritten; rows that see nothing in it change nothing in a merge.
      * scratch: pw_attention_scratch floats. */
-    void (*attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, float *scratch, pw_partial out);
+    void (*attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, float *scratch,
+                         pw_partial out);
 
     /* A partial that has seen nothing. */
     void (*begin)(int32_t rows, int32_t value_dim, pw_partial out);

@@ -164,7 +164,8 @@ static const char *check_slices(pw_program *program) {
     for (int64_t s = 0; s < step->n_slices; ++s) {
         const pw_slice *slice = &step->slices[s];
         if (slice->n_rows < 1) return "a slice has no tokens";
-        if (slice->first_row != row || row + slice->n_rows > step->n_tokens) return "slices do not cover the step's rows";
+        if (slice->first_row != row || row + slice->n_rows > step->n_tokens)
+            return "slices do not cover the step's rows";
         if (slice->start < 0 || slice->slot_base < 0 || slice->start > slots || slice->slot_base > slots ||
             slice->slot_base + slice->start + slice->n_rows > slots)
             return "a slice lies outside the KV slots";

@@ -106,7 +106,6 @@ typedef struct {
     pw_op *ops;
     double *inv_freq;          /* [head_dim / 2] */
     int64_t arena_floats;      /* what the ops use; angles and partials follow */
-    int64_t qkv_stride;
     int64_t logits;            /* arena offset of [max_logit_rows][vocab] */
     pw_step step;
     char *memory, *kv;         /* pages */

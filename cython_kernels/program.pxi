@@ -96,7 +96,8 @@ cdef class Program:
         cdef pw_shape s = shape
         cdef pw_capacity c = capacity
         if not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
-            raise ProgramError(f"attention heads of {s.head_dim} dimensions: even numbers up to {PW_MAX_HEAD_DIM} are supported")
+            raise ProgramError(
+                f"attention heads of {s.head_dim} dimensions: even numbers up to {PW_MAX_HEAD_DIM} are supported")
         if min(s.n_layers, s.n_heads, s.n_kv_heads, s.hidden, s.ffn, s.vocab) < 1 or s.n_heads % s.n_kv_heads:
             raise ProgramError(f"a model of this shape cannot be: {shape}")
         if min(c.kv_slots, c.max_tokens, c.max_slices, c.max_logit_rows, c.max_threads) < 1 or c.kv_bytes not in (2, 4):

@@ -258,8 +258,8 @@ static bool check_cpus(int n, const int *cpus, char *message, size_t bytes) {
                 return false;
             }
         if (!can_pin(cpus[i])) {
-            snprintf(message, bytes, "cannot pin a thread to CPU %d: it is absent, offline or not allowed to this process",
-                     cpus[i]);
+            snprintf(message, bytes,
+                     "cannot pin a thread to CPU %d: it is absent, offline or not allowed to this process", cpus[i]);
             return false;
         }
     }

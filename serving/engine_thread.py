@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from phasewise.serving.engine import Engine
-from phasewise.serving.errors import ServingError, StepFailed
+from phasewise.serving.errors import ServingError, StepFailed, Stopping
 from phasewise.serving.messages import Abort, Delivery, Failure, Submit
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class EngineThread:
                 log.error("the engine failed between steps", exc_info=error)
                 delivery = self._engine.fail_everything(StepFailed(f"the engine failed: {error}"))
             self._deliver(delivery)
-        self._deliver(self._engine.fail_everything(StepFailed("the server is stopping")))
+        self._deliver(self._engine.fail_everything(Stopping("the server is stopping")))
 
     def _take_messages(self) -> bool:
         """Handle what has arrived, waiting for it while there is nothing to compute. False: stop."""

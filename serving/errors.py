@@ -3,9 +3,9 @@
 ServingError
  ├─ ModelError          a model file, its tokenizer or its template cannot be used
  ├─ RequestError        one request cannot be served as asked (its sender's mistake)
- │   ├─ ContextLengthExceeded
- │   └─ UnsupportedRequest
+ │   └─ ContextLengthExceeded
  ├─ QueueFull           the server has as many requests waiting as it allows
+ ├─ Stopping            the server ends before the answer does
  ├─ StepFailed          a forward step failed; only the requests in it are lost
  └─ RanksError          a plan cannot be run in this process, or its memory is not there
 """
@@ -37,12 +37,12 @@ class ContextLengthExceeded(RequestError):
     """Prompt and answer need more positions than the model, or the KV pool, has."""
 
 
-class UnsupportedRequest(RequestError):
-    """A field is understood but what it asks for is not offered."""
-
-
 class QueueFull(ServingError):
     """No more requests can wait. Try again later."""
+
+
+class Stopping(ServingError):
+    """The server is ending, and this answer with it."""
 
 
 class StepFailed(ServingError):

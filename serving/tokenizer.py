@@ -4,6 +4,9 @@ Special tokens written out in a text, such as `<|im_end|>`, become those tokens:
 needs it, and llama.cpp's server does the same with a plain prompt. `add_special` is about the tokens put
 around a text (beginning, sometimes end); a template usually writes those itself, so encode what it rendered
 without.
+
+A tokenizer.json is followed to the letter. transformers 5 is not so faithful for a few classes: its
+LlamaTokenizer puts a normaliser of its own in place of the file's, and cuts a leading space differently.
 """
 
 from __future__ import annotations

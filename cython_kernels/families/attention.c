@@ -44,9 +44,9 @@ PW_INLINE vf load_element(const char *data, int64_t at, const int bytes) {
     return bytes == 2 ? v_load_f16(p) : v_load(p);
 }
 
-/* c[r][column] = sum over k of a[r][k] * b[k][column], rows of a PW_ROW_STRIDE floats apart */
-PW_INLINE void attend_product(const int rows, const int panels, const int bytes, int64_t steps, const float *a, const matrix *b,
-                    float *c, int64_t c_stride) {
+/* c[r][column] = sum over k of a[r][k] * b[k][column]; rows of a are PW_ROW_STRIDE floats apart. */
+PW_INLINE void attend_product(const int rows, const int panels, const int bytes, int64_t steps, const float *a,
+                              const matrix *b, float *c, int64_t c_stride) {
     enum { PER_PANEL = PW_PANEL / LANES };
     vf sum[ATTEND_ROWS][ATTEND_PANELS * PER_PANEL];
     int64_t step = b->step, panel_step = b->panel_step;
@@ -70,16 +70,16 @@ PW_INLINE void attend_product(const int rows, const int panels, const int bytes,
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) v_store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-#define ATTEND(ROWS, PANELS, BYTES)                                                                                  \
-    static void attend_##ROWS##_##PANELS##_##BYTES(int64_t steps, const float *a, const matrix *b, float *c,         \
-                                                 int64_t c_stride) {                                               \
-        attend_product(ROWS, PANELS, BYTES, steps, a, b, c, c_stride);                                                       \
+#define ATTEND(ROWS, PANELS, BYTES)                                                                            \
+    static void attend_##ROWS##_##PANELS##_##BYTES(int64_t steps, const float *a, const matrix *b, float *c,   \
+                                                   int64_t c_stride) {                                         \
+        attend_product(ROWS, PANELS, BYTES, steps, a, b, c, c_stride);                                         \
     }
 FOR_EACH_ATTEND(ATTEND_OF)
 static const attend_function attend_tiles[ATTEND_ROWS][ATTEND_PANELS][2] = {FOR_EACH_ATTEND(ATTEND_NAMES)};
 
 static void attend_multiply(int rows, int64_t panels, int bytes, int64_t steps, const float *a, matrix b, float *c,
-                     int64_t c_stride) {
+                            int64_t c_stride) {
     for (int64_t done = 0; done < panels;) {
         int now = panels - done < ATTEND_PANELS ? (int)(panels - done) : ATTEND_PANELS;
         attend_tiles[rows - 1][now - 1][bytes == 4](steps, a, &b, c + done * PW_PANEL, c_stride);
@@ -159,26 +159,23 @@ typedef struct {
 
 static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int row, int rows, int64_t chunk,
                         const chunk_data *data, float *scores, pw_partial out) {
-    span own[ATTEND_ROWS];
-    span all = NOTHING;
+    span own[ATTEND_ROWS], all = NOTHING;
     for (int r = 0; r < rows; ++r) all = seen_by_either(all, own[r] = seen_by_row(queries, row + r, chunk));
     int64_t origin = queries->slot_base + chunk * PW_CHUNK; /* slot of the chunk's first position */
-    const char *value_rows =
-        (const char *)data->values.data + (origin + all.begin - data->first_slot) * data->values.step * data->bytes;
-    int64_t panel = (origin + all.begin) / PW_PANEL, end_panel = (origin + all.end - 1) / PW_PANEL + 1;
+    matrix keys = data->keys, values = data->values;
+    values.data = (const char *)values.data + (origin + all.begin - data->first_slot) * values.step * data->bytes;
     if (all.begin < all.end) {
-        matrix keys = data->keys;
-        keys.data = (const char *)keys.data +
-                    (panel - data->first_slot / PW_PANEL) * keys.panel_step * data->bytes;
-        if (data->bytes == 2) keys.wanted = value_rows;
-        attend_multiply(rows, end_panel - panel, data->bytes, head->head_dim, queries->q + (int64_t)row * PW_ROW_STRIDE, keys,
-                 scores + panel * PW_PANEL - origin, PW_ROW_STRIDE);
+        int64_t panel = (origin + all.begin) / PW_PANEL, end_panel = (origin + all.end - 1) / PW_PANEL + 1;
+        int64_t panels_before = panel - data->first_slot / PW_PANEL;
+        keys.data = (const char *)keys.data + panels_before * keys.panel_step * data->bytes;
+        keys.wanted = data->bytes == 2 ? values.data : NULL;
+        attend_multiply(rows, end_panel - panel, data->bytes, head->head_dim,
+                        queries->q + (int64_t)row * PW_ROW_STRIDE, keys, scores + panel * PW_PANEL - origin,
+                        PW_ROW_STRIDE);
     }
     weigh(scores, own, rows, all, out.top + row, out.sum + row);
-    matrix values = data->values;
-    values.data = value_rows;
     attend_multiply(rows, head->value_dim / PW_PANEL, data->bytes, all.end - all.begin, scores + all.begin, values,
-             out.values + (int64_t)row * head->value_dim, head->value_dim);
+                    out.values + (int64_t)row * head->value_dim, head->value_dim);
 }
 
 /* ---- chunks ----------------------------------------------------------------------------------------------------- */
@@ -187,7 +184,7 @@ static void widen(int64_t n, const uint16_t *from, float *to) { /* n is a multip
     for (int64_t i = 0; i < n; i += LANES) v_store(to + i, v_load_f16(from + i));
 }
 
-/* Several attend_tiles read a chunk: its float16 is converted once. */
+/* Several tiles of rows read a chunk: its float16 is converted once. */
 static chunk_data widened(const pw_kv_head *head, chunk_data from, int64_t slots, float *keys, float *values) {
     int64_t lead = from.first_slot % PW_PANEL, panels = (lead + slots + PW_PANEL - 1) / PW_PANEL;
     widen(panels * PW_PANEL * head->head_dim, from.keys.data, keys);

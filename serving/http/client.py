@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from phasewise.serving.errors import QueueFull, RequestError, StepFailed
+from phasewise.serving.errors import QueueFull, RequestError, Stopping
 from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Submit
 
 Message = Submit | Abort
@@ -112,10 +112,10 @@ class EngineClient:
         with contextlib.suppress(RuntimeError):  # the loop closed just now: nobody reads any more
             self._loop.call_soon_threadsafe(self._route, delivery)
 
-    def fail_everything(self, reason: str) -> None:
-        """End every answer in progress with an error, e.g. because the server stops."""
+    def end_everything(self) -> None:
+        """Tell every answer in progress that the server is stopping."""
         for request_id, stream in list(self._streams.items()):
-            stream.put(Failure(request_id, StepFailed(reason)))
+            stream.put(Failure(request_id, Stopping("the server is stopping")))
 
     def _route(self, delivery: Delivery) -> None:
         for observer in self._observers:

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError, StepFailed
+from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError, StepFailed, Stopping
 
 RETRY_AFTER_S = 1
 
@@ -83,6 +83,8 @@ def from_engine(error: Exception) -> ApiError:
             return bad_request(str(error), error.param)
         case QueueFull():
             return ApiError(429, str(error), code="queue_full")
+        case Stopping():
+            return ApiError(503, str(error), code="server_stopping")
         case StepFailed():
             return ApiError(500, str(error), code="engine_error")
         case _:

@@ -120,7 +120,7 @@ class _Server(uvicorn.Server):
     async def _end_late_answers(self, after_s: float) -> None:
         """Tell whoever still waits, then close on those who do not read."""
         await asyncio.sleep(after_s)
-        self._client.fail_everything("the server is stopping")
+        self._client.end_everything()
         await asyncio.sleep(_LAST_WORDS_S)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
