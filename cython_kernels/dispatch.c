@@ -59,11 +59,9 @@ static int runs_avx512(void) {
 static int runs_avx512_vnni(void) { return runs_avx512() && has(read_cpu().leaf7_ecx, 1u << 11); }
 static int runs_avx512_bf16(void) { return runs_avx512_vnni() && has(read_cpu().leaf7_1_eax, 1u << 5); }
 
-/* Linux saves tile data only for a process that has asked for it: once, before any thread touches a tile. */
+/* Linux saves tile data only for a process that has asked for it, before any thread touches a tile. */
 static int may_use_tiles(void) {
-    static int answer = -1;
-    if (answer < 0) answer = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-    return answer;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
 static int runs_amx(void) {
@@ -90,10 +88,12 @@ enum { TABLE_COUNT = sizeof TABLES / sizeof TABLES[0] };
 
 static const pw_kernels *active = &pw_portable_kernels;
 
+/* Asked once: cpuid leaves a virtual machine and takes its time. */
 int pw_usable_count(void) {
-    static int count; /* asked once: under a hypervisor each cpuid takes tens of microseconds */
-    if (!count)
+    static int count;
+    if (!count) {
         while (count < TABLE_COUNT && TABLES[count].runs_here()) ++count;
+    }
     return count;
 }
 
