@@ -75,6 +75,17 @@ PW_INLINE void scale_group(const tile_call *t, vf *acc, int_sums dot, const grou
     }
 }
 
+/* Values `ahead` in each panel; scales and minima, too short a run for the hardware to notice, of the next panels. */
+PW_INLINE void prefetch_group(const tile_call *t, const group_place *at, int steps, int np, int64_t ahead) {
+    PW_UNROLL for (int i = 0; i < steps * np; ++i) {
+        __builtin_prefetch(at->values + (i % np) * t->panel_bytes + (i / np) * VECTOR_ROW_BYTES + ahead);
+    }
+    PW_UNROLL for (int p = np; p < 2 * np; ++p) {
+        __builtin_prefetch(t->scales + p * t->panel_scale_bytes + at->scales_at);
+        if (t->mins) __builtin_prefetch(t->mins + p * t->panel_scale_bytes + at->scales_at);
+    }
+}
+
 PW_INLINE void quant_group(const tile_call *t, vf *acc, const group_place *at, int mr, int np, int64_t ahead) {
     int steps = at->group / inputs_per_vector_row(at->kind);
     int_sums dot;
@@ -84,11 +95,7 @@ PW_INLINE void quant_group(const tile_call *t, vf *acc, const group_place *at, i
             dot[r][c] = at->kind == PW_Q8 ? q8_begin(bias) : q4_begin(bias);
         }
     }
-    if (ahead) {
-        PW_UNROLL for (int i = 0; i < steps * np; ++i) {
-            __builtin_prefetch(at->values + (i % np) * t->panel_bytes + (i / np) * VECTOR_ROW_BYTES + ahead);
-        }
-    }
+    if (ahead) prefetch_group(t, at, steps, np, ahead);
     PW_UNROLL for (int i = 0; i < steps; ++i) quant_step(t, dot, at, mr, np, i);
     scale_group(t, acc, dot, at, mr, np * VECTORS);
 }
