@@ -11,6 +11,7 @@ from pathlib import Path
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 KERNELS = Path("cython_kernels")
 IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
@@ -37,17 +38,21 @@ class build_kernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         def compile_isa(isa: str) -> list[str]:
-            return self.compiler.compile(
-                [str(KERNELS / "isa" / f"{isa}.c")],
-                output_dir=self.build_temp,
-                include_dirs=ext.include_dirs,
-                extra_postargs=[*COMMON_FLAGS, *ISA_FLAGS[isa]],
-                depends=ext.depends,
-            )
+            source = str(KERNELS / "isa" / f"{isa}.c")
+            objects = self.compiler.object_filenames([source], output_dir=self.build_temp)
+            if self.force or newer_group([source, "setup.py", *ext.depends], objects[0]):
+                self.compiler.compile(
+                    [source],
+                    output_dir=self.build_temp,
+                    include_dirs=ext.include_dirs,
+                    extra_postargs=[*COMMON_FLAGS, *ISA_FLAGS[isa]],
+                )
+            return objects
 
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             for objects in pool.map(compile_isa, reversed(ISA_FLAGS)):  # the longest first
                 ext.extra_objects += objects
+        ext.depends += ext.extra_objects  # an object newer than the extension means a link is due
         super().build_extension(ext)
 
 
