@@ -96,7 +96,7 @@ def main() -> None:
         parser.error("name an interpreter that has llama-cpp-python: --peer-python or PHASEWISE_PEERS_PYTHON")
     tail = [arguments.model, str(arguments.threads)]
     ours = Worker([sys.executable, str(PEERS / "phasewise_worker.py"), *tail, arguments.format])
-    theirs = Worker([arguments.peer_python, str(PEERS / "llama_cpp.py"), *tail])
+    theirs = Worker([arguments.peer_python, str(PEERS / "llama_cpp_worker.py"), *tail])
     rows = [compare(ours, theirs, phase, n, arguments.rounds).summary() for phase, n in TESTS]
     ours.close()
     theirs.close()

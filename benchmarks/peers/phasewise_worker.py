@@ -1,4 +1,4 @@
-"""A worker that times phasewise: `python phasewise_worker.py MODEL THREADS [FORMAT]`, asked like llama_cpp.py."""
+"""A worker that times phasewise: `python phasewise_worker.py MODEL THREADS [FORMAT]`, asked like llama_cpp_worker.py."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
 """A worker that times llama.cpp: reads `{"phase": ..., "n": ...}` lines, answers `{"ns": ...}` lines.
 
-Runs under an interpreter that has llama-cpp-python: `python llama_cpp.py MODEL.gguf THREADS`.
+Runs under an interpreter that has llama-cpp-python: `python llama_cpp_worker.py MODEL.gguf THREADS`.
 """
 
 import json
