@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup build test lint demo bench docs wheel clean
+.PHONY: help setup build test test-asan lint demo bench compare docs wheel clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -35,6 +35,15 @@ demo: build        ## from nothing to an answer over HTTP, with the speed and it
 
 bench: build       ## prefill and decode of the default model beside the machine's limit
 	$(BIN)/phasewise bench run smollm2-135m-instruct -p 128,512 -n 128 -b 1,8 -r 5 $(ARGS)
+
+compare: build     ## beside llama.cpp: make compare ARGS="MODEL.gguf --peer-python PATH"
+	$(BIN)/python benchmarks/compare.py $(ARGS)
+
+test-asan:         ## kernels, loaders and parsers under AddressSanitizer, in a copy of the tree
+	rm -rf build/asan && git clone -q . build/asan
+	CFLAGS="-fsanitize=address -fno-omit-frame-pointer -O1" $(MAKE) -C build/asan VENV=.venv build
+	cd build/asan && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(gcc -print-file-name=libasan.so) \
+		.venv/bin/python -m pytest tests/cython_kernels tests/serving/loaders tests/topology $(ARGS)
 
 docs: setup        ## write docs/reference from the commands themselves
 	$(BIN)/python docs/make_reference.py

@@ -247,7 +247,7 @@ def softmax(const float[::1] x):
 
 
 def argmax(const float[::1] x):
-    """Index of the largest, the lowest of equals; NaN is passed over."""
+    """Index of the first NaN if there is one, else of the largest, the lowest of equals."""
     if x.shape[0] < 1:
         raise ValueError("argmax of an empty row")
     return _ops().argmax(x.shape[0], &x[0])

@@ -1,5 +1,8 @@
 # Flat programs: ops are added once, then a step runs in one call. Textually included by _native.pyx.
 
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+
 cdef extern from "program.h" nogil:
     enum:
         PW_MAX_PARTS
@@ -91,6 +94,8 @@ cdef class Program:
     cdef bint sealed
     cdef Py_ssize_t logits_shape[2]
     cdef Py_ssize_t logits_strides[2]
+    cdef readonly int64_t native_ns
+    """Time spent inside `run`'s native call so far; the rest of a step's time is Python's."""
 
     def __cinit__(self, shape, capacity, inv_freq):
         cdef pw_shape s = shape
@@ -240,8 +245,12 @@ cdef class Program:
         problem = pw_program_check(self.program, team.size)
         if problem != NULL:
             raise ValueError(f"this step cannot be run: {problem.decode()}")
+        cdef timespec began, ended
         with nogil:
+            clock_gettime(CLOCK_MONOTONIC, &began)
             status = pw_program_run(self.program, members)
+            clock_gettime(CLOCK_MONOTONIC, &ended)
+        self.native_ns += (ended.tv_sec - began.tv_sec) * 1_000_000_000 + ended.tv_nsec - began.tv_nsec
         _check_team(status)
         return self.program.step.n_logit_rows
 

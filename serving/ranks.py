@@ -104,6 +104,13 @@ class LocalRanks:
         """Where each phase's threads were last seen working; -1 before their first step."""
         return {phase: tuple(team.observed_cpus()) for phase, team in self._by_phase.items()}
 
+    @property
+    def native_ns(self) -> int:
+        """Time spent computing steps outside Python, since the start. RanksError after `close`."""
+        if self._program is None:
+            raise RanksError("the ranks have been closed")
+        return cast(int, self._program.native_ns)
+
     def close(self) -> None:
         """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""
         self._program = None
@@ -136,9 +143,7 @@ class LocalRanks:
 
 def _only_rank(plan: ServicePlan) -> tuple[int, ...]:
     if len(plan.ranks) != 1:
-        raise RanksError(
-            f"the {plan.phase} plan has {len(plan.ranks)} ranks; this version runs plans of one"
-        )
+        raise RanksError(f"the {plan.phase} plan has {len(plan.ranks)} ranks; this version runs plans of one")
     return plan.ranks[0].cores
 
 

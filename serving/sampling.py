@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from phasewise.cython_kernels._native import argmax
 from phasewise.serving.errors import RequestError, StepFailed
 
 FloatVector = npt.NDArray[np.float32]
@@ -148,7 +149,7 @@ def sample_rows(logits: npt.NDArray[np.float32], samplers: Sequence[Sampler]) ->
 
 
 def _greedy_rows(logits: npt.NDArray[np.float32]) -> list[SampledToken]:
-    token_ids = [int(row.argmax()) for row in logits]
+    token_ids = [int(argmax(row)) for row in logits]
     for row, token_id in enumerate(token_ids):
         _require_finite(float(logits[row, token_id]))
     return [SampledToken(token_id) for token_id in token_ids]

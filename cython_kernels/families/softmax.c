@@ -2,7 +2,7 @@
  *
  * Sums: float lanes over blocks of SUM_BLOCK values, blocks added in double, so the relative error of a sum of
  * exponentials is <= (SUM_BLOCK / LANES + LANES + 3) * 2^-24 plus the exponent's own |x - max| * 2^-24, whatever n is.
- * NaN is skipped by maximum, argmax and top_k, and makes the sums NaN. */
+ * NaN is skipped by maximum and top_k, makes the sums NaN, and is what argmax finds where there is one. */
 enum { SUM_BLOCK = 1024, SCAN_BLOCK = 64 };
 
 static float row_maximum(int64_t n, const float *x) {
@@ -47,11 +47,29 @@ static double ISA(logsumexp)(int64_t n, const float *x) {
     return (double)top + log(sum_exponentials(n, x, top, NULL));
 }
 
+/* Index of the first NaN, or n. Zero times anything finite is zero, so most blocks need no second look. */
+static int64_t first_nan(int64_t n, const float *x) {
+    vf poison = v_zero();
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) poison = v_fma(v_load(x + i), v_zero(), poison);
+    if (v_sum(poison) == 0.0f && i == n) return n;
+    for (i = 0; i < n && !isnan(x[i]); ++i) {}
+    return i;
+}
+
+/* The first NaN, else the first of the largest. One pass over memory: a block is searched while L1 holds it. */
 static int64_t ISA(argmax)(int64_t n, const float *x) {
-    float maximum = row_maximum(n, x);
-    for (int64_t i = 0; i < n; ++i)
-        if (x[i] == maximum) return i;
-    return 0;
+    float top = -INFINITY;
+    int64_t top_start = 0;
+    for (int64_t start = 0; start < n; start += SUM_BLOCK) {
+        int64_t length = n - start < SUM_BLOCK ? n - start : SUM_BLOCK, nan = first_nan(length, x + start);
+        if (nan < length) return start + nan;
+        float maximum = row_maximum(length, x + start);
+        if (maximum > top) top = maximum, top_start = start;
+    }
+    int64_t i = top_start;
+    while (x[i] != top) ++i;
+    return i;
 }
 
 /* ---- the k largest: a heap whose root is the worst kept; equal values prefer the lower index --------------------- */
