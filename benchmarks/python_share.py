@@ -1,8 +1,9 @@
-"""Python's share of a decode step: `python benchmarks/python_share.py [MODEL] [-n 128] [-b 1] [--format native]`.
+"""Python's share of a decode step.
 
-Everything of `Engine.step` that is neither the native forward pass nor the native argmax over its logits: choosing
-the batch, describing it, sampling (greedy), detokenising, making the message. Steps are timed one by one; the median
-step is printed.
+Run as `python benchmarks/python_share.py [MODEL] [-n 128] [-b 1] [--format native]`. Counted is everything
+of `Engine.step` that is neither the native forward pass nor the native argmax over its logits: choosing the
+batch, describing it, sampling (greedy), detokenising, making the message. Steps are timed one by one; the
+median step is printed.
 """
 
 from __future__ import annotations

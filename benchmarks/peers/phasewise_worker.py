@@ -1,4 +1,7 @@
-"""A worker that times phasewise: `python phasewise_worker.py MODEL THREADS [FORMAT]`, asked like llama_cpp_worker.py."""
+"""A worker that times phasewise, asked like llama_cpp_worker.py.
+
+Run as `python phasewise_worker.py MODEL THREADS [FORMAT]`.
+"""
 
 import json
 import sys
