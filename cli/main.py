@@ -77,8 +77,10 @@ def main() -> None:
     """Run the command line. An expected failure carries `exit_code`; anything else keeps its traceback."""
     try:
         app(prog_name="phasewise")
-    except KeyboardInterrupt:
-        fail("interrupted", EXIT_INTERRUPTED)
+    except SystemExit as end:
+        if end.code == EXIT_INTERRUPTED:  # how typer ends at Ctrl-C, without a word
+            fail("interrupted", EXIT_INTERRUPTED)
+        raise
     except BrokenPipeError:
         # The reader of our stdout left (e.g. `| head`): point it elsewhere so that the exit flush is silent.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

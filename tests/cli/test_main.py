@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,21 @@ def test_every_command_is_documented_as_it_is() -> None:
     module = _reference_pages()
 
     assert module.PAGE.read_text(encoding="utf-8") == module.render(), "stale page: run `make docs`"  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_is_one_line_and_130() -> None:
+    """`bench machine` runs for seconds: time enough to be interrupted."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "phasewise", "bench", "machine"], stderr=subprocess.PIPE, text=True
+    )
+    assert command.stderr is not None
+    assert command.stderr.readline().startswith("measuring")
+
+    command.send_signal(signal.SIGINT)
+    _, rest = command.communicate(timeout=60)
+
+    assert command.returncode == 130
+    assert rest == "phasewise: interrupted\n"
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
