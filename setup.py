@@ -37,10 +37,13 @@ class build_kernels(build_ext):
     """Compiles the per-ISA sources, each with its own flags, side by side; links them into the extension."""
 
     def build_extension(self, ext: Extension) -> None:
+        if not self.force and not newer_group([*ext.sources, *ext.depends], self.get_ext_fullpath(ext.name)):
+            return
+
         def compile_isa(isa: str) -> list[str]:
             source = str(KERNELS / "isa" / f"{isa}.c")
             objects = self.compiler.object_filenames([source], output_dir=self.build_temp)
-            if self.force or newer_group([source, "setup.py", *ext.depends], objects[0]):
+            if self.force or newer_group([source, *ext.depends], objects[0]):
                 self.compiler.compile(
                     [source],
                     output_dir=self.build_temp,
@@ -52,13 +55,11 @@ class build_kernels(build_ext):
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             for objects in pool.map(compile_isa, reversed(ISA_FLAGS)):  # the longest first
                 ext.extra_objects += objects
-        ext.depends += ext.extra_objects  # an object newer than the extension means a link is due
         super().build_extension(ext)
 
 
-headers = [
-    str(path) for pattern in ("*.h", "*/*.h", "families/*.c") for path in sorted(KERNELS.glob(pattern))
-]
+# Everything that the kernels are made of beside their own source file.
+INGREDIENTS = ("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c")
 native = Extension(
     "phasewise.cython_kernels._native",
     sources=[
@@ -66,7 +67,7 @@ native = Extension(
         *sorted(str(path) for path in KERNELS.glob("*.c") if path.name != "_native.c"),
     ],
     include_dirs=[str(KERNELS)],
-    depends=[*headers, *(str(path) for path in sorted(KERNELS.glob("*.pxi")))],
+    depends=["setup.py", *(str(path) for pattern in INGREDIENTS for path in sorted(KERNELS.glob(pattern)))],
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     extra_compile_args=[*COMMON_FLAGS, *BASELINE_FLAGS],
     extra_link_args=["-pthread"],
