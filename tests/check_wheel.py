@@ -39,7 +39,7 @@ def check(python: str, scratch: Path) -> None:
     check_contents(wheel)
     subprocess.run([*pip, "install", wheel], check=True)
     command = venv / "bin" / "phasewise"
-    for arguments in (["--version"], ["topo", "--json"], ["--help"]):
+    for arguments in (["--version"], ["topo", "--json"], ["db", "upgrade", "--db", "fresh.db"], ["--help"]):
         subprocess.run([command, *arguments], cwd=scratch, check=True, stdout=subprocess.DEVNULL)
     print(f"{wheel.name}: installs only phasewise, and runs")
 
