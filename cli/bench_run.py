@@ -15,7 +15,7 @@ from phasewise.cli.opening import open_model
 from phasewise.cli.options import WeightFormat
 from phasewise.cli.present import note
 from phasewise.cython_kernels import isa
-from phasewise.serving.ranks import LocalRanks
+from phasewise.serving.ranks import STEP_TOKENS, LocalRanks
 from phasewise.serving.throughput import Throughput, Workload, compute_kind, flops, measure, streamed_bytes
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.limits import peak_flops, read_bandwidth
@@ -100,7 +100,7 @@ def _row(opened: OpenRanks, limits: Limits, timed: Throughput) -> BenchRow:
         model_n_params=sum(w.n * w.k for w in model.weights.values())
         + sum(v.size for v in model.vectors.values()),
         n_batch=MAX_BATCH_TOKENS,
-        n_ubatch=MAX_BATCH_TOKENS,
+        n_ubatch=STEP_TOKENS,
         n_threads=len(cores),
         cpu_mask=hex(sum(1 << core for core in cores)),
         cpu_strict=True,
