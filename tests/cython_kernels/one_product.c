@@ -1,0 +1,37 @@
+/* One product by the portable kernels, for a machine that is not this one: operands on stdin, y on stdout.
+ * stdin: int32 kind, group, zero_point, scale_bytes, has_mins; int64 n, k, m, and the bytes of values and of scales;
+ * then values, scales, mins, x float32 [m][k]. stdout: y float32 [m][n]. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "dispatch.h"
+
+static void *read_bytes(size_t bytes) {
+    void *place = malloc(bytes ? bytes : 1);
+    if (!place || fread(place, 1, bytes, stdin) != bytes) exit(1);
+    return place;
+}
+
+int main(void) {
+    int32_t *fields = read_bytes(5 * sizeof(int32_t));
+    int64_t *sizes = read_bytes(5 * sizeof(int64_t));
+    int64_t n = sizes[0], k = sizes[1], m = sizes[2];
+    pw_weight w = {.kind = fields[0], .group = fields[1], .zero_point = fields[2], .scale_bytes = fields[3], .n = n, .k = k};
+    w.values = read_bytes((size_t)sizes[3]);
+    if (sizes[4]) w.scales = read_bytes((size_t)sizes[4]);
+    if (fields[4]) w.mins = read_bytes((size_t)sizes[4]);
+    const float *x = read_bytes((size_t)(m * k) * sizeof(float));
+
+    if (pw_weight_problem(&w) || pw_select("portable")) return 2;
+    const pw_gemm_kernels *kernels = &pw_active()->gemm;
+    pw_form form = pw_form_of(&w);
+    pw_activations rows = {.row_bytes = kernels->row_bytes(&form, k)};
+    void *prepared = aligned_alloc(64, (size_t)(rows.row_bytes * m + 63) / 64 * 64);
+    float *y = calloc((size_t)(m * n), sizeof(float));
+    if (!prepared || !y) return 1;
+    rows.rows = prepared;
+    pw_schedule schedule = pw_default_schedule(&w, m, 1);
+    kernels->prepare_rows(&form, k, x, k, (pw_range){0, m}, prepared);
+    kernels->gemm(&w, &rows, (pw_range){0, m}, (pw_range){0, pw_panels(n)}, y, n, PW_STORE, &schedule);
+    return fwrite(y, sizeof(float), (size_t)(m * n), stdout) == (size_t)(m * n) ? 0 : 1;
+}
