@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
 .PHONY: help setup build test test-asan lint demo bench compare docs wheel clean
 
@@ -17,8 +18,13 @@ $(VENV)/.setup: setup.py setup.cfg pyproject.toml
 
 setup: $(VENV)/.setup  ## a virtual environment with phasewise, built from this tree
 
-build: setup       ## compile the kernels again after a change
-	$(BIN)/python setup.py -q build_ext --inplace
+build: $(VENV)/.built  ## compile the kernels again after a change
+
+# The set-up has just compiled them; only what changed since needs a build of its own.
+$(VENV)/.built: $(VENV)/.setup $(KERNEL_SOURCES)
+	@if [ -n "$$(find $(KERNEL_SOURCES) -newer $(VENV)/.setup)" ]; then \
+		echo compiling the kernels; $(BIN)/python setup.py -q build_ext --inplace; fi
+	@touch $@
 
 test: build        ## run the tests: make test ARGS="-k rmsnorm"
 	$(BIN)/python -m pytest $(ARGS)
