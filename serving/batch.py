@@ -1,17 +1,16 @@
 """What one engine step computes: slices of sequences, all of one phase. Integers only; ranks read it, the
-scheduler makes it."""
+scheduler makes it. Named tuples, as in messages.py: they are made at every step, and more cheaply than
+frozen dataclasses (benchmarks/python_share.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Phase = Literal["prefill", "decode"]
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
+class SequenceSlice(NamedTuple):
     """Consecutive tokens of one sequence, and where their keys and values go.
 
     Token `token_ids[i]` stands at position `start + i` of its sequence and writes KV slot
@@ -25,8 +24,7 @@ class SequenceSlice:
     """Whether the logits after the last token of this slice are wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """One step. In a decode batch every slice has exactly one token and wants its logits."""
 
     phase: Phase

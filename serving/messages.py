@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from phasewise.serving.batch import Phase
 from phasewise.serving.request import FinishReason
@@ -30,8 +31,7 @@ class Abort:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """The next piece of one answer. `tokens` are those whose text has begun to be given out."""
 
     request_id: str
@@ -44,16 +44,14 @@ class Answer:
     finish_reason: FinishReason | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """The request ends here, without the rest of its answer. `error` says why."""
 
     request_id: str
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+class StepStats(NamedTuple):
     """One step, for metrics."""
 
     phase: Phase
@@ -62,8 +60,7 @@ class StepStats:
     duration_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineLoad(NamedTuple):
     """What the engine holds now."""
 
     n_waiting: int
@@ -72,8 +69,7 @@ class EngineLoad:
     kv_slots: int
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """All that one turn of the engine has to say. `stats` is None where nothing was computed."""
 
     outs: tuple[Answer | Failure, ...]

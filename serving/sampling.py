@@ -13,7 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -83,8 +83,7 @@ class SamplingParams:
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """`logprob` is None unless asked for; `top` holds (token id, log-probability), likeliest first."""
 
     token_id: int
