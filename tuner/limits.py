@@ -51,8 +51,11 @@ def peak_flops(kind: str, cores: Sequence[int], repeats: int = 5) -> float:
     return _best_rate(prepare, cores, repeats)
 
 
-def read_bandwidth(cores: Sequence[int], total_bytes: int = DEFAULT_READ_BYTES, repeats: int = 7) -> float:
-    """Bytes per second of streaming a buffer of `total_bytes`, split evenly over `cores`."""
+def read_bandwidth(cores: Sequence[int], total_bytes: int = DEFAULT_READ_BYTES, repeats: int = 40) -> float:
+    """Bytes per second of streaming a buffer of `total_bytes`, split evenly over `cores`.
+
+    A pass takes milliseconds and memory changes its pace within a second, hence the many repeats.
+    """
     share_bytes = max(1 << 16, total_bytes // len(cores))
 
     def prepare() -> Callable[[], int]:
@@ -78,8 +81,8 @@ def _best_rate(prepare: Callable[[], Callable[[], int]], cores: Sequence[int], r
     gate = threading.Barrier(len(cores))
 
     def member(core: int) -> list[tuple[int, int, int]]:
-        os.sched_setaffinity(0, {core})  # 0 is the calling thread
         try:
+            os.sched_setaffinity(0, {core})  # 0 is the calling thread
             run = prepare()
             return [_span(gate, run) for _ in range(repeats)]
         except BaseException:

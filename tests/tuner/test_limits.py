@@ -1,0 +1,49 @@
+"""The measured limits: no time is asserted, only what must hold of any measurement."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from phasewise.cython_kernels import isa
+from phasewise.cython_kernels import limits as loops
+from phasewise.tuner.limits import peak_flops, read_bandwidth
+
+
+@pytest.mark.parametrize("name", isa.usable())
+@pytest.mark.parametrize("kind", loops.KINDS)
+def test_twice_the_rounds_is_twice_the_work(name: str, kind: str) -> None:
+    """On every instruction set; odd counts, because the loops may round up to one."""
+    with isa.using(name):
+        assert loops.peak(kind, 2001) > 0
+        assert loops.peak(kind, 4001) / loops.peak(kind, 2001) == pytest.approx(4001 / 2001)
+
+
+@pytest.mark.parametrize("name", isa.usable())
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 1 << 20])
+def test_whole_kilobytes_are_read(name: str, size: int) -> None:
+    with isa.using(name):
+        assert loops.read(np.ones(size, dtype=np.uint8)) == size // 1024 * 1024
+
+
+def test_an_unknown_peak_is_refused() -> None:
+    with pytest.raises(ValueError, match="f64"):
+        loops.peak("f64", 1)
+
+
+def test_limits_are_rates_of_all_cores_and_leave_the_caller_unpinned() -> None:
+    before = os.sched_getaffinity(0)
+    cores = sorted(before)[:2]
+
+    assert peak_flops("f32", cores, repeats=1) > 0
+    assert read_bandwidth(cores, 1 << 20, repeats=2) > 0
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_core_that_may_not_be_used_is_an_error_and_no_hang() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+
+    with pytest.raises(OSError, match="Invalid argument"):
+        peak_flops("f32", [1023, *allowed], repeats=1)
