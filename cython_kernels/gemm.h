@@ -4,16 +4,27 @@
  * that a weight's kernel reads (prepare_rows), once per form and row; any thread may prepare any rows. Then each
  * thread calls gemm for its share, a range of rows times a range of panels. Nothing inside synchronises.
  *
- * Every y[row][column] is accumulated over k in one fixed order, whatever M, the shares and the schedule are:
- * on one ISA the result is the same bit for bit. */
+ * The arithmetic of a product is its compute path and its number of k parts, both fields of the weight: every
+ * y[row][column] is accumulated in the one order that they name, whatever M, the shares and the schedule are. On one
+ * ISA the result is the same bit for bit. */
 #ifndef PHASEWISE_GEMM_H
 #define PHASEWISE_GEMM_H
 
 #include <stdint.h>
 
-enum { PW_PANEL = 16, PW_K_MULTIPLE = 32 };
+enum { PW_PANEL = 16, PW_K_MULTIPLE = 32, PW_MAX_K_PARTS = 64 };
 
 typedef enum { PW_F32, PW_BF16, PW_Q8, PW_Q4, PW_KINDS } pw_kind;
+/* How weights and activations meet. Names: pw_path_name. A path that an ISA lacks is its default one for the kind. */
+typedef enum {
+    PW_FMA,       /* float32 multiply-adds of widened weights */
+    PW_BF16_DOT,  /* pairs of bf16, summed in float32 */
+    PW_BF16_TILE, /* the same on the tile unit */
+    PW_INT8_DOT,  /* bytes times rows quantised to bytes, exact in int32 within a group */
+    PW_INT8_TILE,
+    PW_PATHS
+} pw_path;
+
 typedef enum { PW_STORE, PW_ADD } pw_epilogue; /* y = x W^T, or y = y + x W^T (the finished sum is added once) */
 
 typedef struct {
@@ -21,6 +32,8 @@ typedef struct {
     int32_t group;       /* inputs that share a scale: 16 or 32 (q8), 32 (q4), 0 otherwise */
     int32_t zero_point;  /* 0..255; 0 where there are mins */
     int32_t scale_bytes; /* 2: float16 scales and mins, 4: float32, 0: no scales */
+    int32_t path;        /* pw_path; -1: the ISA's default for the kind */
+    int32_t k_parts;     /* 1..PW_MAX_K_PARTS: k is summed in so many parts, whose sums are added in order */
     int64_t n, k;        /* outputs and inputs, before padding */
     const void *values;  /* panels, see packing.py; no alignment is assumed */
     const void *scales;  /* [panels][padded k / group][16] or NULL */
@@ -29,7 +42,7 @@ typedef struct {
 
 /* What rows must look like for a weight. Weights of equal form and k share prepared rows. */
 typedef struct {
-    int32_t kind, group, zero_point;
+    int32_t kind, group, zero_point, path;
 } pw_form;
 
 /* Prepared rows; the layout inside a row belongs to the ISA that wrote it. For f32 this is x itself. */
@@ -49,15 +62,23 @@ typedef struct {
     int32_t block_n;              /* panels that stay in L2 while the rows pass */
     int32_t block_k;              /* inputs per pass, so that a tile's weights stay in L1 */
     int32_t prefetch_bytes;       /* how far ahead of a panel's reads its lines are asked for; 0: not at all */
-    int32_t grid_m, grid_n;       /* threads over rows and over panels; grid_m * grid_n = threads */
+    int32_t grid_m, grid_n;       /* threads over rows and over panels */
+    int32_t grid_k;               /* 1, or the weight's k_parts: each part has threads of its own */
+    int32_t rows_outside;         /* 0: panel blocks are the outermost loop, 1: row blocks are */
 } pw_schedule;
 
 static inline int64_t pw_panels(int64_t n) { return (n + PW_PANEL - 1) / PW_PANEL; }
 static inline int64_t pw_padded_k(int64_t k) { return (k + PW_K_MULTIPLE - 1) / PW_K_MULTIPLE * PW_K_MULTIPLE; }
 
 static inline pw_form pw_form_of(const pw_weight *w) {
-    return (pw_form){w->kind, w->group, w->zero_point};
+    return (pw_form){w->kind, w->group, w->zero_point, w->path};
 }
+
+/* `fma`, `bf16_dot`, ..: what databases and people call a path; NULL past the last. */
+const char *pw_path_name(int path);
+
+/* Part `part` of w->k_parts: a range of inputs that begins and ends on multiples of PW_K_MULTIPLE, or at k. */
+pw_range pw_k_part(const pw_weight *w, int32_t part);
 
 /* NULL, or what is wrong with the fields of a weight (the arrays' sizes are the caller's to check). */
 const char *pw_weight_problem(const pw_weight *w);

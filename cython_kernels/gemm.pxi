@@ -18,20 +18,23 @@ cdef extern from "gemm.h" nogil:
         PW_Q8
         PW_Q4
         PW_PANEL
+        PW_KINDS
+        PW_PATHS
+        PW_MAX_K_PARTS
 
     ctypedef enum pw_epilogue:
         PW_STORE
         PW_ADD
 
     ctypedef struct pw_weight:
-        int32_t kind, group, zero_point, scale_bytes
+        int32_t kind, group, zero_point, scale_bytes, path, k_parts
         int64_t n, k
         const void *values
         const void *scales
         const void *mins
 
     ctypedef struct pw_form:
-        int32_t kind, group, zero_point
+        int32_t kind, group, zero_point, path
 
     ctypedef struct pw_activations:
         const void *rows
@@ -41,7 +44,8 @@ cdef extern from "gemm.h" nogil:
         int64_t begin, end
 
     ctypedef struct pw_schedule:
-        int32_t mr, panels, block_m, block_n, block_k, prefetch_bytes, grid_m, grid_n
+        int32_t mr, panels, block_m, block_n, block_k, prefetch_bytes, grid_m, grid_n, grid_k
+        int32_t rows_outside
 
     int64_t pw_panels(int64_t n)
     int64_t pw_padded_k(int64_t k)
@@ -49,6 +53,8 @@ cdef extern from "gemm.h" nogil:
     const char *pw_weight_problem(const pw_weight *w)
     pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads)
     int64_t pw_now_ns()
+    const char *pw_path_name(int path)
+    pw_range pw_k_part(const pw_weight *w, int32_t part)
     void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t thread, pw_range *rows, pw_range *panels)
 
 
@@ -59,6 +65,7 @@ cdef extern from "dispatch.h" nogil:
                              void *prepared) noexcept nogil
         void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, float *y,
                      int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) noexcept nogil
+        int32_t (*path_of)(int32_t kind, int32_t path) noexcept nogil
         void (*best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels) noexcept nogil
         void (*unpack_row)(const pw_weight *w, int64_t row, float *out) noexcept nogil
 
@@ -115,8 +122,33 @@ cdef const void *_bytes_of(array, dtype, tuple shape, str name) except? NULL:
     return <const void *><size_t>array.__array_interface__["data"][0]
 
 
-cdef pw_weight weight_view(packed) except *:
-    """A PackedWeight as the kernels see it. The caller keeps `packed` alive while the view is in use."""
+def path_names():
+    """Every compute path, in the order of their numbers."""
+    return tuple(pw_path_name(path).decode() for path in range(PW_PATHS))
+
+
+def compute_paths(kind):
+    """The paths that the active ISA computes weights of this kind by, the default one first."""
+    cdef int32_t number = packing.KINDS.index(kind)
+    default = pw_active().gemm.path_of(number, -1)
+    own = [path for path in range(PW_PATHS) if path != default and pw_active().gemm.path_of(number, path) == path]
+    return tuple(pw_path_name(path).decode() for path in (default, *own))
+
+
+cdef int32_t path_number(path) except? -2:
+    """-1, the ISA's default, for None. WeightError for a name that no kernel knows."""
+    if path is None:
+        return -1
+    if path not in path_names():
+        raise WeightError(f"there is no compute path {path!r}: {', '.join(path_names())} are known")
+    return path_names().index(path)
+
+
+cdef pw_weight weight_view(packed, path=None, int32_t k_parts=1) except *:
+    """A PackedWeight as the kernels see it, and the arithmetic that it wants.
+
+    The caller keeps `packed` alive while the view is in use.
+    """
     cdef pw_weight w
     cdef const char *problem
     n, k = packed.n, packed.k
@@ -124,6 +156,7 @@ cdef pw_weight weight_view(packed) except *:
         raise WeightError(f"a weight of kind {packed.kind!r}, {n} outputs and {k} inputs: no kernel reads it")
     w.kind = packing.KINDS.index(packed.kind)
     w.n, w.k, w.group, w.zero_point = n, k, packed.group, packed.zero_point
+    w.path, w.k_parts = path_number(path), k_parts
     w.scale_bytes = 0
     w.scales = w.mins = NULL
     w.values = _bytes_of(packed.values, packing.values_dtype(packed.kind),
@@ -146,27 +179,28 @@ cdef pw_schedule schedule_of(fields):
     cdef pw_schedule s
     s.mr, s.panels, s.block_m, s.block_n, s.block_k = (
         fields["mr"], fields["panels"], fields["block_m"], fields["block_n"], fields["block_k"])
-    s.prefetch_bytes, s.grid_m, s.grid_n = fields["prefetch_bytes"], fields["grid_m"], fields["grid_n"]
+    s.prefetch_bytes, s.rows_outside = fields["prefetch_bytes"], fields["rows_outside"]
+    s.grid_m, s.grid_n, s.grid_k = fields["grid_m"], fields["grid_n"], fields["grid_k"]
     return s
 
 
-def default_schedule(packed, int64_t m, int32_t threads=1):
+def default_schedule(packed, int64_t m, int32_t threads=1, path=None, int32_t k_parts=1):
     """The schedule, as a dict of ints, that the kernels use for m rows where no tuned one is known."""
-    cdef pw_weight w = weight_view(packed)
+    cdef pw_weight w = weight_view(packed, path, k_parts)
     cdef pw_schedule s = pw_default_schedule(&w, m, threads)
     return s
 
 
-def prepared_row_bytes(packed):
+def prepared_row_bytes(packed, path=None):
     """Bytes of one row of activations in the form that this weight's kernel reads, on the active ISA."""
-    cdef pw_weight w = weight_view(packed)
+    cdef pw_weight w = weight_view(packed, path)
     cdef pw_form form = pw_form_of(&w)
     return pw_active().gemm.row_bytes(&form, w.k)
 
 
-def prepare_rows(const float[:, ::1] x, packed):
+def prepare_rows(const float[:, ::1] x, packed, path=None):
     """float32 [m, k] to uint8 [m, row bytes], the form that this weight's kernel reads on the active ISA."""
-    cdef pw_weight w = weight_view(packed)
+    cdef pw_weight w = weight_view(packed, path)
     cdef pw_form form = pw_form_of(&w)
     cdef int64_t row_bytes = pw_active().gemm.row_bytes(&form, w.k)
     cdef pw_range rows
@@ -183,12 +217,12 @@ def prepare_rows(const float[:, ::1] x, packed):
 
 
 def gemm_share(const uint8_t[:, ::1] prepared, packed, float[:, ::1] y, rows=None, panels=None, schedule=None,
-               add=False):
+               add=False, path=None, int32_t k_parts=1):
     """y[m, n] (+)= x W^T for a range of rows and a range of panels; the rest of y is left alone.
 
     `prepared` comes from prepare_rows on the same ISA; rows and panels are (begin, end), whole by default.
     """
-    cdef pw_weight w = weight_view(packed)
+    cdef pw_weight w = weight_view(packed, path, k_parts)
     cdef pw_form form = pw_form_of(&w)
     cdef int64_t m = y.shape[0]
     cdef pw_activations x
@@ -208,11 +242,11 @@ def gemm_share(const uint8_t[:, ::1] prepared, packed, float[:, ::1] y, rows=Non
         pw_active().gemm.gemm(&w, &x, row_range, panel_range, &y[0, 0], w.n, epilogue, &s)
 
 
-def gemm(x, packed, schedule=None):
+def gemm(x, packed, schedule=None, path=None, int32_t k_parts=1):
     """float32 [m, k] times a packed weight: float32 [m, n], on one thread."""
     rows = np.ascontiguousarray(x, dtype=np.float32)
     y = np.empty((rows.shape[0], packed.n), dtype=np.float32)
-    gemm_share(prepare_rows(rows, packed), packed, y, schedule=schedule)
+    gemm_share(prepare_rows(rows, packed, path), packed, y, schedule=schedule, path=path, k_parts=k_parts)
     return y
 
 
@@ -237,7 +271,8 @@ def share(packed, int64_t m, int32_t thread, schedule):
     return (rows.begin, rows.end), (panels.begin, panels.end)
 
 
-def time_gemm(const uint8_t[:, ::1] prepared, packs, float[:, ::1] y, int calls, schedule=None):
+def time_gemm(const uint8_t[:, ::1] prepared, packs, float[:, ::1] y, int calls, schedule=None, path=None,
+              int32_t k_parts=1):
     """Nanoseconds that `calls` products on one thread take, weights taken in turn from `packs` (all alike).
 
     A list of one weight measures it warm; a list larger than the last cache measures it cold.
@@ -251,11 +286,11 @@ def time_gemm(const uint8_t[:, ::1] prepared, packs, float[:, ::1] y, int calls,
     cdef int64_t start, stop
     try:
         for i in range(count):
-            weights[i] = weight_view(packs[i])
+            weights[i] = weight_view(packs[i], path, k_parts)
             if (packs[i].n, packs[i].k, packs[i].kind) != (packs[0].n, packs[0].k, packs[0].kind):
                 raise ValueError("the weights of one timing are of one kind and size")
         s = pw_default_schedule(weights, m, 1) if schedule is None else schedule_of(schedule)
-        if prepared.shape[0] != m or prepared.shape[1] != prepared_row_bytes(packs[0]) or y.shape[1] != weights.n:
+        if prepared.shape[0] != m or prepared.shape[1] != prepared_row_bytes(packs[0], path) or y.shape[1] != weights.n:
             raise ValueError("prepared rows, weight and y do not fit together")
         x.rows, x.row_bytes = &prepared[0, 0], prepared.shape[1]
         rows.begin, rows.end = 0, m

@@ -16,6 +16,8 @@ const char *pw_weight_problem(const pw_weight *w) {
     if (w->kind < 0 || w->kind >= PW_KINDS) return "kind must be f32, bf16, q8 or q4";
     if (w->n < 1 || w->k < 1 || w->n > INT32_MAX || w->k > INT32_MAX) return "n and k must lie in 1..2^31";
     if (!w->values) return "values are missing";
+    if (w->path < -1 || w->path >= PW_PATHS) return "there is no such compute path";
+    if (w->k_parts < 1 || w->k_parts > PW_MAX_K_PARTS) return "k_parts must lie in 1..64";
     if (w->kind >= PW_Q8) return quant_problem(w);
     return w->group || w->zero_point || w->scales || w->mins ? "a dense weight has no groups" : NULL;
 }
@@ -54,6 +56,7 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     s.prefetch_bytes = STREAM_AHEAD_BYTES;
     s.grid_m = 1;
     s.grid_n = threads > 1 ? threads : 1;
+    s.grid_k = 1;
     return s;
 }
 
@@ -71,6 +74,16 @@ void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t threa
     }
     *rows = part_of(m, at_least(1, s->mr), grid_m, thread / grid_n);
     *panels = part_of(pw_panels(w->n), 1, grid_n, thread % grid_n);
+}
+
+const char *pw_path_name(int path) {
+    static const char *const names[PW_PATHS] = {"fma", "bf16_dot", "bf16_tile", "int8_dot", "int8_tile"};
+    return path >= 0 && path < PW_PATHS ? names[path] : NULL;
+}
+
+pw_range pw_k_part(const pw_weight *w, int32_t part) {
+    pw_range units = part_of(pw_padded_k(w->k), PW_K_MULTIPLE, w->k_parts, part);
+    return (pw_range){at_most(w->k, units.begin), at_most(w->k, units.end)};
 }
 
 int64_t pw_now_ns(void) {

@@ -20,6 +20,7 @@ const pw_kernels ISA(kernels) = {
             .row_bytes = ISA(row_bytes),
             .prepare_rows = ISA(prepare_rows),
             .gemm = ISA(gemm),
+            .path_of = ISA(path_of),
             .best_tile = ISA(best_tile),
             .unpack_row = ISA(unpack_row),
         },

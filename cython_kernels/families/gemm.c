@@ -210,6 +210,14 @@ void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_ra
 #endif
 }
 
+/* One path a kind so far. */
+int32_t ISA(path_of)(int32_t kind, int32_t path) {
+    (void)path;
+    if (kind == PW_F32) return PW_FMA;
+    if (kind == PW_BF16) return BF16_STEP_PAIRS > 1 ? PW_BF16_TILE : BF16_ACTIVATION_BYTES == 2 ? PW_BF16_DOT : PW_FMA;
+    return PW_INT8_DOT;
+}
+
 static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */

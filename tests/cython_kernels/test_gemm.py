@@ -60,6 +60,7 @@ def random_schedule(rng: np.random.Generator) -> dict[str, int]:
     wild = rng.random() < 0.3
     low, high = (-(2**31), 2**31) if wild else (1, 100)
     fields = ("mr", "panels", "block_m", "block_n", "block_k", "prefetch_bytes", "grid_m", "grid_n")
+    fields += ("grid_k", "rows_outside")
     return {field: int(rng.integers(low, high)) for field in fields}
 
 
