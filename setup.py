@@ -3,6 +3,7 @@
 Everything else about the package is in setup.cfg.
 """
 
+import json
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
@@ -14,23 +15,18 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 KERNELS = Path("cython_kernels")
-IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
+MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
 
 COMMON_FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
-BASELINE_FLAGS = ["-march=x86-64-v2"] if IS_X86 else []
 
-# isa/<name>.c includes every family; the flags here are what that source may assume of the CPU.
-ISA_FLAGS: dict[str, list[str]] = {"portable": BASELINE_FLAGS}
-if IS_X86:
-    avx2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
-    avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
-    ISA_FLAGS |= {
-        "avx2": avx2,
-        "avx512": avx512,
-        "avx512_vnni": [*avx512, "-mavx512vnni"],
-        "avx512_bf16": [*avx512, "-mavx512vnni", "-mavx512bf16"],
-        "amx": [*avx512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
-    }
+# isa/<name>.c includes every family; the flags are what that source may assume of the CPU, `portable` being what
+# everything else may.
+ISA_FLAGS: dict[str, list[str]] = {
+    isa: flags.split()
+    for isa, flags in json.loads((KERNELS / "isa" / "flags.json").read_text())
+    .get(MACHINE, {"portable": ""})
+    .items()
+}
 
 
 class build_kernels(build_ext):
@@ -59,7 +55,7 @@ class build_kernels(build_ext):
 
 
 # Everything that the kernels are made of beside their own source file.
-INGREDIENTS = ("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c")
+INGREDIENTS = ("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c", "isa/*.json")
 native = Extension(
     "phasewise.cython_kernels._native",
     sources=[
@@ -69,7 +65,7 @@ native = Extension(
     include_dirs=[str(KERNELS)],
     depends=["setup.py", *(str(path) for pattern in INGREDIENTS for path in sorted(KERNELS.glob(pattern)))],
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
-    extra_compile_args=[*COMMON_FLAGS, *BASELINE_FLAGS],
+    extra_compile_args=[*COMMON_FLAGS, *ISA_FLAGS["portable"]],
     extra_link_args=["-pthread"],
     libraries=["m"],
 )

@@ -137,7 +137,7 @@ static int unpacking_pays(const pw_weight *w, int64_t rows) {
 
 /* A pass's panels of q4 to q8: bytes [panels][steps][8][16][4], which the call then reads. */
 static void unpack_nibbles(tile_call *t, int64_t panels, uint8_t *bytes) {
-    vi nibble = vi_set1(0x0F0F0F0F);
+    vi nibble = vi_set1(0x0F0F0F0F), offset = vi_set1((int32_t)(Q8_WEIGHT_OFFSET * 0x01010101u));
     int64_t panel_bytes = t->steps * PW_K_MULTIPLE * PW_PANEL;
     for (int64_t panel = 0; panel < panels; ++panel) {
         const uint8_t *from = t->values + panel * t->panel_bytes;
@@ -145,8 +145,8 @@ static void unpack_nibbles(tile_call *t, int64_t panels, uint8_t *bytes) {
         for (int64_t i = 0; i < panel_bytes / 2; i += LANES * 4) {
             vi pairs = vi_load(from + i);
             uint8_t *quads = to + i / VECTOR_ROW_BYTES * (2 * VECTOR_ROW_BYTES) + i % VECTOR_ROW_BYTES;
-            vi_store(quads, vi_and(pairs, nibble));
-            vi_store(quads + VECTOR_ROW_BYTES, vi_and(vi_shr(pairs, 4), nibble));
+            vi_store(quads, vi_or(vi_and(pairs, nibble), offset));
+            vi_store(quads + VECTOR_ROW_BYTES, vi_or(vi_and(vi_shr(pairs, 4), nibble), offset));
         }
     }
     t->values = bytes;
