@@ -86,7 +86,7 @@ static void gather_residual(const product *p, pw_range rows, pw_range panels) {
 static void multiply(const product *p, pw_range rows, pw_range panels) {
     const pw_op *op = p->op;
     if (op->rows == PW_GATHERED_ROWS && op->epilogue == PW_ADD) gather_residual(p, rows, panels);
-    p->run->kernels->gemm.gemm(&p->part->weight, &p->x, rows, panels,
+    p->run->kernels->gemm.gemm(&p->part->weight, &p->x, rows, panels, -1,
                                p->run->program->arena + op->out + p->part->column, op->out_stride,
                                (pw_epilogue)op->epilogue, &p->schedule);
 }

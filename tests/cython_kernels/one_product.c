@@ -16,7 +16,7 @@ int main(void) {
     int32_t *fields = read_bytes(5 * sizeof(int32_t));
     int64_t *sizes = read_bytes(5 * sizeof(int64_t));
     int64_t n = sizes[0], k = sizes[1], m = sizes[2];
-    pw_weight w = {.kind = fields[0], .group = fields[1], .zero_point = fields[2], .scale_bytes = fields[3], .n = n, .k = k};
+    pw_weight w = {.kind = fields[0], .group = fields[1], .zero_point = fields[2], .scale_bytes = fields[3], .n = n, .k = k, .path = -1, .k_parts = 1};
     w.values = read_bytes((size_t)sizes[3]);
     if (sizes[4]) w.scales = read_bytes((size_t)sizes[4]);
     if (fields[4]) w.mins = read_bytes((size_t)sizes[4]);
@@ -32,6 +32,6 @@ int main(void) {
     rows.rows = prepared;
     pw_schedule schedule = pw_default_schedule(&w, m, 1);
     kernels->prepare_rows(&form, k, x, k, (pw_range){0, m}, prepared);
-    kernels->gemm(&w, &rows, (pw_range){0, m}, (pw_range){0, pw_panels(n)}, y, n, PW_STORE, &schedule);
+    kernels->gemm(&w, &rows, (pw_range){0, m}, (pw_range){0, pw_panels(n)}, -1, y, n, PW_STORE, &schedule);
     return fwrite(y, sizeof(float), (size_t)(m * n), stdout) == (size_t)(m * n) ? 0 : 1;
 }
