@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     AnyRow: TypeAlias = Row[*tuple[Any, ...]]
     AnySelect: TypeAlias = Select[*tuple[Any, ...]]
 
+PROBLEM_FIELDS = tuple(field.name for field in fields(Problem))
+WEIGHT_FIELDS = tuple(name for name in PROBLEM_FIELDS if name != "m")
+
 _log = logging.getLogger(__name__)
 
 
@@ -149,6 +152,13 @@ class Store:
     def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]:
         """Everything measured for a problem on this kind of machine with this build, oldest first."""
         query = _of_problem(_all_measurements(), MeasurementRow, problem, machine, kernel_abi)
+        return list(self._records(query.order_by(MeasurementRow.id), _measurement))
+
+    def measurements_of_every_m(
+        self, problem: Problem, machine: MachineKey, kernel_abi: str
+    ) -> list[Measurement]:
+        """As `measurements`, whatever the problem's m is: all that is known about one weight."""
+        query = _of_problem(_all_measurements(), MeasurementRow, problem, machine, kernel_abi, WEIGHT_FIELDS)
         return list(self._records(query.order_by(MeasurementRow.id), _measurement))
 
     def best_measurement(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> Measurement | None:
@@ -311,7 +321,7 @@ def _all_promotions() -> AnySelect:
 
 
 _Incumbent = aliased(ScheduleRow)
-_PROBLEM_ORDER = (ProblemRow.family, ProblemRow.format, ProblemRow.n, ProblemRow.k, ProblemRow.m)
+_PROBLEM_ORDER = tuple(getattr(ProblemRow, name) for name in PROBLEM_FIELDS)
 
 
 def _key_of(model: type[MeasurementRow | PromotionRow]) -> tuple[ColumnElement[Any], ...]:
@@ -331,9 +341,10 @@ def _of_problem(
     problem: Problem,
     machine: MachineKey,
     kernel_abi: str,
+    names: Sequence[str] = PROBLEM_FIELDS,
 ) -> AnySelect:
     return query.where(
-        *(getattr(ProblemRow, name) == value for name, value in asdict(problem).items()),
+        *(getattr(ProblemRow, name) == getattr(problem, name) for name in names),
         *_of_machine(model, machine),
         model.kernel_abi == kernel_abi,
     )

@@ -103,6 +103,14 @@ class TestStoreContract:
         assert store.best_measurement(PROBLEM, MACHINE, ABI) is None
         assert len(store.best_measurements()) == len(others)
 
+    def test_all_rows_of_a_weight_are_one_question(self, store: Store) -> None:
+        """Every m, oldest first; still only of one build and one kind of machine."""
+        ms = [dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, m=m)) for m in (8, 1, 8)]
+        other = dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, n=16))
+        store.add_measurements([*ms, other, dataclasses.replace(MEASUREMENT, kernel_abi="another-build")])
+
+        assert store.measurements_of_every_m(dataclasses.replace(PROBLEM, m=3), MACHINE, ABI) == ms
+
     def test_appending_never_replaces(self, store: Store) -> None:
         """The same schedule measured again is another row; problem and schedule stay one row each."""
         store.add_measurements([measured(300), measured(200)])
