@@ -10,7 +10,7 @@ Everything is a pure function, or calls a `Take` that was handed in.
   it, and on a shared machine it may hit more than half of them, which moves the median and the middle half;
   the minimum alone would reward one lucky reading. Raw samples are kept, so this choice can change.
 - A difference is believed only after pairs of turns, one of each in changing order, and only if the
-  confidence interval of the median ratio (`compare`) lies on one side of 1.
+  confidence interval of the median ratio (`compare`) begins above 1.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from phasewise.kerneldb.records import MAX_GAIN, Comparison
 
 TURN_NS = 1_500_000  # of calls: long against a barrier and a timer tick, short against a burst
 MIN_SAMPLE_NS = 20_000  # a thousand times the clock's own cost
@@ -92,53 +94,35 @@ def _within(margin: float, running: Sequence[int], taken: Sequence[Samples]) -> 
     return [one for one in running if estimates[one] <= limit]
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two schedules of one problem, timed in pairs: how many times faster the second one is."""
-
-    before_ns: int
-    after_ns: int
-    speedup: float
-    """Median over the pairs of before / after."""
-    low: float
-    high: float
-    """Confidence interval of that median."""
-    pairs: int
-
-    @property
-    def is_faster(self) -> bool:
-        """The second one, beyond doubt of the stated confidence."""
-        return self.low > 1.0
-
-    @property
-    def is_slower(self) -> bool:
-        return self.high < 1.0
+def proves_faster(found: Comparison) -> bool:
+    """The candidate is faster than the incumbent, beyond doubt of the comparison's confidence."""
+    return found.gain_low > 1.0
 
 
-def duel(before: Take, after: Take, pairs: int = PAIRS) -> Comparison:
-    """Time `before` and `after` in pairs of turns; who begins alternates."""
-    befores, afters = [], []
+def duel(incumbent: Take, candidate: Take, pairs: int = PAIRS) -> list[tuple[Samples, Samples]]:
+    """Time two schedules in pairs of turns, incumbent's samples first; who begins alternates."""
+    taken = []
     for pair in range(pairs):
         if pair % 2:
-            last, first = after(), before()
+            of_candidate, of_incumbent = candidate(), incumbent()
         else:
-            first, last = before(), after()
-        befores.append(estimate_ns(first))
-        afters.append(estimate_ns(last))
-    return compare(befores, afters)
+            of_incumbent, of_candidate = incumbent(), candidate()
+        taken.append((of_incumbent, of_candidate))
+    return taken
 
 
-def compare(before_ns: Sequence[int], after_ns: Sequence[int], confidence: float = CONFIDENCE) -> Comparison:
-    """Of paired timings. The interval comes from the sign test, so no shape of the noise is assumed."""
-    ratios = sorted(before / after for before, after in zip(before_ns, after_ns, strict=True))
-    low, high = _sign_test_interval(ratios, confidence)
-    return Comparison(
-        estimate_ns(before_ns), estimate_ns(after_ns), statistics.median(ratios), low, high, len(ratios)
-    )
+def compare(taken: Sequence[tuple[Samples, Samples]], confidence: float = CONFIDENCE) -> Comparison:
+    """What a duel says: the median over its pairs of incumbent / candidate.
+
+    The interval comes from the sign test, so no shape of the noise is assumed.
+    """
+    gains = sorted(min(MAX_GAIN, estimate_ns(before) / estimate_ns(after)) for before, after in taken)
+    low, high = _sign_test_interval(gains, confidence)
+    return Comparison(statistics.median(gains), low, high, confidence, len(gains))
 
 
 def _sign_test_interval(ordered: Sequence[float], confidence: float) -> tuple[float, float]:
-    """The interval of the median between two order statistics; 0 to infinity where there are too few pairs.
+    """The interval of the median between two order statistics; 0 to MAX_GAIN where there are too few pairs.
 
     With `out` values left out at each end, it misses the median with probability 2 P(Binomial(n, 1/2) < out).
     """
@@ -148,4 +132,4 @@ def _sign_test_interval(ordered: Sequence[float], confidence: float) -> tuple[fl
         if missed > 1 - confidence:
             break
         out += 1
-    return (0.0, math.inf) if out == 0 else (ordered[out - 1], ordered[count - out])
+    return (0.0, MAX_GAIN) if out == 0 else (ordered[out - 1], ordered[count - out])
