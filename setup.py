@@ -19,8 +19,8 @@ MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower()
 
 COMMON_FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
 
-# isa/<name>.c includes every family; the flags are what that source may assume of the CPU, `portable` being what
-# everything else may.
+# isa/<name>.c includes every family; the flags are what that source may assume of the CPU, those of
+# `portable` what everything else may.
 ISA_FLAGS: dict[str, list[str]] = {
     isa: flags.split()
     for isa, flags in json.loads((KERNELS / "isa" / "flags.json").read_text())

@@ -15,9 +15,11 @@ typedef struct {
      * For f32 this copies: x itself, with row_bytes = 4 * ldx, serves as well. */
     void (*prepare_rows)(const pw_form *form, int64_t k, const float *x, int64_t ldx, pw_range rows, void *prepared);
 
-    /* y[row][column] for rows x panels (columns 16 * panel .. below n); y is indexed by absolute row and column. */
-    void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, float *y, int64_t ldy,
-                 pw_epilogue epilogue, const pw_schedule *schedule);
+    /* y[row][column] for rows x panels (columns 16 * panel .. below n); y is indexed by absolute row and column.
+     * `part` -1: the whole product; 0..k_parts-1: that part's sum alone (zero where the part is empty). Part sums,
+     * added in order to the first, are the whole product bit for bit. */
+    void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, int32_t part, float *y,
+                 int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule);
 
     /* The path that this table computes a weight of this kind by when asked for `path`: itself, or the default. */
     int32_t (*path_of)(int32_t kind, int32_t path);

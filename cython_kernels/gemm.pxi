@@ -63,8 +63,8 @@ cdef extern from "dispatch.h" nogil:
         int64_t (*row_bytes)(const pw_form *form, int64_t k) noexcept nogil
         void (*prepare_rows)(const pw_form *form, int64_t k, const float *x, int64_t ldx, pw_range rows,
                              void *prepared) noexcept nogil
-        void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, float *y,
-                     int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) noexcept nogil
+        void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, int32_t part,
+                     float *y, int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) noexcept nogil
         int32_t (*path_of)(int32_t kind, int32_t path) noexcept nogil
         void (*best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels) noexcept nogil
         void (*unpack_row)(const pw_weight *w, int64_t row, float *out) noexcept nogil
@@ -217,10 +217,11 @@ def prepare_rows(const float[:, ::1] x, packed, path=None):
 
 
 def gemm_share(const uint8_t[:, ::1] prepared, packed, float[:, ::1] y, rows=None, panels=None, schedule=None,
-               add=False, path=None, int32_t k_parts=1):
+               add=False, path=None, int32_t k_parts=1, part=None):
     """y[m, n] (+)= x W^T for a range of rows and a range of panels; the rest of y is left alone.
 
     `prepared` comes from prepare_rows on the same ISA; rows and panels are (begin, end), whole by default.
+    `part` is one of k_parts, whose sum alone is wanted.
     """
     cdef pw_weight w = weight_view(packed, path, k_parts)
     cdef pw_form form = pw_form_of(&w)
@@ -229,6 +230,9 @@ def gemm_share(const uint8_t[:, ::1] prepared, packed, float[:, ::1] y, rows=Non
     cdef pw_range row_range, panel_range
     cdef pw_schedule s = pw_default_schedule(&w, m, 1) if schedule is None else schedule_of(schedule)
     cdef pw_epilogue epilogue = PW_ADD if add else PW_STORE
+    cdef int32_t part_number = -1 if part is None else part
+    if part is not None and not 0 <= part < k_parts:
+        raise ValueError(f"part {part} of {k_parts}")
     row_range.begin, row_range.end = (0, m) if rows is None else rows
     panel_range.begin, panel_range.end = (0, pw_panels(w.n)) if panels is None else panels
     if prepared.shape[0] != m or prepared.shape[1] != pw_active().gemm.row_bytes(&form, w.k) or y.shape[1] != w.n:
@@ -239,7 +243,7 @@ def gemm_share(const uint8_t[:, ::1] prepared, packed, float[:, ::1] y, rows=Non
         return
     x.rows, x.row_bytes = &prepared[0, 0], prepared.shape[1]
     with nogil:
-        pw_active().gemm.gemm(&w, &x, row_range, panel_range, &y[0, 0], w.n, epilogue, &s)
+        pw_active().gemm.gemm(&w, &x, row_range, panel_range, part_number, &y[0, 0], w.n, epilogue, &s)
 
 
 def gemm(x, packed, schedule=None, path=None, int32_t k_parts=1):
@@ -298,7 +302,8 @@ def time_gemm(const uint8_t[:, ::1] prepared, packs, float[:, ::1] y, int calls,
         with nogil:
             start = pw_now_ns()
             for i in range(calls):
-                pw_active().gemm.gemm(weights + i % count, &x, rows, panels, &y[0, 0], weights.n, PW_STORE, &s)
+                pw_active().gemm.gemm(weights + i % count, &x, rows, panels, -1, &y[0, 0], weights.n, PW_STORE,
+                                      &s)
             stop = pw_now_ns()
         return stop - start
     finally:

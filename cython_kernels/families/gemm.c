@@ -1,8 +1,10 @@
 /* families/gemm.c: walks a share of y = x W^T in blocks and calls micro-kernels; compiled once per ISA.
  *
- * Loops, outermost first: panel blocks (stay in L2), row blocks, tiles of panels, passes over k (a tile's weights
- * stay in L1), tiles of rows. A tile that is not at its last pass keeps its float32 sums in `partial`: storing and
- * loading a float32 is exact, so passes do not change results. Error bounds: gemm_dense.c, gemm_quant.c. */
+ * Loops, outermost first: panel blocks (stay in L2) and row blocks, in either order, tiles of panels, parts of k,
+ * passes over a part (a tile's weights stay in L1), tiles of rows. A tile that is not at the last pass of a part keeps
+ * its float32 sums in `partial`, and at the end of a part adds them to `total`: storing and loading a float32 is
+ * exact, so passes do not change results. Error bounds: gemm_dense.c, gemm_quant.c. Sums of P parts round P - 1 times
+ * more, 2^-24 of the sum each: within the same bounds, since the chains are shorter by as much. */
 #include "families/gemm.h"
 
 enum { PARTIAL_FLOATS = 16384, UNPACKED_BYTES = 32 << 10, UNPACK_ROWS = 16 };
@@ -43,9 +45,16 @@ typedef struct {
     pw_epilogue epilogue;
     int mr, panels; /* the largest tile in use */
     int64_t block_m, block_n, block_steps, steps;
-    int64_t step_row_bytes, step_value_bytes, prefetch_bytes;
+    int64_t step_inputs, step_row_bytes, step_value_bytes, prefetch_bytes;
+    int32_t first_part, end_part; /* what this call computes of w->k_parts */
     const tile_table *tiles;
 } walk;
+
+/* One pass over k, and where it lies in its part of k. */
+typedef struct {
+    pw_range steps;
+    int begins_part, ends_part, first_part, last_part;
+} pass;
 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
@@ -59,22 +68,21 @@ static tile_kernel *largest_tile(const tile_table *table, int *mr, int *np) {
     return (*table)[*mr][*np];
 }
 
-/* The columns of the last panel that exist go to y, the padding stays behind. */
-static void copy_ragged(const walk *k, const tile_call *t, int64_t row, int mr, int64_t column) {
-    int64_t columns = k->w->n - column;
-    for (int r = 0; r < mr; ++r) {
+/* The columns of a tile that exist go from t->out to y, the padding stays behind. */
+static void copy_out(const walk *k, const tile_call *t, int64_t row, pw_range panels) {
+    int64_t column = panels.begin * PW_PANEL, columns = at_most(panels.end * PW_PANEL, k->w->n) - column;
+    for (int r = 0; r < t->mr; ++r) {
         const float *from = t->out + r * t->out_stride;
         float *y = k->y + (row + r) * k->ldy + column;
         for (int64_t c = 0; c < columns; ++c) y[c] = k->epilogue == PW_ADD ? y[c] + from[c] : from[c];
     }
 }
 
-/* A tile's last pass: straight into y, or by way of a buffer where n ends inside it. */
-static void finish_tile(const walk *k, tile_kernel *kernel, tile_call *t, pw_range rows, pw_range panels) {
+/* The last pass over the only part: straight into y, or by way of a buffer where n ends inside the tile. */
+static void finish_tile(const walk *k, tile_kernel *kernel, tile_call *t, int64_t row, pw_range panels) {
     float edge[MAX_MR * MAX_TILE_PANELS * PW_PANEL];
-    int64_t column = panels.begin * PW_PANEL;
     if (panels.end * PW_PANEL <= k->w->n) {
-        t->out = k->y + rows.begin * k->ldy + column;
+        t->out = k->y + row * k->ldy + panels.begin * PW_PANEL;
         t->out_stride = k->ldy;
         t->add = k->epilogue == PW_ADD;
         kernel(t);
@@ -84,18 +92,40 @@ static void finish_tile(const walk *k, tile_kernel *kernel, tile_call *t, pw_ran
     t->out_stride = (panels.end - panels.begin) * PW_PANEL;
     t->add = 0;
     kernel(t);
-    copy_ragged(k, t, rows.begin, (int)(rows.end - rows.begin), column);
+    copy_out(k, t, row, panels);
 }
 
-/* What all calls of one pass share: steps [begin, end) of k for one tile of panels. */
-static tile_call first_call(const walk *k, pw_range panels, int64_t begin, int64_t end) {
+/* The end of one of several parts: to the total of the parts before it, which the last part passes on to y. */
+static void finish_part(const walk *k, tile_kernel *kernel, tile_call *t, const pass *p, int64_t row, pw_range panels,
+                        float *total) {
+    t->out = total;
+    t->out_stride = t->partial_stride;
+    t->add = !p->first_part;
+    kernel(t);
+    if (p->last_part) copy_out(k, t, row, panels);
+}
+
+/* Part i of k in steps. */
+static pw_range part_steps(const walk *k, int32_t i) {
+    pw_range inputs = pw_k_part(k->w, i);
+    return (pw_range){inputs.begin / k->step_inputs, i + 1 == k->w->k_parts ? k->steps : inputs.end / k->step_inputs};
+}
+
+/* Of a panel, what this call reads. */
+static int64_t call_bytes(const walk *k) {
+    int64_t steps = part_steps(k, k->end_part - 1).end - part_steps(k, k->first_part).begin;
+    return steps * k->step_value_bytes;
+}
+
+/* What all calls of one pass share, for one tile of panels. */
+static tile_call first_call(const walk *k, pw_range panels, const pass *p) {
     const pw_weight *w = k->w;
-    int64_t np = panels.end - panels.begin;
-    tile_call t = {.row_bytes = k->x->row_bytes, .steps = end - begin, .partial_stride = np * PW_PANEL};
+    int64_t np = panels.end - panels.begin, begin = p->steps.begin;
+    tile_call t = {.row_bytes = k->x->row_bytes, .steps = p->steps.end - begin, .partial_stride = np * PW_PANEL};
     t.panel_bytes = pw_padded_k(w->k) / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
     t.values = (const uint8_t *)w->values + panels.begin * t.panel_bytes + begin * k->step_value_bytes;
     t.prefetch_bytes = at_most(k->prefetch_bytes, t.panel_bytes);
-    t.prefetch_jump = end == k->steps ? (np - 1) * t.panel_bytes : 0;
+    if (p->last_part && p->ends_part) t.prefetch_jump = np * t.panel_bytes - call_bytes(k);
     if (!w->scales) return t;
     int64_t scales_at = (panels.begin * k->steps + begin) * PW_PANEL * w->scale_bytes;
     t.scale_bytes = w->scale_bytes;
@@ -105,22 +135,24 @@ static tile_call first_call(const walk *k, pw_range panels, int64_t begin, int64
     return t;
 }
 
-/* One pass over a block of rows; sums that another pass continues stay in partial[row of the block][column]. */
+/* One pass over a block of rows; sums that another pass or part continues stay at [row of the block][column]. */
 static void run_pass(const walk *k, const tile_table *table, tile_call *t, pw_range rows, pw_range panels,
-                     pw_range steps, float *partial) {
-    const uint8_t *block = (const uint8_t *)k->x->rows + steps.begin * k->step_row_bytes;
+                     const pass *p, float *partial, float *total) {
+    const uint8_t *block = (const uint8_t *)k->x->rows + p->steps.begin * k->step_row_bytes;
     for (int64_t row = rows.begin; row < rows.end;) {
         int mr = (int)at_most(k->mr, rows.end - row), np = (int)(panels.end - panels.begin);
         tile_kernel *kernel = largest_tile(table, &mr, &np);
-        float *so_far = partial + (row - rows.begin) * t->partial_stride;
+        int64_t so_far = (row - rows.begin) * t->partial_stride;
         t->mr = mr;
         t->panels = np;
         t->rows = block + row * t->row_bytes;
-        t->partial = steps.begin ? so_far : NULL;
-        if (steps.end == k->steps) {
-            finish_tile(k, kernel, t, (pw_range){row, row + mr}, panels);
+        t->partial = p->begins_part ? NULL : partial + so_far;
+        if (p->ends_part && p->first_part && p->last_part) {
+            finish_tile(k, kernel, t, row, panels);
+        } else if (p->ends_part) {
+            finish_part(k, kernel, t, p, row, panels, total + so_far);
         } else {
-            t->out = so_far;
+            t->out = partial + so_far;
             t->out_stride = t->partial_stride;
             t->add = 0;
             kernel(t);
@@ -154,22 +186,30 @@ static void unpack_nibbles(tile_call *t, int64_t panels, uint8_t *bytes) {
     t->prefetch_bytes = t->prefetch_jump = 0;
 }
 
-/* A block of rows times one tile of panels, all of k. */
+/* A block of rows times one tile of panels, all that the call computes of k. An empty part is zero. */
 static void panel_tile(const walk *k, pw_range rows, pw_range panels) {
-    float partial[PARTIAL_FLOATS];
+    float partial[PARTIAL_FLOATS], total[PARTIAL_FLOATS];
     uint8_t bytes[UNPACKED_BYTES] __attribute__((aligned(64)));
     int unpack = unpacking_pays(k->w, rows.end - rows.begin);
-    for (int64_t begin = 0, end; begin < k->steps; begin = end) {
-        end = at_most(begin + k->block_steps, k->steps);
-        tile_call t = first_call(k, panels, begin, end);
-        if (unpack) unpack_nibbles(&t, panels.end - panels.begin, bytes);
-        run_pass(k, unpack ? &tiles[PW_Q8] : k->tiles, &t, rows, panels, (pw_range){begin, end}, partial);
+    for (int32_t i = k->first_part; i < k->end_part; ++i) {
+        pw_range part = part_steps(k, i);
+        pass p = {{part.begin, part.begin}, .first_part = i == k->first_part, .last_part = i + 1 == k->end_part};
+        do {
+            p.begins_part = p.steps.end == part.begin;
+            p.steps = (pw_range){p.steps.end, at_most(p.steps.end + k->block_steps, part.end)};
+            p.ends_part = p.steps.end == part.end;
+            tile_call t = first_call(k, panels, &p);
+            if (unpack) unpack_nibbles(&t, panels.end - panels.begin, bytes);
+            run_pass(k, unpack ? &tiles[PW_Q8] : k->tiles, &t, rows, panels, &p, partial, total);
+        } while (!p.ends_part);
     }
 }
 
-static walk plan_walk(const pw_weight *w, const pw_schedule *s) {
-    walk k = {.w = w, .mr = s->mr, .panels = s->panels};
+static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part) {
+    walk k = {.w = w, .mr = s->mr, .panels = s->panels, .first_part = part, .end_part = part + 1};
+    if (part < 0) k.first_part = 0, k.end_part = w->k_parts;
     int64_t step_inputs = w->kind == PW_F32 ? 1 : w->kind == PW_BF16 ? 2 * BF16_STEP_PAIRS : w->group;
+    k.step_inputs = step_inputs;
     k.tiles = &tiles[w->kind == PW_Q8 && w->group == 16 ? Q8_GROUP16 : w->kind];
     largest_tile(k.tiles, &k.mr, &k.panels);
     k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / step_inputs;
@@ -181,30 +221,41 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s) {
     if (w->kind == PW_Q4) k.block_steps = at_most(k.block_steps, UNPACKED_BYTES / (k.panels * PW_PANEL * w->group));
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
     k.block_m = clamp(s->block_m, 1, INT32_MAX);
-    if (k.block_steps < k.steps) k.block_m = at_most(k.block_m, PARTIAL_FLOATS / (k.panels * PW_PANEL));
+    if (k.block_steps < k.steps || w->k_parts > 1) k.block_m = at_most(k.block_m, PARTIAL_FLOATS / (k.panels * PW_PANEL));
     k.prefetch_bytes = clamp(s->prefetch_bytes, 0, INT32_MAX);
     return k;
 }
 
-void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, float *y, int64_t ldy,
-               pw_epilogue epilogue, const pw_schedule *schedule) {
-    walk k = plan_walk(w, schedule);
+static void block(const walk *k, pw_range rows, pw_range panels) {
+    for (int64_t panel = panels.begin; panel < panels.end;) {
+        int mr = 1, np = (int)at_most(k->panels, panels.end - panel);
+        largest_tile(k->tiles, &mr, &np);
+        panel_tile(k, rows, (pw_range){panel, panel + np});
+        panel += np;
+    }
+}
+
+/* Both loops over blocks, either way round. */
+static void walk_blocks(const walk *k, pw_range rows, pw_range panels, int rows_outside) {
+    pw_range outer = rows_outside ? rows : panels, inner = rows_outside ? panels : rows;
+    int64_t outer_size = rows_outside ? k->block_m : k->block_n, inner_size = rows_outside ? k->block_n : k->block_m;
+    for (int64_t i = outer.begin; i < outer.end; i += outer_size) {
+        pw_range out = {i, at_most(i + outer_size, outer.end)};
+        for (int64_t j = inner.begin; j < inner.end; j += inner_size) {
+            pw_range in = {j, at_most(j + inner_size, inner.end)};
+            block(k, rows_outside ? out : in, rows_outside ? in : out);
+        }
+    }
+}
+
+void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, int32_t part, float *y,
+               int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) {
+    walk k = plan_walk(w, schedule, part);
     k.x = x;
     k.y = y;
     k.ldy = ldy;
     k.epilogue = epilogue;
-    for (int64_t n = panels.begin; n < panels.end; n += k.block_n) {
-        int64_t n_end = at_most(n + k.block_n, panels.end);
-        for (int64_t m = rows.begin; m < rows.end; m += k.block_m) {
-            pw_range block = {m, at_most(m + k.block_m, rows.end)};
-            for (int64_t panel = n; panel < n_end;) {
-                int mr = 1, np = (int)at_most(k.panels, n_end - panel);
-                largest_tile(k.tiles, &mr, &np);
-                panel_tile(&k, block, (pw_range){panel, panel + np});
-                panel += np;
-            }
-        }
-    }
+    walk_blocks(&k, rows, panels, schedule->rows_outside);
 #ifdef PW_AMX
     tiles_end();
 #endif

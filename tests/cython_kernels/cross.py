@@ -17,7 +17,16 @@ from phasewise.cython_kernels.packing import KINDS, PackedWeight
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "cython_kernels"
-COMMON_FLAGS = "-O2 -std=gnu11 -Wall -Wextra -Werror -ffp-contract=off -fno-math-errno -pthread".split()
+COMMON_FLAGS = [
+    "-O2",
+    "-std=gnu11",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-pthread",
+]
 
 
 def isa_flags(machine: str) -> dict[str, list[str]]:

@@ -60,7 +60,7 @@ def main(name: str, before: bool) -> None:
                     }
                     for schedule in (None, tight):
                         _native.gemm_share(prepared, w, y, schedule=schedule)
-                        _native.gemm_share(prepared, w, y, schedule=schedule, add=True)
+                        _native.gemm_share(prepared, w, y, schedule=schedule, add=True, k_parts=2)
                 _native.unpack_row(w, n - 1)
     print("ok")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -71,19 +72,45 @@ def cuts(size: int, rng: np.random.Generator) -> list[tuple[int, int]]:
 
 @formats
 @settings(deadline=None, max_examples=25)
-@given(n=st.integers(1, 150), k=st.integers(1, 200), m=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
-def test_no_cut_and_no_schedule_changes_a_bit(name: str, fmt: str, n: int, k: int, m: int, seed: int) -> None:
+@given(
+    n=st.integers(1, 150),
+    k=st.integers(1, 300),
+    m=st.integers(1, 40),
+    k_parts=st.sampled_from((1, 1, 2, 3, 64)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_no_cut_and_no_schedule_changes_a_bit(
+    name: str, fmt: str, n: int, k: int, m: int, k_parts: int, seed: int
+) -> None:
     """Row by row with the default schedule against any cut into shares, each with its own schedule."""
     rng = np.random.default_rng(seed)
     w, x = make_weight(fmt, n, k, rng), random_x(m, k, rng)
     with isa.using(name):
-        one_by_one = np.concatenate([_native.gemm(row[None], w) for row in x])
+        one_by_one = np.concatenate([_native.gemm(row[None], w, k_parts=k_parts) for row in x])
         prepared, y = _native.prepare_rows(x, w), np.full((m, n), np.nan, np.float32)
         for rows in cuts(m, rng):
             for panels in cuts(-(-n // 16), rng):
-                _native.gemm_share(prepared, w, y, rows, panels, random_schedule(rng))
+                _native.gemm_share(prepared, w, y, rows, panels, random_schedule(rng), k_parts=k_parts)
 
         assert np.array_equal(y, one_by_one)
+
+
+@formats
+@pytest.mark.parametrize("k_parts", [1, 2, 3, 7, 64])
+def test_part_sums_added_in_order_are_the_product(name: str, fmt: str, k_parts: int) -> None:
+    """Each part by its own schedule; most of 64 parts of so short a k are empty, and count as zero."""
+    rng = np.random.default_rng(11)
+    w, x = make_weight(fmt, 70, 330, rng), random_x(9, 330, rng)
+    with isa.using(name):
+        prepared, total = _native.prepare_rows(x, w), np.zeros((9, 70), np.float32)
+        for part in range(k_parts):
+            y = np.full_like(total, np.nan)
+            _native.gemm_share(prepared, w, y, schedule=random_schedule(rng), k_parts=k_parts, part=part)
+            total += y
+        whole = _native.gemm(x, w, k_parts=k_parts)
+
+        assert np.array_equal(total, whole)
+        assert_within_bound(x, w, whole)
 
 
 @formats
@@ -93,11 +120,12 @@ def test_add_adds_the_finished_sum_once(name: str, fmt: str) -> None:
     before = rng.standard_normal((7, 40), dtype=np.float32)
     with isa.using(name):
         prepared, y = _native.prepare_rows(x, w), before.copy()
-        for block_k in (32, 1000):
+        for block_k, k_parts in itertools.product((32, 1000), (1, 3)):
             y[...] = before
-            _native.gemm_share(prepared, w, y, schedule=random_schedule(rng) | {"block_k": block_k}, add=True)
+            schedule = random_schedule(rng) | {"block_k": block_k}
+            _native.gemm_share(prepared, w, y, schedule=schedule, add=True, k_parts=k_parts)
 
-            assert np.array_equal(y, before + _native.gemm(x, w))
+            assert np.array_equal(y, before + _native.gemm(x, w, k_parts=k_parts))
 
 
 @formats
@@ -205,6 +233,10 @@ def test_bad_operands_are_refused(name: str) -> None:
             _native.gemm_share(_native.prepare_rows(x, w), w, np.zeros((2, 32), np.float32), (0, 3))
         with pytest.raises(ValueError, match="fit"):
             _native.gemm_share(np.zeros((2, 9), np.uint8), w, np.zeros((2, 32), np.float32))
+        with pytest.raises(ValueError, match="part 2 of 2"):
+            _native.gemm_share(
+                _native.prepare_rows(x, w), w, np.zeros((2, 32), np.float32), k_parts=2, part=2
+            )
         with pytest.raises(ValueError, match="row 32"):
             _native.unpack_row(w, 32)
         assert _native.gemm(x[:0], w).shape == (0, 32)
