@@ -1,9 +1,9 @@
 """The name that a kernel family of one build gets: it changes with the machine code, and with nothing else.
 
-`gemm-avx2-5f1c9e2b7a04`: the family, the instruction set, and a hash over what the compiler was given, which is
-the family's sources and vocabulary (without comments and layout), the flags and the compiler's version. Timings
-are kept under this name, so those of another build are never used by mistake. setup.py runs this file; nothing
-at run time needs it.
+`gemm-avx2-5f1c9e2b7a04`: the family, the instruction set, and a hash over what the compiler was given,
+which is the family's sources and vocabulary (without comments and layout), the flags and the compiler's
+version. Timings are kept under this name, so those of another build are never used by mistake. setup.py
+runs this file; nothing at run time needs it.
 """
 
 from __future__ import annotations
