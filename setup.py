@@ -45,7 +45,7 @@ class build_kernels(build_ext):
         def compile_isa(isa: str) -> list[str]:
             source = str(KERNELS / "isa" / f"{isa}.c")
             objects = self.compiler.object_filenames([source], output_dir=self.build_temp)
-            if self.force or newer_group([source, *ext.depends], objects[0]):
+            if self.force or newer_group([source, *ISA_DEPENDS], objects[0]):
                 flags = [*COMMON_FLAGS, *ISA_FLAGS[isa]]
                 self.compiler.compile(
                     [source],
@@ -62,8 +62,12 @@ class build_kernels(build_ext):
         super().build_extension(ext)
 
 
-# Everything that the kernels are made of beside their own source file.
-INGREDIENTS = ("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c", "abi.py")
+def files_like(*patterns: str) -> list[str]:
+    return ["setup.py", *(str(path) for pattern in patterns for path in sorted(KERNELS.glob(pattern)))]
+
+
+# What isa/<name>.c is made of; doors, programs and teams can change without compiling the kernels again.
+ISA_DEPENDS = files_like("dispatch.h", "gemm.h", "ops.h", "*/*.h", "families/*.c", "abi.py")
 native = Extension(
     "phasewise.cython_kernels._native",
     sources=[
@@ -71,7 +75,7 @@ native = Extension(
         *sorted(str(path) for path in KERNELS.glob("*.c") if path.name != "_native.c"),
     ],
     include_dirs=[str(KERNELS)],
-    depends=["setup.py", *(str(path) for pattern in INGREDIENTS for path in sorted(KERNELS.glob(pattern)))],
+    depends=files_like("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c", "abi.py"),
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     extra_compile_args=[*COMMON_FLAGS, *BASELINE_FLAGS],
     extra_link_args=["-pthread"],
