@@ -8,6 +8,7 @@ import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from runpy import run_path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -16,6 +17,7 @@ from setuptools.modified import newer_group
 
 KERNELS = Path("cython_kernels")
 MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+abi_macros = run_path(str(KERNELS / "abi.py"))["abi_macros"]
 
 COMMON_FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
 
@@ -39,12 +41,14 @@ class build_kernels(build_ext):
         def compile_isa(isa: str) -> list[str]:
             source = str(KERNELS / "isa" / f"{isa}.c")
             objects = self.compiler.object_filenames([source], output_dir=self.build_temp)
-            if self.force or newer_group([source, *ext.depends], objects[0]):
+            if self.force or newer_group([source, *ISA_DEPENDS], objects[0]):
+                flags = [*COMMON_FLAGS, *ISA_FLAGS[isa]]
                 self.compiler.compile(
                     [source],
                     output_dir=self.build_temp,
+                    macros=abi_macros(KERNELS, isa, self.compiler.compiler_so, flags),
                     include_dirs=ext.include_dirs,
-                    extra_postargs=[*COMMON_FLAGS, *ISA_FLAGS[isa]],
+                    extra_postargs=flags,
                 )
             return objects
 
@@ -54,8 +58,12 @@ class build_kernels(build_ext):
         super().build_extension(ext)
 
 
-# Everything that the kernels are made of beside their own source file.
-INGREDIENTS = ("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c", "isa/*.json")
+def files_like(*patterns: str) -> list[str]:
+    return ["setup.py", *(str(path) for pattern in patterns for path in sorted(KERNELS.glob(pattern)))]
+
+
+# What isa/<name>.c is made of; doors, programs and teams can change without compiling the kernels again.
+ISA_DEPENDS = files_like("dispatch.h", "gemm.h", "ops.h", "*/*.h", "families/*.c", "isa/*.json", "abi.py")
 native = Extension(
     "phasewise.cython_kernels._native",
     sources=[
@@ -63,7 +71,7 @@ native = Extension(
         *sorted(str(path) for path in KERNELS.glob("*.c") if path.name != "_native.c"),
     ],
     include_dirs=[str(KERNELS)],
-    depends=["setup.py", *(str(path) for pattern in INGREDIENTS for path in sorted(KERNELS.glob(pattern)))],
+    depends=files_like("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c", "isa/*.json", "abi.py"),
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     extra_compile_args=[*COMMON_FLAGS, *ISA_FLAGS["portable"]],
     extra_link_args=["-pthread"],
