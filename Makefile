@@ -32,7 +32,7 @@ test: build        ## run the tests: make test ARGS="-k rmsnorm"
 test-arm: build    ## the Arm kernels, cross-compiled and emulated
 	@command -v aarch64-linux-gnu-gcc qemu-aarch64 >/dev/null || \
 		{ echo "needs aarch64-linux-gnu-gcc and qemu-aarch64 (Debian: gcc-aarch64-linux-gnu qemu-user)"; exit 1; }
-	$(BIN)/python -m pytest tests/cython_kernels/test_aarch64.py $(ARGS)
+	$(BIN)/python -m pytest tests/cython_kernels/test_aarch64.py tests/cython_kernels/test_words.py $(ARGS)
 
 lint: setup        ## style, types, and C warnings as errors
 	$(BIN)/ruff check .
