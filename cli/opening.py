@@ -1,4 +1,4 @@
-"""What `generate`, `serve` and `bench run` have in common: the model packed, a plan and schedules for each phase."""
+"""What `generate`, `serve` and `bench run` have in common: the model, each phase's plan and its schedules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OpenModel:
 
 
 def open_model(ref: str, weight_format: WeightFormat, threads: int | None, db: str | None) -> OpenModel:
-    """The model, its plans on this machine (the flag's, the database's or the default ones) and their schedules."""
+    """The model, its plans here (the flag's, the database's or the default ones) and their schedules."""
     from phasewise.cli.schedules import schedules_for
     from phasewise.serving.loaders import load_model
     from phasewise.topology import read_machine

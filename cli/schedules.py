@@ -54,7 +54,7 @@ def _kernel_fields(schedule: Any) -> dict[str, int]:
 def schedules_for(
     db: str | os.PathLike[str] | None, machine: Machine, plans: Plans
 ) -> Mapping[Phase, KernelSchedules]:
-    """What is in use on each plan's cores for the kernels as they were built, from the database if there is one."""
+    """What is in use on each plan's cores with this build of the kernels; nothing without a database."""
     in_use = {phase: [] for phase in plans} if locate(db).is_absent else _in_use(db, machine, plans)
     return {phase: KernelSchedules(PhaseSchedules(ScheduleTable(rows))) for phase, rows in in_use.items()}
 
