@@ -112,8 +112,10 @@ class Outcome:
     """Answers that came from the database."""
     duels: int
     elapsed_s: float
+    laps: int
+    """Batches of timings, and duels."""
     disturbed: int
-    """Timings during which other processes or guests took a noticeable share of the cores."""
+    """Of the laps, those during which other processes or guests took a noticeable share of the cores."""
     conditions: Mapping[str, float]
     """Means over all timings."""
 
@@ -174,6 +176,7 @@ class _Run:
             replayed=self._replayed,
             duels=self._duels,
             elapsed_s=self._tools.clock() - self._started_s,
+            laps=len(self._laps),
             disturbed=sum(map(is_disturbed, self._laps)),
             conditions=mean_conditions(self._laps),
         )
