@@ -4,4 +4,5 @@
 include "gemm.pxi"
 include "limits.pxi"
 include "ops.pxi"
+include "product.pxi"
 include "program.pxi"

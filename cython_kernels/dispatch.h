@@ -43,6 +43,7 @@ typedef struct {
 
 typedef struct {
     const char *isa;
+    const char *gemm_abi, *attention_abi; /* under which names timings of these kernels are kept: abi.py */
     pw_gemm_kernels gemm;
     pw_limit_kernels limits;
     pw_op_kernels ops;

@@ -71,6 +71,8 @@ cdef extern from "dispatch.h" nogil:
 
     ctypedef struct pw_kernels:
         const char *isa
+        const char *gemm_abi
+        const char *attention_abi
         pw_gemm_kernels gemm
 
     int pw_usable_count()
@@ -94,6 +96,20 @@ def isa_usable():
 
 def isa_active():
     return pw_active().isa.decode()
+
+
+cdef dict _abis_of(const pw_kernels *kernels):
+    return {"gemm": kernels.gemm_abi.decode(), "attention": kernels.attention_abi.decode()}
+
+
+def kernel_abi(family):
+    """Under which name timings of a kernel family are kept, on the instruction set in use: see abi.py."""
+    return _abis_of(pw_active())[family]
+
+
+def kernel_abis():
+    """The names of every family on every instruction set that is usable here."""
+    return tuple(abi for index in range(pw_usable_count()) for abi in _abis_of(pw_usable(index)).values())
 
 
 def isa_select(name):

@@ -1,10 +1,7 @@
 /* Embedding lookups and linear layers of a program. */
 #include <math.h>
-#include <string.h>
 
 #include "program.h"
-
-enum { STREAMED_ROWS = 8, PIECES_PER_THREAD = 6 };
 
 static pw_range member_rows(int64_t rows, int threads, int member) {
     return (pw_range){rows * member / threads, rows * (member + 1) / threads};
@@ -39,80 +36,31 @@ static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *
         run->kernels->gemm.prepare_rows(&op->forms[i], op->k, x, 0, (pw_range){row, row + 1}, prepared[i]);
 }
 
-/* A product's rows x panels in pieces, `rows` and `panels` of them, the last ones smaller. */
-typedef struct {
-    int64_t rows, panels;           /* of a piece */
-    int64_t row_pieces, panel_pieces;
-} cut;
-
-/* Some pieces for every thread, so that one that is held up does not hold up all; whole tiles of whole row blocks. */
-static cut cut_product(const pw_schedule *schedule, int64_t rows, int64_t panels, int threads) {
-    cut c = {.rows = schedule->block_m > 0 ? schedule->block_m : rows};
-    int64_t unit = schedule->panels > 0 ? schedule->panels : 1;
-    c.row_pieces = (rows + c.rows - 1) / c.rows;
-    int64_t fair = panels * c.row_pieces / (PIECES_PER_THREAD * threads);
-    c.panels = (fair + unit - 1) / unit * unit;
-    if (c.panels < unit) c.panels = unit;
-    c.panel_pieces = (panels + c.panels - 1) / c.panels;
-    return c;
-}
-
-static pw_range piece(int64_t index, int64_t size, int64_t end) {
-    return (pw_range){index * size, (index + 1) * size < end ? (index + 1) * size : end};
-}
-
-typedef struct {
-    const pw_run *run;
-    const pw_op *op;
-    const pw_part *part;
-    pw_schedule schedule;
-    pw_activations x;
-} product;
-
-/* Gathered rows begin with what the product is added to. */
-static void gather_residual(const product *p, pw_range rows, pw_range panels) {
-    const pw_program *program = p->run->program;
-    int64_t begin = panels.begin * PW_PANEL, end = panels.end * PW_PANEL;
-    if (end > p->part->weight.n) end = p->part->weight.n;
-    if (begin >= end) return;
-    for (int64_t row = rows.begin; row < rows.end; ++row) {
-        int64_t from = p->op->residual + program->step.logit_rows[row] * p->op->residual_stride;
-        int64_t to = p->op->out + row * p->op->out_stride;
-        memcpy(program->arena + to + p->part->column + begin, program->arena + from + p->part->column + begin,
-               sizeof(float) * (size_t)(end - begin));
+/* An op's product with one of its weights. Gathered rows begin with what the product is added to. */
+static pw_product product_of(const pw_run *run, const pw_op *op, const pw_part *part, int64_t rows,
+                             const char *prepared) {
+    const pw_program *program = run->program;
+    pw_product p = {.weight = &part->weight, .rows = rows, .ldy = op->out_stride};
+    p.x = (pw_activations){prepared, run->kernels->gemm.row_bytes(&op->forms[part->form], op->k)};
+    p.y = program->arena + op->out + part->column;
+    p.epilogue = (pw_epilogue)op->epilogue;
+    if (op->rows == PW_GATHERED_ROWS && op->epilogue == PW_ADD) {
+        p.base = program->arena + op->residual + part->column;
+        p.base_stride = op->residual_stride;
+        p.base_rows = program->step.logit_rows;
     }
+    return p;
 }
 
-static void multiply(const product *p, pw_range rows, pw_range panels) {
-    const pw_op *op = p->op;
-    if (op->rows == PW_GATHERED_ROWS && op->epilogue == PW_ADD) gather_residual(p, rows, panels);
-    p->run->kernels->gemm.gemm(&p->part->weight, &p->x, rows, panels, -1,
-                               p->run->program->arena + op->out + p->part->column, op->out_stride,
-                               (pw_epilogue)op->epilogue, &p->schedule);
-}
-
-/* Few rows stream the weights: each member has its fixed share of them. Many rows are cut into pieces, and whoever
- * is free takes the next; results do not depend on the cut (gemm.h). */
-static void multiply_part(const pw_run *run, const pw_op *op, int part_index, int64_t rows, int member,
+static void multiply_part(const pw_run *run, const pw_op *op, int index, int64_t rows, int member,
                           const char *prepared) {
-    const pw_part *part = &op->parts[part_index];
-    const pw_weight *w = &part->weight;
-    product p = {run, op, part, pw_default_schedule(w, rows, run->threads),
-                 {prepared, run->kernels->gemm.row_bytes(&op->forms[part->form], op->k)}};
-    if (rows <= STREAMED_ROWS || run->threads == 1) {
-        pw_range share, panels;
-        pw_share(&p.schedule, w, rows, member, &share, &panels);
-        multiply(&p, share, panels);
-        return;
-    }
-    cut c = cut_product(&p.schedule, rows, pw_panels(w->n), run->threads);
-    atomic_long *next = &run->program->tickets[(op - run->program->ops) * PW_MAX_PARTS + part_index].next;
-    for (;;) {
-        int64_t ticket = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
-        if (ticket >= c.row_pieces * c.panel_pieces) return;
-        multiply(&p, piece(ticket % c.row_pieces, c.rows, rows),
-                 piece(ticket / c.row_pieces, c.panels, pw_panels(w->n)));
-    }
+    const pw_program *program = run->program;
+    int room = program->capacity.max_threads;
+    pw_product product = product_of(run, op, &op->parts[index], rows, prepared);
+    pw_schedule schedule = pw_default_schedule(product.weight, rows, run->threads);
+    pw_crew crew = {.team = run->team, .threads = run->threads, .kernels = &run->kernels->gemm, .most_regions = room};
+    crew.tickets = pw_region_tickets(program, op - program->ops) + index * room;
+    pw_multiply(&product, &schedule, &crew, member);
 }
 
 /* One row is prepared by every member for itself, which is cheaper than a barrier; more rows are shared out. */

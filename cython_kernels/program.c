@@ -50,7 +50,7 @@ void pw_program_close(pw_program *program) {
     pw_step *step = &program->step;
     pw_pages_close(program->memory, program->memory_bytes);
     pw_pages_close(program->kv, program->kv_bytes);
-    void *owned[] = {program->ops,     program->inv_freq, program->tickets,  program->merged,
+    void *owned[] = {program->ops,     program->inv_freq, program->tickets,  program->merged,     program->region_tickets,
                      step->tokens,     step->positions,   step->slots,       step->logit_rows,
                      step->slices,     step->first_piece, step->pieces,      step->tail_pieces};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; ++i) free(owned[i]);
@@ -136,6 +136,14 @@ static int64_t kv_bytes(const pw_program *program) {
 
 int64_t pw_program_bytes(const pw_program *program) { return lay_out(program).end + kv_bytes(program); }
 
+static int64_t region_tickets_each(const pw_program *program) {
+    return PW_MAX_PARTS * (int64_t)program->capacity.max_threads;
+}
+
+pw_ticket *pw_region_tickets(const pw_program *program, int64_t op) {
+    return program->region_tickets + op % 2 * region_tickets_each(program);
+}
+
 bool pw_program_seal(pw_program *program) {
     layout l = lay_out(program);
     program->memory_bytes = l.end;
@@ -143,7 +151,8 @@ bool pw_program_seal(pw_program *program) {
     program->memory = pw_pages_open(l.end, PW_HUGE_PAGES);
     program->kv = pw_pages_open(program->kv_bytes, PW_SMALL_PAGES);
     program->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)(program->n_ops + 1));
-    if (!program->memory || !program->kv || !program->tickets) return false;
+    program->region_tickets = aligned_alloc(LINE, 2 * sizeof(pw_ticket) * (size_t)region_tickets_each(program));
+    if (!program->memory || !program->kv || !program->tickets || !program->region_tickets) return false;
     program->arena = (float *)program->memory;
     program->cosines = (float *)(program->memory + l.cosines);
     program->sines = (float *)(program->memory + l.sines);
@@ -217,6 +226,7 @@ static void run_ops(void *context, int member) {
     const pw_program *program = run->program;
     for (int32_t i = 0; i < program->n_ops; ++i) {
         const pw_op *op = &program->ops[i];
+        pw_clear_tickets(pw_region_tickets(program, i + 1), (int)region_tickets_each(program), run->threads, member);
         if (op->code == PW_EMBED) pw_run_embed(run, op, member);
         if (op->code == PW_LINEAR) pw_run_linear(run, op, member);
         if (op->code == PW_ATTEND) pw_run_attend(run, op, member);
@@ -227,6 +237,7 @@ static void run_ops(void *context, int member) {
 int pw_program_run(pw_program *program, pw_team *team) {
     pw_run run = {program, team, pw_active(), pw_team_size(team)};
     memset(program->tickets, 0, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)program->n_ops);
+    memset(program->region_tickets, 0, 2 * sizeof(pw_ticket) * (size_t)region_tickets_each(program));
     memset(program->merged, 0, sizeof *program->merged * (size_t)(program->step.n_slices * program->shape.n_kv_heads));
     return pw_team_run(team, run_ops, &run);
 }

@@ -13,8 +13,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "dispatch.h"
-#include "team.h"
+#include "product.h"
 
 enum { PW_MAX_PARTS = 3 };
 
@@ -96,10 +95,6 @@ typedef struct {
 } pw_step;
 
 typedef struct {
-    _Alignas(64) atomic_long next;
-} pw_ticket;
-
-typedef struct {
     pw_shape shape;
     pw_capacity capacity;
     int32_t n_ops, ops_room;
@@ -118,6 +113,7 @@ typedef struct {
     int64_t scratch_bytes;
     int64_t private_row_bytes; /* of one prepared row in scratch */
     pw_ticket *tickets;        /* [n_ops][PW_MAX_PARTS] */
+    pw_ticket *region_tickets; /* [2][PW_MAX_PARTS][max_threads]: an op uses one half, and clears the other */
     atomic_long *merged;       /* [max_slices][n_kv_heads] */
 } pw_program;
 
@@ -150,6 +146,9 @@ typedef struct {
     const pw_kernels *kernels;
     int threads;
 } pw_run;
+
+/* The tickets of an op's products: [PW_MAX_PARTS][max_threads]. */
+pw_ticket *pw_region_tickets(const pw_program *program, int64_t op);
 
 pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head);
 int64_t pw_attend_scratch_floats(const pw_shape *shape);

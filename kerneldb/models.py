@@ -1,6 +1,6 @@
-"""The tables. Rows are appended: a trigger refuses to edit a measurement or a plan.
+"""The tables. Rows are appended: a trigger refuses to edit a measurement, a promotion or a plan.
 
-Deleting whole rows stays possible, for a later `gc`.
+Deleting whole rows stays possible, for `gc`.
 A change here needs a migration: see `phasewise.migrations`.
 """
 
@@ -71,6 +71,9 @@ class ScheduleRow(Base):
                 "threads_n",
                 "threads_k",
                 "compute_path",
+                "k_parts",
+                "prefetch_bytes",
+                "loop_order",
             ),
             name="uq_schedule",
         ),
@@ -86,6 +89,9 @@ class ScheduleRow(Base):
     threads_n: Mapped[int]
     threads_k: Mapped[int] = mapped_column(comment="above 1: split-K, with a reduction")
     compute_path: Mapped[str] = mapped_column(Word, comment="a name that the kernel family knows")
+    k_parts: Mapped[int] = mapped_column(comment="k is summed in so many parts, added in order")
+    prefetch_bytes: Mapped[int] = mapped_column(comment="ahead of a panel's reads; 0: none")
+    loop_order: Mapped[str] = mapped_column(Word, comment="nm: panel blocks outermost; mn: row blocks")
 
 
 class MeasurementRow(Base):
@@ -108,9 +114,35 @@ class MeasurementRow(Base):
         Double, comment="largest error seen, relative; null: not compared"
     )
     effort_ns: Mapped[int] = mapped_column(BigInteger, comment="wall clock that the timing cost")
+    conditions: Mapped[Any] = mapped_column(JSON, comment="name to number: what the timer noticed around it")
     program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
     created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
     verified: Mapped[bool] = mapped_column(comment="measured here; false: imported, not yet measured")
+
+
+class PromotionRow(Base):
+    """A schedule taken into use after a paired comparison. The newest verified row of a key is in use."""
+
+    __tablename__ = "promotion"
+    __table_args__ = (Index("ix_promotion_problem", "problem_id", "core_sig", "placement_sig", "kernel_abi"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    problem_id: Mapped[int] = mapped_column(RowId, ForeignKey("problem.id"))
+    schedule_id: Mapped[int] = mapped_column(RowId, ForeignKey("schedule.id"))
+    incumbent_id: Mapped[int | None] = mapped_column(
+        RowId, ForeignKey("schedule.id"), comment="compared with; null: the kernel's default"
+    )
+    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
+    placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, sharing half")
+    kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel family's body and flags")
+    gain: Mapped[float] = mapped_column(Double, comment="incumbent's time / candidate's time")
+    gain_low: Mapped[float] = mapped_column(Double, comment="of the confidence interval")
+    gain_high: Mapped[float] = mapped_column(Double)
+    confidence: Mapped[float] = mapped_column(Double, comment="of the interval, 0..1")
+    pairs: Mapped[int] = mapped_column(comment="timings of each of the two")
+    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
+    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
+    verified: Mapped[bool] = mapped_column(comment="compared here; false: imported")
 
 
 class ServicePlanRow(Base):

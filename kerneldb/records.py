@@ -25,6 +25,14 @@ MAX_TIME_MS = 253_402_300_799_999  # the end of the year 9999: calendars go no f
 MAX_SAMPLES = 100_000
 MAX_TEXT = 255
 MAX_PLAN_CHARS = 100_000
+MAX_K_PARTS = 64
+MAX_PREFETCH_BYTES = 65_536
+MAX_CONDITIONS = 16
+MAX_OBJECTIVES = 64
+MAX_GAIN = 1e6
+
+LOOP_ORDERS = ("nm", "mn")
+"""Outermost first: panel blocks outside row blocks, or the other way round."""
 
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _LINE = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TEXT - 2}}}[!-~])?")
@@ -44,6 +52,22 @@ def _check_word(name: str, value: object) -> None:
 def _check_line(name: str, value: object) -> None:
     if not isinstance(value, str) or not _LINE.fullmatch(value):
         raise RecordError(f"{name} must be 1 to {MAX_TEXT} printable ASCII characters, not {value!r:.80}")
+
+
+def _check_finite(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
+    if not isinstance(value, float) or not math.isfinite(value) or not low <= value <= high:
+        bounds = "" if low == -math.inf else f" from {low:g} to {high:g}"
+        raise RecordError(f"{name} must be a finite number{bounds}, not {value!r:.80}")
+
+
+def _checked_numbers(name: str, numbers: object, most: int) -> dict[str, float]:
+    """An own copy of a mapping of words to finite numbers."""
+    if not isinstance(numbers, Mapping) or len(numbers) > most:
+        raise RecordError(f"{name} must be a mapping of at most {most} words to numbers")
+    for word, value in numbers.items():
+        _check_word(f"a name in {name}", word)
+        _check_finite(f"{word} in {name}", value)
+    return dict(numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +103,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a kernel computes it: only numbers, and the name of a compute path.
+    """How a kernel computes it: only numbers, and the names of a compute path and of a loop order.
 
     The micro-kernel holds `mr` rows by `panels` panels of 16 columns. A computation slice is
     `block_m x block_n x block_k`; the thread grid is `threads_m x threads_n x threads_k`.
+    `compute_path` and `k_parts` are the arithmetic and decide the bits of the result; the rest decides speed.
     """
 
     mr: int
@@ -94,7 +119,13 @@ class Schedule:
     threads_n: int
     threads_k: int
     compute_path: str
-    """How weights and activations meet, e.g. `fma`, `vnni`, `bf16_dot`; known to the kernel family."""
+    """How weights and activations meet, e.g. `fma`, `int8_dot`, `bf16_dot`; known to the kernel family."""
+    k_parts: int
+    """The k inputs are summed in so many parts, whose sums are added in order."""
+    prefetch_bytes: int
+    """How far ahead of a panel's reads its lines are asked for; 0: not at all."""
+    loop_order: str
+    """One of LOOP_ORDERS."""
 
     def __post_init__(self) -> None:
         _check_int("mr", self.mr, 1, 64)
@@ -105,6 +136,10 @@ class Schedule:
             _check_int(name, getattr(self, name), 1, 4096)
         _check_int("the thread grid", self.threads, 1, 4096)
         _check_word("compute_path", self.compute_path)
+        _check_int("k_parts", self.k_parts, 1, MAX_K_PARTS)
+        _check_int("prefetch_bytes", self.prefetch_bytes, 0, MAX_PREFETCH_BYTES)
+        if self.loop_order not in LOOP_ORDERS:
+            raise RecordError(f"loop_order must be {' or '.join(LOOP_ORDERS)}, not {self.loop_order!r:.80}")
         for name, step in (("block_m", self.mr), ("block_n", self.nr), ("block_k", GROUP)):
             if getattr(self, name) % step:
                 raise RecordError(f"{name} must be a multiple of {step}, not {getattr(self, name)}")
@@ -133,6 +168,8 @@ class Sample:
     """Largest error seen against the reference, relative to its largest value; None if not compared."""
     effort_ns: int
     """Wall clock that this timing cost, warm-up included."""
+    conditions: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """What the timer noticed of its surroundings, e.g. `steal_share`, `mhz`, `load`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.samples_ns, tuple) or not 1 <= len(self.samples_ns) <= MAX_SAMPLES:
@@ -144,6 +181,8 @@ class Sample:
         error = self.numeric_error
         if error is not None and not (isinstance(error, float) and 0.0 <= error < math.inf):
             raise RecordError(f"numeric_error must be a finite number of at least 0.0, not {error!r:.80}")
+        conditions = _checked_numbers("conditions", self.conditions, MAX_CONDITIONS)
+        object.__setattr__(self, "conditions", conditions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +218,43 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison:
+    """A paired A/B: how many times as fast the candidate was as the incumbent."""
+
+    gain: float
+    """Incumbent's time / candidate's time, a robust estimate over the pairs."""
+    gain_low: float
+    gain_high: float
+    confidence: float
+    """Of the interval from `gain_low` to `gain_high`, e.g. 0.95."""
+    pairs: int
+
+    def __post_init__(self) -> None:
+        for name in ("gain", "gain_low", "gain_high"):
+            _check_finite(name, getattr(self, name), 0.0, MAX_GAIN)
+        if not self.gain_low <= self.gain <= self.gain_high:
+            raise RecordError("gain must lie between gain_low and gain_high")
+        _check_finite("confidence", self.confidence, 0.0, 1.0)
+        _check_int("pairs", self.pairs, 1, MAX_SAMPLES)
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """A schedule taken into use for a problem, after it was compared with the one in use until then."""
+
+    problem: Problem
+    schedule: Schedule
+    incumbent: Schedule | None
+    """What it was compared with; None: the kernel's own default."""
+    comparison: Comparison
+    kernel_abi: str
+    origin: Origin
+
+    def __post_init__(self) -> None:
+        _check_line("kernel_abi", self.kernel_abi)
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRecord:
     """A service plan as stored. The plan itself is opaque JSON here; `tuner.plans` reads and checks it."""
 
@@ -197,8 +273,5 @@ class PlanRecord:
         _check_word("phase", self.phase)
         if not isinstance(self.plan_json, str) or not 1 <= len(self.plan_json) <= MAX_PLAN_CHARS:
             raise RecordError(f"plan_json must be text of 1 to {MAX_PLAN_CHARS} characters")
-        for name, value in self.objectives.items():
-            _check_word("the name of an objective", name)
-            if not isinstance(value, float) or not math.isfinite(value):
-                raise RecordError(f"objective {name} must be a finite number, not {value!r:.80}")
-        object.__setattr__(self, "objectives", dict(self.objectives))
+        objectives = _checked_numbers("objectives", self.objectives, MAX_OBJECTIVES)
+        object.__setattr__(self, "objectives", objectives)

@@ -15,17 +15,34 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from sqlalchemy import Engine, Row, Select, func, select
+from sqlalchemy import ColumnElement, Engine, Row, Select, and_, func, select
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from phasewise.kerneldb import connect
 from phasewise.kerneldb.errors import ReadOnlyDatabaseError, RecordError
 from phasewise.kerneldb.location import Location, locate
-from phasewise.kerneldb.models import Base, MeasurementRow, ProblemRow, ScheduleRow, ServicePlanRow
-from phasewise.kerneldb.records import MachineKey, Measurement, Origin, PlanRecord, Problem, Sample, Schedule
+from phasewise.kerneldb.models import (
+    Base,
+    MeasurementRow,
+    ProblemRow,
+    PromotionRow,
+    ScheduleRow,
+    ServicePlanRow,
+)
+from phasewise.kerneldb.records import (
+    Comparison,
+    MachineKey,
+    Measurement,
+    Origin,
+    PlanRecord,
+    Problem,
+    Promotion,
+    Sample,
+    Schedule,
+)
 from phasewise.kerneldb.schema import HEAD, SchemaChange, read_revision, upgrade
 
 Report = Callable[[str], None]
@@ -34,6 +51,9 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     AnyRow: TypeAlias = Row[*tuple[Any, ...]]
     AnySelect: TypeAlias = Select[*tuple[Any, ...]]
+
+PROBLEM_FIELDS = tuple(field.name for field in fields(Problem))
+WEIGHT_FIELDS = tuple(name for name in PROBLEM_FIELDS if name != "m")
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +135,6 @@ class Store:
         """Append all or none."""
         with self._writing() as session:
             for measurement in measurements:
-                origin = measurement.origin
                 session.add(
                     MeasurementRow(
                         problem_id=_id_of(session, ProblemRow, asdict(measurement.problem)),
@@ -125,43 +144,82 @@ class Store:
                         estimate_ns=measurement.sample.estimate_ns,
                         numeric_error=measurement.sample.numeric_error,
                         effort_ns=measurement.sample.effort_ns,
-                        **_origin_columns(origin),
+                        conditions=dict(measurement.sample.conditions),
+                        **_origin_columns(measurement.origin),
                     )
                 )
 
     def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]:
         """Everything measured for a problem on this kind of machine with this build, oldest first."""
-        query = _of_problem(_all_measurements(), problem, machine, kernel_abi).order_by(MeasurementRow.id)
-        return list(self._records(query, _measurement))
+        query = _of_problem(_all_measurements(), MeasurementRow, problem, machine, kernel_abi)
+        return list(self._records(query.order_by(MeasurementRow.id), _measurement))
+
+    def measurements_of_every_m(
+        self, problem: Problem, machine: MachineKey, kernel_abi: str
+    ) -> list[Measurement]:
+        """As `measurements`, whatever the problem's m is: all that is known about one weight."""
+        query = _of_problem(_all_measurements(), MeasurementRow, problem, machine, kernel_abi, WEIGHT_FIELDS)
+        return list(self._records(query.order_by(MeasurementRow.id), _measurement))
+
+    def measurement_count(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> int:
+        """How many rows `measurements` reads; tells cheaply whether another process has added some."""
+        query = select(func.count()).select_from(MeasurementRow).join(ProblemRow)
+        counted = _of_problem(query, MeasurementRow, problem, machine, kernel_abi)
+        with connect.clear_errors(self.name), Session(self._engine) as session:
+            return session.scalar(counted) or 0
 
     def best_measurement(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> Measurement | None:
         """The verified one with the least estimate, the older of equals; None where nothing was measured."""
-        query = _of_problem(_all_measurements(), problem, machine, kernel_abi)
+        query = _of_problem(_all_measurements(), MeasurementRow, problem, machine, kernel_abi)
         query = query.where(MeasurementRow.verified).order_by(MeasurementRow.estimate_ns, MeasurementRow.id)
         return next(self._records(query, _measurement), None)
 
     def best_measurements(self) -> list[Measurement]:
         """The best one for each problem, kind of machine and build of the kernel; ordered by problem."""
-        key = (
-            MeasurementRow.problem_id,
-            MeasurementRow.core_sig,
-            MeasurementRow.placement_sig,
-            MeasurementRow.kernel_abi,
-        )
         rank = func.row_number().over(
-            partition_by=key, order_by=(MeasurementRow.estimate_ns, MeasurementRow.id)
+            partition_by=_key_of(MeasurementRow), order_by=(MeasurementRow.estimate_ns, MeasurementRow.id)
         )
         ranked = select(MeasurementRow.id, rank.label("rank")).where(MeasurementRow.verified).subquery()
         query = _all_measurements().join(ranked, ranked.c.id == MeasurementRow.id).where(ranked.c.rank == 1)
-        order = (
-            ProblemRow.family,
-            ProblemRow.format,
-            ProblemRow.n,
-            ProblemRow.k,
-            ProblemRow.m,
-            MeasurementRow.id,
-        )
-        return list(self._records(query.order_by(*order), _measurement))
+        return list(self._records(query.order_by(*_PROBLEM_ORDER, MeasurementRow.id), _measurement))
+
+    def add_promotions(self, promotions: Iterable[Promotion]) -> None:
+        """Append all or none; from now on each is the newest of its key."""
+        with self._writing() as session:
+            for promotion in promotions:
+                session.add(
+                    PromotionRow(
+                        problem_id=_id_of(session, ProblemRow, asdict(promotion.problem)),
+                        schedule_id=_id_of(session, ScheduleRow, asdict(promotion.schedule)),
+                        incumbent_id=promotion.incumbent
+                        and _id_of(session, ScheduleRow, asdict(promotion.incumbent)),
+                        kernel_abi=promotion.kernel_abi,
+                        **asdict(promotion.comparison),
+                        **_origin_columns(promotion.origin),
+                    )
+                )
+
+    def promotions(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Promotion]:
+        """Every promotion for a problem on this kind of machine with this build, oldest first."""
+        query = _of_problem(_all_promotions(), PromotionRow, problem, machine, kernel_abi)
+        return list(self._records(query.order_by(PromotionRow.id), _promotion))
+
+    def promoted_measurement(
+        self, problem: Problem, machine: MachineKey, kernel_abi: str
+    ) -> Measurement | None:
+        """What is in use: the newest verified timing of the schedule that was promoted last.
+
+        None where no schedule was promoted, or none that was timed here.
+        """
+        query = _of_problem(_promoted_measurements(), MeasurementRow, problem, machine, kernel_abi)
+        return next(self._records(query, _measurement), None)
+
+    def promoted_measurements(self, machine: MachineKey | None = None) -> list[Measurement]:
+        """What is in use for each problem, build and kind of machine (or this kind); ordered by problem."""
+        query = _promoted_measurements().order_by(*_PROBLEM_ORDER, MeasurementRow.id)
+        if machine:
+            query = query.where(*_of_machine(MeasurementRow, machine))
+        return list(self._records(query, _measurement))
 
     def add_plan(self, plan: PlanRecord) -> None:
         """Append a plan; from now on it is the newest of its key."""
@@ -244,12 +302,58 @@ def _all_measurements() -> AnySelect:
     return select(MeasurementRow, ProblemRow, ScheduleRow).join(ProblemRow).join(ScheduleRow)
 
 
-def _of_problem(query: AnySelect, problem: Problem, machine: MachineKey, kernel_abi: str) -> AnySelect:
+def _promoted_measurements() -> AnySelect:
+    """One measurement a key: a promotion that names a schedule not timed here hides no older one."""
+    keys = zip(_key_of(MeasurementRow), _key_of(PromotionRow), strict=True)
+    same = (mine == theirs for mine, theirs in keys)
+    rank = func.row_number().over(
+        partition_by=_key_of(MeasurementRow), order_by=(PromotionRow.id.desc(), MeasurementRow.id.desc())
+    )
+    ranked = (
+        select(MeasurementRow.id, rank.label("rank"))
+        .join(PromotionRow, and_(*same, MeasurementRow.schedule_id == PromotionRow.schedule_id))
+        .where(MeasurementRow.verified, PromotionRow.verified)
+        .subquery()
+    )
+    return _all_measurements().join(ranked, ranked.c.id == MeasurementRow.id).where(ranked.c.rank == 1)
+
+
+def _all_promotions() -> AnySelect:
+    return (
+        select(PromotionRow, ProblemRow, ScheduleRow, _Incumbent)
+        .join(ProblemRow)
+        .join(ScheduleRow, PromotionRow.schedule_id == ScheduleRow.id)
+        .outerjoin(_Incumbent, PromotionRow.incumbent_id == _Incumbent.id)
+    )
+
+
+_Incumbent = aliased(ScheduleRow)
+_PROBLEM_ORDER = tuple(getattr(ProblemRow, name) for name in PROBLEM_FIELDS)
+
+
+def _key_of(model: type[MeasurementRow | PromotionRow]) -> tuple[ColumnElement[Any], ...]:
+    """What rows must share to be compared."""
+    return (model.problem_id, model.core_sig, model.placement_sig, model.kernel_abi)
+
+
+def _of_machine(
+    model: type[MeasurementRow | PromotionRow], machine: MachineKey
+) -> tuple[ColumnElement[bool], ...]:
+    return (model.core_sig == machine.core_sig, model.placement_sig == machine.placement_sig)
+
+
+def _of_problem(
+    query: AnySelect,
+    model: type[MeasurementRow | PromotionRow],
+    problem: Problem,
+    machine: MachineKey,
+    kernel_abi: str,
+    names: Sequence[str] = PROBLEM_FIELDS,
+) -> AnySelect:
     return query.where(
-        *(getattr(ProblemRow, name) == value for name, value in asdict(problem).items()),
-        MeasurementRow.core_sig == machine.core_sig,
-        MeasurementRow.placement_sig == machine.placement_sig,
-        MeasurementRow.kernel_abi == kernel_abi,
+        *(getattr(ProblemRow, name) == getattr(problem, name) for name in names),
+        *_of_machine(model, machine),
+        model.kernel_abi == kernel_abi,
     )
 
 
@@ -278,7 +382,7 @@ def _origin_columns(origin: Origin) -> dict[str, Any]:
     }
 
 
-def _origin(row: MeasurementRow | ServicePlanRow) -> Origin:
+def _origin(row: MeasurementRow | PromotionRow | ServicePlanRow) -> Origin:
     return Origin(
         MachineKey(row.core_sig, row.placement_sig), row.program_version, row.created_at_ms, row.verified
     )
@@ -288,20 +392,35 @@ def _measurement(row: AnyRow) -> Measurement:
     timing, problem, schedule = row
     samples = tuple(timing.samples_ns) if isinstance(timing.samples_ns, list) else ()
     sample = Sample(
-        Schedule(**{field.name: getattr(schedule, field.name) for field in fields(Schedule)}),
+        _read(Schedule, schedule),
         samples,
         timing.estimate_ns,
         timing.numeric_error,
         timing.effort_ns,
+        timing.conditions,
     )
-    what = Problem(**{field.name: getattr(problem, field.name) for field in fields(Problem)})
-    return Measurement(what, sample, timing.kernel_abi, _origin(timing))
+    return Measurement(_read(Problem, problem), sample, timing.kernel_abi, _origin(timing))
+
+
+def _promotion(row: AnyRow) -> Promotion:
+    promotion, problem, schedule, incumbent = row
+    return Promotion(
+        _read(Problem, problem),
+        _read(Schedule, schedule),
+        incumbent and _read(Schedule, incumbent),
+        _read(Comparison, promotion),
+        promotion.kernel_abi,
+        _origin(promotion),
+    )
+
+
+def _read(record: type[T], row: object) -> T:
+    """A flat record from the columns that have its fields' names."""
+    return record(**{field.name: getattr(row, field.name) for field in fields(cast(Any, record))})
 
 
 def _plan(row: AnyRow) -> PlanRecord:
     (plan,) = row
-    if not isinstance(plan.objectives, dict):
-        raise RecordError("objectives must be a JSON object of numbers")
     return PlanRecord(plan.model_key, plan.phase, plan.plan, _origin(plan), plan.objectives)
 
 

@@ -62,7 +62,11 @@ def fill(db: Path) -> None:
     """Plans and schedules from another kind of machine, with the longest names."""
     origin = Origin(FAR, "0.1.0", 1_795_000_000_000)
     sample = Sample(
-        Schedule(12, 2, 144, 6144, 4096, 1, 64, 2, "vnni_group32"), (98_765_432,), 98_765_432, None, 0
+        Schedule(12, 2, 144, 6144, 4096, 1, 64, 2, "vnni_group32", 2, 65_536, "mn"),
+        (98_765_432,),
+        98_765_432,
+        None,
+        0,
     )
     problem = Problem("attention_decode", "bf16", 14336, 4096, 2048)
     with open_store(db) as store:
@@ -151,7 +155,8 @@ def test_stats_count_rows_by_machine(db: Path) -> None:
     fill(db)
     fields = run_json("stats")
 
-    assert fields["rows"] == {"measurement": 1, "problem": 1, "schedule": 1, "service_plan": 1}
+    counts = {"measurement": 1, "problem": 1, "promotion": 0, "schedule": 1, "service_plan": 1}
+    assert fields["rows"] == counts
     assert fields["by_machine"] == [{"machine": "#1", "measurements": 1, "service_plans": 1}]
     assert fields["machines"] == [{"machine": "#1", "core": FAR.core_sig, "placement": FAR.placement_sig}]
     assert fields["file_bytes"] >= db.stat().st_size

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from phasewise.kerneldb.records import (
+    Comparison,
     MachineKey,
     Measurement,
     Origin,
     PlanRecord,
     Problem,
+    Promotion,
     Sample,
     Schedule,
 )
@@ -22,9 +24,12 @@ MACHINE = MachineKey("AuthenticAMD 26/2 avx2+avx512f L1d 48K L2 1M", "2 threads:
 OTHER_MACHINE = MachineKey("ARM 8/0xd4f no-isa L1d 64K L2 1M", "4 threads: 1 node x 1 L3 x 4 cores")
 ORIGIN = Origin(MACHINE, "0.1.0", 1_795_000_000_000)
 PROBLEM = Problem("gemm", "int4", 1536, 576, 8)
-SCHEDULE = Schedule(8, 2, 64, 128, 576, 1, 2, 1, "vnni")
+SCHEDULE = Schedule(8, 2, 64, 128, 576, 1, 2, 1, "vnni", 1, 0, "nm")
+OTHER_SCHEDULE = Schedule(4, 4, 64, 128, 288, 1, 1, 2, "vnni", 2, 512, "mn")
 SAMPLE = Sample(SCHEDULE, (1200, 1180, 1950), 1200, 0.00025, 81_000)
 MEASUREMENT = Measurement(PROBLEM, SAMPLE, "gemm-5f1c9e", ORIGIN)
+NOTICED = {"steal_share": 0.015625, "mhz": 2900.0}
+PROMOTION = Promotion(PROBLEM, SCHEDULE, None, Comparison(1.25, 1.125, 1.5, 0.95, 40), "gemm-5f1c9e", ORIGIN)
 PLAN = PlanRecord(
     "tinyllama@int4",
     "decode",
@@ -34,9 +39,11 @@ PLAN = PlanRecord(
 )
 
 
-def measured(estimate_ns: int, **changes: Any) -> Measurement:
+def measured(estimate_ns: int, schedule: Schedule = SCHEDULE, **changes: Any) -> Measurement:
     """MEASUREMENT with another estimate, and other fields of it."""
-    sample = dataclasses.replace(SAMPLE, samples_ns=(estimate_ns,), estimate_ns=estimate_ns)
+    sample = dataclasses.replace(
+        SAMPLE, schedule=schedule, samples_ns=(estimate_ns,), estimate_ns=estimate_ns
+    )
     return dataclasses.replace(MEASUREMENT, sample=sample, **changes)
 
 

@@ -20,10 +20,7 @@ _OPTIONS = ("-c", "listen_addresses=", "-c", "fsync=off", "-c", "shared_buffers=
 def postgres_socket() -> Iterator[Path]:
     """The socket's directory, of a server that lives as long as the block. Skips without PostgreSQL."""
     pytest.importorskip("psycopg", reason="the PostgreSQL driver is not installed")
-    programs = [shutil.which("initdb"), shutil.which("postgres"), shutil.which("pg_isready")]
-    if None in programs:
-        pytest.skip("PostgreSQL is not installed")
-    initdb, postgres, is_ready = (str(program) for program in programs)
+    initdb, postgres, is_ready = (_program(name) for name in ("initdb", "postgres", "pg_isready"))
     with tempfile.TemporaryDirectory(prefix="phasewise-pg-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         as_user = _unprivileged(folder)
@@ -42,6 +39,13 @@ def postgres_socket() -> Iterator[Path]:
                 break
             assert server.poll() is None, "the PostgreSQL server ended"
         yield folder
+
+
+def _program(name: str) -> str:
+    """Debian keeps the server's programs out of PATH, in a folder for each version."""
+    folders = [*map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True))]
+    found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
+    return found or pytest.skip(f"PostgreSQL is not installed: there is no {name}")
 
 
 def _unprivileged(folder: Path) -> int | None:

@@ -9,12 +9,13 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kerneldb_examples import MEASUREMENT, ORIGIN, PLAN, PROBLEM, SAMPLE, SCHEDULE
+from kerneldb_examples import MEASUREMENT, ORIGIN, PLAN, PROBLEM, PROMOTION, SAMPLE, SCHEDULE
 
 from phasewise.kerneldb.errors import KernelDbError, RecordError
 from phasewise.kerneldb.records import GROUP, MachineKey, PlanRecord, Schedule
 
 NOT_A_COUNT = [0, -1, 2**31, 10**30, 1.0, True, "8", None, math.nan, b"8"]
+FIELDS = [field.name for field in dataclasses.fields(Schedule)]
 
 
 @pytest.mark.parametrize("value", NOT_A_COUNT)
@@ -28,21 +29,29 @@ def test_a_problem_has_positive_whole_dimensions(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", NOT_A_COUNT)
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Schedule)])
+@pytest.mark.parametrize("name", [name for name in FIELDS if name != "prefetch_bytes"])
 def test_a_schedule_is_bounded_numbers_and_a_word(name: str, value: Any) -> None:
     """A schedule from the database is only numbers, each checked before any use."""
     with pytest.raises(RecordError):
         dataclasses.replace(SCHEDULE, **{name: value})
 
 
+@pytest.mark.parametrize("value", [*NOT_A_COUNT[1:], 65_537])
+def test_a_prefetch_distance_may_be_none_and_is_bounded(value: Any) -> None:
+    assert dataclasses.replace(SCHEDULE, prefetch_bytes=0).prefetch_bytes == 0
+    with pytest.raises(RecordError, match="prefetch_bytes"):
+        dataclasses.replace(SCHEDULE, prefetch_bytes=value)
+
+
 @given(
-    numbers=st.lists(st.integers(-(2**40), 2**40), min_size=8, max_size=8),
+    numbers=st.lists(st.integers(-(2**40), 2**40), min_size=10, max_size=10),
     path=st.text(max_size=40),
+    order=st.sampled_from(["nm", "mn", "km", ""]),
 )
-def test_a_schedule_that_is_let_in_keeps_its_bounds(numbers: list[int], path: str) -> None:
+def test_a_schedule_that_is_let_in_keeps_its_bounds(numbers: list[int], path: str, order: str) -> None:
     """Whatever the numbers: refused, or within the bounds that kernels rely on."""
     try:
-        schedule = Schedule(*cast(Any, (*numbers, path)))
+        schedule = Schedule(*cast(Any, (*numbers[:8], path, *numbers[8:], order)))
     except RecordError:
         return
 
@@ -50,6 +59,8 @@ def test_a_schedule_that_is_let_in_keeps_its_bounds(numbers: list[int], path: st
     assert schedule.block_m % schedule.mr == 0
     assert schedule.block_n % schedule.nr == 0
     assert schedule.block_k % GROUP == 0
+    assert schedule.k_parts <= 64
+    assert schedule.loop_order in ("nm", "mn")
 
 
 @given(
@@ -62,7 +73,8 @@ def test_every_whole_multiple_of_a_micro_kernel_is_let_in(
     mr: int, panels: int, times: tuple[int, int, int], grid: tuple[int, int, int]
 ) -> None:
     """The bounds do not stand in the way of the search."""
-    schedule = Schedule(mr, panels, mr * times[0], 16 * panels * times[1], GROUP * times[2], *grid, "fma")
+    block_m, block_n, block_k = mr * times[0], 16 * panels * times[1], GROUP * times[2]
+    schedule = Schedule(mr, panels, block_m, block_n, block_k, *grid, "fma", 2, 64, "mn")
 
     assert schedule.nr == 16 * panels
     assert schedule.threads == math.prod(grid)
@@ -82,6 +94,43 @@ def test_samples_are_positive_nanoseconds(samples_ns: Any) -> None:
     """Raw samples stay raw: whole nanoseconds, in a tuple that nobody can edit."""
     with pytest.raises(RecordError):
         dataclasses.replace(SAMPLE, samples_ns=samples_ns)
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        None,
+        [("mhz", 1.0)],
+        {"mhz": 1},
+        {"mhz": math.nan},
+        {"host name": 1.0},
+        {"mhz": "fast"},
+        {f"c{number}": 1.0 for number in range(17)},
+    ],
+)
+def test_conditions_are_a_few_words_with_numbers(conditions: Any) -> None:
+    """Room for what a timer notices, not for texts."""
+    with pytest.raises(RecordError, match="conditions"):
+        dataclasses.replace(SAMPLE, conditions=conditions)
+
+
+def test_a_sample_keeps_its_own_copy_of_the_conditions() -> None:
+    noticed = {"mhz": 2900.0}
+    sample = dataclasses.replace(SAMPLE, conditions=noticed)
+    noticed["mhz"] = 1.0
+
+    assert sample.conditions == {"mhz": 2900.0}
+    assert hash(sample) == hash(SAMPLE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{name: value} for name in ("gain", "gain_low", "gain_high") for value in (math.nan, -1.0, 2e6, 1)]
+    + [{"gain_low": 1.5}, {"gain_high": 1.0}, {"confidence": 1.5}, {"pairs": 0}],
+)
+def test_a_comparison_is_an_interval_around_its_gain(changes: dict[str, Any]) -> None:
+    with pytest.raises(RecordError):
+        dataclasses.replace(PROMOTION.comparison, **changes)
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, -0.5, "0", 1, True])
@@ -117,6 +166,7 @@ def test_signatures_and_versions_are_one_printable_line(text: Any) -> None:
         {"objectives": {"tpot_ms": "fast"}},
         {"objectives": {"not a word": 1.0}},
         {"objectives": {7: 1.0}},
+        {"objectives": None},
     ],
 )
 def test_a_plan_record_refuses_what_no_tuner_writes(changes: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ revision, down_revision, branch_labels, depends_on = "{revision}", "{down}", Non
 
 
 def upgrade() -> None:
-    op.add_column("schedule", sa.Column("prefetch_lines", sa.Integer(), server_default="0", nullable=False))
+    op.add_column("schedule", sa.Column("colour", sa.Integer(), server_default="0", nullable=False))
     {then}
 """
 
@@ -178,11 +178,12 @@ def test_a_draft_of_a_revision_imports_and_has_the_warnings(
     shutil.copytree(MIGRATIONS, tmp_path / "migrations", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(phasewise.migrations, "__file__", str(tmp_path / "migrations" / "__init__.py"))
     schema.draft_revision("keep the weather")
-    (draft,) = (tmp_path / "migrations" / "versions").glob("v0002_keep_the_weather.py")
+    after = f"{len(schema.REVISIONS) + 1:04}"
+    (draft,) = (tmp_path / "migrations" / "versions").glob(f"v{after}_keep_the_weather.py")
     source = draft.read_text()
 
     assert "Never import today's models" in (ast.get_docstring(ast.parse(source)) or "")
-    assert 'revision = "0002"' in source.replace("'", '"')
+    assert f'revision = "{after}"' in source.replace("'", '"')
     compile(source, str(draft), "exec")
 
 

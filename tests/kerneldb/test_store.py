@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
+    NOTICED,
     ORIGIN,
     OTHER_MACHINE,
+    OTHER_SCHEDULE,
     PLAN,
     PROBLEM,
+    PROMOTION,
     SAMPLE,
     SCHEDULE,
     measured,
@@ -45,6 +48,11 @@ def postgres() -> Iterator[Path]:
     """A server for all tests that want one; each takes a database of its own."""
     with postgres_socket() as socket:
         yield socket
+
+
+def table_rows(**counts: int) -> dict[str, int]:
+    """Rows by table, none where nothing is said."""
+    return dict.fromkeys(Base.metadata.tables, 0) | counts
 
 
 @pytest.fixture(params=BACKENDS)
@@ -95,6 +103,14 @@ class TestStoreContract:
         assert store.best_measurement(PROBLEM, MACHINE, ABI) is None
         assert len(store.best_measurements()) == len(others)
 
+    def test_all_rows_of_a_weight_are_one_question(self, store: Store) -> None:
+        """Every m, oldest first; still only of one build and one kind of machine."""
+        ms = [dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, m=m)) for m in (8, 1, 8)]
+        other = dataclasses.replace(MEASUREMENT, problem=dataclasses.replace(PROBLEM, n=16))
+        store.add_measurements([*ms, other, dataclasses.replace(MEASUREMENT, kernel_abi="another-build")])
+
+        assert store.measurements_of_every_m(dataclasses.replace(PROBLEM, m=3), MACHINE, ABI) == ms
+
     def test_appending_never_replaces(self, store: Store) -> None:
         """The same schedule measured again is another row; problem and schedule stay one row each."""
         store.add_measurements([measured(300), measured(200)])
@@ -102,7 +118,9 @@ class TestStoreContract:
 
         estimates = [one.sample.estimate_ns for one in store.measurements(PROBLEM, MACHINE, ABI)]
         assert estimates == [300, 200, 250]
-        assert store.stats().rows == {"measurement": 3, "problem": 1, "schedule": 1, "service_plan": 0}
+        assert store.measurement_count(PROBLEM, MACHINE, ABI) == 3
+        assert store.measurement_count(PROBLEM, MACHINE, "another-build") == 0
+        assert store.stats().rows == table_rows(measurement=3, problem=1, schedule=1)
 
     def test_the_best_has_the_least_estimate_and_the_older_of_equals_stays(self, store: Store) -> None:
         first = measured(200, kernel_abi="x")
@@ -137,6 +155,49 @@ class TestStoreContract:
         store.add_measurements([MEASUREMENT])
         assert store.measurements(PROBLEM, MACHINE, ABI) == [MEASUREMENT]
 
+    def test_conditions_come_back_as_they_went_in(self, store: Store) -> None:
+        noted = dataclasses.replace(MEASUREMENT, sample=dataclasses.replace(SAMPLE, conditions=NOTICED))
+        store.add_measurements([noted])
+
+        assert store.measurements(PROBLEM, MACHINE, ABI) == [noted]
+
+    def test_a_promotion_comes_back_as_it_went_in(self, store: Store) -> None:
+        second = dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE, incumbent=SCHEDULE)
+        store.add_promotions([PROMOTION, second])
+
+        assert store.promotions(PROBLEM, MACHINE, ABI) == [PROMOTION, second]
+        assert store.promotions(PROBLEM, OTHER_MACHINE, ABI) == []
+
+    def test_what_is_in_use_was_promoted_last_and_timed_here(self, store: Store) -> None:
+        """Not what has the least estimate: that may have lost the comparison, or never met one."""
+        slower, newer = measured(500, schedule=OTHER_SCHEDULE), measured(510, schedule=OTHER_SCHEDULE)
+        store.add_measurements([measured(200), slower, newer])
+        assert store.promoted_measurement(PROBLEM, MACHINE, ABI) is None
+        assert store.promoted_measurements() == []
+
+        store.add_promotions([PROMOTION, dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE)])
+        assert store.promoted_measurement(PROBLEM, MACHINE, ABI) == newer
+        assert store.promoted_measurements() == [newer]
+        assert store.promoted_measurements(MACHINE) == [newer]
+        assert store.promoted_measurements(OTHER_MACHINE) == []
+        assert store.best_measurement(PROBLEM, MACHINE, ABI) == measured(200)
+
+    def test_a_promotion_from_elsewhere_or_of_the_untimed_changes_nothing(self, store: Store) -> None:
+        imported = dataclasses.replace(ORIGIN, verified=False)
+        store.add_measurements([MEASUREMENT])
+        store.add_promotions(
+            [
+                PROMOTION,
+                dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE),
+                dataclasses.replace(PROMOTION, origin=imported),
+                dataclasses.replace(PROMOTION, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)),
+                dataclasses.replace(PROMOTION, kernel_abi="another-build"),
+            ]
+        )
+
+        assert store.promoted_measurements() == [MEASUREMENT]
+        assert store.promoted_measurement(PROBLEM, MACHINE, "another-build") is None
+
     def test_the_newest_plan_of_a_key_wins(self, store: Store) -> None:
         """Newest by order of appending: clocks of different machines do not matter."""
         newer = dataclasses.replace(PLAN, plan_json='{"newer": 1}', origin=Origin(MACHINE, "0.1.0", 1))
@@ -157,7 +218,7 @@ class TestStoreContract:
         store.add_plan(PLAN)
         stats = store.stats()
 
-        assert stats.rows == {"measurement": 3, "problem": 1, "schedule": 1, "service_plan": 1}
+        assert stats.rows == table_rows(measurement=3, problem=1, schedule=1, service_plan=1)
         assert {one.machine: (one.measurements, one.service_plans) for one in stats.signatures} == {
             MACHINE: (2, 1),
             OTHER_MACHINE: (1, 0),
@@ -196,10 +257,11 @@ class TestStoreContract:
 
         assert difference == []
 
-    @pytest.mark.parametrize("table", ["measurement", "service_plan"])
+    @pytest.mark.parametrize("table", ["measurement", "promotion", "service_plan"])
     def test_a_row_cannot_be_edited_but_can_be_deleted(self, store: Store, table: str) -> None:
         """Not even by another program; deleting whole rows is what a clean-up does."""
         store.add_measurements([MEASUREMENT])
+        store.add_promotions([PROMOTION])
         store.add_plan(PLAN)
         with pytest.raises(DBAPIError, match="appended, never edited"), store._engine.begin() as connection:
             connection.execute(text(f"UPDATE {table} SET program_version = 'forged'"))
@@ -254,7 +316,7 @@ class TestReopening:
         assert [process.exitcode for process in processes] == [0] * workers
         with open_store(db) as store:
             counts = store.stats().rows
-        assert counts == {"measurement": workers * rows, "problem": 1, "schedule": 1, "service_plan": 0}
+        assert counts == table_rows(measurement=workers * rows, problem=1, schedule=1)
 
 
 def create_and_append(db: str, start: Barrier, rows: int) -> None:
@@ -313,7 +375,7 @@ def test_a_schedule_measured_on_two_problems_is_one_row() -> None:
     with open_store(":memory:") as store:
         store.add_measurements([MEASUREMENT, other])
 
-        assert store.stats().rows == {"measurement": 2, "problem": 2, "schedule": 1, "service_plan": 0}
+        assert store.stats().rows == table_rows(measurement=2, problem=2, schedule=1)
 
 
 def test_a_sample_knows_its_schedule() -> None:

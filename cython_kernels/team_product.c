@@ -1,0 +1,117 @@
+#include "team_product.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "pages.h"
+
+#define LINE 64
+
+static int64_t aligned(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+static bool lay_out(pw_team_product *t) {
+    const pw_weight *w = t->weights;
+    t->ldy = pw_panels(w->n) * PW_PANEL;
+    t->row_bytes = t->kernels->gemm.row_bytes(&t->form, w->k);
+    t->split_floats = w->k_parts > 1 ? pw_split_floats(w, t->rows) : 0;
+    int64_t x = aligned(t->rows * w->k * 4), prepared = aligned(t->rows * t->row_bytes);
+    int64_t y = aligned(t->rows * t->ldy * 4);
+    t->memory_bytes = x + prepared + y + t->split_floats * 4;
+    t->memory = pw_pages_open(t->memory_bytes, PW_HUGE_PAGES);
+    if (!t->memory) return false;
+    t->x = (float *)t->memory;
+    t->prepared = t->memory + x;
+    t->y = (float *)(t->prepared + prepared);
+    t->split = t->split_floats ? (float *)((char *)t->y + y) : NULL;
+    return true;
+}
+
+pw_team_product *pw_team_product_open(pw_team *team, int32_t n_weights, const pw_weight *weights, int64_t rows) {
+    pw_team_product *t = calloc(1, sizeof *t);
+    if (!t) return NULL;
+    t->kernels = pw_active();
+    t->team = team;
+    t->threads = pw_team_size(team);
+    t->n_weights = n_weights;
+    t->rows = rows;
+    t->form = pw_form_of(weights);
+    t->weights = malloc(sizeof *weights * (size_t)n_weights);
+    t->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * 2 * (size_t)t->threads);
+    if (!t->weights || !t->tickets) {
+        pw_team_product_close(t);
+        return NULL;
+    }
+    memcpy(t->weights, weights, sizeof *weights * (size_t)n_weights);
+    if (!lay_out(t)) {
+        pw_team_product_close(t);
+        return NULL;
+    }
+    return t;
+}
+
+void pw_team_product_close(pw_team_product *t) {
+    if (!t) return;
+    pw_pages_close(t->memory, t->memory_bytes);
+    free(t->tickets);
+    free(t->weights);
+    free(t);
+}
+
+static pw_range rows_of(const pw_team_product *t, int member) {
+    return (pw_range){t->rows * member / t->threads, t->rows * (member + 1) / t->threads};
+}
+
+static void prepare(const pw_team_product *t, int member) {
+    t->kernels->gemm.prepare_rows(&t->form, t->weights->k, t->x, t->weights->k, rows_of(t, member), t->prepared);
+}
+
+static void prepare_share(void *context, int member) { prepare(context, member); }
+
+/* Numbers of a linear congruential generator (Knuth, MMIX), whose high bits are good. */
+int pw_team_product_fill(pw_team_product *t, uint64_t seed) {
+    for (int64_t i = 0; i < t->rows * t->weights->k; ++i) {
+        seed = seed * 6364136223846793005u + 1442695040888963407u;
+        t->x[i] = (float)(int32_t)(seed >> 32) * 0x1p-31f;
+    }
+    return pw_team_run(t->team, prepare_share, t);
+}
+
+typedef struct {
+    pw_team_product *product;
+    const pw_schedule *schedule;
+    int calls;
+    bool prepare;
+    int64_t *ns;
+} timing;
+
+static void time_share(void *context, int member) {
+    const timing *job = context;
+    const pw_team_product *t = job->product;
+    pw_team_barrier(t->team, member); /* all are awake */
+    int64_t last = pw_now_ns();
+    for (int call = 0; call < job->calls; ++call) {
+        pw_product p = {.weight = &t->weights[call % t->n_weights], .x = {t->prepared, t->row_bytes}};
+        p.rows = t->rows;
+        p.y = t->y;
+        p.ldy = t->ldy;
+        pw_crew crew = {t->team, t->threads, &t->kernels->gemm, t->tickets + call % 2 * t->threads, t->threads,
+                        t->split, t->split_floats};
+        pw_clear_tickets(t->tickets + (call + 1) % 2 * t->threads, t->threads, t->threads, member);
+        if (job->prepare) {
+            prepare(t, member);
+            pw_team_barrier(t->team, member);
+        }
+        pw_multiply(&p, job->schedule, &crew, member);
+        pw_team_barrier(t->team, member);
+        if (member != 0) continue;
+        int64_t now = pw_now_ns();
+        job->ns[call] = now - last;
+        last = now;
+    }
+}
+
+int pw_team_product_time(pw_team_product *t, const pw_schedule *schedule, int calls, bool prepare, int64_t *ns) {
+    timing job = {t, schedule, calls, prepare, ns};
+    memset(t->tickets, 0, sizeof(pw_ticket) * 2 * (size_t)t->threads);
+    return pw_team_run(t->team, time_share, &job);
+}

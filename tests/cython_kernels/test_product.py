@@ -1,0 +1,81 @@
+"""A product on a team: whatever the schedule and the number of threads, the bits are those of one thread."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gemm_reference import FORMATS, make_weight
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phasewise.cython_kernels import isa, packing
+from phasewise.cython_kernels._native import Team, TeamProduct, default_schedule
+
+sizes = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(0, 70))
+schedules = st.fixed_dictionaries(
+    {
+        "mr": sizes, "panels": sizes, "block_m": sizes, "block_n": sizes, "block_k": sizes,
+        "prefetch_bytes": sizes, "grid_m": sizes, "grid_n": sizes, "grid_k": sizes,
+        "rows_outside": st.integers(0, 1),
+    }
+)  # fmt: skip
+
+
+def weight(n: int, k: int, fmt: str, seed: int = 0) -> packing.PackedWeight:
+    return make_weight(fmt, n, k, np.random.default_rng(seed))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    fmt=st.sampled_from(FORMATS),
+    n=st.sampled_from((1, 16, 90, 200)),
+    k=st.sampled_from((32, 100, 320)),
+    m=st.sampled_from((1, 7, 9, 70)),
+    threads=st.integers(1, 4),
+    k_parts=st.sampled_from((1, 2, 3, 11)),
+    schedule=schedules,
+)
+def test_any_schedule_on_any_team_gives_the_same_bits(
+    fmt: str, n: int, k: int, m: int, threads: int, k_parts: int, schedule: dict[str, int]
+) -> None:
+    pack = weight(n, k, fmt)
+    alone = TeamProduct(Team(None, members=1), [pack], m, k_parts=k_parts)
+    together = TeamProduct(Team(None, members=threads), [pack], m, k_parts=k_parts)
+
+    alone.time(None, 1)
+    together.time(schedule, 3)
+
+    assert (together.result() == alone.result()).all()
+
+
+@pytest.mark.parametrize("isa_name", isa.usable())
+@pytest.mark.parametrize("grid", [(1, 1, 4), (2, 1, 2), (1, 4, 1), (4, 1, 1), (3, 1, 1), (1, 2, 2)])
+def test_every_grid_gives_the_same_bits(isa_name: str, grid: tuple[int, int, int]) -> None:
+    with isa.using(isa_name):
+        pack, k_parts = weight(90, 200, "q8"), max(grid[2], 2)
+        alone = TeamProduct(Team(None, members=1), [pack], 20, k_parts=k_parts)
+        together = TeamProduct(Team(None, members=4), [pack], 20, k_parts=k_parts)
+        cut = dict(zip(("grid_m", "grid_n", "grid_k"), grid, strict=True))
+
+        alone.time(None, 1)
+        together.time({**default_schedule(pack, 20, 4), **cut}, 2)
+
+        assert (together.result() == alone.result()).all()
+
+
+def test_every_call_is_timed_and_weights_are_taken_in_turn() -> None:
+    packs = [weight(32, 64, "f32", seed) for seed in range(3)]
+    product = TeamProduct(Team(None, members=2), packs, 5)
+    wanted = TeamProduct(Team(None, members=1), packs[1:2], 5)
+
+    assert product.time(None, 5, prepare=True).shape == (5,)
+    wanted.time(None, 1)
+
+    assert (product.result() == wanted.result()).all()
+
+
+def test_weights_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match="one kind and shape"):
+        TeamProduct(Team(None, members=1), [weight(32, 64, "f32"), weight(32, 96, "f32")], 5)
+    with pytest.raises(ValueError, match="takes rows"):
+        TeamProduct(Team(None, members=1), [weight(32, 64, "f32")], 0)

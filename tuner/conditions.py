@@ -1,0 +1,113 @@
+"""What else the machine did while something was timed: steal, other processes, the clock's frequency.
+
+Two looks at /proc, before and after, and the difference between them. What a platform does not say is left
+out. Ticks are 10 ms, so a span of a tenth of a second is known to a tenth.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DISTURBED_SHARE = 0.05
+"""Steal and others together, as a share of the cores' time, from which on a timing counts as disturbed."""
+
+_STEAL, _IDLE, _IOWAIT = 7, 3, 4  # columns of a cpu line in proc_stat(5)
+_CPU_MHZ = re.compile(r"^processor\s*: (\d+)$(?:\n.+)*?\ncpu MHz\s*: ([\d.]+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTicks:
+    """Sums over some CPUs since boot, in clock ticks."""
+
+    total: int
+    idle: int
+    steal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The machine at one instant."""
+
+    ticks: CpuTicks
+    own_s: float
+    """CPU time of this process."""
+    mhz: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Between two looks; shares are of the time of all CPUs looked at."""
+
+    steal: float
+    """Share that the hypervisor gave to other guests."""
+    others: float
+    """Share that other processes of this machine took."""
+    mhz: float | None
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.steal + self.others > DISTURBED_SHARE
+
+    def fields(self) -> dict[str, float]:
+        """As the database keeps them."""
+        shares = {"steal": round(self.steal, 4), "others": round(self.others, 4)}
+        return shares if self.mhz is None else {**shares, "mhz": round(self.mhz, 1)}
+
+
+def parse_ticks(stat: str, cpus: Sequence[int]) -> CpuTicks:
+    """Of /proc/stat's text, over these CPUs. Guest time, columns 8 and 9, is in user time already."""
+    wanted = {f"cpu{cpu}" for cpu in cpus}
+    rows = [line.split() for line in stat.splitlines()]
+    ticks = [[int(field) for field in row[1:9]] for row in rows if row and row[0] in wanted]
+    return CpuTicks(
+        total=sum(map(sum, ticks)),
+        idle=sum(row[_IDLE] + row[_IOWAIT] for row in ticks),
+        steal=sum(row[_STEAL] for row in ticks),
+    )
+
+
+def parse_mhz(cpuinfo: str, cpus: Sequence[int]) -> float | None:
+    """Mean of these CPUs' `cpu MHz` in /proc/cpuinfo's text; None where it names none, as on Arm."""
+    found = {int(cpu): float(mhz) for cpu, mhz in _CPU_MHZ.findall(cpuinfo)}
+    chosen = [found[cpu] for cpu in cpus if cpu in found]
+    return sum(chosen) / len(chosen) if chosen else None
+
+
+def between(before: Look, after: Look, ticks_a_second: int) -> Conditions:
+    """What happened from one look to the next; no time between them counts as undisturbed."""
+    total = after.ticks.total - before.ticks.total
+    if total <= 0:
+        return Conditions(0.0, 0.0, after.mhz)
+    steal = after.ticks.steal - before.ticks.steal
+    busy = total - (after.ticks.idle - before.ticks.idle) - steal
+    others = busy - (after.own_s - before.own_s) * ticks_a_second
+    return Conditions(steal / total, max(0.0, others / total), after.mhz)
+
+
+class Watch:
+    """Looks at the machine again and again; each `lap` tells about the time since the last one."""
+
+    def __init__(self, cpus: Sequence[int], proc: Path = Path("/proc")) -> None:
+        self._cpus = tuple(cpus)
+        self._proc = proc
+        self._last = self._look()
+
+    def lap(self) -> Conditions:
+        before, self._last = self._last, self._look()
+        return between(before, self._last, os.sysconf("SC_CLK_TCK"))
+
+    def _look(self) -> Look:
+        stat = (self._proc / "stat").read_text()
+        cpuinfo = (self._proc / "cpuinfo").read_text()
+        return Look(parse_ticks(stat, self._cpus), time.process_time(), parse_mhz(cpuinfo, self._cpus))
+
+
+def summary(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over laps, for one line at the end of a run."""
+    names = dict.fromkeys(name for lap in laps for name in lap)
+    return {name: sum(lap.get(name, 0.0) for lap in laps) / len(laps) for name in names}

@@ -1,0 +1,287 @@
+"""The evaluator of real kernels: the one module of the tuner that runs products.
+
+A product is timed as the engine runs it: on a pinned team, with the engine's own code (`TeamProduct`). Its
+weights are copies that are taken in turn and together exceed every cache, because a step of a model,
+prefill or decode, reads each weight once and then all the others.
+
+Every candidate is checked: on one arithmetic its result must equal the default schedule's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.cython_kernels import _native, packing
+from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.kerneldb.records import PANEL_COLUMNS, Comparison, Problem, Sample, Schedule
+from phasewise.topology import Kind, Machine
+from phasewise.tuner import timing
+from phasewise.tuner.conditions import Conditions, Watch
+from phasewise.tuner.errors import TunerError
+from phasewise.tuner.search.group import Group
+from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
+from phasewise.tuner.weights import copies_of, format_name, random_weight
+
+ACCURACY = {"f32": 2.0**-16, "bf16": 2.0**-7}
+"""Largest error of a product, relative to its largest value, that a way of computing a format may have."""
+ACCURACY_OF_QUANTISED = 2.0**-5
+"""Of the formats whose activations may be rounded to 8 bits a group (decision 0003)."""
+
+REFERENCE_ROWS = 4
+REFERENCE_COLUMNS = 1024
+
+
+class KernelMismatchError(TunerError):
+    """A schedule changed a result, which none may: a bug in a kernel, never to be passed over."""
+
+
+# ---- schedules -------------------------------------------------------------------------------------------
+
+
+def kernel_fields(schedule: Schedule) -> dict[str, int]:
+    """A record as `_native` reads it. The arithmetic goes beside it: it belongs to the weight."""
+    return {
+        "mr": schedule.mr,
+        "panels": schedule.panels,
+        "block_m": schedule.block_m,
+        "block_n": schedule.block_n // PANEL_COLUMNS,
+        "block_k": schedule.block_k,
+        "prefetch_bytes": schedule.prefetch_bytes,
+        "grid_m": schedule.threads_m,
+        "grid_n": schedule.threads_n,
+        "grid_k": schedule.threads_k,
+        "rows_outside": int(schedule.loop_order == "mn"),
+    }
+
+
+def default_schedule(weight: PackedWeight, m: int, threads: int, arithmetic: Arithmetic) -> Schedule:
+    """The kernels' own schedule as a record: blocks larger than the product are cut to it."""
+    fields = _native.default_schedule(weight, m, threads, arithmetic.compute_path, arithmetic.k_parts)
+    mr, panels = fields["mr"], fields["panels"]
+    return Schedule(
+        mr=mr,
+        panels=panels,
+        block_m=_multiple(min(fields["block_m"], m), mr),
+        block_n=_multiple(min(fields["block_n"], packing.padded_n(weight.n) // packing.PANEL), panels)
+        * PANEL_COLUMNS,
+        block_k=min(fields["block_k"], packing.padded_k(weight.k)),
+        threads_m=fields["grid_m"],
+        threads_n=fields["grid_n"],
+        threads_k=fields["grid_k"],
+        compute_path=arithmetic.compute_path,
+        k_parts=arithmetic.k_parts,
+        prefetch_bytes=fields["prefetch_bytes"],
+        loop_order="mn" if fields["rows_outside"] else "nm",
+    )
+
+
+def _multiple(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def arithmetic_of(schedule: Schedule) -> Arithmetic:
+    return Arithmetic(schedule.compute_path, schedule.k_parts)
+
+
+def numeric_error(weight: PackedWeight, arithmetic: Arithmetic) -> float:
+    """Largest error of a few rows and columns against float64, relative to the largest value there.
+
+    It holds for every m and schedule, because none of them changes a bit.
+    """
+    panels = min(len(weight.values), REFERENCE_COLUMNS // packing.PANEL)
+    arrays = {name: getattr(weight, name) for name in ("values", "scales", "mins")}
+    cut = {name: a if a is None else np.ascontiguousarray(a[:panels]) for name, a in arrays.items()}
+    part = replace(weight, n=min(weight.n, panels * packing.PANEL), **cut)
+    x = np.random.default_rng(1).uniform(-1, 1, (REFERENCE_ROWS, weight.k)).astype(np.float32)
+    found = _native.gemm(x, part, path=arithmetic.compute_path, k_parts=arithmetic.k_parts)
+    expected = x.astype(np.float64) @ packing.unpack(part).astype(np.float64).T
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def arithmetics(weight: PackedWeight, threads: int) -> tuple[Arithmetic, ...]:
+    """The ways of computing this weight that keep its format's accuracy, the default one first."""
+    paths = [Arithmetic(path) for path in _native.compute_paths(weight.kind)]
+    split = [Arithmetic(paths[0].compute_path, min(threads, 64))] if threads > 1 else []
+    limit = ACCURACY.get(format_name(weight), ACCURACY_OF_QUANTISED)
+    return (paths[0], *(one for one in (*paths[1:], *split) if numeric_error(weight, one) <= limit))
+
+
+def micro_kernels(kind: packing.Kind, path: str) -> tuple[MicroKernel, ...]:
+    """Those that exist on the ISA in use."""
+    return tuple(MicroKernel(mr, panels) for mr, panels in _native.micro_kernels(kind, path))
+
+
+def core_caches(machine: Machine, cores: Sequence[int]) -> Caches:
+    """What the smallest of these cores has for itself; 32 KiB and 512 KiB where the machine does not say."""
+    chosen = set(cores)
+    l1 = [core.l1d_bytes for core in machine.nodes(Kind.CORE) if chosen & set(core.cpus) and core.l1d_bytes]
+    l2 = [
+        cache.size_bytes // max(1, len(chosen & set(cache.cpus)))
+        for cache in machine.nodes(Kind.L2)
+        if chosen & set(cache.cpus) and cache.size_bytes
+    ]
+    return Caches(min(l1, default=32 << 10), min(l2, default=512 << 10))
+
+
+def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -> Group:
+    """All that the search needs to know about products with one weight on a team of `threads`."""
+    weight = random_weight(weight_format, n, k)
+    ways = arithmetics(weight, threads)
+    return Group(
+        format=weight_format,
+        n=n,
+        k=k,
+        threads=threads,
+        arithmetics=ways,
+        kernels={one.compute_path: micro_kernels(weight.kind, one.compute_path) for one in ways},
+        caches=caches,
+        weight_bits=round(8 * weight.nbytes / (packing.padded_n(n) * packing.padded_k(k))),
+        default=lambda m: default_schedule(weight, m, threads, ways[0]),
+    )
+
+
+# ---- timing ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Duel:
+    """Two schedules timed in pairs: what it says, and the samples of each."""
+
+    comparison: Comparison
+    incumbent: Sample
+    candidate: Sample
+
+
+class NativeEvaluator:
+    """Times schedules on the kernels, pinned to `cores`. For one thread; it stays pinned until `close`.
+
+    Weights and rows of the last problem are kept: problems of one weight should follow each other.
+    """
+
+    def __init__(self, cores: Sequence[int], total_bytes: int) -> None:
+        self._team = _native.Team(cores)
+        self._watch = Watch(cores)
+        self._total_bytes = total_bytes
+        self._weights: _Weights | None = None
+        self._products: dict[tuple[int, Arithmetic], _Product] = {}
+
+    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
+        """One sample of each, timed in turns. KernelMismatchError if one gives another result."""
+        contestants = [self._contestant(problem, schedule) for schedule in schedules]
+        self._watch.lap()
+        taken = timing.race([one.take for one in contestants])
+        conditions = self._watch.lap()
+        pairs = zip(contestants, taken, strict=True)
+        return [one.sample(samples_ns, conditions) for one, samples_ns in pairs]
+
+    def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
+        """Both, timed in pairs."""
+        old, new = (self._contestant(problem, schedule) for schedule in (incumbent, candidate))
+        self._watch.lap()
+        taken = timing.duel(old.take, new.take)
+        conditions = self._watch.lap()
+        return Duel(
+            timing.compare(taken),
+            old.sample(sum((samples for samples, _ in taken), ()), conditions),
+            new.sample(sum((samples for _, samples in taken), ()), conditions),
+        )
+
+    def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
+        """What a duel with the incumbent says; None: with the kernels' own schedule."""
+        if incumbent is None:
+            weight, m = self._weights_of(problem).copies[0], problem.m
+            incumbent = default_schedule(weight, m, self._team.size, arithmetic_of(candidate))
+        return self.duel(problem, incumbent, candidate).comparison
+
+    def close(self) -> None:
+        self._products = {}
+        self._weights = None
+        self._team.close()
+
+    def _contestant(self, problem: Problem, schedule: Schedule) -> _Contestant:
+        return _Contestant(self._product(problem, arithmetic_of(schedule)), schedule)
+
+    def _product(self, problem: Problem, arithmetic: Arithmetic) -> _Product:
+        """Of this m only: the rows of others take memory for nothing."""
+        weights, key = self._weights_of(problem), (problem.m, arithmetic)
+        if key not in self._products:
+            self._products = {known: one for known, one in self._products.items() if known[0] == problem.m}
+            self._products[key] = _Product(self._team, weights, problem.m, arithmetic)
+        return self._products[key]
+
+    def _weights_of(self, problem: Problem) -> _Weights:
+        shape = (problem.format, problem.n, problem.k)
+        if self._weights is None or self._weights.shape != shape:
+            self._products = {}
+            self._weights = None  # before the next ones are made
+            self._weights = _Weights(shape, self._total_bytes)
+        return self._weights
+
+
+class _Weights:
+    """Enough copies of one weight to be read from memory in turns."""
+
+    def __init__(self, shape: tuple[str, int, int], total_bytes: int) -> None:
+        self.shape = shape
+        self.copies = copies_of(random_weight(*shape), total_bytes)
+        self._errors: dict[Arithmetic, float] = {}
+
+    def numeric_error(self, arithmetic: Arithmetic) -> float:
+        if arithmetic not in self._errors:
+            self._errors[arithmetic] = numeric_error(self.copies[0], arithmetic)
+        return self._errors[arithmetic]
+
+
+class _Product:
+    """m random rows times a weight in one arithmetic, and the result that every schedule must give."""
+
+    def __init__(self, team: _native.Team, weights: _Weights, m: int, arithmetic: Arithmetic) -> None:
+        self._native = _native.TeamProduct(
+            team, weights.copies, m, arithmetic.compute_path, arithmetic.k_parts
+        )
+        self.numeric_error = weights.numeric_error(arithmetic)
+        self._native.time(None, 1)
+        self._expected = self._native.result()
+
+    def run(self, fields: dict[str, int], calls: int) -> npt.NDArray[np.int64]:
+        """Nanoseconds of each call."""
+        return np.asarray(self._native.time(fields, calls))
+
+    def check(self, schedule: Schedule) -> None:
+        """Of the last call."""
+        if not np.array_equal(self._native.result(), self._expected):
+            raise KernelMismatchError(f"a schedule changes the result of a product: {schedule}")
+
+
+class _Contestant:
+    """One schedule: warmed up, checked, and ready for its turns."""
+
+    def __init__(self, product: _Product, schedule: Schedule) -> None:
+        started_ns = time.perf_counter_ns()
+        self._product = product
+        self._schedule = schedule
+        self._fields = kernel_fields(schedule)
+        self._turn = timing.plan_turn(int(product.run(self._fields, 1)[0]))
+        product.check(schedule)
+        self._effort_ns = time.perf_counter_ns() - started_ns
+
+    def take(self) -> timing.Samples:
+        started_ns = time.perf_counter_ns()
+        samples = timing.loop_means(self._product.run(self._fields, self._turn.calls), self._turn)
+        self._effort_ns += time.perf_counter_ns() - started_ns
+        return samples
+
+    def sample(self, samples_ns: timing.Samples, conditions: Conditions) -> Sample:
+        return Sample(
+            self._schedule,
+            samples_ns,
+            timing.estimate_ns(samples_ns),
+            self._product.numeric_error,
+            self._effort_ns,
+            conditions.fields(),
+        )

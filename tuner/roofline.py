@@ -1,0 +1,46 @@
+"""How fast a product could be at best: bound by arithmetic, or by reading its operands once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phasewise.cython_kernels import limits
+from phasewise.tuner.limits import peak_flops, read_bandwidth
+
+FLOAT_BYTES = 4
+"""Of an activation, before and after a product."""
+
+
+def peak_kinds(weight_format: str) -> tuple[str, ...]:
+    """The multiply rates (`limits.KINDS`) that weights of this format may be computed at.
+
+    bf16 weights can be widened, and not every CPU multiplies pairs of bf16 faster than float32.
+    """
+    match weight_format:
+        case "f32":
+            return ("f32",)
+        case "bf16":
+            return ("f32", "bf16")
+        case _:
+            return limits.KINDS
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What some cores reach, operations and bytes a second; operations by kind (`limits.KINDS`)."""
+
+    peak_flops: Mapping[str, float]
+    read_bytes_per_s: float
+
+    def bound_ns(self, weight_format: str, n: int, k: int, m: int, weight_bytes: int) -> float:
+        """Least time of y[m, n] = x[m, k] W[n, k]^T with W read from memory once."""
+        peak = max(self.peak_flops[kind] for kind in peak_kinds(weight_format))
+        moved_bytes = weight_bytes + FLOAT_BYTES * m * (n + k)
+        return max(2 * m * n * k / peak, moved_bytes / self.read_bytes_per_s) * 1e9
+
+
+def measure_roofline(cores: Sequence[int], read_buffer_bytes: int) -> Roofline:
+    """Of the instruction set in use; `read_buffer_bytes` is what the timed weights take together."""
+    peaks = {kind: peak_flops(kind, cores) for kind in limits.KINDS}
+    return Roofline(peaks, read_bandwidth(cores, read_buffer_bytes))

@@ -1,0 +1,91 @@
+"""Weights to time products with: the names of their formats, random ones, and copies that no cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.cython_kernels import packing
+from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.topology import Kind, Machine
+from phasewise.tuner.errors import TunerError
+
+LEAST_COLD_BYTES = 64 << 20
+MOST_COLD_BYTES = 512 << 20
+"""Copies of a weight take so much together, between these bounds twice the last cache."""
+
+Array = npt.NDArray[Any]
+
+
+def format_name(weight: PackedWeight) -> str:
+    """What the database calls a weight's format: f32, bf16, int8, int8m, int8g16, int8c, int4, int4m."""
+    if weight.kind in ("f32", "bf16"):
+        return weight.kind
+    bits = "int8" if weight.kind == "q8" else "int4"
+    grouping = {0: "c", 16: "g16", 32: ""}[weight.group]
+    return f"{bits}{grouping}{'' if weight.mins is None else 'm'}"
+
+
+def random_weight(weight_format: str, n: int, k: int, seed: int = 0) -> PackedWeight:
+    """A weight of a format (`format_name`), made of random panels."""
+    rng = np.random.default_rng(seed)
+    kind = kind_of(weight_format)
+    shape = packing.values_shape(kind, n, k)
+    if kind == "f32":
+        return PackedWeight(kind, n, k, 0, 0, rng.standard_normal(shape, dtype=np.float32), None, None)
+    if kind == "bf16":
+        values = packing.to_bf16(rng.standard_normal(shape, dtype=np.float32))
+        return PackedWeight(kind, n, k, 0, 0, values, None, None)
+    suffix = weight_format.removeprefix("int8").removeprefix("int4")
+    group = {"": 32, "m": 32, "g16": 16, "c": 0}[suffix]
+    values = rng.integers(0, 256, shape, dtype=np.uint8)
+    scales = _random_scales(rng, n, k, group)
+    mins = scales * np.float16(-8) if suffix == "m" else None
+    zero_point = 0 if suffix == "m" else 128 if kind == "q8" else 8
+    return PackedWeight(kind, n, k, group, zero_point, values, scales, mins)
+
+
+def _random_scales(rng: np.random.Generator, n: int, k: int, group: int) -> Array:
+    shape = packing.scales_shape(n, k, group)
+    dtype = np.float16 if group else np.float32
+    return (rng.random(shape, dtype=np.float32) / 100 + np.float32(0.01)).astype(dtype)
+
+
+def kind_of(weight_format: str) -> packing.Kind:
+    """The packed kind of a format. TunerError for a format that no kernel reads."""
+    kinds: dict[str, packing.Kind] = {
+        "f32": "f32",
+        "bf16": "bf16",
+        **dict.fromkeys(("int8", "int8m", "int8g16", "int8c"), "q8"),
+        **dict.fromkeys(("int4", "int4m"), "q4"),
+    }
+    if weight_format not in kinds:
+        raise TunerError(f"there are no kernels for weights of format {weight_format!r:.40}")
+    return kinds[weight_format]
+
+
+def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:
+    """At least one, and together at least `total_bytes`; each array begins on a cache line, as in a file."""
+    return [_copy(weight) for _ in range(-(-total_bytes // weight.nbytes))]
+
+
+def _copy(weight: PackedWeight) -> PackedWeight:
+    arrays = {name: getattr(weight, name) for name in ("values", "scales", "mins")}
+    return replace(weight, **{name: a if a is None else _aligned(a) for name, a in arrays.items()})
+
+
+def _aligned(array: Array) -> Array:
+    room = np.empty(array.nbytes + 64, dtype=np.uint8)
+    start = -room.ctypes.data % 64
+    copy: Array = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def cold_bytes(machine: Machine) -> int:
+    """How much memory must be read before a weight's turn comes again, for no cache to hold it."""
+    caches = [node.size_bytes or 0 for kind in (Kind.L2, Kind.L3, Kind.L4) for node in machine.nodes(kind)]
+    return min(MOST_COLD_BYTES, max(LEAST_COLD_BYTES, 2 * max(caches, default=0)))
