@@ -43,7 +43,7 @@ static int64_t pass_inputs(int64_t k, int64_t fitting) {
 
 pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) {
     int32_t mr, panels;
-    pw_active()->gemm.best_tile(w->kind, m, &mr, &panels);
+    pw_active()->gemm.best_tile(w, m, &mr, &panels);
     int64_t eighths = w->kind == PW_Q4 && m > STREAM_ROWS ? 8 : value_eighths(w->kind); /* q4 is unpacked to bytes */
     int64_t fitting_k = (int64_t)L1_WEIGHT_BYTES * 8 / (PW_PANEL * panels * eighths);
     int64_t k = pw_padded_k(w->k), panel_bytes = at_least(1, k * PW_PANEL * eighths / 8);
