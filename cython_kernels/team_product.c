@@ -112,6 +112,7 @@ static void time_share(void *context, int member) {
 
 int pw_team_product_time(pw_team_product *t, const pw_schedule *schedule, int calls, bool prepare, int64_t *ns) {
     timing job = {t, schedule, calls, prepare, ns};
+    memset(t->y, 0xFF, sizeof(float) * (size_t)(t->rows * t->ldy)); /* NaN: what a schedule left out would show */
     memset(t->tickets, 0, sizeof(pw_ticket) * 2 * (size_t)t->threads);
     return pw_team_run(t->team, time_share, &job);
 }

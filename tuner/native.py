@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from phasewise.topology import Kind, Machine
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Conditions, Watch
 from phasewise.tuner.errors import TunerError
+from phasewise.tuner.run import Duel
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
 from phasewise.tuner.weights import copies_of, format_name, random_weight
@@ -146,15 +147,6 @@ def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -
 
 
 # ---- timing ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Duel:
-    """Two schedules timed in pairs: what it says, and the samples of each."""
-
-    comparison: Comparison
-    incumbent: Sample
-    candidate: Sample
 
 
 class NativeEvaluator:

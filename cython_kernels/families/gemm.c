@@ -175,8 +175,7 @@ static tile_call first_call(const walk *k, pw_range panels, const pass *p) {
 typedef struct {
     const pass *pass;
     pw_range rows, panels;
-    pw_range share;         /* of the block's panels */
-    int64_t strips;
+    int64_t index, count;   /* this one of the pass's strips */
     float *partial, *total; /* [row of the block][column of the tile] */
 } strip;
 
@@ -184,15 +183,20 @@ static void ask_for(const uint8_t *from, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += VECTOR_ROW_BYTES) __builtin_prefetch(from + line);
 }
 
-/* The tiles of rows of a strip share out asking for the weights of the next one, the strips of a pass asking for the
- * rows' inputs of the next pass. */
+/* The tiles of rows of a strip share out asking for the weights of the next strip, and the strips of a pass asking for
+ * what the next pass reads of the rows. */
 static void look_ahead(const walk *k, const tile_call *weights, const tile_call *t, const strip *s, int64_t row) {
-    int64_t rows = s->rows.end - s->rows.begin, bytes = weights->steps * k->step_value_bytes;
-    const uint8_t *next = weights->values + weights->panels * weights->panel_bytes;
-    int64_t from = (row - s->rows.begin) * bytes / rows, to = (row - s->rows.begin + t->mr) * bytes / rows;
-    for (int p = 0; p < t->panels; ++p) ask_for(next + p * weights->panel_bytes + from, to - from);
-    int64_t row_bytes = weights->steps * k->step_row_bytes, first = s->share.begin * row_bytes / s->strips, last = s->share.end * row_bytes / s->strips;
-    for (int r = 0; r < t->mr; ++r) ask_for(t->rows + r * t->row_bytes + row_bytes + first, last - first);
+    int64_t rows = s->rows.end - s->rows.begin, done = row - s->rows.begin;
+    int64_t bytes = weights->steps * k->step_value_bytes, from = done * bytes / rows;
+    const uint8_t *next = weights->values + weights->panels * weights->panel_bytes + from;
+    for (int p = 0; p < t->panels; ++p) {
+        ask_for(next + p * weights->panel_bytes, (done + t->mr) * bytes / rows - from);
+    }
+    if (s->pass->ends_part && s->pass->last_part) return;
+    int64_t row_bytes = weights->steps * k->step_row_bytes, first = s->index * row_bytes / s->count;
+    for (int r = 0; r < t->mr; ++r) {
+        ask_for(t->rows + r * t->row_bytes + row_bytes + first, (s->index + 1) * row_bytes / s->count - first);
+    }
 }
 
 static void run_tile(const walk *k, tile_kernel *kernel, tile_call *t, const strip *s, int64_t row) {
@@ -213,7 +217,7 @@ static void run_tile(const walk *k, tile_kernel *kernel, tile_call *t, const str
 
 /* q4 [panels][steps][4][16][8 nibbles] to the bytes of q8, which the call then reads. */
 static void stage_q4(tile_call *t, int64_t panels, uint8_t *bytes) {
-    vi nibble = vi_set1(0x0F0F0F0F);
+    vi nibble = vi_set1(0x0F0F0F0F), offset = vi_set1((int32_t)(Q8_WEIGHT_OFFSET * 0x01010101u));
     int64_t panel_bytes = t->steps * PW_K_MULTIPLE * PW_PANEL;
     for (int64_t panel = 0; panel < panels; ++panel) {
         const uint8_t *from = t->values + panel * t->panel_bytes;
@@ -221,8 +225,8 @@ static void stage_q4(tile_call *t, int64_t panels, uint8_t *bytes) {
         for (int64_t i = 0; i < panel_bytes / 2; i += LANES * 4) {
             vi pairs = vi_load(from + i);
             uint8_t *quads = to + i / VECTOR_ROW_BYTES * (2 * VECTOR_ROW_BYTES) + i % VECTOR_ROW_BYTES;
-            vi_store(quads, vi_and(pairs, nibble));
-            vi_store(quads + VECTOR_ROW_BYTES, vi_and(vi_shr(pairs, 4), nibble));
+            vi_store(quads, vi_or(vi_and(pairs, nibble), offset));
+            vi_store(quads + VECTOR_ROW_BYTES, vi_or(vi_and(vi_shr(pairs, 4), nibble), offset));
         }
     }
     t->values = bytes;
@@ -262,12 +266,13 @@ static void run_strip(const walk *k, const strip *s) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
     tile_call t = first_call(k, s->panels, s->pass), weights = t;
     arithmetic how = stage(k, &t, t.panels, bytes);
-    const uint8_t *block = (const uint8_t *)k->x->rows + s->pass->steps.begin * k->step_row_bytes;
+    int looks_ahead = k->prefetch_bytes && s->rows.end - s->rows.begin > k->mr;
+    const uint8_t *rows = (const uint8_t *)k->x->rows + s->pass->steps.begin * k->step_row_bytes;
     for (int64_t row = s->rows.begin; row < s->rows.end; row += t.mr) {
         t.mr = (int)at_most(k->mr, s->rows.end - row);
         tile_kernel *kernel = largest_tile(how, &t.mr, &t.panels);
-        t.rows = block + row * t.row_bytes;
-        if (k->prefetch_bytes && s->rows.end - s->rows.begin > k->mr) look_ahead(k, &weights, &t, s, row);
+        t.rows = rows + row * t.row_bytes;
+        if (looks_ahead) look_ahead(k, &weights, &t, s, row);
         run_tile(k, kernel, &t, s, row);
         t.prefetch_bytes = t.prefetch_jump = 0; /* the other rows find the weights in L1 */
     }
@@ -275,12 +280,15 @@ static void run_strip(const walk *k, const strip *s) {
 
 /* One pass over a block, whose sums lie tile of panels by tile of panels. */
 static void block_pass(const walk *k, const pass *p, pw_range rows, pw_range panels, float *partial, float *total) {
-    for (int64_t panel = panels.begin; panel < panels.end;) {
+    strip s = {.pass = p, .rows = rows, .count = (panels.end - panels.begin + k->panels - 1) / k->panels};
+    for (int64_t panel = panels.begin; panel < panels.end; panel = s.panels.end, ++s.index) {
         int mr = 1, np = (int)at_most(k->panels, panels.end - panel);
         largest_tile(k->arithmetic, &mr, &np);
         int64_t at = (rows.end - rows.begin) * (panel - panels.begin) * PW_PANEL;
-        run_strip(k, &(strip){p, rows, {panel, panel + np}, {panel - panels.begin, panel+np - panels.begin}, panels.end-panels.begin, partial + at, total + at});
-        panel += np;
+        s.panels = (pw_range){panel, panel + np};
+        s.partial = partial + at;
+        s.total = total + at;
+        run_strip(k, &s);
     }
 }
 

@@ -10,7 +10,7 @@ enum { MAX_MR = PW_MOST_TILE, MAX_TILE_PANELS = 8, VECTORS = PW_PANEL / LANES, V
 PW_INLINE int inputs_per_vector_row(int kind) { return 1 << kind; }
 
 /* A group of quantised activations: the values in the order of the ISA's dots, then
- * float scale; int32 -zero_point * sum(q); float scale * sum(q). */
+ * float scale; int32 (Q8_WEIGHT_OFFSET - zero_point) * sum(q), q4: -zero_point * sum(q); float scale * sum(q). */
 PW_INLINE int64_t group_values_bytes(int kind, int group) {
     return kind == PW_Q8 ? group * Q8_ACTIVATION_BYTES : group;
 }

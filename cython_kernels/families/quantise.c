@@ -60,7 +60,7 @@ PW_INLINE void quantise_group(int kind, int group, int32_t zero_point, const flo
         total = vi_add(total, rounded);
         vi_store_i8(q + i, rounded);
     }
-    int32_t sum = vi_sum(total), bias = -zero_point * sum;
+    int32_t sum = vi_sum(total), bias = ((kind == PW_Q8 ? Q8_WEIGHT_OFFSET : 0) - zero_point) * sum;
     float scaled_sum = scale * (float)sum;
     write_values(kind, q, group, out);
     uint8_t *fields = out + group_values_bytes(kind, group);
