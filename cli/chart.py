@@ -18,7 +18,7 @@ MARGIN, LEGEND_ROW, SWATCH = 16.0, 22.0, 26.0
 TEXT_CHAR = 6.8
 """Width of an average character of the legend, pixels."""
 
-MAX_COLUMNS = 4
+MAX_COLUMNS = 2  # wider, and a page would shrink the letters too much
 PAPER, INK, FAINT_INK, GRID = "#fbfaf7", "#1f2933", "#52606d", "#dcdfe3"
 LIMIT_INK = "#6b7280"
 STROKES = ("#0072b2", "#d55e00", "#2e7d5b", "#a2488a", "#8a6d00", "#3b4cc0", "#b40426")
@@ -42,6 +42,7 @@ class Chart:
     """Panels that share their axes' names and their legend."""
 
     title: str
+    caption: str
     x_name: str
     y_name: str
     limit_name: str
@@ -68,12 +69,13 @@ def draw_chart(chart: Chart) -> str:
     columns = min(MAX_COLUMNS, len(chart.panels))
     width = 2 * MARGIN + columns * (LEFT + PLOT_WIDTH + RIGHT)
     legend = _legend_rows([*names, chart.limit_name], width - 2 * MARGIN)
-    head = MARGIN + 24 + LEGEND_ROW * len(legend)
+    above = MARGIN + 44
+    head = above + LEGEND_ROW * len(legend)
     rows = -(-len(chart.panels) // columns)
     height = head + rows * (TOP + PLOT_HEIGHT + BOTTOM) + MARGIN
-    elements = [_text(MARGIN, MARGIN + 12, chart.title, "t")]
+    elements = [_text(MARGIN, MARGIN + 12, chart.title, "t"), _text(MARGIN, MARGIN + 30, chart.caption, "c")]
     for index, entries in enumerate(legend):
-        elements += _legend(MARGIN, MARGIN + 24 + LEGEND_ROW * (index + 0.5), entries, names)
+        elements += _legend(MARGIN, above + LEGEND_ROW * (index + 0.5), entries, names)
     for index, panel in enumerate(chart.panels):
         x = MARGIN + index % columns * (LEFT + PLOT_WIDTH + RIGHT) + LEFT
         y = head + index // columns * (TOP + PLOT_HEIGHT + BOTTOM) + TOP
@@ -204,7 +206,7 @@ def _document(width: float, height: float, elements: Sequence[str]) -> str:
     style = (
         "text{font-family:system-ui,-apple-system,'Segoe UI','DejaVu Sans',Arial,sans-serif;font-size:12px}"
         f".t{{font-weight:600;fill:{INK};font-size:13px}}.s{{fill:{INK}}}"
-        f".m{{text-anchor:middle;fill:{FAINT_INK}}}.e{{text-anchor:end;fill:{FAINT_INK}}}"
+        f".c{{fill:{FAINT_INK};font-size:11px}}.m{{text-anchor:middle;fill:{FAINT_INK}}}.e{{text-anchor:end;fill:{FAINT_INK}}}"
     )
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '

@@ -180,7 +180,8 @@ def draw_rows(rows: Sequence[KernelRow]) -> str:
     first = rows[0]
     return draw_chart(
         Chart(
-            title=f"y[m, n] = x[m, k] W[n, k]^T on {count_threads(first.threads)}, {first.core_signature}",
+            title=f"y[m, n] = x[m, k] W[n, k]^T on {count_threads(first.threads)}; weights from memory",
+            caption=first.core_signature,
             x_name="rows m",
             y_name="GFLOP/s",
             limit_name="limit: arithmetic, or reading the weights",

@@ -104,12 +104,15 @@ class Torch:
         scales = w.abs().amax(1) / 127
         zeros = torch.zeros(cell.n, dtype=torch.long)
         quantised = torch.quantize_per_channel(w, scales, zeros, 0, torch.qint8)
-        linear = torch.ops.quantized.linear_dynamic
+
+        def dynamic(name: str, packed: list[Any]) -> Setting:
+            return Setting(name, lambda i: torch.ops.quantized.linear_dynamic(x, packed[i]), self._row)
+
         for engine in ("onednn", "fbgemm"):
             if engine in torch.backends.quantized.supported_engines:
                 torch.backends.quantized.engine = engine
                 packed = [torch.ops.quantized.linear_prepack(quantised, None) for _ in range(cell.copies)]
-                yield Setting(f"{engine} dynamic", lambda i, packed=packed: linear(x, packed[i]), self._row)
+                yield dynamic(f"{engine} dynamic", packed)
         half, rows, s = x.bfloat16(), quantised.int_repr(), scales.bfloat16()
         packed = [rows.clone() for _ in range(cell.copies)]
         yield Setting("weight only", lambda i: torch._weight_int8pack_mm(half, packed[i], s), self._row)
@@ -179,7 +182,7 @@ class OpenBlas:
     formats = ("f32",)
 
     def __init__(self, threads: int) -> None:
-        blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[call-overload]
+        blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
         if "openblas" not in blas["name"]:
             raise ImportError(f"numpy computes with {blas['name']}")
         self.version = blas["version"]
@@ -244,11 +247,11 @@ class OpenVino:
         request = compiled.create_infer_request()
         request.set_input_tensor(self.ov.Tensor(x))
 
-        def run(_: int) -> np.ndarray:
-            request.infer()
-            return request
+        def row(_: Any) -> np.ndarray:
+            first: np.ndarray = request.get_output_tensor(0).data[0].copy()
+            return first
 
-        return Setting(name, run, lambda done: done.get_output_tensor(0).data[0].copy(), products)
+        return Setting(name, lambda _: request.infer(share_outputs=True), row, products)
 
     def _weight(self, format: str, w: np.ndarray) -> Any:
         ops, ov = self.ov.opset13, self.ov

@@ -238,7 +238,8 @@ class Store:
             model = MeasurementRow if is_timing else PromotionRow
             query = queries.measurements() if is_timing else queries.promotions()
             instants = {row.origin.created_at_ms for row in group}
-            query = query.where(*of_problem(model, problem, machine, kernel_abi), model.created_at_ms.in_(instants))
+            of_key = of_problem(model, problem, machine, kernel_abi)
+            query = query.where(*of_key, model.created_at_ms.in_(instants))
             build: Callable[[AnyRow], Any] = measurement_of if is_timing else promotion_of
             known = {_content_of(row) for row in self._built(session.execute(query), build)}
             for row in group:

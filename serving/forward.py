@@ -14,7 +14,7 @@ from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.model import ModelConfig, PackedModel
-from phasewise.serving.schedules import Arithmetic, ScheduleLookup
+from phasewise.serving.schedules import ScheduleLookup
 
 Parts = list[tuple[PackedWeight, int]]
 
@@ -150,8 +150,7 @@ class _Linears:
 
     def add(self, parts: Parts, source: str, *places: int, **options: Any) -> None:
         """Program.linear, and what the lookups say about its weights."""
-        computed = [self._arithmetic(weight) for weight, _ in parts]
-        arithmetics = [(how.compute_path, how.k_parts) for how in computed]
+        arithmetics = [self._arithmetic(weight) for weight, _ in parts]
         op = self.program.linear(parts, source, *places, arithmetics=arithmetics, **options)
         for table, lookup in enumerate(self.lookups):
             for part, (weight, _) in enumerate(parts):
@@ -159,8 +158,8 @@ class _Linears:
                 schedules = [(rows.last_m, rows.schedule) for rows in ranges]
                 self.program.set_schedules(op, part, schedules, table)
 
-    def _arithmetic(self, weight: PackedWeight) -> Arithmetic:
-        return self.lookups[0].arithmetic(weight) if self.lookups else Arithmetic()
+    def _arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        return self.lookups[0].arithmetic(weight) if self.lookups else (None, 1)
 
 
 def _add_layer(linears: _Linears, model: PackedModel, layer: int, arena: _Arena) -> None:

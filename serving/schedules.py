@@ -18,15 +18,6 @@ MAX_ROW_RANGES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """What a product's bits depend on."""
-
-    compute_path: str | None = None
-    """None: the default of the instruction set in use."""
-    k_parts: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class RowRange:
     """How products of up to `last_m` rows run, from the end of the range before."""
 
@@ -40,8 +31,11 @@ class RowRange:
 class ScheduleLookup(Protocol):
     """The tuned schedules of one phase's cores."""
 
-    def arithmetic(self, weight: PackedWeight) -> Arithmetic:
-        """The same for every M, and for every weight of this format and shape."""
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        """Compute path (None: the default of the instruction set in use) and number of k parts.
+
+        The same for every M, and for every weight of this format and shape.
+        """
         ...
 
     def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:

@@ -11,6 +11,7 @@ import typer
 
 from phasewise.cli.options import (
     DbOption,
+    ExplainOption,
     FormatOption,
     JsonOption,
     ModelArgument,
@@ -117,10 +118,13 @@ def run(
     weight_format: FormatOption = WeightFormat.native,
     threads: ThreadsOption = None,
     db: DbOption = None,
+    explain: ExplainOption = False,
 ) -> None:
     """Time prefill (-p) and decode (-n) of MODEL, with llama-bench's field names."""
     from phasewise.cli.bench_formats import FORMATS
     from phasewise.cli.bench_run import bench_rows, open_ranks
+    from phasewise.cli.opening import open_model
+    from phasewise.serving.ranks import STEP_TOKENS
     from phasewise.serving.throughput import Workload
 
     workloads = [
@@ -130,7 +134,10 @@ def run(
     ]
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
-    with open_ranks(model, weight_format, threads, db, workloads) as opened:
+    found = open_model(model, weight_format, threads, db)
+    if explain:
+        found.explain(STEP_TOKENS, max(workload.n_sequences for workload in workloads))
+    with open_ranks(found, workloads) as opened:
         rows = list(bench_rows(opened, workloads, repetitions))
     print(FORMATS[output.value](rows), end="")
 

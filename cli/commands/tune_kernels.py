@@ -128,9 +128,9 @@ def _rounds(
 
         if weight_format not in list(WeightFormat):
             raise typer.BadParameter(f"a model's --format is one of {', '.join(WeightFormat)}")
-        packed, plans = open_model(model, WeightFormat(weight_format), threads, db)
-        found = list(shapes_of(packed))
-        cores = {one: plan.ranks[0].cores for one, plan in plans.items()}
+        opened = open_model(model, WeightFormat(weight_format), threads, db)
+        found = list(shapes_of(opened.model))
+        cores = {one: plan.ranks[0].cores for one, plan in opened.plans.items()}
     else:
         from phasewise.tuner.plans import PHASES, default_plan
 

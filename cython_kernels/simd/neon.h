@@ -20,6 +20,7 @@ PW_INLINE vf v_add(vf a, vf b) { return vaddq_f32(a, b); }
 PW_INLINE vf v_sub(vf a, vf b) { return vsubq_f32(a, b); }
 PW_INLINE vf v_mul(vf a, vf b) { return vmulq_f32(a, b); }
 PW_INLINE vf v_div(vf a, vf b) { return vdivq_f32(a, b); }
+#define PW_FMA_ROUNDS_ONCE 1
 PW_INLINE vf v_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 PW_INLINE vf v_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); } /* b where either is NaN */
 PW_INLINE vf v_min(vf a, vf b) { return vbslq_f32(vcgtq_f32(b, a), a, b); }
@@ -125,6 +126,8 @@ PW_INLINE vf bf16_dot(vf acc, vi w, vi a) {
  * float sums beside them up to QUANT_TILE_HELD. */
 #define DENSE_TILES(X) PW_ROWS_6(X, 1) PW_ROWS_3(X, 2) PW_ROWS_2(X, 3) PW_ROWS_1(X, 4)
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(1, 2) X(2, 2) X(3, 2) X(1, 3) X(2, 3) X(1, 4)
+#define COLUMN_TILES(X) QUANT_TILES(X) /* of one int32 sum each */
+enum { COLUMN_MR = 6, COLUMN_PANELS = 1 };
 enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */
 enum { DENSE_MR = 6, DENSE_PANELS = 1, QUANT_MR = 6, QUANT_PANELS = 1, STREAM_PANELS = 2 };

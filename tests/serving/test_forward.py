@@ -21,7 +21,7 @@ from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.errors import ModelError
 from phasewise.serving.forward import Capacity, build_program
 from phasewise.serving.model import Llama3Scaling, PackedModel, RopeSpec
-from phasewise.serving.schedules import Arithmetic, RowRange, ScheduleLookup
+from phasewise.serving.schedules import RowRange, ScheduleLookup
 
 SLOTS = 1024
 
@@ -132,8 +132,8 @@ class DefaultSchedules:
 
     k_parts: int
 
-    def arithmetic(self, weight: PackedWeight) -> Arithmetic:
-        return Arithmetic(k_parts=self.k_parts)
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        return None, self.k_parts
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         return []
@@ -146,8 +146,8 @@ class RandomSchedules:
     seed: int
     k_parts: int = 1
 
-    def arithmetic(self, weight: PackedWeight) -> Arithmetic:
-        return Arithmetic(k_parts=self.k_parts)
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        return None, self.k_parts
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         rng = np.random.default_rng((self.seed, weight.n, weight.k))
