@@ -1,8 +1,8 @@
 /* Attention of a program: queries, keys and values from the fused projection to the weighted values.
  *
  * A step in which every slice has one token is split by (run of chunks of positions, KV head); whoever finishes the
- * last chunk of a head merges them all in order. Any other step stores its keys and values first and is then split by (block of
- * rows, KV head). Both do the same arithmetic in the same order for a row (families/attention.c).
+ * last chunk of a head merges them all in order. Any other step stores its keys and values first and is then split by
+ * (block of rows, KV head). Both do the same arithmetic in the same order for a row (families/attention.c).
  *
  * Sixteen slots share a panel of keys. Where a sequence does not begin on a multiple of 16, a thread may read a panel
  * while another stores a key into it for other positions: those lanes of the scores are thrown away. */

@@ -50,8 +50,9 @@ void pw_program_close(pw_program *program) {
     pw_step *step = &program->step;
     pw_pages_close(program->memory, program->memory_bytes);
     pw_pages_close(program->kv, program->kv_bytes);
-    void *owned[] = {program->ops,     program->inv_freq, program->tickets,  program->merged,     program->region_tickets,
+    void *owned[] = {program->ops,     program->inv_freq, program->tickets,  program->merged,
                      step->tokens,     step->positions,   step->slots,       step->logit_rows,
+                     program->region_tickets,
                      step->slices,     step->first_part, step->pieces,      step->tail_pieces};
     for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) {
         free(program->attention[table].ranges);

@@ -169,7 +169,7 @@ bool pw_program_seal(pw_program *program);
 /* NULL, or what is wrong with program->step; completes the step for a team of `threads` and a table of schedules. */
 const char *pw_program_check(pw_program *program, int threads, int32_t table);
 
-/* Runs the checked step by the schedules of a table; logits are then in the arena. PW_TEAM_OK or the team's failure. */
+/* Runs the checked step by a table of schedules; logits are then in the arena. PW_TEAM_OK or the team's failure. */
 int pw_program_run(pw_program *program, pw_team *team, int32_t table);
 
 /* Moves the keys and values of slots, every layer; ranges may overlap. The caller checks the ranges. */
