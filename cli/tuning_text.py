@@ -184,10 +184,7 @@ def _verdict_line(gains: Sequence[Gain]) -> str:
     faster = sum(not gain.is_default for gain in gains)
     if not faster:
         return f"Tuning gained nothing: of {len(gains)} products, none was proven faster than by the default."
-    return (
-        f"{faster} of {len(gains)} products run faster than by default, "
-        f"all together {mean_gain(gains):.2f}x (geometric mean)."
-    )
+    return f"{faster} of {len(gains)} products run faster; geometric mean of all: {mean_gain(gains):.2f}x."
 
 
 def _run_lines(tuned: Tuned) -> Iterator[str]:
@@ -203,10 +200,7 @@ def _run_lines(tuned: Tuned) -> Iterator[str]:
         yield "The same command goes on from here."
     if outcome.disturbed > DISTURBED_LAPS * outcome.laps:
         steal, others = (100 * outcome.conditions[name] for name in ("steal", "others"))
-        yield (
-            f"The machine was busy: other guests took {steal:.0f} % and other processes {others:.0f} % "
-            "of these cores."
-        )
+        yield f"The machine was busy: {steal:.0f} % went to other guests, {others:.0f} % to other processes."
 
 
 def tuned_fields(tuned: Tuned) -> dict[str, Any]:

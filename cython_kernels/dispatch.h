@@ -25,7 +25,10 @@ typedef struct {
     int32_t (*path_of)(int32_t kind, int32_t path);
 
     /* The micro-kernel, rows x panels, that suits m rows. */
-    void (*best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels);
+    void (*best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels);
+
+    /* Whether there is a micro-kernel of mr rows x panels for this weight. Any numbers may be asked about. */
+    int32_t (*has_tile)(const pw_weight *w, int32_t mr, int32_t panels);
 
     /* W[row][0..k) as float32, for embedding lookups from packed weights. */
     void (*unpack_row)(const pw_weight *w, int64_t row, float *out);

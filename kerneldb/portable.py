@@ -173,7 +173,7 @@ def _row_digest(row: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(row).encode()).hexdigest()[:ROW_DIGITS]
 
 
-def import_file(store: Store, stream: BinaryIO, refuse: Refuse) -> Taken:
+def import_file(store: Store, stream: BinaryIO, name: str, refuse: Refuse) -> Taken:
     """Append the file's rows, unverified, unless they are there; `refuse` hears of each line left out.
 
     Raises ExportFileError when the first line is not that of an export, or of one from a newer program.
@@ -186,7 +186,7 @@ def import_file(store: Store, stream: BinaryIO, refuse: Refuse) -> Taken:
         refused += 1
         refuse(line_number, reason)
 
-    read, added = _append(store, read_export(stream, count_and_refuse))
+    read, added = _append(store, read_export(stream, name, count_and_refuse))
     return Taken(read, added, refused)
 
 
@@ -208,10 +208,10 @@ def _unverified(row: Row) -> Row:
     return replace(row, origin=replace(row.origin, verified=False))
 
 
-def read_export(stream: BinaryIO, refuse: Refuse) -> Iterator[Row]:
+def read_export(stream: BinaryIO, name: str, refuse: Refuse) -> Iterator[Row]:
     """The rows of a file that are whole and valid, unverified. See `import_file`."""
     lines = _Lines(stream, refuse)
-    _check_header(lines.next() or b"")
+    _check_header(lines.next() or b"", name)
     rows = 0
     while (line := lines.next()) is not None:
         if rows == MAX_ROWS:
@@ -220,7 +220,7 @@ def read_export(stream: BinaryIO, refuse: Refuse) -> Iterator[Row]:
         try:
             content = _parsed(line)
             if "rows" in content:
-                _check_end(content, rows, lines)
+                _check_end(content, rows, lines, refuse)
                 return
             rows += 1
             yield _row(content)
@@ -264,28 +264,26 @@ class _Lines:
         return self._digest.hexdigest()
 
 
-def _check_header(line: bytes) -> None:
+def _check_header(line: bytes, name: str) -> None:
     try:
         header = _parsed(line)
     except (ValueError, RecursionError):
         header = {}
     version = header.get("version")
     if header.get("file") != FILE or type(version) is not int or version < 1:
-        raise ExportFileError(
-            "this is not a file that `phasewise db export` wrote: its first line is another"
-        )
+        raise ExportFileError(f"{name} is not a file that `phasewise db export` wrote")
     if version > VERSION:
         raise ExportFileError(
-            f"the file has version {version!r:.20}, newer than this phasewise reads ({VERSION}): "
+            f"{name} has version {version!r:.20}, newer than this phasewise reads ({VERSION}): "
             "upgrade phasewise"
         )
 
 
-def _check_end(content: Mapping[str, Any], rows: int, lines: _Lines) -> None:
+def _check_end(content: Mapping[str, Any], rows: int, lines: _Lines, refuse: Refuse) -> None:
     if content != {"rows": rows, "sha256": lines.digest_before()}:
-        raise RecordError("the closing line does not fit: lines were lost, added or changed on the way")
+        refuse(lines.number, "the closing line does not fit: lines were lost, added or changed on the way")
     if lines.next() is not None:
-        raise RecordError("there is more after the closing line: it is not read")
+        refuse(lines.number, "there is more after the closing line: it is not read")
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

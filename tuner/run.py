@@ -31,7 +31,7 @@ from phasewise.tuner.timing import proves_faster
 INTERLEAVED = 12
 """So many schedules are timed in turns and then stored: what a killed run loses is less than that."""
 
-DUEL_SHARE = 0.2
+DUEL_SHARE = 0.1
 """Of a weight's share of the budget; kept back for its duels."""
 
 End = Literal["complete", "budget", "interrupted"]

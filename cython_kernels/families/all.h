@@ -30,6 +30,7 @@ const pw_kernels ISA(kernels) = {
             .gemm = ISA(gemm),
             .path_of = ISA(path_of),
             .best_tile = ISA(best_tile),
+            .has_tile = ISA(has_tile),
             .unpack_row = ISA(unpack_row),
         },
     .limits =

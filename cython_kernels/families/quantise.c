@@ -1,30 +1,31 @@
 /* families/quantise.c: puts rows of x into the form that GEMM kernels read, and weights back into float32.
  *
- * bf16: round to nearest even. q8, q4: per group of k, a = max|x| / 127, q = rint(x * (127 / max|x|)): within
+ * bf16: round to nearest even; as float32 for the path `fma`. q8, q4: per group of k, a = max|x| / 127, q = rint(x * (127 / max|x|)): within
  * a/2 (1 + 2^-14) of x. A group whose largest magnitude is below 2^-100 counts as zeros; one that holds an infinity
  * or a NaN gets a = NaN, which every product with it inherits. All ISAs write the same a and q. */
 #include "families/gemm.h"
+
+int32_t ISA(path_of)(int32_t kind, int32_t path);
+
+PW_INLINE int64_t bf16_activation_bytes(int32_t path) { return ISA(path_of)(PW_BF16, path) == PW_FMA ? 4 : 2; }
 
 /* Rows a multiple of 1 KiB apart would compete for a few sets of L1: a line more spreads them. */
 static int64_t spread(int64_t row_bytes) { return row_bytes % 1024 ? row_bytes : row_bytes + 64; }
 
 int64_t ISA(row_bytes)(const pw_form *form, int64_t k) {
     if (form->kind == PW_F32) return spread(4 * k);
-    if (form->kind == PW_BF16) return spread(pw_padded_k(k) * BF16_ACTIVATION_BYTES);
+    if (form->kind == PW_BF16) return spread(pw_padded_k(k) * bf16_activation_bytes(form->path));
     return spread(pw_padded_k(k) / form->group * group_block_bytes(form->kind, form->group));
 }
 
-static void bf16_row(int64_t k, const float *x, uint8_t *out) {
-    int64_t padded = pw_padded_k(k);
-    if (BF16_ACTIVATION_BYTES == 2) {
-        uint16_t *row = (uint16_t *)(void *)out;
-        for (int64_t i = 0; i < k; ++i) row[i] = pw_to_bf16(x[i]);
-        memset(row + k, 0, 2 * (size_t)(padded - k));
-        return;
-    }
-    float *row = (float *)(void *)out;
+static void bf16_row(int64_t k, const float *x, uint16_t *row) {
+    for (int64_t i = 0; i < k; ++i) row[i] = pw_to_bf16(x[i]);
+    memset(row + k, 0, 2 * (size_t)(pw_padded_k(k) - k));
+}
+
+static void widened_bf16_row(int64_t k, const float *x, float *row) {
     for (int64_t i = 0; i < k; ++i) row[i] = pw_from_bf16(pw_to_bf16(x[i]));
-    memset(row + k, 0, 4 * (size_t)(padded - k));
+    memset(row + k, 0, 4 * (size_t)(pw_padded_k(k) - k));
 }
 
 /* int8 in the order of k, or int16 as (a0, a2), (a1, a3) where the dots want them so. */
@@ -84,7 +85,8 @@ void ISA(prepare_rows)(const pw_form *form, int64_t k, const float *x, int64_t l
         const float *from = x + row * ldx;
         uint8_t *to = (uint8_t *)prepared + row * row_bytes;
         if (form->kind == PW_F32) memcpy(to, from, 4 * (size_t)k);
-        else if (form->kind == PW_BF16) bf16_row(k, from, to);
+        else if (form->kind == PW_BF16 && bf16_activation_bytes(form->path) == 4) widened_bf16_row(k, from, (float *)(void *)to);
+        else if (form->kind == PW_BF16) bf16_row(k, from, (uint16_t *)(void *)to);
         else if (form->kind == PW_Q4) quantise_row(PW_Q4, 32, form->zero_point, k, from, to);
         else if (form->group == 16) quantise_row(PW_Q8, 16, form->zero_point, k, from, to);
         else quantise_row(PW_Q8, 32, form->zero_point, k, from, to);

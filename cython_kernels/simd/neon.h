@@ -117,31 +117,18 @@ PW_INLINE vi q4_dot(vi acc, vi w, va4 a) {
 PW_INLINE vi q4_end(vi acc, int32_t bias) { return vpadalq_s16(vi_set1(bias), vreinterpretq_s16_s32(acc)); }
 #endif
 
-/* bf16 words (gemm_dense.c): pairs of weights times pairs of activations. */
+/* The bf16 dot (gemm_dense.c): pairs of weights times pairs of activations. */
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-enum { BF16_ACTIVATION_BYTES = 2 };
-typedef vi va16;
-PW_INLINE va16 va16_load(const uint8_t *row, int64_t pair) { return quad_set1(row, pair); }
-PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
+#define PW_BF16_DOT_WORDS 1
+PW_INLINE vf bf16_dot(vf acc, vi w, vi a) {
     return vbfdotq_f32(acc, vreinterpretq_bf16_s32(w), vreinterpretq_bf16_s32(a));
-}
-#else
-enum { BF16_ACTIVATION_BYTES = 4 };
-typedef struct { vf even, odd; } va16;
-PW_INLINE va16 va16_load(const uint8_t *row, int64_t pair) {
-    const float *p = (const float *)(const void *)row + 2 * pair;
-    return (va16){v_set1(p[0]), v_set1(p[1])};
-}
-PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
-    acc = v_fma(vi_as_vf(vi_shl(w, 16)), a.even, acc);
-    return v_fma(vi_as_vf(vi_and(w, vi_set1((int32_t)0xFFFF0000))), a.odd, acc);
 }
 #endif
 
 /* Micro-kernels (rows x panels of four vectors) that fit thirty-two registers; a quant tile holds integer sums, and
  * float sums beside them up to QUANT_TILE_HELD. */
-#define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(1, 2) X(2, 2) X(1, 3)
-#define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(1, 2) X(2, 2) X(1, 3)
+#define DENSE_TILES(X) PW_ROWS_6(X, 1) PW_ROWS_2(X, 2) PW_ROWS_1(X, 3)
+#define QUANT_TILES(X) PW_ROWS_6(X, 1) PW_ROWS_2(X, 2) PW_ROWS_1(X, 3)
 #define COLUMN_TILES(X) QUANT_TILES(X) /* of one int32 sum each */
 enum { COLUMN_MR = 6, COLUMN_PANELS = 1 };
 enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */

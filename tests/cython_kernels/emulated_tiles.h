@@ -4,7 +4,6 @@
 #include <stdlib.h>
 
 #include "simd/portable.h"
-#define BF16_ACTIVATION_BYTES 2 /* until dense */
 
 extern int emulated_tiles_granted; /* by the system, which would end a process that touches a tile without */
 

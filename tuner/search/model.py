@@ -8,10 +8,18 @@ is wrong by tens of per cent in the details, which is why the searches measure.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from phasewise.kerneldb.records import PANEL_COLUMNS, Schedule
-from phasewise.tuner.search.space import AXES, Axis, Grid, MicroKernel, Space, grid_of, kernel_of, pieces
+from phasewise.tuner.search.space import (
+    AXES,
+    Axis,
+    Grid,
+    MicroKernel,
+    Space,
+    grid_of,
+    kernel_of,
+    pieces,
+    resized,
+)
 
 # In cycles of one core: bytes that a level delivers in each, and what beginning something costs.
 L1_BYTES, L2_BYTES, MEMORY_BYTES = 64.0, 32.0, 8.0
@@ -71,7 +79,7 @@ def _blocked(space: Space, kernel: MicroKernel, grid: Grid) -> Schedule:
     for axis in AXES:
         ladder = space.ladder(axis, schedule)
         size = max((rung for rung in ladder if rung <= limits[axis]), default=ladder[0])
-        schedule = replace(schedule, **{axis: size})
+        schedule = resized(schedule, axis, size)
     return space.fitted(schedule)
 
 

@@ -27,7 +27,7 @@ from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Search, cost, fastest, remembered, together
-from phasewise.tuner.search.space import AXES, Axis, MicroKernel, Space, grid_of, kernel_of, pieces
+from phasewise.tuner.search.space import AXES, Axis, MicroKernel, Space, grid_of, kernel_of, pieces, resized
 
 
 def sandwich(space: Space, options: SearchOptions, seeds: Sequence[Schedule] = ()) -> Search[Schedule]:
@@ -99,7 +99,7 @@ def _doubled(space: Space, schedule: Schedule, axis: Axis) -> Schedule | None:
     """The slice with one side about twice as long; None where that would cut the parallelism of the axis."""
     size, limit = getattr(schedule, axis), parallel_limit(space, schedule, axis)
     larger = [rung for rung in space.ladder(axis, schedule) if size < rung <= min(2 * size, limit)]
-    return space.fitted(replace(schedule, **{axis: larger[-1]})) if larger else None
+    return space.fitted(resized(schedule, axis, larger[-1])) if larger else None
 
 
 def parallel_limit(space: Space, schedule: Schedule, axis: Axis) -> int:
@@ -140,7 +140,7 @@ def climb(space: Space, start: Sample, options: SearchOptions) -> Search[Sample]
 def neighbours(space: Space, schedule: Schedule, distance: int = 1) -> list[Schedule]:
     """The schedules that differ in one number by some rungs, or in the order of the loops."""
     moved = [
-        replace(schedule, **{axis: size})
+        resized(schedule, axis, size)
         for axis in AXES
         for size in _beside(space.ladder(axis, schedule), getattr(schedule, axis), distance)
     ]

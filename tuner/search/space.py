@@ -133,7 +133,7 @@ class Space:
         for axis in AXES:
             unit, extent = self._unit_and_extent(axis, schedule)
             units = min(pieces(getattr(schedule, axis), unit), pieces(extent, unit))
-            schedule = replace(schedule, **{axis: unit * units})
+            schedule = resized(schedule, axis, unit * units)
         return schedule if self._order_matters(schedule) else replace(schedule, loop_order=self.orders[0])
 
     def regridded(self, schedule: Schedule, grid: Grid) -> Schedule:
@@ -141,8 +141,8 @@ class Space:
         schedule = replace(schedule, threads_m=grid.m, threads_n=grid.n, threads_k=grid.k)
         for axis in AXES:
             ladder, size = self.ladder(axis, schedule), getattr(schedule, axis)
-            schedule = replace(
-                schedule, **{axis: max((rung for rung in ladder if rung <= size), default=ladder[0])}
+            schedule = resized(
+                schedule, axis, max((rung for rung in ladder if rung <= size), default=ladder[0])
             )
         return self.fitted(schedule)
 
@@ -182,7 +182,9 @@ class Space:
         start = self.smallest(kernel, grid)
         ladders = [self.ladder(axis, start) for axis in AXES]
         for sizes in itertools.product(*ladders):
-            sized = replace(start, **dict(zip(AXES, sizes, strict=True)))
+            sized = start
+            for axis, size in zip(AXES, sizes, strict=True):
+                sized = resized(sized, axis, size)
             orders = self.orders if self._order_matters(sized) else self.orders[:1]
             for order, prefetch_bytes in itertools.product(orders, self.prefetches):
                 yield replace(sized, loop_order=order, prefetch_bytes=prefetch_bytes)
@@ -196,6 +198,13 @@ class Space:
     def _order_matters(self, schedule: Schedule) -> bool:
         region = self.region(grid_of(schedule), kernel_of(schedule))
         return schedule.block_m < region.rows and schedule.block_n < region.columns
+
+
+def resized(schedule: Schedule, axis: Axis, size: int) -> Schedule:
+    """The schedule with a slice of another size along one axis."""
+    if axis == "block_m":
+        return replace(schedule, block_m=size)
+    return replace(schedule, block_n=size) if axis == "block_n" else replace(schedule, block_k=size)
 
 
 def pieces(extent: int, size: int) -> int:

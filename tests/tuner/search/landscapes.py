@@ -8,6 +8,7 @@ seed and are none of `search.model`'s.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 
 from phasewise.kerneldb.records import Problem, Sample, Schedule
@@ -22,6 +23,47 @@ PLAIN = Arithmetic("fma")
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What a landscape's costs are made of. Rates are those of one thread."""
+
+    l1_bytes: int
+    l2_bytes: int
+    l1_edge: float
+    """How many times as long it takes where a tile's weights outgrow L1."""
+    l2_edge: float
+    latency: float
+    """Cycles until a sum can be added to again, as the width that hides them."""
+    memory_bytes_per_ns: float
+    slice_ns: float
+    pass_ns: float
+    sum_ns: float
+    """To store and load one sum between passes."""
+    prefetch_gain: float
+    best_prefetch: int
+    order_cost: float
+    """How many times as long with row blocks outermost."""
+
+
+@cache
+def _machine(seed: int) -> Machine:
+    draw = Random(seed)
+    return Machine(
+        l1_bytes=draw.choice((16, 24, 36)) << 10,
+        l2_bytes=draw.choice((256, 768, 1536)) << 10,
+        l1_edge=draw.uniform(1.1, 1.6),
+        l2_edge=draw.uniform(1.1, 2.0),
+        latency=draw.uniform(3, 6),
+        memory_bytes_per_ns=draw.uniform(4, 40),
+        slice_ns=draw.uniform(50, 400),
+        pass_ns=draw.uniform(2, 8),
+        sum_ns=draw.uniform(0.02, 0.2),
+        prefetch_gain=draw.uniform(0, 0.2),
+        best_prefetch=draw.choice((0, 512, 1024, 2048, 4096)),
+        order_cost=draw.uniform(1.0, 1.1),
+    )
+
+
+@dataclass(frozen=True)
 class Landscape:
     """The cost in nanoseconds of a schedule on a machine drawn from a seed."""
 
@@ -30,14 +72,7 @@ class Landscape:
 
     def cost_ns(self, problem: Problem, schedule: Schedule) -> float:
         """What the slowest thread needs, without noise."""
-        draw = Random(self.seed)
-        l1_bytes, l2_bytes = draw.choice((16, 24, 36)) << 10, draw.choice((256, 768, 1536)) << 10
-        l1_edge, l2_edge = draw.uniform(1.1, 1.6), draw.uniform(1.1, 2.0)
-        latency, memory_bytes_per_ns = draw.uniform(3, 6), draw.uniform(4, 40)
-        slice_ns, pass_ns, sum_ns = draw.uniform(50, 400), draw.uniform(2, 8), draw.uniform(0.02, 0.2)
-        prefetch_gain, best_prefetch = draw.uniform(0, 0.2), draw.choice((0, 512, 1024, 2048, 4096))
-        order_cost = draw.uniform(1.0, 1.1)
-
+        machine = _machine(self.seed)
         row_tiles = pieces(pieces(problem.m, schedule.mr), schedule.threads_m)
         columns = pieces(pieces(problem.n, 16), schedule.threads_n) * 16
         inputs = pieces(pieces(problem.k, 32), schedule.k_parts) * 32
@@ -47,20 +82,24 @@ class Landscape:
         block_k = min(schedule.block_k, inputs)
         tiles, passes = row_tiles * pieces(columns, schedule.nr), pieces(inputs, block_k)
         width = schedule.mr * schedule.panels
-        step_ns = max(width / 2, (schedule.mr + schedule.panels) / 2, latency) / 4
+        step_ns = max(width / 2, (schedule.mr + schedule.panels) / 2, machine.latency) / 4
         compute_ns = tiles * inputs * step_ns
-        if schedule.nr * block_k * 4 > l1_bytes:
-            compute_ns *= l1_edge
-        if block_n * inputs * 4 > l2_bytes and block_m < rows:
-            compute_ns *= l2_edge
-        if block_m * inputs * 4 > l2_bytes / 2:
-            compute_ns *= (1 + l2_edge) / 2
+        if schedule.nr * block_k * 4 > machine.l1_bytes:
+            compute_ns *= machine.l1_edge
+        if block_n * inputs * 4 > machine.l2_bytes and block_m < rows:
+            compute_ns *= machine.l2_edge
+        if block_m * inputs * 4 > machine.l2_bytes / 2:
+            compute_ns *= (1 + machine.l2_edge) / 2
         if schedule.loop_order == "mn":
-            compute_ns *= order_cost
-        traffic_ns = columns * inputs * 4 / memory_bytes_per_ns
-        traffic_ns *= 1 + prefetch_gain * abs(schedule.prefetch_bytes - best_prefetch) / 4096
+            compute_ns *= machine.order_cost
+        traffic_ns = columns * inputs * 4 / machine.memory_bytes_per_ns
+        traffic_ns *= 1 + machine.prefetch_gain * abs(schedule.prefetch_bytes - machine.best_prefetch) / 4096
         slices = pieces(rows, block_m) * pieces(columns, block_n)
-        overhead_ns = slices * slice_ns + tiles * passes * pass_ns + tiles * (passes - 1) * width * sum_ns
+        overhead_ns = (
+            slices * machine.slice_ns
+            + tiles * passes * machine.pass_ns
+            + tiles * (passes - 1) * width * machine.sum_ns
+        )
         reduction_ns = (schedule.k_parts - 1) * rows * columns / 16
         return rounds * (max(compute_ns, traffic_ns) + overhead_ns) + reduction_ns + 500
 
