@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -317,24 +317,28 @@ class _Pace:
         }
         self._done = 0.0
         self._timed: set[Problem] = set()
+        self._last: Problem | None = None
 
     def reach(self, task: Task, m: int, timed: bool) -> None:
-        """The search of a task is at m: smaller ones are done."""
+        """The search of a task asks for m. One m is done when the next is asked for; probes jump about."""
+        problem, before = task.problem(m), task.ms[: task.ms.index(m)][-1:]
         if timed:
-            self._timed.add(task.problem(m))
-        self._drop(task.problem(smaller) for smaller in task.ms if smaller < m)
+            self._timed.add(problem)
+        if before and self._last == task.problem(before[0]):
+            self._drop(self._last)
+        self._last = problem
 
     def finish(self, task: Task) -> None:
-        self._drop(task.problem(m) for m in task.ms)
+        for m in task.ms:
+            self._drop(task.problem(m))
 
     def left_s(self, elapsed_s: float) -> float | None:
         return elapsed_s * sum(self._left.values()) / self._done if self._done else None
 
-    def _drop(self, problems: Iterable[Problem]) -> None:
-        for problem in problems:
-            work = self._left.pop(problem, 0.0)
-            if problem in self._timed:
-                self._done += work
+    def _drop(self, problem: Problem) -> None:
+        work = self._left.pop(problem, 0.0)
+        if problem in self._timed:
+            self._done += work
 
 
 _CALLS_A_TIMING = 6
