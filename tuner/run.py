@@ -198,13 +198,9 @@ class _Run:
 
     def _answer(self, number: int, task: Task, ask: Ask, deadline_s: float) -> list[Sample] | None:
         problem, ledger = task.problem(ask.m), self._tools.ledger
-
-        def missing() -> list[Schedule]:
-            return [one for one in ask.schedules if ledger.sample(problem, one, ask.take) is None]
-
-        if missing():
+        if self._missing(problem, ask):
             ledger.refresh(problem)
-        absent = missing()
+        absent = self._missing(problem, ask)
         for at in range(0, len(absent), INTERLEAVED):
             if self._tools.clock() >= deadline_s:
                 return None
@@ -212,8 +208,13 @@ class _Run:
             self._report(number, task, ask.m)
         self._replayed += len(ask.schedules) - len(absent)
         self._pace.reach(task, ask.m, timed=bool(absent))
-        answers = (ledger.sample(problem, one, ask.take) for one in ask.schedules)
-        return [sample for sample in answers if sample is not None]
+        known = ledger.samples(problem)
+        return [known[schedule][take] for schedule, take in zip(ask.schedules, ask.takes, strict=True)]
+
+    def _missing(self, problem: Problem, ask: Ask) -> list[Schedule]:
+        known = self._tools.ledger.samples(problem)
+        asked = zip(ask.schedules, ask.takes, strict=True)
+        return [schedule for schedule, take in asked if take >= len(known.get(schedule, ()))]
 
     def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
         samples = self._tools.evaluator.measure(problem, schedules)
