@@ -92,7 +92,7 @@ def tuned_on(machine: Machine, plan: ServicePlan) -> MachineKey:
 
 @dataclass(frozen=True)
 class ScheduleUse:
-    """By which schedule products of one shape, or a model's attention, run in one phase for a range of rows."""
+    """By which schedule products of one shape, or attention, run in one phase for a range of rows."""
 
     phase: Phase
     used_for: str
