@@ -86,9 +86,6 @@ def _shape(n: int, k: int, layers: int, vocab: int = 1) -> dict[str, int | float
 class TeamAttention:
     """The attention of a problem on a team; `total_bytes` of keys and values for a single token."""
 
-    numeric_error = None
-    """Nothing to compare: every schedule gives the same bits."""
-
     def __init__(self, team: _native.Team, problem: Problem, total_bytes: int) -> None:
         n, k, kv_bytes = problem.n, problem.k, KV_BYTES[problem.format]
         self._team, self._m = team, problem.m

@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule
 from phasewise.tuner.conditions import is_disturbed, mean_conditions
 from phasewise.tuner.ledger import Ledger, reversed_comparison
+from phasewise.tuner.search.attention import tune_attention
 from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, tune_group
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Ask
@@ -33,6 +34,9 @@ INTERLEAVED = 12
 
 DUEL_SHARE = 0.1
 """Of a weight's share of the budget; kept back for its duels."""
+
+SEARCHES = {"gemm": tune_group, "attention": tune_attention}
+"""By kernel family."""
 
 End = Literal["complete", "budget", "interrupted"]
 
@@ -183,7 +187,7 @@ class _Run:
 
     def _search(self, number: int, task: Task, deadline_s: float) -> GroupOutcome | None:
         """None if the deadline came first."""
-        search = tune_group(task.group, task.ms, self._tools.options, self._cache)
+        search = SEARCHES[task.group.family](task.group, task.ms, self._tools.options, self._cache)
         try:
             ask = next(search)
             while True:
