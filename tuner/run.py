@@ -24,7 +24,7 @@ from phasewise.tuner.conditions import is_disturbed, mean_conditions
 from phasewise.tuner.ledger import Ledger, reversed_comparison
 from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, tune_group
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Ask
+from phasewise.tuner.search.protocol import Ask, GroupSearch
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.timing import proves_faster
 
@@ -58,12 +58,16 @@ class Evaluator(Protocol):
         ...
 
 
+GroupTuner = Callable[[Group, Sequence[int], SearchOptions, ScheduleCache], GroupSearch[GroupOutcome]]
+
+
 @dataclass(frozen=True)
 class Task:
     """A weight and the rows to tune it for, ascending."""
 
     group: Group
     ms: tuple[int, ...]
+    search: GroupTuner = tune_group
 
     def problem(self, m: int) -> Problem:
         return Problem(self.group.family, self.group.format, self.group.n, self.group.k, m)
@@ -183,7 +187,7 @@ class _Run:
 
     def _search(self, number: int, task: Task, deadline_s: float) -> GroupOutcome | None:
         """None if the deadline came first."""
-        search = tune_group(task.group, task.ms, self._tools.options, self._cache)
+        search = task.search(task.group, task.ms, self._tools.options, self._cache)
         try:
             ask = next(search)
             while True:
