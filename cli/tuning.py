@@ -19,7 +19,7 @@ from phasewise.tuner.ledger import Ledger, Scope
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
 from phasewise.tuner.roofline import Roofline, measure_roofline
 from phasewise.tuner.run import Gain, Outcome, Progress, Task, Tools, tune
-from phasewise.tuner.search.attention import attention_grid
+from phasewise.tuner.search.attention import attention_grid, tune_attention
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.weights import cold_bytes, format_name
@@ -132,7 +132,7 @@ def _attention_task(
     machine: Machine, cores: tuple[int, ...], attention: tuple[str, int, int], rows: int
 ) -> Task:
     group = attention_group(*attention, len(cores), core_caches(machine, cores))
-    return Task(group, attention_grid(rows))
+    return Task(group, attention_grid(rows), tune_attention)
 
 
 def _tasks(machine: Machine, cores: tuple[int, ...], shapes: Sequence[Shape], rows: int) -> Iterator[Task]:

@@ -82,11 +82,15 @@ class StreamingRead:
         ]
         self._buffers = [opened.result() for opened in opening]
 
-    def rate(self, passes: int = 2) -> float:
-        """Bytes per second of the best of `passes` over all buffers."""
+    def rate(self, repeats: int = 2, least_bytes: int = DEFAULT_READ_BYTES) -> float:
+        """Bytes per second: the best of `repeats`, each over as many passes as read `least_bytes`."""
+        passes = -(-least_bytes // sum(buffer.nbytes for buffer in self._buffers))
+
+        def read(buffer: npt.NDArray[np.uint8]) -> int:
+            return sum(loops.read(buffer) for _ in range(passes))
 
         def spans(buffer: npt.NDArray[np.uint8]) -> list[tuple[int, int, int]]:
-            return [_span(self._gate, lambda: loops.read(buffer)) for _ in range(passes)]
+            return [_span(self._gate, lambda: read(buffer)) for _ in range(repeats)]
 
         members = [
             reader.submit(spans, buffer) for reader, buffer in zip(self._readers, self._buffers, strict=True)

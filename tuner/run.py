@@ -22,10 +22,9 @@ from typing import Literal, Protocol
 from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule
 from phasewise.tuner.conditions import is_disturbed, mean_conditions
 from phasewise.tuner.ledger import Ledger, reversed_comparison
-from phasewise.tuner.search.attention import tune_attention
 from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, tune_group
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Ask
+from phasewise.tuner.search.protocol import Ask, GroupSearch
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.timing import proves_faster
 
@@ -34,9 +33,6 @@ INTERLEAVED = 12
 
 DUEL_SHARE = 0.1
 """Of a weight's share of the budget; kept back for its duels."""
-
-SEARCHES = {"gemm": tune_group, "attention": tune_attention}
-"""By kernel family."""
 
 End = Literal["complete", "budget", "interrupted"]
 
@@ -62,12 +58,16 @@ class Evaluator(Protocol):
         ...
 
 
+GroupTuner = Callable[[Group, Sequence[int], SearchOptions, ScheduleCache], GroupSearch[GroupOutcome]]
+
+
 @dataclass(frozen=True)
 class Task:
     """A weight and the rows to tune it for, ascending."""
 
     group: Group
     ms: tuple[int, ...]
+    search: GroupTuner = tune_group
 
     def problem(self, m: int) -> Problem:
         return Problem(self.group.family, self.group.format, self.group.n, self.group.k, m)
@@ -187,7 +187,7 @@ class _Run:
 
     def _search(self, number: int, task: Task, deadline_s: float) -> GroupOutcome | None:
         """None if the deadline came first."""
-        search = SEARCHES[task.group.family](task.group, task.ms, self._tools.options, self._cache)
+        search = task.search(task.group, task.ms, self._tools.options, self._cache)
         try:
             ask = next(search)
             while True:

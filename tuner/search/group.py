@@ -35,8 +35,8 @@ from phasewise.tuner.search.protocol import (
     GroupSearch,
     Search,
     T,
-    beside_the_best,
     cost,
+    fastest,
     referenced,
 )
 from phasewise.tuner.search.sandwich import sandwich_samples
@@ -148,24 +148,47 @@ def _search_group(
     group: Group, ms: Sequence[int], options: SearchOptions, cache: ScheduleCache
 ) -> _Products[GroupOutcome]:
     arithmetic = yield from _choose_arithmetic(group, ms, options)
-    history, reused = _History(options), []
+    history = _History(options)
     for m in ms:
         space = group.space(m, arithmetic)
         default = space.fitted(group.default(m))
-        if history.is_fixed and m >= options.reuse_from:
-            fixed = transfer(history.winners[-1], space)
-            samples = yield m, list(dict.fromkeys((fixed, default)))
-            if cost(samples[0]) <= (1 + options.reuse_within) * cost(samples[-1]):
-                history.add(fixed, m)
-                reused.append(m)
-                continue
-            history.confirmed = 0
-        seeds = [default, *history.seeds(space), *cache.seeds(group, arithmetic, m)]
-        search = sandwich_samples(replace(space, kernels=history.candidates(space)), options, seeds)
-        ranking = yield from _at(m, search)
-        history.confirm(ranking, space)
-        history.add((yield from _at(m, _best_of_two_takes(ranking[: options.final_takes]))), m)
-    return GroupOutcome(arithmetic, dict(zip(ms, history.winners, strict=True)), tuple(reused))
+        if history.is_fixed:
+            yield from _at(m, _reuse(history, space, default))
+        if not history.is_fixed:
+            seeds = [default, *history.seeds(space), *cache.seeds(group, arithmetic, m)]
+            search = sandwich_samples(replace(space, kernels=history.candidates(space)), options, seeds)
+            ranking = yield from _at(m, search)
+            yield from _at(m, _settle(history, space, [default, *(one.schedule for one in ranking)]))
+    return GroupOutcome(arithmetic, history.winners, tuple(history.reused))
+
+
+def _reuse(history: _History, space: Space, default: Schedule) -> Search[None]:
+    """Take the fixed slice, or give it up if the default beats it."""
+    fixed = history.transferred(space)
+    samples = yield list(dict.fromkeys((fixed, default)))
+    if cost(samples[0]) <= (1 + history.options.reuse_within) * cost(samples[-1]):
+        history.add(space, fixed)
+        history.reused.append(space.problem.m)
+    else:
+        history.confirmed = 0
+
+
+def _settle(history: _History, space: Space, ranked: Sequence[Schedule]) -> Search[None]:
+    """Time the fastest few again, side by side, the previous slice among them; the fastest of these wins.
+
+    The first sample of the first of many was also a lucky one: only the new samples count. On a plateau the
+    slice stays as it was, so that it can become steady.
+    """
+    finalists = list(dict.fromkeys(ranked[: history.options.finals]))
+    if not history.winners:
+        history.add(space, fastest((yield finalists)).schedule)
+        return
+    previous = history.transferred(space)
+    samples = yield list(dict.fromkeys((previous, *finalists)))
+    best = fastest(samples)
+    history.confirm(space, best, previous_cost=cost(samples[0]))
+    stays = cost(samples[0]) <= (1 + history.options.stay_within) * cost(best)
+    history.add(space, previous if stays else best.schedule)
 
 
 def _choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) -> _Products[Arithmetic]:
@@ -218,14 +241,6 @@ def _at(m: int, search: Search[T]) -> _Products[T]:
         return done.value  # type: ignore[no-any-return]
 
 
-def _best_of_two_takes(samples: Sequence[Sample]) -> Search[Schedule]:
-    """The fastest few again, side by side: the first sample of the first of many was also a lucky one."""
-    known = {sample.schedule: sample for sample in samples}
-    again = yield from beside_the_best(list(known), known)
-    pairs = zip(samples, again, strict=True)
-    return min(pairs, key=lambda pair: cost(pair[0]) + cost(pair[1]))[0].schedule
-
-
 def transfer(schedule: Schedule, space: Space) -> Schedule:
     """A schedule of another m as one of this product: the same slice repeated, on even tiles of rows."""
     kernel = balanced(space, kernel_of(schedule))
@@ -255,45 +270,46 @@ class _History:
     """The winners so far, and how many in a row confirmed the slice before them."""
 
     options: SearchOptions
-    winners: list[Schedule] = field(default_factory=list)
-    last_m: int = 0
+    winners: dict[int, Schedule] = field(default_factory=dict)
+    reused: list[int] = field(default_factory=list)
     confirmed: int = 0
 
     @property
     def is_fixed(self) -> bool:
         return self.confirmed >= self.options.steady
 
-    def add(self, winner: Schedule, m: int) -> None:
-        self.winners.append(winner)
-        self.last_m = m
+    def add(self, space: Space, winner: Schedule) -> None:
+        self.winners[space.problem.m] = winner
+
+    def transferred(self, space: Space) -> Schedule:
+        """The last winner as a schedule of this product."""
+        return transfer(self._last(1)[0], space)
 
     def candidates(self, space: Space) -> tuple[MicroKernel, ...]:
         """The kernels to screen: all while the window fills, then the last winners' and new ones."""
         if len(self.winners) < self.options.window:
             return space.kernels
-        won = [balanced(space, kernel_of(winner)) for winner in self.winners[-self.options.window :]]
-        new = [kernel for kernel in space.kernels if kernel.mr > self.last_m]
+        won = [balanced(space, kernel_of(winner)) for winner in self._last(self.options.window)]
+        new = [kernel for kernel in space.kernels if kernel.mr > max(self.winners)]
         return tuple(dict.fromkeys([*won, *new]))
 
     def seeds(self, space: Space) -> list[Schedule]:
         """Of each kernel in the window, the schedule with which it won last."""
         last: dict[MicroKernel, Schedule] = {}
-        for winner in self.winners[-self.options.window :]:
+        for winner in self._last(self.options.window):
             moved = transfer(winner, space)
             last[kernel_of(moved)] = moved
         return list(last.values())
 
-    def confirm(self, ranking: Sequence[Sample], space: Space) -> None:
+    def confirm(self, space: Space, best: Sample, previous_cost: int) -> None:
         """Count the shape as steady, or begin to count anew. Shapes before `reuse_from` do not count."""
-        if not self.winners or space.problem.m < self.options.reuse_from:
+        if space.problem.m < self.options.reuse_from:
             return
-        fixed = transfer(self.winners[-1], space)
-        limit = (1 + self.options.reuse_within) * cost(ranking[0])
-        as_fast = any(sample.schedule == fixed and cost(sample) <= limit for sample in ranking)
-        self.confirmed = self.confirmed + 1 if as_fast or self._is_near(ranking[0].schedule) else 0
+        as_fast = previous_cost <= (1 + self.options.reuse_within) * cost(best)
+        self.confirmed = self.confirmed + 1 if as_fast or self._is_near(best.schedule) else 0
 
     def _is_near(self, found: Schedule) -> bool:
-        last = self.winners[-self.options.steady :]
+        last = self._last(self.options.steady)
         if any(grid_of(winner) != grid_of(found) for winner in last):
             return False
         averages = {axis: sum(getattr(winner, axis) for winner in last) / len(last) for axis in AXES}
@@ -301,3 +317,6 @@ class _History:
             abs(getattr(found, axis) - average) <= self.options.slice_threshold * average
             for axis, average in averages.items()
         )
+
+    def _last(self, count: int) -> list[Schedule]:
+        return list(self.winners.values())[-count:]
