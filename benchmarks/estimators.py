@@ -4,7 +4,7 @@
 
 All contestants are the same schedule, so that the spread of their estimates (largest / smallest - 1, median
 and 90th percentile over all races) is error: a tuner that prefers one of them is fooled by so much.
-`--neighbours` starts as many busy processes on the same cores. Decision 0009 has a run of it.
+`--neighbours` starts as many busy processes on the same cores. Decision 0010 has a run of it.
 """
 
 from __future__ import annotations
