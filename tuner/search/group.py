@@ -8,7 +8,8 @@ Three things make a group cheaper than its products:
   starts are short.
 - *Reuse.* From `reuse_from` on, shapes are no longer skinny. Once `steady` of them in a row confirm the slice
   (the one found is near the average of the last ones, or theirs is as fast), it is fixed: larger m only time
-  it, fitted to their rows, beside the default. Where the default beats it, the search is taken up again.
+  it, fitted to their rows, with twice the rows and in both orders of loops, beside the default. Where the
+  default beats it, the search is taken up again.
 - *Cache.* A group gives what it found to those that come after it, as one more seed for each m.
 
 Which m: all up to sigma, where one row more can mean another micro-kernel, then `per_octave` of each octave;
@@ -163,14 +164,24 @@ def _search_group(
 
 
 def _reuse(history: _History, space: Space, default: Schedule) -> Search[None]:
-    """Take the fixed slice, or give it up if the default beats it."""
+    """Take the fixed slice, or give it up if the default beats it.
+
+    With more rows, a slice may still gain from holding more of them, or from another order of loops.
+    """
     fixed = history.transferred(space)
-    samples = yield list(dict.fromkeys((fixed, default)))
-    if cost(samples[0]) <= (1 + history.options.reuse_within) * cost(samples[-1]):
-        history.add(space, fixed)
-        history.reused.append(space.problem.m)
-    else:
+    taller = space.fitted(replace(fixed, block_m=2 * fixed.block_m))
+    others = [
+        space.fitted(replace(one, loop_order=order)) for order in space.orders for one in (fixed, taller)
+    ]
+    samples = yield list(dict.fromkeys((fixed, *others, default)))
+    of_default = next(one for one in samples if one.schedule == default)
+    best = fastest([samples[0], *(one for one in samples if one is not of_default)])
+    if cost(best) > (1 + history.options.reuse_within) * cost(of_default):
         history.confirmed = 0
+        return
+    stays = cost(samples[0]) <= (1 + history.options.stay_within) * cost(best)
+    history.add(space, fixed if stays else best.schedule)
+    history.reused.append(space.problem.m)
 
 
 def _settle(history: _History, space: Space, ranked: Sequence[Schedule]) -> Search[None]:

@@ -27,9 +27,9 @@ class SearchOptions:
     """The paper's sigma: for so many shapes every micro-kernel is a candidate; later, their winners are."""
     per_octave: int = 4
     """Beyond the window, how many m of each octave are tuned; the others use a neighbour."""
-    reuse_from: int = 32
+    reuse_from: int = 64
     """Schedules may be fixed from this m on: where products stop being skinny."""
-    steady: int = 2
+    steady: int = 3
     """So many shapes in a row must confirm the slice before it is fixed."""
     slice_threshold: float = 0.25
     """A slice confirms the previous ones if each side differs from their average by at most this share, .."""
