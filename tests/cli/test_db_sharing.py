@@ -262,12 +262,17 @@ def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) 
     """Whatever the verdict: the rows are there, and products that no machine could compute are left."""
     copy = str(tmp_path / "copy.db")
     huge = Problem("gemm", "int8", 2**31 - 1, 2**31 - 1, 2**31 - 1)
+    attention = Problem("attention", "f16", 128, 64, 4)
+    schedule = dataclasses.replace(SCHEDULE, compute_path="fma", mr=2, panels=1, block_m=4, block_n=16)
     with open_store(copy) as store:
         unverified = dataclasses.replace(measured(1).origin, verified=False)
         store.add_missing(
             [
                 dataclasses.replace(measured(1), origin=unverified),
                 dataclasses.replace(measured(1, problem=huge), origin=unverified),
+                dataclasses.replace(
+                    measured(1, schedule, attention, _native.kernel_abi("attention")), origin=unverified
+                ),
             ]
         )
     result = shell("verify", "--db", copy)
@@ -275,6 +280,7 @@ def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) 
     assert result.returncode == 0, result.stderr
     assert "larger than that of any model" in result.stderr
     assert "gemm int8" in result.stdout
+    assert "attention f16" in result.stdout
     with open_store(copy) as store:
         assert store.measurement_count(PROBLEM, here(), ABI) == 2
 
@@ -285,9 +291,15 @@ def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) 
         (Problem("moe", "int8", 16, 32, 1), SCHEDULE, "family moe"),
         (Problem("gemm", "fp3", 16, 32, 1), SCHEDULE, "format 'fp3'"),
         (PROBLEM, dataclasses.replace(SCHEDULE, compute_path="quantum"), "no compute path quantum"),
+        (Problem("gemm", "int8", 2**20, 1, 2**20), SCHEDULE, "larger than"),
+        (Problem("gemm", "int8", 1, 2**20, 2**20), SCHEDULE, "larger than"),
+        (Problem("attention", "f16", 576, 192, 2**31 - 1), SCHEDULE, "larger than"),
+        (Problem("attention", "f8", 576, 192, 8), SCHEDULE, "no such attention"),
+        (Problem("attention", "f16", 576, 7, 8), SCHEDULE, "no such attention"),
+        (Problem("attention", "f16", 576, 576, 8), dataclasses.replace(SCHEDULE, k_parts=9), "in 9 parts"),
     ],
 )
-def test_what_the_kernels_do_not_know_is_an_obstacle(
+def test_what_cannot_be_computed_here_is_an_obstacle(
     problem: Problem, schedule: Schedule, reason: str
 ) -> None:
     found = verifying.NativeBench.obstacle(object(), problem, schedule)  # type: ignore[arg-type]
