@@ -53,6 +53,9 @@ from phasewise.tuner.search.space import (
     pieces,
 )
 
+PROBED_KERNELS = 4
+"""Besides the default: with fewer, an arithmetic would win by the luck of its schedules."""
+
 _Products: TypeAlias = Generator[tuple[int, list[Schedule]], list[Sample], T]
 """Batches for one m after another."""
 
@@ -215,8 +218,13 @@ def _choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) 
         yield from _at(m, referenced(_each(probes.values()), known, options.batch))
         for arithmetic, schedules in probes.items():
             log_ns[arithmetic] += math.log(min(cost(known[one]) for one in schedules)) / len(probed)
-    best = min(log_ns, key=lambda arithmetic: log_ns[arithmetic])
-    return best if log_ns[best] + math.log1p(options.switch_gain) < log_ns[default] else default
+
+    def handicapped(arithmetic: Arithmetic) -> float:
+        split = options.split_gain if arithmetic.k_parts != default.k_parts else 0.0
+        other = options.switch_gain if arithmetic != default else 0.0
+        return log_ns[arithmetic] + math.log1p(max(split, other))
+
+    return min(group.arithmetics, key=handicapped)
 
 
 def _each(batches: Iterable[list[Schedule]]) -> Search[list[Sample]]:
@@ -224,7 +232,7 @@ def _each(batches: Iterable[list[Schedule]]) -> Search[list[Sample]]:
 
 
 def _probes(group: Group, m: int, arithmetic: Arithmetic) -> list[Schedule]:
-    """The default, and the two schedules that the model likes best; threads on parts of k if it can."""
+    """The default, and those that the model likes best; threads on parts of k if it can."""
     space = group.space(m, arithmetic)
     modelled = [
         space.regridded(model_schedule(space, kernel), grid)
@@ -233,7 +241,7 @@ def _probes(group: Group, m: int, arithmetic: Arithmetic) -> list[Schedule]:
         if grid.k == arithmetic.k_parts
     ]
     modelled.sort(key=lambda schedule: modelled_cycles(space, schedule))
-    return list(dict.fromkeys([space.fitted(group.default(m)), *modelled[:2]]))
+    return list(dict.fromkeys([space.fitted(group.default(m)), *modelled[:PROBED_KERNELS]]))
 
 
 def _spread(ms: Sequence[int], count: int) -> list[int]:

@@ -42,4 +42,6 @@ class SearchOptions:
     probes: int = 4
     """The m at which the ways of computing are compared before one is chosen for the group."""
     switch_gain: float = 0.02
-    """Another way of computing than the default one must be faster by this share."""
+    """Another way of computing than the default one must be faster by this share, .."""
+    split_gain: float = 0.05
+    """.. and by this one if it sums k in another number of parts."""
