@@ -25,7 +25,7 @@ typedef struct {
     int32_t (*path_of)(int32_t kind, int32_t path);
 
     /* The micro-kernel, rows x panels, that suits m rows. */
-    void (*best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels);
+    void (*best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels);
 
     /* W[row][0..k) as float32, for embedding lookups from packed weights. */
     void (*unpack_row)(const pw_weight *w, int64_t row, float *out);

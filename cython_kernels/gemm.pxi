@@ -66,7 +66,7 @@ cdef extern from "dispatch.h" nogil:
         void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, int32_t part,
                      float *y, int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) noexcept nogil
         int32_t (*path_of)(int32_t kind, int32_t path) noexcept nogil
-        void (*best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels) noexcept nogil
+        void (*best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) noexcept nogil
         void (*unpack_row)(const pw_weight *w, int64_t row, float *out) noexcept nogil
 
     ctypedef struct pw_kernels:
@@ -162,7 +162,7 @@ cdef pw_weight weight_view(packed, path=None, int32_t k_parts=1) except *:
     w.values = _bytes_of(packed.values, packing.values_dtype(packed.kind),
                          packing.values_shape(packed.kind, n, k), "values")
     if packed.scales is not None:
-        if packed.group not in (16, 32) or packed.scales.dtype not in (np.float16, np.float32):
+        if packed.group not in (0, 16, 32) or packed.scales.dtype not in (np.float16, np.float32):
             raise WeightError(f"no kernel reads {packed.scales.dtype} scales in groups of {packed.group}")
         shape, dtype = packing.scales_shape(n, k, packed.group), packed.scales.dtype
         w.scale_bytes = dtype.itemsize

@@ -7,8 +7,8 @@
  * more, 2^-24 of the sum each: within the same bounds, since the chains are shorter by as much. */
 #include "families/gemm.h"
 
-enum { PARTIAL_FLOATS = 16384, UNPACKED_BYTES = 32 << 10, UNPACK_ROWS = 16 };
-enum { Q8_GROUP16 = PW_KINDS, FORMS };
+enum { PARTIAL_FLOATS = 16384 };
+enum { Q8_GROUP16 = PW_KINDS, Q8_COLUMN, FORMS };
 
 #ifdef PW_AMX
 enum { BF16_STEP_PAIRS = 16 }; /* a tile takes 32 inputs at once */
@@ -26,6 +26,9 @@ static const tile_table tiles[FORMS] = {
     [PW_Q8][mr][np] = q8_##mr##x##np, [Q8_GROUP16][mr][np] = q8g16_##mr##x##np, \
     [PW_Q4][mr][np] = q4_##mr##x##np,
     QUANT_TILES(TILE)
+#undef TILE
+#define TILE(mr, np) [Q8_COLUMN][mr][np] = q8c_##mr##x##np,
+    COLUMN_TILES(TILE)
 #undef TILE
 #ifdef PW_AMX
     [PW_BF16] = {[1 ... 32] = {[1 ... 2] = amx_bf16}},
@@ -47,6 +50,7 @@ typedef struct {
     int64_t block_m, block_n, block_steps, steps;
     int64_t step_inputs, step_row_bytes, step_value_bytes, prefetch_bytes;
     int32_t first_part, end_part; /* what this call computes of w->k_parts */
+    int staged;                   /* several tiles of rows meet the same panels, which are unpacked once for them */
     const tile_table *tiles;
 } walk;
 
@@ -127,9 +131,11 @@ static tile_call first_call(const walk *k, pw_range panels, const pass *p) {
     t.prefetch_bytes = at_most(k->prefetch_bytes, t.panel_bytes);
     if (p->last_part && p->ends_part) t.prefetch_jump = np * t.panel_bytes - call_bytes(k);
     if (!w->scales) return t;
-    int64_t scales_at = (panels.begin * k->steps + begin) * PW_PANEL * w->scale_bytes;
+    int64_t groups = w->group ? k->steps : 1, first_group = w->group ? begin : 0;
+    int64_t scales_at = (panels.begin * groups + first_group) * PW_PANEL * w->scale_bytes;
     t.scale_bytes = w->scale_bytes;
-    t.panel_scale_bytes = k->steps * PW_PANEL * w->scale_bytes;
+    t.panel_scale_bytes = groups * PW_PANEL * w->scale_bytes;
+    t.ends_part = p->ends_part;
     t.scales = (const uint8_t *)w->scales + scales_at;
     t.mins = w->mins ? (const uint8_t *)w->mins + scales_at : NULL;
     return t;
@@ -146,6 +152,8 @@ static void run_pass(const walk *k, const tile_table *table, tile_call *t, pw_ra
         t->mr = mr;
         t->panels = np;
         t->rows = block + row * t->row_bytes;
+        t->row_scales = (const uint8_t *)k->x->rows + row * t->row_bytes + column_values_bytes(k->w->k);
+        t->row_biases = t->row_scales + COLUMN_SCALE_BYTES + 4 * p->steps.begin;
         t->partial = p->begins_part ? NULL : partial + so_far;
         if (p->ends_part && p->first_part && p->last_part) {
             finish_tile(k, kernel, t, row, panels);
@@ -162,35 +170,11 @@ static void run_pass(const walk *k, const tile_table *table, tile_call *t, pw_ra
     }
 }
 
-/* Many rows meet the same q4 weights: unpacked once, they go through the q8 tiles, to the same bits. */
-static int unpacking_pays(const pw_weight *w, int64_t rows) {
-    return w->kind == PW_Q4 && Q8_ACTIVATION_BYTES == 1 && rows >= UNPACK_ROWS;
-}
-
-/* A pass's panels of q4 to q8: bytes [panels][steps][8][16][4], which the call then reads. */
-static void unpack_nibbles(tile_call *t, int64_t panels, uint8_t *bytes) {
-    vi nibble = vi_set1(0x0F0F0F0F);
-    int64_t panel_bytes = t->steps * PW_K_MULTIPLE * PW_PANEL;
-    for (int64_t panel = 0; panel < panels; ++panel) {
-        const uint8_t *from = t->values + panel * t->panel_bytes;
-        uint8_t *to = bytes + panel * panel_bytes;
-        for (int64_t i = 0; i < panel_bytes / 2; i += LANES * 4) {
-            vi pairs = vi_load(from + i);
-            uint8_t *quads = to + i / VECTOR_ROW_BYTES * (2 * VECTOR_ROW_BYTES) + i % VECTOR_ROW_BYTES;
-            vi_store(quads, vi_and(pairs, nibble));
-            vi_store(quads + VECTOR_ROW_BYTES, vi_and(vi_shr(pairs, 4), nibble));
-        }
-    }
-    t->values = bytes;
-    t->panel_bytes = panel_bytes;
-    t->prefetch_bytes = t->prefetch_jump = 0;
-}
-
 /* A block of rows times one tile of panels, all that the call computes of k. An empty part is zero. */
 static void panel_tile(const walk *k, pw_range rows, pw_range panels) {
+    const pw_weight *w = k->w;
     float partial[PARTIAL_FLOATS], total[PARTIAL_FLOATS];
-    uint8_t bytes[UNPACKED_BYTES] __attribute__((aligned(64)));
-    int unpack = unpacking_pays(k->w, rows.end - rows.begin);
+    panel_stage stage;
     for (int32_t i = k->first_part; i < k->end_part; ++i) {
         pw_range part = part_steps(k, i);
         pass p = {{part.begin, part.begin}, .first_part = i == k->first_part, .last_part = i + 1 == k->end_part};
@@ -199,28 +183,31 @@ static void panel_tile(const walk *k, pw_range rows, pw_range panels) {
             p.steps = (pw_range){p.steps.end, at_most(p.steps.end + k->block_steps, part.end)};
             p.ends_part = p.steps.end == part.end;
             tile_call t = first_call(k, panels, &p);
-            if (unpack) unpack_nibbles(&t, panels.end - panels.begin, bytes);
-            run_pass(k, unpack ? &tiles[PW_Q8] : k->tiles, &t, rows, panels, &p, partial, total);
+            if (k->staged) stage_panels(&t, w->kind, w->group, panels.end - panels.begin, &stage);
+            run_pass(k, k->staged && NIBBLES_STAGED && w->kind == PW_Q4 ? &tiles[PW_Q8] : k->tiles, &t, rows, panels, &p,
+                     partial, total);
         } while (!p.ends_part);
     }
 }
 
-static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part) {
+static walk plan_walk(const pw_weight *w, const pw_schedule *s, int64_t rows, int32_t part) {
     walk k = {.w = w, .mr = s->mr, .panels = s->panels, .first_part = part, .end_part = part + 1};
     if (part < 0) k.first_part = 0, k.end_part = w->k_parts;
-    int64_t step_inputs = w->kind == PW_F32 ? 1 : w->kind == PW_BF16 ? 2 * BF16_STEP_PAIRS : w->group;
+    int64_t step_inputs = w->kind == PW_F32 ? 1 : w->kind == PW_BF16 ? 2 * BF16_STEP_PAIRS : w->group ? w->group : 32;
     k.step_inputs = step_inputs;
-    k.tiles = &tiles[w->kind == PW_Q8 && w->group == 16 ? Q8_GROUP16 : w->kind];
+    k.tiles = &tiles[w->kind != PW_Q8 || w->group == 32 ? w->kind : w->group ? Q8_GROUP16 : Q8_COLUMN];
     largest_tile(k.tiles, &k.mr, &k.panels);
     k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / step_inputs;
     k.step_value_bytes = step_inputs * VECTOR_ROW_BYTES / inputs_per_vector_row(w->kind);
     k.step_row_bytes = w->kind == PW_F32    ? 4
                        : w->kind == PW_BF16 ? step_inputs * BF16_ACTIVATION_BYTES
-                                            : group_block_bytes(w->kind, w->group);
+                       : w->group           ? group_block_bytes(w->kind, w->group)
+                                            : step_inputs * Q8_ACTIVATION_BYTES;
     k.block_steps = clamp(s->block_k / step_inputs, 1, k.steps);
-    if (w->kind == PW_Q4) k.block_steps = at_most(k.block_steps, UNPACKED_BYTES / (k.panels * PW_PANEL * w->group));
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
     k.block_m = clamp(s->block_m, 1, INT32_MAX);
+    k.staged = w->kind >= PW_Q8 && w->group && at_most(rows, k.block_m) > k.mr;
+    if (k.staged) k.block_steps = at_most(k.block_steps, STAGED_INPUTS / (k.panels * step_inputs));
     if (k.block_steps < k.steps || w->k_parts > 1) k.block_m = at_most(k.block_m, PARTIAL_FLOATS / (k.panels * PW_PANEL));
     k.prefetch_bytes = clamp(s->prefetch_bytes, 0, INT32_MAX);
     return k;
@@ -250,7 +237,7 @@ static void walk_blocks(const walk *k, pw_range rows, pw_range panels, int rows_
 
 void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, int32_t part, float *y,
                int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) {
-    walk k = plan_walk(w, schedule, part);
+    walk k = plan_walk(w, schedule, rows.end - rows.begin, part);
     k.x = x;
     k.y = y;
     k.ldy = ldy;
@@ -272,10 +259,10 @@ int32_t ISA(path_of)(int32_t kind, int32_t path) {
 static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
-void ISA(best_tile)(int32_t kind, int64_t m, int32_t *mr, int32_t *panels) {
-    int quant = kind >= PW_Q8;
-    int64_t most = quant ? QUANT_MR : DENSE_MR;
-    *panels = m <= 2 ? STREAM_PANELS : quant ? QUANT_PANELS : DENSE_PANELS;
+void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
+    int kind = w->kind, column = kind == PW_Q8 && w->group == 0, quant = kind >= PW_Q8 && !column;
+    int64_t most = quant ? QUANT_MR : column ? COLUMN_MR : DENSE_MR;
+    *panels = m <= 2 ? STREAM_PANELS : quant ? QUANT_PANELS : column ? COLUMN_PANELS : DENSE_PANELS;
     if (kind == PW_BF16 && BF16_STEP_PAIRS > 1) {
         *panels = 2;
         most = 32;

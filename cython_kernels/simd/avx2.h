@@ -18,6 +18,7 @@ PW_INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 PW_INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 PW_INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 PW_INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+#define PW_FMA_ROUNDS_ONCE 1
 PW_INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 PW_INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); } /* b where either is NaN */
 PW_INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
@@ -115,6 +116,8 @@ PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
 /* Micro-kernels (rows x panels) that fit sixteen registers; quant tiles keep float sums in memory between groups. */
 #define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(1, 2) X(2, 2) X(3, 2) X(1, 4)
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2) X(1, 4)
+#define COLUMN_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2) X(1, 4) /* of one int32 sum each */
+enum { COLUMN_MR = 4, COLUMN_PANELS = 1 };
 enum { QUANT_TILE_HELD = 4 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */
 enum { DENSE_MR = 6, DENSE_PANELS = 1, QUANT_MR = 4, QUANT_PANELS = 1, STREAM_PANELS = 4 };
