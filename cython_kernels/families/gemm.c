@@ -206,7 +206,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int64_t rows, in
     k.block_steps = clamp(s->block_k / step_inputs, 1, k.steps);
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
     k.block_m = clamp(s->block_m, 1, INT32_MAX);
-    k.staged = w->kind >= PW_Q8 && w->group && at_most(rows, k.block_m) > k.mr;
+    k.staged = w->kind >= PW_Q8 && w->group && at_most(rows, k.block_m) > 2 * k.mr;
     if (k.staged) k.block_steps = at_most(k.block_steps, STAGED_INPUTS / (k.panels * step_inputs));
     if (k.block_steps < k.steps || w->k_parts > 1) k.block_m = at_most(k.block_m, PARTIAL_FLOATS / (k.panels * PW_PANEL));
     k.prefetch_bytes = clamp(s->prefetch_bytes, 0, INT32_MAX);

@@ -9,6 +9,9 @@ enum { MAX_MR = 32, MAX_TILE_PANELS = 4, VECTORS = PW_PANEL / LANES, VECTOR_ROW_
 
 PW_INLINE int inputs_per_vector_row(int kind) { return 1 << kind; }
 
+#ifndef PW_FMA_ROUNDS_ONCE
+#define PW_FMA_ROUNDS_ONCE 0
+#endif
 #define FLOAT_BIAS 12582912.0f /* integers around its bits, read as floats, are the integers around it */
 enum { FLOAT_BIAS_BITS = 0x4B400000 };
 

@@ -64,19 +64,23 @@ PW_INLINE vf finished(const tile_call *t, int_sums dot, const group_place *at, i
     return vi_as_vf(q4_end(dot[r][c], int_at(at->fields + r * t->row_bytes + 4)));
 }
 
-/* s D of one group, by FMA from the staged -C s; the C + D are no longer wanted. */
-PW_INLINE void scale_staged(const tile_call *t, vf *acc, int_sums dot, const group_place *at, int mr, int vectors) {
+/* acc += a (s D) by two FMAs, of which the first takes off C s, exact. */
+PW_INLINE void scale_fused(const tile_call *t, vf *acc, int_sums dot, const group_place *at, int mr, int vectors) {
+    vf s[MAX_TILE_PANELS * VECTORS], offset[MAX_TILE_PANELS * VECTORS];
+    load_scales(t, t->scales, at->scales_at, vectors, s);
     PW_UNROLL for (int c = 0; c < vectors; ++c) {
         int64_t place = (c / VECTORS) * t->panel_scale_bytes + at->scales_at + (c % VECTORS) * LANES * 4;
-        vf s = vi_as_vf(vi_load(t->scales + place)), offset = vi_as_vf(vi_load(t->offsets + place));
+        offset[c] = t->offsets ? vi_as_vf(vi_load(t->offsets + place)) : v_mul(v_set1(-FLOAT_BIAS), s[c]);
+    }
+    PW_UNROLL for (int c = 0; c < vectors; ++c) {
         PW_UNROLL for (int r = 0; r < mr; ++r) {
             vf a = v_set1(float_at(at->fields + r * t->row_bytes));
-            acc[r * vectors + c] = v_fma(v_fma(finished(t, dot, at, r, c), s, offset), a, acc[r * vectors + c]);
+            acc[r * vectors + c] = v_fma(v_fma(finished(t, dot, at, r, c), s[c], offset[c]), a, acc[r * vectors + c]);
         }
     }
 }
 
-PW_INLINE void scale_direct(const tile_call *t, vf *acc, int_sums dot, const group_place *at, int mr, int vectors) {
+PW_INLINE void scale_plain(const tile_call *t, vf *acc, int_sums dot, const group_place *at, int mr, int vectors) {
     vf s[MAX_TILE_PANELS * VECTORS], bias = v_set1(FLOAT_BIAS);
     load_scales(t, t->scales, at->scales_at, vectors, s);
     PW_UNROLL for (int r = 0; r < mr; ++r) {
@@ -90,8 +94,8 @@ PW_INLINE void scale_direct(const tile_call *t, vf *acc, int_sums dot, const gro
 
 /* acc += a (s D) for one group, then += (a sum q) m where there are minima. */
 PW_INLINE void scale_group(const tile_call *t, vf *acc, int_sums dot, const group_place *at, int mr, int vectors) {
-    if (t->offsets) scale_staged(t, acc, dot, at, mr, vectors);
-    else scale_direct(t, acc, dot, at, mr, vectors);
+    if (t->offsets || (PW_FMA_ROUNDS_ONCE && t->scale_bytes == 2)) scale_fused(t, acc, dot, at, mr, vectors);
+    else scale_plain(t, acc, dot, at, mr, vectors);
     if (!t->mins) return;
     vf m[MAX_TILE_PANELS * VECTORS];
     load_scales(t, t->mins, at->scales_at, vectors, m);

@@ -21,7 +21,7 @@ static void stage_floats(const tile_call *t, const uint8_t *from, int64_t panels
     }
 }
 
-#ifdef PW_FMA_ROUNDS_ONCE
+#if PW_FMA_ROUNDS_ONCE
 /* -FLOAT_BIAS times each scale; whether all of them are exact. */
 static int stage_offsets(const float *scales, int64_t count, float *offsets) {
     vf bias = v_set1(-FLOAT_BIAS);
