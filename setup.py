@@ -7,6 +7,7 @@ import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from runpy import run_path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -14,6 +15,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 KERNELS = Path("cython_kernels")
+abi_macros = run_path(str(KERNELS / "abi.py"))["abi_macros"]
 IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
 
 COMMON_FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
@@ -44,11 +46,13 @@ class build_kernels(build_ext):
             source = str(KERNELS / "isa" / f"{isa}.c")
             objects = self.compiler.object_filenames([source], output_dir=self.build_temp)
             if self.force or newer_group([source, *ext.depends], objects[0]):
+                flags = [*COMMON_FLAGS, *ISA_FLAGS[isa]]
                 self.compiler.compile(
                     [source],
                     output_dir=self.build_temp,
+                    macros=abi_macros(KERNELS, isa, self.compiler.compiler_so, flags),
                     include_dirs=ext.include_dirs,
-                    extra_postargs=[*COMMON_FLAGS, *ISA_FLAGS[isa]],
+                    extra_postargs=flags,
                 )
             return objects
 
@@ -59,7 +63,7 @@ class build_kernels(build_ext):
 
 
 # Everything that the kernels are made of beside their own source file.
-INGREDIENTS = ("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c")
+INGREDIENTS = ("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c", "abi.py")
 native = Extension(
     "phasewise.cython_kernels._native",
     sources=[

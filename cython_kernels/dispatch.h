@@ -27,6 +27,9 @@ typedef struct {
     /* The micro-kernel, rows x panels, that suits m rows. */
     void (*best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels);
 
+    /* Whether there is a micro-kernel of mr rows x panels for this weight. Any numbers may be asked about. */
+    int32_t (*has_tile)(const pw_weight *w, int32_t mr, int32_t panels);
+
     /* W[row][0..k) as float32, for embedding lookups from packed weights. */
     void (*unpack_row)(const pw_weight *w, int64_t row, float *out);
 } pw_gemm_kernels;
@@ -43,6 +46,7 @@ typedef struct {
 
 typedef struct {
     const char *isa;
+    const char *gemm_abi, *attention_abi; /* under which names timings of these kernels are kept: abi.py */
     pw_gemm_kernels gemm;
     pw_limit_kernels limits;
     pw_op_kernels ops;

@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 enum { PW_PANEL = 16, PW_K_MULTIPLE = 32, PW_MAX_K_PARTS = 64 };
+enum { PW_MOST_TILE = 32 }; /* no micro-kernel has more rows or more panels */
 
 typedef enum { PW_F32, PW_BF16, PW_Q8, PW_Q4, PW_KINDS } pw_kind;
 /* How weights and activations meet. Names: pw_path_name. A path that an ISA lacks is its default one for the kind. */

@@ -21,6 +21,7 @@ cdef extern from "gemm.h" nogil:
         PW_KINDS
         PW_PATHS
         PW_MAX_K_PARTS
+        PW_MOST_TILE
 
     ctypedef enum pw_epilogue:
         PW_STORE
@@ -66,11 +67,13 @@ cdef extern from "dispatch.h" nogil:
         void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, int32_t part,
                      float *y, int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) noexcept nogil
         int32_t (*path_of)(int32_t kind, int32_t path) noexcept nogil
-        void (*best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) noexcept nogil
+        int32_t (*has_tile)(const pw_weight *w, int32_t mr, int32_t panels) noexcept nogil
         void (*unpack_row)(const pw_weight *w, int64_t row, float *out) noexcept nogil
 
     ctypedef struct pw_kernels:
         const char *isa
+        const char *gemm_abi
+        const char *attention_abi
         pw_gemm_kernels gemm
 
     int pw_usable_count()
@@ -94,6 +97,20 @@ def isa_usable():
 
 def isa_active():
     return pw_active().isa.decode()
+
+
+cdef dict _abis_of(const pw_kernels *kernels):
+    return {"gemm": kernels.gemm_abi.decode(), "attention": kernels.attention_abi.decode()}
+
+
+def kernel_abi(family):
+    """Under which name timings of a kernel family are kept, on the instruction set in use: see abi.py."""
+    return _abis_of(pw_active())[family]
+
+
+def kernel_abis():
+    """The names of every family on every instruction set that is usable here."""
+    return tuple(abi for index in range(pw_usable_count()) for abi in _abis_of(pw_usable(index)).values())
 
 
 def isa_select(name):
@@ -133,6 +150,15 @@ def compute_paths(kind):
     default = pw_active().gemm.path_of(number, -1)
     own = [path for path in range(PW_PATHS) if path != default and pw_active().gemm.path_of(number, path) == path]
     return tuple(pw_path_name(path).decode() for path in (default, *own))
+
+
+def micro_kernels(kind, path=None, int32_t group=packing.DEFAULT_GROUP):
+    """[(rows, panels)] of every micro-kernel that the active ISA has for weights of this kind (and group, if q8)."""
+    cdef pw_weight w
+    cdef int32_t mr, panels
+    w.kind, w.group, w.path = packing.KINDS.index(kind), group, path_number(path)
+    sizes = range(1, PW_MOST_TILE + 1)
+    return [(mr, panels) for panels in sizes for mr in sizes if pw_active().gemm.has_tile(&w, mr, panels)]
 
 
 cdef int32_t path_number(path) except? -2:

@@ -161,6 +161,13 @@ class Store:
         query = _of_problem(_all_measurements(), MeasurementRow, problem, machine, kernel_abi, WEIGHT_FIELDS)
         return list(self._records(query.order_by(MeasurementRow.id), _measurement))
 
+    def measurement_count(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> int:
+        """How many rows `measurements` reads; tells cheaply whether another process has added some."""
+        query = select(func.count()).select_from(MeasurementRow).join(ProblemRow)
+        counted = _of_problem(query, MeasurementRow, problem, machine, kernel_abi)
+        with connect.clear_errors(self.name), Session(self._engine) as session:
+            return session.scalar(counted) or 0
+
     def best_measurement(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> Measurement | None:
         """The verified one with the least estimate, the older of equals; None where nothing was measured."""
         query = _of_problem(_all_measurements(), MeasurementRow, problem, machine, kernel_abi)

@@ -13,9 +13,17 @@
 #define PW_QUOTE_(name) #name
 #define PW_QUOTE(name) PW_QUOTE_(name)
 
+/* setup.py defines these. Timings of an object that something else compiled match no others. */
+#ifndef PW_GEMM_ABI
+#define PW_GEMM_ABI "gemm-" PW_QUOTE(PW_ISA) "-unnamed"
+#define PW_ATTENTION_ABI "attention-" PW_QUOTE(PW_ISA) "-unnamed"
+#endif
+
 extern const pw_kernels ISA(kernels);
 const pw_kernels ISA(kernels) = {
     .isa = PW_QUOTE(PW_ISA),
+    .gemm_abi = PW_GEMM_ABI,
+    .attention_abi = PW_ATTENTION_ABI,
     .gemm =
         {
             .row_bytes = ISA(row_bytes),
@@ -23,6 +31,7 @@ const pw_kernels ISA(kernels) = {
             .gemm = ISA(gemm),
             .path_of = ISA(path_of),
             .best_tile = ISA(best_tile),
+            .has_tile = ISA(has_tile),
             .unpack_row = ISA(unpack_row),
         },
     .limits =

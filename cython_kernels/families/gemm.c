@@ -1,43 +1,112 @@
 /* families/gemm.c: walks a share of y = x W^T in blocks and calls micro-kernels; compiled once per ISA.
  *
- * Loops, outermost first: panel blocks (stay in L2) and row blocks, in either order, tiles of panels, parts of k,
- * passes over a part (a tile's weights stay in L1), tiles of rows. A tile that is not at the last pass of a part keeps
- * its float32 sums in `partial`, and at the end of a part adds them to `total`: storing and loading a float32 is
- * exact, so passes do not change results. Error bounds: gemm_dense.c, gemm_quant.c. Sums of P parts round P - 1 times
- * more, 2^-24 of the sum each: within the same bounds, since the chains are shorter by as much. */
+ * Loops, outermost first: panel blocks and row blocks, in either order, parts of k, passes over a part (a pass's
+ * rows stay in L2), tiles of panels (a tile's weights stay in L1 or close to it), tiles of rows. A tile that is not at
+ * the last pass of a part keeps its float32 sums in `partial`, and at the end of a part adds them to `total`: storing
+ * and loading a float32 is exact, so passes do not change results. Error bounds: gemm_dense.c, gemm_quant.c. Sums of P
+ * parts round P - 1 times more, 2^-24 of the sum each: within the same bounds, since the chains are shorter by as much.
+ *
+ * Where many rows meet the same weights, a pass stages them (gemm_stage.c), once for all tiles of rows, to the same
+ * bits. Meanwhile the kernels ask for what comes next (look_ahead). */
 #include "families/gemm.h"
 
-enum { PARTIAL_FLOATS = 16384 };
-enum { Q8_GROUP16 = PW_KINDS, Q8_COLUMN, FORMS };
+enum { BLOCK_FLOATS = 1 << 16, STAGED_ROWS = 24 };
 
-#ifdef PW_AMX
-enum { BF16_STEP_PAIRS = 16 }; /* a tile takes 32 inputs at once */
-#else
-enum { BF16_STEP_PAIRS = 1 };
-#endif
+/* The ways that a product is computed: a table of micro-kernels each, or what q8 and q4 are unpacked to first. */
+typedef enum {
+    F32, BF16_FMA, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q4, ARITHMETICS,
+    QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE
+} arithmetic;
 
 typedef tile_kernel *tile_table[MAX_MR + 1][MAX_TILE_PANELS + 1];
 
-static const tile_table tiles[FORMS] = {
-#define TILE(mr, np) [PW_F32][mr][np] = f32_##mr##x##np,
+static const tile_table tiles[ARITHMETICS] = {
+#define TILE(mr, np) [F32][mr][np] = f32_##mr##x##np, [BF16_FMA][mr][np] = bf16_fma_##mr##x##np,
     DENSE_TILES(TILE)
 #undef TILE
-#define TILE(mr, np)                                                             \
-    [PW_Q8][mr][np] = q8_##mr##x##np, [Q8_GROUP16][mr][np] = q8g16_##mr##x##np, \
-    [PW_Q4][mr][np] = q4_##mr##x##np,
+#ifdef PW_BF16_DOT_WORDS
+#define TILE(mr, np) [BF16_DOT][mr][np] = bf16_dot_##mr##x##np,
+    DENSE_TILES(TILE)
+#undef TILE
+#endif
+#ifdef PW_AMX
+    [BF16_TILE] = {[1 ... 32] = {[1 ... 2] = amx_bf16}},
+#endif
+#define TILE(mr, np)                                                                      \
+    [Q8_GROUP32][mr][np] = q8_##mr##x##np, [Q8_GROUP16][mr][np] = q8g16_##mr##x##np, \
+    [Q4][mr][np] = q4_##mr##x##np,
     QUANT_TILES(TILE)
 #undef TILE
 #define TILE(mr, np) [Q8_COLUMN][mr][np] = q8c_##mr##x##np,
     COLUMN_TILES(TILE)
 #undef TILE
-#ifdef PW_AMX
-    [PW_BF16] = {[1 ... 32] = {[1 ... 2] = amx_bf16}},
-#else
-#define TILE(mr, np) [PW_BF16][mr][np] = bf16_##mr##x##np,
-    DENSE_TILES(TILE)
-#undef TILE
-#endif
 };
+
+/* Dots where they are faster than widening: Intel's cores do a bf16 dot in the time of four multiply-adds, AMD's in
+ * that of one. */
+static int32_t default_bf16_path(void) {
+#if defined(PW_AMX)
+    return PW_BF16_TILE;
+#elif defined(PW_BF16_DOT_WORDS) && defined(__x86_64__)
+    return __builtin_cpu_is("intel") ? PW_FMA : PW_BF16_DOT;
+#elif defined(PW_BF16_DOT_WORDS)
+    return PW_BF16_DOT;
+#else
+    return PW_FMA;
+#endif
+}
+
+static int has_dense_path(int32_t path) {
+    return path == PW_FMA || (path == PW_BF16_DOT && tiles[BF16_DOT][1][1]) ||
+           (path == PW_BF16_TILE && tiles[BF16_TILE][1][1]);
+}
+
+int32_t ISA(path_of)(int32_t kind, int32_t path) {
+    if (kind == PW_F32) return PW_FMA;
+    if (has_dense_path(path)) return path;
+    return kind == PW_BF16 ? default_bf16_path() : PW_INT8_DOT;
+}
+
+static arithmetic quant_arithmetic(const pw_weight *w) {
+    int32_t path = ISA(path_of)(w->kind, w->path);
+    if (path == PW_FMA) return QUANT_AS_F32;
+    if (path == PW_BF16_DOT) return QUANT_AS_BF16_DOT;
+    if (path == PW_BF16_TILE) return QUANT_AS_BF16_TILE;
+    if (w->kind == PW_Q4) return Q4;
+    return w->group == 16 ? Q8_GROUP16 : w->group ? Q8_GROUP32 : Q8_COLUMN;
+}
+
+static arithmetic arithmetic_of(const pw_weight *w) {
+    if (w->kind == PW_F32) return F32;
+    if (w->kind >= PW_Q8) return quant_arithmetic(w);
+    int32_t path = ISA(path_of)(PW_BF16, w->path);
+    return path == PW_FMA ? BF16_FMA : path == PW_BF16_DOT ? BF16_DOT : BF16_TILE;
+}
+
+/* Whose micro-kernels read the weights once they are staged; all others read them as they are. */
+static arithmetic staged_as(arithmetic a) {
+    switch (a) {
+    case QUANT_AS_BF16_DOT: return BF16_DOT;
+    case QUANT_AS_BF16_TILE: return BF16_TILE;
+    case QUANT_AS_F32:
+    case BF16_FMA: return F32;
+    case Q4: return NIBBLES_STAGED ? Q8_GROUP32 : Q4;
+    default: return a;
+    }
+}
+
+/* Inputs and bytes of a prepared row that one step of a pass takes. */
+static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
+    if (a == F32) return 1;
+    if (a == BF16_FMA || a == BF16_DOT) return 2;
+    return a == Q8_GROUP16 ? w->group : PW_K_MULTIPLE;
+}
+
+static int64_t row_bytes_of_step(arithmetic a, const pw_weight *w) {
+    if (a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4) return group_block_bytes(w->kind, w->group);
+    if (a == Q8_COLUMN) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
+    return inputs_of_step(a, w) * (a == F32 || a == BF16_FMA || a == QUANT_AS_F32 ? 4 : 2);
+}
 
 /* A product, and its schedule clamped to what exists. */
 typedef struct {
@@ -50,8 +119,8 @@ typedef struct {
     int64_t block_m, block_n, block_steps, steps;
     int64_t step_inputs, step_row_bytes, step_value_bytes, prefetch_bytes;
     int32_t first_part, end_part; /* what this call computes of w->k_parts */
-    int staged;                   /* several tiles of rows meet the same panels, which are unpacked once for them */
-    const tile_table *tiles;
+    arithmetic arithmetic, kernels; /* of the weight, of what a pass reads of it */
+    int staged;                     /* several tiles of rows meet the same panels, which are unpacked once for them */
 } walk;
 
 /* One pass over k, and where it lies in its part of k. */
@@ -64,12 +133,12 @@ static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 /* The largest existing tile with at most these rows and panels; 1 x 1 always exists. */
-static tile_kernel *largest_tile(const tile_table *table, int *mr, int *np) {
+static tile_kernel *largest_tile(arithmetic a, int *mr, int *np) {
     *mr = (int)clamp(*mr, 1, MAX_MR);
     *np = (int)clamp(*np, 1, MAX_TILE_PANELS);
-    while (*np > 1 && !(*table)[1][*np]) --*np;
-    while (!(*table)[*mr][*np]) --*mr;
-    return (*table)[*mr][*np];
+    while (*np > 1 && !tiles[a][1][*np]) --*np;
+    while (!tiles[a][*mr][*np]) --*mr;
+    return tiles[a][*mr][*np];
 }
 
 /* The columns of a tile that exist go from t->out to y, the padding stays behind. */
@@ -115,23 +184,19 @@ static pw_range part_steps(const walk *k, int32_t i) {
     return (pw_range){inputs.begin / k->step_inputs, i + 1 == k->w->k_parts ? k->steps : inputs.end / k->step_inputs};
 }
 
-/* Of a panel, what this call reads. */
-static int64_t call_bytes(const walk *k) {
-    int64_t steps = part_steps(k, k->end_part - 1).end - part_steps(k, k->first_part).begin;
-    return steps * k->step_value_bytes;
-}
-
 /* What all calls of one pass share, for one tile of panels. */
 static tile_call first_call(const walk *k, pw_range panels, const pass *p) {
     const pw_weight *w = k->w;
     int64_t np = panels.end - panels.begin, begin = p->steps.begin;
-    tile_call t = {.row_bytes = k->x->row_bytes, .steps = p->steps.end - begin, .partial_stride = np * PW_PANEL};
+    tile_call t = {.panels = (int32_t)np, .row_bytes = k->x->row_bytes, .steps = p->steps.end - begin};
+    t.partial_stride = np * PW_PANEL;
     t.panel_bytes = pw_padded_k(w->k) / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
     t.values = (const uint8_t *)w->values + panels.begin * t.panel_bytes + begin * k->step_value_bytes;
     t.prefetch_bytes = at_most(k->prefetch_bytes, t.panel_bytes);
-    if (p->last_part && p->ends_part) t.prefetch_jump = np * t.panel_bytes - call_bytes(k);
+    t.prefetch_jump = np * t.panel_bytes - t.steps * k->step_value_bytes;
     if (!w->scales) return t;
-    int64_t groups = w->group ? k->steps : 1, first_group = w->group ? begin : 0;
+    int64_t groups = w->group ? pw_padded_k(w->k) / w->group : 1;
+    int64_t first_group = w->group ? begin * k->step_inputs / w->group : 0;
     int64_t scales_at = (panels.begin * groups + first_group) * PW_PANEL * w->scale_bytes;
     t.scale_bytes = w->scale_bytes;
     t.panel_scale_bytes = groups * PW_PANEL * w->scale_bytes;
@@ -141,40 +206,95 @@ static tile_call first_call(const walk *k, pw_range panels, const pass *p) {
     return t;
 }
 
-/* One pass over a block of rows; sums that another pass or part continues stay at [row of the block][column]. */
-static void run_pass(const walk *k, const tile_table *table, tile_call *t, pw_range rows, pw_range panels,
-                     const pass *p, float *partial, float *total) {
-    const uint8_t *block = (const uint8_t *)k->x->rows + p->steps.begin * k->step_row_bytes;
-    for (int64_t row = rows.begin; row < rows.end;) {
-        int mr = (int)at_most(k->mr, rows.end - row), np = (int)(panels.end - panels.begin);
-        tile_kernel *kernel = largest_tile(table, &mr, &np);
-        int64_t so_far = (row - rows.begin) * t->partial_stride;
-        t->mr = mr;
-        t->panels = np;
-        t->rows = block + row * t->row_bytes;
-        t->row_scales = (const uint8_t *)k->x->rows + row * t->row_bytes + column_values_bytes(k->w->k);
-        t->row_biases = t->row_scales + COLUMN_SCALE_BYTES + 4 * p->steps.begin;
-        t->partial = p->begins_part ? NULL : partial + so_far;
-        if (p->ends_part && p->first_part && p->last_part) {
-            finish_tile(k, kernel, t, row, panels);
-        } else if (p->ends_part) {
-            finish_part(k, kernel, t, p, row, panels, total + so_far);
-        } else {
-            t->out = partial + so_far;
-            t->out_stride = t->partial_stride;
-            t->add = 0;
-            kernel(t);
-        }
-        t->prefetch_bytes = t->prefetch_jump = 0; /* the other rows find the weights in L1 */
-        row += mr;
+/* A tile of panels in one pass over a block of rows. */
+typedef struct {
+    const pass *pass;
+    pw_range rows, panels;
+    int64_t index, count;   /* this one of the pass's strips */
+    float *partial, *total; /* [row of the block][column of the tile] */
+} strip;
+
+static void ask_for(const uint8_t *from, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += VECTOR_ROW_BYTES) __builtin_prefetch(from + line);
+}
+
+/* The tiles of rows of a strip share out asking for the weights of the next strip, and the strips of a pass asking for
+ * what the next pass reads of the rows. */
+static void look_ahead(const walk *k, const tile_call *weights, const tile_call *t, const strip *s, int64_t row) {
+    int64_t rows = s->rows.end - s->rows.begin, done = row - s->rows.begin;
+    int64_t bytes = weights->steps * k->step_value_bytes, from = done * bytes / rows;
+    const uint8_t *next = weights->values + weights->panels * weights->panel_bytes + from;
+    for (int p = 0; p < t->panels; ++p) {
+        ask_for(next + p * weights->panel_bytes, (done + t->mr) * bytes / rows - from);
+    }
+    if (s->pass->ends_part && s->pass->last_part) return;
+    int64_t row_bytes = weights->steps * k->step_row_bytes, first = s->index * row_bytes / s->count;
+    for (int r = 0; r < t->mr; ++r) {
+        ask_for(t->rows + r * t->row_bytes + row_bytes + first, (s->index + 1) * row_bytes / s->count - first);
     }
 }
 
-/* A block of rows times one tile of panels, all that the call computes of k. An empty part is zero. */
-static void panel_tile(const walk *k, pw_range rows, pw_range panels) {
-    const pw_weight *w = k->w;
-    float partial[PARTIAL_FLOATS], total[PARTIAL_FLOATS];
-    panel_stage stage;
+static void run_tile(const walk *k, tile_kernel *kernel, tile_call *t, const strip *s, int64_t row) {
+    const pass *p = s->pass;
+    int64_t so_far = (row - s->rows.begin) * t->partial_stride;
+    t->partial = p->begins_part ? NULL : s->partial + so_far;
+    if (p->ends_part && p->first_part && p->last_part) {
+        finish_tile(k, kernel, t, row, s->panels);
+    } else if (p->ends_part) {
+        finish_part(k, kernel, t, p, row, s->panels, s->total + so_far);
+    } else {
+        t->out = s->partial + so_far;
+        t->out_stride = t->partial_stride;
+        t->add = 0;
+        kernel(t);
+    }
+}
+
+static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
+    t->prefetch_bytes = t->prefetch_jump = 0;
+    switch (k->arithmetic) {
+    case BF16_FMA: stage_bf16(t, bytes); break;
+    case QUANT_AS_F32: stage_widened(t, k->w, WIDEN_TO_F32, bytes); break;
+    case QUANT_AS_BF16_DOT: stage_widened(t, k->w, WIDEN_TO_PAIRS, bytes); break;
+    case QUANT_AS_BF16_TILE: stage_widened(t, k->w, WIDEN_TO_BF16, bytes); break;
+    default: stage_groups(t, k->w, bytes);
+    }
+}
+
+static void run_strip(const walk *k, const strip *s) {
+    uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
+    tile_call t = first_call(k, s->panels, s->pass), weights = t;
+    if (k->staged) stage(k, &t, bytes);
+    const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
+    for (int64_t row = s->rows.begin; row < s->rows.end; row += t.mr) {
+        t.mr = (int)at_most(k->mr, s->rows.end - row);
+        tile_kernel *kernel = largest_tile(k->kernels, &t.mr, &t.panels);
+        t.rows = block + row * t.row_bytes;
+        t.row_scales = rows + row * t.row_bytes + column_values_bytes(k->w->k);
+        t.row_biases = t.row_scales + COLUMN_SCALE_BYTES + 4 * s->pass->steps.begin;
+        if (k->prefetch_bytes && s->rows.end - s->rows.begin > k->mr) look_ahead(k, &weights, &t, s, row);
+        run_tile(k, kernel, &t, s, row);
+        t.prefetch_bytes = t.prefetch_jump = 0; /* the other rows find the weights in L1 */
+    }
+}
+
+/* One pass over a block, whose sums lie tile of panels by tile of panels. */
+static void block_pass(const walk *k, const pass *p, pw_range rows, pw_range panels, float *partial, float *total) {
+    strip s = {.pass = p, .rows = rows, .count = (panels.end - panels.begin + k->panels - 1) / k->panels};
+    for (int64_t panel = panels.begin; panel < panels.end; panel = s.panels.end, ++s.index) {
+        int mr = 1, np = (int)at_most(k->panels, panels.end - panel);
+        largest_tile(k->kernels, &mr, &np);
+        int64_t at = (rows.end - rows.begin) * (panel - panels.begin) * PW_PANEL;
+        s.panels = (pw_range){panel, panel + np};
+        s.partial = partial + at;
+        s.total = total + at;
+        run_strip(k, &s);
+    }
+}
+
+/* A block of rows times a block of panels, all that the call computes of k. An empty part is zero. */
+static void block(const walk *k, pw_range rows, pw_range panels) {
+    float partial[BLOCK_FLOATS], total[BLOCK_FLOATS];
     for (int32_t i = k->first_part; i < k->end_part; ++i) {
         pw_range part = part_steps(k, i);
         pass p = {{part.begin, part.begin}, .first_part = i == k->first_part, .last_part = i + 1 == k->end_part};
@@ -182,44 +302,48 @@ static void panel_tile(const walk *k, pw_range rows, pw_range panels) {
             p.begins_part = p.steps.end == part.begin;
             p.steps = (pw_range){p.steps.end, at_most(p.steps.end + k->block_steps, part.end)};
             p.ends_part = p.steps.end == part.end;
-            tile_call t = first_call(k, panels, &p);
-            if (k->staged) stage_panels(&t, w->kind, w->group, panels.end - panels.begin, &stage);
-            run_pass(k, k->staged && NIBBLES_STAGED && w->kind == PW_Q4 ? &tiles[PW_Q8] : k->tiles, &t, rows, panels, &p,
-                     partial, total);
+            block_pass(k, &p, rows, panels, partial, total);
         } while (!p.ends_part);
     }
 }
 
-static walk plan_walk(const pw_weight *w, const pw_schedule *s, int64_t rows, int32_t part) {
-    walk k = {.w = w, .mr = s->mr, .panels = s->panels, .first_part = part, .end_part = part + 1};
-    if (part < 0) k.first_part = 0, k.end_part = w->k_parts;
-    int64_t step_inputs = w->kind == PW_F32 ? 1 : w->kind == PW_BF16 ? 2 * BF16_STEP_PAIRS : w->group ? w->group : 32;
-    k.step_inputs = step_inputs;
-    k.tiles = &tiles[w->kind != PW_Q8 || w->group == 32 ? w->kind : w->group ? Q8_GROUP16 : Q8_COLUMN];
-    largest_tile(k.tiles, &k.mr, &k.panels);
-    k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / step_inputs;
-    k.step_value_bytes = step_inputs * VECTOR_ROW_BYTES / inputs_per_vector_row(w->kind);
-    k.step_row_bytes = w->kind == PW_F32    ? 4
-                       : w->kind == PW_BF16 ? step_inputs * BF16_ACTIVATION_BYTES
-                       : w->group           ? group_block_bytes(w->kind, w->group)
-                                            : step_inputs * Q8_ACTIVATION_BYTES;
-    k.block_steps = clamp(s->block_k / step_inputs, 1, k.steps);
-    k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
-    k.block_m = clamp(s->block_m, 1, INT32_MAX);
-    k.staged = w->kind >= PW_Q8 && w->group && at_most(rows, k.block_m) > 2 * k.mr;
-    if (k.staged) k.block_steps = at_most(k.block_steps, STAGED_INPUTS / (k.panels * step_inputs));
-    if (k.block_steps < k.steps || w->k_parts > 1) k.block_m = at_most(k.block_m, PARTIAL_FLOATS / (k.panels * PW_PANEL));
-    k.prefetch_bytes = clamp(s->prefetch_bytes, 0, INT32_MAX);
-    return k;
+/* Whether unpacking weights for so many rows costs less than reading them as they are. */
+static int staging_pays(arithmetic a, int64_t rows, int64_t mr) {
+    if (a >= ARITHMETICS) return 1;
+    if (a == BF16_FMA) return rows >= STAGED_ROWS;
+    return (a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4) && rows > 2 * mr;
 }
 
-static void block(const walk *k, pw_range rows, pw_range panels) {
-    for (int64_t panel = panels.begin; panel < panels.end;) {
-        int mr = 1, np = (int)at_most(k->panels, panels.end - panel);
-        largest_tile(k->tiles, &mr, &np);
-        panel_tile(k, rows, (pw_range){panel, panel + np});
-        panel += np;
+/* Bytes that a step of one panel takes staged. */
+static int64_t staged_step_bytes(arithmetic a) {
+    if (a == QUANT_AS_F32) return PW_K_MULTIPLE * VECTOR_ROW_BYTES;
+    if (a >= ARITHMETICS) return PW_K_MULTIPLE * VECTOR_ROW_BYTES / 2;
+    if (a == BF16_FMA) return 2 * VECTOR_ROW_BYTES;
+    return 3 * VECTOR_ROW_BYTES + (a == Q4 && NIBBLES_STAGED ? PW_K_MULTIPLE * PW_PANEL : 0);
+}
+
+static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, int64_t rows) {
+    walk k = {.w = w, .mr = s->mr, .panels = s->panels, .first_part = part, .end_part = part + 1};
+    if (part < 0) k.first_part = 0, k.end_part = w->k_parts;
+    k.arithmetic = arithmetic_of(w);
+    k.block_m = clamp(s->block_m, 1, INT32_MAX);
+    k.staged = staging_pays(k.arithmetic, at_most(k.block_m, rows), clamp(s->mr, 1, MAX_MR));
+    k.kernels = k.staged ? staged_as(k.arithmetic) : k.arithmetic;
+    largest_tile(k.kernels, &k.mr, &k.panels);
+    k.step_inputs = inputs_of_step(k.arithmetic, w);
+    k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / k.step_inputs;
+    k.step_value_bytes = k.step_inputs * VECTOR_ROW_BYTES / inputs_per_vector_row(w->kind);
+    k.step_row_bytes = row_bytes_of_step(k.arithmetic, w);
+    k.block_steps = clamp(s->block_k / k.step_inputs, 1, k.steps);
+    k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
+    int64_t fitting = STAGED_BYTES / (k.panels * staged_step_bytes(k.arithmetic));
+    if (k.staged) k.block_steps = clamp(fitting, 1, k.block_steps);
+    if (k.block_steps < k.steps || w->k_parts > 1) {
+        k.block_m = at_most(k.block_m, BLOCK_FLOATS / (k.panels * PW_PANEL));
+        k.block_n = at_most(k.block_n, BLOCK_FLOATS / (k.block_m * k.panels * PW_PANEL) * k.panels);
     }
+    k.prefetch_bytes = clamp(s->prefetch_bytes, 0, INT32_MAX);
+    return k;
 }
 
 /* Both loops over blocks, either way round. */
@@ -237,7 +361,7 @@ static void walk_blocks(const walk *k, pw_range rows, pw_range panels, int rows_
 
 void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, int32_t part, float *y,
                int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) {
-    walk k = plan_walk(w, schedule, rows.end - rows.begin, part);
+    walk k = plan_walk(w, schedule, part, rows.end - rows.begin);
     k.x = x;
     k.y = y;
     k.ldy = ldy;
@@ -248,22 +372,15 @@ void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_ra
 #endif
 }
 
-/* One path a kind so far. */
-int32_t ISA(path_of)(int32_t kind, int32_t path) {
-    (void)path;
-    if (kind == PW_F32) return PW_FMA;
-    if (kind == PW_BF16) return BF16_STEP_PAIRS > 1 ? PW_BF16_TILE : BF16_ACTIVATION_BYTES == 2 ? PW_BF16_DOT : PW_FMA;
-    return PW_INT8_DOT;
-}
-
 static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
-    int kind = w->kind, column = kind == PW_Q8 && w->group == 0, quant = kind >= PW_Q8 && !column;
+    arithmetic a = arithmetic_of(w);
+    int column = a == Q8_COLUMN, quant = a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4;
     int64_t most = quant ? QUANT_MR : column ? COLUMN_MR : DENSE_MR;
     *panels = m <= 2 ? STREAM_PANELS : quant ? QUANT_PANELS : column ? COLUMN_PANELS : DENSE_PANELS;
-    if (kind == PW_BF16 && BF16_STEP_PAIRS > 1) {
+    if (a == BF16_TILE || a == QUANT_AS_BF16_TILE) {
         *panels = 2;
         most = 32;
     } else if (quant && QUANT_TALL_MR > 0 && m <= 2 * QUANT_TALL_MR && pieces(m, QUANT_TALL_MR) < pieces(m, most)) {
@@ -271,4 +388,9 @@ void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels)
         most = QUANT_TALL_MR;
     }
     *mr = (int32_t)(m < 1 ? 1 : m <= 3 * most ? pieces(m, pieces(m, most)) : most);
+}
+
+int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {
+    arithmetic a = arithmetic_of(w), kernels = a >= ARITHMETICS ? staged_as(a) : a;
+    return mr >= 1 && mr <= MAX_MR && panels >= 1 && panels <= MAX_TILE_PANELS && tiles[kernels][mr][panels];
 }

@@ -5,7 +5,7 @@
 #include "dispatch.h"
 
 /* A vector row is the 64 bytes of a panel that hold 16 columns of 1 (f32), 2 (bf16), 4 (q8) or 8 (q4) inputs. */
-enum { MAX_MR = 32, MAX_TILE_PANELS = 4, VECTORS = PW_PANEL / LANES, VECTOR_ROW_BYTES = 64 };
+enum { MAX_MR = PW_MOST_TILE, MAX_TILE_PANELS = 8, VECTORS = PW_PANEL / LANES, VECTOR_ROW_BYTES = 64 };
 
 PW_INLINE int inputs_per_vector_row(int kind) { return 1 << kind; }
 

@@ -1,32 +1,51 @@
 /* families/quantise.c: puts rows of x into the form that GEMM kernels read, and weights back into float32.
  *
- * bf16: round to nearest even. q8, q4: per group of k (group 0: the whole row), a = max|x| / 127,
+ * bf16: round to nearest even, kept as float32 where the path is `fma`. q8, q4 by int8 paths: per group of k (group 0: the whole row), a = max|x| / 127,
  * q = rint(x * (127 / max|x|)): within a/2 (1 + 2^-14) of x. A group whose largest magnitude is below 2^-100 counts as
  * zeros; one that holds an infinity or a NaN gets a = NaN, which every product with it inherits. All ISAs write the
  * same a and q. */
 #include "families/gemm.h"
 
+int32_t ISA(path_of)(int32_t kind, int32_t path);
+
+typedef enum { ROW_F32, ROW_PADDED_F32, ROW_ROUNDED_F32, ROW_BF16, ROW_GROUPS, ROW_BYTES } row_layout;
+
+static row_layout layout_of(const pw_form *form) {
+    int32_t path = ISA(path_of)(form->kind, form->path);
+    if (form->kind == PW_F32) return ROW_F32;
+    if (path == PW_FMA) return form->kind == PW_BF16 ? ROW_ROUNDED_F32 : ROW_PADDED_F32;
+    if (path == PW_BF16_DOT || path == PW_BF16_TILE) return ROW_BF16;
+    return form->group ? ROW_GROUPS : ROW_BYTES;
+}
+
 /* Rows a multiple of 1 KiB apart would compete for a few sets of L1: a line more spreads them. */
 static int64_t spread(int64_t row_bytes) { return row_bytes % 1024 ? row_bytes : row_bytes + 64; }
 
 int64_t ISA(row_bytes)(const pw_form *form, int64_t k) {
-    if (form->kind == PW_F32) return spread(4 * k);
-    if (form->kind == PW_BF16) return spread(pw_padded_k(k) * BF16_ACTIVATION_BYTES);
-    if (form->group == 0) return spread(column_values_bytes(k) + COLUMN_SCALE_BYTES + 4 * (pw_padded_k(k) / PW_K_MULTIPLE + 1));
-    return spread(pw_padded_k(k) / form->group * group_block_bytes(form->kind, form->group));
+    int64_t padded = pw_padded_k(k);
+    switch (layout_of(form)) {
+    case ROW_F32: return spread(4 * k);
+    case ROW_PADDED_F32:
+    case ROW_ROUNDED_F32: return spread(4 * padded);
+    case ROW_BF16: return spread(2 * padded);
+    case ROW_GROUPS: return spread(padded / form->group * group_block_bytes(form->kind, form->group));
+    default: return spread(column_values_bytes(k) + COLUMN_SCALE_BYTES + 4 * (padded / PW_K_MULTIPLE + 1));
+    }
 }
 
-static void bf16_row(int64_t k, const float *x, uint8_t *out) {
-    int64_t padded = pw_padded_k(k);
-    if (BF16_ACTIVATION_BYTES == 2) {
-        uint16_t *row = (uint16_t *)(void *)out;
-        for (int64_t i = 0; i < k; ++i) row[i] = pw_to_bf16(x[i]);
-        memset(row + k, 0, 2 * (size_t)(padded - k));
-        return;
-    }
-    float *row = (float *)(void *)out;
+static void padded_f32_row(int64_t k, const float *x, float *row) {
+    memcpy(row, x, 4 * (size_t)k);
+    memset(row + k, 0, 4 * (size_t)(pw_padded_k(k) - k));
+}
+
+static void rounded_f32_row(int64_t k, const float *x, float *row) {
     for (int64_t i = 0; i < k; ++i) row[i] = pw_from_bf16(pw_to_bf16(x[i]));
-    memset(row + k, 0, 4 * (size_t)(padded - k));
+    memset(row + k, 0, 4 * (size_t)(pw_padded_k(k) - k));
+}
+
+static void bf16_row(int64_t k, const float *x, uint16_t *row) {
+    for (int64_t i = 0; i < k; ++i) row[i] = pw_to_bf16(x[i]);
+    memset(row + k, 0, 2 * (size_t)(pw_padded_k(k) - k));
 }
 
 /* int8 in the order of k, or int16 as (a0, a2), (a1, a3) where the dots want them so. */
@@ -125,17 +144,25 @@ static void quantise_column_row(int32_t zero_point, int64_t k, const float *x, u
     }
 }
 
+static void prepare_row(const pw_form *form, row_layout layout, int64_t k, const float *x, uint8_t *row) {
+    switch (layout) {
+    case ROW_F32: memcpy(row, x, 4 * (size_t)k); break;
+    case ROW_PADDED_F32: padded_f32_row(k, x, (float *)(void *)row); break;
+    case ROW_ROUNDED_F32: rounded_f32_row(k, x, (float *)(void *)row); break;
+    case ROW_BF16: bf16_row(k, x, (uint16_t *)(void *)row); break;
+    case ROW_BYTES: quantise_column_row(form->zero_point, k, x, row); break;
+    default:
+        if (form->kind == PW_Q4) quantise_row(PW_Q4, 32, form->zero_point, k, x, row);
+        else if (form->group == 16) quantise_row(PW_Q8, 16, form->zero_point, k, x, row);
+        else quantise_row(PW_Q8, 32, form->zero_point, k, x, row);
+    }
+}
+
 void ISA(prepare_rows)(const pw_form *form, int64_t k, const float *x, int64_t ldx, pw_range rows, void *prepared) {
+    row_layout layout = layout_of(form);
     int64_t row_bytes = ISA(row_bytes)(form, k);
     for (int64_t row = rows.begin; row < rows.end; ++row) {
-        const float *from = x + row * ldx;
-        uint8_t *to = (uint8_t *)prepared + row * row_bytes;
-        if (form->kind == PW_F32) memcpy(to, from, 4 * (size_t)k);
-        else if (form->kind == PW_BF16) bf16_row(k, from, to);
-        else if (form->kind == PW_Q4) quantise_row(PW_Q4, 32, form->zero_point, k, from, to);
-        else if (form->group == 0) quantise_column_row(form->zero_point, k, from, to);
-        else if (form->group == 16) quantise_row(PW_Q8, 16, form->zero_point, k, from, to);
-        else quantise_row(PW_Q8, 32, form->zero_point, k, from, to);
+        prepare_row(form, layout, k, x + row * ldx, (uint8_t *)prepared + row * row_bytes);
     }
 }
 

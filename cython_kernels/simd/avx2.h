@@ -101,20 +101,8 @@ PW_INLINE vi q4_end(vi acc, int32_t bias) {
     return vi_add(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), vi_set1(bias));
 }
 
-/* bf16 words (gemm_dense.c): activations wait as float32. */
-enum { BF16_ACTIVATION_BYTES = 4 };
-typedef struct { vf even, odd; } va16;
-PW_INLINE va16 va16_load(const uint8_t *row, int64_t pair) {
-    const float *p = (const float *)(const void *)row + 2 * pair;
-    return (va16){v_set1(p[0]), v_set1(p[1])};
-}
-PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
-    acc = v_fma(vi_as_vf(vi_shl(w, 16)), a.even, acc);
-    return v_fma(vi_as_vf(vi_and(w, vi_set1((int32_t)0xFFFF0000))), a.odd, acc);
-}
-
 /* Micro-kernels (rows x panels) that fit sixteen registers; quant tiles keep float sums in memory between groups. */
-#define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(1, 2) X(2, 2) X(3, 2) X(1, 4)
+#define DENSE_TILES(X) PW_ROWS_6(X, 1) PW_ROWS_3(X, 2) PW_ROWS_1(X, 3) PW_ROWS_1(X, 4)
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2) X(1, 4)
 #define COLUMN_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2) X(1, 4) /* of one int32 sum each */
 enum { COLUMN_MR = 4, COLUMN_PANELS = 1 };

@@ -97,34 +97,19 @@ PW_INLINE vi q4_end(vi acc, int32_t bias) {
 }
 #endif
 
-/* bf16 words (gemm_dense.c): pairs of weights times pairs of activations. */
+/* The bf16 dot (gemm_dense.c): pairs of weights times pairs of activations. */
 #ifdef __AVX512BF16__
-enum { BF16_ACTIVATION_BYTES = 2 };
-typedef vi va16;
-PW_INLINE va16 va16_load(const uint8_t *row, int64_t pair) { return quad_set1(row + 4 * pair, 0); }
-PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
+#define PW_BF16_DOT_WORDS 1
+PW_INLINE vf bf16_dot(vf acc, vi w, vi a) {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
     return acc;
-}
-#else
-enum { BF16_ACTIVATION_BYTES = 4 };
-typedef struct { vf even, odd; } va16;
-PW_INLINE va16 va16_load(const uint8_t *row, int64_t pair) {
-    const float *p = (const float *)(const void *)row + 2 * pair;
-    return (va16){v_set1(p[0]), v_set1(p[1])};
-}
-PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
-    acc = v_fma(vi_as_vf(vi_shl(w, 16)), a.even, acc);
-    return v_fma(vi_as_vf(vi_and(w, vi_set1((int32_t)0xFFFF0000))), a.odd, acc);
 }
 #endif
 
 /* Micro-kernels (rows x panels) that fit thirty-two registers; quant tiles hold an integer and a float sum each. */
 #define DENSE_TILES(X) \
-    X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(7, 1) X(8, 1) \
-    X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) X(7, 2) X(8, 2) \
-    X(1, 3) X(2, 3) X(3, 3) X(4, 3) X(5, 3) X(6, 3) X(7, 3) X(8, 3) \
-    X(1, 4) X(2, 4) X(3, 4) X(4, 4) X(5, 4) X(6, 4)
+    PW_ROWS_30(X, 1) PW_ROWS_14(X, 2) PW_ROWS_9(X, 3) PW_ROWS_6(X, 4) PW_ROWS_5(X, 5) PW_ROWS_4(X, 6) PW_ROWS_3(X, 7) \
+    PW_ROWS_2(X, 8)
 #define QUANT_TILES(X) \
     X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(7, 1) X(8, 1) \
     X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) \

@@ -14,6 +14,38 @@
 #define PW_INLINE static inline __attribute__((always_inline, unused))
 #define PW_UNROLL _Pragma("GCC unroll 64")
 
+/* X(1, panels) .. X(n, panels): the micro-kernels of one width. */
+#define PW_ROWS_1(X, panels) X(1, panels)
+#define PW_ROWS_2(X, panels) PW_ROWS_1(X, panels) X(2, panels)
+#define PW_ROWS_3(X, panels) PW_ROWS_2(X, panels) X(3, panels)
+#define PW_ROWS_4(X, panels) PW_ROWS_3(X, panels) X(4, panels)
+#define PW_ROWS_5(X, panels) PW_ROWS_4(X, panels) X(5, panels)
+#define PW_ROWS_6(X, panels) PW_ROWS_5(X, panels) X(6, panels)
+#define PW_ROWS_7(X, panels) PW_ROWS_6(X, panels) X(7, panels)
+#define PW_ROWS_8(X, panels) PW_ROWS_7(X, panels) X(8, panels)
+#define PW_ROWS_9(X, panels) PW_ROWS_8(X, panels) X(9, panels)
+#define PW_ROWS_10(X, panels) PW_ROWS_9(X, panels) X(10, panels)
+#define PW_ROWS_11(X, panels) PW_ROWS_10(X, panels) X(11, panels)
+#define PW_ROWS_12(X, panels) PW_ROWS_11(X, panels) X(12, panels)
+#define PW_ROWS_13(X, panels) PW_ROWS_12(X, panels) X(13, panels)
+#define PW_ROWS_14(X, panels) PW_ROWS_13(X, panels) X(14, panels)
+#define PW_ROWS_15(X, panels) PW_ROWS_14(X, panels) X(15, panels)
+#define PW_ROWS_16(X, panels) PW_ROWS_15(X, panels) X(16, panels)
+#define PW_ROWS_17(X, panels) PW_ROWS_16(X, panels) X(17, panels)
+#define PW_ROWS_18(X, panels) PW_ROWS_17(X, panels) X(18, panels)
+#define PW_ROWS_19(X, panels) PW_ROWS_18(X, panels) X(19, panels)
+#define PW_ROWS_20(X, panels) PW_ROWS_19(X, panels) X(20, panels)
+#define PW_ROWS_21(X, panels) PW_ROWS_20(X, panels) X(21, panels)
+#define PW_ROWS_22(X, panels) PW_ROWS_21(X, panels) X(22, panels)
+#define PW_ROWS_23(X, panels) PW_ROWS_22(X, panels) X(23, panels)
+#define PW_ROWS_24(X, panels) PW_ROWS_23(X, panels) X(24, panels)
+#define PW_ROWS_25(X, panels) PW_ROWS_24(X, panels) X(25, panels)
+#define PW_ROWS_26(X, panels) PW_ROWS_25(X, panels) X(26, panels)
+#define PW_ROWS_27(X, panels) PW_ROWS_26(X, panels) X(27, panels)
+#define PW_ROWS_28(X, panels) PW_ROWS_27(X, panels) X(28, panels)
+#define PW_ROWS_29(X, panels) PW_ROWS_28(X, panels) X(29, panels)
+#define PW_ROWS_30(X, panels) PW_ROWS_29(X, panels) X(30, panels)
+
 PW_INLINE float pw_bits_to_float(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);

@@ -69,19 +69,6 @@ PW_INLINE vi q4_begin(int32_t bias) { return vi_set1(bias); }
 PW_INLINE vi q4_dot(vi acc, vi w, va4 a) { return q8_dot(acc, w, a); }
 PW_INLINE vi q4_end(vi acc, int32_t bias) { (void)bias; return acc; }
 
-/* bf16 words (gemm_dense.c): pairs of weights times pairs of activations. */
-enum { BF16_ACTIVATION_BYTES = 4 };
-typedef struct { float even, odd; } va16;
-PW_INLINE va16 va16_load(const uint8_t *row, int64_t pair) {
-    va16 a;
-    memcpy(&a, row + 8 * pair, sizeof a);
-    return a;
-}
-PW_INLINE vf bf16_dot(vf acc, vi w, va16 a) {
-    acc = v_fma(vi_as_vf(vi_shl(w, 16)), v_set1(a.even), acc);
-    return v_fma(vi_as_vf(vi_and(w, vi_set1((int32_t)0xFFFF0000))), v_set1(a.odd), acc);
-}
-
 /* Micro-kernels (rows x panels) that are worth having with these registers. */
 #define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2)
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1)

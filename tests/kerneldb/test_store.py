@@ -118,6 +118,8 @@ class TestStoreContract:
 
         estimates = [one.sample.estimate_ns for one in store.measurements(PROBLEM, MACHINE, ABI)]
         assert estimates == [300, 200, 250]
+        assert store.measurement_count(PROBLEM, MACHINE, ABI) == 3
+        assert store.measurement_count(PROBLEM, MACHINE, "another-build") == 0
         assert store.stats().rows == table_rows(measurement=3, problem=1, schedule=1)
 
     def test_the_best_has_the_least_estimate_and_the_older_of_equals_stays(self, store: Store) -> None:

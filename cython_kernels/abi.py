@@ -1,0 +1,88 @@
+"""The name that a kernel family of one build gets: it changes with the machine code, and with nothing else.
+
+`gemm-avx2-5f1c9e2b7a04`: the family, the instruction set, and a hash over what the compiler was given,
+which is the family's sources and vocabulary (without comments and layout), the flags and the compiler's
+version. Timings are kept under this name, so those of another build are never used by mistake. setup.py
+runs this file; nothing at run time needs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+FAMILIES = {
+    "gemm": ("gemm.h", "families/gemm*", "families/quantise.c"),
+    "attention": ("families/attention*", "families/softmax.c", "families/exp.h"),
+}
+"""The families whose schedules are tuned, and their own files."""
+
+UNTUNED = (
+    "families/all.h",
+    "families/elementwise.c",
+    "families/limits.c",
+    "families/ops.c",
+    "families/rmsnorm.c",
+    "families/rope.c",
+)
+"""Files that no schedule steers."""
+
+VOCABULARY = ("isa/*", "simd/*")
+
+HASH_CHARS = 12
+
+_COMMENT_OR_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\])*"', re.DOTALL)
+
+
+def kernel_abi(
+    family: str, isa: str, sources: Mapping[str, str], flags: Sequence[str], compiler_version: str
+) -> str:
+    """The name of `family` as compiled for `isa`. Of `sources` (name to text) only the family's own count."""
+    patterns = (*FAMILIES[family], *VOCABULARY)
+    made_of = {
+        "sources": {
+            name: essence(text)
+            for name, text in sorted(sources.items())
+            if any(fnmatch(name, pattern) for pattern in patterns)
+        },
+        "flags": [flag for flag in flags if not flag.startswith("-W")],
+        "compiler": compiler_version,
+    }
+    digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+    return f"{family}-{isa}-{digest[:HASH_CHARS]}"
+
+
+def essence(text: str) -> str:
+    """C source without comments, and with one space for any run of white space."""
+    bare = _COMMENT_OR_TEXT.sub(lambda found: found[0] if found[0].startswith('"') else " ", text)
+    return " ".join(bare.split())
+
+
+def abi_macros(
+    kernels: Path, isa: str, compiler: Sequence[str], flags: Sequence[str]
+) -> list[tuple[str, str]]:
+    """What setup.py defines while it compiles isa/<isa>.c: `PW_GEMM_ABI` and its like, as C strings."""
+    sources = _sources(kernels, isa, compiler, flags)
+    all_flags = [*flags, *os.environ.get("CFLAGS", "").split()]
+    version = _run([*compiler, "-E", "-P", "-x", "c", "-"], "__VERSION__\n").strip()
+    return [
+        (f"PW_{family.upper()}_ABI", f'"{kernel_abi(family, isa, sources, all_flags, version)}"')
+        for family in FAMILIES
+    ]
+
+
+def _sources(kernels: Path, isa: str, compiler: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
+    """The files of ours that isa/<isa>.c is made of, as the compiler with these flags sees them."""
+    rule = _run([*compiler, *flags, "-MM", "-I", str(kernels), str(kernels / "isa" / f"{isa}.c")])
+    paths = [Path(word) for word in rule.replace("\\\n", " ").split()[1:]]
+    return {path.relative_to(kernels).as_posix(): path.read_text() for path in paths}
+
+
+def _run(command: Sequence[str], text: str = "") -> str:
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout

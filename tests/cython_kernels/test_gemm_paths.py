@@ -1,0 +1,86 @@
+"""Every compute path of a dense weight keeps its bound and does not depend on the schedule; tables say what exists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gemm_reference import expected, make_weight
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phasewise.cython_kernels import _native, isa
+from phasewise.cython_kernels.packing import Kind
+
+DENSE: tuple[Kind, ...] = ("f32", "bf16")
+WAYS = [(name, kind) for name in isa.usable() for kind in DENSE]
+SIZES = (-5, 0, 1, 2, 3, 4, 5, 8, 9, 14, 15, 30, 31, 1000)
+
+
+def paths_on(name: str, kind: Kind) -> tuple[str, ...]:
+    with isa.using(name):
+        return _native.compute_paths(kind)
+
+
+PATHS = [(name, kind, path) for name, kind in WAYS for path in paths_on(name, kind)]
+
+
+@pytest.mark.parametrize(("name", "kind", "path"), PATHS)
+@settings(deadline=None, max_examples=25)
+@given(
+    n=st.integers(1, 150),
+    k=st.integers(1, 300),
+    m=st.integers(1, 80),
+    mr=st.sampled_from(SIZES),
+    panels=st.sampled_from(SIZES),
+    block_k=st.sampled_from((1, 32, 64, 1000)),
+    prefetch=st.sampled_from((-1, 0, 2048, 2**30)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_path_keeps_its_bound_and_its_bits(
+    name: str,
+    kind: Kind,
+    path: str,
+    n: int,
+    k: int,
+    m: int,
+    mr: int,
+    panels: int,
+    block_k: int,
+    prefetch: int,
+    seed: int,
+) -> None:
+    """Rows one by one (widened or dotted as they come) against many at once (staged), by any micro-kernel."""
+    rng = np.random.default_rng(seed)
+    w, x = make_weight(kind, n, k, rng), rng.standard_normal((m, k), dtype=np.float32)
+    with isa.using(name):
+        schedule = _native.default_schedule(w, m, path=path)
+        schedule |= {"mr": mr, "panels": panels, "block_k": block_k, "prefetch_bytes": prefetch}
+        together = _native.gemm(x, w, schedule, path=path)
+        alone = np.concatenate([_native.gemm(row[None], w, path=path) for row in x])
+    y, bound = expected(x, w)
+
+    assert np.array_equal(together, alone)
+    assert (np.abs(together - y) <= bound).all()
+
+
+@pytest.mark.parametrize(("name", "kind"), WAYS)
+def test_the_default_path_comes_first_and_an_unknown_one_is_it(name: str, kind: Kind) -> None:
+    rng = np.random.default_rng(1)
+    w, x = make_weight(kind, 40, 64, rng), rng.standard_normal((3, 64), dtype=np.float32)
+    with isa.using(name):
+        default = _native.gemm(x, w)
+        first = _native.gemm(x, w, path=_native.compute_paths(kind)[0])
+        other_kind = _native.gemm(x, w, path="int8_dot")
+
+    assert np.array_equal(default, first)
+    assert np.array_equal(default, other_kind)
+
+
+@pytest.mark.parametrize(("name", "kind", "path"), PATHS)
+def test_every_width_has_every_number_of_rows_up_to_its_most(name: str, kind: Kind, path: str) -> None:
+    with isa.using(name):
+        tiles = set(_native.micro_kernels(kind, path))
+
+    assert (1, 1) in tiles
+    assert all((mr - 1, panels) in tiles for mr, panels in tiles if mr > 1)
+    assert all((1, panels - 1) in tiles for _, panels in tiles if panels > 1)

@@ -1,0 +1,114 @@
+"""What is known about the products of one kind of machine: the database's rows, and those that a run adds.
+
+A timing that was paid for is never paid for again: the i-th stored sample of a schedule answers the i-th
+time that a search asks for it. So a run resumes by asking again, and two runs that share a database share work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from phasewise.kerneldb.records import (
+    Comparison,
+    MachineKey,
+    Measurement,
+    Origin,
+    Problem,
+    Promotion,
+    Sample,
+    Schedule,
+)
+from phasewise.kerneldb.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Under what a run's rows are kept, and which older ones it uses."""
+
+    machine: MachineKey
+    kernel_abi: str
+    program_version: str
+    since_ms: int = 0
+    """Unix time; samples from before are not used: a run that does not resume begins now."""
+
+
+class Ledger:
+    """Samples and verdicts of a scope. Whatever is added is committed when the call returns."""
+
+    def __init__(self, store: Store, scope: Scope) -> None:
+        self._store = store
+        self._scope = scope
+        self._samples: dict[Problem, dict[Schedule, list[Sample]]] = {}
+        self._row_counts: dict[Problem, int] = {}
+        self._verdicts: dict[Problem, list[Promotion]] = {}
+
+    def samples(self, problem: Problem) -> Mapping[Schedule, Sequence[Sample]]:
+        """By schedule, oldest first. The first look at a weight reads the rows of all its problems at once."""
+        if problem not in self._samples:
+            known = set(self._samples)
+            for row in self._store.measurements_of_every_m(problem, *self._key):
+                if row.problem not in known:
+                    self._take(row)
+            self._samples.setdefault(problem, {})
+        return self._samples[problem]
+
+    def sample(self, problem: Problem, schedule: Schedule, take: int) -> Sample | None:
+        """The schedule's sample number `take`, from 0."""
+        taken = self.samples(problem).get(schedule, ())
+        return taken[take] if take < len(taken) else None
+
+    def refresh(self, problem: Problem) -> None:
+        """Read the problem's rows again if another process has added some."""
+        if self._store.measurement_count(problem, *self._key) == self._row_counts.get(problem, 0):
+            return
+        self._samples[problem] = {}
+        self._row_counts[problem] = 0
+        for row in self._store.measurements(problem, *self._key):
+            self._take(row)
+
+    def add(self, problem: Problem, samples: Sequence[Sample]) -> None:
+        """Append samples, in one transaction, because they were taken together."""
+        origin = self._origin()
+        rows = [Measurement(problem, sample, self._scope.kernel_abi, origin) for sample in samples]
+        self._store.add_measurements(rows)
+        for row in rows:
+            self._take(row)
+
+    def verdicts(self, problem: Problem) -> Sequence[Promotion]:
+        """The outcomes of duels, oldest first: the last one's schedule is in use."""
+        if problem not in self._verdicts:
+            rows = self._store.promotions(problem, *self._key)
+            self._verdicts[problem] = [row for row in rows if row.origin.verified]
+        return self._verdicts[problem]
+
+    def add_verdict(self, problem: Problem, winner: Schedule, loser: Schedule, found: Comparison) -> None:
+        """From now on `winner` is in use. `found` compares it, as the candidate, with the loser."""
+        row = Promotion(problem, winner, loser, found, self._scope.kernel_abi, self._origin())
+        self._store.add_promotions([row])
+        self._verdicts.pop(problem, None)
+
+    @property
+    def _key(self) -> tuple[MachineKey, str]:
+        return self._scope.machine, self._scope.kernel_abi
+
+    def _take(self, row: Measurement) -> None:
+        self._row_counts[row.problem] = self._row_counts.get(row.problem, 0) + 1
+        if row.origin.verified and row.origin.created_at_ms >= self._scope.since_ms:
+            of_problem = self._samples.setdefault(row.problem, {})
+            of_problem.setdefault(row.sample.schedule, []).append(row.sample)
+
+    def _origin(self) -> Origin:
+        now_ms = time.time_ns() // 1_000_000
+        return Origin(self._scope.machine, self._scope.program_version, now_ms)
+
+
+def reversed_comparison(found: Comparison) -> Comparison:
+    """The same duel as the incumbent sees it."""
+    return replace(
+        found,
+        gain=1 / found.gain,
+        gain_low=1 / found.gain_high,
+        gain_high=1 / found.gain_low,
+    )
