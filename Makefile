@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-asan lint demo bench compare docs wheel clean
+.PHONY: help setup build test test-arm test-asan lint demo bench compare docs wheel clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -28,6 +28,11 @@ $(VENV)/.built: $(VENV)/.setup $(KERNEL_SOURCES)
 
 test: build        ## run the tests: make test ARGS="-k rmsnorm"
 	$(BIN)/python -m pytest $(ARGS)
+
+test-arm: build    ## the Arm kernels, cross-compiled and emulated
+	@command -v aarch64-linux-gnu-gcc qemu-aarch64 >/dev/null || \
+		{ echo "needs aarch64-linux-gnu-gcc and qemu-aarch64 (Debian: gcc-aarch64-linux-gnu qemu-user)"; exit 1; }
+	$(BIN)/python -m pytest tests/cython_kernels/test_aarch64.py tests/cython_kernels/test_words.py $(ARGS)
 
 lint: setup        ## style, types, and C warnings as errors
 	$(BIN)/ruff check .

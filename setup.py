@@ -3,6 +3,7 @@
 Everything else about the package is in setup.cfg.
 """
 
+import json
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
@@ -15,24 +16,19 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 KERNELS = Path("cython_kernels")
+MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
 abi_macros = run_path(str(KERNELS / "abi.py"))["abi_macros"]
-IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
 
 COMMON_FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
-BASELINE_FLAGS = ["-march=x86-64-v2"] if IS_X86 else []
 
-# isa/<name>.c includes every family; the flags here are what that source may assume of the CPU.
-ISA_FLAGS: dict[str, list[str]] = {"portable": BASELINE_FLAGS}
-if IS_X86:
-    avx2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
-    avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
-    ISA_FLAGS |= {
-        "avx2": avx2,
-        "avx512": avx512,
-        "avx512_vnni": [*avx512, "-mavx512vnni"],
-        "avx512_bf16": [*avx512, "-mavx512vnni", "-mavx512bf16"],
-        "amx": [*avx512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
-    }
+# isa/<name>.c includes every family; the flags are what that source may assume of the CPU, those of
+# `portable` what everything else may.
+ISA_FLAGS: dict[str, list[str]] = {
+    isa: flags.split()
+    for isa, flags in json.loads((KERNELS / "isa" / "flags.json").read_text())
+    .get(MACHINE, {"portable": ""})
+    .items()
+}
 
 
 class build_kernels(build_ext):
@@ -45,7 +41,7 @@ class build_kernels(build_ext):
         def compile_isa(isa: str) -> list[str]:
             source = str(KERNELS / "isa" / f"{isa}.c")
             objects = self.compiler.object_filenames([source], output_dir=self.build_temp)
-            if self.force or newer_group([source, *ext.depends], objects[0]):
+            if self.force or newer_group([source, *ISA_DEPENDS], objects[0]):
                 flags = [*COMMON_FLAGS, *ISA_FLAGS[isa]]
                 self.compiler.compile(
                     [source],
@@ -62,8 +58,12 @@ class build_kernels(build_ext):
         super().build_extension(ext)
 
 
-# Everything that the kernels are made of beside their own source file.
-INGREDIENTS = ("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c", "abi.py")
+def files_like(*patterns: str) -> list[str]:
+    return ["setup.py", *(str(path) for pattern in patterns for path in sorted(KERNELS.glob(pattern)))]
+
+
+# What isa/<name>.c is made of; doors, programs and teams can change without compiling the kernels again.
+ISA_DEPENDS = files_like("dispatch.h", "gemm.h", "ops.h", "*/*.h", "families/*.c", "isa/*.json", "abi.py")
 native = Extension(
     "phasewise.cython_kernels._native",
     sources=[
@@ -71,9 +71,9 @@ native = Extension(
         *sorted(str(path) for path in KERNELS.glob("*.c") if path.name != "_native.c"),
     ],
     include_dirs=[str(KERNELS)],
-    depends=["setup.py", *(str(path) for pattern in INGREDIENTS for path in sorted(KERNELS.glob(pattern)))],
+    depends=files_like("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c", "isa/*.json", "abi.py"),
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
-    extra_compile_args=[*COMMON_FLAGS, *BASELINE_FLAGS],
+    extra_compile_args=[*COMMON_FLAGS, *ISA_FLAGS["portable"]],
     extra_link_args=["-pthread"],
     libraries=["m"],
 )

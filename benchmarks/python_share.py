@@ -65,9 +65,9 @@ def main() -> None:
     parser.add_argument("-b", type=int, default=1)
     parser.add_argument("--format", default="native")
     arguments = parser.parse_args()
-    model, plans = open_model(arguments.model, WeightFormat(arguments.format), None, None)
-    size = EngineSize.for_many(model, arguments.b, arguments.n + 64, None)
-    with open_engine(model, plans, size) as opened:
+    found = open_model(arguments.model, WeightFormat(arguments.format), None, None)
+    size = EngineSize.for_many(found.model, arguments.b, arguments.n + 64, None)
+    with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
         times = step_times_ns(opened, arguments.n, arguments.b)
     step_us = statistics.median(step for step, _ in times) / 1e3
     python_us = statistics.median(step - native for step, native in times) / 1e3

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
 from phasewise.cli.bench_formats import BenchRow
-from phasewise.cli.opening import open_model
-from phasewise.cli.options import WeightFormat
+from phasewise.cli.opening import OpenModel
 from phasewise.cli.present import note
 from phasewise.cython_kernels import isa
 from phasewise.serving.ranks import STEP_TOKENS, LocalRanks
@@ -49,20 +48,18 @@ class Limits:
 
 
 @contextmanager
-def open_ranks(
-    ref: str, weight_format: WeightFormat, threads: int | None, db: str | None, workloads: Sequence[Workload]
-) -> Iterator[OpenRanks]:
+def open_ranks(found: OpenModel, workloads: Sequence[Workload]) -> Iterator[OpenRanks]:
     """The model on its ranks, with room for the largest of `workloads`."""
-    model, plans = open_model(ref, weight_format, threads, db)
     ranks = LocalRanks(
-        model,
-        plans,
+        found.model,
+        found.plans,
         kv_slots=max(workload.kv_slots for workload in workloads),
         max_batch_tokens=MAX_BATCH_TOKENS,
         max_sequences=max(workload.n_sequences for workload in workloads),
+        schedules=found.schedules,
     )
     try:
-        yield OpenRanks(model, plans, ranks)
+        yield OpenRanks(found.model, found.plans, ranks)
     finally:
         ranks.close()
 

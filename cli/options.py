@@ -38,4 +38,8 @@ DbOption = Annotated[
         help="tuning database [default: in the XDG data directory]",
     ),
 ]
+ExplainOption = Annotated[
+    bool,
+    typer.Option("--explain", help="say on stderr by which kernel schedule each weight runs, and why"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]

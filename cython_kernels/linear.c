@@ -57,9 +57,11 @@ static void multiply_part(const pw_run *run, const pw_op *op, int index, int64_t
     const pw_program *program = run->program;
     int room = program->capacity.max_threads;
     pw_product product = product_of(run, op, &op->parts[index], rows, prepared);
-    pw_schedule schedule = pw_default_schedule(product.weight, rows, run->threads);
+    pw_schedule schedule = pw_program_schedule_of(&op->parts[index], run->table, rows, run->threads);
     pw_crew crew = {.team = run->team, .threads = run->threads, .kernels = &run->kernels->gemm, .most_regions = room};
     crew.tickets = pw_region_tickets(program, op - program->ops) + index * room;
+    crew.split = program->split[index];
+    crew.split_floats = program->split_floats;
     pw_multiply(&product, &schedule, &crew, member);
 }
 

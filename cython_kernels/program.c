@@ -53,6 +53,10 @@ void pw_program_close(pw_program *program) {
     void *owned[] = {program->ops,     program->inv_freq, program->tickets,  program->merged,     program->region_tickets,
                      step->tokens,     step->positions,   step->slots,       step->logit_rows,
                      step->slices,     step->first_piece, step->pieces,      step->tail_pieces};
+    for (int32_t i = 0; i < program->n_ops; ++i)
+        for (int32_t part = 0; part < program->ops[i].n_parts; ++part)
+            for (int table = 0; table < PW_SCHEDULE_TABLES; ++table)
+                free(program->ops[i].parts[part].schedules[table].ranges);
     for (size_t i = 0; i < sizeof owned / sizeof *owned; ++i) free(owned[i]);
     free(program);
 }
@@ -80,6 +84,31 @@ bool pw_program_add(pw_program *program, const pw_op *op) {
     return true;
 }
 
+bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
+                         const pw_row_range *ranges) {
+    pw_schedules *schedules = &program->ops[op].parts[part].schedules[table];
+    pw_row_range *copy = malloc(sizeof *copy * (size_t)larger(count, 1));
+    if (!copy) return false;
+    if (count) memcpy(copy, ranges, sizeof *copy * (size_t)count);
+    free(schedules->ranges);
+    *schedules = (pw_schedules){count, copy};
+    return true;
+}
+
+pw_schedule pw_program_schedule_of(const pw_part *part, int32_t table, int64_t rows, int threads) {
+    const pw_schedules *known = &part->schedules[table];
+    int32_t low = 0, high = known->count; /* the first range that reaches so far */
+    while (low < high) {
+        int32_t middle = (low + high) / 2;
+        if (known->ranges[middle].last_rows < rows)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    if (low < known->count && known->ranges[low].tuned) return known->ranges[low].schedule;
+    return pw_default_schedule(&part->weight, rows, threads);
+}
+
 /* ---- memory ----------------------------------------------------------------------------------------------------- */
 
 /* The largest prepared row of any op under any table: the ISA may be changed between steps. */
@@ -102,10 +131,24 @@ static int32_t most_forms(const pw_program *program) {
     return most;
 }
 
+enum { SPLIT_ROWS = 32, MAX_SPLIT_FLOATS = 1 << 21 };
+
+/* Room for the part sums of a few rows: with many, there is work enough for every thread without splitting k. */
+static int64_t split_floats(const pw_program *program) {
+    int64_t rows = program->capacity.max_tokens < SPLIT_ROWS ? program->capacity.max_tokens : SPLIT_ROWS, most = 0;
+    for (int32_t i = 0; i < program->n_ops; ++i)
+        for (int32_t part = 0; part < program->ops[i].n_parts; ++part) {
+            const pw_weight *weight = &program->ops[i].parts[part].weight;
+            if (program->ops[i].code == PW_LINEAR && weight->k_parts > 1)
+                most = larger(most, pw_split_floats(weight, rows));
+        }
+    return most < MAX_SPLIT_FLOATS ? most : MAX_SPLIT_FLOATS;
+}
+
 /* Byte offsets within program->memory. */
 typedef struct {
-    int64_t cosines, sines, partials, prepared, scratch, end;
-    int64_t private_row, prepared_each, scratch_each;
+    int64_t cosines, sines, partials, prepared, split, scratch, end;
+    int64_t split_each, private_row, prepared_each, scratch_each;
     int32_t forms;
 } layout;
 
@@ -123,7 +166,9 @@ static layout lay_out(const pw_program *program) {
     l.sines = l.cosines + angles;
     l.partials = l.sines + angles;
     l.prepared = l.partials + aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
-    l.scratch = l.prepared + l.forms * l.prepared_each;
+    l.split = l.prepared + l.forms * l.prepared_each;
+    l.split_each = aligned(split_floats(program) * 4);
+    l.scratch = l.split + PW_MAX_PARTS * l.split_each;
     l.end = l.scratch + room->max_threads * l.scratch_each;
     return l;
 }
@@ -158,6 +203,9 @@ bool pw_program_seal(pw_program *program) {
     program->sines = (float *)(program->memory + l.sines);
     program->partials = (float *)(program->memory + l.partials);
     for (int32_t i = 0; i < l.forms; ++i) program->prepared[i] = program->memory + l.prepared + i * l.prepared_each;
+    for (int i = 0; i < PW_MAX_PARTS && l.split_each; ++i)
+        program->split[i] = (float *)(program->memory + l.split + i * l.split_each);
+    program->split_floats = l.split_each / 4;
     program->scratch = program->memory + l.scratch;
     program->private_row_bytes = l.private_row;
     program->prepared_bytes = l.prepared_each;
@@ -234,8 +282,8 @@ static void run_ops(void *context, int member) {
     }
 }
 
-int pw_program_run(pw_program *program, pw_team *team) {
-    pw_run run = {program, team, pw_active(), pw_team_size(team)};
+int pw_program_run(pw_program *program, pw_team *team, int32_t table) {
+    pw_run run = {program, team, pw_active(), pw_team_size(team), table};
     memset(program->tickets, 0, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)program->n_ops);
     memset(program->region_tickets, 0, 2 * sizeof(pw_ticket) * (size_t)region_tickets_each(program));
     memset(program->merged, 0, sizeof *program->merged * (size_t)(program->step.n_slices * program->shape.n_kv_heads));

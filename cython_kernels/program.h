@@ -15,7 +15,11 @@
 
 #include "product.h"
 
-enum { PW_MAX_PARTS = 3 };
+enum {
+    PW_MAX_PARTS = 3,
+    PW_SCHEDULE_TABLES = 2, /* teams of different shape want different schedules */
+    PW_MAX_ROW_RANGES = 64,
+};
 
 typedef enum { PW_EMBED, PW_LINEAR, PW_ATTEND } pw_opcode;
 
@@ -26,10 +30,24 @@ typedef enum { PW_FROM_ROWS, PW_FROM_NORM, PW_FROM_GATE } pw_source;
  * and what follows run on those, gathered from the step's rows into rows 0, 1, .. of their own. */
 typedef enum { PW_EVERY_ROW, PW_GATHERED_ROWS, PW_LOGIT_ROWS } pw_rows;
 
+/* What products of at most `last_rows` rows, and more than the range before it has, run by. */
+typedef struct {
+    int64_t last_rows;
+    bool tuned; /* else: pw_default_schedule */
+    pw_schedule schedule;
+} pw_row_range;
+
+/* Ascending ranges; beyond the last one, and with none at all: the default. */
+typedef struct {
+    int32_t count;
+    pw_row_range *ranges;
+} pw_schedules;
+
 typedef struct {
     pw_weight weight;
     int64_t column; /* of the output row where this weight's outputs begin */
     int32_t form;   /* index into the op's forms */
+    pw_schedules schedules[PW_SCHEDULE_TABLES];
 } pw_part;
 
 /* Offsets and strides are floats in the arena. */
@@ -112,6 +130,8 @@ typedef struct {
     char *scratch;             /* [max_threads][scratch_bytes] */
     int64_t scratch_bytes;
     int64_t private_row_bytes; /* of one prepared row in scratch */
+    float *split[PW_MAX_PARTS]; /* part sums of the products of one op; NULL where no weight is summed in parts */
+    int64_t split_floats;       /* of each */
     pw_ticket *tickets;        /* [n_ops][PW_MAX_PARTS] */
     pw_ticket *region_tickets; /* [2][PW_MAX_PARTS][max_threads]: an op uses one half, and clears the other */
     atomic_long *merged;       /* [max_slices][n_kv_heads] */
@@ -124,6 +144,14 @@ void pw_program_close(pw_program *program);
 /* A copy of `op` is appended; its forms are worked out here. False without memory. */
 bool pw_program_add(pw_program *program, const pw_op *op);
 
+/* Gives a weight of a linear op the schedules of one table: `count` ranges, copied, in place of those it had. They
+ * change no result. False without memory. */
+bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
+                         const pw_row_range *ranges);
+
+/* What `rows` rows of an op's weight run by. */
+pw_schedule pw_program_schedule_of(const pw_part *part, int32_t table, int64_t rows, int threads);
+
 /* Bytes that pw_program_seal will allocate: scratch and KV. */
 int64_t pw_program_bytes(const pw_program *program);
 
@@ -133,8 +161,8 @@ bool pw_program_seal(pw_program *program);
 /* NULL, or what is wrong with program->step; completes the step for a team of `threads`. */
 const char *pw_program_check(pw_program *program, int threads);
 
-/* Runs the checked step; logits are then in the arena. PW_TEAM_OK or the team's failure. */
-int pw_program_run(pw_program *program, pw_team *team);
+/* Runs the checked step by the schedules of a table; logits are then in the arena. PW_TEAM_OK or the team's failure. */
+int pw_program_run(pw_program *program, pw_team *team, int32_t table);
 
 /* Moves the keys and values of slots, every layer; ranges may overlap. The caller checks the ranges. */
 int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots);
@@ -145,6 +173,7 @@ typedef struct {
     pw_team *team;
     const pw_kernels *kernels;
     int threads;
+    int32_t table; /* of schedules */
 } pw_run;
 
 /* The tickets of an op's products: [PW_MAX_PARTS][max_threads]. */

@@ -6,6 +6,8 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 cdef extern from "program.h" nogil:
     enum:
         PW_MAX_PARTS
+        PW_SCHEDULE_TABLES
+        PW_MAX_ROW_RANGES
 
     ctypedef enum pw_opcode:
         PW_EMBED
@@ -21,6 +23,11 @@ cdef extern from "program.h" nogil:
         PW_EVERY_ROW
         PW_GATHERED_ROWS
         PW_LOGIT_ROWS
+
+    ctypedef struct pw_row_range:
+        int64_t last_rows
+        bint tuned
+        pw_schedule schedule
 
     ctypedef struct pw_part:
         pw_weight weight
@@ -70,10 +77,13 @@ cdef extern from "program.h" nogil:
     pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq)
     void pw_program_close(pw_program *program)
     bint pw_program_add(pw_program *program, const pw_op *op)
+    bint pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
+                             const pw_row_range *ranges)
+    pw_schedule pw_program_schedule_of(const pw_part *part, int32_t table, int64_t rows, int threads)
     int64_t pw_program_bytes(const pw_program *program)
     bint pw_program_seal(pw_program *program)
     const char *pw_program_check(pw_program *program, int threads)
-    int pw_program_run(pw_program *program, pw_team *team)
+    int pw_program_run(pw_program *program, pw_team *team, int32_t table)
     int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots)
 
 
@@ -133,10 +143,11 @@ cdef class Program:
         self._add(&op, [packed], 0, packed.k)
 
     def linear(self, parts, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
-               norm=None, bint add=False, rows="every", residual=None):
-        """Rows times weights, each weight's outputs from its own column on.
+               norm=None, bint add=False, rows="every", residual=None, arithmetics=None):
+        """Rows times weights, each weight's outputs from its own column on. Returns the op's number.
 
-        parts: [(PackedWeight, column)], all of the same k. source: "rows", "norm" (with the norm's weights) or
+        parts: [(PackedWeight, column)], all of the same k. arithmetics: [(compute path, k parts)], one for each of
+        them (None: the default path of the ISA in use, k whole). source: "rows", "norm" (with the norm's weights) or
         "gate": silu(first k) * (next k). rows: "every" row of the step; those that want logits "gathered" from
         among them into rows of their own, added to `residual` (offset, stride) if `add`; or such "logits" rows.
         """
@@ -154,12 +165,35 @@ cdef class Program:
             op.residual, op.residual_stride = residual
         out_width = 0
         for i, (packed, column) in enumerate(parts):
-            op.parts[i].weight, op.parts[i].column = weight_view(packed), column
+            path, k_parts = (None, 1) if arithmetics is None else arithmetics[i]
+            op.parts[i].weight, op.parts[i].column = weight_view(packed, path, k_parts), column
             out_width = max(out_width, column + packed.n)
             if column < 0:
                 raise ProgramError(f"outputs cannot begin at column {column}")
         op.norm = self._vector(norm, op.k if source == "norm" else 0, "norm weights")
         self._add(&op, [packed for packed, _ in parts], 2 * op.k if source == "gate" else op.k, out_width)
+        return self.program.n_ops - 1
+
+    def set_schedules(self, int32_t op, int32_t part, ranges, int32_t table=0):
+        """How part `part` of a linear op runs, by the number of rows; no schedule changes a result.
+
+        ranges: at most 64 pairs, ascending: the last number of rows that a schedule serves, and the schedule, a
+        mapping such as default_schedule gives (None: the default). `table`: 0 or 1, which `run` names.
+        """
+        cdef pw_row_range found[64]
+        cdef int32_t count = 0
+        if not (0 <= op < self.program.n_ops and self.program.ops[op].code == PW_LINEAR
+                and 0 <= part < self.program.ops[op].n_parts and 0 <= table < PW_SCHEDULE_TABLES):
+            raise ProgramError(f"there is no weight {part} in a linear op {op}, or no table {table} of schedules")
+        if len(ranges) > PW_MAX_ROW_RANGES or [last for last, _ in ranges] != sorted({last for last, _ in ranges}):
+            raise ProgramError(f"a weight takes at most {PW_MAX_ROW_RANGES} schedules, in the order of their rows")
+        for last_rows, schedule in ranges:
+            found[count].last_rows, found[count].tuned = last_rows, schedule is not None
+            if schedule is not None:
+                found[count].schedule = schedule_of(schedule)
+            count += 1
+        if not pw_program_schedule(self.program, table, op, part, count, found):
+            raise ProgramError("no memory for another schedule")
 
     def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
                bias=None, q_norm=None, k_norm=None, rows="every"):
@@ -231,8 +265,10 @@ cdef class Program:
         if not self.sealed:
             raise ProgramError(f"the system refused {self.bytes() / 2**20:.0f} MiB for scratch and the KV cache")
 
-    def run(self, Team team, slices, bint every_row=False):
+    def run(self, Team team, slices, bint every_row=False, int32_t table=0):
         """One forward step. Returns the number of rows of logits: one for each slice that wants them, or every row.
+
+        table: which schedules the products run by, 0 or 1 (set_schedules).
 
         slices: objects with token_ids, start, slot_base and wants_logits. ValueError when a token, a position or a
         slot is out of range; then nothing has been written.
@@ -241,6 +277,8 @@ cdef class Program:
         cdef const char *problem
         cdef int status
         self._check_sealed()
+        if not 0 <= table < PW_SCHEDULE_TABLES:
+            raise ValueError(f"there is no table {table} of schedules")
         self._fill(slices, every_row)
         problem = pw_program_check(self.program, team.size)
         if problem != NULL:
@@ -248,7 +286,7 @@ cdef class Program:
         cdef timespec began, ended
         with nogil:
             clock_gettime(CLOCK_MONOTONIC, &began)
-            status = pw_program_run(self.program, members)
+            status = pw_program_run(self.program, members, table)
             clock_gettime(CLOCK_MONOTONIC, &ended)
         self.native_ns += (ended.tv_sec - began.tv_sec) * 1_000_000_000 + ended.tv_nsec - began.tv_nsec
         _check_team(status)

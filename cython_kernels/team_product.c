@@ -90,7 +90,7 @@ static void time_share(void *context, int member) {
     pw_team_barrier(t->team, member); /* all are awake */
     int64_t last = pw_now_ns();
     for (int call = 0; call < job->calls; ++call) {
-        pw_product p = {.weight = &t->weights[call % t->n_weights], .x = {t->prepared, t->row_bytes}};
+        pw_product p = {.weight = &t->weights[(t->taken + call) % t->n_weights], .x = {t->prepared, t->row_bytes}};
         p.rows = t->rows;
         p.y = t->y;
         p.ldy = t->ldy;
@@ -112,6 +112,9 @@ static void time_share(void *context, int member) {
 
 int pw_team_product_time(pw_team_product *t, const pw_schedule *schedule, int calls, bool prepare, int64_t *ns) {
     timing job = {t, schedule, calls, prepare, ns};
+    memset(t->y, 0xFF, sizeof(float) * (size_t)(t->rows * t->ldy)); /* NaN: what a schedule left out would show */
     memset(t->tickets, 0, sizeof(pw_ticket) * 2 * (size_t)t->threads);
-    return pw_team_run(t->team, time_share, &job);
+    int status = pw_team_run(t->team, time_share, &job);
+    t->taken = (t->taken + calls) % t->n_weights;
+    return status;
 }

@@ -15,6 +15,7 @@ typedef struct {
     int threads;
     int32_t n_weights;
     pw_weight *weights;
+    int64_t taken; /* of the weights: a call goes on where the last one stopped */
     int64_t rows, ldy;
     pw_form form;
     int64_t row_bytes;

@@ -7,6 +7,7 @@ KernelDbError                the base: one clear line for the user, exit code 1
 ├── DamagedDatabaseError     ours, but its bytes or rows make no sense
 ├── ReadOnlyDatabaseError    a write was asked for where only reading is possible
 ├── BusyDatabaseError        another process held the write lock for too long
+├── ExportFileError          a file that `import` cannot read at all, or that `export` cannot write
 └── DatabaseFullError        no space left; what was committed before is kept
 """
 
@@ -47,3 +48,7 @@ class BusyDatabaseError(KernelDbError):
 
 class DatabaseFullError(KernelDbError):
     """The disk, the quota or the file's size limit is used up."""
+
+
+class ExportFileError(KernelDbError):
+    """Not a file of schedules, one from a newer program, or more rows than a file may hold."""

@@ -12,48 +12,43 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import ColumnElement, Engine, Row, Select, and_, func, select
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy import Delete, Engine, delete, func, select, text
+from sqlalchemy.orm import Session
 
-from phasewise.kerneldb import connect
+from phasewise.kerneldb import connect, queries
 from phasewise.kerneldb.errors import ReadOnlyDatabaseError, RecordError
 from phasewise.kerneldb.location import Location, locate
-from phasewise.kerneldb.models import (
-    Base,
-    MeasurementRow,
-    ProblemRow,
-    PromotionRow,
-    ScheduleRow,
-    ServicePlanRow,
-)
-from phasewise.kerneldb.records import (
-    Comparison,
-    MachineKey,
-    Measurement,
-    Origin,
-    PlanRecord,
-    Problem,
-    Promotion,
-    Sample,
-    Schedule,
+from phasewise.kerneldb.models import Base, MeasurementRow, ProblemRow, PromotionRow, ServicePlanRow
+from phasewise.kerneldb.queries import PROBLEM_ORDER, of_problem
+from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Problem, Promotion
+from phasewise.kerneldb.rows import (
+    measurement_of,
+    measurement_row,
+    plan_of,
+    plan_row,
+    promotion_of,
+    promotion_row,
 )
 from phasewise.kerneldb.schema import HEAD, SchemaChange, read_revision, upgrade
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.queries import AnySelect
+    from phasewise.kerneldb.rows import AnyRow
 
 Report = Callable[[str], None]
 T = TypeVar("T")
 
-if TYPE_CHECKING:
-    AnyRow: TypeAlias = Row[*tuple[Any, ...]]
-    AnySelect: TypeAlias = Select[*tuple[Any, ...]]
+_IMPORT_LOCK = 0x70687769  # of PostgreSQL: a number that no other program is likely to use
 
-PROBLEM_FIELDS = tuple(field.name for field in fields(Problem))
-WEIGHT_FIELDS = tuple(name for name in PROBLEM_FIELDS if name != "m")
+ROWS_AT_ONCE = 500
+"""Of a scan over everything: so many are in memory."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,12 +63,23 @@ class SignatureCount:
 
 
 @dataclass(frozen=True)
+class BuildCount:
+    """What is known about one build of a kernel family."""
+
+    kernel_abi: str
+    measurements: int
+    unverified: int
+    """Of these: imported, and not measured here."""
+
+
+@dataclass(frozen=True)
 class StoreStats:
     """Sizes. `file_bytes` is None where the database is no local file."""
 
     revision: str
     rows: Mapping[str, int]
     signatures: tuple[SignatureCount, ...]
+    builds: tuple[BuildCount, ...]
     file_bytes: int | None
 
 
@@ -135,74 +141,57 @@ class Store:
         """Append all or none."""
         with self._writing() as session:
             for measurement in measurements:
-                session.add(
-                    MeasurementRow(
-                        problem_id=_id_of(session, ProblemRow, asdict(measurement.problem)),
-                        schedule_id=_id_of(session, ScheduleRow, asdict(measurement.sample.schedule)),
-                        kernel_abi=measurement.kernel_abi,
-                        samples_ns=list(measurement.sample.samples_ns),
-                        estimate_ns=measurement.sample.estimate_ns,
-                        numeric_error=measurement.sample.numeric_error,
-                        effort_ns=measurement.sample.effort_ns,
-                        conditions=dict(measurement.sample.conditions),
-                        **_origin_columns(measurement.origin),
-                    )
-                )
+                session.add(measurement_row(session, measurement))
 
     def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]:
         """Everything measured for a problem on this kind of machine with this build, oldest first."""
-        query = _of_problem(_all_measurements(), MeasurementRow, problem, machine, kernel_abi)
-        return list(self._records(query.order_by(MeasurementRow.id), _measurement))
+        query = queries.measurements().where(*of_problem(MeasurementRow, problem, machine, kernel_abi))
+        return list(self._records(query.order_by(MeasurementRow.id), measurement_of))
 
     def measurements_of_every_m(
         self, problem: Problem, machine: MachineKey, kernel_abi: str
     ) -> list[Measurement]:
         """As `measurements`, whatever the problem's m is: all that is known about one weight."""
-        query = _of_problem(_all_measurements(), MeasurementRow, problem, machine, kernel_abi, WEIGHT_FIELDS)
-        return list(self._records(query.order_by(MeasurementRow.id), _measurement))
+        of_weight = queries.of_weight(MeasurementRow, problem, machine, kernel_abi)
+        query = queries.measurements().where(*of_weight).order_by(MeasurementRow.id)
+        return list(self._records(query, measurement_of))
 
     def measurement_count(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> int:
         """How many rows `measurements` reads; tells cheaply whether another process has added some."""
         query = select(func.count()).select_from(MeasurementRow).join(ProblemRow)
-        counted = _of_problem(query, MeasurementRow, problem, machine, kernel_abi)
+        counted = query.where(*of_problem(MeasurementRow, problem, machine, kernel_abi))
         with connect.clear_errors(self.name), Session(self._engine) as session:
             return session.scalar(counted) or 0
 
+    def all_measurements(self) -> Iterator[Measurement]:
+        """Every row, oldest first, read while they are taken."""
+        return self._streamed(queries.measurements().order_by(MeasurementRow.id), measurement_of)
+
     def best_measurement(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> Measurement | None:
         """The verified one with the least estimate, the older of equals; None where nothing was measured."""
-        query = _of_problem(_all_measurements(), MeasurementRow, problem, machine, kernel_abi)
+        query = queries.measurements().where(*of_problem(MeasurementRow, problem, machine, kernel_abi))
         query = query.where(MeasurementRow.verified).order_by(MeasurementRow.estimate_ns, MeasurementRow.id)
-        return next(self._records(query, _measurement), None)
+        return next(self._records(query, measurement_of), None)
 
-    def best_measurements(self) -> list[Measurement]:
+    def best_measurements(self, *, verified: bool = True) -> list[Measurement]:
         """The best one for each problem, kind of machine and build of the kernel; ordered by problem."""
-        rank = func.row_number().over(
-            partition_by=_key_of(MeasurementRow), order_by=(MeasurementRow.estimate_ns, MeasurementRow.id)
-        )
-        ranked = select(MeasurementRow.id, rank.label("rank")).where(MeasurementRow.verified).subquery()
-        query = _all_measurements().join(ranked, ranked.c.id == MeasurementRow.id).where(ranked.c.rank == 1)
-        return list(self._records(query.order_by(*_PROBLEM_ORDER, MeasurementRow.id), _measurement))
+        query = queries.best_measurements(verified).order_by(*PROBLEM_ORDER, MeasurementRow.id)
+        return list(self._records(query, measurement_of))
 
     def add_promotions(self, promotions: Iterable[Promotion]) -> None:
         """Append all or none; from now on each is the newest of its key."""
         with self._writing() as session:
             for promotion in promotions:
-                session.add(
-                    PromotionRow(
-                        problem_id=_id_of(session, ProblemRow, asdict(promotion.problem)),
-                        schedule_id=_id_of(session, ScheduleRow, asdict(promotion.schedule)),
-                        incumbent_id=promotion.incumbent
-                        and _id_of(session, ScheduleRow, asdict(promotion.incumbent)),
-                        kernel_abi=promotion.kernel_abi,
-                        **asdict(promotion.comparison),
-                        **_origin_columns(promotion.origin),
-                    )
-                )
+                session.add(promotion_row(session, promotion))
 
     def promotions(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Promotion]:
         """Every promotion for a problem on this kind of machine with this build, oldest first."""
-        query = _of_problem(_all_promotions(), PromotionRow, problem, machine, kernel_abi)
-        return list(self._records(query.order_by(PromotionRow.id), _promotion))
+        query = queries.promotions().where(*of_problem(PromotionRow, problem, machine, kernel_abi))
+        return list(self._records(query.order_by(PromotionRow.id), promotion_of))
+
+    def all_promotions(self) -> Iterator[Promotion]:
+        """Every row, oldest first, read while they are taken."""
+        return self._streamed(queries.promotions().order_by(PromotionRow.id), promotion_of)
 
     def promoted_measurement(
         self, problem: Problem, machine: MachineKey, kernel_abi: str
@@ -211,28 +200,84 @@ class Store:
 
         None where no schedule was promoted, or none that was timed here.
         """
-        query = _of_problem(_promoted_measurements(), MeasurementRow, problem, machine, kernel_abi)
-        return next(self._records(query, _measurement), None)
+        key = of_problem(MeasurementRow, problem, machine, kernel_abi)
+        query = queries.promoted_measurements(verified=True).where(*key)
+        return next(self._records(query, measurement_of), None)
 
-    def promoted_measurements(self, machine: MachineKey | None = None) -> list[Measurement]:
-        """What is in use for each problem, build and kind of machine (or this kind); ordered by problem."""
-        query = _promoted_measurements().order_by(*_PROBLEM_ORDER, MeasurementRow.id)
+    def promoted_measurements(
+        self, machine: MachineKey | None = None, *, verified: bool = True
+    ) -> list[Measurement]:
+        """What is in use for each problem, build and kind of machine (or this kind); ordered by problem.
+
+        Not `verified`: what would be in use where it was imported from.
+        """
+        query = queries.promoted_measurements(verified).order_by(*PROBLEM_ORDER, MeasurementRow.id)
         if machine:
-            query = query.where(*_of_machine(MeasurementRow, machine))
-        return list(self._records(query, _measurement))
+            query = query.where(queries.of_machine(MeasurementRow, machine))
+        return list(self._records(query, measurement_of))
+
+    def add_missing(self, rows: Sequence[Measurement | Promotion]) -> int:
+        """Append those that are not there yet, verified or not, all or none; return how many those were."""
+        with self._writing() as session:
+            if session.get_bind().dialect.name == "postgresql":
+                session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})
+            missing = [*self._missing(session, rows)]
+            for row in missing:
+                if isinstance(row, Measurement):
+                    session.add(measurement_row(session, row))
+                else:
+                    session.add(promotion_row(session, row))
+        return len(missing)
+
+    def _missing(
+        self, session: Session, rows: Iterable[Measurement | Promotion]
+    ) -> Iterator[Measurement | Promotion]:
+        """Rows of a key at a time are compared with what the key has of the same instants."""
+        for (is_timing, problem, machine, kernel_abi), same_key in groupby(rows, _key_of):
+            group = [*same_key]
+            model = MeasurementRow if is_timing else PromotionRow
+            query = queries.measurements() if is_timing else queries.promotions()
+            instants = {row.origin.created_at_ms for row in group}
+            of_key = of_problem(model, problem, machine, kernel_abi)
+            query = query.where(*of_key, model.created_at_ms.in_(instants))
+            build: Callable[[AnyRow], Any] = measurement_of if is_timing else promotion_of
+            known = {_content_of(row) for row in self._built(session.execute(query), build)}
+            for row in group:
+                if _content_of(row) not in known:
+                    known.add(_content_of(row))
+                    yield row
+
+    def collect_garbage(
+        self, stale_builds: Collection[str], keep_schedules: int | None, *, dry_run: bool
+    ) -> Mapping[str, int]:
+        """Delete rows of the builds, and timings of schedules behind the `keep_schedules` fastest of a key.
+
+        Problems and schedules that nothing names any more go with them. Returns the rows deleted by table, or
+        those that would be.
+        """
+        deletions: list[tuple[str, Delete]] = [
+            (model.__tablename__, delete(model).where(model.kernel_abi.in_(stale_builds)))
+            for model in (PromotionRow, MeasurementRow)
+        ]
+        if keep_schedules is not None:
+            deletions.append((MeasurementRow.__tablename__, queries.delete_dominated(keep_schedules)))
+        deletions += [
+            ("problem", queries.delete_unused_problems()),
+            ("schedule", queries.delete_unused_schedules()),
+        ]
+        deleted: Counter[str] = Counter()
+        with self._writing() as session, session.begin_nested() as savepoint:
+            for table, deletion in deletions:
+                result: Any = session.execute(deletion, execution_options={"synchronize_session": False})
+                deleted[table] += result.rowcount
+            if dry_run:
+                savepoint.rollback()
+        return deleted
 
     def add_plan(self, plan: PlanRecord) -> None:
         """Append a plan; from now on it is the newest of its key."""
         with self._writing() as session:
-            session.add(
-                ServicePlanRow(
-                    model_key=plan.model_key,
-                    phase=plan.phase,
-                    plan=plan.plan_json,
-                    objectives=dict(plan.objectives),
-                    **_origin_columns(plan.origin),
-                )
-            )
+            session.add(plan_row(plan))
 
     def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
         """The verified plan that was appended last, None where there is none."""
@@ -247,11 +292,11 @@ class Store:
             )
             .order_by(ServicePlanRow.id.desc())
         )
-        return next(self._records(query, _plan), None)
+        return next(self._records(query, plan_of), None)
 
     def plans(self) -> list[PlanRecord]:
         """Every plan, oldest first."""
-        return list(self._records(select(ServicePlanRow).order_by(ServicePlanRow.id), _plan))
+        return list(self._records(select(ServicePlanRow).order_by(ServicePlanRow.id), plan_of))
 
     def stats(self) -> StoreStats:
         """Rows by table and by kind of machine."""
@@ -262,7 +307,11 @@ class Store:
             }
             measured = _count_by_machine(session, MeasurementRow)
             planned = _count_by_machine(session, ServicePlanRow)
-        return StoreStats(HEAD, rows, tuple(self._signatures(measured, planned)), self._file_bytes())
+            builds = tuple(
+                BuildCount(kernel_abi, count, count - verified)
+                for kernel_abi, count, verified in session.execute(queries.count_by_build())
+            )
+        return StoreStats(HEAD, rows, tuple(self._signatures(measured, planned)), builds, self._file_bytes())
 
     def _signatures(
         self, measured: Mapping[tuple[str, str], int], planned: Mapping[tuple[str, str], int]
@@ -290,6 +339,14 @@ class Store:
         """The rows that keep their record's bounds; the others are reported. Rows begin with the entity."""
         with connect.clear_errors(self.name), Session(self._engine) as session:
             rows: Sequence[AnyRow] = session.execute(query).all()
+        return self._built(rows, build)
+
+    def _streamed(self, query: AnySelect, build: Callable[[AnyRow], T]) -> Iterator[T]:
+        """As `_records`, with few rows in memory; the database is being read until the last one is taken."""
+        with connect.clear_errors(self.name), Session(self._engine) as session:
+            yield from self._built(session.execute(query.execution_options(yield_per=ROWS_AT_ONCE)), build)
+
+    def _built(self, rows: Iterable[AnyRow], build: Callable[[AnyRow], T]) -> Iterator[T]:
         for row in rows:
             try:
                 yield build(row)
@@ -298,130 +355,13 @@ class Store:
                 self._report(f"database {self.name}: row {row[0].id} of {table} is skipped: {error}")
 
 
-def _all_measurements() -> AnySelect:
-    return select(MeasurementRow, ProblemRow, ScheduleRow).join(ProblemRow).join(ScheduleRow)
+def _key_of(row: Measurement | Promotion) -> tuple[bool, Problem, MachineKey, str]:
+    return isinstance(row, Measurement), row.problem, row.origin.machine, row.kernel_abi
 
 
-def _promoted_measurements() -> AnySelect:
-    """One measurement a key: a promotion that names a schedule not timed here hides no older one."""
-    keys = zip(_key_of(MeasurementRow), _key_of(PromotionRow), strict=True)
-    same = (mine == theirs for mine, theirs in keys)
-    rank = func.row_number().over(
-        partition_by=_key_of(MeasurementRow), order_by=(PromotionRow.id.desc(), MeasurementRow.id.desc())
-    )
-    ranked = (
-        select(MeasurementRow.id, rank.label("rank"))
-        .join(PromotionRow, and_(*same, MeasurementRow.schedule_id == PromotionRow.schedule_id))
-        .where(MeasurementRow.verified, PromotionRow.verified)
-        .subquery()
-    )
-    return _all_measurements().join(ranked, ranked.c.id == MeasurementRow.id).where(ranked.c.rank == 1)
-
-
-def _all_promotions() -> AnySelect:
-    return (
-        select(PromotionRow, ProblemRow, ScheduleRow, _Incumbent)
-        .join(ProblemRow)
-        .join(ScheduleRow, PromotionRow.schedule_id == ScheduleRow.id)
-        .outerjoin(_Incumbent, PromotionRow.incumbent_id == _Incumbent.id)
-    )
-
-
-_Incumbent = aliased(ScheduleRow)
-_PROBLEM_ORDER = tuple(getattr(ProblemRow, name) for name in PROBLEM_FIELDS)
-
-
-def _key_of(model: type[MeasurementRow | PromotionRow]) -> tuple[ColumnElement[Any], ...]:
-    """What rows must share to be compared."""
-    return (model.problem_id, model.core_sig, model.placement_sig, model.kernel_abi)
-
-
-def _of_machine(
-    model: type[MeasurementRow | PromotionRow], machine: MachineKey
-) -> tuple[ColumnElement[bool], ...]:
-    return (model.core_sig == machine.core_sig, model.placement_sig == machine.placement_sig)
-
-
-def _of_problem(
-    query: AnySelect,
-    model: type[MeasurementRow | PromotionRow],
-    problem: Problem,
-    machine: MachineKey,
-    kernel_abi: str,
-    names: Sequence[str] = PROBLEM_FIELDS,
-) -> AnySelect:
-    return query.where(
-        *(getattr(ProblemRow, name) == getattr(problem, name) for name in names),
-        *_of_machine(model, machine),
-        model.kernel_abi == kernel_abi,
-    )
-
-
-def _id_of(session: Session, model: type[ProblemRow | ScheduleRow], key: dict[str, Any]) -> int:
-    """The id of the row with this key, inserted if new; another process may insert it in between."""
-    query = select(model.id).filter_by(**key)
-    found = session.scalar(query)
-    if found is not None:
-        return found
-    row = model(**key)
-    try:
-        with session.begin_nested():
-            session.add(row)
-    except IntegrityError:
-        return session.scalars(query).one()
-    return row.id
-
-
-def _origin_columns(origin: Origin) -> dict[str, Any]:
-    return {
-        "core_sig": origin.machine.core_sig,
-        "placement_sig": origin.machine.placement_sig,
-        "program_version": origin.program_version,
-        "created_at_ms": origin.created_at_ms,
-        "verified": origin.verified,
-    }
-
-
-def _origin(row: MeasurementRow | PromotionRow | ServicePlanRow) -> Origin:
-    return Origin(
-        MachineKey(row.core_sig, row.placement_sig), row.program_version, row.created_at_ms, row.verified
-    )
-
-
-def _measurement(row: AnyRow) -> Measurement:
-    timing, problem, schedule = row
-    samples = tuple(timing.samples_ns) if isinstance(timing.samples_ns, list) else ()
-    sample = Sample(
-        _read(Schedule, schedule),
-        samples,
-        timing.estimate_ns,
-        timing.numeric_error,
-        timing.effort_ns,
-        timing.conditions,
-    )
-    return Measurement(_read(Problem, problem), sample, timing.kernel_abi, _origin(timing))
-
-
-def _promotion(row: AnyRow) -> Promotion:
-    promotion, problem, schedule, incumbent = row
-    return Promotion(
-        _read(Problem, problem),
-        _read(Schedule, schedule),
-        incumbent and _read(Schedule, incumbent),
-        _read(Comparison, promotion),
-        promotion.kernel_abi,
-        _origin(promotion),
-    )
-
-
-def _read(record: type[T], row: object) -> T:
-    """A flat record from the columns that have its fields' names."""
-    return record(**{field.name: getattr(row, field.name) for field in fields(cast(Any, record))})
-
-
-def _plan(row: AnyRow) -> PlanRecord:
-    (plan,) = row
-    return PlanRecord(plan.model_key, plan.phase, plan.plan, _origin(plan), plan.objectives)
+def _content_of(row: Measurement | Promotion) -> Measurement | Promotion:
+    """What makes two rows the same: everything but whether it is trusted here."""
+    return replace(row, origin=replace(row.origin, verified=False))
 
 
 def _count_by_machine(

@@ -5,14 +5,16 @@ The program itself, and why its results do not depend on the batch, is in cython
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.model import ModelConfig, PackedModel
+from phasewise.serving.schedules import ScheduleLookup
 
 Parts = list[tuple[PackedWeight, int]]
 
@@ -87,19 +89,24 @@ def kv_bytes_per_slot(model: PackedModel) -> int:
 
 
 def build_program(
-    model: PackedModel, capacity: Capacity, check_memory: Callable[[str, int, int], None] | None = None
+    model: PackedModel,
+    capacity: Capacity,
+    check_memory: Callable[[str, int, int], None] | None = None,
+    schedules: Sequence[ScheduleLookup] = (),
 ) -> Program:
     """A sealed program. ModelError if the model does not fit the kernels or the memory.
 
-    check_memory(model name, bytes, KV slots) may refuse before anything large is allocated.
+    check_memory(model name, bytes, KV slots) may refuse before anything large is allocated. schedules: one
+    lookup for each table that a run may name, at most two; the first one says how every weight is computed.
     """
     try:
         program = Program(_shape(model.config), _room(model, capacity), model.config.rope.inv_freq())
+        linears = _Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows))
         arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
         program.embed(_weight(model, "embed"), arena.hidden, arena.hidden_stride)
         for layer in range(model.config.n_layers):
-            _add_layer(program, model, layer, arena)
-        _add_logits(program, model, arena)
+            _add_layer(linears, model, layer, arena)
+        _add_logits(linears, model, arena)
         if check_memory is not None:
             check_memory(model.name, program.bytes(), capacity.kv_slots)
         program.seal(arena.logits)
@@ -133,15 +140,37 @@ def _room(model: PackedModel, capacity: Capacity) -> dict[str, int]:
     }
 
 
-def _add_layer(program: Program, model: PackedModel, layer: int, arena: _Arena) -> None:
+@dataclass(frozen=True, slots=True)
+class _Linears:
+    """Adds linear ops to a program, every weight with its arithmetic and its schedules."""
+
+    program: Program
+    lookups: Sequence[ScheduleLookup]
+    most_rows: int
+
+    def add(self, parts: Parts, source: str, *places: int, **options: Any) -> None:
+        """Program.linear, and what the lookups say about its weights."""
+        arithmetics = [self._arithmetic(weight) for weight, _ in parts]
+        op = self.program.linear(parts, source, *places, arithmetics=arithmetics, **options)
+        for table, lookup in enumerate(self.lookups):
+            for part, (weight, _) in enumerate(parts):
+                ranges = lookup.products(weight, self.most_rows)
+                schedules = [(rows.last_m, rows.schedule) for rows in ranges]
+                self.program.set_schedules(op, part, schedules, table)
+
+    def _arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        return self.lookups[0].arithmetic(weight) if self.lookups else (None, 1)
+
+
+def _add_layer(linears: _Linears, model: PackedModel, layer: int, arena: _Arena) -> None:
     name, vectors = f"layers.{layer}", model.vectors
     last = layer == model.config.n_layers - 1
     stream, qkv = (arena.hidden, arena.hidden_stride), (arena.qkv, arena.qkv_stride)
     mixed, gate_up = (arena.mixed, arena.mixed_stride), (arena.gate_up, arena.gate_up_stride)
     after = (arena.tail, arena.hidden_stride) if last else stream
     rows = "logits" if last else "every"
-    program.linear(_qkv_parts(model, name), "norm", *stream, *qkv, norm=vectors[f"{name}.attn_norm"])
-    program.attend(
+    linears.add(_qkv_parts(model, name), "norm", *stream, *qkv, norm=vectors[f"{name}.attn_norm"])
+    linears.program.attend(
         layer,
         *qkv,
         *mixed,
@@ -152,20 +181,20 @@ def _add_layer(program: Program, model: PackedModel, layer: int, arena: _Arena) 
     )
     out, down = [(_weight(model, f"{name}.o"), 0)], [(_weight(model, f"{name}.down"), 0)]
     if last:
-        program.linear(out, "rows", *mixed, *after, add=True, rows="gathered", residual=stream)
+        linears.add(out, "rows", *mixed, *after, add=True, rows="gathered", residual=stream)
     else:
-        program.linear(out, "rows", *mixed, *after, add=True)
+        linears.add(out, "rows", *mixed, *after, add=True)
     norm = vectors[f"{name}.ffn_norm"]
-    program.linear(_gate_up_parts(model, name), "norm", *after, *gate_up, norm=norm, rows=rows)
-    program.linear(down, "gate", *gate_up, *after, add=True, rows=rows)
+    linears.add(_gate_up_parts(model, name), "norm", *after, *gate_up, norm=norm, rows=rows)
+    linears.add(down, "gate", *gate_up, *after, add=True, rows=rows)
 
 
-def _add_logits(program: Program, model: PackedModel, arena: _Arena) -> None:
+def _add_logits(linears: _Linears, model: PackedModel, arena: _Arena) -> None:
     config = model.config
     head = _weight(model, "embed" if config.tied_embeddings else "lm_head")
     if head.n != config.vocab_size:
         raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.vocab_size}")
-    program.linear(
+    linears.add(
         [(head, 0)],
         "norm",
         arena.tail,

@@ -20,7 +20,8 @@ from phasewise.serving.errors import RanksError
 from phasewise.serving.forward import Capacity, build_program, kv_bytes_per_slot
 from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
-from phasewise.tuner.plans import ServicePlan, list_cores
+from phasewise.serving.schedules import ScheduleLookup
+from phasewise.tuner.plans import PHASES, ServicePlan, list_cores
 
 Logits = npt.NDArray[np.float32]
 
@@ -31,13 +32,17 @@ the weights well, few enough for a layer's rows to stay in the L2 caches."""
 ALL_LOGITS_ROWS = 64
 """Rows of logits that `all_logits` computes at once."""
 
+_TABLES: Mapping[Phase, int] = {phase: table for table, phase in enumerate(PHASES)}
+"""Which of a program's tables of schedules a phase runs by."""
+
 _log = logging.getLogger(__name__)
 
 
 class LocalRanks:
     """One rank, in this process. Calls are for one thread at a time; that thread stays pinned until `close`.
 
-    kv_slots: positions that all sequences together may hold. RanksError if a plan cannot be run here or the
+    kv_slots: positions that all sequences together may hold. schedules: a lookup for each phase; prefill's
+    says by which arithmetic every weight is computed, in both. RanksError if a plan cannot be run here or the
     memory is not there; ModelError if no kernel computes this model.
     """
 
@@ -48,6 +53,7 @@ class LocalRanks:
         kv_slots: int,
         max_batch_tokens: int,
         max_sequences: int,
+        schedules: Mapping[Phase, ScheduleLookup] | None = None,
     ) -> None:
         cores = {phase: _only_rank(plan) for phase, plan in plans.items()}
         self.kv_bytes_per_slot = kv_bytes_per_slot(model)
@@ -67,7 +73,8 @@ class LocalRanks:
             threads=max(len(members) for members in cores.values()),
         )
         self._logit_rows = capacity.logit_rows
-        self._program: Program | None = build_program(model, capacity, _check_memory)
+        lookups = [schedules[phase] for phase in PHASES] if schedules else []
+        self._program: Program | None = build_program(model, capacity, _check_memory, lookups)
         self._logits: Logits = np.asarray(self._program)
 
     def forward(self, batch: Batch) -> Logits:
@@ -77,10 +84,10 @@ class LocalRanks:
         """
         program, team = self._running(batch.phase)
         if batch.phase == "decode" or batch.n_tokens <= self._step_tokens:
-            return self._logits[: self._run(program, team, batch.slices)]
+            return self._logits[: self._run(program, team, batch.slices, batch.phase)]
         rows = []
         for step in _steps(batch.slices, self._step_tokens):
-            n_rows = self._run(program, team, step)
+            n_rows = self._run(program, team, step, batch.phase)
             rows.append(self._logits[:n_rows].copy())
         return np.concatenate(rows)
 
@@ -90,7 +97,7 @@ class LocalRanks:
         out = np.empty((batch.n_tokens, self._vocab), dtype=np.float32)
         done = 0
         for step in _steps(batch.slices, min(self._step_tokens, self._logit_rows)):
-            n_rows = program.run(team, step, every_row=True)
+            n_rows = program.run(team, step, every_row=True, table=_TABLES[batch.phase])
             out[done : done + n_rows] = self._logits[:n_rows]
             done += n_rows
         return out
@@ -129,8 +136,8 @@ class LocalRanks:
             self._last = team
         return self._program, team
 
-    def _run(self, program: Program, team: Team, slices: Iterable[SequenceSlice]) -> int:
-        n_rows = program.run(team, slices)
+    def _run(self, program: Program, team: Team, slices: Iterable[SequenceSlice], phase: Phase) -> int:
+        n_rows = program.run(team, slices, table=_TABLES[phase])
         if not self._warned and team.misplaced():
             self._warned = True
             _log.warning(

@@ -18,6 +18,7 @@ from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
 from phasewise.serving.ranks import STEP_TOKENS, LocalRanks
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
+from phasewise.serving.schedules import ScheduleLookup
 from phasewise.serving.tokenizer import DetokenizeStream, Tokenizer
 from phasewise.tuner.plans import ServicePlan
 
@@ -124,12 +125,19 @@ class OpenEngine:
 
 
 def open_engine(
-    model: PackedModel, plans: Plans, size: EngineSize, text: ModelText | None = None
+    model: PackedModel,
+    plans: Plans,
+    size: EngineSize,
+    text: ModelText | None = None,
+    schedules: Mapping[Phase, ScheduleLookup] | None = None,
 ) -> OpenEngine:
-    """Start the ranks and put the model into them. Raises ServingError where this machine cannot."""
+    """Start the ranks and put the model into them; without schedules all runs by default ones.
+
+    Raises ServingError where this machine cannot.
+    """
     text = text or ModelText(model)
     step_tokens = max(size.max_batch_tokens, size.max_sequences)  # a decode step has a token of each sequence
-    ranks = LocalRanks(model, plans, size.kv_slots, step_tokens, size.max_sequences)
+    ranks = LocalRanks(model, plans, size.kv_slots, step_tokens, size.max_sequences, schedules)
     limits = SchedulerLimits(size.context_length, size.max_batch_tokens, size.max_sequences)
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
     engine = Engine(ranks, vocabulary, Scheduler(BlockPool(size.kv_slots), limits))

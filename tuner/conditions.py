@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 DISTURBED_SHARE = 0.05
 """Steal and others together, as a share of the cores' time, from which on a timing counts as disturbed."""
@@ -48,10 +49,6 @@ class Conditions:
     others: float
     """Share that other processes of this machine took."""
     mhz: float | None
-
-    @property
-    def is_disturbed(self) -> bool:
-        return self.steal + self.others > DISTURBED_SHARE
 
     def fields(self) -> dict[str, float]:
         """As the database keeps them."""
@@ -107,7 +104,12 @@ class Watch:
         return Look(parse_ticks(stat, self._cpus), time.process_time(), parse_mhz(cpuinfo, self._cpus))
 
 
-def summary(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over laps, for one line at the end of a run."""
+def is_disturbed(conditions: Mapping[str, float]) -> bool:
+    """Of `Conditions.fields`: others took a noticeable share of the cores."""
+    return conditions.get("steal", 0.0) + conditions.get("others", 0.0) > DISTURBED_SHARE
+
+
+def mean_conditions(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By name, the mean over the laps that have it."""
     names = dict.fromkeys(name for lap in laps for name in lap)
-    return {name: sum(lap.get(name, 0.0) for lap in laps) / len(laps) for name in names}
+    return {name: fmean(lap[name] for lap in laps if name in lap) for name in names}

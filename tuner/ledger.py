@@ -1,7 +1,7 @@
 """What is known about the products of one kind of machine: the database's rows, and those that a run adds.
 
 A timing that was paid for is never paid for again: the i-th stored sample of a schedule answers the i-th
-time that a search asks for it. So a run resumes by asking again, and two runs that share a database share work.
+time that a search asks for it. So a run resumes by asking again, and runs that share a database share work.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ledger:
         self._verdicts: dict[Problem, list[Promotion]] = {}
 
     def samples(self, problem: Problem) -> Mapping[Schedule, Sequence[Sample]]:
-        """By schedule, oldest first. The first look at a weight reads the rows of all its problems at once."""
+        """By schedule, oldest first. The first look at a weight reads the rows of all its m at once."""
         if problem not in self._samples:
             known = set(self._samples)
             for row in self._store.measurements_of_every_m(problem, *self._key):

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels import limits as loops
@@ -63,6 +64,44 @@ def read_bandwidth(cores: Sequence[int], total_bytes: int = DEFAULT_READ_BYTES, 
         return lambda: loops.read(buffer)
 
     return _best_rate(prepare, cores, repeats)
+
+
+class StreamingRead:
+    """Reading as a limit that stands beside other timings: the same buffers again and again, one a core.
+
+    Memory changes its pace within a second, so a share of the bandwidth is taken of what was read beside it.
+    """
+
+    def __init__(self, cores: Sequence[int], total_bytes: int = DEFAULT_READ_BYTES) -> None:
+        share_bytes = max(1 << 16, total_bytes // len(cores))
+        self._gate = threading.Barrier(len(cores))
+        self._readers = [ThreadPoolExecutor(max_workers=1) for _ in cores]
+        opening = [
+            reader.submit(_pinned_buffer, core, share_bytes)
+            for reader, core in zip(self._readers, cores, strict=True)
+        ]
+        self._buffers = [opened.result() for opened in opening]
+
+    def rate(self, passes: int = 2) -> float:
+        """Bytes per second of the best of `passes` over all buffers."""
+
+        def spans(buffer: npt.NDArray[np.uint8]) -> list[tuple[int, int, int]]:
+            return [_span(self._gate, lambda: loops.read(buffer)) for _ in range(passes)]
+
+        members = [
+            reader.submit(spans, buffer) for reader, buffer in zip(self._readers, self._buffers, strict=True)
+        ]
+        return max(_rate(turn) for turn in zip(*(member.result() for member in members), strict=True))
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.shutdown()
+
+
+def _pinned_buffer(core: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    """The calling thread stays on `core`, which touches the buffer that it will read."""
+    os.sched_setaffinity(0, {core})  # 0 is the calling thread
+    return np.ones(size_bytes, dtype=np.uint8)
 
 
 def measure_limits(cores: Sequence[int], read_buffer_bytes: int = DEFAULT_READ_BYTES) -> MachineLimits:

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels import _native, packing
 from phasewise.cython_kernels.packing import PackedWeight
-from phasewise.kerneldb.records import PANEL_COLUMNS, Comparison, Problem, Sample, Schedule
+from phasewise.kerneldb.records import MAX_K_PARTS, PANEL_COLUMNS, Comparison, Problem, Sample, Schedule
 from phasewise.topology import Kind, Machine
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Conditions, Watch
 from phasewise.tuner.errors import TunerError
+from phasewise.tuner.run import Duel
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
-from phasewise.tuner.weights import copies_of, format_name, random_weight
+from phasewise.tuner.weights import blank_weight, copies_of, kind_of, random_weight
 
 ACCURACY = {"f32": 2.0**-16, "bf16": 2.0**-7}
 """Largest error of a product, relative to its largest value, that a way of computing a format may have."""
@@ -88,27 +89,26 @@ def arithmetic_of(schedule: Schedule) -> Arithmetic:
     return Arithmetic(schedule.compute_path, schedule.k_parts)
 
 
-def numeric_error(weight: PackedWeight, arithmetic: Arithmetic) -> float:
+@cache
+def numeric_error(weight_format: str, n: int, k: int, arithmetic: Arithmetic) -> float:
     """Largest error of a few rows and columns against float64, relative to the largest value there.
 
     It holds for every m and schedule, because none of them changes a bit.
     """
-    panels = min(len(weight.values), REFERENCE_COLUMNS // packing.PANEL)
-    arrays = {name: getattr(weight, name) for name in ("values", "scales", "mins")}
-    cut = {name: a if a is None else np.ascontiguousarray(a[:panels]) for name, a in arrays.items()}
-    part = replace(weight, n=min(weight.n, panels * packing.PANEL), **cut)
-    x = np.random.default_rng(1).uniform(-1, 1, (REFERENCE_ROWS, weight.k)).astype(np.float32)
-    found = _native.gemm(x, part, path=arithmetic.compute_path, k_parts=arithmetic.k_parts)
-    expected = x.astype(np.float64) @ packing.unpack(part).astype(np.float64).T
+    weight = random_weight(weight_format, min(n, REFERENCE_COLUMNS), k)
+    x = np.random.default_rng(1).uniform(-1, 1, (REFERENCE_ROWS, k)).astype(np.float32)
+    found = _native.gemm(x, weight, path=arithmetic.compute_path, k_parts=arithmetic.k_parts)
+    expected = x.astype(np.float64) @ packing.unpack(weight).astype(np.float64).T
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def arithmetics(weight: PackedWeight, threads: int) -> tuple[Arithmetic, ...]:
-    """The ways of computing this weight that keep its format's accuracy, the default one first."""
-    paths = [Arithmetic(path) for path in _native.compute_paths(weight.kind)]
-    split = [Arithmetic(paths[0].compute_path, min(threads, 64))] if threads > 1 else []
-    limit = ACCURACY.get(format_name(weight), ACCURACY_OF_QUANTISED)
-    return (paths[0], *(one for one in (*paths[1:], *split) if numeric_error(weight, one) <= limit))
+def arithmetics(weight_format: str, n: int, k: int, threads: int) -> tuple[Arithmetic, ...]:
+    """The ways of computing such a weight that keep its format's accuracy, the default one first."""
+    default, *others = (Arithmetic(path) for path in _native.compute_paths(kind_of(weight_format)))
+    if threads > 1:
+        others.append(Arithmetic(default.compute_path, min(threads, MAX_K_PARTS)))
+    limit = ACCURACY.get(weight_format, ACCURACY_OF_QUANTISED)
+    return (default, *(one for one in others if numeric_error(weight_format, n, k, one) <= limit))
 
 
 def micro_kernels(kind: packing.Kind, path: str) -> tuple[MicroKernel, ...]:
@@ -130,8 +130,8 @@ def core_caches(machine: Machine, cores: Sequence[int]) -> Caches:
 
 def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -> Group:
     """All that the search needs to know about products with one weight on a team of `threads`."""
-    weight = random_weight(weight_format, n, k)
-    ways = arithmetics(weight, threads)
+    weight = blank_weight(weight_format, n, k)
+    ways = arithmetics(weight_format, n, k, threads)
     return Group(
         format=weight_format,
         n=n,
@@ -146,15 +146,6 @@ def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -
 
 
 # ---- timing ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Duel:
-    """Two schedules timed in pairs: what it says, and the samples of each."""
-
-    comparison: Comparison
-    incumbent: Sample
-    candidate: Sample
 
 
 class NativeEvaluator:
@@ -229,12 +220,6 @@ class _Weights:
     def __init__(self, shape: tuple[str, int, int], total_bytes: int) -> None:
         self.shape = shape
         self.copies = copies_of(random_weight(*shape), total_bytes)
-        self._errors: dict[Arithmetic, float] = {}
-
-    def numeric_error(self, arithmetic: Arithmetic) -> float:
-        if arithmetic not in self._errors:
-            self._errors[arithmetic] = numeric_error(self.copies[0], arithmetic)
-        return self._errors[arithmetic]
 
 
 class _Product:
@@ -244,7 +229,7 @@ class _Product:
         self._native = _native.TeamProduct(
             team, weights.copies, m, arithmetic.compute_path, arithmetic.k_parts
         )
-        self.numeric_error = weights.numeric_error(arithmetic)
+        self.numeric_error = numeric_error(*weights.shape, arithmetic)
         self._native.time(None, 1)
         self._expected = self._native.result()
 

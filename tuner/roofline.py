@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phasewise.cython_kernels import limits
@@ -10,6 +10,8 @@ from phasewise.tuner.limits import peak_flops, read_bandwidth
 
 FLOAT_BYTES = 4
 """Of an activation, before and after a product."""
+
+READ_PASSES = 12
 
 
 def peak_kinds(weight_format: str) -> tuple[str, ...]:
@@ -40,7 +42,11 @@ class Roofline:
         return max(2 * m * n * k / peak, moved_bytes / self.read_bytes_per_s) * 1e9
 
 
-def measure_roofline(cores: Sequence[int], read_buffer_bytes: int) -> Roofline:
-    """Of the instruction set in use; `read_buffer_bytes` is what the timed weights take together."""
-    peaks = {kind: peak_flops(kind, cores) for kind in limits.KINDS}
-    return Roofline(peaks, read_bandwidth(cores, read_buffer_bytes))
+def measure_roofline(cores: Sequence[int], formats: Iterable[str], read_buffer_bytes: int) -> Roofline:
+    """Of the instruction set in use, for weights of these formats; about a second.
+
+    `read_buffer_bytes` is what the timed weights take together.
+    """
+    kinds = dict.fromkeys(kind for one in formats for kind in peak_kinds(one))
+    peaks = {kind: peak_flops(kind, cores) for kind in kinds}
+    return Roofline(peaks, read_bandwidth(cores, read_buffer_bytes, READ_PASSES))

@@ -32,26 +32,35 @@ def format_name(weight: PackedWeight) -> str:
 def random_weight(weight_format: str, n: int, k: int, seed: int = 0) -> PackedWeight:
     """A weight of a format (`format_name`), made of random panels."""
     rng = np.random.default_rng(seed)
+    weight = blank_weight(weight_format, n, k)
+    shape = weight.values.shape
+    if weight.kind == "f32":
+        return replace(weight, values=rng.standard_normal(shape, dtype=np.float32))
+    if weight.kind == "bf16":
+        return replace(weight, values=packing.to_bf16(rng.standard_normal(shape, dtype=np.float32)))
+    assert weight.scales is not None
+    steps = rng.random(weight.scales.shape, dtype=np.float32) / 100 + np.float32(0.01)
+    scales = steps.astype(weight.scales.dtype)
+    return replace(
+        weight,
+        values=rng.integers(0, 256, shape, dtype=np.uint8),
+        scales=scales,
+        mins=None if weight.mins is None else scales * scales.dtype.type(-8),
+    )
+
+
+def blank_weight(weight_format: str, n: int, k: int) -> PackedWeight:
+    """A weight whose arrays hold nothing yet, for what looks at sizes only; it takes no memory."""
     kind = kind_of(weight_format)
-    shape = packing.values_shape(kind, n, k)
-    if kind == "f32":
-        return PackedWeight(kind, n, k, 0, 0, rng.standard_normal(shape, dtype=np.float32), None, None)
-    if kind == "bf16":
-        values = packing.to_bf16(rng.standard_normal(shape, dtype=np.float32))
+    values = np.empty(packing.values_shape(kind, n, k), dtype=packing.values_dtype(kind))
+    if kind in ("f32", "bf16"):
         return PackedWeight(kind, n, k, 0, 0, values, None, None)
-    suffix = weight_format.removeprefix("int8").removeprefix("int4")
-    group = {"": 32, "m": 32, "g16": 16, "c": 0}[suffix]
-    values = rng.integers(0, 256, shape, dtype=np.uint8)
-    scales = _random_scales(rng, n, k, group)
-    mins = scales * np.float16(-8) if suffix == "m" else None
-    zero_point = 0 if suffix == "m" else 128 if kind == "q8" else 8
-    return PackedWeight(kind, n, k, group, zero_point, values, scales, mins)
-
-
-def _random_scales(rng: np.random.Generator, n: int, k: int, group: int) -> Array:
-    shape = packing.scales_shape(n, k, group)
-    dtype = np.float16 if group else np.float32
-    return (rng.random(shape, dtype=np.float32) / 100 + np.float32(0.01)).astype(dtype)
+    grouping = weight_format.removeprefix("int8").removeprefix("int4")
+    group = {"": 32, "m": 32, "g16": 16, "c": 0}[grouping]
+    scales = np.empty(packing.scales_shape(n, k, group), dtype=np.float16 if group else np.float32)
+    if grouping == "m":
+        return PackedWeight(kind, n, k, group, 0, values, scales, np.empty_like(scales))
+    return PackedWeight(kind, n, k, group, 128 if kind == "q8" else 8, values, scales, None)
 
 
 def kind_of(weight_format: str) -> packing.Kind:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phasewise.cli.options import (
     DbOption,
+    ExplainOption,
     FormatOption,
     JsonOption,
     ModelArgument,
@@ -18,9 +21,14 @@ from phasewise.cli.options import (
 from phasewise.cli.present import note, print_json
 
 if TYPE_CHECKING:
+    from phasewise.cli.bench_kernels import Grid
     from phasewise.tuner.limits import MachineLimits
 
 app = typer.Typer(no_args_is_help=True, help="Measure speeds and the machine's limits.")
+
+MAX_M = 1 << 16
+MAX_SIDE = 1 << 20
+"""Of a product that is asked for on the command line."""
 
 
 class Output(StrEnum):
@@ -31,6 +39,14 @@ class Output(StrEnum):
     json = "json"
     jsonl = "jsonl"
     sql = "sql"
+
+
+class Table(StrEnum):
+    """How the rows of `bench kernels` are printed."""
+
+    md = "md"
+    csv = "csv"
+    json = "json"
 
 
 def _counts(text: str) -> list[int]:
@@ -102,10 +118,13 @@ def run(
     weight_format: FormatOption = WeightFormat.native,
     threads: ThreadsOption = None,
     db: DbOption = None,
+    explain: ExplainOption = False,
 ) -> None:
     """Time prefill (-p) and decode (-n) of MODEL, with llama-bench's field names."""
     from phasewise.cli.bench_formats import FORMATS
     from phasewise.cli.bench_run import bench_rows, open_ranks
+    from phasewise.cli.opening import open_model
+    from phasewise.serving.ranks import STEP_TOKENS
     from phasewise.serving.throughput import Workload
 
     workloads = [
@@ -115,6 +134,108 @@ def run(
     ]
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
-    with open_ranks(model, weight_format, threads, db, workloads) as opened:
+    found = open_model(model, weight_format, threads, db)
+    if explain:
+        found.explain(STEP_TOKENS, max(workload.n_sequences for workload in workloads))
+    with open_ranks(found, workloads) as opened:
         rows = list(bench_rows(opened, workloads, repetitions))
     print(FORMATS[output.value](rows), end="")
+
+
+@app.command("kernels")
+def kernels(
+    formats: Annotated[
+        str, typer.Option("--format", help="weight formats, e.g. f32,bf16,int8,int8c,int4")
+    ] = "bf16",
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape", metavar="N,K|NAME", help="outputs and inputs, or the layers of a model; again for more"
+        ),
+    ] = None,
+    ms: Annotated[str, typer.Option("--m", help="rows of activations")] = "1,8,64",
+    threads: ThreadsOption = None,
+    peers: Annotated[
+        str, typer.Option("--peers", metavar="auto|none|LIST", help="torch, mkl, openblas, openvino, ggml")
+    ] = "auto",
+    rounds: Annotated[int, typer.Option("-r", "--rounds", min=1, max=1000)] = 7,
+    cold_mib: Annotated[
+        int | None,
+        typer.Option(
+            "--cold-mib", min=1, max=1 << 16, help="weights in turn [default: twice the last cache]"
+        ),
+    ] = None,
+    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="throughput over m, with the limit")
+    ] = None,
+    db: DbOption = None,
+) -> None:
+    """Time matrix products beside the machine's limits and beside every peer that is installed, in turns.
+
+    Peers run under the interpreter that PHASEWISE_PEERS_PYTHON names, or this one. Named shapes:
+    smollm2-135m, llama-1.3b, llama-3-8b.
+    """
+    from phasewise.cli.bench_kernels import kernel_rows, schedules_of
+    from phasewise.cli.kernel_formats import FORMATS, draw_rows
+    from phasewise.cli.kernel_peers import opened_peers
+
+    grid = _grid(formats, shapes or ["smollm2-135m"], ms, threads, rounds, cold_mib)
+    if plot is not None and not (plot.parent.is_dir() and os.access(plot.parent, os.W_OK)):
+        raise typer.BadParameter(f"{plot.parent} is not a folder that can be written to")
+    with opened_peers(_peer_names(peers), grid.cores) as found:
+        rows = list(kernel_rows(grid, found, schedules_of(db, grid.cores)))
+    print(FORMATS[output.value](rows), end="")
+    if plot is not None:
+        plot.write_text(draw_rows(rows), encoding="utf-8")
+
+
+def _grid(
+    formats: str, shapes: list[str], ms: str, threads: int | None, rounds: int, cold_mib: int | None
+) -> Grid:
+    from phasewise.cli.bench_kernels import BITS, Grid
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import default_plan
+    from phasewise.tuner.weights import cold_bytes
+
+    names = [name.strip() for name in formats.split(",")]
+    if not set(names) <= set(BITS):
+        raise typer.BadParameter(f"{formats!r} is not a list of formats: {', '.join(BITS)}")
+    rows = _counts(ms)
+    if not rows or max(rows) > MAX_M:
+        raise typer.BadParameter(f"--m takes numbers of rows from 1 to {MAX_M}")
+    machine = read_machine()
+    return Grid(
+        formats=names,
+        shapes=[shape for text in shapes for shape in _shapes(text)],
+        ms=rows,
+        cores=default_plan(machine, "decode", threads).ranks[0].cores,
+        rounds=rounds,
+        cold_bytes=cold_bytes(machine) if cold_mib is None else cold_mib << 20,
+    )
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    """`576,1536`, or the shapes of a model by its name."""
+    from phasewise.cli.bench_kernels import SHAPES
+
+    if text in SHAPES:
+        return list(SHAPES[text])
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdecimal() and 1 <= int(part) <= MAX_SIDE for part in parts):
+        raise typer.BadParameter(
+            f"{text!r} is neither N,K (each 1 to {MAX_SIDE}) nor one of {', '.join(SHAPES)}"
+        )
+    return [(int(parts[0]), int(parts[1]))]
+
+
+def _peer_names(text: str) -> list[str] | None:
+    """None: all that are installed."""
+    from phasewise.cli.kernel_peers import NAMES
+
+    if text == "auto":
+        return None
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    if not set(names) <= set(NAMES):
+        raise typer.BadParameter(f"{text!r} is neither auto nor none nor a list of {', '.join(NAMES)}")
+    return names

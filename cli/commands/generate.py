@@ -10,6 +10,7 @@ import typer
 from phasewise.cli.opening import open_model, plan_fields
 from phasewise.cli.options import (
     DbOption,
+    ExplainOption,
     FormatOption,
     JsonOption,
     ModelArgument,
@@ -44,6 +45,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on past the end token")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="the prompt is a user's message: template it")] = False,
     db: DbOption = None,
+    explain: ExplainOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, or with --chat answer a message.
@@ -53,6 +55,7 @@ def generate(
     The prompt is taken as it is, as by llama.cpp's -p. Special tokens written
     in it are recognised.
     """
+    from phasewise.cli.schedules import uses_fields
     from phasewise.serving.messages import Submit
     from phasewise.serving.one_answer import OneAnswer
     from phasewise.serving.sampling import SamplingParams
@@ -62,17 +65,19 @@ def generate(
         raise typer.BadParameter("a stop text must not be empty")
     sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, repetition_penalty)
     text = _read_stdin() if prompt == "-" else prompt
-    packed, plans = open_model(model, weight_format, threads, db)
+    found = open_model(model, weight_format, threads, db)
+    packed = found.model
     model_text = ModelText(packed)
     prompt_ids = tuple(model_text.chat_prompt(text) if chat else model_text.encode(text, True))
     size = EngineSize.for_one(packed, len(prompt_ids), n_tokens)
+    uses = found.explain(size.max_batch_tokens, size.max_sequences) if explain else None
     answer = OneAnswer(Submit("generate", prompt_ids, n_tokens, sampling, tuple(stop or ()), ignore_eos))
-    with open_engine(packed, plans, size, model_text) as opened:
+    with open_engine(packed, found.plans, size, model_text, found.schedules) as opened:
         for piece in answer.pieces(opened.engine):
             if not as_json:
                 typer.echo(piece.encode("utf-8"), nl=False)
     if as_json:
-        print_json(_fields(answer, opened))
+        print_json(_fields(answer, opened) | ({} if uses is None else {"schedules": uses_fields(uses)}))
     else:
         typer.echo()
         note(_summary(answer))

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise.cli.opening import open_model
-from phasewise.cli.options import DbOption, FormatOption, ModelArgument, ThreadsOption, WeightFormat
+from phasewise.cli.options import (
+    DbOption,
+    ExplainOption,
+    FormatOption,
+    ModelArgument,
+    ThreadsOption,
+    WeightFormat,
+)
 from phasewise.cli.present import note
 
 if TYPE_CHECKING:
@@ -52,6 +59,7 @@ def serve(
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="answers that may wait; beyond it, 429")] = 224,
     db: DbOption = None,
+    explain: ExplainOption = False,
 ) -> None:
     """Serve MODEL through the OpenAI API.
 
@@ -69,10 +77,12 @@ def serve(
         raise typer.BadParameter("an API key must not be empty")
     kv_bytes = None if kv_budget is None else parse_bytes(kv_budget)
     with bind(host, port) as listener:  # before the model: a port in use is told at once
-        packed, plans = open_model(model, weight_format, threads, db)
-        size = EngineSize.for_many(packed, max_sequences, context, kv_bytes)
+        found = open_model(model, weight_format, threads, db)
+        size = EngineSize.for_many(found.model, max_sequences, context, kv_bytes)
+        if explain:
+            found.explain(size.max_batch_tokens, size.max_sequences)
         with keeping_affinity():
-            opened = open_engine(packed, plans, size)
+            opened = open_engine(found.model, found.plans, size, schedules=found.schedules)
         note(_describe(opened))
         limits = HttpLimits(tuple(api_key or ()), max_live_requests=max_sequences + max_waiting)
         with opened:

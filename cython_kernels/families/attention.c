@@ -18,6 +18,9 @@ enum { ATTEND_ROWS = 12, ATTEND_PANELS = 2 }; /* 24 sums, 2 vectors of keys and 
 #elif defined(__AVX2__)
 enum { ATTEND_ROWS = 6, ATTEND_PANELS = 1 }; /* 12 sums, 2 vectors of keys and one of queries: 15 of 16 registers */
 #define FOR_EACH_ATTEND(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#elif defined(PW_NEON)
+enum { ATTEND_ROWS = 6, ATTEND_PANELS = 1 }; /* 24 sums, 4 vectors of keys and one of queries: 29 of 32 registers */
+#define FOR_EACH_ATTEND(X) X(1) X(2) X(3) X(4) X(5) X(6)
 #else
 enum { ATTEND_ROWS = 2, ATTEND_PANELS = 1 };
 #define FOR_EACH_ATTEND(X) X(1) X(2)

@@ -265,6 +265,7 @@ static void run_strip(const walk *k, const strip *s) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
     tile_call t = first_call(k, s->panels, s->pass), weights = t;
     if (k->staged) stage(k, &t, bytes);
+    int looks_ahead = k->prefetch_bytes && s->rows.end - s->rows.begin > k->mr;
     const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
     for (int64_t row = s->rows.begin; row < s->rows.end; row += t.mr) {
         t.mr = (int)at_most(k->mr, s->rows.end - row);
@@ -272,7 +273,7 @@ static void run_strip(const walk *k, const strip *s) {
         t.rows = block + row * t.row_bytes;
         t.row_scales = rows + row * t.row_bytes + column_values_bytes(k->w->k);
         t.row_biases = t.row_scales + COLUMN_SCALE_BYTES + 4 * s->pass->steps.begin;
-        if (k->prefetch_bytes && s->rows.end - s->rows.begin > k->mr) look_ahead(k, &weights, &t, s, row);
+        if (looks_ahead) look_ahead(k, &weights, &t, s, row);
         run_tile(k, kernel, &t, s, row);
         t.prefetch_bytes = t.prefetch_jump = 0; /* the other rows find the weights in L1 */
     }

@@ -16,14 +16,15 @@ PW_INLINE int inputs_per_vector_row(int kind) { return 1 << kind; }
 enum { FLOAT_BIAS_BITS = 0x4B400000 };
 
 /* A group of quantised activations: the values in the order of the ISA's dots, then
- * float scale; int32 FLOAT_BIAS_BITS - zero_point * sum(q); float scale * sum(q). */
+ * float scale; int32 FLOAT_BIAS_BITS + (Q8_WEIGHT_OFFSET - zero_point) * sum(q), q4 without the offset;
+ * float scale * sum(q). */
 PW_INLINE int64_t group_values_bytes(int kind, int group) {
     return kind == PW_Q8 ? group * Q8_ACTIVATION_BYTES : group;
 }
 PW_INLINE int64_t group_block_bytes(int kind, int group) { return group_values_bytes(kind, group) + 12; }
 
 /* A quantised row with one scale: its values, then its fields:
- * float scale; int32 -zero_point * sum(q of the first 32 i) for i = 0.. padded k / 32. */
+ * float scale; int32 (Q8_WEIGHT_OFFSET - zero_point) * sum(q of the first 32 i) for i = 0.. padded k / 32. */
 enum { COLUMN_SCALE_BYTES = 4 };
 PW_INLINE int64_t column_values_bytes(int64_t k) { return pw_padded_k(k) * Q8_ACTIVATION_BYTES; }
 

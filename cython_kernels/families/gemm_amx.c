@@ -69,9 +69,9 @@ PW_INLINE void bf16_tile_sized(const tile_call *t, int lower, int np) {
     float sums[MAX_MR * 2 * PW_PANEL] __attribute__((aligned(64)));
     bf16_tile_store(sums, np * PW_PANEL, lower, np);
     for (int r = 0; r < t->mr; ++r) {
-        for (int c = 0; c < np; ++c) {
-            float *out = t->out + r * t->out_stride + c * PW_PANEL;
-            v_store(out, v_add(v_load(out), v_load(sums + (r * np + c) * PW_PANEL)));
+        for (int c = 0; c < np * PW_PANEL; c += LANES) {
+            float *out = t->out + r * t->out_stride + c;
+            v_store(out, v_add(v_load(out), v_load(sums + r * np * PW_PANEL + c)));
         }
     }
 }

@@ -56,17 +56,17 @@ static int stage_offsets(const float *scales, int64_t count, float *offsets) {
 }
 #endif
 
-/* q4 [panels][t->steps][4][16][4] to q8 [panels][t->steps][8][16][4]. */
+/* q4 [panels][t->steps][4][16][4] to what the dots of q8 read as these nibbles, [panels][t->steps][8][16][4]. */
 static void stage_nibbles(const tile_call *t, uint8_t *to) {
-    vi nibble = vi_set1(0x0F0F0F0F);
+    vi nibble = vi_set1(0x0F0F0F0F), offset = vi_set1((int32_t)(Q8_WEIGHT_OFFSET * 0x01010101u));
     int64_t vector_rows = t->steps * PW_K_MULTIPLE / inputs_per_vector_row(PW_Q4);
     for (int64_t panel = 0; panel < t->panels; ++panel) {
         const uint8_t *from = t->values + panel * t->panel_bytes;
         for (int64_t i = 0; i < vector_rows; ++i, from += VECTOR_ROW_BYTES, to += 2 * VECTOR_ROW_BYTES) {
             PW_UNROLL for (int v = 0; v < VECTOR_ROW_BYTES; v += LANES * 4) {
                 vi pairs = vi_load(from + v);
-                vi_store(to + v, vi_and(pairs, nibble));
-                vi_store(to + VECTOR_ROW_BYTES + v, vi_and(vi_shr(pairs, 4), nibble));
+                vi_store(to + v, vi_or(vi_and(pairs, nibble), offset));
+                vi_store(to + VECTOR_ROW_BYTES + v, vi_or(vi_and(vi_shr(pairs, 4), nibble), offset));
             }
         }
     }

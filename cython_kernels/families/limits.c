@@ -8,7 +8,28 @@
 #include <immintrin.h>
 #endif
 
+#if defined(PW_NEON)
+/* Four ports of 4 cycles of latency want sixteen accumulators; 24 and 25 hold the operands, 26 is free. */
+enum { LIMIT_ACCUMULATORS = 24 };
+#define LIMIT_EACH "0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23"
+#define LIMIT_LOOP(body, ops_per_accumulator)                                                                  \
+    uint64_t left = rounds | 1;                                                                                \
+    __asm__ volatile(".irp r," LIMIT_EACH ",24,25\n\t"                                                          \
+                     "movi v\\r\\().4s, #0\n\t"                                                                \
+                     ".endr\n"                                                                                 \
+                     "1:\n\t"                                                                                  \
+                     ".irp r," LIMIT_EACH "\n\t" body "\n\t"                                                   \
+                     ".endr\n\t"                                                                               \
+                     "subs %0, %0, #1\n\t"                                                                     \
+                     "b.ne 1b"                                                                                 \
+                     : "+r"(left)::"v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11",   \
+                       "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23",     \
+                       "v24", "v25", "v26", "cc");                                                             \
+    return (rounds | 1) * LIMIT_ACCUMULATORS * (ops_per_accumulator);
+#define LIMIT_STEP(name, sums, operands) name " v\\r\\()." sums ", v24." operands ", v25." operands
+#else
 enum { LIMIT_ACCUMULATORS = 12 };
+#endif
 
 #if defined(__AVX2__)
 /* `rounds` times: the instructions of `body` for each accumulator \r; 12 and 13 hold the operands, 14 is free. */
@@ -36,6 +57,8 @@ uint64_t ISA(limit_f32)(uint64_t rounds) {
     LIMIT_LOOP(LIMIT_STEP("zmm", "vfmadd231ps"), 16 * 2)
 #elif defined(__FMA__)
     LIMIT_LOOP(LIMIT_STEP("ymm", "vfmadd231ps"), 8 * 2)
+#elif defined(PW_NEON)
+    LIMIT_LOOP(LIMIT_STEP("fmla", "4s", "4s"), 4 * 2)
 #else
     /* No fused multiply-add in the baseline: four-lane multiplies and adds in the compiler's own words. */
     typedef float v4 __attribute__((vector_size(16)));
@@ -76,6 +99,8 @@ uint64_t ISA(limit_bf16)(uint64_t rounds) {
     LIMIT_TILES(_tile_dpbf16ps, 16 * 16 * 32 * 2)
 #elif defined(__AVX512BF16__)
     LIMIT_LOOP(LIMIT_STEP("zmm", "vdpbf16ps"), 32 * 2)
+#elif defined(PW_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    LIMIT_LOOP(LIMIT_STEP("bfdot", "4s", "8h"), 8 * 2)
 #else
     return ISA(limit_f32)(rounds); /* weights are widened and multiplied as f32 */
 #endif
@@ -86,10 +111,18 @@ uint64_t ISA(limit_int8)(uint64_t rounds) {
     LIMIT_TILES(_tile_dpbusd, 16 * 16 * 64 * 2)
 #elif defined(__AVX512VNNI__)
     LIMIT_LOOP(LIMIT_STEP("zmm", "vpdpbusd"), 64 * 2)
+#elif defined(__AVXVNNI__)
+    LIMIT_LOOP("%{vex%} " LIMIT_STEP("ymm", "vpdpbusd"), 32 * 2)
 #elif defined(__AVX512BW__)
     LIMIT_LOOP(LIMIT_MADD("zmm"), 32 * 2)
 #elif defined(__AVX2__)
     LIMIT_LOOP(LIMIT_MADD("ymm"), 16 * 2)
+#elif defined(PW_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+    LIMIT_LOOP(LIMIT_STEP("usdot", "4s", "16b"), 16 * 2)
+#elif defined(PW_NEON) && defined(__ARM_FEATURE_DOTPROD)
+    LIMIT_LOOP(LIMIT_STEP("sdot", "4s", "16b"), 16 * 2)
+#elif defined(PW_NEON)
+    LIMIT_LOOP("smull v26.8h, v24.8b, v25.8b\n\tsadalp v\\r\\().4s, v26.8h", 8 * 2)
 #else
     return ISA(limit_f32)(rounds);
 #endif
@@ -110,6 +143,9 @@ uint64_t ISA(limit_read)(const void *buffer, size_t bytes) {
 #elif defined(__AVX2__)
                 __asm__ volatile("vmovups %0, %%ymm0" ::"m"(*(const char(*)[32])(block + line)) : "xmm0");
                 __asm__ volatile("vmovups %0, %%ymm0" ::"m"(*(const char(*)[32])(block + line + 32)) : "xmm0");
+#elif defined(PW_NEON)
+                __asm__ volatile("ldp q0, q1, %0" ::"Ump"(*(const __int128 *)(block + line)) : "v0", "v1");
+                __asm__ volatile("ldp q0, q1, %0" ::"Ump"(*(const __int128 *)(block + line + 32)) : "v0", "v1");
 #else
                 for (int word = 0; word < 64; word += 8)
                     __asm__ volatile("" ::"r"(*(const uint64_t *)(block + line + word)));

@@ -95,7 +95,8 @@ PW_INLINE void quantise_group(int kind, int group, int32_t zero_point, const flo
     vi magnitude = vi_set1(0);
     for (int i = 0; i < group; i += LANES) magnitude = vi_max(magnitude, magnitudes(x + i));
     byte_scale s = byte_scale_of((uint32_t)vi_max_all(magnitude));
-    int32_t sum = quantise_values(group, x, s, q), bias = FLOAT_BIAS_BITS - zero_point * sum;
+    int32_t sum = quantise_values(group, x, s, q);
+    int32_t bias = FLOAT_BIAS_BITS + ((kind == PW_Q8 ? Q8_WEIGHT_OFFSET : 0) - zero_point) * sum;
     float scaled_sum = s.scale * (float)sum;
     write_values(kind, q, group, out);
     uint8_t *fields = out + group_values_bytes(kind, group);
@@ -139,7 +140,7 @@ static void quantise_column_row(int32_t zero_point, int64_t k, const float *x, u
         if (i + PW_K_MULTIPLE > k) memcpy(last, x + i, 4 * (size_t)(k - i));
         int32_t sum = quantise_values(PW_K_MULTIPLE, i + PW_K_MULTIPLE > k ? last : x + i, s, q);
         write_values(PW_Q8, q, PW_K_MULTIPLE, out);
-        bias -= (uint32_t)zero_point * (uint32_t)sum;
+        bias += (uint32_t)(Q8_WEIGHT_OFFSET - zero_point) * (uint32_t)sum;
         memcpy(fields + COLUMN_SCALE_BYTES + 4 * (i / PW_K_MULTIPLE + 1), &bias, 4);
     }
 }

@@ -1,4 +1,4 @@
-/* The vocabulary in AVX2 + FMA + F16C: eight lanes. */
+/* The vocabulary in AVX2 + FMA + F16C: eight lanes; with VNNI dots where the compiler is told of them. */
 #if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
 #error "compile this with -mavx2 -mfma -mf16c"
 #endif
@@ -73,14 +73,33 @@ PW_INLINE void vi_store_i8(int8_t *p, vi v) {
     _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
 }
 
-/* Dot words (gemm_quant.c). q8: maddubs would saturate where weights pass 127, so bytes are widened to 16 bits;
- * activations wait as (a0, a2), (a1, a3) in int16, which the widened weights meet without a shuffle. */
-enum { Q8_ACTIVATION_BYTES = 2 };
+/* Dot words (gemm_quant.c): quads of unsigned weights times quads of signed activations, exact in int32. */
+PW_INLINE vi quad_set1(const uint8_t *quads, int quad) {
+    int32_t four;
+    memcpy(&four, quads + 4 * quad, sizeof four);
+    return vi_set1(four);
+}
+#ifdef __AVXVNNI__
+enum { Q8_ACTIVATION_BYTES = 1, Q8_WEIGHT_OFFSET = 0 };
+typedef vi va8;
+PW_INLINE va8 va8_load(const uint8_t *quads, int quad) { return quad_set1(quads, quad); }
+PW_INLINE vi q8_begin(int32_t bias) { return vi_set1(bias); }
+PW_INLINE vi q8_dot(vi acc, vi w, va8 a) { /* assembly: see avx512.h */
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(a));
+    return acc;
+}
+typedef vi va4;
+PW_INLINE va4 va4_load(const uint8_t *quads, int quad) { return quad_set1(quads, quad); }
+PW_INLINE vi q4_begin(int32_t bias) { return vi_set1(bias); }
+PW_INLINE vi q4_dot(vi acc, vi w, va4 a) { return q8_dot(acc, w, a); }
+PW_INLINE vi q4_end(vi acc, int32_t bias) { (void)bias; return acc; }
+#else
+/* q8: maddubs would saturate where weights pass 127, so bytes are widened to 16 bits; activations wait as
+ * (a0, a2), (a1, a3) in int16, which the widened weights meet without a shuffle. */
+enum { Q8_ACTIVATION_BYTES = 2, Q8_WEIGHT_OFFSET = 0 };
 typedef struct { vi even, odd; } va8;
 PW_INLINE va8 va8_load(const uint8_t *quads, int quad) {
-    int32_t pair[2];
-    memcpy(pair, quads + 8 * quad, sizeof pair);
-    return (va8){vi_set1(pair[0]), vi_set1(pair[1])};
+    return (va8){quad_set1(quads, 2 * quad), quad_set1(quads, 2 * quad + 1)};
 }
 PW_INLINE vi q8_begin(int32_t bias) { return vi_set1(bias); }
 PW_INLINE vi q8_dot(vi acc, vi w, va8 a) {
@@ -90,23 +109,26 @@ PW_INLINE vi q8_dot(vi acc, vi w, va8 a) {
 }
 /* q4: 8 quads of |w a| <= 15 * 127, two products to a lane, stay below 2^15: sixteen bits hold a whole group. */
 typedef vi va4;
-PW_INLINE va4 va4_load(const uint8_t *quads, int quad) {
-    int32_t four;
-    memcpy(&four, quads + 4 * quad, sizeof four);
-    return vi_set1(four);
-}
+PW_INLINE va4 va4_load(const uint8_t *quads, int quad) { return quad_set1(quads, quad); }
 PW_INLINE vi q4_begin(int32_t bias) { (void)bias; return _mm256_setzero_si256(); }
 PW_INLINE vi q4_dot(vi acc, vi w, va4 a) { return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, a)); }
 PW_INLINE vi q4_end(vi acc, int32_t bias) {
     return vi_add(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), vi_set1(bias));
 }
+#endif
 
 /* Micro-kernels (rows x panels) that fit sixteen registers; quant tiles keep float sums in memory between groups. */
 #define DENSE_TILES(X) PW_ROWS_6(X, 1) PW_ROWS_3(X, 2) PW_ROWS_1(X, 3) PW_ROWS_1(X, 4)
+#ifdef __AVXVNNI__
+#define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(1, 2) X(2, 2) X(3, 2) X(1, 3) X(2, 3) X(1, 4)
+#define COLUMN_TILES(X) QUANT_TILES(X) /* of one int32 sum each */
+enum { QUANT_MR = 6, COLUMN_MR = 6 };
+#else
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2) X(1, 4)
-#define COLUMN_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2) X(1, 4) /* of one int32 sum each */
-enum { COLUMN_MR = 4, COLUMN_PANELS = 1 };
+#define COLUMN_TILES(X) QUANT_TILES(X)
+enum { QUANT_MR = 4, COLUMN_MR = 4 };
+#endif
 enum { QUANT_TILE_HELD = 4 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */
-enum { DENSE_MR = 6, DENSE_PANELS = 1, QUANT_MR = 4, QUANT_PANELS = 1, STREAM_PANELS = 4 };
+enum { DENSE_MR = 6, DENSE_PANELS = 1, QUANT_PANELS = 1, COLUMN_PANELS = 1, STREAM_PANELS = 4 };
 enum { QUANT_TALL_MR = 0, QUANT_TALL_PANELS = 0 }; /* for a few rows more than QUANT_MR; 0: none */

@@ -62,7 +62,7 @@ PW_INLINE vi quad_set1(const uint8_t *quads, int quad) {
 
 /* Dot words (gemm_quant.c): quads of unsigned weights times quads of signed activations, exact in int32. */
 #ifdef __AVX512VNNI__
-enum { Q8_ACTIVATION_BYTES = 1 };
+enum { Q8_ACTIVATION_BYTES = 1, Q8_WEIGHT_OFFSET = 0 };
 typedef vi va8;
 PW_INLINE va8 va8_load(const uint8_t *quads, int quad) { return quad_set1(quads, quad); }
 PW_INLINE vi q8_begin(int32_t bias) { return vi_set1(bias); }
@@ -77,7 +77,7 @@ PW_INLINE vi q4_dot(vi acc, vi w, va4 a) { return q8_dot(acc, w, a); }
 PW_INLINE vi q4_end(vi acc, int32_t bias) { (void)bias; return acc; }
 #else
 /* As in avx2.h: bytes widened to 16 bits for q8, a whole group in sixteen bits for q4. */
-enum { Q8_ACTIVATION_BYTES = 2 };
+enum { Q8_ACTIVATION_BYTES = 2, Q8_WEIGHT_OFFSET = 0 };
 typedef struct { vi even, odd; } va8;
 PW_INLINE va8 va8_load(const uint8_t *quads, int quad) {
     return (va8){quad_set1(quads, 2 * quad), quad_set1(quads, 2 * quad + 1)};
@@ -124,5 +124,5 @@ PW_INLINE vf bf16_dot(vf acc, vi w, vi a) {
 enum { COLUMN_MR = 8, COLUMN_PANELS = 3 };
 enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */
-enum { DENSE_MR = 8, DENSE_PANELS = 3, QUANT_MR = 4, QUANT_PANELS = 3, STREAM_PANELS = 4 };
+enum { DENSE_MR = 14, DENSE_PANELS = 2, QUANT_MR = 4, QUANT_PANELS = 3, STREAM_PANELS = 4 };
 enum { QUANT_TALL_MR = 6, QUANT_TALL_PANELS = 2 }; /* for a few rows more than QUANT_MR; 0: none */

@@ -51,7 +51,7 @@ PW_INLINE int32_t vi_max_all(vi v) {
 PW_INLINE void vi_store_i8(int8_t *p, vi v) { for (int i = 0; i < 4; ++i) p[i] = (int8_t)v[i]; }
 
 /* Dot words (gemm_quant.c): quads of unsigned weights times quads of signed activations, exact in int32. */
-enum { Q8_ACTIVATION_BYTES = 1 };
+enum { Q8_ACTIVATION_BYTES = 1, Q8_WEIGHT_OFFSET = 0 };
 typedef struct { int32_t a[4]; } va8;
 PW_INLINE va8 va8_load(const uint8_t *quads, int quad) {
     const int8_t *p = (const int8_t *)quads + 4 * quad;

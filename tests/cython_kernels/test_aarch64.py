@@ -1,4 +1,4 @@
-"""The C sources on 64-bit Arm: cross-compiled without a warning, the portable products run under emulation.
+"""The C sources on 64-bit Arm: cross-compiled without a warning, every rung's kernels run under emulation.
 
 Needs `aarch64-linux-gnu-gcc` and `qemu-aarch64` (Debian: gcc-aarch64-linux-gnu, qemu-user), else skips.
 """
@@ -7,30 +7,28 @@ from __future__ import annotations
 
 import platform
 import shutil
-import struct
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cross import HERE, KERNELS, Walk, common_sources, compile_all, isa_flags, link, product
 from gemm_reference import FORMATS, expected, make_weight
 
-from phasewise.cython_kernels.packing import KINDS, PackedWeight
-
-HERE = Path(__file__).resolve().parent
-KERNELS = HERE.parents[1] / "cython_kernels"
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-FLAGS = [
-    "-O2",
-    "-std=gnu11",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-pthread",
-]
+RUNGS = isa_flags("aarch64")
+# A CPU that ends at each rung; qemu's `max` has every extension.
+CPU_OF_RUNG = {"neon": "cortex-a57", "neon_dotprod": "cortex-a76", "neon_bf16_i8mm": "max"}
+# The whole of a small shape, odd edges, several blocks each way, and tiles of every height.
+SHAPES = (
+    (1, 1, 1, Walk()),
+    (17, 33, 3, Walk(panels=4)),
+    (48, 96, 9, Walk(mr=8, panels=3, block_m=5)),
+    (95, 577, 13, Walk(mr=6, panels=2, block_n=2)),
+    (64, 160, 20, Walk(mr=32, block_k=32)),
+)
 
+needs_emulator = pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR} to run it with")
 pytestmark = [
     pytest.mark.skipif(
         platform.machine() == "aarch64", reason="this machine runs the tests themselves on Arm"
@@ -42,37 +40,57 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All of our C but the Cython door, and one_product.c, as one static executable."""
-    out = tmp_path_factory.mktemp("aarch64") / "one_product"
-    ours = [path for path in KERNELS.glob("*.c") if path.name != "_native.c"]
-    sources = [HERE / "one_product.c", KERNELS / "isa" / "portable.c", *ours]
-    subprocess.run([COMPILER, *FLAGS, "-static", "-I", KERNELS, *sources, "-lm", "-o", out], check=True)
-    return out
-
-
-def _operands(w: PackedWeight, x: np.ndarray) -> bytes:
-    scales = b"" if w.scales is None else w.scales.tobytes()
-    scale_bytes = 0 if w.scales is None else w.scales.itemsize
-    fields = (KINDS.index(w.kind), w.group, w.zero_point, scale_bytes, w.mins is not None)
-    sizes = (w.n, w.k, x.shape[0], w.values.nbytes, len(scales))
-    mins = b"" if w.mins is None else w.mins.tobytes()
-    return struct.pack("<5i5q", *fields, *sizes) + w.values.tobytes() + scales + mins + x.tobytes()
+    out = tmp_path_factory.mktemp("aarch64")
+    kernels = {KERNELS / "isa" / f"{isa}.c": flags for isa, flags in RUNGS.items()}
+    sources = {path: [] for path in [HERE / "one_product.c", *common_sources()]} | kernels
+    return link(COMPILER, compile_all(COMPILER, sources, out), out / "one_product")
 
 
 def test_every_source_compiles_without_a_warning(program: Path) -> None:
     assert program.is_file()
 
 
-@pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR} to run it with")
+@needs_emulator
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_products_keep_their_bound(program: Path, fmt: str) -> None:
+@pytest.mark.parametrize("isa", RUNGS)
+def test_products_keep_their_bound(program: Path, isa: str, fmt: str) -> None:
     """The same derived bounds as every instruction set of the machine at hand (gemm_reference.py)."""
     rng = np.random.default_rng(7)
-    for n, k, m in ((1, 1, 1), (17, 33, 3), (48, 96, 9), (95, 577, 5)):
+    for n, k, m, walk in SHAPES:
         w = make_weight(fmt, n, k, rng)
         x = rng.standard_normal((m, k), dtype=np.float32)
         exact, bound = expected(x, w)
 
-        run = subprocess.run([EMULATOR, program], input=_operands(w, x), capture_output=True, check=True)
-        got = np.frombuffer(run.stdout, dtype=np.float32).reshape(m, n)
+        got = product([EMULATOR, "-cpu", "max", str(program), isa], w, x, walk)
 
         assert (np.abs(got - exact) <= bound).all()
+
+
+@needs_emulator
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("isa", RUNGS)
+def test_the_walk_changes_no_bit(program: Path, isa: str, fmt: str) -> None:
+    rng = np.random.default_rng(8)
+    w = make_weight(fmt, 80, 352, rng)
+    x = rng.standard_normal((21, 352), dtype=np.float32)
+    command = [EMULATOR, "-cpu", "max", str(program), isa]
+    row_by_row = product(command, w, x, Walk(mr=1))
+
+    for mr, panels, block_k in ((6, 1, 64), (3, 2, 352), (2, 3, 32), (5, 4, 96)):
+        walk = Walk(mr=mr, panels=panels, block_m=7, block_n=3, block_k=block_k)
+        assert np.array_equal(product(command, w, x, walk), row_by_row)
+
+
+@needs_emulator
+@pytest.mark.parametrize("cpu", CPU_OF_RUNG.values())
+def test_a_cpu_runs_the_rungs_that_it_has_the_instructions_of(program: Path, cpu: str) -> None:
+    has = list(CPU_OF_RUNG.values()).index(cpu)
+    w = make_weight("q8", 16, 32, np.random.default_rng(9))
+    x = np.ones((1, 32), np.float32)
+    for rung, isa in enumerate(CPU_OF_RUNG):
+        command = [EMULATOR, "-cpu", cpu, str(program), isa]
+        if rung <= has:
+            product(command, w, x, Walk())
+        else:
+            with pytest.raises(subprocess.CalledProcessError, match="status 3"):
+                product(command, w, x, Walk())

@@ -87,6 +87,22 @@ def test_a_residual_belongs_to_gathered_rows() -> None:
         program().linear([(weight(16, 16), 0)], "rows", 0, 16, 0, 16, add=True, rows="gathered")
 
 
+def test_schedules_belong_to_weights_of_linear_ops_in_the_order_of_their_rows() -> None:
+    built = program()
+    built.embed(weight(20, 16), 0, 16)
+    op = built.linear([(weight(20, 16), 0)], "rows", 0, 16, 128, 20, rows="gathered")
+    built.set_schedules(op, 0, [(1, None), (8, None)])
+
+    for place in ((0, 0), (op + 1, 0), (-1, 0), (op, 1)):
+        with pytest.raises(ProgramError, match="there is no weight"):
+            built.set_schedules(*place, [])
+    with pytest.raises(ProgramError, match="no table 2"):
+        built.set_schedules(op, 0, [], table=2)
+    for ranges in ([(8, None), (8, None)], [(8, None), (1, None)], [(m, None) for m in range(1, 66)]):
+        with pytest.raises(ProgramError, match="at most 64 schedules, in the order"):
+            built.set_schedules(op, 0, ranges)
+
+
 def test_an_embedding_holds_the_vocabulary() -> None:
     with pytest.raises(ProgramError, match="19 rows for a vocabulary of 20"):
         program().embed(weight(19, 16), 0, 16)

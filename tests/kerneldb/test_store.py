@@ -28,7 +28,7 @@ from kerneldb_examples import (
     SCHEDULE,
     measured,
 )
-from kerneldb_server import new_database_url, postgres_socket
+from kerneldb_server import new_database_url
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 
@@ -41,13 +41,6 @@ from phasewise.kerneldb.store import Store, open_store
 BACKENDS = ["file", "memory", "postgresql"]
 SPAWN = multiprocessing.get_context("spawn")
 ABI = MEASUREMENT.kernel_abi
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Path]:
-    """A server for all tests that want one; each takes a database of its own."""
-    with postgres_socket() as socket:
-        yield socket
 
 
 def table_rows(**counts: int) -> dict[str, int]:

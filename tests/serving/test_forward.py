@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from reference_forward import reference_logits, tiny_config, tiny_model
 
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import Team
+from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.errors import ModelError
 from phasewise.serving.forward import Capacity, build_program
 from phasewise.serving.model import Llama3Scaling, PackedModel, RopeSpec
+from phasewise.serving.schedules import RowRange, ScheduleLookup
 
 SLOTS = 1024
 
@@ -44,9 +47,16 @@ def make_model(name: str, kind: str = "f32", seed: int = 0) -> PackedModel:
 class Machine:
     """A program and a team of any size, unpinned."""
 
-    def __init__(self, model: PackedModel, threads: int = 1, step_tokens: int = 256) -> None:
+    def __init__(
+        self,
+        model: PackedModel,
+        threads: int = 1,
+        step_tokens: int = 256,
+        schedules: Sequence[ScheduleLookup] = (),
+    ) -> None:
         self.team = Team(None, members=threads)
-        self.program = build_program(model, Capacity(SLOTS, step_tokens, 16, step_tokens, threads))
+        capacity = Capacity(SLOTS, step_tokens, 16, step_tokens, threads)
+        self.program = build_program(model, capacity, schedules=schedules)
         self.logits = np.asarray(self.program)
 
     def every_row(self, *slices: SequenceSlice) -> np.ndarray:
@@ -114,6 +124,63 @@ def test_the_number_of_threads_changes_nothing(threads: int, isa_name: str) -> N
 
         assert (one.every_row(*prompts) == many.every_row(*prompts)).all()
         assert (one.last_rows(*steps) == many.last_rows(*steps)).all()
+
+
+@dataclass(frozen=True)
+class DefaultSchedules:
+    """An arithmetic, and nothing tuned."""
+
+    k_parts: int
+
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        return None, self.k_parts
+
+    def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
+        return []
+
+
+@dataclass(frozen=True)
+class RandomSchedules:
+    """Any numbers for any weight, and one arithmetic for all."""
+
+    seed: int
+    k_parts: int = 1
+
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        return None, self.k_parts
+
+    def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
+        rng = np.random.default_rng((self.seed, weight.n, weight.k))
+        last_rows = sorted({*rng.integers(1, max_m, rng.integers(0, 20)).tolist(), max_m})
+        return [RowRange(last, self._schedule(rng), "random") for last in last_rows]
+
+    def _schedule(self, rng: np.random.Generator) -> dict[str, int] | None:
+        if rng.random() < 0.1:
+            return None
+        names = ("mr", "panels", "block_m", "block_n", "block_k", "prefetch_bytes")
+        wild = {name: int(rng.choice((rng.integers(0, 9), rng.integers(-(2**31), 2**31)))) for name in names}
+        grid = {name: int(rng.integers(0, 6)) for name in ("grid_m", "grid_n", "grid_k")}
+        return {**wild, **grid, "rows_outside": int(rng.integers(0, 2))}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(("llama", "separate-parts", "odd-sizes")),
+    kind=st.sampled_from(("f32", "bf16", "q8", "q4")),
+    threads=st.integers(1, 4),
+    k_parts=st.sampled_from((1, 1, 2, 3)),
+    seed=st.integers(0, 1000),
+)
+def test_no_schedule_changes_a_bit(name: str, kind: str, threads: int, k_parts: int, seed: int) -> None:
+    """A database row may hold any numbers; run it under AddressSanitizer too."""
+    model = make_model(name, kind)
+    prompts = [sliced(random_ids(n, model, n), base=base) for n, base in ((1, 0), (30, 70), (9, 333))]
+    steps = [sliced([7], len(prompt.token_ids), prompt.slot_base) for prompt in prompts]
+    plain = Machine(model, schedules=[DefaultSchedules(k_parts)])
+    tuned = Machine(model, threads, schedules=[RandomSchedules(seed, k_parts)])
+
+    assert (plain.every_row(*prompts) == tuned.every_row(*prompts)).all()
+    assert (plain.last_rows(*steps) == tuned.last_rows(*steps)).all()
 
 
 def random_steps(

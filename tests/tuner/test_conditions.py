@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.tuner.conditions import Conditions, CpuTicks, Look, Watch, between, parse_mhz, parse_ticks
+from phasewise.tuner.conditions import (
+    Conditions,
+    CpuTicks,
+    Look,
+    Watch,
+    between,
+    is_disturbed,
+    mean_conditions,
+    parse_mhz,
+    parse_ticks,
+)
 
 STAT = """cpu  50 10 30 800 20 0 10 80 0 0
 cpu0 10 5 10 400 10 0 5 60 10 5
@@ -45,14 +55,19 @@ def test_own_time_is_neither_steal_nor_somebody_elses() -> None:
     found = between(before, after, ticks_a_second=100)
 
     assert found == Conditions(steal=0.1, others=0.2, mhz=2400.0)
-    assert found.is_disturbed
+    assert is_disturbed(found.fields())
     assert found.fields() == {"steal": 0.1, "others": 0.2, "mhz": 2400.0}
 
 
 def test_no_time_at_all_is_undisturbed() -> None:
     look = Look(CpuTicks(1000, 500, 0), 5.0, None)
 
-    assert not between(look, look, 100).is_disturbed
+    assert not is_disturbed(between(look, look, 100).fields())
+
+
+def test_means_are_over_the_laps_that_know() -> None:
+    assert mean_conditions([{"steal": 0.1}, {"steal": 0.3, "mhz": 2000.0}]) == {"steal": 0.2, "mhz": 2000.0}
+    assert mean_conditions([]) == {}
 
 
 def test_a_busy_neighbour_is_seen(tmp_path: Path) -> None:

@@ -1,0 +1,255 @@
+"""`phasewise bench kernels` between its options and its rows: ours, the peers and plain reading, in turns.
+
+Every round times each system once, every other round in the opposite order, so that a drift of the machine
+meets all of them; medians over the rounds are compared. Weights rotate, so that they come from memory. Ours
+begins with float32 rows of x and pays for bringing them into its own form.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from phasewise.cli.kernel_formats import KernelRow
+from phasewise.cli.kernel_peers import FORMAT_OF, Peer, PeerCell
+from phasewise.cli.present import note
+from phasewise.cython_kernels import _native, isa
+from phasewise.kerneldb.location import locate
+from phasewise.kerneldb.records import MachineKey, Schedule
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import core_signature, placement_signature, read_machine
+from phasewise.tuner.conditions import Watch
+from phasewise.tuner.limits import StreamingRead, peak_flops
+from phasewise.tuner.lookup import ScheduleTable, read_table
+from phasewise.tuner.native import arithmetic_of, default_schedule, kernel_fields
+from phasewise.tuner.roofline import peak_kinds
+from phasewise.tuner.search.space import Arithmetic
+from phasewise.tuner.weights import copies_of, format_name, random_weight
+
+if TYPE_CHECKING:
+    from phasewise.cython_kernels.packing import PackedWeight
+
+SHAPES: Mapping[str, tuple[tuple[int, int], ...]] = {
+    "smollm2-135m": ((960, 576), (576, 576), (1536, 576), (576, 1536)),
+    "llama-1.3b": ((6144, 2048), (2048, 2048), (5504, 2048), (2048, 5504)),
+    "llama-3-8b": ((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),
+}
+"""(n, k) of a model's linear layers, for `--shape NAME`."""
+
+BITS = {"f32": 32, "bf16": 16, "int8": 8, "int8m": 8, "int8g16": 8, "int8c": 8, "int4": 4, "int4m": 4}
+"""Of one weight, by format."""
+
+TURN_NS = 8_000_000  # of each system in a round: long against a barrier, short against a neighbour's burst
+PAUSE_S = 0.004  # before each turn: the threads of the last system fall asleep
+FEW_ROWS = 32
+"""Up to here weights rotate through all of the bytes asked for; with more rows through an eighth, as reading
+hardly counts."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured: every format with every shape and every m, on these cores."""
+
+    formats: Sequence[str]
+    shapes: Sequence[tuple[int, int]]
+    ms: Sequence[int]
+    cores: tuple[int, ...]
+    rounds: int
+    cold_bytes: int
+    """That the weights of one product, which are taken in turn, have together at least."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The schedule of a product and where it comes from: exact, neighbour or default."""
+
+    schedule: Schedule
+    source: str
+
+
+Choose = Callable[["PackedWeight", int], Chosen]
+"""Of a weight and m."""
+
+
+def schedules_of(db: str | None, cores: Sequence[int]) -> Choose:
+    """What was tuned for products on these cores, and the kernels' own schedules where nothing was.
+
+    KernelDbError if there is a database and it cannot be used.
+    """
+    table = _tuned(db, cores)
+    threads = len(cores)
+
+    def choose(weight: PackedWeight, m: int) -> Chosen:
+        key = ("gemm", format_name(weight), weight.n, weight.k)
+        choice = table.choice(key, m)
+        if choice.schedule is not None:
+            return Chosen(choice.schedule, choice.kind)
+        arithmetic = table.arithmetic(key) or Arithmetic(_native.compute_paths(weight.kind)[0])
+        return Chosen(default_schedule(weight, m, threads, arithmetic), "default")
+
+    return choose
+
+
+def _tuned(db: str | None, cores: Sequence[int]) -> ScheduleTable:
+    if locate(db).is_absent:
+        return ScheduleTable([])
+    machine = read_machine()
+    with open_store(db, note) as store:
+        key = MachineKey(core_signature(machine), placement_signature(machine, cores))
+        return read_table(store, key, _native.kernel_abi)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A system that is ready for one product: a turn gives nanoseconds a product."""
+
+    name: str
+    turn: Callable[[], float]
+
+
+class OurKernels:
+    """Our own products on a team of threads, one a core."""
+
+    def __init__(self, cores: Sequence[int], choose: Choose) -> None:
+        self._team = _native.Team(cores)
+        self._choose = choose
+
+    def prepare(self, packs: Sequence[PackedWeight], m: int) -> tuple[Contestant, Chosen]:
+        chosen = self._choose(packs[0], m)
+        arithmetic = arithmetic_of(chosen.schedule)
+        product = _native.TeamProduct(self._team, packs, m, arithmetic.compute_path, arithmetic.k_parts)
+        fields = kernel_fields(chosen.schedule)
+
+        def time_calls(calls: int) -> float:
+            return float(product.time(fields, calls, prepare=True).mean())
+
+        calls = turn_calls(time_calls(len(packs)))
+        return Contestant("phasewise", lambda: time_calls(calls)), chosen
+
+    def close(self) -> None:
+        self._team.close()
+
+
+def kernel_rows(grid: Grid, peers: Sequence[Peer], choose: Choose) -> Iterator[KernelRow]:
+    """Measure the grid, product by product."""
+    with (
+        closing(OurKernels(grid.cores, choose)) as ours,
+        closing(StreamingRead(grid.cores, grid.cold_bytes)) as read,
+    ):
+        for weight_format, (n, k) in itertools.product(grid.formats, grid.shapes):
+            packs = copies_of(random_weight(weight_format, n, k), grid.cold_bytes)
+            peak = max(peak_flops(kind, grid.cores) for kind in peak_kinds(weight_format))
+            for m in grid.ms:
+                note(f"{weight_format} {n}x{k}, m = {m}")
+                yield _measure(grid, Point(weight_format, n, k, m, packs, peak), ours, peers, read)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One product of the grid, its weights and its limit."""
+
+    format: str
+    n: int
+    k: int
+    m: int
+    packs: Sequence[PackedWeight]
+    peak_flops_per_s: float
+
+
+def _measure(
+    grid: Grid, point: Point, ours: OurKernels, peers: Sequence[Peer], read: StreamingRead
+) -> KernelRow:
+    own, chosen = ours.prepare(rotating(point.packs, point.m), point.m)
+    settings: dict[str, str] = {}
+    contestants = [own]
+    for peer in peers:
+        prepared = peer.prepare(peer_cell(point, grid.cold_bytes))
+        if prepared is not None:
+            settings[peer.name] = prepared.setting
+            contestants.append(_peer_contestant(peer, prepared.ns))
+    contestants.append(Contestant("read", read.rate))
+    watch = Watch(grid.cores)
+    samples = take_turns(contestants, grid.rounds)
+    return _row(grid, point, chosen, samples, settings, watch.lap().steal)
+
+
+def _peer_contestant(peer: Peer, product_ns: float) -> Contestant:
+    calls = turn_calls(product_ns)
+    return Contestant(peer.name, lambda: peer.time(calls))
+
+
+def take_turns(
+    contestants: Sequence[Contestant], rounds: int, sleep: Callable[[float], None] = time.sleep
+) -> dict[str, list[float]]:
+    """What every contestant's turns gave, round by round."""
+    samples: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    for number in range(rounds):
+        for contestant in contestants if number % 2 else reversed(contestants):
+            sleep(PAUSE_S)
+            samples[contestant.name].append(contestant.turn())
+    return samples
+
+
+def turn_calls(product_ns: float) -> int:
+    """How many products make a turn."""
+    return max(1, math.ceil(TURN_NS / product_ns))
+
+
+def rotating(packs: Sequence[PackedWeight], m: int) -> Sequence[PackedWeight]:
+    """The weights that a product of m rows takes in turn."""
+    return packs if m <= FEW_ROWS else packs[: -(-len(packs) // 8)]
+
+
+def peer_cell(point: Point, cold_bytes: int) -> PeerCell:
+    """The same product for a peer, over as many bytes of weights as ours."""
+    weight_bytes = point.n * point.k * BITS[point.format] // 8
+    copies = -(-(cold_bytes if point.m <= FEW_ROWS else cold_bytes // 8) // weight_bytes)
+    return PeerCell(FORMAT_OF.get(point.format, point.format), point.n, point.k, point.m, copies)
+
+
+def _row(
+    grid: Grid,
+    point: Point,
+    chosen: Chosen,
+    samples: Mapping[str, Sequence[float]],
+    settings: Mapping[str, str],
+    steal: float,
+) -> KernelRow:
+    own_ns, read_rates = samples["phasewise"], samples["read"]
+    median_ns = statistics.median(own_ns)
+    weight_bytes = point.packs[0].nbytes
+    flops_per_s = 2e9 * point.m * point.n * point.k / median_ns
+    shares = [weight_bytes * 1e9 / ns / rate for ns, rate in zip(own_ns, read_rates, strict=True)]
+    machine = read_machine()
+    peer_samples = {name: samples[name] for name in settings}
+    return KernelRow(
+        format=point.format,
+        n=point.n,
+        k=point.k,
+        m=point.m,
+        threads=len(grid.cores),
+        median_ns=round(median_ns),
+        gflops=flops_per_s / 1e9,
+        gbps=weight_bytes / median_ns,
+        peak_fraction=flops_per_s / point.peak_flops_per_s,
+        bandwidth_fraction=statistics.median(shares),
+        schedule=asdict(chosen.schedule),
+        peers={name: round(statistics.median(taken)) for name, taken in peer_samples.items()},
+        schedule_source=chosen.source,
+        weight_bytes=weight_bytes,
+        peak_flops_per_s=point.peak_flops_per_s,
+        read_bytes_per_s=statistics.median(read_rates),
+        isa=isa.active(),
+        core_signature=core_signature(machine),
+        placement_signature=placement_signature(machine, grid.cores),
+        steal=round(steal, 4),
+        samples_ns=[round(ns) for ns in own_ns],
+        peer_samples_ns={name: [round(ns) for ns in taken] for name, taken in peer_samples.items()},
+        peer_settings=dict(settings),
+    )

@@ -1,0 +1,208 @@
+"""Tuned schedules for an opened model: the lookup that serving is given, and what `--explain` says of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from phasewise.cli.present import note
+from phasewise.kerneldb.location import locate
+from phasewise.kerneldb.records import MachineKey, Measurement
+from phasewise.serving.schedules import RowRange
+from phasewise.topology import Machine, core_signature, placement_signature
+from phasewise.tuner.lookup import PhaseSchedules, ScheduleTable
+from phasewise.tuner.plans import Phase, ServicePlan
+from phasewise.tuner.weights import format_name
+
+if TYPE_CHECKING:
+    from phasewise.cython_kernels.packing import PackedWeight
+    from phasewise.serving.model import PackedModel
+
+Plans = Mapping[Phase, ServicePlan]
+
+
+@dataclass(frozen=True)
+class KernelSchedules:
+    """A phase's table in the kernels' numbers; serving's ScheduleLookup."""
+
+    found: PhaseSchedules
+    _known: dict[tuple[str, int, int, int], list[RowRange]] = field(default_factory=dict)
+
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        return self.found.arithmetic(weight)
+
+    def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
+        """Worked out once for each shape: a model has hundreds of weights and few shapes."""
+        key = (format_name(weight), weight.n, weight.k, max_m)
+        if key not in self._known:
+            choices = self.found.products(weight, max_m)
+            self._known[key] = [
+                RowRange(choice.last_m, choice.schedule and _kernel_fields(choice.schedule), choice.why)
+                for choice in choices
+            ]
+        return self._known[key]
+
+
+def _kernel_fields(schedule: Any) -> dict[str, int]:
+    from phasewise.tuner.native import kernel_fields  # loads SQLAlchemy, as the store that it came from did
+
+    return kernel_fields(schedule)
+
+
+def schedules_for(
+    db: str | os.PathLike[str] | None, machine: Machine, plans: Plans
+) -> Mapping[Phase, KernelSchedules]:
+    """What is in use on each plan's cores with this build of the kernels; nothing without a database."""
+    in_use = {phase: [] for phase in plans} if locate(db).is_absent else _in_use(db, machine, plans)
+    return {phase: KernelSchedules(PhaseSchedules(ScheduleTable(rows))) for phase, rows in in_use.items()}
+
+
+def _in_use(
+    db: str | os.PathLike[str] | None, machine: Machine, plans: Plans
+) -> dict[Phase, list[Measurement]]:
+    from phasewise.cython_kernels._native import kernel_abi
+    from phasewise.kerneldb.store import open_store
+
+    with open_store(db, note) as store:
+        return {
+            phase: [
+                row
+                for row in store.promoted_measurements(tuned_on(machine, plan))
+                if row.kernel_abi == kernel_abi(row.problem.family)
+            ]
+            for phase, plan in plans.items()
+        }
+
+
+def tuned_on(machine: Machine, plan: ServicePlan) -> MachineKey:
+    """Under what the schedules of a plan's cores are kept: a rank's, since ranks are alike."""
+    return MachineKey(core_signature(machine), placement_signature(machine, plan.ranks[0].cores))
+
+
+# ---- explain ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScheduleUse:
+    """By which schedule the weights of one shape run, in one phase, for a range of rows."""
+
+    phase: Phase
+    weights: str
+    format: str
+    n: int
+    k: int
+    compute_path: str
+    k_parts: int
+    first_m: int
+    last_m: int
+    why: str
+    schedule: Mapping[str, int]
+
+
+def explain(
+    model: PackedModel,
+    plans: Plans,
+    lookups: Mapping[Phase, KernelSchedules],
+    most_rows: Mapping[Phase, int],
+) -> list[ScheduleUse]:
+    """Every distinct shape of `model`, up to `most_rows` of each phase."""
+    return [
+        use
+        for phase, plan in plans.items()
+        for weights, weight in _shapes(model)
+        for use in _uses(phase, len(plan.ranks[0].cores), lookups, (weights, weight), most_rows)
+    ]
+
+
+def _shapes(model: PackedModel) -> Iterator[tuple[str, PackedWeight]]:
+    """One weight of each shape, and the names of all that have it: `layers.*.qkv`."""
+    names: dict[tuple[str, int, int], dict[str, None]] = {}
+    first: dict[tuple[str, int, int], PackedWeight] = {}
+    for name, weight in model.weights.items():
+        if name == "embed" and not model.config.tied_embeddings:
+            continue  # rows are looked up in it; nothing is multiplied
+        key = (format_name(weight), weight.n, weight.k)
+        names.setdefault(key, {})[".".join("*" if part.isdigit() else part for part in name.split("."))] = (
+            None
+        )
+        first.setdefault(key, weight)
+    for key, weight in first.items():
+        yield " ".join(names[key]), weight
+
+
+def _uses(
+    phase: Phase,
+    threads: int,
+    lookups: Mapping[Phase, KernelSchedules],
+    shape: tuple[str, PackedWeight],
+    most_rows: Mapping[Phase, int],
+) -> Iterator[ScheduleUse]:
+    from phasewise.cython_kernels._native import compute_paths, default_schedule
+
+    names, weight = shape
+    path, k_parts = lookups["prefill"].arithmetic(weight)
+    paths = compute_paths(weight.kind)
+    first_m = 1
+    for rows in lookups[phase].products(weight, max(most_rows.values())):
+        last_m = min(rows.last_m, most_rows[phase])
+        schedule = rows.schedule or default_schedule(weight, last_m, threads, path, k_parts)
+        yield ScheduleUse(
+            phase,
+            names,
+            format_name(weight),
+            weight.n,
+            weight.k,
+            path if path in paths else paths[0],
+            k_parts,
+            first_m,
+            last_m,
+            rows.why,
+            schedule,
+        )
+        first_m = last_m + 1
+        if first_m > most_rows[phase]:
+            return
+
+
+def uses_fields(uses: Iterable[ScheduleUse]) -> list[dict[str, Any]]:
+    """As JSON values."""
+    return [asdict(use) for use in uses]
+
+
+def uses_text(uses: Sequence[ScheduleUse]) -> str:
+    """As a table for people."""
+    from tabulate import tabulate
+
+    rows = [
+        (use.phase, use.weights, _problem(use), _arithmetic(use), _rows(use), use.why, describe(use.schedule))
+        for use in uses
+    ]
+    return tabulate(
+        rows,
+        headers=("phase", "weights", "format n x k", "computed by", "rows", "why", "schedule"),
+        tablefmt="plain",
+    )
+
+
+def _problem(use: ScheduleUse) -> str:
+    return f"{use.format} {use.n} x {use.k}"
+
+
+def _arithmetic(use: ScheduleUse) -> str:
+    return use.compute_path + (f" in {use.k_parts} parts" if use.k_parts > 1 else "")
+
+
+def _rows(use: ScheduleUse) -> str:
+    return str(use.first_m) if use.first_m == use.last_m else f"{use.first_m}-{use.last_m}"
+
+
+def describe(schedule: Mapping[str, int]) -> str:
+    """A kernel's schedule in a line: tile and block as rows x columns, grid as threads over m, n and k."""
+    s = schedule
+    return (
+        f"tile {s['mr']}x{16 * s['panels']}, block {s['block_m']}x{16 * s['block_n']}x{s['block_k']}, "
+        f"grid {s['grid_m']}x{s['grid_n']}x{s['grid_k']}, {'mn' if s['rows_outside'] else 'nm'}, "
+        f"prefetch {s['prefetch_bytes']}"
+    )

@@ -1,0 +1,160 @@
+"""`phasewise tune-kernels` between its options and its tables: which products, on which cores, what limit."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phasewise._version import __version__
+from phasewise.cython_kernels._native import kernel_abi
+from phasewise.kerneldb.records import MachineKey, Problem
+from phasewise.kerneldb.store import Store
+from phasewise.serving.ranks import ALL_LOGITS_ROWS
+from phasewise.topology import Machine, core_signature, placement_signature
+from phasewise.tuner.ledger import Ledger, Scope
+from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
+from phasewise.tuner.roofline import Roofline, measure_roofline
+from phasewise.tuner.run import Gain, Outcome, Progress, Task, Tools, tune
+from phasewise.tuner.search.group import m_grid
+from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.weights import cold_bytes, format_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phasewise.serving.model import PackedModel
+    from phasewise.tuner.plans import Phase
+
+DECODE_ROWS = 64
+"""Most sequences that decode together, hence most rows of its products."""
+
+HEADS = ("lm_head", "embed")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A weight to tune products for."""
+
+    format: str
+    n: int
+    k: int
+    uses: int
+    """How often a forward pass multiplies by a weight of this shape."""
+    most_rows: int | None = None
+    """None: as many as the phase has."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What is tuned on one set of cores; both phases at once where they use the same ones."""
+
+    phases: tuple[Phase, ...]
+    cores: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    tasks: tuple[Task, ...]
+    """One for each shape."""
+
+    def weight_bytes(self, problem: Problem) -> int:
+        """Of one weight, as it lies in memory."""
+        group = self.task(problem).group
+        return problem.n * problem.k * group.weight_bits // 8
+
+    def task(self, problem: Problem) -> Task:
+        return next(task for task in self.tasks if task.problem(problem.m) == problem)
+
+    def uses(self, problem: Problem) -> int:
+        return self.shapes[self.tasks.index(self.task(problem))].uses
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A round that has ended, and the limits of its cores."""
+
+    round: Round
+    machine: MachineKey
+    kernel_abi: str
+    roofline: Roofline
+    outcome: Outcome
+
+    def roofline_share(self, gain: Gain) -> float:
+        """Of what the cores could do at best; 1 is the limit."""
+        return bound_s(self.round, self.roofline, gain.problem) * 1e9 / gain.tuned_ns
+
+
+def shapes_of(model: PackedModel) -> tuple[Shape, ...]:
+    """The weights that a forward pass multiplies by, alike ones together, the costliest first.
+
+    Logits are computed for the last token of a sequence alone, so that the head never has many rows.
+    """
+    head = next(name for name in HEADS if name in model.weights)
+    counts = Counter(
+        (format_name(weight), weight.n, weight.k, name == head)
+        for name, weight in model.weights.items()
+        if name == head or name not in HEADS
+    )
+    shapes = [Shape(*key[:3], uses, ALL_LOGITS_ROWS if key[3] else None) for key, uses in counts.items()]
+    return tuple(
+        sorted(shapes, key=lambda shape: (shape.most_rows is not None, -shape.n * shape.k * shape.uses))
+    )
+
+
+def plan_rounds(
+    machine: Machine, cores: Mapping[Phase, tuple[int, ...]], shapes: Sequence[Shape], max_m: int
+) -> list[Round]:
+    """One for each set of cores that a phase runs on, decode's few rows among prefill's many."""
+    rounds = []
+    for own in dict.fromkeys(cores.values()):
+        phases = tuple(phase for phase in cores if cores[phase] == own)
+        rows = max_m if "prefill" in phases else min(max_m, DECODE_ROWS)
+        rounds.append(Round(phases, own, tuple(shapes), tuple(_tasks(machine, own, shapes, rows))))
+    return rounds
+
+
+def _tasks(machine: Machine, cores: tuple[int, ...], shapes: Sequence[Shape], rows: int) -> Iterator[Task]:
+    caches = core_caches(machine, cores)
+    for shape in shapes:
+        group = group_of(shape.format, shape.n, shape.k, len(cores), caches)
+        most_rows = rows if shape.most_rows is None else min(rows, shape.most_rows)
+        yield Task(group, m_grid(most_rows, SearchOptions()))
+
+
+def machine_key(machine: Machine, cores: Sequence[int]) -> MachineKey:
+    """Under what these cores' measurements are kept."""
+    return MachineKey(core_signature(machine), placement_signature(machine, cores))
+
+
+def tune_round(
+    one: Round,
+    machine: Machine,
+    store: Store,
+    budget_s: float,
+    resume: bool,
+    report: Callable[[Progress], None],
+) -> Tuned:
+    """Tune a round for at most `budget_s`, the measuring of its limits included."""
+    started_s = time.monotonic()
+    total_bytes = cold_bytes(machine)
+    roofline = measure_roofline(one.cores, (shape.format for shape in one.shapes), total_bytes)
+    since_ms = 0 if resume else time.time_ns() // 1_000_000
+    scope = Scope(machine_key(machine, one.cores), kernel_abi("gemm"), __version__, since_ms)
+    evaluator = NativeEvaluator(one.cores, total_bytes)
+    try:
+        tools = Tools(
+            evaluator,
+            Ledger(store, scope),
+            report=report,
+            call_s=lambda problem: bound_s(one, roofline, problem),
+        )
+        outcome = tune(one.tasks, tools, budget_s - (time.monotonic() - started_s))
+    finally:
+        evaluator.close()
+    return Tuned(one, scope.machine, scope.kernel_abi, roofline, outcome)
+
+
+def bound_s(one: Round, roofline: Roofline, problem: Problem) -> float:
+    """The least time of a product on the round's cores."""
+    bytes_read = one.weight_bytes(problem)
+    return roofline.bound_ns(problem.format, problem.n, problem.k, problem.m, bytes_read) / 1e9

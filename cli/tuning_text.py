@@ -1,0 +1,242 @@
+"""How a tuning run looks: its progress while it goes on, and its tables at the end."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from phasewise.cli.present import note
+
+if TYPE_CHECKING:
+    from phasewise.cli.tuning import Round, Shape, Tuned
+    from phasewise.tuner.run import Gain, Progress, Task
+
+LINE_EVERY_S = 10.0
+"""Off a terminal, progress is a line so often."""
+
+DISTURBED_LAPS = 0.1
+"""Share of disturbed timings from which on the result carries a warning."""
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[Callable[[Progress], None]]:
+    """What a run reports to: one line that changes on a terminal, a line now and then elsewhere."""
+    if not sys.stderr.isatty():
+        yield _lines()
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    with console.status("") as status:
+        yield lambda progress: status.update(progress_line(progress))
+
+
+def _lines() -> Callable[[Progress], None]:
+    last_s = -math.inf
+
+    def report(progress: Progress) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s >= LINE_EVERY_S:
+            last_s = now_s
+            note(progress_line(progress))
+
+    return report
+
+
+def progress_line(progress: Progress) -> str:
+    """E.g. `2/5 int8 3072x576 m=64: 512 timed in 1:23, about 4:10 left`."""
+    left = "time left not known yet" if progress.left_s is None else f"about {_clock(progress.left_s)} left"
+    return (
+        f"{progress.task_number}/{progress.task_count} {task_name(progress.task)} m={progress.m}: "
+        f"{progress.timed} timed in {_clock(progress.elapsed_s)}, {left}"
+    )
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def task_name(task: Task) -> str:
+    return f"{task.group.format} {task.group.n}x{task.group.k}"
+
+
+def plan_text(rounds: Sequence[Round]) -> str:
+    """What would be tuned."""
+    from tabulate import tabulate
+
+    return "\n\n".join(
+        f"{_round_name(one)}\n"
+        + tabulate([plan_fields(*pair) for pair in zip(one.shapes, one.tasks, strict=True)], headers="keys")
+        for one in rounds
+    )
+
+
+def plan_fields(shape: Shape, task: Task) -> dict[str, Any]:
+    """A weight of a dry run."""
+    paths = dict.fromkeys(one.compute_path for one in task.group.arithmetics)
+    return {
+        "weight": task_name(task),
+        "uses": shape.uses,
+        "products": len(task.ms),
+        "m up to": task.ms[-1],
+        "tiles": sum(len(task.group.kernels[path]) for path in paths),
+        "paths": ", ".join(paths),
+    }
+
+
+def _round_name(one: Round) -> str:
+    from phasewise.tuner.plans import list_cores
+
+    return f"{' and '.join(one.phases)} on cores {list_cores(one.cores)}"
+
+
+def tuned_text(tuned: Tuned) -> str:
+    """The tables of one round: each weight's products, then the sums."""
+    tables = [_task_table(tuned, task) for task in tuned.round.tasks]
+    parts = [_round_name(tuned.round), *(table for table in tables if table), *_closing_lines(tuned)]
+    return "\n\n".join(parts)
+
+
+def _task_table(tuned: Tuned, task: Task) -> str | None:
+    from tabulate import tabulate
+
+    gains = _gains_of(tuned, task)
+    if not gains:
+        return None
+    rows = [_row(tuned, gain) for gain in gains]
+    return f"{task_name(task)} ({_arithmetic_text(gains[0])})\n" + tabulate(
+        rows, headers="keys", disable_numparse=True, colalign=["right"] * 5 + ["left"]
+    )
+
+
+def _gains_of(tuned: Tuned, task: Task) -> list[Gain]:
+    return [gain for gain in tuned.outcome.gains if tuned.round.task(gain.problem) is task]
+
+
+def _row(tuned: Tuned, gain: Gain) -> dict[str, str]:
+    return {
+        "m": str(gain.problem.m),
+        "default us": f"{gain.default_ns / 1000:.1f}",
+        "tuned us": f"{gain.tuned_ns / 1000:.1f}",
+        "gain": f"{gain.default_ns / gain.tuned_ns:.2f}x",
+        "of limit": f"{100 * tuned.roofline_share(gain):.0f} %",
+        "schedule": "the default" if gain.is_default else schedule_text(gain),
+    }
+
+
+def schedule_text(gain: Gain) -> str:
+    """E.g. `8x32 64x128x576 nm 1x2x1`: tile, block, loop order, grid."""
+    one = gain.schedule
+    return (
+        f"{one.mr}x{one.nr} {one.block_m}x{one.block_n}x{one.block_k} {one.loop_order} "
+        f"{one.threads_m}x{one.threads_n}x{one.threads_k}"
+    )
+
+
+def _arithmetic_text(gain: Gain) -> str:
+    parts = gain.schedule.k_parts
+    return gain.schedule.compute_path + ("" if parts == 1 else f", k in {parts} parts")
+
+
+def _closing_lines(tuned: Tuned) -> list[str]:
+    lines = []
+    gains = tuned.outcome.gains
+    if gains:
+        lines += [_totals_table(tuned), _verdict_line(gains)]
+    return [*lines, "\n".join(_run_lines(tuned))]
+
+
+def _totals_table(tuned: Tuned) -> str:
+    from tabulate import tabulate
+
+    rows = [
+        {
+            "weight": task_name(task),
+            "tuned": f"{sum(not gain.is_default for gain in gains)} of {len(task.ms)}",
+            "gain, mean": f"{mean_gain(gains):.2f}x",
+            "most": f"{max(gain.default_ns / gain.tuned_ns for gain in gains):.2f}x",
+            "of limit, m=1": _share_at(tuned, gains, 1),
+            "most m": _share_at(tuned, gains, task.ms[-1]),
+        }
+        for task in tuned.round.tasks
+        if (gains := _gains_of(tuned, task))
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True, colalign=["left"] + ["right"] * 5)
+
+
+def _share_at(tuned: Tuned, gains: Sequence[Gain], m: int) -> str:
+    shares = [tuned.roofline_share(gain) for gain in gains if gain.problem.m == m]
+    return f"{100 * shares[0]:.0f} %" if shares else "-"
+
+
+def mean_gain(gains: Sequence[Gain]) -> float:
+    """The geometric mean, of untouched ones too."""
+    return math.exp(sum(math.log(gain.default_ns / gain.tuned_ns) for gain in gains) / len(gains))
+
+
+def _verdict_line(gains: Sequence[Gain]) -> str:
+    faster = sum(not gain.is_default for gain in gains)
+    if not faster:
+        return f"Tuning gained nothing: of {len(gains)} products, none was proven faster than by the default."
+    return f"{faster} of {len(gains)} products run faster; geometric mean of all: {mean_gain(gains):.2f}x."
+
+
+def _run_lines(tuned: Tuned) -> Iterator[str]:
+    outcome = tuned.outcome
+    yield (
+        f"{outcome.timed} schedules timed, {outcome.replayed} known before, {outcome.duels} duels, "
+        f"{_clock(outcome.elapsed_s)}."
+    )
+    if outcome.end != "complete":
+        why = "The budget is used up" if outcome.end == "budget" else "Interrupted"
+        settled = len(outcome.gains)
+        yield f"{why}: {settled} of {outcome.products} products are settled."
+        yield "The same command goes on from here."
+    if outcome.disturbed > DISTURBED_LAPS * outcome.laps:
+        steal, others = (100 * outcome.conditions[name] for name in ("steal", "others"))
+        yield f"The machine was busy: {steal:.0f} % went to other guests, {others:.0f} % to other processes."
+
+
+def tuned_fields(tuned: Tuned) -> dict[str, Any]:
+    """One round as JSON values."""
+    outcome = tuned.outcome
+    return {
+        "phases": list(tuned.round.phases),
+        "cores": list(tuned.round.cores),
+        "machine": {"core": tuned.machine.core_sig, "placement": tuned.machine.placement_sig},
+        "kernel_abi": tuned.kernel_abi,
+        "end": outcome.end,
+        "products": outcome.products,
+        "timed": outcome.timed,
+        "replayed": outcome.replayed,
+        "duels": outcome.duels,
+        "elapsed_s": outcome.elapsed_s,
+        "disturbed": outcome.disturbed,
+        "conditions": dict(outcome.conditions),
+        "limits": {
+            "peak_flops": dict(tuned.roofline.peak_flops),
+            "read_bytes_per_s": tuned.roofline.read_bytes_per_s,
+        },
+        "mean_gain": mean_gain(outcome.gains) if outcome.gains else None,
+        "gains": [_gain_fields(tuned, gain) for gain in outcome.gains],
+    }
+
+
+def _gain_fields(tuned: Tuned, gain: Gain) -> dict[str, Any]:
+    return {
+        **asdict(gain.problem),
+        "uses": tuned.round.uses(gain.problem),
+        "default_ns": gain.default_ns,
+        "tuned_ns": gain.tuned_ns,
+        "gain": gain.default_ns / gain.tuned_ns,
+        "roofline_fraction": tuned.roofline_share(gain),
+        "is_default": gain.is_default,
+        "schedule": asdict(gain.schedule),
+        "last_duel": asdict(gain.comparison),
+    }

@@ -1,0 +1,4 @@
+#define PW_ISA avx_vnni
+#include "simd/avx2.h"
+
+#include "families/all.h"

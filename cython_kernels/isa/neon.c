@@ -1,0 +1,4 @@
+#define PW_ISA neon
+#include "simd/neon.h"
+
+#include "families/all.h"

@@ -1,0 +1,4 @@
+#define PW_ISA neon_bf16_i8mm
+#include "simd/neon.h"
+
+#include "families/all.h"

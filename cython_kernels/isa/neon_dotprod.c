@@ -1,0 +1,4 @@
+#define PW_ISA neon_dotprod
+#include "simd/neon.h"
+
+#include "families/all.h"

@@ -1,0 +1,369 @@
+"""Schedules as a file that can be published: JSON lines, deterministic, versioned, checksummed.
+
+    {"file": "phasewise schedules", "version": 1}
+    {"measurement": {...}, "sha256": "16 digits"}       one line a timing, each with a checksum of its own
+    {"promotion": {...}, "sha256": "16 digits"}         and a line for each schedule that was taken into use
+    {"rows": 2, "sha256": "64 digits"}                  over all bytes before this line
+
+The same rows give the same bytes, in whatever order and database they were kept. Whether a row is trusted
+is a database's own business and is not written: everything that comes from elsewhere is unverified. Service
+plans stay at home, because they name one host's cores and its owner's models.
+
+A file may come from a stranger. It is read line by line, in bounded memory; a line that is not one of ours
+is refused with a reason, and the others are taken. Nothing that is in the database is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+
+from phasewise.kerneldb.errors import ExportFileError, RecordError
+from phasewise.kerneldb.records import (
+    Comparison,
+    MachineKey,
+    Measurement,
+    Origin,
+    Problem,
+    Promotion,
+    Sample,
+    Schedule,
+)
+from phasewise.kerneldb.store import Store
+
+Row: TypeAlias = Measurement | Promotion
+Refuse: TypeAlias = Callable[[int, str], None]
+"""Gets the number of a line, from 1, and why it is not taken."""
+
+T = TypeVar("T")
+
+FILE = "phasewise schedules"
+VERSION = 1
+
+MAX_ROWS = 1_000_000
+MAX_LINE_BYTES = 4 * 2**20
+"""Twice a row with as many and as long samples as a record may have."""
+
+ROWS_AT_ONCE = 500
+"""Are appended in one transaction, so that other writers need not wait long."""
+
+ROW_DIGITS = 16
+MAX_REASON_CHARS = 200
+
+MEASUREMENT_FIELDS = (
+    "problem",
+    "schedule",
+    "samples_ns",
+    "estimate_ns",
+    "numeric_error",
+    "effort_ns",
+    "conditions",
+    "machine",
+    "kernel_abi",
+    "program_version",
+    "created_at_ms",
+)
+PROMOTION_FIELDS = (
+    "problem",
+    "schedule",
+    "incumbent",
+    "comparison",
+    "machine",
+    "kernel_abi",
+    "program_version",
+    "created_at_ms",
+)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What became of the rows of a file or of another database."""
+
+    read: int
+    added: int
+    refused: int
+
+    @property
+    def known(self) -> int:
+        """Rows that were there already."""
+        return self.read - self.added
+
+
+def rows_of(store: Store, wanted: Callable[[MachineKey], bool] = lambda _: True) -> Iterator[Row]:
+    """Every timing and promotion of the machines that are wanted."""
+    for measurement in store.all_measurements():
+        if wanted(measurement.origin.machine):
+            yield measurement
+    for promotion in store.all_promotions():
+        if wanted(promotion.origin.machine):
+            yield promotion
+
+
+def export_lines(rows: Iterable[Row]) -> Iterator[str]:
+    """The lines of a file with these rows, each with its line end. ASCII only."""
+    lines = sorted({(*_place_of(row), _row_line(row)) for row in rows})
+    if len(lines) > MAX_ROWS:
+        raise ExportFileError(
+            f"{len(lines)} rows are too many for one file, which holds {MAX_ROWS}: "
+            "choose machines with --signature"
+        )
+    digest = hashlib.sha256()
+    for line in (_canonical({"file": FILE, "version": VERSION}), *(line[-1] for line in lines)):
+        digest.update(f"{line}\n".encode())
+        yield f"{line}\n"
+    yield _canonical({"rows": len(lines), "sha256": digest.hexdigest()}) + "\n"
+
+
+def _place_of(row: Row) -> tuple[Any, ...]:
+    """Where a row stands in a file: kind, problem, machine, build, then time."""
+    problem, machine = row.problem, row.origin.machine
+    return (
+        _kind_of(row),
+        *(getattr(problem, field.name) for field in fields(Problem)),
+        machine.core_sig,
+        machine.placement_sig,
+        row.kernel_abi,
+        row.origin.created_at_ms,
+    )
+
+
+def _kind_of(row: Row) -> str:
+    return "measurement" if isinstance(row, Measurement) else "promotion"
+
+
+def _row_line(row: Row) -> str:
+    fields_of = _measurement_fields(row) if isinstance(row, Measurement) else _promotion_fields(row)
+    return _canonical({_kind_of(row): fields_of, "sha256": _row_digest({_kind_of(row): fields_of})})
+
+
+def _measurement_fields(row: Measurement) -> dict[str, Any]:
+    sample = asdict(row.sample)
+    return {"problem": asdict(row.problem), **sample, **_origin_fields(row)}
+
+
+def _promotion_fields(row: Promotion) -> dict[str, Any]:
+    return {
+        "problem": asdict(row.problem),
+        "schedule": asdict(row.schedule),
+        "incumbent": row.incumbent and asdict(row.incumbent),
+        "comparison": asdict(row.comparison),
+        **_origin_fields(row),
+    }
+
+
+def _origin_fields(row: Row) -> dict[str, Any]:
+    return {
+        "machine": asdict(row.origin.machine),
+        "kernel_abi": row.kernel_abi,
+        "program_version": row.origin.program_version,
+        "created_at_ms": row.origin.created_at_ms,
+    }
+
+
+def _canonical(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _row_digest(row: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_canonical(row).encode()).hexdigest()[:ROW_DIGITS]
+
+
+def import_file(store: Store, stream: BinaryIO, name: str, refuse: Refuse) -> Taken:
+    """Append the file's rows, unverified, unless they are there; `refuse` hears of each line left out.
+
+    Raises ExportFileError when the first line is not that of an export, or of one from a newer program.
+    Interrupted, it has kept what it read; run again, it adds the rest.
+    """
+    refused = 0
+
+    def count_and_refuse(line_number: int, reason: str) -> None:
+        nonlocal refused
+        refused += 1
+        refuse(line_number, reason)
+
+    read, added = _append(store, read_export(stream, name, count_and_refuse))
+    return Taken(read, added, refused)
+
+
+def merge(store: Store, other: Store) -> Taken:
+    """Append the other database's timings and promotions, unverified, unless they are there."""
+    read, added = _append(store, rows_of(other))
+    return Taken(read, added, 0)
+
+
+def _append(store: Store, rows: Iterator[Row]) -> tuple[int, int]:
+    read = added = 0
+    while batch := [_unverified(row) for row in islice(rows, ROWS_AT_ONCE)]:
+        read += len(batch)
+        added += store.add_missing(batch)
+    return read, added
+
+
+def _unverified(row: Row) -> Row:
+    return replace(row, origin=replace(row.origin, verified=False))
+
+
+def read_export(stream: BinaryIO, name: str, refuse: Refuse) -> Iterator[Row]:
+    """The rows of a file that are whole and valid, unverified. See `import_file`."""
+    lines = _Lines(stream, refuse)
+    _check_header(lines.next() or b"", name)
+    rows = 0
+    while (line := lines.next()) is not None:
+        if rows == MAX_ROWS:
+            refuse(lines.number, f"the file has more than {MAX_ROWS} rows: the rest is not read")
+            return
+        try:
+            content = _parsed(line)
+            if "rows" in content:
+                _check_end(content, rows, lines, refuse)
+                return
+            rows += 1
+            yield _row(content)
+        except (ValueError, RecursionError) as error:
+            refuse(lines.number, textwrap.shorten(str(error), MAX_REASON_CHARS, placeholder=" ..."))
+    refuse(lines.number + 1, "the file ends without its closing line: it was cut short")
+
+
+class _Lines:
+    """The lines of a stream in bounded memory, their number, and the digest of those before the last one."""
+
+    def __init__(self, stream: BinaryIO, refuse: Refuse) -> None:
+        self.number = 0
+        self._stream = stream
+        self._refuse = refuse
+        self._digest = hashlib.sha256()
+        self._last = b""
+
+    def next(self) -> bytes | None:
+        """The next line that is not too long, None at the end."""
+        while True:
+            self._digest.update(self._last)
+            self._last = self._stream.readline(MAX_LINE_BYTES)
+            if not self._last:
+                return None
+            self.number += 1
+            if self._last.endswith(b"\n") or len(self._last) < MAX_LINE_BYTES:
+                return self._last
+            self._skip_the_rest()
+            self._refuse(self.number, f"the line is longer than {MAX_LINE_BYTES} bytes")
+
+    def _skip_the_rest(self) -> None:
+        while not self._last.endswith(b"\n"):
+            self._digest.update(self._last)
+            self._last = self._stream.readline(MAX_LINE_BYTES)
+            if not self._last:
+                return
+
+    def digest_before(self) -> str:
+        """Of all bytes before the line that was returned last."""
+        return self._digest.hexdigest()
+
+
+def _check_header(line: bytes, name: str) -> None:
+    try:
+        header = _parsed(line)
+    except (ValueError, RecursionError):
+        header = {}
+    version = header.get("version")
+    if header.get("file") != FILE or type(version) is not int or version < 1:
+        raise ExportFileError(f"{name} is not a file that `phasewise db export` wrote")
+    if version > VERSION:
+        raise ExportFileError(
+            f"{name} has version {version!r:.20}, newer than this phasewise reads ({VERSION}): "
+            "upgrade phasewise"
+        )
+
+
+def _check_end(content: Mapping[str, Any], rows: int, lines: _Lines, refuse: Refuse) -> None:
+    if content != {"rows": rows, "sha256": lines.digest_before()}:
+        refuse(lines.number, "the closing line does not fit: lines were lost, added or changed on the way")
+    if lines.next() is not None:
+        refuse(lines.number, "there is more after the closing line: it is not read")
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """A line's JSON object. Raises ValueError, or RecursionError where it nests too deeply."""
+    try:
+        content = json.loads(
+            line.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant
+        )
+    except RecordError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"the line is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise RecordError("the line is not a JSON object")
+    return content
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise RecordError("a name stands twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise RecordError(f"{name} is not a number of JSON")
+
+
+def _row(content: dict[str, Any]) -> Row:
+    digest = content.pop("sha256", None)
+    if digest != _row_digest(content):
+        raise RecordError("the row does not fit its checksum")
+    if len(content) == 1 and "measurement" in content:
+        return _measurement(content["measurement"])
+    if len(content) == 1 and "promotion" in content:
+        return _promotion(content["promotion"])
+    raise RecordError("the line holds neither a measurement nor a promotion")
+
+
+def _measurement(value: object) -> Measurement:
+    found = _object("a measurement", value, MEASUREMENT_FIELDS)
+    samples = found["samples_ns"]
+    sample = Sample(
+        _record(Schedule, found["schedule"]),
+        tuple(samples) if isinstance(samples, list) else samples,
+        found["estimate_ns"],
+        found["numeric_error"],
+        found["effort_ns"],
+        found["conditions"],
+    )
+    return Measurement(_record(Problem, found["problem"]), sample, found["kernel_abi"], _origin(found))
+
+
+def _promotion(value: object) -> Promotion:
+    found = _object("a promotion", value, PROMOTION_FIELDS)
+    incumbent = found["incumbent"]
+    return Promotion(
+        _record(Problem, found["problem"]),
+        _record(Schedule, found["schedule"]),
+        None if incumbent is None else _record(Schedule, incumbent),
+        _record(Comparison, found["comparison"]),
+        found["kernel_abi"],
+        _origin(found),
+    )
+
+
+def _origin(found: Mapping[str, Any]) -> Origin:
+    machine = _record(MachineKey, found["machine"])
+    return Origin(machine, found["program_version"], found["created_at_ms"], verified=False)
+
+
+def _record(record: type[T], value: object) -> T:
+    names = [field.name for field in fields(cast(Any, record))]
+    return record(**_object(f"a {record.__name__.lower()}", value, names))
+
+
+def _object(what: str, value: object, names: Collection[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RecordError(f"{what} must be a JSON object, not {value!r:.80}")
+    if unlike := sorted(set(names) ^ set(value)):
+        problem = "has no" if unlike[0] in names else "may not have"
+        raise RecordError(f"{what} {problem} {unlike[0]!r:.80}")
+    return value

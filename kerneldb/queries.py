@@ -1,0 +1,141 @@
+"""What the store asks the database. Rows of a key can be compared; rows of different keys cannot."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sqlalchemy import ColumnElement, Delete, Select, and_, case, delete, exists, func, or_, select
+from sqlalchemy.orm import aliased
+
+from phasewise.kerneldb.models import MeasurementRow, ProblemRow, PromotionRow, ScheduleRow
+from phasewise.kerneldb.records import MachineKey, Problem
+
+if TYPE_CHECKING:
+    AnySelect: TypeAlias = Select[*tuple[Any, ...]]
+    Keyed: TypeAlias = type[MeasurementRow | PromotionRow]
+
+PROBLEM_FIELDS = tuple(field.name for field in fields(Problem))
+WEIGHT_FIELDS = tuple(name for name in PROBLEM_FIELDS if name != "m")
+PROBLEM_ORDER = tuple(getattr(ProblemRow, name) for name in PROBLEM_FIELDS)
+
+_Incumbent = aliased(ScheduleRow)
+
+
+def measurements() -> AnySelect:
+    """Every measurement, with its problem and its schedule."""
+    return select(MeasurementRow, ProblemRow, ScheduleRow).join(ProblemRow).join(ScheduleRow)
+
+
+def promotions() -> AnySelect:
+    """Every promotion, with its problem, its schedule and the incumbent's, if that is a row."""
+    return (
+        select(PromotionRow, ProblemRow, ScheduleRow, _Incumbent)
+        .join(ProblemRow)
+        .join(ScheduleRow, PromotionRow.schedule_id == ScheduleRow.id)
+        .outerjoin(_Incumbent, PromotionRow.incumbent_id == _Incumbent.id)
+    )
+
+
+def best_measurements(verified: bool) -> AnySelect:
+    """One measurement a key: the least estimate, and the older of equals."""
+    rank = func.row_number().over(
+        partition_by=_key_of(MeasurementRow), order_by=(MeasurementRow.estimate_ns, MeasurementRow.id)
+    )
+    ranked = select(MeasurementRow.id, rank.label("rank")).where(MeasurementRow.verified == verified)
+    return _first_of(ranked)
+
+
+def promoted_measurements(verified: bool) -> AnySelect:
+    """One measurement a key: the newest of the schedule that was promoted last.
+
+    A promotion that names a schedule without measurements hides no older one.
+    """
+    rank = func.row_number().over(
+        partition_by=_key_of(MeasurementRow), order_by=(PromotionRow.id.desc(), MeasurementRow.id.desc())
+    )
+    ranked = (
+        select(MeasurementRow.id, rank.label("rank"))
+        .join(PromotionRow, and_(_same_key(), MeasurementRow.schedule_id == PromotionRow.schedule_id))
+        .where(MeasurementRow.verified == verified, PromotionRow.verified == verified)
+    )
+    return _first_of(ranked)
+
+
+def _first_of(ranked: Select[tuple[int, Any]]) -> AnySelect:
+    inner = ranked.subquery()
+    return measurements().join(inner, inner.c.id == MeasurementRow.id).where(inner.c.rank == 1)
+
+
+def of_machine(model: Keyed, machine: MachineKey) -> ColumnElement[bool]:
+    """Rows of one kind of machine."""
+    return and_(model.core_sig == machine.core_sig, model.placement_sig == machine.placement_sig)
+
+
+def of_problem(
+    model: Keyed, problem: Problem, machine: MachineKey, kernel_abi: str
+) -> tuple[ColumnElement[bool], ...]:
+    """Rows of one key."""
+    same = (getattr(ProblemRow, name) == getattr(problem, name) for name in PROBLEM_FIELDS)
+    return (*same, of_machine(model, machine), model.kernel_abi == kernel_abi)
+
+
+def of_weight(
+    model: Keyed, problem: Problem, machine: MachineKey, kernel_abi: str
+) -> tuple[ColumnElement[bool], ...]:
+    """Rows of the keys that differ in m only."""
+    same = (getattr(ProblemRow, name) == getattr(problem, name) for name in WEIGHT_FIELDS)
+    return (*same, of_machine(model, machine), model.kernel_abi == kernel_abi)
+
+
+def count_by_build() -> AnySelect:
+    """The name of each build, its measurements, and how many of them are verified."""
+    verified = func.sum(case((MeasurementRow.verified, 1), else_=0))
+    return (
+        select(MeasurementRow.kernel_abi, func.count(), verified)
+        .group_by(MeasurementRow.kernel_abi)
+        .order_by(MeasurementRow.kernel_abi)
+    )
+
+
+def delete_dominated(keep: int) -> Delete:
+    """Deletes measurements of schedules behind the `keep` fastest of their key that no promotion names."""
+    fastest = func.min(MeasurementRow.estimate_ns)
+    of_schedule = (*_key_of(MeasurementRow), MeasurementRow.schedule_id)
+    rank = func.row_number().over(
+        partition_by=_key_of(MeasurementRow), order_by=(fastest, MeasurementRow.schedule_id)
+    )
+    ranked = select(*of_schedule, rank.label("rank")).group_by(*of_schedule).subquery()
+    columns = [ranked.c[column.key] for column in of_schedule]
+    named = or_(
+        PromotionRow.schedule_id == MeasurementRow.schedule_id,
+        PromotionRow.incumbent_id == MeasurementRow.schedule_id,
+    )
+    behind = (
+        select(MeasurementRow.id)
+        .join(ranked, and_(*(a == b for a, b in zip(columns, of_schedule, strict=True))))
+        .where(ranked.c.rank > keep, ~exists().where(_same_key(), named))
+    )
+    return delete(MeasurementRow).where(MeasurementRow.id.in_(behind))
+
+
+def delete_unused_problems() -> Delete:
+    """Deletes problems that no measurement and no promotion is about."""
+    used = [exists().where(model.problem_id == ProblemRow.id) for model in (MeasurementRow, PromotionRow)]
+    return delete(ProblemRow).where(~or_(*used))
+
+
+def delete_unused_schedules() -> Delete:
+    """Deletes schedules that no measurement and no promotion names."""
+    naming = (MeasurementRow.schedule_id, PromotionRow.schedule_id, PromotionRow.incumbent_id)
+    return delete(ScheduleRow).where(~or_(*(exists().where(column == ScheduleRow.id) for column in naming)))
+
+
+def _key_of(model: Keyed) -> tuple[Any, ...]:
+    """What rows must share to be compared."""
+    return (model.problem_id, model.core_sig, model.placement_sig, model.kernel_abi)
+
+
+def _same_key() -> ColumnElement[bool]:
+    keys = zip(_key_of(MeasurementRow), _key_of(PromotionRow), strict=True)
+    return and_(*(mine == theirs for mine, theirs in keys))

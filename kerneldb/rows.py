@@ -1,0 +1,138 @@
+"""Between records and rows of the tables. A row that no record can hold raises RecordError."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+
+from sqlalchemy import Row, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from phasewise.kerneldb.models import MeasurementRow, ProblemRow, PromotionRow, ScheduleRow, ServicePlanRow
+from phasewise.kerneldb.records import (
+    Comparison,
+    MachineKey,
+    Measurement,
+    Origin,
+    PlanRecord,
+    Problem,
+    Promotion,
+    Sample,
+    Schedule,
+)
+
+if TYPE_CHECKING:
+    AnyRow: TypeAlias = Row[*tuple[Any, ...]]
+
+T = TypeVar("T")
+
+
+def measurement_row(session: Session, measurement: Measurement) -> MeasurementRow:
+    """A new row; its problem and its schedule are inserted if they are new."""
+    sample = measurement.sample
+    return MeasurementRow(
+        problem_id=id_of(session, ProblemRow, measurement.problem),
+        schedule_id=id_of(session, ScheduleRow, sample.schedule),
+        kernel_abi=measurement.kernel_abi,
+        samples_ns=list(sample.samples_ns),
+        estimate_ns=sample.estimate_ns,
+        numeric_error=sample.numeric_error,
+        effort_ns=sample.effort_ns,
+        conditions=dict(sample.conditions),
+        **_origin_columns(measurement.origin),
+    )
+
+
+def promotion_row(session: Session, promotion: Promotion) -> PromotionRow:
+    """A new row; its problem and its schedules are inserted if they are new."""
+    return PromotionRow(
+        problem_id=id_of(session, ProblemRow, promotion.problem),
+        schedule_id=id_of(session, ScheduleRow, promotion.schedule),
+        incumbent_id=promotion.incumbent and id_of(session, ScheduleRow, promotion.incumbent),
+        kernel_abi=promotion.kernel_abi,
+        **asdict(promotion.comparison),
+        **_origin_columns(promotion.origin),
+    )
+
+
+def plan_row(plan: PlanRecord) -> ServicePlanRow:
+    """A new row."""
+    return ServicePlanRow(
+        model_key=plan.model_key,
+        phase=plan.phase,
+        plan=plan.plan_json,
+        objectives=dict(plan.objectives),
+        **_origin_columns(plan.origin),
+    )
+
+
+def id_of(session: Session, model: type[ProblemRow | ScheduleRow], record: Problem | Schedule) -> int:
+    """The id of the record's row, inserted if new; another process may insert it in between."""
+    key = asdict(record)
+    query = select(model.id).filter_by(**key)
+    found = session.scalar(query)
+    if found is not None:
+        return found
+    row = model(**key)
+    try:
+        with session.begin_nested():
+            session.add(row)
+    except IntegrityError:
+        return session.scalars(query).one()
+    return row.id
+
+
+def measurement_of(row: AnyRow) -> Measurement:
+    """The record of a row of `queries.measurements`."""
+    timing, problem, schedule = row
+    samples = tuple(timing.samples_ns) if isinstance(timing.samples_ns, list) else ()
+    sample = Sample(
+        _read(Schedule, schedule),
+        samples,
+        timing.estimate_ns,
+        timing.numeric_error,
+        timing.effort_ns,
+        timing.conditions,
+    )
+    return Measurement(_read(Problem, problem), sample, timing.kernel_abi, _origin(timing))
+
+
+def promotion_of(row: AnyRow) -> Promotion:
+    """The record of a row of `queries.promotions`."""
+    promotion, problem, schedule, incumbent = row
+    return Promotion(
+        _read(Problem, problem),
+        _read(Schedule, schedule),
+        incumbent and _read(Schedule, incumbent),
+        _read(Comparison, promotion),
+        promotion.kernel_abi,
+        _origin(promotion),
+    )
+
+
+def plan_of(row: AnyRow) -> PlanRecord:
+    """The record of a row of the service plans."""
+    (plan,) = row
+    return PlanRecord(plan.model_key, plan.phase, plan.plan, _origin(plan), plan.objectives)
+
+
+def _read(record: type[T], row: object) -> T:
+    """A flat record from the columns that have its fields' names."""
+    return record(**{field.name: getattr(row, field.name) for field in fields(cast(Any, record))})
+
+
+def _origin_columns(origin: Origin) -> dict[str, Any]:
+    return {
+        "core_sig": origin.machine.core_sig,
+        "placement_sig": origin.machine.placement_sig,
+        "program_version": origin.program_version,
+        "created_at_ms": origin.created_at_ms,
+        "verified": origin.verified,
+    }
+
+
+def _origin(row: MeasurementRow | PromotionRow | ServicePlanRow) -> Origin:
+    return Origin(
+        MachineKey(row.core_sig, row.placement_sig), row.program_version, row.created_at_ms, row.verified
+    )

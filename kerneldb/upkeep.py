@@ -1,0 +1,254 @@
+"""What is known, as a whole: what would be used, how two databases differ, what is rubbish, what to trust.
+
+Of every key (problem, kind of machine, build) one timing is preferred: of the schedule in use, else the
+fastest one measured here, else what was in use where the rows came from, else the fastest one there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from phasewise.kerneldb.records import (
+    Comparison,
+    MachineKey,
+    Measurement,
+    Origin,
+    Problem,
+    Promotion,
+    Sample,
+    Schedule,
+)
+from phasewise.kerneldb.store import Store
+
+
+class Standing(StrEnum):
+    """Why a timing is the preferred one of its key."""
+
+    IN_USE = "in use"
+    MEASURED = "measured"
+    IMPORTED = "imported"
+
+
+@dataclass(frozen=True)
+class Key:
+    """What timings must share to be compared."""
+
+    problem: Problem
+    machine: MachineKey
+    kernel_abi: str
+
+
+@dataclass(frozen=True)
+class Preferred:
+    """The timing that speaks for its key."""
+
+    measurement: Measurement
+    standing: Standing
+
+    @property
+    def key(self) -> Key:
+        """Of the timing."""
+        row = self.measurement
+        return Key(row.problem, row.origin.machine, row.kernel_abi)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the timing."""
+        return self.measurement.sample.schedule
+
+
+def preferred(store: Store) -> dict[Key, Preferred]:
+    """One timing a key, in the order of problems."""
+    sources = (
+        (Standing.IMPORTED, store.best_measurements(verified=False)),
+        (Standing.IMPORTED, store.promoted_measurements(verified=False)),
+        (Standing.MEASURED, store.best_measurements()),
+        (Standing.IN_USE, store.promoted_measurements()),
+    )
+    found = (Preferred(row, standing) for standing, rows in sources for row in rows)
+    last = {one.key: one for one in found}
+    return dict(sorted(last.items(), key=lambda item: _order_of(item[0])))
+
+
+def _order_of(key: Key) -> tuple[object, ...]:
+    return (*astuple(key.problem), *astuple(key.machine), key.kernel_abi)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key whose preferred schedules differ; None on the side that knows nothing of it."""
+
+    key: Key
+    here: Preferred | None
+    there: Preferred | None
+
+
+@dataclass(frozen=True)
+class Diff:
+    """How two databases differ in what they prefer."""
+
+    same: int
+    differences: tuple[Difference, ...]
+
+
+def diff(here: Store, there: Store) -> Diff:
+    """Compare by key. How a row came to be trusted makes no difference; another schedule does."""
+    mine, theirs = preferred(here), preferred(there)
+    differences = tuple(
+        Difference(key, mine.get(key), theirs.get(key))
+        for key in sorted({*mine, *theirs}, key=_order_of)
+        if key not in mine or key not in theirs or mine[key].schedule != theirs[key].schedule
+    )
+    return Diff(len({*mine, *theirs}) - len(differences), differences)
+
+
+def is_stale(kernel_abi: str, current: Collection[str]) -> bool:
+    """Whether this program has another build of the same kernels; builds that it has none of are not judged.
+
+    `current` are names such as `gemm-avx2-5f1c9e2b7a04`, of every family and instruction set that runs here.
+    """
+    kernels = kernel_abi.rpartition("-")[0]
+    return kernel_abi not in current and kernels in {name.rpartition("-")[0] for name in current}
+
+
+def collect_garbage(
+    store: Store, current_builds: Collection[str], keep_schedules: int | None, *, dry_run: bool
+) -> Mapping[str, int]:
+    """Delete rows of stale builds; of each key keep the `keep_schedules` fastest and what promotions name.
+
+    Returns the rows deleted by table, or with `dry_run` those that would be.
+    """
+    stale = [one.kernel_abi for one in store.stats().builds if is_stale(one.kernel_abi, current_builds)]
+    return store.collect_garbage(stale, keep_schedules, dry_run=dry_run)
+
+
+class Bench(Protocol):
+    """What measures here: the tuner's evaluator, handed in by the command line."""
+
+    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> Sequence[Sample]:
+        """Interleaved timings, one for each schedule and in their order, of results that were checked."""
+
+    def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
+        """A paired A/B; None: against the kernel's default."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """The machine and the program that verify, and a clock."""
+
+    machine: MachineKey
+    kernel_abis: Mapping[str, str]
+    """By family."""
+    program_version: str
+    now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+
+    def made(self, row: Measurement) -> bool:
+        """Whether the row is of the kernels that run here."""
+        return row.kernel_abi == self.kernel_abis.get(row.problem.family)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an imported schedule did against what was in use here."""
+
+    problem: Problem
+    schedule: Schedule
+    claimed_ns: int
+    """The estimate that came with the schedule."""
+    measured_ns: int
+    comparison: Comparison
+    promoted: bool
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Imported timings of one problem, the most promising first."""
+
+    problem: Problem
+    timings: tuple[Measurement, ...]
+    in_use_there: Schedule | None
+
+
+def unverified_candidates(store: Store, here: Here, top: int) -> list[Candidates]:
+    """The imported timings worth measuring here: what was in use there, then by estimate.
+
+    The first `top` of each problem, without those that were measured here since. Where one was in use, only
+    schedules of its arithmetic are candidates: the products of one weight have to agree in it.
+    """
+    in_use_there = {
+        row.problem: row.sample.schedule
+        for row in store.promoted_measurements(here.machine, verified=False)
+        if here.made(row)
+    }
+    timings: dict[Problem, list[Measurement]] = {}
+    for row in store.all_measurements():
+        if row.origin.machine == here.machine and here.made(row):
+            timings.setdefault(row.problem, []).append(row)
+    found = [
+        Candidates(problem, _ranked(rows, in_use_there.get(problem), top), in_use_there.get(problem))
+        for problem, rows in timings.items()
+    ]
+    return sorted((one for one in found if one.timings), key=lambda one: astuple(one.problem))
+
+
+def _ranked(rows: Sequence[Measurement], in_use_there: Schedule | None, top: int) -> tuple[Measurement, ...]:
+    fastest: dict[Schedule, Measurement] = {}
+    for row in sorted(rows, key=lambda row: row.sample.estimate_ns):
+        schedule = row.sample.schedule
+        agrees = in_use_there is None or _arithmetic(schedule) == _arithmetic(in_use_there)
+        if agrees and not row.origin.verified:
+            fastest.setdefault(schedule, row)
+    best = sorted(fastest.values(), key=lambda row: row.sample.schedule != in_use_there)[:top]
+    measured_here = {row.sample.schedule for row in rows if row.origin.verified}
+    return tuple(row for row in best if row.sample.schedule not in measured_here)
+
+
+def _arithmetic(schedule: Schedule) -> tuple[str, int]:
+    return schedule.compute_path, schedule.k_parts
+
+
+def verify(store: Store, here: Here, bench: Bench, top: int = 3) -> Iterator[Verdict]:
+    """Measure the best imported schedules of each problem here, and promote those that pass a paired A/B.
+
+    What was in use where it came from must not be slower than what is in use here; another schedule must be
+    faster. A problem's rows are stored before its first verdict comes: stop at any time, and go on later.
+    """
+    for candidates in unverified_candidates(store, here, top):
+        yield from _verify_one(store, here, bench, candidates)
+
+
+def _verify_one(store: Store, here: Here, bench: Bench, candidates: Candidates) -> list[Verdict]:
+    problem = candidates.problem
+    kernel_abi = here.kernel_abis[problem.family]
+    in_use = store.promoted_measurement(problem, here.machine, kernel_abi)
+    incumbent = in_use.sample.schedule if in_use else None
+    samples = bench.measure(problem, [row.sample.schedule for row in candidates.timings])
+    claims = {row.sample.schedule: row.sample.estimate_ns for row in candidates.timings}
+    origin = Origin(here.machine, here.program_version, here.now_ms())
+    verdicts, promotions = [], []
+    for sample in _challengers(samples, candidates.in_use_there):
+        schedule = sample.schedule
+        comparison = bench.compare(problem, schedule, incumbent)
+        passed = comparison.gain_low > 1.0
+        if schedule == candidates.in_use_there:
+            passed = comparison.gain_high >= 1.0
+        verdicts.append(Verdict(problem, schedule, claims[schedule], sample.estimate_ns, comparison, passed))
+        if passed:
+            promotions.append(Promotion(problem, schedule, incumbent, comparison, kernel_abi, origin))
+            incumbent = schedule
+    store.add_promotions(promotions)
+    store.add_measurements(Measurement(problem, sample, kernel_abi, origin) for sample in samples)
+    return verdicts
+
+
+def _challengers(samples: Sequence[Sample], in_use_there: Schedule | None) -> list[Sample]:
+    """What was in use there, and then the fastest here if that is another one."""
+    fastest = min(samples, key=lambda sample: sample.estimate_ns)
+    return [
+        *(sample for sample in samples if sample.schedule == in_use_there and sample is not fastest),
+        fastest,
+    ]

@@ -1,0 +1,43 @@
+"""What the engine asks of tuned schedules: a weight's arithmetic, and by which numbers so many rows run.
+
+Serving knows neither database nor search: whoever opens the model hands in a lookup for each phase, and
+without one every product runs by the kernels' own default. Schedules change speed, never a result; the
+arithmetic may (gemm.h), so all phases of a model share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from phasewise.cython_kernels.packing import PackedWeight
+
+MAX_ROW_RANGES = 64
+"""Ranges that one weight may have (PW_MAX_ROW_RANGES)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """How products of up to `last_m` rows run, from the end of the range before."""
+
+    last_m: int
+    schedule: Mapping[str, int] | None
+    """As `_native.default_schedule` gives it; None: that one."""
+    why: str
+    """For people: where the schedule comes from."""
+
+
+class ScheduleLookup(Protocol):
+    """The tuned schedules of one phase's cores."""
+
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        """Compute path (None: the default of the instruction set in use) and number of k parts.
+
+        The same for every M, and for every weight of this format and shape.
+        """
+        ...
+
+    def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
+        """At most MAX_ROW_RANGES, ascending; beyond the last one the default runs."""
+        ...

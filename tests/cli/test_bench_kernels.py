@@ -1,0 +1,312 @@
+"""`phasewise bench kernels`: rows that agree with themselves, peers that may be missing or die, a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from phasewise.cli import kernel_peers
+from phasewise.cli.bench_kernels import Contestant, take_turns
+from phasewise.cli.chart import LEFT, PLOT_HEIGHT, Chart, Panel, draw_chart
+from phasewise.cli.kernel_formats import (
+    KernelRow,
+    as_csv,
+    as_json,
+    as_md,
+    draw_rows,
+    rows_from_json,
+    summarise,
+)
+from phasewise.cli.kernel_peers import NAMES, Peer, PeerCell, PeerError, opened_peers
+from phasewise.cli.main import app
+from phasewise.topology import read_machine
+
+CORE = read_machine().allowed_pus[0]
+SMALL = ("bench", "kernels", "--threads", "1", "--shape", "48,64", "-r", "2", "--cold-mib", "1")
+ISSUED = (
+    "format", "n", "k", "m", "threads", "median_ns", "gflops", "gbps", "peak_fraction", "bandwidth_fraction",
+    "schedule", "peers",
+)  # fmt: skip
+SVG = "{http://www.w3.org/2000/svg}"
+
+# A peer that says what it is asked to be, and dies of the product with 13 rows.
+FAKE_PEER = """
+import json, sys
+name = sys.argv[1]
+if name == "mkl":
+    print(json.dumps({"absent": "not here"}), flush=True)
+    sys.exit()
+print(json.dumps({"peer": name, "version": "1", "formats": ["f32", "bf16"]}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request.get("m") == 13:
+        sys.exit(3)
+    if request.get("m") == 7:
+        answer = {"refused": "seven is odd"}
+    elif "calls" in request:
+        answer = {"ns": 1000 * request["calls"], "products": request["calls"]}
+    else:
+        answer = {"setting": "only", "ns": 1000, "error": 0.0}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def fake_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(FAKE_PEER)
+    monkeypatch.setattr(kernel_peers, "WORKER", worker)
+    monkeypatch.setenv("PHASEWISE_PEERS_PYTHON", sys.executable)
+
+
+@pytest.fixture(autouse=True)
+def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+
+
+def bench(*arguments: str) -> str:
+    result = CliRunner().invoke(app, [*SMALL, *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+SCHEDULE = {
+    "mr": 1, "panels": 2, "block_m": 1, "block_n": 32, "block_k": 64, "threads_m": 1, "threads_n": 2,
+    "threads_k": 1, "compute_path": "fma", "k_parts": 1, "prefetch_bytes": 0, "loop_order": "nm",
+}  # fmt: skip
+
+
+def row(
+    m: int = 1,
+    median_ns: int = 1000,
+    peers: dict[str, int] | None = None,
+    peak_fraction: float = 0.5,
+    bandwidth_fraction: float = 0.5,
+    weight_bytes: int = 1 << 20,
+    weight_format: str = "bf16",
+) -> KernelRow:
+    """As measured, with a few numbers chosen."""
+    peers = peers or {}
+    return KernelRow(
+        weight_format, 512, 1024, m, 2, median_ns, 2.0 * m * 512 * 1024 / median_ns, weight_bytes / median_ns,
+        peak_fraction, bandwidth_fraction, SCHEDULE, peers, "default", weight_bytes, 1e12, 1e11, "portable",
+        "core", "place", 0.0, [median_ns] * 3, {peer: [ns] * 3 for peer, ns in peers.items()},
+        dict.fromkeys(peers, "packed"),
+    )  # fmt: skip
+
+
+def test_json_rows_hold_what_was_asked_and_agree_with_themselves() -> None:
+    rows = json.loads(bench("--format", "f32,int8", "--m", "1,5", "--peers", "none", "-o", "json"))
+
+    assert [(r["format"], r["n"], r["k"], r["m"]) for r in rows] == [
+        (name, 48, 64, m) for name in ("f32", "int8") for m in (1, 5)
+    ]
+    for r in rows:
+        assert set(ISSUED) <= set(r)
+        assert r["threads"] == 1
+        assert r["peers"] == {}
+        assert len(r["samples_ns"]) == 2
+        assert r["gflops"] == pytest.approx(2 * r["m"] * 48 * 64 / r["median_ns"], rel=0.01)
+        assert r["gbps"] == pytest.approx(r["weight_bytes"] / r["median_ns"], rel=0.01)
+        assert r["peak_fraction"] == pytest.approx(r["gflops"] * 1e9 / r["peak_flops_per_s"])
+
+
+@pytest.mark.usefixtures("fake_peers")
+def test_peers_stand_in_every_row_that_they_can_do() -> None:
+    rows = json.loads(bench("--format", "f32,int8", "--m", "1,7,8", "-o", "json"))
+
+    present = [name for name in NAMES if name != "mkl"]
+    for r in rows:
+        can = r["format"] == "f32" and r["m"] != 7
+        assert r["peers"] == (dict.fromkeys(present, 1000) if can else {})
+
+
+@pytest.mark.usefixtures("fake_peers")
+def test_a_peer_that_dies_is_left_out_from_there_on() -> None:
+    rows = json.loads(bench("--format", "f32", "--m", "1,13,2", "--peers", "torch", "-o", "json"))
+
+    assert [list(r["peers"]) for r in rows] == [["torch"], [], []]
+
+
+@pytest.mark.usefixtures("fake_peers")
+def test_a_peer_that_was_named_must_be_there() -> None:
+    with pytest.raises(PeerError, match="mkl is not installed"), opened_peers(["torch", "mkl"], [CORE]):
+        pass
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--format", "f31"],
+        ["--shape", "48"],
+        ["--shape", "0,64"],
+        ["--shape", "9999999999,1"],
+        ["--m", "0"],
+        ["--m", ""],
+        ["--peers", "fftw"],
+        ["--plot", "/nowhere/at/all.svg"],
+    ],
+)
+def test_impossible_grids_are_wrong_usage(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, [*SMALL, "--peers", "none", *arguments])
+
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("peer", "weight_format", "largest_error"),
+    [
+        ("openblas", "f32", 1e-5),
+        ("torch", "f32", 1e-5),
+        ("torch", "bf16", 0.01),
+        ("torch", "int8", 0.03),
+        ("torch", "int4", 0.2),
+        ("mkl", "f32", 1e-5),
+        ("mkl", "bf16", 0.01),
+        ("openvino", "f32", 1e-5),
+        ("openvino", "bf16", 0.01),
+        ("openvino", "int8", 0.03),
+        ("openvino", "int4", 0.2),
+        ("ggml", "f32", 1e-5),
+        ("ggml", "bf16", 0.01),
+        ("ggml", "int8", 0.03),
+        ("ggml", "int4", 0.2),
+        ("ggml", "int4m", 0.2),
+    ],
+)
+def test_a_peer_computes_the_product_that_it_is_timed_at(
+    peer: str, weight_format: str, largest_error: float
+) -> None:
+    opened = Peer(peer, [CORE])
+    if opened.absent is not None:
+        opened.close()
+        pytest.skip(f"{opened.absent}; PHASEWISE_PEERS_PYTHON may name an interpreter that has {peer}")
+
+    prepared = opened.prepare(PeerCell(weight_format, n=64, k=128, m=3, copies=2))
+    assert prepared is not None
+    ns = opened.time(calls=3)
+    opened.close()
+
+    assert prepared.error < largest_error
+    assert ns > 0
+
+
+def test_every_system_takes_one_turn_a_round_and_the_order_changes() -> None:
+    order: list[str] = []
+
+    def turn(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    samples = take_turns(
+        [Contestant("a", lambda: turn("a")), Contestant("b", lambda: turn("b"))], 3, sleep=lambda _: None
+    )
+
+    assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3}
+    assert order in (list("abbaab"), list("baabba"))
+
+
+def test_the_summary_is_of_the_best_peer_at_each_point() -> None:
+    rows = [
+        row(m=1, median_ns=100, peers={"torch": 400, "mkl": 200}, bandwidth_fraction=0.7),
+        row(m=128, median_ns=100, peers={"torch": 50}, peak_fraction=0.9),
+        row(m=256, median_ns=100, peak_fraction=0.8),
+        row(m=1, bandwidth_fraction=0.95, weight_bytes=5_000_000),
+    ]
+
+    (found,) = summarise(rows)
+
+    assert found.points == 2
+    assert found.speedup == pytest.approx(math.sqrt(2.0 * 0.5))
+    assert (found.worst_speedup, found.worst_point) == (0.5, "512x1024, m = 128")
+    assert found.peak == (0.8, pytest.approx(0.85))
+    assert (found.bandwidth_large, found.bandwidth_small) == ((0.95, 0.95), (0.7, 0.7))
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=9), st.integers(2, 1000))
+def test_a_summary_scales_with_our_speed(peer_ns: Sequence[int], factor: int) -> None:
+    slow = [row(m=m + 1, median_ns=1000 * factor, peers={"torch": ns}) for m, ns in enumerate(peer_ns)]
+    fast = [row(m=m + 1, median_ns=1000, peers={"torch": ns}) for m, ns in enumerate(peer_ns)]
+
+    before, after = summarise(slow)[0].speedup, summarise(fast)[0].speedup
+
+    assert before is not None
+    assert after == pytest.approx(before * factor)
+
+
+def test_every_form_has_every_row() -> None:
+    rows = [row(m=1, peers={"torch": 2000}), row(m=8), row(m=8, weight_format="f32", peers={"mkl": 500})]
+
+    table = list(csv.DictReader(io.StringIO(as_csv(rows))))
+
+    assert rows_from_json(as_json(rows)) == rows
+    assert [(r["format"], r["m"], r["torch_ns"], r["mkl_ns"]) for r in table] == [
+        ("bf16", "1", "2000", ""),
+        ("bf16", "8", "", ""),
+        ("f32", "8", "", "500"),
+    ]
+    assert as_md(rows).count("default: 1x32") == 3
+    assert "2.00x" in as_md(rows)
+    assert "0.50x" in as_md(rows)
+
+
+def test_the_plot_has_a_line_for_each_system_and_the_limit(tmp_path: Path) -> None:
+    rows = [row(m=m, median_ns=1000 + m, peers={"torch": 2000 + m}) for m in (1, 8, 64)]
+
+    root = ElementTree.fromstring(draw_rows(rows))
+
+    lines = [line.attrib["points"].split() for line in root.iter(f"{SVG}polyline")]
+    assert sum(len(points) == 3 for points in lines) == 3
+    words = {text.text for text in root.iter(f"{SVG}text")}
+    assert {"phasewise", "torch", "rows m", "GFLOP/s", "bf16, 512x1024"} <= words
+
+
+def test_the_plot_is_written_beside_the_rows(tmp_path: Path) -> None:
+    plot = tmp_path / "figure.svg"
+
+    out = bench("--format", "f32", "--m", "1,2", "--peers", "none", "--plot", str(plot))
+
+    assert "48x64" in out
+    assert ElementTree.fromstring(plot.read_text()).tag == f"{SVG}svg"
+
+
+pairs = st.tuples(st.integers(1, 1 << 16), st.floats(1e-3, 1e7))
+points = st.lists(pairs, min_size=1, max_size=12, unique_by=lambda pair: pair[0]).map(sorted)
+names = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=5)
+
+
+@given(st.dictionaries(names, points, min_size=1, max_size=9), points)
+def test_no_line_leaves_its_plot(
+    lines: dict[str, Sequence[tuple[float, float]]], limit: Sequence[tuple[float, float]]
+) -> None:
+    """Whatever the numbers; and whatever the names, the picture is well-formed."""
+    drawn = draw_chart(Chart("title <&>", "caption", "x", "y", "limit", [Panel("one", lines, limit)]))
+
+    plot = next(rect for rect in ElementTree.fromstring(drawn).iter(f"{SVG}rect") if rect.get("stroke"))
+    left, top = float(plot.attrib["x"]), float(plot.attrib["y"])
+    right, bottom = left + float(plot.attrib["width"]), top + PLOT_HEIGHT
+    assert left > LEFT
+    for line in ElementTree.fromstring(drawn).iter(f"{SVG}polyline"):
+        for point in line.attrib["points"].split():
+            x, y = map(float, point.split(","))
+            in_legend = y < top - 20
+            assert in_legend or (left - 0.1 <= x <= right + 0.1 and top - 0.1 <= y <= bottom + 0.1)
+
+
+def test_a_peer_needs_nothing_of_ours() -> None:
+    """It runs under interpreters that have no phasewise."""
+    source = Path(kernel_peers.__file__).with_name("kernel_peer_worker.py").read_text()
+
+    assert "phasewise" not in source

@@ -1,0 +1,238 @@
+"""`phasewise tune-kernels`, as people and scripts see it. A formula plays the kernels where time matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from tiny_models import write_tiny_gguf
+from typer.testing import CliRunner
+
+from phasewise.cli import tuning
+from phasewise.cli.commands.tune_kernels import parse_budget
+from phasewise.cli.main import app
+from phasewise.kerneldb.records import Problem, Sample, Schedule
+from phasewise.tuner import timing
+from phasewise.tuner.roofline import Roofline
+from phasewise.tuner.run import Duel
+
+SMALL = ("--shapes", "160,96;64,32", "--format", "int8", "--max-m", "4")
+
+
+@pytest.fixture
+def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+    return tmp_path / "tuned.db"
+
+
+class FormulaEvaluator:
+    """Smaller blocks are faster, unless all are alike; counts what it timed."""
+
+    timed = 0
+    alike = False
+    interrupt_after: int | None = None
+
+    def __init__(self, cores: Sequence[int], total_bytes: int) -> None:
+        assert cores
+        assert total_bytes >= 64 << 20
+
+    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
+        kind = type(self)
+        kind.timed += len(schedules)
+        if kind.interrupt_after is not None and kind.timed > kind.interrupt_after:
+            raise KeyboardInterrupt
+        return [self._sample(problem, schedule) for schedule in schedules]
+
+    def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
+        old, new = self._sample(problem, incumbent), self._sample(problem, candidate)
+        taken = [(old.samples_ns, new.samples_ns)] * timing.PAIRS
+        return Duel(timing.compare(taken), old, new)
+
+    def close(self) -> None:
+        pass
+
+    def _sample(self, problem: Problem, schedule: Schedule) -> Sample:
+        cost_ns = 10**6 * problem.m + (0 if self.alike else 1000 * (schedule.block_n + schedule.block_k))
+        return Sample(schedule, (cost_ns,), cost_ns, 0.0, cost_ns, {"steal": 0.2, "others": 0.05})
+
+
+@pytest.fixture
+def evaluator(monkeypatch: pytest.MonkeyPatch) -> type[FormulaEvaluator]:
+    class Evaluator(FormulaEvaluator):
+        pass
+
+    def roofline(cores: Sequence[int], formats: Sequence[str], read_bytes: int) -> Roofline:
+        return Roofline({"f32": 1e11, "bf16": 1e11, "int8": 1e12}, 1e10)
+
+    monkeypatch.setattr(tuning, "NativeEvaluator", Evaluator)
+    monkeypatch.setattr(tuning, "measure_roofline", roofline)
+    return Evaluator
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["tune-kernels", *arguments], catch_exceptions=False)
+
+
+def tune(*arguments: str) -> str:
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def tune_json(*arguments: str) -> dict[str, Any]:
+    fields = json.loads(tune(*arguments, "--json"))
+    assert fields.pop("schema_version") == 1
+    return dict(fields)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400)])
+def test_budgets_are_times(text: str, seconds: float) -> None:
+    assert parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--budget", "soon", *SMALL), "90s, 10m or 1h"),
+        (("--budget", "0", *SMALL), "90s, 10m or 1h"),
+        ((), "either a MODEL or --shapes"),
+        (("model.gguf", *SMALL), "either a MODEL or --shapes"),
+        (("--shapes", "160,96"), "--format"),
+        (("--shapes", "160x96", "--format", "int8"), "3072,576"),
+        (("--shapes", "0,96", "--format", "int8"), "3072,576"),
+        (("model.gguf", "--format", "int5"), "one of"),
+    ],
+)
+def test_wrong_usage_is_exit_code_two_and_creates_nothing(
+    db: Path, arguments: tuple[str, ...], reason: str
+) -> None:
+    result = invoke(*arguments)
+
+    assert result.exit_code == 2
+    assert reason in " ".join(result.output.replace("│", " ").split())
+    assert not db.exists()
+
+
+def test_a_dry_run_shows_a_models_products_and_creates_nothing(db: Path, tmp_path: Path) -> None:
+    """Alike weights are one, and the head has few rows however many a prompt has."""
+    model = tmp_path / "tiny.gguf"
+    write_tiny_gguf(model)
+    fields = tune_json(str(model), "--dry-run", "--max-m", "512")
+    weights = fields["rounds"][0]["weights"]
+
+    assert fields["dry_run"] is True
+    assert fields["rounds"][0]["phases"] == ["prefill", "decode"]
+    assert len({weight["weight"] for weight in weights}) == len(weights)
+    assert [weight["m up to"] for weight in weights] == [512] * (len(weights) - 1) + [64]
+    assert weights[-1]["uses"] == 1
+    assert not db.exists()
+    assert "paths" in tune(str(model), "--dry-run")
+
+
+def test_a_phase_chooses_the_rows(db: Path) -> None:
+    def most_rows(phase: str) -> int:
+        fields = tune_json(*SMALL[:4], "--max-m", "200", "--phase", phase, "--dry-run")
+        return int(fields["rounds"][0]["weights"][0]["m up to"])
+
+    assert (most_rows("decode"), most_rows("prefill"), most_rows("both")) == (64, 200, 200)
+
+
+def test_the_tables_fit_eighty_columns_and_hold_every_product(
+    db: Path, evaluator: type[FormulaEvaluator]
+) -> None:
+    """The largest sizes, and the remark about a busy machine."""
+    text = tune("--shapes", "128256,4096;64,32", "--format", "int8", "--max-m", "20")
+
+    assert max(map(len, text.splitlines())) <= 80
+    assert "int8 128256x4096" in text
+    assert "of these cores" in text
+    assert "products run faster; geometric mean of all" in text
+    assert sum(line.split()[:1] == ["20"] for line in text.splitlines()) == 2
+
+
+def test_json_holds_what_was_gained_and_a_second_run_times_nothing(
+    db: Path, evaluator: type[FormulaEvaluator]
+) -> None:
+    first, second = tune_json(*SMALL), tune_json(*SMALL)
+    one = first["rounds"][0]
+
+    assert one["end"] == "complete"
+    assert one["timed"] == evaluator.timed > 0
+    assert (second["rounds"][0]["timed"], second["rounds"][0]["duels"]) == (0, 0)
+    assert second["rounds"][0]["gains"] == one["gains"]
+    assert len(one["gains"]) == one["products"] == 8
+    for gain in one["gains"]:
+        assert gain["gain"] == gain["default_ns"] / gain["tuned_ns"] >= 1
+        assert gain["is_default"] or gain["last_duel"]["gain_low"] > 1
+        bound_ns = max(
+            2 * gain["m"] * gain["n"] * gain["k"] / 1e12,
+            (gain["roofline_fraction"] * gain["tuned_ns"]) / 1e9,
+        )
+        assert 0 < bound_ns * 1e9 == pytest.approx(gain["roofline_fraction"] * gain["tuned_ns"])
+
+
+def test_nothing_gained_is_said_plainly(db: Path, evaluator: type[FormulaEvaluator]) -> None:
+    evaluator.alike = True
+
+    assert "Tuning gained nothing: of 8 products, none was proven faster" in tune(*SMALL)
+
+
+def test_interrupted_it_ends_with_130_and_the_next_run_goes_on(
+    db: Path, evaluator: type[FormulaEvaluator]
+) -> None:
+    evaluator.interrupt_after = 40
+    result = invoke(*SMALL)
+    evaluator.interrupt_after, timed = None, evaluator.timed
+    rest = tune_json(*SMALL)["rounds"][0]
+
+    assert result.exit_code == 130
+    assert "Interrupted:" in result.stdout
+    assert "goes on from here" in result.stdout
+    assert rest["end"] == "complete"
+    assert rest["replayed"] >= timed - 20
+
+
+def test_not_resuming_times_everything_anew(db: Path, evaluator: type[FormulaEvaluator]) -> None:
+    first = tune_json(*SMALL)["rounds"][0]
+    again = tune_json(*SMALL, "--no-resume")["rounds"][0]
+
+    assert again["timed"] > 0.5 * first["timed"]
+
+
+def shell(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "phasewise", "tune-kernels", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ, **options
+    )
+
+
+def test_on_the_real_kernels_ctrl_c_keeps_what_was_learned(db: Path) -> None:
+    """And the interrupted command says so in one line, without a traceback."""
+    process = shell("--shapes", "64,64", "--format", "f32", "--max-m", "64", "--budget", "60s")
+    assert process.stderr is not None
+    assert "limits" in process.stderr.readline()
+    assert " timed in " in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130, err
+    assert "The same command goes on from here." in out
+    assert err.splitlines()[-1] == "phasewise: interrupted"
+    assert "Traceback" not in err
+
+
+def test_an_unknown_kernel_format_is_one_line_and_exit_code_one(db: Path) -> None:
+    process = shell("--shapes", "64,64", "--format", "int5")
+    out, err = process.communicate(timeout=60)
+
+    assert (process.returncode, out) == (1, "")
+    assert err == "phasewise: there are no kernels for weights of format 'int5'\n"

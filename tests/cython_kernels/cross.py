@@ -1,0 +1,85 @@
+"""Our C built for another machine, or for an emulated unit of this one, as programs that tests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gemm_reference import Array
+
+from phasewise.cython_kernels.packing import KINDS, PackedWeight
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[1] / "cython_kernels"
+COMMON_FLAGS = [
+    "-O2",
+    "-std=gnu11",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-pthread",
+]
+
+
+def isa_flags(machine: str) -> dict[str, list[str]]:
+    """What each isa/<name>.c of a machine is compiled with, by the build's own list."""
+    listed: dict[str, str] = json.loads((KERNELS / "isa" / "flags.json").read_text())[machine]
+    return {isa: flags.split() for isa, flags in listed.items()}
+
+
+def compile_all(compiler: str, sources: dict[Path, list[str]], out: Path) -> list[Path]:
+    """Each source with its own flags, a warning being an error; the objects."""
+
+    def compile_one(source: Path) -> Path:
+        target = out / f"{source.stem}.o"
+        flags = [*COMMON_FLAGS, *sources[source]]
+        subprocess.run([compiler, *flags, "-I", KERNELS, "-c", source, "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        return list(pool.map(compile_one, sources))
+
+
+def link(compiler: str, objects: list[Path], program: Path, *flags: str) -> Path:
+    subprocess.run([compiler, "-static", "-pthread", *flags, *objects, "-lm", "-o", program], check=True)
+    return program
+
+
+def common_sources() -> list[Path]:
+    """The C that is compiled once, whatever the instruction set."""
+    return sorted(path for path in KERNELS.glob("*.c") if path.name != "_native.c")
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The part of a schedule that one thread sees."""
+
+    mr: int = 4
+    panels: int = 1
+    block_m: int = 64
+    block_n: int = 8
+    block_k: int = 128
+
+
+def product(
+    command: list[str], w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_parts: int = 1
+) -> Array:
+    """y float32 [m, n] by one_product.c, run as `command`."""
+    scales = b"" if w.scales is None else w.scales.tobytes()
+    scale_bytes = 0 if w.scales is None else w.scales.itemsize
+    fields = (KINDS.index(w.kind), w.group, w.zero_point, scale_bytes, w.mins is not None, path, k_parts)
+    blocks = (walk.mr, walk.panels, walk.block_m, walk.block_n, walk.block_k)
+    sizes = (w.n, w.k, x.shape[0], w.values.nbytes, len(scales))
+    mins = b"" if w.mins is None else w.mins.tobytes()
+    head = struct.pack("<12i5q", *fields, *blocks, *sizes)
+    operands = head + w.values.tobytes() + scales + mins + x.tobytes()
+    run = subprocess.run(command, input=operands, capture_output=True, check=True)
+    return np.frombuffer(run.stdout, dtype=np.float32).reshape(x.shape[0], w.n)

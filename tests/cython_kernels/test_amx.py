@@ -1,0 +1,101 @@
+"""The tile kernels, on the tile unit where this machine has one and on an emulated one on every x86-64.
+
+The emulated unit (emulated_tiles.h) computes what the instructions compute, and ends the process where a real
+one would fault: a tile touched without the system's permission or without a shape, operands that do not fit,
+state that nobody gave back.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from cross import HERE, KERNELS, Walk, common_sources, compile_all, link, product
+from gemm_reference import FORMATS, Array, expected, make_weight
+
+from phasewise.cython_kernels import _native, isa
+from phasewise.cython_kernels.packing import PackedWeight
+
+Product = Callable[..., Array]
+TILED = ("bf16",)
+SHAPES = (
+    (1, 1, 1, Walk()),
+    (17, 33, 3, Walk(panels=2)),
+    (48, 96, 33, Walk(mr=32, panels=2)),
+    (95, 577, 21, Walk(mr=17, panels=2, block_n=2)),
+    (64, 160, 40, Walk(mr=32, panels=1, block_m=24, block_k=64)),
+)
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the tile unit is of x86-64")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """one_product.c with emulated_amx.c in the place of isa/amx.c, on an emulated machine."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc to compile the emulation with")
+    out = tmp_path_factory.mktemp("amx")
+    names = ("one_product", "emulated_amx", "emulated_machine")
+    sources = [*(HERE / f"{name}.c" for name in names), KERNELS / "isa" / "portable.c", *common_sources()]
+    objects = compile_all("gcc", {path: [] for path in sources}, out)
+    return str(link("gcc", objects, out / "one_product", "-Wl,--wrap=syscall,--wrap=pw_cpu_features"))
+
+
+def _on_the_real_unit(w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_parts: int = 1) -> Array:
+    schedule: dict[str, Any] = asdict(walk) | {"prefetch_bytes": 512, "rows_outside": 0}
+    schedule |= {"grid_m": 1, "grid_n": 1, "grid_k": 1}
+    name = None if path < 0 else _native.path_names()[path]
+    with isa.using("amx"):
+        return np.asarray(_native.gemm(x, w, schedule=schedule, path=name, k_parts=k_parts))
+
+
+@pytest.fixture(params=["emulated", "real"])
+def multiply(request: pytest.FixtureRequest) -> Product:
+    """A product by the tile kernels, on one of the two units."""
+    if request.param == "emulated":
+        program = request.getfixturevalue("program")
+        return lambda w, x, walk, **how: product([program, "amx"], w, x, walk, **how)
+    if "amx" not in isa.usable():
+        pytest.skip("this machine has no tile unit")
+    return _on_the_real_unit
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_products_keep_their_bound(multiply: Product, fmt: str) -> None:
+    rng = np.random.default_rng(3)
+    for n, k, m, walk in SHAPES:
+        w = make_weight(fmt, n, k, rng)
+        x = rng.standard_normal((m, k), dtype=np.float32)
+        exact, bound = expected(x, w)
+
+        assert (np.abs(multiply(w, x, walk) - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("fmt", TILED)
+@pytest.mark.parametrize("k_parts", [1, 3])
+def test_the_walk_changes_no_bit(multiply: Product, fmt: str, k_parts: int) -> None:
+    rng = np.random.default_rng(4)
+    w = make_weight(fmt, 80, 352, rng)
+    x = rng.standard_normal((37, 352), dtype=np.float32)
+    row_by_row = multiply(w, x, Walk(mr=1), k_parts=k_parts)
+
+    for mr, panels, block_k in ((32, 2, 64), (17, 1, 352), (16, 2, 32), (5, 4, 96)):
+        walk = Walk(mr=mr, panels=panels, block_m=35, block_n=3, block_k=block_k)
+        assert np.array_equal(multiply(w, x, walk, k_parts=k_parts), row_by_row)
+
+
+def test_without_the_systems_permission_the_rung_is_not_usable(program: str) -> None:
+    environment = os.environ | {"REFUSE_TILES": "1"}
+    status = [
+        subprocess.run([program, name], env=environment, stdin=subprocess.DEVNULL).returncode
+        for name in ("amx", "portable")
+    ]
+
+    assert status == [3, 1]  # one_product.c: kernels that do not run here; kernels that do, without operands

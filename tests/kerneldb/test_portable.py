@@ -1,0 +1,407 @@
+"""Files of schedules: what goes out comes in, and nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kerneldb_examples import (
+    MACHINE,
+    MEASUREMENT,
+    NOTICED,
+    ORIGIN,
+    OTHER_MACHINE,
+    OTHER_SCHEDULE,
+    PLAN,
+    PROBLEM,
+    PROMOTION,
+    SAMPLE,
+    SCHEDULE,
+    measured,
+)
+
+from phasewise.kerneldb import portable
+from phasewise.kerneldb.errors import ExportFileError
+from phasewise.kerneldb.portable import (
+    Row,
+    Taken,
+    _row_digest,
+    export_lines,
+    import_file,
+    merge,
+    read_export,
+    rows_of,
+)
+from phasewise.kerneldb.records import (
+    MAX_NS,
+    MAX_SAMPLES,
+    Comparison,
+    Measurement,
+    Problem,
+    Promotion,
+    Schedule,
+)
+from phasewise.kerneldb.store import Store, open_store
+
+NOTED = dataclasses.replace(MEASUREMENT, sample=dataclasses.replace(SAMPLE, conditions=NOTICED))
+ELSEWHERE = dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
+ROWS: list[Row] = [
+    NOTED,
+    measured(500, schedule=OTHER_SCHEDULE),
+    measured(700, origin=ELSEWHERE),
+    PROMOTION,
+    dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE, incumbent=SCHEDULE),
+]
+
+
+def export(rows: Iterable[Row]) -> bytes:
+    return "".join(export_lines(rows)).encode()
+
+
+def unverified(row: Row) -> Row:
+    return dataclasses.replace(row, origin=dataclasses.replace(row.origin, verified=False))
+
+
+def read(content: bytes) -> tuple[list[Row], dict[int, str]]:
+    """The rows of a file, and the reasons against its other lines."""
+    refused: dict[int, str] = {}
+    rows = [*read_export(io.BytesIO(content), "f.jsonl", lambda line, why: refused.update({line: why}))]
+    return rows, refused
+
+
+def import_into(store: Store, content: bytes) -> tuple[Taken, dict[int, str]]:
+    refused: dict[int, str] = {}
+    taken = import_file(store, io.BytesIO(content), "f.jsonl", lambda line, why: refused.update({line: why}))
+    return taken, refused
+
+
+def line_of(row: dict[str, Any]) -> bytes:
+    """A row with a checksum that fits, as only somebody who means it would write."""
+    return (json.dumps({**row, "sha256": _row_digest(row)}) + "\n").encode()
+
+
+def one_row_file(line: bytes) -> bytes:
+    header, _ = export([]).splitlines(keepends=True)
+    return header + line
+
+
+def changed(**changes: Any) -> bytes:
+    """A file with one measurement, some of whose fields are another value."""
+    row = json.loads(export([NOTED]).splitlines()[1])["measurement"]
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        place = row
+        for parent in parents:
+            place = place[parent]
+        place[name] = value
+    return one_row_file(line_of({"measurement": row}))
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with open_store(":memory:") as opened:
+        yield opened
+
+
+def test_what_goes_out_comes_in_unverified() -> None:
+    rows, refused = read(export(ROWS))
+
+    assert refused == {}
+    assert set(rows) == set(map(unverified, ROWS))
+
+
+def test_an_export_of_an_import_is_the_same_bytes(store: Store) -> None:
+    """Through a database with other rows' order, and twice over."""
+    content = export(ROWS)
+    assert import_into(store, content) == (Taken(5, 5, 0), {})
+    assert export(rows_of(store)) == content
+    assert import_into(store, content) == (Taken(5, 0, 0), {})
+    assert export(rows_of(store)) == content
+
+
+@given(st.permutations(ROWS), st.lists(st.booleans(), min_size=5, max_size=5))
+def test_order_and_trust_change_no_byte(rows: list[Row], trusted: list[bool]) -> None:
+    known = [row if seen else unverified(row) for row, seen in zip(rows, trusted, strict=True)]
+
+    assert export([*known, known[0]]) == export(ROWS)
+
+
+words = st.from_regex(r"[a-z][a-z0-9_]{0,31}", fullmatch=True)
+texts = st.from_regex(r"[!-~]([ -~]{0,253}[!-~])?", fullmatch=True)
+problems = st.builds(Problem, words, words, *[st.integers(1, 2**31 - 1)] * 3)
+schedules = st.builds(
+    lambda mr, panels, times, grid, *rest: Schedule(
+        mr, panels, mr * times[0], 16 * panels * times[1], 32 * times[2], *grid, *rest
+    ),
+    st.integers(1, 64),
+    st.integers(1, 16),
+    st.tuples(*[st.integers(1, 1000)] * 3),
+    st.tuples(*[st.integers(1, 16)] * 3),
+    words,
+    st.integers(1, 64),
+    st.integers(0, 65_536),
+    st.sampled_from(["nm", "mn"]),
+)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+samples = st.builds(
+    lambda schedule, ns, error, noticed: dataclasses.replace(
+        SAMPLE,
+        schedule=schedule,
+        samples_ns=tuple(ns),
+        estimate_ns=ns[0],
+        numeric_error=error,
+        conditions=noticed,
+    ),
+    schedules,
+    st.lists(st.integers(1, MAX_NS), min_size=1, max_size=5),
+    st.none() | st.floats(0, 1e300),
+    st.dictionaries(words, finite, max_size=16),
+)
+gains = st.tuples(*[st.floats(0, 1e6)] * 3).map(sorted)
+comparisons = st.builds(
+    lambda gains, confidence, pairs: Comparison(gains[1], gains[0], gains[2], confidence, pairs),
+    gains,
+    st.floats(0, 1),
+    st.integers(1, 1000),
+)
+any_row: st.SearchStrategy[Row] = st.builds(
+    Measurement, problems, samples, texts, st.just(ORIGIN)
+) | st.builds(Promotion, problems, schedules, st.none() | schedules, comparisons, texts, st.just(ORIGIN))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(any_row, max_size=5))
+def test_any_row_that_a_database_may_hold_survives_the_trip(rows: list[Row]) -> None:
+    with open_store(":memory:") as store:
+        content = export(rows)
+        taken, refused = import_into(store, content)
+
+        assert (taken.added, refused) == (len(set(rows)), {})
+        assert export(rows_of(store)) == content
+
+
+def test_a_file_names_no_host_and_no_plan(store: Store) -> None:
+    store.add_plan(PLAN)
+    store.add_measurements([NOTED])
+    content = export(rows_of(store)).decode()
+
+    assert set(json.loads(content.splitlines()[1])["measurement"]) == set(portable.MEASUREMENT_FIELDS)
+    assert "verified" not in content
+    assert "tinyllama" not in content
+
+
+def test_machines_can_be_chosen(store: Store) -> None:
+    store.add_missing(ROWS)
+    chosen = [*rows_of(store, lambda machine: machine == OTHER_MACHINE)]
+
+    assert chosen == [measured(700, origin=ELSEWHERE)]
+
+
+def test_merging_takes_what_is_missing_from_another_database(store: Store) -> None:
+    store.add_measurements([NOTED])
+    with open_store(":memory:") as other:
+        other.add_missing(ROWS)
+        assert merge(store, other) == Taken(5, 4, 0)
+        assert export(rows_of(store)) == export(rows_of(other))
+
+    assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi)[0].origin.verified
+    assert store.promoted_measurements() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"schedule__block_m": 10**9}, "block_m must be a whole number"),
+        ({"schedule__mr": 10**400}, "mr must be"),
+        ({"schedule__mr": 8.0}, "mr must be"),
+        ({"schedule__mr": True}, "mr must be"),
+        ({"schedule__mr": None}, "mr must be"),
+        ({"schedule__mr": "8"}, "mr must be"),
+        ({"schedule__compute_path": "'; DROP TABLE measurement; --"}, "compute_path must be"),
+        ({"schedule__extra": 1}, "a schedule may not have 'extra'"),
+        ({"schedule": [1, 2]}, "a schedule must be a JSON object"),
+        ({"schedule__threads_m": 4096, "schedule__threads_n": 4096}, "the thread grid must be"),
+        ({"problem__n": -1}, "n must be"),
+        ({"problem__family": "gemm\x1b[2J"}, "family must be"),
+        ({"samples_ns": []}, "samples_ns must be"),
+        ({"samples_ns": {"0": 1}}, "samples_ns must be"),
+        ({"samples_ns": [1] * (MAX_SAMPLES + 1)}, "samples_ns must be"),
+        ({"samples_ns": [2**63]}, "samples_ns must be"),
+        ({"conditions": {"hostname_is_mine": "x"}}, "conditions must be"),
+        ({"conditions": [1]}, "conditions must be"),
+        ({"numeric_error": -1.0}, "numeric_error must be"),
+        ({"machine__core_sig": "a\nb"}, "core_sig must be"),
+        ({"kernel_abi": ""}, "kernel_abi must be"),
+        ({"created_at_ms": 10**18}, "created_at_ms must be"),
+        ({"verified": True}, "a measurement may not have 'verified'"),
+    ],
+)
+def test_a_value_that_no_record_holds_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    """Even with a checksum that fits: whoever writes the file can compute one."""
+    rows, refused = read(changed(**changes))
+
+    assert rows == []
+    assert reason in refused[2]
+    assert len(refused[2]) <= portable.MAX_REASON_CHARS
+    assert refused[2].isprintable()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"7", "not a JSON object"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"a":' * 100_000, "recursion"),
+        (b'{"measurement":{},"measurement":{}}', "stands twice"),
+        (b'{"measurement":{"n":NaN}}', "NaN is not a number"),
+        (b'{"measurement":{"n":-Infinity}}', "Infinity is not a number"),
+        (b'{"measurement":{"n":' + b"9" * 5000 + b"}}", "not JSON"),
+        (b'{"measurement":{},"sha256":"0000000000000000"}', "does not fit its checksum"),
+        (b'{"measurement":{}}', "does not fit its checksum"),
+        (line_of({"measurement": {}, "promotion": {}})[:-1], "neither"),
+        (line_of({"service_plan": {}})[:-1], "neither"),
+        (line_of({"measurement": []})[:-1], "must be a JSON object"),
+        (line_of({"promotion": {}})[:-1], "a promotion has no"),
+        (b'{"measurement":{"n":1e999}}', "Out of range"),
+    ],
+)
+def test_a_line_that_is_no_row_is_refused_and_the_next_one_taken(line: bytes, reason: str) -> None:
+    header, row, _ = export([NOTED]).splitlines(keepends=True)
+    rows, refused = read(header + line + b"\n" + row)
+
+    assert rows == [unverified(NOTED)]
+    assert reason in refused[2]
+    assert "cut short" in refused[4]
+
+
+def test_a_line_without_end_costs_no_memory_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "MAX_LINE_BYTES", 2000)
+    header, row, _ = export([NOTED]).splitlines(keepends=True)
+    rows, refused = read(header + b"x" * 100_000 + b"\n" + row)
+
+    assert rows == [unverified(NOTED)]
+    assert refused[2] == "the line is longer than 2000 bytes"
+
+
+def test_more_rows_than_a_file_may_hold_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = export(ROWS)
+    monkeypatch.setattr(portable, "MAX_ROWS", 3)
+    rows, refused = read(content)
+
+    assert len(rows) == 3
+    assert "more than 3 rows" in refused[5]
+    with pytest.raises(ExportFileError, match="5 rows are too many"):
+        export(ROWS)
+
+
+@given(st.integers(0, 10_000))
+def test_a_truncated_file_gives_its_whole_rows_and_says_so(keep: int) -> None:
+    content = export(ROWS)
+    header = content.splitlines(keepends=True)[0]
+    content = content[: len(header) + keep % (len(content) - len(header))]
+    rows, refused = read(content)
+
+    whole = content.count(b"\n") - 1
+    assert len(rows) in (whole, whole + 1)
+    assert set(rows) <= set(map(unverified, ROWS))
+    assert refused
+
+
+@pytest.mark.parametrize("lost", [1, 3, 5])
+def test_a_row_that_was_taken_out_is_noticed(lost: int) -> None:
+    lines = export(ROWS).splitlines(keepends=True)
+    rows, refused = read(b"".join(line for at, line in enumerate(lines) if at != lost))
+
+    assert len(rows) == 4
+    assert [*refused] == [6]
+    assert "the closing line does not fit" in refused[6]
+
+
+def test_what_follows_the_closing_line_is_not_read() -> None:
+    rows, refused = read(export([NOTED]) + export(ROWS))
+
+    assert rows == [unverified(NOTED)]
+    assert "more after the closing line" in refused[4]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"my notes",
+        b"{}\n",
+        b"SQLite format 3\0",
+        b'{"file":"phasewise schedules","version":true}',
+        b"[" * 10**6,
+    ],
+)
+def test_another_file_is_refused_as_a_whole(store: Store, content: bytes) -> None:
+    with pytest.raises(ExportFileError, match=r"f\.jsonl is not a file that `phasewise db export` wrote"):
+        import_into(store, content)
+
+    assert set(store.stats().rows.values()) == {0}
+
+
+def test_a_file_of_a_newer_version_is_refused_as_a_whole() -> None:
+    with pytest.raises(ExportFileError, match="version 2, newer than this phasewise reads"):
+        read(b'{"file":"phasewise schedules","version":2}\n')
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(1, 255)), min_size=1, max_size=8))
+def test_flipped_bits_never_change_a_row(flips: list[tuple[int, int]]) -> None:
+    """A row comes through as it was, or is refused with a short printable reason."""
+    content = bytearray(export(ROWS))
+    for place, mask in flips:
+        content[place % len(content)] ^= mask
+    try:
+        rows, refused = read(bytes(content))
+    except ExportFileError:
+        return
+
+    assert set(rows) <= set(map(unverified, ROWS))
+    assert refused or bytes(content) == export(ROWS)
+    assert all(len(why) <= portable.MAX_REASON_CHARS and why.isprintable() for why in refused.values())
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | finite | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3),
+    max_leaves=10,
+)
+FIELDS = [
+    *portable.MEASUREMENT_FIELDS,
+    *(f"schedule__{field.name}" for field in dataclasses.fields(Schedule)),
+    *(f"problem__{field.name}" for field in dataclasses.fields(Problem)),
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), json_values, min_size=1, max_size=2))
+def test_any_json_in_any_field_is_a_valid_row_or_refused(changes: dict[str, Any]) -> None:
+    """Nothing else happens; what is let in is a record with its bounds."""
+    ordered = dict(sorted(changes.items(), key=lambda item: "__" not in item[0]))
+    rows, refused = read(changed(**ordered))
+
+    assert len(rows) + len(refused) == 2
+    assert all(isinstance(row, Measurement) for row in rows)
+
+
+def test_a_hostile_file_changes_nothing_that_is_there(store: Store) -> None:
+    store.add_measurements([NOTED])
+    store.add_promotions([PROMOTION])
+    before = export(rows_of(store))
+    taken, refused = import_into(store, changed(schedule__block_k=10**9) + changed()[:100])
+
+    assert (taken.added, taken.refused) == (0, len(refused))
+    assert export(rows_of(store)) == before
+    assert store.promoted_measurements() == [NOTED]

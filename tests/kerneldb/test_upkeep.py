@@ -1,0 +1,312 @@
+"""What a database prefers, how two differ, what is rubbish, and how imported schedules earn trust."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from kerneldb_examples import (
+    MACHINE,
+    MEASUREMENT,
+    ORIGIN,
+    OTHER_MACHINE,
+    OTHER_SCHEDULE,
+    PROBLEM,
+    PROMOTION,
+    SAMPLE,
+    SCHEDULE,
+    measured,
+)
+from kerneldb_server import new_database_url
+
+from phasewise.kerneldb.portable import export_lines, import_file, rows_of
+from phasewise.kerneldb.records import Comparison, Measurement, Problem, Promotion, Sample, Schedule
+from phasewise.kerneldb.store import Store, open_store
+from phasewise.kerneldb.upkeep import (
+    Here,
+    Key,
+    Standing,
+    collect_garbage,
+    diff,
+    is_stale,
+    preferred,
+    verify,
+)
+
+ABI = MEASUREMENT.kernel_abi
+KEY = Key(PROBLEM, MACHINE, ABI)
+THERE = dataclasses.replace(ORIGIN, verified=False)
+HERE = Here(MACHINE, {"gemm": ABI}, "0.2.0", now_ms=lambda: 1_795_000_100_000)
+PROMOTED_THERE = dataclasses.replace(PROMOTION, origin=THERE)
+THIRD = dataclasses.replace(SCHEDULE, mr=16)
+OTHER_ARITHMETIC = dataclasses.replace(SCHEDULE, k_parts=4)
+
+
+@dataclass
+class FakeBench:
+    """Times are what it is told; of two schedules the faster one wins by a clear margin."""
+
+    times_ns: dict[Schedule, int]
+    default_ns: int = 1000
+    spread: float = 0.01
+    compared: list[tuple[Schedule, Schedule | None]] = field(default_factory=list)
+
+    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
+        return [
+            dataclasses.replace(SAMPLE, schedule=one, samples_ns=(ns,), estimate_ns=ns)
+            for one in schedules
+            for ns in [self.times_ns[one]]
+        ]
+
+    def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
+        self.compared.append((candidate, incumbent))
+        gain = (self.times_ns[incumbent] if incumbent else self.default_ns) / self.times_ns[candidate]
+        return Comparison(gain, gain - self.spread, gain + self.spread, 0.95, 40)
+
+
+@pytest.fixture(params=["memory", "postgresql"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    memory = request.param == "memory"
+    with open_store(
+        ":memory:" if memory else new_database_url(request.getfixturevalue("postgres"))
+    ) as opened:
+        yield opened
+
+
+def copy_of(store: Store) -> io.BytesIO:
+    return io.BytesIO("".join(export_lines(rows_of(store))).encode())
+
+
+class TestPreferred:
+    """One timing speaks for each key."""
+
+    def test_nothing_is_preferred_where_nothing_is_known(self, store: Store) -> None:
+        assert preferred(store) == {}
+
+    def test_what_is_in_use_comes_before_what_is_fast_and_that_before_what_is_imported(
+        self, store: Store
+    ) -> None:
+        store.add_measurements([measured(5, schedule=OTHER_SCHEDULE, origin=THERE)])
+        assert preferred(store)[KEY].standing is Standing.IMPORTED
+
+        store.add_measurements([measured(100, schedule=THIRD), measured(200)])
+        assert preferred(store)[KEY].schedule == THIRD
+        assert preferred(store)[KEY].standing is Standing.MEASURED
+
+        store.add_promotions([PROMOTION])
+        assert preferred(store)[KEY].schedule == SCHEDULE
+        assert preferred(store)[KEY].standing is Standing.IN_USE
+
+    def test_what_was_in_use_there_comes_before_what_was_fast_there(self, store: Store) -> None:
+        store.add_measurements(
+            [measured(5, schedule=OTHER_SCHEDULE, origin=THERE), measured(9, origin=THERE)]
+        )
+        store.add_promotions([PROMOTED_THERE])
+
+        assert preferred(store)[KEY].schedule == SCHEDULE
+        assert preferred(store)[KEY].standing is Standing.IMPORTED
+
+
+class TestDiff:
+    """By key, on schedules."""
+
+    def test_a_database_equals_its_import(self, store: Store) -> None:
+        """In what it would use, although nothing of it is trusted yet."""
+        store.add_measurements([measured(100, schedule=OTHER_SCHEDULE), measured(200)])
+        store.add_promotions([PROMOTION])
+        with open_store(":memory:") as other:
+            import_file(other, copy_of(store), "f", lambda *_: None)
+            found = diff(store, other)
+
+        assert (found.same, found.differences) == (1, ())
+
+    def test_another_schedule_or_none_is_a_difference(self, store: Store) -> None:
+        elsewhere = measured(7, kernel_abi="gemm-avx2-0")
+        store.add_measurements([measured(100)])
+        with open_store(":memory:") as other:
+            other.add_measurements([measured(100, schedule=OTHER_SCHEDULE), elsewhere])
+            found = diff(store, other)
+
+        assert found.same == 0
+        changed, added = found.differences
+        assert (changed.here.schedule, changed.there.schedule) == (SCHEDULE, OTHER_SCHEDULE)  # type: ignore[union-attr]
+        assert added.here is None
+        assert added.there.measurement == elsewhere  # type: ignore[union-attr]
+
+
+class TestGarbage:
+    """Only what was asked for goes."""
+
+    CURRENT = ("gemm-avx2-aa", "gemm-avx512-bb", "attention-avx2-cc")
+
+    @pytest.mark.parametrize(
+        ("kernel_abi", "stale"),
+        [
+            ("gemm-avx2-aa", False),
+            ("gemm-avx2-00", True),
+            ("gemm-avx512-aa", True),
+            ("gemm-neon-aa", False),
+            ("attention-avx512-00", False),
+            ("of somebody else", False),
+        ],
+    )
+    def test_a_build_is_stale_where_there_is_another_of_the_same_kernels(
+        self, kernel_abi: str, stale: bool
+    ) -> None:
+        """What runs on other machines is not ours to judge."""
+        assert is_stale(kernel_abi, self.CURRENT) is stale
+
+    def test_stale_rows_go_and_take_along_what_nothing_names(self, store: Store) -> None:
+        kept = [measured(1, kernel_abi="gemm-avx2-aa"), measured(2, kernel_abi="gemm-neon-00")]
+        stale = measured(
+            3, schedule=OTHER_SCHEDULE, kernel_abi="gemm-avx2-00", problem=Problem("gemm", "f32", 1, 1, 1)
+        )
+        store.add_measurements([*kept, stale])
+        store.add_promotions(
+            [dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00", problem=stale.problem)]
+        )
+        expected = {"measurement": 1, "promotion": 1, "problem": 1, "schedule": 1}
+
+        assert collect_garbage(store, self.CURRENT, None, dry_run=True) == expected
+        assert len([*store.all_measurements()]) == 3
+        assert collect_garbage(store, self.CURRENT, None, dry_run=False) == expected
+        assert [*store.all_measurements()] == kept
+        assert store.stats().rows["schedule"] == 1
+
+    def test_slow_schedules_go_when_asked_and_promoted_ones_stay(self, store: Store) -> None:
+        slow = [measured(100 + mr, schedule=dataclasses.replace(SCHEDULE, mr=mr)) for mr in (1, 2, 4, 16)]
+        in_use, loser = measured(500), measured(600, schedule=OTHER_SCHEDULE)
+        store.add_measurements([*slow, in_use, loser, loser])
+        store.add_promotions([dataclasses.replace(PROMOTION, incumbent=OTHER_SCHEDULE)])
+
+        assert collect_garbage(store, self.CURRENT, 2, dry_run=False)["measurement"] == 2
+        assert [*store.all_measurements()] == [*slow[:2], in_use, loser, loser]
+        assert store.promoted_measurements() == [in_use]
+
+    def test_the_fastest_timing_of_a_schedule_counts(self, store: Store) -> None:
+        rows = [measured(900), measured(10), measured(50, schedule=OTHER_SCHEDULE)]
+        store.add_measurements(rows)
+
+        assert collect_garbage(store, (), 1, dry_run=False)["measurement"] == 1
+        assert [*store.all_measurements()] == rows[:2]
+
+
+class TestVerify:
+    """Imported rows are claims; measuring them here makes them rows of ours."""
+
+    def test_what_was_in_use_there_is_in_use_here_once_it_passed(self, store: Store) -> None:
+        claim = measured(300, origin=THERE)
+        store.add_measurements([claim])
+        store.add_promotions([PROMOTED_THERE])
+        bench = FakeBench({SCHEDULE: 400})
+        (verdict,) = verify(store, HERE, bench)
+
+        assert (verdict.claimed_ns, verdict.measured_ns, verdict.promoted) == (300, 400, True)
+        assert bench.compared == [(SCHEDULE, None)]
+        in_use = store.promoted_measurement(PROBLEM, MACHINE, ABI)
+        assert in_use is not None
+        assert in_use.sample.estimate_ns == 400
+        assert in_use.origin.program_version == "0.2.0"
+        assert next(store.all_measurements()) == claim
+
+    def test_it_is_not_promoted_where_it_is_slower_here(self, store: Store) -> None:
+        store.add_measurements([measured(300, origin=THERE)])
+        store.add_promotions([PROMOTED_THERE])
+        (verdict,) = verify(store, HERE, FakeBench({SCHEDULE: 1100}))
+
+        assert not verdict.promoted
+        assert store.promoted_measurements() == []
+
+    def test_what_was_only_fast_there_must_be_faster_here(self, store: Store) -> None:
+        """A tie is enough for what was in use there: it may be the default itself, confirmed."""
+        store.add_measurements([measured(300, origin=THERE)])
+        (verdict,) = verify(store, HERE, FakeBench({SCHEDULE: 1000}))
+        assert not verdict.promoted
+
+        store.add_measurements([measured(300, schedule=THIRD, origin=THERE)])
+        store.add_promotions([dataclasses.replace(PROMOTED_THERE, schedule=THIRD)])
+        (verdict,) = verify(store, HERE, FakeBench({THIRD: 1000}))
+        assert verdict.promoted
+
+    def test_a_faster_one_of_the_first_few_replaces_what_was_in_use_there(self, store: Store) -> None:
+        store.add_measurements([measured(300, origin=THERE), measured(301, schedule=THIRD, origin=THERE)])
+        store.add_promotions([PROMOTED_THERE])
+        bench = FakeBench({SCHEDULE: 500, THIRD: 400})
+        verdicts = [*verify(store, HERE, bench)]
+
+        assert [verdict.promoted for verdict in verdicts] == [True, True]
+        assert bench.compared == [(SCHEDULE, None), (THIRD, SCHEDULE)]
+        assert store.promoted_measurements()[0].sample.schedule == THIRD
+
+    def test_only_the_first_few_are_measured_and_only_once(self, store: Store) -> None:
+        rows = [
+            measured(100 + mr, schedule=dataclasses.replace(SCHEDULE, mr=mr), origin=THERE)
+            for mr in (4, 1, 2, 8)
+        ]
+        store.add_measurements(rows)
+        bench = FakeBench({row.sample.schedule: 500 for row in rows})
+        assert len([*verify(store, HERE, bench, top=2)]) == 1
+
+        trusted = [row.sample.schedule.mr for row in store.all_measurements() if row.origin.verified]
+        assert trusted == [1, 2]
+        assert [*verify(store, HERE, bench, top=2)] == []
+
+    def test_it_competes_with_what_is_in_use_here(self, store: Store) -> None:
+        store.add_measurements([measured(300), measured(200, schedule=THIRD, origin=THERE)])
+        store.add_promotions([PROMOTION])
+        bench = FakeBench({SCHEDULE: 300, THIRD: 350})
+        (verdict,) = verify(store, HERE, bench)
+
+        assert bench.compared == [(THIRD, SCHEDULE)]
+        assert not verdict.promoted
+        assert store.promoted_measurements() == [measured(300)]
+
+    def test_schedules_of_another_arithmetic_than_what_was_in_use_are_left(self, store: Store) -> None:
+        store.add_measurements(
+            [measured(300, origin=THERE), measured(1, schedule=OTHER_ARITHMETIC, origin=THERE)]
+        )
+        store.add_promotions([PROMOTED_THERE])
+
+        assert [one.schedule for one in verify(store, HERE, FakeBench({SCHEDULE: 300}))] == [SCHEDULE]
+
+    def test_other_machines_and_builds_are_left(self, store: Store) -> None:
+        elsewhere = dataclasses.replace(THERE, machine=OTHER_MACHINE)
+        store.add_measurements(
+            [measured(1, origin=elsewhere), measured(1, origin=THERE, kernel_abi="gemm-avx2-00")]
+        )
+
+        assert [*verify(store, HERE, FakeBench({}))] == []
+
+    def test_stopping_keeps_the_problems_that_are_done(self, store: Store) -> None:
+        other = Problem("gemm", "int4", 1536, 576, 16)
+        store.add_measurements([measured(1, origin=THERE), measured(1, origin=THERE, problem=other)])
+        stopped = verify(store, HERE, FakeBench({SCHEDULE: 500}))
+        next(stopped)
+
+        assert [one.problem for one in verify(store, HERE, FakeBench({SCHEDULE: 500}))] == [other]
+
+
+def test_tuned_exported_imported_and_verified_is_the_same(tmp_path: Path) -> None:
+    """The round trip of a fleet: the same schedules are in use, and the import exports the same bytes."""
+    tuned: list[Measurement] = []
+    promotions: list[Promotion] = []
+    times = {SCHEDULE: 300, THIRD: 250, OTHER_ARITHMETIC: 200}
+    for m in (1, 2, 8):
+        problem = dataclasses.replace(PROBLEM, m=m)
+        tuned += [measured(ns, schedule=schedule, problem=problem) for schedule, ns in times.items()]
+        promotions.append(dataclasses.replace(PROMOTION, problem=problem, schedule=THIRD))
+    with open_store(tmp_path / "a.db") as first, open_store(tmp_path / "b.db") as second:
+        first.add_measurements(tuned)
+        first.add_promotions(promotions)
+        import_file(second, copy_of(first), "f", lambda *_: None)
+        assert copy_of(second).read() == copy_of(first).read()
+        assert second.promoted_measurements() == []
+
+        verdicts = [*verify(second, HERE, FakeBench(times))]
+        assert [one.promoted for one in verdicts] == [True] * 3
+        assert diff(first, second).differences == ()
+        assert [row.sample.schedule for row in second.promoted_measurements()] == [THIRD] * 3

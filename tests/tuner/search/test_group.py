@@ -1,0 +1,241 @@
+"""Groups: from one row to many on synthetic machines, and resumed from stored samples."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from landscapes import KERNELS, PLAIN, Landscape
+
+from phasewise.kerneldb.records import Sample, Schedule
+from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, m_grid, tune_group
+from phasewise.tuner.search.model import model_schedule
+from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.search.protocol import Ask, GroupSearch
+from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, fitting
+
+OPTIONS = SearchOptions()
+SPLIT = Arithmetic("fma", 2)
+
+
+def group_of(
+    n: int = 576, k: int = 576, threads: int = 2, arithmetics: tuple[Arithmetic, ...] = (PLAIN,)
+) -> Group:
+    """A weight whose default schedule is the model's for the tallest wide kernel."""
+
+    def default(m: int) -> Schedule:
+        space = group.space(m, arithmetics[0])
+        return model_schedule(space, max(space.kernels, key=lambda kernel: (kernel.mr, kernel.panels)))
+
+    group = Group(
+        format="f32",
+        n=n,
+        k=k,
+        threads=threads,
+        arithmetics=arithmetics,
+        kernels={arithmetic.compute_path: KERNELS for arithmetic in arithmetics},
+        caches=Caches(48 << 10, 1 << 20),
+        weight_bits=32,
+        default=default,
+    )
+    return group
+
+
+@dataclass
+class Bench:
+    """Times asks on a landscape; remembers them, as a store does."""
+
+    group: Group
+    landscape: Landscape
+    stored: dict[tuple[int, Schedule, int], Sample] = field(default_factory=dict)
+    asks: list[Ask] = field(default_factory=list)
+    timed: int = 0
+
+    def __call__(self, ask: Ask) -> list[Sample]:
+        self.asks.append(ask)
+        problem = self.group.space(ask.m, PLAIN).problem
+        for schedule in ask.schedules:
+            key = (ask.m, schedule, ask.take)
+            if key not in self.stored:
+                self.timed += 1
+                self.stored[key] = self.landscape.sample(problem, schedule, ask.take)
+        return [self.stored[ask.m, schedule, ask.take] for schedule in ask.schedules]
+
+
+def drive(search: GroupSearch[GroupOutcome], bench: Callable[[Ask], list[Sample]]) -> GroupOutcome:
+    try:
+        ask = next(search)
+        while True:
+            ask = search.send(bench(ask))
+    except StopIteration as done:
+        outcome: GroupOutcome = done.value
+        return outcome
+
+
+def asks_of(bench: Bench, m: int) -> int:
+    return sum(len(ask.schedules) for ask in bench.asks if ask.m == m)
+
+
+@pytest.mark.parametrize("max_m", [1, 7, 16, 17, 100, 2048])
+def test_the_grid_of_m_is_every_m_of_the_window_and_then_even_ratios_to_the_end(max_m: int) -> None:
+    grid = m_grid(max_m, OPTIONS)
+
+    assert list(grid[:16]) == list(range(1, min(16, max_m) + 1))
+    assert grid[-1] == max_m
+    assert all(low < high <= 1.25 * low for low, high in itertools.pairwise(grid[15:]))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_m_gets_a_schedule_that_is_no_slower_than_the_default(seed: int, noise: float) -> None:
+    group, landscape = group_of(), Landscape(seed, noise)
+
+    outcome = drive(tune_group(group, m_grid(512, OPTIONS), OPTIONS), Bench(group, landscape))
+
+    for m, schedule in outcome.best.items():
+        space = group.space(m, PLAIN)
+        default_ns = landscape.cost_ns(space.problem, group.default(m))
+        assert (
+            landscape.cost_ns(space.problem, schedule) <= (1 + 2 * noise + OPTIONS.reuse_within) * default_ns
+        )
+        assert space.holds(schedule)
+
+
+def test_larger_m_reuse_the_slice_and_cost_next_to_nothing() -> None:
+    group = group_of()
+    bench = Bench(group, Landscape(1))
+
+    outcome = drive(tune_group(group, m_grid(2048, OPTIONS), OPTIONS), bench)
+
+    assert len(outcome.reused) >= 10
+    assert all(asks_of(bench, m) <= 2 for m in outcome.reused)
+
+
+def test_a_stored_search_is_replayed_without_a_single_new_timing() -> None:
+    group, ms = group_of(), m_grid(64, OPTIONS)
+    first = Bench(group, Landscape(2, 0.05))
+    outcome = drive(tune_group(group, ms, OPTIONS), first)
+
+    again = Bench(group, Landscape(3, 0.3), stored=dict(first.stored))
+
+    assert drive(tune_group(group, ms, OPTIONS), again) == outcome
+    assert again.timed == 0
+
+
+def test_an_interrupted_search_ends_where_an_undisturbed_one_does() -> None:
+    """What was stored is all that a resumed search needs: cut it off after every so many asks."""
+    group, ms = group_of(), m_grid(20, OPTIONS)
+    undisturbed = drive(tune_group(group, ms, OPTIONS), Bench(group, Landscape(4, 0.05)))
+    stored: dict[tuple[int, Schedule, int], Sample] = {}
+
+    for asks in (1, 10, 50, 51, 120):
+        bench = Bench(group, Landscape(4, 0.05), stored=stored)
+        search = tune_group(group, ms, OPTIONS)
+        ask = next(search)
+        for _ in range(asks):
+            ask = search.send(bench(ask))
+        search.close()
+    resumed = drive(tune_group(group, ms, OPTIONS), Bench(group, Landscape(4, 0.05), stored=stored))
+
+    assert resumed == undisturbed
+
+
+def test_no_timing_is_asked_for_twice() -> None:
+    group = group_of(arithmetics=(PLAIN, SPLIT))
+    bench = Bench(group, Landscape(5, 0.05))
+
+    drive(tune_group(group, m_grid(32, OPTIONS), OPTIONS), bench)
+
+    asked = [(ask.m, schedule, ask.take) for ask in bench.asks for schedule in ask.schedules]
+    assert len(asked) == len(set(asked))
+
+
+def test_all_schedules_of_a_group_are_of_one_arithmetic() -> None:
+    group = group_of(n=64, k=8192, threads=8, arithmetics=(PLAIN, Arithmetic("fma", 8)))
+
+    outcome = drive(tune_group(group, (1, 2, 4, 8), OPTIONS), Bench(group, Landscape(1)))
+
+    arithmetics = {(schedule.compute_path, schedule.k_parts) for schedule in outcome.best.values()}
+    assert arithmetics == {("fma", outcome.arithmetic.k_parts)}
+
+
+def test_k_is_split_where_columns_leave_threads_idle_and_not_for_little() -> None:
+    """Four panels cannot feed eight threads; thirty-six can."""
+    parts = Arithmetic("fma", 8)
+    narrow = group_of(n=64, k=8192, threads=8, arithmetics=(PLAIN, parts))
+    wide = group_of(n=1024, k=1024, threads=8, arithmetics=(PLAIN, parts))
+
+    assert drive(tune_group(narrow, (1, 2), OPTIONS), Bench(narrow, Landscape(1))).arithmetic == parts
+    assert drive(tune_group(wide, (1, 2), OPTIONS), Bench(wide, Landscape(1))).arithmetic == PLAIN
+
+
+def test_after_the_window_only_its_winners_and_new_kernels_are_screened() -> None:
+    options = replace(OPTIONS, window=4, reuse_from=1_000_000)
+    group = group_of()
+    bench = Bench(group, Landscape(6))
+
+    drive(tune_group(group, (8, 9, 10, 11, 12, 13), options), bench)
+
+    screens = {m: next(ask for ask in bench.asks if ask.m == m) for m in (8, 13)}
+    assert {MicroKernel(s.mr, s.panels) for s in screens[8].schedules} >= set(fitting(KERNELS, 8))
+    assert len({(s.mr, s.panels) for s in screens[13].schedules}) <= 6
+
+
+def test_a_second_group_profits_from_the_first() -> None:
+    """The cache carries schedules from group to group; they are asked for in the first batch."""
+    cache = ScheduleCache()
+    first, second = group_of(n=960), group_of(n=576)
+    found = drive(tune_group(first, (4, 8), OPTIONS, cache), Bench(first, Landscape(7)))
+    bench = Bench(second, Landscape(7))
+
+    drive(tune_group(second, (4, 8), OPTIONS, cache), bench)
+
+    assert second.space(4, PLAIN).fitted(found.best[4]) in bench.asks[0].schedules
+
+
+def test_a_lucky_first_sample_does_not_win() -> None:
+    """The fastest few are timed again, side by side, and the mean of both takes decides."""
+    group = group_of()
+    bench = Bench(group, Landscape(8))
+    lucky = next(tune_group(group, (1,), OPTIONS)).schedules[-1]
+
+    def flattered(ask: Ask) -> list[Sample]:
+        factor = 0.5 if ask.take == 0 else 2.0
+        return [
+            replace(sample, estimate_ns=round(sample.estimate_ns * factor))
+            if sample.schedule == lucky
+            else sample
+            for sample in bench(ask)
+        ]
+
+    assert drive(tune_group(group, (1,), OPTIONS), flattered).best[1] != lucky
+
+
+def test_the_window_is_closed_at_any_time() -> None:
+    search = tune_group(group_of(), (1, 2, 3), OPTIONS)
+    next(search)
+    search.close()
+
+    with pytest.raises(StopIteration):
+        next(search)
+
+
+def test_the_geometric_mean_over_the_probes_decides_the_arithmetic() -> None:
+    """A way of computing that is twice as fast for one row and half as fast for many does not win."""
+    group = group_of(arithmetics=(PLAIN, SPLIT))
+
+    def bench(ask: Ask) -> list[Sample]:
+        problem = group.space(ask.m, PLAIN).problem
+        slow = 2.1 if ask.m > 16 else 0.5
+        return [
+            replace(
+                sample,
+                estimate_ns=math.ceil(sample.estimate_ns * (slow if sample.schedule.k_parts == 2 else 1)),
+            )
+            for sample in (Landscape(1).sample(problem, schedule) for schedule in ask.schedules)
+        ]
+
+    assert drive(tune_group(group, (1, 512), OPTIONS), bench).arithmetic == PLAIN

@@ -1,0 +1,294 @@
+"""Every search on synthetic machines: what it may propose, and how near it comes to the best there is."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from landscapes import FEW_KERNELS, KERNELS, Evaluator, Landscape, shortfall, space_of
+
+from phasewise.kerneldb.records import Sample, Schedule
+from phasewise.tuner.search.exhaustive import exhaustive
+from phasewise.tuner.search.mikpoly import mikpoly
+from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.search.protocol import Search, remembered, together
+from phasewise.tuner.search.random import random
+from phasewise.tuner.search.roller import roller
+from phasewise.tuner.search.sandwich import fast_start, neighbours, parallel_limit, sandwich
+from phasewise.tuner.search.space import MicroKernel, Space, fitting, grid_of, kernel_of, pieces
+
+OPTIONS = SearchOptions()
+SEARCHES: dict[str, Callable[[Space], Search[Schedule]]] = {
+    "sandwich": lambda space: sandwich(space, OPTIONS),
+    "roller": roller,
+    "mikpoly": mikpoly,
+    "random": lambda space: random(space, 50),
+    "exhaustive": exhaustive,
+}
+
+SMALL = (
+    space_of(8, 576, 1536, kernels=FEW_KERNELS),
+    space_of(16, 576, 1536, kernels=FEW_KERNELS, k_parts=2),
+    space_of(17, 960, 576, kernels=FEW_KERNELS),
+    space_of(64, 1536, 576, kernels=FEW_KERNELS),
+    space_of(128, 576, 576, threads=4, kernels=FEW_KERNELS),
+    space_of(128, 1152, 2304, threads=32, kernels=FEW_KERNELS),
+)
+"""Between 9 and 54 thousand schedules each. The last one is the shape of the paper's figure 2."""
+
+
+@cache
+def best_of(space: Space, landscape: Landscape) -> Schedule:
+    return min(space.schedules(), key=lambda schedule: landscape.cost_ns(space.problem, schedule))
+
+
+@st.composite
+def spaces(draw: st.DrawFn) -> Space:
+    """Products of any shape, thin ones above all, on one to nine threads."""
+    thin = st.one_of(st.integers(1, 20), st.integers(1, 600))
+    kernels = draw(st.lists(st.sampled_from(KERNELS), min_size=1, max_size=6, unique=True))
+    return space_of(
+        draw(thin), draw(thin), draw(thin), draw(st.integers(1, 9)), tuple(kernels), draw(st.integers(1, 9))
+    )
+
+
+@pytest.mark.parametrize("name", SEARCHES.keys() - {"exhaustive", "roller"})
+@settings(max_examples=60, deadline=None)
+@given(space=spaces(), seed=st.integers(0, 1000))
+def test_only_schedules_of_the_space_are_proposed(name: str, space: Space, seed: int) -> None:
+    """Kernels that exist, a grid that leaves no thread idle, blocks no larger than their region."""
+    evaluate = Evaluator(Landscape(seed, 0.02), space.problem)
+
+    found = evaluate.drive(SEARCHES[name](space))
+
+    assert found in evaluate.asked
+    for schedule in evaluate.asked:
+        assert space.holds(schedule)
+
+
+@settings(max_examples=60, deadline=None)
+@given(space=spaces(), seed=st.integers(0, 1000))
+def test_roller_scales_up_on_one_thread_and_out_over_all(space: Space, seed: int) -> None:
+    evaluate = Evaluator(Landscape(seed), space.problem)
+    alone = replace(space, threads=1)
+
+    found = evaluate.drive(roller(space))
+
+    assert space.holds(found)
+    assert all(space.holds(schedule) or alone.holds(schedule) for schedule in evaluate.asked)
+
+
+@settings(max_examples=100, deadline=None)
+@given(space=spaces())
+def test_a_space_holds_each_of_its_schedules_once(space: Space) -> None:
+    schedules = list(space.schedules())
+
+    assert len(schedules) == len(set(schedules)) > 0
+    assert all(space.holds(schedule) for schedule in schedules)
+
+
+@settings(max_examples=100, deadline=None)
+@given(space=spaces())
+def test_a_grid_gives_every_thread_a_piece_or_there_are_too_few(space: Space) -> None:
+    m, n = space.problem.m, space.problem.n
+    for kernel in space.kernels:
+        for grid in space.grids(kernel):
+            assert grid.m <= pieces(m, kernel.mr)
+            assert grid.n <= pieces(n, 16)
+            assert grid.k in (1, space.arithmetic.k_parts)
+            assert grid.threads <= space.threads
+
+
+@settings(max_examples=100, deadline=None)
+@given(space=spaces(), data=st.data())
+def test_neighbours_are_mutual_and_in_the_space(space: Space, data: st.DataObject) -> None:
+    schedule = data.draw(st.sampled_from(sorted(space.schedules(), key=repr)))
+
+    for other in neighbours(space, schedule):
+        assert space.holds(other)
+        assert other != schedule
+
+
+def test_a_slice_leaves_one_for_every_thread_along_each_axis() -> None:
+    """The paper's example: (128, 64, 64) on two threads allows slices up to (64, 32, 32)."""
+    space = space_of(128, 64, 64, threads=2, kernels=(MicroKernel(4, 1),), k_parts=2)
+    schedule = next(space.schedules())
+
+    limits = [parallel_limit(space, schedule, axis) for axis in ("block_m", "block_n", "block_k")]  # type: ignore[arg-type]
+
+    assert limits == [64, 32, 32]
+
+
+@settings(max_examples=60, deadline=None)
+@given(space=spaces(), seed=st.integers(0, 1000))
+def test_the_fast_start_takes_no_grid_away(space: Space, seed: int) -> None:
+    """No slice that it tries is longer than an axis' share for each thread, or than one tile."""
+    kernel = space.kernels[0]
+    evaluate = Evaluator(Landscape(seed), space.problem)
+
+    evaluate.drive(fast_start(space, space.smallest(kernel, space.grids(kernel)[0]), OPTIONS))
+
+    for schedule in evaluate.asked:
+        assert schedule.block_m <= parallel_limit(space, schedule, "block_m")
+        assert schedule.block_n <= parallel_limit(space, schedule, "block_n")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("space", SMALL, ids=lambda space: f"m{space.problem.m}t{space.threads}")
+def test_sandwich_is_within_three_per_cent_of_the_best_after_five_per_cent_of_the_samples(
+    space: Space, seed: int
+) -> None:
+    landscape = Landscape(seed)
+    evaluate = Evaluator(landscape, space.problem)
+
+    found = evaluate.drive(sandwich(space, OPTIONS))
+
+    assert shortfall(landscape, space.problem, found, best_of(space, landscape)) <= 0.03
+    assert len(evaluate.asked) <= 0.05 * sum(1 for _ in space.schedules())
+
+
+def test_sandwich_stays_near_the_best_where_timings_scatter() -> None:
+    """Two per cent of noise in every sample; the schedule chosen is judged without it."""
+    space = SMALL[2]
+
+    def found_with(seed: int) -> float:
+        landscape = Landscape(seed, noise=0.02)
+        found = Evaluator(landscape, space.problem).drive(sandwich(space, OPTIONS))
+        return shortfall(landscape, space.problem, found, best_of(space, landscape))
+
+    shortfalls = [found_with(seed) for seed in range(8)]
+    assert statistics.mean(shortfalls) <= 0.03
+    assert max(shortfalls) <= 0.06
+
+
+def test_sandwich_finds_better_schedules_than_the_baselines() -> None:
+    """In the geometric mean over shapes and machines."""
+    means = {}
+    for name in ("sandwich", "roller", "mikpoly", "random"):
+        found_ns = []
+        for space, seed in itertools.product(SMALL[:3], range(3)):
+            found = Evaluator(Landscape(seed), space.problem).drive(SEARCHES[name](space))
+            found_ns.append(Landscape(seed).cost_ns(space.problem, found))
+        means[name] = statistics.geometric_mean(found_ns)
+
+    assert min(means, key=lambda name: means[name]) == "sandwich", means
+
+
+def test_exhaustive_finds_the_best_there_is() -> None:
+    space, landscape = space_of(3, 64, 256, kernels=FEW_KERNELS), Landscape(0)
+    evaluate = Evaluator(landscape, space.problem)
+
+    found = evaluate.drive(exhaustive(space))
+
+    assert shortfall(landscape, space.problem, found, best_of(space, landscape)) == 0
+    assert sorted(map(repr, evaluate.asked)) == sorted(map(repr, space.schedules()))
+
+
+def test_random_is_the_same_for_a_seed_and_no_larger_than_the_space() -> None:
+    space = space_of(1, 16, 32, kernels=(MicroKernel(1, 1),))
+    evaluate = Evaluator(Landscape(0), space.problem)
+
+    evaluate.drive(random(space, 10_000, seed=1))
+    again = Evaluator(Landscape(0), space.problem)
+    again.drive(random(space, 10_000, seed=1))
+
+    assert evaluate.asked == again.asked
+    assert len(evaluate.asked) == sum(1 for _ in space.schedules())
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_repeats_itself_on_the_same_samples(name: str) -> None:
+    """So that replaying stored samples resumes it."""
+    space = space_of(9, 144, 288, kernels=FEW_KERNELS)
+    first, second = (Evaluator(Landscape(3, 0.05), space.problem) for _ in range(2))
+
+    assert first.drive(SEARCHES[name](space)) == second.drive(SEARCHES[name](space))
+    assert first.asked == second.asked
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_nothing_is_timed_twice(name: str) -> None:
+    space = space_of(9, 144, 288, kernels=FEW_KERNELS)
+    evaluate = Evaluator(Landscape(3, 0.05), space.problem)
+
+    evaluate.drive(SEARCHES[name](space))
+
+    assert len(evaluate.asked) == len(set(evaluate.asked))
+
+
+def test_a_seed_that_is_the_best_is_kept() -> None:
+    space, landscape = SMALL[0], Landscape(11)
+    best = best_of(space, landscape)
+
+    found = Evaluator(landscape, space.problem).drive(sandwich(space, OPTIONS, [best]))
+
+    assert shortfall(landscape, space.problem, found, best) == 0
+
+
+def test_searches_run_together_ask_in_one_batch_and_get_their_own_answers() -> None:
+    space = space_of(9, 144, 288, kernels=FEW_KERNELS)
+    schedules = list(space.schedules())
+
+    def asking(*batches: list[Schedule]) -> Search[list[list[Schedule]]]:
+        answers = []
+        for batch in batches:
+            samples = yield batch
+            answers.append([sample.schedule for sample in samples])
+        return answers
+
+    a, b, c, d = ([schedules[i], schedules[i + 1]] for i in (0, 1, 5, 7))
+    batches: list[list[Schedule]] = []
+
+    def time(asked: list[Schedule]) -> list[Sample]:
+        batches.append(asked)
+        return [Landscape(0).sample(space.problem, schedule) for schedule in asked]
+
+    search = together([asking(a, c, d), asking(b), asking()])
+    asked = next(search)
+    while True:
+        try:
+            asked = search.send(time(asked))
+        except StopIteration as done:
+            assert done.value == [[a, c, d], [b], []]  # noqa: PT017 - the value is what the search returns
+            break
+
+    assert batches == [schedules[0:3], c, d]
+
+
+def test_what_is_remembered_is_not_asked_for() -> None:
+    space = space_of(9, 144, 288, kernels=FEW_KERNELS)
+    memory: dict[Schedule, Sample] = {}
+    evaluate = Evaluator(Landscape(0), space.problem)
+
+    evaluate.drive(remembered(sandwich(space, OPTIONS), memory))
+    count = len(evaluate.asked)
+    evaluate.drive(remembered(sandwich(space, OPTIONS), memory))
+
+    assert len(memory) == count == len(evaluate.asked)
+
+
+@given(m=st.integers(1, 300))
+def test_a_kernel_left_out_has_a_lower_one_with_as_many_tiles(m: int) -> None:
+    kept = fitting(KERNELS, m)
+
+    for kernel in set(KERNELS) - set(kept):
+        assert any(
+            other.panels == kernel.panels
+            and other.mr < kernel.mr
+            and pieces(m, other.mr) == pieces(m, kernel.mr)
+            for other in kept
+        )
+
+
+def test_the_grid_of_a_tuned_schedule_is_one_of_all_threads() -> None:
+    space = SMALL[-1]
+    found = Evaluator(Landscape(1), space.problem).drive(sandwich(space, OPTIONS))
+
+    assert grid_of(found).threads == 32
+    assert kernel_of(found) in FEW_KERNELS

@@ -1,0 +1,149 @@
+"""Lookup: exact, a neighbour within the stated distance, the default; one arithmetic for each weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.cython_kernels.packing import PackedWeight, pack_dense
+from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem, Sample, Schedule
+from phasewise.tuner.lookup import (
+    MOST_CHOICES,
+    NEAR,
+    REPEAT_FROM,
+    PhaseSchedules,
+    ScheduleTable,
+    even_tiles,
+    read_table,
+)
+from phasewise.tuner.search.space import Arithmetic
+
+KEY = ("gemm", "bf16", 576, 576)
+SCHEDULE = Schedule(
+    mr=8,
+    panels=3,
+    block_m=64,
+    block_n=288,
+    block_k=576,
+    threads_m=1,
+    threads_n=2,
+    threads_k=1,
+    compute_path="fma",
+    k_parts=1,
+    prefetch_bytes=2048,
+    loop_order="nm",
+)
+ms = st.integers(1, 4096)
+
+
+def row(m: int, schedule: Schedule = SCHEDULE, at_ms: int = 1, family: str = "gemm") -> Measurement:
+    """What is in use for m rows."""
+    sample = Sample(schedule, (1000,), 1000, None, 0)
+    origin = Origin(MachineKey("core", "place"), "0.1.0", at_ms)
+    return Measurement(Problem(family, *KEY[1:], m), sample, "gemm-1", origin)
+
+
+def for_m(m: int) -> Schedule:
+    """A schedule that tells for which m it was made."""
+    return replace(SCHEDULE, block_k=32 * m)
+
+
+def test_an_exact_row_is_taken_as_it_is() -> None:
+    table = ScheduleTable([row(m, for_m(m)) for m in (8, 9, 10)])
+
+    assert table.choice(KEY, 9).schedule == for_m(9)
+    assert table.choice(KEY, 9).kind == "exact"
+
+
+@given(tuned=st.lists(ms, min_size=1, max_size=20, unique=True), m=ms)
+def test_a_neighbour_is_near_or_only_repeats_a_slice_of_many_rows(tuned: list[int], m: int) -> None:
+    table = ScheduleTable([row(one, for_m(one)) for one in tuned])
+
+    choice = table.choice(KEY, m)
+
+    near = [one for one in tuned if max(one / m, m / one) <= NEAR]
+    repeats = [one for one in tuned if REPEAT_FROM <= one <= m]
+    assert (choice.kind == "exact") == (m in tuned)
+    assert (choice.schedule is None) == (choice.kind == "default")
+    if choice.schedule is not None:
+        assert choice.schedule.block_k // 32 in (*near, *repeats)
+    if near:
+        assert choice.schedule is not None
+
+
+def test_where_nothing_is_tuned_the_default_runs() -> None:
+    table = ScheduleTable([])
+
+    assert table.choice(KEY, 1).schedule is None
+    assert table.arithmetic(KEY) is None
+    assert [choice.last_m for choice in table.choices(KEY, 512)] == [512]
+
+
+def test_all_schedules_of_a_weight_are_of_the_newest_rows_arithmetic() -> None:
+    """Else the bits of a result would depend on how many rows are computed at once."""
+    other = replace(SCHEDULE, compute_path="bf16_dot", k_parts=2)
+    table = ScheduleTable([row(1, SCHEDULE, at_ms=5), row(2, other, at_ms=9), row(3, SCHEDULE, at_ms=7)])
+
+    used = {choice.schedule for choice in table.choices(KEY, 4)}
+
+    assert table.arithmetic(KEY) == Arithmetic("bf16_dot", 2)
+    assert {schedule.k_parts for schedule in used if schedule} == {2}
+
+
+@given(tuned=st.lists(ms, max_size=200, unique=True), max_m=st.integers(1, 2048))
+def test_ranges_cover_every_m_in_order_and_fit_a_program(tuned: list[int], max_m: int) -> None:
+    table = ScheduleTable([row(m, for_m(m)) for m in tuned])
+
+    choices = table.choices(KEY, max_m)
+
+    lasts = [choice.last_m for choice in choices]
+    assert lasts == sorted(set(lasts))
+    assert lasts[-1] == max_m
+    assert len(choices) <= MOST_CHOICES
+
+
+@given(tuned=st.lists(ms, max_size=12, unique=True), m=st.integers(1, 300))
+def test_a_range_says_what_each_of_its_m_would_be_told(tuned: list[int], m: int) -> None:
+    table = ScheduleTable([row(one, for_m(one)) for one in tuned])
+
+    choices = table.choices(KEY, 300)
+
+    if len(choices) < MOST_CHOICES:
+        of_m = next(choice for choice in choices if choice.last_m >= m)
+        assert of_m.schedule == table.choice(KEY, m).schedule
+
+
+@given(m=st.integers(1, 200), mr=st.integers(1, 8), tiles=st.integers(1, 40))
+def test_even_tiles_are_as_many_and_no_two_differ_by_more_than_the_last_ones_gap(
+    m: int, mr: int, tiles: int
+) -> None:
+    schedule = even_tiles(replace(SCHEDULE, mr=mr, block_m=mr * tiles), m)
+
+    assert schedule.mr <= mr
+    assert -(-m // schedule.mr) == -(-m // mr)
+    assert schedule.block_m == schedule.mr * tiles
+
+
+def test_serving_asks_with_its_weights() -> None:
+    weight: PackedWeight = pack_dense(np.ones((576, 576), dtype=np.float32), "bf16")
+    split = replace(SCHEDULE, compute_path="bf16_dot", k_parts=2)
+    attention = replace(SCHEDULE, panels=1, block_n=16, compute_path="fma")
+    schedules = PhaseSchedules(ScheduleTable([row(4, split), row(1, attention, family="attention")]))
+
+    assert schedules.arithmetic(weight) == ("bf16_dot", 2)
+    assert [choice.kind for choice in schedules.products(weight, 4)] == ["default", "exact"]
+    assert schedules.attention("bf16", 576, 576, 1)[0].schedule == attention
+    assert schedules.attention("f16", 576, 576, 1)[0].schedule is None
+
+
+def test_rows_of_another_build_of_the_kernels_are_not_used() -> None:
+    class Store:
+        def promoted_measurements(self, machine: MachineKey) -> list[Measurement]:
+            return [row(1), replace(row(2), kernel_abi="gemm-0")]
+
+    table = read_table(Store(), MachineKey("core", "place"), lambda family: f"{family}-1")
+
+    assert [table.choice(KEY, m).kind for m in (1, 2)] == ["exact", "default"]

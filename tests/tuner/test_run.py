@@ -1,0 +1,240 @@
+"""Tuning runs: whatever interrupts them, they end the same; nothing slower comes into use; budgets hold."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+import synthetic_machine
+from synthetic_machine import (
+    MACHINE,
+    MS,
+    OTHER,
+    PLAIN,
+    SCOPE,
+    SyntheticMachine,
+    default_of,
+    in_use,
+    plain_cost,
+    run_on,
+    task_of,
+)
+
+from phasewise.kerneldb.records import Problem, Schedule
+from phasewise.kerneldb.store import open_store
+from phasewise.tuner.run import INTERLEAVED, Progress, Task, Tools, tune
+from phasewise.tuner.search.space import Arithmetic
+
+SCRIPT = [sys.executable, synthetic_machine.__file__]
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    return str(tmp_path / "tuned.db")
+
+
+def test_everything_is_timed_once_settled_once_and_kept(database: str) -> None:
+    machine = SyntheticMachine()
+    first = run_on(machine, database)
+    again = SyntheticMachine()
+    second = run_on(again, database)
+
+    assert first.end == second.end == "complete"
+    assert first.timed == len(machine.timed) > 0
+    assert again.timed == again.duels == []
+    assert second.replayed == first.timed + first.replayed
+    assert in_use(second) == in_use(first)
+
+
+def test_what_is_in_use_was_proven_faster_than_the_default(database: str) -> None:
+    outcome = run_on(SyntheticMachine(), database)
+
+    assert [gain.problem.m for gain in outcome.gains] == [*MS, *MS]
+    for gain in outcome.gains:
+        assert gain.tuned_ns == plain_cost(gain.problem, gain.schedule) <= gain.default_ns
+        assert gain.is_default or gain.comparison.gain_low > 1
+
+
+def test_where_the_default_is_best_the_verdict_says_so(database: str) -> None:
+    def cost(problem: Problem, schedule: Schedule) -> int:
+        return 1000 if schedule == default_of(problem.m) else 2000
+
+    outcome = run_on(SyntheticMachine(cost), database)
+
+    assert all(gain.is_default and gain.tuned_ns == gain.default_ns for gain in outcome.gains)
+    assert len(outcome.gains) == outcome.products
+    assert run_on(SyntheticMachine(cost), database).duels == 0
+
+
+def test_equals_change_nothing(database: str) -> None:
+    outcome = run_on(SyntheticMachine(lambda problem, schedule: 1000), database)
+
+    assert all(gain.is_default for gain in outcome.gains)
+
+
+class Killed(BaseException):
+    """As sudden as kill -9 can be within a process."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", [Killed, KeyboardInterrupt])
+def test_interrupted_ten_times_it_ends_as_if_undisturbed(
+    tmp_path: Path, seed: int, way: type[BaseException]
+) -> None:
+    undisturbed = SyntheticMachine()
+    expected = run_on(undisturbed, str(tmp_path / "undisturbed.db"))
+    database, dice = str(tmp_path / "disturbed.db"), Random(seed)
+    timed = 0
+    for _ in range(10):
+        fuse = iter(range(dice.randrange(1, 25)))
+
+        def burn(fuse: object = fuse) -> None:
+            if next(fuse, None) is None:  # type: ignore[call-overload]
+                raise way
+
+        machine = SyntheticMachine(happens=burn)
+        with suppress(Killed):
+            assert run_on(machine, database).end in ("interrupted", "complete")
+        timed += len(machine.timed)
+    last = SyntheticMachine()
+    outcome = run_on(last, database)
+
+    assert outcome.end == "complete"
+    assert in_use(outcome) == in_use(expected)
+    assert timed + len(last.timed) <= len(undisturbed.timed) + 10 * INTERLEAVED
+
+
+def test_killed_by_the_system_ten_times_it_ends_as_if_undisturbed(tmp_path: Path) -> None:
+    expected = run_on(SyntheticMachine(), str(tmp_path / "undisturbed.db"))
+    database, dice = str(tmp_path / "killed.db"), Random(5)
+    for _ in range(10):
+        process = subprocess.Popen([*SCRIPT, database, "0.02"], stdout=subprocess.DEVNULL)
+        time.sleep(dice.uniform(0.3, 1.2))
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+    last = subprocess.run([*SCRIPT, database], capture_output=True, text=True, check=True, timeout=60)
+
+    found = json.loads(last.stdout)
+    assert found["end"] == "complete"
+    assert [tuple(row) for row in found["in_use"]] == in_use(expected)
+
+
+def test_two_processes_share_one_database_and_the_work(tmp_path: Path) -> None:
+    alone = SyntheticMachine()
+    expected = run_on(alone, str(tmp_path / "alone.db"))
+    database = str(tmp_path / "shared.db")
+    command = [*SCRIPT, database, "0.01"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    found = [json.loads(process.communicate(timeout=120)[0]) for process in both]
+
+    for one in found:
+        assert one["end"] == "complete"
+        assert [tuple(row) for row in one["in_use"]] == in_use(expected)
+    assert sum(one["timed"] for one in found) < 2 * len(alone.timed)
+
+
+def test_a_budget_is_kept_and_the_next_run_goes_on(database: str) -> None:
+    whole = SyntheticMachine()
+    expected = run_on(whole, str(Path(database).with_name("whole.db")))
+    machine = SyntheticMachine()
+    first = run_on(machine, database, budget_s=whole.now_s / 2)
+
+    assert first.end == "budget"
+    assert 0 < len(machine.timed) < len(whole.timed)
+    assert machine.now_s <= 0.75 * whole.now_s
+    assert run_on(SyntheticMachine(), database, budget_s=0).timed == 0
+    assert in_use(run_on(SyntheticMachine(), database)) == in_use(expected)
+
+
+def test_what_a_cut_search_found_is_in_use(database: str) -> None:
+    """Half a budget gives half a tuning, not none."""
+    whole = SyntheticMachine()
+    run_on(whole, str(Path(database).with_name("whole.db")))
+    first = run_on(SyntheticMachine(), database, budget_s=whole.now_s / 2)
+
+    assert any(not gain.is_default for gain in first.gains)
+    assert len(first.gains) <= first.products
+
+
+def test_without_resuming_all_is_timed_again(database: str) -> None:
+    first = run_on(SyntheticMachine(), database)
+    later_ms = time.time_ns() // 1_000_000 + 1
+    again = run_on(SyntheticMachine(), database, since_ms=later_ms - 1)
+
+    assert again.timed >= first.timed / 2
+    assert in_use(again) == in_use(first)
+
+
+def with_other(share: float) -> synthetic_machine.Cost:
+    def cost(problem: Problem, schedule: Schedule) -> int:
+        plain = plain_cost(problem, schedule)
+        return round(plain * (share if schedule.compute_path == OTHER.compute_path else 1.0))
+
+    return cost
+
+
+@pytest.mark.parametrize(("share", "winner"), [(0.5, OTHER), (0.99, PLAIN), (2.0, PLAIN)])
+def test_all_rows_of_a_weight_use_one_arithmetic(database: str, share: float, winner: Arithmetic) -> None:
+    """The other one if it gains over all rows together; a per cent is not worth other bits."""
+    tasks = [task_of(arithmetics=(PLAIN, OTHER))]
+    outcome = run_on(SyntheticMachine(with_other(share)), database, tasks)
+
+    assert {gain.schedule.compute_path for gain in outcome.gains} == {winner.compute_path}
+    assert [gain.problem.m for gain in outcome.gains] == list(MS)
+    assert run_on(SyntheticMachine(with_other(share)), database, tasks).duels == 0
+
+
+def test_another_arithmetic_that_only_seemed_faster_is_not_taken(database: str) -> None:
+    """The samples of a search lied; the duels say otherwise, and the old arithmetic is tuned instead."""
+
+    class Liar(SyntheticMachine):
+        def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> synthetic_machine.Duel:
+            self.cost = with_other(20)
+            try:
+                return super().duel(problem, incumbent, candidate)
+            finally:
+                self.cost = with_other(0.5)
+
+    tasks = [task_of(arithmetics=(PLAIN, OTHER))]
+    machine = Liar(with_other(0.5))
+    outcome = run_on(machine, database, tasks)
+
+    assert {gain.schedule.compute_path for gain in outcome.gains} == {PLAIN.compute_path}
+
+
+def test_progress_counts_up_and_the_time_left_goes_to_nothing(database: str) -> None:
+    machine, seen = SyntheticMachine(), list[Progress]()
+    tasks: list[Task] = [task_of(), task_of(512), task_of(1024)]
+    with open_store(database) as store:
+        ledger = synthetic_machine.Ledger(store, SCOPE)
+        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, seen.append, clock=machine.clock)
+        tune(tasks, tools, budget_s=1e6)
+
+    assert [one.timed for one in seen] == sorted({one.timed for one in seen})
+    assert {one.task_number for one in seen} == {1, 2, 3}
+    assert seen[0].left_s is None
+    half = next(one for one in seen if one.elapsed_s > machine.now_s / 2)
+    assert half.left_s is not None
+    assert 0.2 < half.left_s / (machine.now_s - half.elapsed_s) < 5
+
+
+def test_rows_of_another_build_or_machine_are_not_used(database: str) -> None:
+    first = run_on(SyntheticMachine(), database)
+    with open_store(database) as store:
+        for scope in (
+            replace(SCOPE, kernel_abi="gemm-portable-2"),
+            replace(SCOPE, machine=replace(MACHINE, core_sig="other")),
+        ):
+            machine = SyntheticMachine()
+            ledger = synthetic_machine.Ledger(store, scope)
+            tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock)
+            tune([task_of(), task_of(512)], tools, 1e9)
+            assert len(machine.timed) == first.timed

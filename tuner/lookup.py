@@ -1,0 +1,176 @@
+"""Which schedule a product runs with: the one tuned for it, else a near neighbour's, else the kernels'
+default.
+
+Only what is in use counts: schedules that won a duel against the one before them, the default included.
+Results must not depend on how many rows are computed at once, so that all schedules of a weight share one
+arithmetic, that of the newest of them; those of another one are left out.
+
+A neighbour is near enough if its m is within a quarter, which is as far apart as the tuner's grid goes; and a
+slice that was tuned for many rows serves any larger number of them, since more rows only repeat it. Its tiles
+are made even for the rows at hand: 9 rows on tiles of 8 would be 8 and 1, so tiles of 5 are taken. Where
+nothing is near, the default is used; it needs no tuning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias
+
+from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.kerneldb.records import MachineKey, Measurement, Schedule
+from phasewise.tuner.search.space import Arithmetic, pieces
+from phasewise.tuner.weights import format_name
+
+Kind = Literal["exact", "neighbour", "default"]
+WeightKey: TypeAlias = tuple[str, str, int, int]
+"""Family, format, n and k."""
+
+NEAR = 1.25
+"""The largest ratio of an m and its neighbour's."""
+REPEAT_FROM = 128
+"""A schedule tuned for so many rows or more serves any larger m that has no nearer one."""
+NEIGHBOURS = ", and its neighbours"
+MOST_CHOICES = 64
+"""So many ranges of m a program takes for each of its products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What products of one weight run with, from the choice before up to `last_m` rows.
+
+    A range is exact if it holds the m at which its schedule was tuned.
+    """
+
+    last_m: int
+    schedule: Schedule | None
+    """None: the kernels' default."""
+    kind: Kind
+    why: str
+    """For people, e.g. `neighbour: tuned at m=64`."""
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """What is in use for one weight, by m ascending."""
+
+    arithmetic: Arithmetic
+    tuned: dict[int, Schedule]
+
+    def at(self, m: int) -> Choice:
+        exact = self.tuned.get(m)
+        if exact is not None:
+            return Choice(m, exact, "exact", f"exact: tuned at m={m}")
+        nearest = min(self.tuned, key=lambda tuned: abs(math.log(tuned / m)))
+        if max(nearest / m, m / nearest) > NEAR and not REPEAT_FROM <= nearest < m:
+            return Choice(m, None, "default", f"default: nothing tuned near, nearest is m={nearest}")
+        why = f"neighbour: tuned at m={nearest}"
+        return Choice(m, even_tiles(self.tuned[nearest], m), "neighbour", why)
+
+
+class ScheduleTable:
+    """The schedules in use on one kind of machine, of one build of the kernels."""
+
+    def __init__(self, in_use: Iterable[Measurement]) -> None:
+        """`in_use`: `Store.promoted_measurements` of one machine key, those of this build of the kernels."""
+        rows: dict[WeightKey, list[Measurement]] = {}
+        for row in in_use:
+            problem = row.problem
+            rows.setdefault((problem.family, problem.format, problem.n, problem.k), []).append(row)
+        self._weights = {key: _weight(of_weight) for key, of_weight in rows.items()}
+
+    def arithmetic(self, key: WeightKey) -> Arithmetic | None:
+        """The way of computing that its schedules share; None: the default one, nothing is tuned."""
+        weight = self._weights.get(key)
+        return None if weight is None else weight.arithmetic
+
+    def choice(self, key: WeightKey, m: int) -> Choice:
+        """For exactly m rows."""
+        weight = self._weights.get(key)
+        return Choice(m, None, "default", "default: nothing tuned") if weight is None else weight.at(m)
+
+    def choices(self, key: WeightKey, max_m: int) -> list[Choice]:
+        """For every m from 1 to `max_m`: ranges of m, ascending, at most MOST_CHOICES.
+
+        Where there would be more, the ranges that differ least in m are joined and run with one of their
+        schedules.
+        """
+        ranges: list[Choice] = []
+        for m in range(1, max_m + 1):
+            choice = self.choice(key, m)
+            if ranges and ranges[-1].schedule == choice.schedule:
+                choice = _joined(ranges.pop(), choice)
+            ranges.append(choice)
+        while len(ranges) > MOST_CHOICES:
+            _join_nearest(ranges)
+        return ranges
+
+
+class ScheduleStore(Protocol):
+    """What `read_table` needs of a store."""
+
+    def promoted_measurements(self, machine: MachineKey) -> list[Measurement]: ...
+
+
+def read_table(store: ScheduleStore, machine: MachineKey, abi_of: Callable[[str], str]) -> ScheduleTable:
+    """What a store knows for this kind of machine and this build: `abi_of` a family is `_native.kernel_abi`."""
+    rows = store.promoted_measurements(machine)
+    return ScheduleTable(row for row in rows if row.kernel_abi == abi_of(row.problem.family))
+
+
+@dataclass(frozen=True)
+class PhaseSchedules:
+    """What serving asks for its weights, of the table of one phase's cores."""
+
+    table: ScheduleTable
+
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        """Compute path (None: the default one) and number of k parts."""
+        arithmetic = self.table.arithmetic(_gemm_key(weight))
+        return (None, 1) if arithmetic is None else (arithmetic.compute_path, arithmetic.k_parts)
+
+    def products(self, weight: PackedWeight, max_m: int) -> Sequence[Choice]:
+        """Choices for products of 1 to `max_m` rows, ascending."""
+        return self.table.choices(_gemm_key(weight), max_m)
+
+    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[Choice]:
+        """Choices for slices of 1 to `max_m` query rows, ascending."""
+        return self.table.choices(("attention", kv_format, n, k), max_m)
+
+
+def even_tiles(schedule: Schedule, m: int) -> Schedule:
+    """The schedule on the lowest tiles of rows that are as many for m rows; its slice holds as many tiles."""
+    mr = pieces(m, pieces(m, schedule.mr))
+    return replace(schedule, mr=mr, block_m=pieces(schedule.block_m, schedule.mr) * mr)
+
+
+def _weight(rows: Sequence[Measurement]) -> _Weight:
+    newest = max(rows, key=lambda row: row.origin.created_at_ms)
+    arithmetic = _arithmetic(newest)
+    tuned = {row.problem.m: row.sample.schedule for row in rows if _arithmetic(row) == arithmetic}
+    return _Weight(arithmetic, dict(sorted(tuned.items())))
+
+
+def _arithmetic(row: Measurement) -> Arithmetic:
+    return Arithmetic(row.sample.schedule.compute_path, row.sample.schedule.k_parts)
+
+
+def _gemm_key(weight: PackedWeight) -> WeightKey:
+    return "gemm", format_name(weight), weight.n, weight.k
+
+
+def _joined(before: Choice, after: Choice) -> Choice:
+    """A range and the m after it, which runs with the same schedule."""
+    if "exact" not in (before.kind, after.kind):
+        return replace(after, why=before.why)
+    exact = before if before.kind == "exact" else after
+    why = exact.why if NEIGHBOURS in exact.why else exact.why + NEIGHBOURS
+    return Choice(after.last_m, after.schedule, "exact", why)
+
+
+def _join_nearest(ranges: list[Choice]) -> None:
+    """Join the two ranges whose ends are nearest in ratio. The larger m, where more is at stake, decides."""
+    firsts = [1, *(choice.last_m + 1 for choice in ranges)]
+    at = min(range(len(ranges) - 1), key=lambda i: ranges[i + 1].last_m / firsts[i])
+    del ranges[at]

@@ -1,0 +1,390 @@
+"""One tuning run: weights one after another, each searched over its rows m, then held against what is in use.
+
+The searches decide what to time, an evaluator times it, the ledger keeps it; here is only who is next and
+when to stop. Three things to know:
+
+- *Resuming is replaying.* The search begins anew and asks the same questions; what the ledger holds is
+  answered at once. So nothing is lost but the timing in flight, and a second run times nothing.
+- *Fast is not yet better.* The winner of a search was the luckiest of many. It is taken into use only if a
+  duel (`timing.duel`) proves it faster than what is in use, first of all the kernels' own default. Where the
+  default wins, that is a verdict too, so that no neighbour's schedule is used there.
+- *One arithmetic for a weight.* Where the search found another one than that in use, all m change or none.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule
+from phasewise.tuner.conditions import is_disturbed, mean_conditions
+from phasewise.tuner.ledger import Ledger, reversed_comparison
+from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, tune_group
+from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.search.protocol import Ask
+from phasewise.tuner.search.space import Arithmetic
+from phasewise.tuner.timing import proves_faster
+
+INTERLEAVED = 12
+"""So many schedules are timed in turns and then stored: what a killed run loses is less than that."""
+
+DUEL_SHARE = 0.1
+"""Of a weight's share of the budget; kept back for its duels."""
+
+End = Literal["complete", "budget", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Duel:
+    """Two schedules timed in pairs: what it says, and the samples of each."""
+
+    comparison: Comparison
+    incumbent: Sample
+    candidate: Sample
+
+
+class Evaluator(Protocol):
+    """What times schedules; `tuner.native` is the real one."""
+
+    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
+        """One sample of each, in this order, timed in turns."""
+        ...
+
+    def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
+        """Both, timed in pairs."""
+        ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A weight and the rows to tune it for, ascending."""
+
+    group: Group
+    ms: tuple[int, ...]
+
+    def problem(self, m: int) -> Problem:
+        return Problem(self.group.family, self.group.format, self.group.n, self.group.k, m)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is."""
+
+    task: Task
+    task_number: int
+    """From 1."""
+    task_count: int
+    m: int
+    timed: int
+    """Schedules, so far in this run."""
+    elapsed_s: float
+    left_s: float | None
+    """To the end of the work at the pace so far, no more than the budget leaves; None: not known yet."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What is in use for a problem, and the kernels' own schedule beside it."""
+
+    problem: Problem
+    schedule: Schedule
+    default_ns: int
+    tuned_ns: int
+    is_default: bool
+    comparison: Comparison
+    """Of what is in use with the loser of the last duel."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that has ended, one way or another."""
+
+    end: End
+    gains: tuple[Gain, ...]
+    """Of the problems that have a verdict, from this run or an older one."""
+    products: int
+    """How many the run was asked to tune."""
+    timed: int
+    replayed: int
+    """Answers that came from the database."""
+    duels: int
+    elapsed_s: float
+    laps: int
+    """Batches of timings, and duels."""
+    disturbed: int
+    """Of the laps, those during which other processes or guests took a noticeable share of the cores."""
+    conditions: Mapping[str, float]
+    """Means over all timings."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a run works with."""
+
+    evaluator: Evaluator
+    ledger: Ledger
+    options: SearchOptions = field(default_factory=SearchOptions)
+    report: Callable[[Progress], None] = lambda _: None
+    call_s: Callable[[Problem], float] = lambda _: 0.0
+    """About how long a product takes: what the estimate of the time left goes by."""
+    clock: Callable[[], float] = time.monotonic
+
+
+def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> Outcome:
+    """Tune every task in turn for at most `budget_s`. Ctrl-C ends the run early; what it learned is kept."""
+    run = _Run(tasks, tools, budget_s)
+    end: End = "complete"
+    try:
+        for number, task in enumerate(tasks):
+            if not run.tune(number, task):
+                end = "budget"
+    except KeyboardInterrupt:
+        end = "interrupted"
+    return run.outcome(end)
+
+
+class _Run:
+    def __init__(self, tasks: Sequence[Task], tools: Tools, budget_s: float) -> None:
+        self._tasks = tasks
+        self._tools = tools
+        self._cache = ScheduleCache()
+        self._started_s = tools.clock()
+        self._deadline_s = self._started_s + budget_s
+        self._pace = _Pace(tasks, tools)
+        self._timed = self._replayed = self._duels = 0
+        self._laps: list[Mapping[str, float]] = []
+
+    def tune(self, number: int, task: Task) -> bool:
+        """Search and settle one task; False if the budget did not suffice."""
+        now_s = self._tools.clock()
+        share_s = max(0.0, self._deadline_s - now_s) / (len(self._tasks) - number)
+        found = self._search(number, task, now_s + (1 - DUEL_SHARE) * share_s)
+        best = self._best_so_far(task) if found is None else found.best
+        settled = self._settle(task, best, now_s + share_s)
+        self._pace.finish(task)
+        return found is not None and settled
+
+    def outcome(self, end: End) -> Outcome:
+        return Outcome(
+            end=end,
+            gains=tuple(gain for task in self._tasks for gain in gains_of(task, self._tools.ledger)),
+            products=sum(len(task.ms) for task in self._tasks),
+            timed=self._timed,
+            replayed=self._replayed,
+            duels=self._duels,
+            elapsed_s=self._tools.clock() - self._started_s,
+            laps=len(self._laps),
+            disturbed=sum(map(is_disturbed, self._laps)),
+            conditions=mean_conditions(self._laps),
+        )
+
+    def _search(self, number: int, task: Task, deadline_s: float) -> GroupOutcome | None:
+        """None if the deadline came first."""
+        search = tune_group(task.group, task.ms, self._tools.options, self._cache)
+        try:
+            ask = next(search)
+            while True:
+                samples = self._answer(number, task, ask, deadline_s)
+                if samples is None:
+                    search.close()
+                    return None
+                ask = search.send(samples)
+        except StopIteration as end:
+            found: GroupOutcome = end.value
+            return found
+
+    def _answer(self, number: int, task: Task, ask: Ask, deadline_s: float) -> list[Sample] | None:
+        problem, ledger = task.problem(ask.m), self._tools.ledger
+
+        def missing() -> list[Schedule]:
+            return [one for one in ask.schedules if ledger.sample(problem, one, ask.take) is None]
+
+        if missing():
+            ledger.refresh(problem)
+        absent = missing()
+        for at in range(0, len(absent), INTERLEAVED):
+            if self._tools.clock() >= deadline_s:
+                return None
+            self._measure(problem, absent[at : at + INTERLEAVED])
+            self._report(number, task, ask.m)
+        self._replayed += len(ask.schedules) - len(absent)
+        self._pace.reach(task, ask.m, timed=bool(absent))
+        answers = (ledger.sample(problem, one, ask.take) for one in ask.schedules)
+        return [sample for sample in answers if sample is not None]
+
+    def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
+        samples = self._tools.evaluator.measure(problem, schedules)
+        self._tools.ledger.add(problem, samples)
+        self._timed += len(samples)
+        self._laps.append(samples[0].conditions)
+
+    def _report(self, number: int, task: Task, m: int) -> None:
+        now_s = self._tools.clock()
+        left_s = self._pace.left_s(now_s - self._started_s)
+        if left_s is not None:
+            left_s = min(left_s, max(0.0, self._deadline_s - now_s))
+        self._tools.report(
+            Progress(task, number + 1, len(self._tasks), m, self._timed, now_s - self._started_s, left_s)
+        )
+
+    def _best_so_far(self, task: Task) -> dict[int, Schedule]:
+        """Of an unfinished search: by m, the fastest of the arithmetic in use."""
+        arithmetic = _arithmetic_in_use(task, self._tools.ledger)
+        best = ((m, self._fastest(task.problem(m), arithmetic)) for m in task.ms)
+        return {m: schedule for m, schedule in best if schedule is not None}
+
+    def _fastest(
+        self, problem: Problem, arithmetic: Arithmetic, but: Schedule | None = None
+    ) -> Schedule | None:
+        """By the first sample of each, as the search saw them; `but` does not count."""
+        known = self._tools.ledger.samples(problem)
+        costs = {
+            schedule: samples[0].estimate_ns
+            for schedule, samples in known.items()
+            if _arithmetic(schedule) == arithmetic and schedule != but
+        }
+        return min(costs, key=lambda schedule: costs[schedule], default=None)
+
+    def _settle(self, task: Task, best: Mapping[int, Schedule], deadline_s: float) -> bool:
+        """Duel the found schedules with what is in use; False if there was no time for all."""
+        in_use = _arithmetic_in_use(task, self._tools.ledger)
+        if any(_arithmetic(schedule) != in_use for schedule in best.values()):
+            if self._switch(task, best, deadline_s):
+                return True
+            best = self._best_so_far(task)
+        settled = [self._settle_one(task, m, schedule, deadline_s) for m, schedule in best.items()]
+        return all(settled) and len(best) == len(task.ms)
+
+    def _settle_one(self, task: Task, m: int, found: Schedule, deadline_s: float) -> bool:
+        """False if a duel was due and there was no time for it."""
+        problem, ledger = task.problem(m), self._tools.ledger
+        incumbent = _in_use(task, m, ledger)
+        candidate: Schedule | None = found
+        if found == incumbent and not ledger.verdicts(problem):
+            # The default was found best: a duel with the next best confirms it.
+            candidate = self._fastest(problem, _arithmetic(incumbent), but=incumbent)
+        if candidate is None or _is_judged(problem, candidate, ledger):
+            return True
+        if self._tools.clock() >= deadline_s:
+            return False
+        comparison = self._duel(problem, incumbent, candidate)
+        if proves_faster(comparison):
+            ledger.add_verdict(problem, candidate, incumbent, comparison)
+        else:
+            ledger.add_verdict(problem, incumbent, candidate, reversed_comparison(comparison))
+        return True
+
+    def _switch(self, task: Task, best: Mapping[int, Schedule], deadline_s: float) -> bool:
+        """Whether the weight now uses the arithmetic of `best`: it does if that gains over all m together."""
+        ledger = self._tools.ledger
+        if all(_is_judged(task.problem(m), schedule, ledger) for m, schedule in best.items()):
+            return False
+        duels: dict[int, tuple[Schedule, Comparison]] = {}
+        for m, candidate in best.items():
+            if self._tools.clock() >= deadline_s:
+                return False
+            incumbent = _in_use(task, m, ledger)
+            duels[m] = incumbent, self._duel(task.problem(m), incumbent, candidate)
+        log_gain = sum(math.log(comparison.gain) for _, comparison in duels.values()) / len(duels)
+        gains = log_gain > math.log1p(self._tools.options.switch_gain)
+        for m, (incumbent, comparison) in duels.items():
+            problem = task.problem(m)
+            if gains:
+                ledger.add_verdict(problem, best[m], incumbent, comparison)
+            else:
+                ledger.add_verdict(problem, incumbent, best[m], reversed_comparison(comparison))
+        return gains
+
+    def _duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Comparison:
+        fought = self._tools.evaluator.duel(problem, incumbent, candidate)
+        self._tools.ledger.add(problem, [fought.incumbent, fought.candidate])
+        self._duels += 1
+        self._laps.append(fought.candidate.conditions)
+        return fought.comparison
+
+
+class _Pace:
+    """How much of the work is done, by the weight of its products; replayed ones count as no work."""
+
+    def __init__(self, tasks: Sequence[Task], tools: Tools) -> None:
+        self._left = {
+            task.problem(m): 1.0 + _CALLS_A_TIMING * tools.call_s(task.problem(m)) / _SHORTEST_TIMING_S
+            for task in tasks
+            for m in task.ms
+        }
+        self._done = 0.0
+        self._timed: set[Problem] = set()
+
+    def reach(self, task: Task, m: int, timed: bool) -> None:
+        """The search of a task is at m: smaller ones are done."""
+        if timed:
+            self._timed.add(task.problem(m))
+        self._drop(task.problem(smaller) for smaller in task.ms if smaller < m)
+
+    def finish(self, task: Task) -> None:
+        self._drop(task.problem(m) for m in task.ms)
+
+    def left_s(self, elapsed_s: float) -> float | None:
+        return elapsed_s * sum(self._left.values()) / self._done if self._done else None
+
+    def _drop(self, problems: Iterable[Problem]) -> None:
+        for problem in problems:
+            work = self._left.pop(problem, 0.0)
+            if problem in self._timed:
+                self._done += work
+
+
+_CALLS_A_TIMING = 6
+_SHORTEST_TIMING_S = 0.008
+
+
+def gains_of(task: Task, ledger: Ledger) -> list[Gain]:
+    """What is in use for each m that has a verdict, beside the default; the newest samples of both."""
+    gains = []
+    for m in task.ms:
+        problem = task.problem(m)
+        verdicts, samples = ledger.verdicts(problem), ledger.samples(problem)
+        default = task.group.default(m)
+        if not verdicts or verdicts[-1].schedule not in samples or default not in samples:
+            continue
+        last = verdicts[-1]
+        gains.append(
+            Gain(
+                problem,
+                last.schedule,
+                samples[default][-1].estimate_ns,
+                samples[last.schedule][-1].estimate_ns,
+                last.schedule == default,
+                last.comparison,
+            )
+        )
+    return gains
+
+
+def _in_use(task: Task, m: int, ledger: Ledger) -> Schedule:
+    """The last duel's winner, else the default in the arithmetic of the weight."""
+    verdicts = ledger.verdicts(task.problem(m))
+    arithmetic = _arithmetic_in_use(task, ledger)
+    if verdicts and _arithmetic(verdicts[-1].schedule) == arithmetic:
+        return verdicts[-1].schedule
+    return replace(task.group.default(m), compute_path=arithmetic.compute_path, k_parts=arithmetic.k_parts)
+
+
+def _arithmetic_in_use(task: Task, ledger: Ledger) -> Arithmetic:
+    """The newest verdict's, the default one where there is none yet."""
+    newest = [verdicts[-1] for m in task.ms if (verdicts := ledger.verdicts(task.problem(m)))]
+    if not newest:
+        return task.group.arithmetics[0]
+    return _arithmetic(max(newest, key=lambda verdict: verdict.origin.created_at_ms).schedule)
+
+
+def _arithmetic(schedule: Schedule) -> Arithmetic:
+    return Arithmetic(schedule.compute_path, schedule.k_parts)
+
+
+def _is_judged(problem: Problem, candidate: Schedule, ledger: Ledger) -> bool:
+    """Whether a duel of this schedule with what is in use, or was, has been fought."""
+    return any(candidate in (one.schedule, one.incumbent) for one in ledger.verdicts(problem))

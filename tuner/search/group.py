@@ -1,0 +1,279 @@
+"""The products of one weight: from one row to many, each m learning from the last ones (paper, section 6).
+
+Three things make a group cheaper than its products:
+
+- *Sliding window.* Up to m = sigma, any micro-kernel may win and all of them are screened. Later the
+  candidates are those of the last sigma winners, and kernels that are taller than all rows of the m before,
+  which had no chance yet. Every candidate brings the slice with which it won last as a seed, so that fast
+  starts are short.
+- *Reuse.* From `reuse_from` on, shapes are no longer skinny. Once `steady` of them in a row confirm the slice
+  (the one found is near the average of the last ones, or theirs is as fast), it is fixed: larger m only time
+  it, fitted to their rows, beside the default. Where the default beats it, the search is taken up again.
+- *Cache.* A group gives what it found to those that come after it, as one more seed for each m.
+
+Which m: all up to sigma, where one row more can mean another micro-kernel, then `per_octave` of each octave;
+an m between two of them differs from the nearer by at most an eighth and uses its schedule.
+
+Before all that the arithmetic is chosen, once: it decides the bits of results, so that it must be the same
+for every m. A few m are probed on default-like schedules. The default arithmetic stays unless another one is
+clearly faster over all of them, since a difference of two per cent is not worth other bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from phasewise.kerneldb.records import Problem, Sample, Schedule
+from phasewise.tuner.search.model import model_schedule, modelled_cycles
+from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.search.protocol import Ask, GroupSearch, Search, asked_once
+from phasewise.tuner.search.sandwich import sandwich_samples
+from phasewise.tuner.search.space import (
+    AXES,
+    Arithmetic,
+    Caches,
+    MicroKernel,
+    Space,
+    fitting,
+    grid_of,
+    kernel_of,
+    pieces,
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One weight on some threads: all that the searches know about it."""
+
+    format: str
+    n: int
+    k: int
+    threads: int
+    arithmetics: tuple[Arithmetic, ...]
+    """The default one first. All of one accuracy class: the search looks at speed alone."""
+    kernels: Mapping[str, tuple[MicroKernel, ...]]
+    """The micro-kernels that exist, by compute path."""
+    caches: Caches
+    weight_bits: int
+    default: Callable[[int], Schedule]
+    """The engine's own schedule for some rows; of its arithmetic only the group's is used."""
+    family: str = "gemm"
+
+    def space(self, m: int, arithmetic: Arithmetic) -> Space:
+        """The product of m rows, with every kernel worth a thought."""
+        return Space(
+            problem=Problem(self.family, self.format, self.n, self.k, m),
+            arithmetic=arithmetic,
+            threads=self.threads,
+            kernels=fitting(self.kernels[arithmetic.compute_path], m),
+            caches=self.caches,
+            weight_bits=self.weight_bits,
+        )
+
+
+@dataclass(frozen=True)
+class GroupOutcome:
+    """What a group's search found."""
+
+    arithmetic: Arithmetic
+    best: Mapping[int, Schedule]
+    """By m; in the order searched."""
+    reused: tuple[int, ...]
+    """The m that took a fixed slice, without a search of their own."""
+
+
+@dataclass
+class ScheduleCache:
+    """What earlier groups found, by what made it good: format, arithmetic, threads and m."""
+
+    found: dict[tuple[str, Arithmetic, int, int], list[Schedule]] = field(default_factory=dict)
+
+    def seeds(self, group: Group, arithmetic: Arithmetic, m: int) -> list[Schedule]:
+        return self.found.get((group.format, arithmetic, group.threads, m), [])
+
+    def add(self, group: Group, outcome: GroupOutcome) -> None:
+        """The newest first; of each m the last two groups are kept."""
+        for m, schedule in outcome.best.items():
+            key = (group.format, outcome.arithmetic, group.threads, m)
+            self.found[key] = [schedule, *self.found.get(key, [])][:2]
+
+
+def m_grid(max_m: int, options: SearchOptions) -> tuple[int, ...]:
+    """The m to tune: 1, 2, .., sigma, then `per_octave` of each octave, and `max_m`."""
+    grid = list(range(1, min(options.window, max_m) + 1))
+    octave = options.window
+    while grid[-1] < max_m:
+        grid += [
+            octave * (options.per_octave + step) // options.per_octave
+            for step in range(1, options.per_octave + 1)
+        ]
+        octave *= 2
+    return tuple(dict.fromkeys(min(m, max_m) for m in grid))
+
+
+def tune_group(
+    group: Group, ms: Sequence[int], options: SearchOptions, cache: ScheduleCache | None = None
+) -> GroupSearch[GroupOutcome]:
+    """Search the group's products for `ms`, which ascend. A `cache` is read, and gets what was found."""
+    cache = ScheduleCache() if cache is None else cache
+    outcome = yield from asked_once(_search_group(group, ms, options, cache))
+    cache.add(group, outcome)
+    return outcome
+
+
+def _search_group(
+    group: Group, ms: Sequence[int], options: SearchOptions, cache: ScheduleCache
+) -> GroupSearch[GroupOutcome]:
+    arithmetic = yield from choose_arithmetic(group, ms, options)
+    history, reused = _History(options), []
+    for m in ms:
+        space = group.space(m, arithmetic)
+        default = space.fitted(group.default(m))
+        if history.is_fixed and m >= options.reuse_from:
+            fixed = transfer(history.winners[-1], space)
+            samples = yield Ask(m, tuple(dict.fromkeys((fixed, default))))
+            if samples[0].estimate_ns <= (1 + options.reuse_within) * samples[-1].estimate_ns:
+                history.add(fixed, m)
+                reused.append(m)
+                continue
+            history.confirmed = 0
+        seeds = [default, *history.seeds(space), *cache.seeds(group, arithmetic, m)]
+        search = sandwich_samples(replace(space, kernels=history.candidates(space)), options, seeds)
+        ranking = yield from _at(m, search)
+        history.confirm(ranking, space)
+        history.add((yield from _best_of_two_takes(m, ranking[: options.final_takes])), m)
+    return GroupOutcome(arithmetic, dict(zip(ms, history.winners, strict=True)), tuple(reused))
+
+
+def choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) -> GroupSearch[Arithmetic]:
+    """The way of computing whose best probes are fastest, in the geometric mean over a few m."""
+    default = group.arithmetics[0]
+    if len(group.arithmetics) == 1:
+        return default
+    probed = _spread(ms, options.probes)
+    log_ns = dict.fromkeys(group.arithmetics, 0.0)
+    for m in probed:
+        schedules = {arithmetic: _probes(group, m, arithmetic) for arithmetic in group.arithmetics}
+        samples = yield Ask(m, tuple(schedule for batch in schedules.values() for schedule in batch))
+        times = {sample.schedule: sample.estimate_ns for sample in samples}
+        for arithmetic, batch in schedules.items():
+            log_ns[arithmetic] += math.log(min(times[schedule] for schedule in batch)) / len(probed)
+    best = min(log_ns, key=lambda arithmetic: log_ns[arithmetic])
+    return best if log_ns[best] + math.log1p(options.switch_gain) < log_ns[default] else default
+
+
+def _probes(group: Group, m: int, arithmetic: Arithmetic) -> list[Schedule]:
+    """The default, and the two schedules that the model likes best; threads on parts of k if it can."""
+    space = group.space(m, arithmetic)
+    modelled = [
+        space.regridded(model_schedule(space, kernel), grid)
+        for kernel in space.kernels
+        for grid in space.grids(kernel)
+        if grid.k == arithmetic.k_parts
+    ]
+    modelled.sort(key=lambda schedule: modelled_cycles(space, schedule))
+    return list(dict.fromkeys([space.fitted(group.default(m)), *modelled[:2]]))
+
+
+def _spread(ms: Sequence[int], count: int) -> list[int]:
+    """About `count` of the ms, from first to last at even ratios."""
+    wanted = [ms[0] * (ms[-1] / ms[0]) ** (i / max(1, count - 1)) for i in range(count)]
+    return list(dict.fromkeys(min(ms, key=lambda m: abs(math.log(m / want))) for want in wanted))
+
+
+def _at(m: int, search: Search[list[Sample]]) -> GroupSearch[list[Sample]]:
+    """The search of one product as a part of a group's."""
+    try:
+        asked = next(search)
+        while True:
+            asked = search.send((yield Ask(m, tuple(asked))))
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+def _best_of_two_takes(m: int, samples: Sequence[Sample]) -> GroupSearch[Schedule]:
+    """The fastest few again, side by side: the first sample of the first of many was also a lucky one."""
+    if len(samples) == 1:
+        return samples[0].schedule
+    again = yield Ask(m, tuple(sample.schedule for sample in samples), take=1)
+    pairs = zip(samples, again, strict=True)
+    return min(pairs, key=lambda pair: pair[0].estimate_ns + pair[1].estimate_ns)[0].schedule
+
+
+def transfer(schedule: Schedule, space: Space) -> Schedule:
+    """A schedule of another m as one of this product: the same slice repeated, on even tiles of rows."""
+    kernel = balanced(space, kernel_of(schedule))
+    rows = pieces(schedule.block_m, schedule.mr) * kernel.mr
+    moved = replace(schedule, mr=kernel.mr, block_m=rows)
+    grids = space.grids(kernel)
+    if grid_of(moved) in grids:
+        return space.fitted(moved)
+    return min(
+        (space.regridded(moved, grid) for grid in grids), key=lambda other: modelled_cycles(space, other)
+    )
+
+
+def balanced(space: Space, kernel: MicroKernel) -> MicroKernel:
+    """The lowest kernel of the same width with as many tiles of rows; without one, the kernel itself."""
+    tiles = pieces(space.problem.m, kernel.mr)
+    alike = [
+        other
+        for other in space.kernels
+        if other.panels == kernel.panels and pieces(space.problem.m, other.mr) == tiles
+    ]
+    return min(alike, default=kernel)
+
+
+@dataclass
+class _History:
+    """The winners so far, and how many in a row confirmed the slice before them."""
+
+    options: SearchOptions
+    winners: list[Schedule] = field(default_factory=list)
+    last_m: int = 0
+    confirmed: int = 0
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.confirmed >= self.options.steady
+
+    def add(self, winner: Schedule, m: int) -> None:
+        self.winners.append(winner)
+        self.last_m = m
+
+    def candidates(self, space: Space) -> tuple[MicroKernel, ...]:
+        """The kernels to screen: all while the window fills, then the last winners' and new ones."""
+        if len(self.winners) < self.options.window:
+            return space.kernels
+        won = [balanced(space, kernel_of(winner)) for winner in self.winners[-self.options.window :]]
+        new = [kernel for kernel in space.kernels if kernel.mr > self.last_m]
+        return tuple(dict.fromkeys([*won, *new]))
+
+    def seeds(self, space: Space) -> list[Schedule]:
+        """Of each kernel in the window, the schedule with which it won last."""
+        last: dict[MicroKernel, Schedule] = {}
+        for winner in self.winners[-self.options.window :]:
+            moved = transfer(winner, space)
+            last[kernel_of(moved)] = moved
+        return list(last.values())
+
+    def confirm(self, ranking: Sequence[Sample], space: Space) -> None:
+        """Count the shape as steady, or begin to count anew. Shapes before `reuse_from` do not count."""
+        if not self.winners or space.problem.m < self.options.reuse_from:
+            return
+        fixed = transfer(self.winners[-1], space)
+        limit_ns = (1 + self.options.reuse_within) * ranking[0].estimate_ns
+        as_fast = any(sample.schedule == fixed and sample.estimate_ns <= limit_ns for sample in ranking)
+        self.confirmed = self.confirmed + 1 if as_fast or self._is_near(ranking[0].schedule) else 0
+
+    def _is_near(self, found: Schedule) -> bool:
+        last = self.winners[-self.options.steady :]
+        if any(grid_of(winner) != grid_of(found) for winner in last):
+            return False
+        averages = {axis: sum(getattr(winner, axis) for winner in last) / len(last) for axis in AXES}
+        return all(
+            abs(getattr(found, axis) - average) <= self.options.slice_threshold * average
+            for axis, average in averages.items()
+        )

@@ -1,0 +1,41 @@
+"""The numbers of the search, from the paper where it gives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How one product and one group of them are searched. Shares are of times; 0.01 is one per cent."""
+
+    gain: float = 0.01
+    """A step of the fast start must be faster by this share, else it is rolled back."""
+    fine_gain: float = 0.004
+    """The same for a step of the finetune."""
+    keep_within: float = 0.5
+    """Micro-kernels and grids slower than the best of their batch by more than this share are dropped."""
+    kept_kernels: int = 4
+    """Micro-kernels that get a fast start."""
+    finalists: int = 2
+    """Pairs of micro-kernel and grid that are finetuned."""
+    patience: int = 1
+    """Rounds of the finetune without a gain before it ends."""
+    window: int = 16
+    """The paper's sigma: for so many shapes every micro-kernel is a candidate; later, their winners are."""
+    per_octave: int = 4
+    """Beyond the window, how many m of each octave are tuned; the others use a neighbour."""
+    reuse_from: int = 32
+    """Schedules may be fixed from this m on: where products stop being skinny."""
+    steady: int = 3
+    """So many shapes in a row must confirm the slice before it is fixed."""
+    slice_threshold: float = 0.25
+    """A slice confirms the previous ones if each side differs from their average by at most this share, .."""
+    reuse_within: float = 0.02
+    """.. or if theirs is slower by at most this share. The default must not beat a fixed one by more."""
+    final_takes: int = 3
+    """The fastest schedules of each m that are timed a second time, side by side, before one is chosen."""
+    probes: int = 4
+    """The m at which the ways of computing are compared before one is chosen for the group."""
+    switch_gain: float = 0.02
+    """Another way of computing than the default one must be faster by this share."""

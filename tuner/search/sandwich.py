@@ -1,0 +1,164 @@
+"""Sandwich's search for one product: fast start, then finetune over thread grids (paper, sections 3.2 and 6).
+
+Slice and grid depend on each other: the slice that one thread likes best may leave other threads without
+work, and the grid decides how far a slice can grow. So slices first grow without taking a choice of grid
+away, and are finished under each grid. Why these steps:
+
+- *Screen.* Every micro-kernel is timed once on the slice that the cost model likes for it, side by side. A
+  ranking within tens of per cent is enough to drop most of them, and one batch compares better than many.
+- *Fast start.* From one micro-kernel upwards, axes in turn, a size doubles while that gains. The first
+  doublings gain so much that nothing finer is worth a measurement. A step without a gain is rolled back and
+  its axis is left; no step makes a slice larger than what an axis leaves for each thread, so every grid stays
+  possible.
+- *Finetune.* Every grid of all threads, split-K included, is tried on what the fast start found; the better
+  ones climb by single rungs (either way: under another grid the slice may have to shrink), over the loop
+  order and the prefetch distance too, until no neighbour gains.
+
+Both ends count: whatever was measured on the way, the model's schedules and the caller's seeds included, can
+win. Cost: one sample for each micro-kernel, about 15 for each fast start and for each climb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from phasewise.kerneldb.records import Sample, Schedule
+from phasewise.tuner.search.model import model_schedule
+from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.search.protocol import Search, cost, fastest, remembered, together
+from phasewise.tuner.search.space import AXES, Axis, MicroKernel, Space, grid_of, kernel_of, pieces, resized
+
+
+def sandwich(space: Space, options: SearchOptions, seeds: Sequence[Schedule] = ()) -> Search[Schedule]:
+    """Search one product. `seeds`: schedules to begin with besides the model's, e.g. of a similar product."""
+    samples = yield from sandwich_samples(space, options, seeds)
+    return samples[0].schedule
+
+
+def sandwich_samples(
+    space: Space, options: SearchOptions, seeds: Sequence[Schedule] = ()
+) -> Search[list[Sample]]:
+    """The same search, for everything that it measured, fastest first."""
+    memory: dict[Schedule, Sample] = {}
+    yield from remembered(_phases(space, options, seeds), memory)
+    return sorted(memory.values(), key=cost)
+
+
+def _phases(space: Space, options: SearchOptions, seeds: Sequence[Schedule]) -> Search[None]:
+    seeds = [space.fitted(seed) for seed in seeds]
+    screened = yield from _screen(space, seeds)
+    kept = _within(screened, options.keep_within)[: options.kept_kernels]
+    starts = [_start(space, sample.schedule, seeds) for sample in kept]
+    grown = yield from together([fast_start(space, start, options) for start in starts])
+    candidates = yield from _regrid(space, [fastest(pair) for pair in zip(kept, grown, strict=True)])
+    finalists = _within(candidates, options.keep_within)[: options.finalists]
+    yield from together([climb(space, sample, options) for sample in finalists])
+
+
+def _screen(space: Space, seeds: Sequence[Schedule]) -> Search[list[Sample]]:
+    """The best sample of every micro-kernel, fastest first."""
+    first = [model_schedule(space, kernel) for kernel in space.kernels]
+    samples = yield list(dict.fromkeys([*first, *seeds]))
+    best: dict[MicroKernel, Sample] = {}
+    for sample in sorted(samples, key=cost):
+        best.setdefault(kernel_of(sample.schedule), sample)
+    return list(best.values())
+
+
+def _within(samples: Sequence[Sample], share: float) -> list[Sample]:
+    """The samples near the fastest one, fastest first."""
+    ranked = sorted(samples, key=cost)
+    return [sample for sample in ranked if sample.estimate_ns <= (1 + share) * ranked[0].estimate_ns]
+
+
+def _start(space: Space, screened: Schedule, seeds: Sequence[Schedule]) -> Schedule:
+    """Where a kernel's fast start begins: at one tile, or at a seed that was the best of its kernel."""
+    return screened if screened in seeds else space.smallest(kernel_of(screened), grid_of(screened))
+
+
+def fast_start(space: Space, start: Schedule, options: SearchOptions) -> Search[Sample]:
+    """Double the slice along the axes in turn, as long as each gains; the best sample."""
+    (best,) = yield [start]
+    growing = list(AXES)
+    while growing:
+        for axis in list(growing):
+            larger = _doubled(space, best.schedule, axis)
+            if larger is None:
+                growing.remove(axis)
+                continue
+            (sample,) = yield [larger]
+            if _gains(sample, best, options.gain):
+                best = sample
+            else:
+                growing.remove(axis)
+    return best
+
+
+def _doubled(space: Space, schedule: Schedule, axis: Axis) -> Schedule | None:
+    """The slice with one side about twice as long; None where that would cut the parallelism of the axis."""
+    size, limit = getattr(schedule, axis), parallel_limit(space, schedule, axis)
+    larger = [rung for rung in space.ladder(axis, schedule) if size < rung <= min(2 * size, limit)]
+    return space.fitted(resized(schedule, axis, larger[-1])) if larger else None
+
+
+def parallel_limit(space: Space, schedule: Schedule, axis: Axis) -> int:
+    """The longest side that leaves a slice of the product for every thread along this axis.
+
+    For (m, n, k) = (128, 64, 64) and two threads: (64, 32, 32). k can be cut only into its parts.
+    """
+    if axis == "block_k":
+        return space.region(grid_of(schedule), kernel_of(schedule)).inputs
+    unit, extent = (schedule.mr, space.problem.m) if axis == "block_m" else (schedule.nr, space.problem.n)
+    return unit * max(1, pieces(extent, unit) // space.threads)
+
+
+def _regrid(space: Space, samples: Sequence[Sample]) -> Search[list[Sample]]:
+    """Each of the slices under every grid of all threads."""
+    return (
+        yield [
+            space.regridded(sample.schedule, grid)
+            for sample in samples
+            for grid in space.grids(kernel_of(sample.schedule))
+        ]
+    )
+
+
+def climb(space: Space, start: Sample, options: SearchOptions) -> Search[Sample]:
+    """Move to the best neighbour while one gains; then look further, up to `patience` rungs away."""
+    best, distance = start, 1
+    while distance <= options.patience:
+        samples = yield neighbours(space, best.schedule, distance)
+        found = fastest([best, *samples])
+        if _gains(found, best, options.fine_gain):
+            best, distance = found, 1
+        else:
+            distance += 1
+    return best
+
+
+def neighbours(space: Space, schedule: Schedule, distance: int = 1) -> list[Schedule]:
+    """The schedules that differ in one number by some rungs, or in the order of the loops."""
+    moved = [
+        resized(schedule, axis, size)
+        for axis in AXES
+        for size in _beside(space.ladder(axis, schedule), getattr(schedule, axis), distance)
+    ]
+    moved += [
+        replace(schedule, prefetch_bytes=ahead)
+        for ahead in _beside(space.prefetches, schedule.prefetch_bytes, distance)
+    ]
+    moved += [replace(schedule, loop_order=order) for order in space.orders]
+    fitted = dict.fromkeys(space.fitted(other) for other in moved)
+    return [other for other in fitted if other != schedule]
+
+
+def _beside(rungs: Sequence[int], value: int, distance: int) -> list[int]:
+    """The rungs so far below and above a value, which need not be one itself."""
+    below = [rung for rung in rungs if rung < value][-distance:]
+    above = [rung for rung in rungs if rung > value][:distance]
+    return [side[end] for side, end in ((below, 0), (above, -1)) if len(side) == distance]
+
+
+def _gains(sample: Sample, best: Sample, share: float) -> bool:
+    return sample.estimate_ns * (1 + share) < best.estimate_ns

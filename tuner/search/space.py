@@ -1,0 +1,244 @@
+"""What a schedule may be for one product: the candidates that every search shares.
+
+A product is cut twice. The thread grid cuts it into regions, one for each thread; a computation slice of
+`block_m x block_n x block_k` is what one thread works on at a time within its region. Slice sizes lie on
+ladders: the sizes that cut a region into 1, 2, 3, 4, 6, 8, 12, .. even pieces, because a size that leaves a
+thin last piece is beaten by the one that spreads it. So a ladder has two rungs to an octave, whatever the
+shape, and its ends are the micro-kernel itself and the whole region.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phasewise.kerneldb.records import GROUP, LOOP_ORDERS, PANEL_COLUMNS, Problem, Schedule
+
+Axis = Literal["block_m", "block_n", "block_k"]
+AXES: tuple[Axis, ...] = ("block_k", "block_m", "block_n")
+"""In the order in which a fast start tries them: passes over k are paid for by every tile."""
+
+MAX_PIECES = 96
+"""A region is cut into no more pieces along one axis: below that, loops cost more than slices do."""
+
+MIN_PASS_INPUTS = 4 * GROUP
+"""Shorter passes over k spend their time on storing and loading sums."""
+
+PREFETCH_BYTES = (0, 512, 1024, 2048, 4096)
+START_PREFETCH_BYTES = 2048
+"""Where searches begin: about as far as memory's latency is long, at a core's share of its bandwidth."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MicroKernel:
+    """The tile that is held in registers: `mr` rows by `panels` panels of 16 columns."""
+
+    mr: int
+    panels: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What decides the bits of a product. It is the same for every m of a weight; all else is free."""
+
+    compute_path: str
+    k_parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """What one core has for itself."""
+
+    l1_bytes: int
+    l2_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Threads over rows, columns and parts of k."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def threads(self) -> int:
+        return self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The largest share of one thread. Columns are padded to panels, inputs to groups."""
+
+    rows: int
+    columns: int
+    inputs: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """All schedules of one product under one arithmetic."""
+
+    problem: Problem
+    arithmetic: Arithmetic
+    threads: int
+    kernels: tuple[MicroKernel, ...]
+    """The micro-kernels to consider: `fitting` of those that exist for the path."""
+    caches: Caches
+    weight_bits: int
+    """Bits of one weight as the kernel reads it from memory, scales included."""
+    prefetches: tuple[int, ...] = PREFETCH_BYTES
+    orders: tuple[str, ...] = LOOP_ORDERS
+
+    def grids(self, kernel: MicroKernel) -> list[Grid]:
+        """Every grid that gives all threads something to do; the largest that there are, if none can."""
+        row_tiles, panels = pieces(self.problem.m, kernel.mr), pieces(self.problem.n, PANEL_COLUMNS)
+        grids = [
+            Grid(m, n, k)
+            for k in dict.fromkeys((1, self.arithmetic.k_parts))
+            for m in range(1, min(self.threads // k, row_tiles) + 1)
+            for n in [min(self.threads // (k * m), panels)]
+            if n
+        ]
+        most = max(grid.threads for grid in grids)
+        return [grid for grid in grids if grid.threads == most]
+
+    def region(self, grid: Grid, kernel: MicroKernel) -> Region:
+        """The kernels cut rows between tiles, columns between panels, and k always at the same parts."""
+        groups = pieces(self.problem.k, GROUP)
+        row_tiles, panels = pieces(self.problem.m, kernel.mr), pieces(self.problem.n, PANEL_COLUMNS)
+        return Region(
+            pieces(row_tiles, grid.m) * kernel.mr,
+            pieces(panels, grid.n) * PANEL_COLUMNS,
+            pieces(groups, self.arithmetic.k_parts) * GROUP,
+        )
+
+    def ladder(self, axis: Axis, schedule: Schedule) -> list[int]:
+        """The sizes that a slice may have along an axis under this schedule's grid, ascending."""
+        unit, extent = self._unit_and_extent(axis, schedule)
+        sizes = [unit * size for size in even_sizes(pieces(extent, unit))]
+        return [size for size in sizes if axis != "block_k" or size >= min(MIN_PASS_INPUTS, extent)]
+
+    def fitted(self, schedule: Schedule) -> Schedule:
+        """The same plan in its canonical form here: this arithmetic, and no block larger than its region.
+
+        Schedules that make the kernel do the same thing have one form: an order of loops that has no effect
+        is the first one. The grid must be one of `grids`.
+        """
+        schedule = replace(
+            schedule, compute_path=self.arithmetic.compute_path, k_parts=self.arithmetic.k_parts
+        )
+        for axis in AXES:
+            unit, extent = self._unit_and_extent(axis, schedule)
+            units = min(pieces(getattr(schedule, axis), unit), pieces(extent, unit))
+            schedule = resized(schedule, axis, unit * units)
+        return schedule if self._order_matters(schedule) else replace(schedule, loop_order=self.orders[0])
+
+    def regridded(self, schedule: Schedule, grid: Grid) -> Schedule:
+        """The schedule under another grid, its slice on the ladders of the new region."""
+        schedule = replace(schedule, threads_m=grid.m, threads_n=grid.n, threads_k=grid.k)
+        for axis in AXES:
+            ladder, size = self.ladder(axis, schedule), getattr(schedule, axis)
+            schedule = resized(
+                schedule, axis, max((rung for rung in ladder if rung <= size), default=ladder[0])
+            )
+        return self.fitted(schedule)
+
+    def holds(self, schedule: Schedule) -> bool:
+        """Whether a schedule is of this product: kernel, arithmetic, a grid of all threads, canonical."""
+        kernel = kernel_of(schedule)
+        return (
+            kernel in self.kernels and grid_of(schedule) in self.grids(kernel)
+        ) and schedule == self.fitted(schedule)
+
+    def schedules(self) -> Iterator[Schedule]:
+        """Every schedule on the ladders, each once."""
+        for kernel in self.kernels:
+            for grid in self.grids(kernel):
+                yield from self._under(kernel, grid)
+
+    def smallest(self, kernel: MicroKernel, grid: Grid) -> Schedule:
+        """The slice that is one micro-kernel, the shortest pass over k; where a fast start begins."""
+        near = [ahead for ahead in self.prefetches if ahead <= START_PREFETCH_BYTES]
+        smallest = Schedule(
+            mr=kernel.mr,
+            panels=kernel.panels,
+            block_m=kernel.mr,
+            block_n=PANEL_COLUMNS * kernel.panels,
+            block_k=GROUP,
+            threads_m=grid.m,
+            threads_n=grid.n,
+            threads_k=grid.k,
+            compute_path=self.arithmetic.compute_path,
+            k_parts=self.arithmetic.k_parts,
+            prefetch_bytes=max(near, default=self.prefetches[0]),
+            loop_order=self.orders[0],
+        )
+        return replace(smallest, block_k=self.ladder("block_k", smallest)[0])
+
+    def _under(self, kernel: MicroKernel, grid: Grid) -> Iterator[Schedule]:
+        start = self.smallest(kernel, grid)
+        ladders = [self.ladder(axis, start) for axis in AXES]
+        for sizes in itertools.product(*ladders):
+            sized = start
+            for axis, size in zip(AXES, sizes, strict=True):
+                sized = resized(sized, axis, size)
+            orders = self.orders if self._order_matters(sized) else self.orders[:1]
+            for order, prefetch_bytes in itertools.product(orders, self.prefetches):
+                yield replace(sized, loop_order=order, prefetch_bytes=prefetch_bytes)
+
+    def _unit_and_extent(self, axis: Axis, schedule: Schedule) -> tuple[int, int]:
+        region = self.region(grid_of(schedule), kernel_of(schedule))
+        if axis == "block_m":
+            return schedule.mr, region.rows
+        return (schedule.nr, region.columns) if axis == "block_n" else (GROUP, region.inputs)
+
+    def _order_matters(self, schedule: Schedule) -> bool:
+        region = self.region(grid_of(schedule), kernel_of(schedule))
+        return schedule.block_m < region.rows and schedule.block_n < region.columns
+
+
+def resized(schedule: Schedule, axis: Axis, size: int) -> Schedule:
+    """The schedule with a slice of another size along one axis."""
+    if axis == "block_m":
+        return replace(schedule, block_m=size)
+    return replace(schedule, block_n=size) if axis == "block_n" else replace(schedule, block_k=size)
+
+
+def pieces(extent: int, size: int) -> int:
+    """How many pieces of a size cover an extent."""
+    return -(-extent // size)
+
+
+def even_sizes(extent: int) -> list[int]:
+    """The sizes that cut an extent into 1, 2, 3, 4, 6, 8, 12, .. even pieces, ascending."""
+    counts = [1, *(count for power in range(1, 7) for count in (2**power, 3 * 2 ** (power - 1)))]
+    most = min(extent, MAX_PIECES)
+    return sorted({pieces(extent, count) for count in [*counts, most] if count <= most})
+
+
+def kernel_of(schedule: Schedule) -> MicroKernel:
+    return MicroKernel(schedule.mr, schedule.panels)
+
+
+def grid_of(schedule: Schedule) -> Grid:
+    return Grid(schedule.threads_m, schedule.threads_n, schedule.threads_k)
+
+
+def fitting(kernels: tuple[MicroKernel, ...], m: int) -> tuple[MicroKernel, ...]:
+    """The kernels worth a thought for m rows: a taller one that makes no fewer tiles of rows is left out.
+
+    For 9 rows, 8 rows a tile (8 + 1) is beaten by 5 (5 + 4): as many tiles, and less waiting for the last.
+    """
+    return tuple(
+        kernel
+        for kernel in kernels
+        if not any(
+            other.panels == kernel.panels
+            and other.mr < kernel.mr
+            and pieces(m, other.mr) == pieces(m, kernel.mr)
+            for other in kernels
+        )
+    )
