@@ -9,8 +9,8 @@ multiple of 16, k to a multiple of 32; padded columns have scale 0. With P panel
 - q8:   values uint8 [P, Kp/4, 16, 4], quads along k
 - q4:   values uint8 [P, Kp/8, 16, 4]: byte j of a column holds k = 8i + j low and k = 8i + 4 + j high
 
-q8 and q4 carry scales (and maybe mins) [P, Kp/group, 16] with w = scale * (q - zero_point) + min. Group 0, for q8,
-is all of k: scales [P, 1, 16] and no mins; its rows of x then have one scale each too.
+q8 and q4 carry scales (and maybe mins) [P, Kp/group, 16] with w = scale * (q - zero_point) + min. For q8,
+group 0 is all of k: scales [P, 1, 16] and no mins; rows of x have one scale each too.
 """
 
 from __future__ import annotations

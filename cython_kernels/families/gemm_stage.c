@@ -2,7 +2,7 @@
  *
  * A staged call reads the stage, in L1 or L2, instead of the panels:
  * - bf16 as float32, one input after the other (exact);
- * - groups of q8 and q4 with scales and minima as float32, and nibbles as bytes where q4 rows look like q8 rows (exact);
+ * - groups of q8 and q4 with float32 scales and minima, and nibbles as bytes where q4 rows look like q8 rows (exact);
  * - q8 and q4 as the float32 weights that packing.dequantise gives, s (q - z), then + m, each rounded once; for bf16
  *   paths these rounded once more, to the nearest bf16. The product with them keeps the bound of gemm_dense.c. */
 #include "families/gemm.h"
@@ -149,7 +149,8 @@ PW_INLINE void widen_inputs(const packed_inputs *p, const pw_weight *w, int to_f
 /* t->steps of 32 inputs. */
 static void stage_widened(tile_call *t, const pw_weight *w, widening to, uint8_t *bytes) {
     int64_t values = PW_K_MULTIPLE / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
-    int64_t groups = w->group ? PW_K_MULTIPLE / w->group : 0, vector_rows = to == WIDEN_TO_F32 ? PW_K_MULTIPLE : PW_K_MULTIPLE / 2;
+    int64_t scales = w->group ? PW_K_MULTIPLE / w->group * PW_PANEL * t->scale_bytes : 0;
+    int64_t vector_rows = to == WIDEN_TO_F32 ? PW_K_MULTIPLE : PW_K_MULTIPLE / 2;
     uint8_t *out = bytes;
     for (int64_t panel = 0; panel < t->panels; ++panel) {
         packed_inputs p = {t->values + panel * t->panel_bytes, t->scales + panel * t->panel_scale_bytes,
@@ -157,8 +158,8 @@ static void stage_widened(tile_call *t, const pw_weight *w, widening to, uint8_t
         for (int64_t step = 0; step < t->steps; ++step, out += vector_rows * VECTOR_ROW_BYTES) {
             widen_inputs(&p, w, to == WIDEN_TO_F32, out);
             p.values += values;
-            p.scales += groups * PW_PANEL * t->scale_bytes;
-            if (p.mins) p.mins += groups * PW_PANEL * t->scale_bytes;
+            p.scales += scales;
+            if (p.mins) p.mins += scales;
         }
     }
     t->values = bytes;

@@ -1,9 +1,9 @@
 /* families/quantise.c: puts rows of x into the form that GEMM kernels read, and weights back into float32.
  *
- * bf16: round to nearest even, kept as float32 where the path is `fma`. q8, q4 by int8 paths: per group of k (group 0: the whole row), a = max|x| / 127,
- * q = rint(x * (127 / max|x|)): within a/2 (1 + 2^-14) of x. A group whose largest magnitude is below 2^-100 counts as
- * zeros; one that holds an infinity or a NaN gets a = NaN, which every product with it inherits. All ISAs write the
- * same a and q. */
+ * bf16: round to nearest even, kept as float32 where the path is `fma`. q8, q4 by int8 paths: per group of k (group 0:
+ * the whole row), a = max|x| / 127, q = rint(x * (127 / max|x|)): within a/2 (1 + 2^-14) of x. A group whose largest
+ * magnitude is below 2^-100 counts as zeros; one that holds an infinity or a NaN gets a = NaN, which every product with
+ * it inherits. All ISAs write the same a and q. By dense paths, x itself or its bf16. */
 #include "families/gemm.h"
 
 int32_t ISA(path_of)(int32_t kind, int32_t path);

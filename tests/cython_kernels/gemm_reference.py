@@ -46,14 +46,25 @@ def gamma(n: int) -> float:
     return n * UNIT / (1 - n * UNIT)
 
 
-def expected(x: Array, w: PackedWeight, k_parts: int = 1) -> tuple[Array, Array]:
+def rounded(x: Array) -> Array:
+    return packing.from_bf16(packing.to_bf16(x))
+
+
+def expected(x: Array, w: PackedWeight, k_parts: int = 1, path: str | None = None) -> tuple[Array, Array]:
     """(y float64 [m, n] of the x that the kernel sees, the bound of |got - y|)."""
     if w.kind in ("f32", "bf16"):
-        seen = x if w.kind == "f32" else packing.from_bf16(packing.to_bf16(x))
-        exact, matrix = seen.astype(np.float64), packing.unpack(w).astype(np.float64)
-        tiny = 2.0**-126 * (w.k + np.abs(exact).sum(axis=1)[:, None] + np.abs(matrix).sum(axis=1))
-        return exact @ matrix.T, gamma(w.k + 1) * (np.abs(exact) @ np.abs(matrix).T) + tiny
+        return _expected_dense(x if w.kind == "f32" else rounded(x), packing.unpack(w))
+    if path == "fma":
+        return _expected_dense(x, packing.unpack(w))
+    if path in ("bf16_dot", "bf16_tile"):
+        return _expected_dense(rounded(x), rounded(packing.unpack(w)))
     return _expected_columns(x, w, k_parts) if w.group == packing.COLUMN_GROUP else _expected_groups(x, w)
+
+
+def _expected_dense(x: Array, matrix: Array) -> tuple[Array, Array]:
+    seen, weights, k = x.astype(np.float64), matrix.astype(np.float64), x.shape[1]
+    tiny = 2.0**-126 * (k + np.abs(seen).sum(axis=1)[:, None] + np.abs(weights).sum(axis=1))
+    return seen @ weights.T, gamma(k + 1) * (np.abs(seen) @ np.abs(weights).T) + tiny
 
 
 def _expected_groups(x: Array, w: PackedWeight) -> tuple[Array, Array]:

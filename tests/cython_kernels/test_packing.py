@@ -65,7 +65,8 @@ def test_bf16_rounds_ties_to_even_and_keeps_special_values() -> None:
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize(
-    ("bits", "group", "with_mins"), [(8, 32, False), (8, 16, False), (8, 0, False), (8, 32, True), (4, 32, True)]
+    ("bits", "group", "with_mins"),
+    [(8, 32, False), (8, 16, False), (8, 0, False), (8, 32, True), (4, 32, True)],
 )
 def test_quantised_rows_come_back_bit_for_bit(n: int, k: int, bits: int, group: int, with_mins: bool) -> None:
     rows = random_rows(n, k, bits, group, with_mins)
