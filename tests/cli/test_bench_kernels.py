@@ -292,7 +292,7 @@ def test_no_line_leaves_its_plot(
     lines: dict[str, Sequence[tuple[float, float]]], limit: Sequence[tuple[float, float]]
 ) -> None:
     """Whatever the numbers; and whatever the names, the picture is well-formed."""
-    drawn = draw_chart(Chart("title <&>", "caption", "x", "y", "limit", [Panel("one", lines, limit)]))
+    drawn = draw_chart(Chart("title <&>", "caption", "x", "y", "limit", None, [Panel("one", lines, limit)]))
 
     plot = next(rect for rect in ElementTree.fromstring(drawn).iter(f"{SVG}rect") if rect.get("stroke"))
     left, top = float(plot.attrib["x"]), float(plot.attrib["y"])

@@ -23,7 +23,7 @@ from kerneldb_examples import (
 )
 from kerneldb_server import new_database_url
 
-from phasewise.kerneldb.portable import export_lines, import_file, rows_of
+from phasewise.kerneldb.portable import export_lines, import_rows, read_export, rows_of
 from phasewise.kerneldb.records import Comparison, Measurement, Problem, Promotion, Sample, Schedule
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.kerneldb.upkeep import (
@@ -127,7 +127,7 @@ class TestDiff:
         store.add_measurements([measured(100, schedule=OTHER_SCHEDULE), measured(200)])
         store.add_promotions([PROMOTION])
         with open_store(":memory:") as other:
-            import_file(other, copy_of(store), "f", lambda *_: None)
+            import_rows(other, rows_of(store))
             found = diff(store, other)
 
         assert (found.same, found.differences) == (1, ())
@@ -319,7 +319,7 @@ def test_tuned_exported_imported_and_verified_is_the_same(tmp_path: Path) -> Non
     with open_store(tmp_path / "a.db") as first, open_store(tmp_path / "b.db") as second:
         first.add_measurements(tuned)
         first.add_promotions(promotions)
-        import_file(second, copy_of(first), "f", lambda *_: None)
+        import_rows(second, read_export(copy_of(first), "f", pytest.fail))
         assert copy_of(second).read() == copy_of(first).read()
         assert second.promoted_measurements() == []
 
