@@ -66,7 +66,7 @@ cdef extern from "dispatch.h" nogil:
                              void *prepared) noexcept nogil
         void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, int32_t part,
                      float *y, int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) noexcept nogil
-        int32_t (*path_of)(int32_t kind, int32_t path) noexcept nogil
+        int32_t (*path_of)(int32_t kind, int32_t group, int32_t path) noexcept nogil
         int32_t (*has_tile)(const pw_weight *w, int32_t mr, int32_t panels) noexcept nogil
         void (*unpack_row)(const pw_weight *w, int64_t row, float *out) noexcept nogil
 
@@ -144,11 +144,12 @@ def path_names():
     return tuple(pw_path_name(path).decode() for path in range(PW_PATHS))
 
 
-def compute_paths(kind):
-    """The paths that the active ISA computes weights of this kind by, the default one first."""
+def compute_paths(kind, int32_t group=packing.DEFAULT_GROUP):
+    """The paths that the active ISA computes weights of this kind (and group, if q8) by, the default one first."""
     cdef int32_t number = packing.KINDS.index(kind)
-    default = pw_active().gemm.path_of(number, -1)
-    own = [path for path in range(PW_PATHS) if path != default and pw_active().gemm.path_of(number, path) == path]
+    default = pw_active().gemm.path_of(number, group, -1)
+    own = [path for path in range(PW_PATHS)
+           if path != default and pw_active().gemm.path_of(number, group, path) == path]
     return tuple(pw_path_name(path).decode() for path in (default, *own))
 
 

@@ -42,7 +42,7 @@ static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* What a pass over m rows reads of a weight value, in eighths of a byte: 32, 16, 8, 4, or what it is unpacked to. */
 static int64_t value_eighths(const pw_weight *w, int64_t m) {
-    int32_t path = pw_active()->gemm.path_of(w->kind, w->path);
+    int32_t path = pw_active()->gemm.path_of(w->kind, w->group, w->path);
     if (w->kind >= PW_Q8 && path == PW_FMA) return 32;
     if (w->kind >= PW_Q8 && (path == PW_BF16_DOT || path == PW_BF16_TILE)) return 16;
     return w->kind == PW_Q4 && m > STREAM_ROWS ? 8 : 32 >> w->kind;

@@ -14,7 +14,7 @@ enum { BLOCK_FLOATS = 1 << 16, STAGED_ROWS = 24 };
 
 /* The ways that a product is computed: a table of micro-kernels each, or what q8 and q4 are unpacked to first. */
 typedef enum {
-    F32, BF16_FMA, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q4, ARITHMETICS,
+    F32, BF16_FMA, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4, ARITHMETICS,
     QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE
 } arithmetic;
 
@@ -31,6 +31,7 @@ static const tile_table tiles[ARITHMETICS] = {
 #endif
 #ifdef PW_AMX
     [BF16_TILE] = {[1 ... 32] = {[1 ... 2] = amx_bf16}},
+    [Q8_COLUMN_TILE] = {[1 ... 32] = {[1 ... 2] = amx_int8_column}},
 #endif
 #define TILE(mr, np)                                                                      \
     [Q8_GROUP32][mr][np] = q8_##mr##x##np, [Q8_GROUP16][mr][np] = q8g16_##mr##x##np, \
@@ -61,17 +62,20 @@ static int has_dense_path(int32_t path) {
            (path == PW_BF16_TILE && tiles[BF16_TILE][1][1]);
 }
 
-int32_t ISA(path_of)(int32_t kind, int32_t path) {
+int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path) {
     if (kind == PW_F32) return PW_FMA;
     if (has_dense_path(path)) return path;
-    return kind == PW_BF16 ? default_bf16_path() : PW_INT8_DOT;
+    if (kind == PW_BF16) return default_bf16_path();
+    int has_tile = kind == PW_Q8 && group == 0 && tiles[Q8_COLUMN_TILE][1][1];
+    return has_tile && path != PW_INT8_DOT ? PW_INT8_TILE : PW_INT8_DOT;
 }
 
 static arithmetic quant_arithmetic(const pw_weight *w) {
-    int32_t path = ISA(path_of)(w->kind, w->path);
+    int32_t path = ISA(path_of)(w->kind, w->group, w->path);
     if (path == PW_FMA) return QUANT_AS_F32;
     if (path == PW_BF16_DOT) return QUANT_AS_BF16_DOT;
     if (path == PW_BF16_TILE) return QUANT_AS_BF16_TILE;
+    if (path == PW_INT8_TILE) return Q8_COLUMN_TILE;
     if (w->kind == PW_Q4) return Q4;
     return w->group == 16 ? Q8_GROUP16 : w->group ? Q8_GROUP32 : Q8_COLUMN;
 }
@@ -79,7 +83,7 @@ static arithmetic quant_arithmetic(const pw_weight *w) {
 static arithmetic arithmetic_of(const pw_weight *w) {
     if (w->kind == PW_F32) return F32;
     if (w->kind >= PW_Q8) return quant_arithmetic(w);
-    int32_t path = ISA(path_of)(PW_BF16, w->path);
+    int32_t path = ISA(path_of)(PW_BF16, 0, w->path);
     return path == PW_FMA ? BF16_FMA : path == PW_BF16_DOT ? BF16_DOT : BF16_TILE;
 }
 
@@ -104,7 +108,7 @@ static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
 
 static int64_t row_bytes_of_step(arithmetic a, const pw_weight *w) {
     if (a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4) return group_block_bytes(w->kind, w->group);
-    if (a == Q8_COLUMN) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
+    if (a == Q8_COLUMN || a == Q8_COLUMN_TILE) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
     return inputs_of_step(a, w) * (a == F32 || a == BF16_FMA || a == QUANT_AS_F32 ? 4 : 2);
 }
 
@@ -336,6 +340,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     k.step_value_bytes = k.step_inputs * VECTOR_ROW_BYTES / inputs_per_vector_row(w->kind);
     k.step_row_bytes = row_bytes_of_step(k.arithmetic, w);
     k.block_steps = clamp(s->block_k / k.step_inputs, 1, k.steps);
+    if (k.arithmetic == Q8_COLUMN_TILE && k.block_steps > 1) k.block_steps &= ~INT64_C(1); /* whole tiles */
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
     int64_t fitting = STAGED_BYTES / (k.panels * staged_step_bytes(k.arithmetic));
     if (k.staged) k.block_steps = clamp(fitting, 1, k.block_steps);
@@ -381,7 +386,7 @@ void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels)
     int column = a == Q8_COLUMN, quant = a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4;
     int64_t most = quant ? QUANT_MR : column ? COLUMN_MR : DENSE_MR;
     *panels = m <= 2 ? STREAM_PANELS : quant ? QUANT_PANELS : column ? COLUMN_PANELS : DENSE_PANELS;
-    if (a == BF16_TILE || a == QUANT_AS_BF16_TILE) {
+    if (a == BF16_TILE || a == QUANT_AS_BF16_TILE || a == Q8_COLUMN_TILE) {
         *panels = 2;
         most = 32;
     } else if (quant && QUANT_TALL_MR > 0 && m <= 2 * QUANT_TALL_MR && pieces(m, QUANT_TALL_MR) < pieces(m, most)) {

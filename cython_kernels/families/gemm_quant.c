@@ -153,12 +153,17 @@ PW_INLINE void quant_tile(const tile_call *t, int kind, int group, int mr, int n
     end_sums(t, acc, mr, np * VECTORS);
 }
 
+/* What the zero point takes from D of these steps, for row r. */
+PW_INLINE vi column_bias(const tile_call *t, int r) {
+    const uint8_t *biases = t->row_biases + r * t->row_bytes;
+    return vi_set1((int32_t)((uint32_t)int_at(biases + 4 * t->steps) - (uint32_t)int_at(biases)));
+}
+
 /* Group 0: partial + D of these steps. Each part of k adds up in int32, y = (a s) D: D is exact, and rounds when it
  * becomes a float32, as do a s and the product: |y - exact| <= gamma_(2 + parts) sum over parts |a s D|. */
 PW_INLINE void column_sums(const tile_call *t, int_sums dot, int mr, int np) {
     PW_UNROLL for (int r = 0; r < mr; ++r) {
-        const uint8_t *biases = t->row_biases + r * t->row_bytes;
-        vi bias = vi_set1((int32_t)((uint32_t)int_at(biases + 4 * t->steps) - (uint32_t)int_at(biases)));
+        vi bias = column_bias(t, r);
         PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
             const float *before = t->partial + r * t->partial_stride + c * LANES;
             dot[r][c] = t->partial ? vi_add(vi_load(before), bias) : bias;

@@ -6,12 +6,12 @@
  * it inherits. All ISAs write the same a and q. By dense paths, x itself or its bf16. */
 #include "families/gemm.h"
 
-int32_t ISA(path_of)(int32_t kind, int32_t path);
+int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path);
 
 typedef enum { ROW_F32, ROW_PADDED_F32, ROW_ROUNDED_F32, ROW_BF16, ROW_GROUPS, ROW_BYTES } row_layout;
 
 static row_layout layout_of(const pw_form *form) {
-    int32_t path = ISA(path_of)(form->kind, form->path);
+    int32_t path = ISA(path_of)(form->kind, form->group, form->path);
     if (form->kind == PW_F32) return ROW_F32;
     if (path == PW_FMA) return form->kind == PW_BF16 ? ROW_ROUNDED_F32 : ROW_PADDED_F32;
     if (path == PW_BF16_DOT || path == PW_BF16_TILE) return ROW_BF16;
