@@ -48,7 +48,15 @@ class Cell:
         return np.random.default_rng(1).standard_normal((self.m, self.k), dtype=np.float32)
 
     def weight(self) -> np.ndarray:
-        return np.random.default_rng(2).standard_normal((self.n, self.k), dtype=np.float32)
+        """Read-only: it is kept for the next cell of the same shape."""
+        return random_weight(self.n, self.k)
+
+
+@functools.lru_cache(maxsize=1)
+def random_weight(n: int, k: int) -> np.ndarray:
+    weight = np.random.default_rng(2).standard_normal((n, k), dtype=np.float32)
+    weight.flags.writeable = False
+    return weight
 
 
 @dataclass(frozen=True)
@@ -203,7 +211,8 @@ class OpenVino:
     """OpenVINO: one graph multiplies x with every weight, so that its own cost of a call is shared out."""
 
     formats = ("f32", "bf16", "int8", "int4")
-    MAX_PRODUCTS = 64
+    MANY_PRODUCTS, FEW_PRODUCTS, FEW_ROWS = 64, 8, 32
+    """In a graph, which is long compiled; with more than FEW_ROWS it hardly matters where weights lie."""
 
     def __init__(self, threads: int) -> None:
         import openvino
@@ -235,8 +244,9 @@ class OpenVino:
 
     def _compiled(self, name: str, cell: Cell, properties: dict[str, str]) -> Setting:
         ops = self.ov.opset13
-        products = min(cell.copies, self.MAX_PRODUCTS)
-        x, w = cell.x(), cell.weight()
+        most = self.MANY_PRODUCTS if cell.m <= self.FEW_ROWS else self.FEW_PRODUCTS
+        products = min(cell.copies, most)
+        x, w = cell.x(), cell.weight().copy()
         rows = ops.parameter(list(x.shape), np.float32)
         results = []
         for number in range(products):

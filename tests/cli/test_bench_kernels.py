@@ -8,11 +8,12 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -30,7 +31,20 @@ from phasewise.cli.kernel_formats import (
 )
 from phasewise.cli.kernel_peers import NAMES, Peer, PeerCell, PeerError, opened_peers
 from phasewise.cli.main import app
-from phasewise.topology import read_machine
+from phasewise.cython_kernels import _native
+from phasewise.kerneldb.records import (
+    Comparison,
+    MachineKey,
+    Measurement,
+    Origin,
+    Problem,
+    Promotion,
+    Sample,
+    Schedule,
+)
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import core_signature, placement_signature, read_machine
+from phasewise.tuner.plans import default_plan
 
 CORE = read_machine().allowed_pus[0]
 SMALL = ("bench", "kernels", "--threads", "1", "--shape", "48,64", "-r", "2", "--cold-mib", "1")
@@ -68,6 +82,14 @@ def fake_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker.write_text(FAKE_PEER)
     monkeypatch.setattr(kernel_peers, "WORKER", worker)
     monkeypatch.setenv("PHASEWISE_PEERS_PYTHON", sys.executable)
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are not about speed."""
+    monkeypatch.setattr("phasewise.tuner.limits.REPEAT_S", 0.001)
+    monkeypatch.setattr("phasewise.tuner.limits.LEAST_READ_BYTES", 1 << 20)
+    monkeypatch.setattr("phasewise.cli.bench_kernels.TURN_NS", 100_000)
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +143,25 @@ def test_json_rows_hold_what_was_asked_and_agree_with_themselves() -> None:
         assert r["gflops"] == pytest.approx(2 * r["m"] * 48 * 64 / r["median_ns"], rel=0.01)
         assert r["gbps"] == pytest.approx(r["weight_bytes"] / r["median_ns"], rel=0.01)
         assert r["peak_fraction"] == pytest.approx(r["gflops"] * 1e9 / r["peak_flops_per_s"])
+
+
+def test_a_product_runs_by_what_was_tuned_for_it(tmp_path: Path) -> None:
+    """And says so; a number of rows that nothing was tuned near runs by the default."""
+    machine = read_machine()
+    cores = default_plan(machine, "decode", 1).ranks[0].cores
+    key = MachineKey(core_signature(machine), placement_signature(machine, cores))
+    origin = Origin(key, "0.1.0", 1_795_000_000_000)
+    problem, abi = Problem("gemm", "f32", 48, 64, 4), _native.kernel_abi("gemm")
+    schedule = Schedule(1, 1, 3, 16, 32, 1, 1, 1, _native.compute_paths("f32")[0], 1, 640, "mn")
+    with open_store(tmp_path / "tuned.db") as store:
+        store.add_measurements([Measurement(problem, Sample(schedule, (9,), 9, None, 9), abi, origin)])
+        won = Comparison(1.5, 1.25, 2.0, 0.95, 40)
+        store.add_promotions([Promotion(problem, schedule, None, won, abi, origin)])
+
+    rows = json.loads(bench("--format", "f32", "--m", "4,64", "--peers", "none", "-o", "json"))
+
+    assert [r["schedule_source"] for r in rows] == ["exact", "default"]
+    assert rows[0]["schedule"] == asdict(schedule)
 
 
 @pytest.mark.usefixtures("fake_peers")
@@ -235,6 +276,7 @@ def test_the_summary_is_of_the_best_peer_at_each_point() -> None:
     assert (found.bandwidth_large, found.bandwidth_small) == ((0.95, 0.95), (0.7, 0.7))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=9), st.integers(2, 1000))
 def test_a_summary_scales_with_our_speed(peer_ns: Sequence[int], factor: int) -> None:
     slow = [row(m=m + 1, median_ns=1000 * factor, peers={"torch": ns}) for m, ns in enumerate(peer_ns)]
@@ -287,6 +329,7 @@ points = st.lists(pairs, min_size=1, max_size=12, unique_by=lambda pair: pair[0]
 names = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(names, points, min_size=1, max_size=9), points)
 def test_no_line_leaves_its_plot(
     lines: dict[str, Sequence[tuple[float, float]]], limit: Sequence[tuple[float, float]]
