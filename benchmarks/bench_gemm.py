@@ -17,7 +17,7 @@ from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.tuner.weights import copies_of, random_weight
 
 SMOLLM2_SHAPES = "960,576;576,576;3072,576;576,1536;49152,576"
-FORMATS = ("f32", "bf16", "int8", "int8m", "int8g16", "int4", "int4m")
+FORMATS = ("f32", "bf16", "int8", "int8m", "int8g16", "int8c", "int4", "int4m")
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ With `before` as its second argument the operands begin right after such a page 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import sys
 from dataclasses import replace
@@ -45,23 +46,22 @@ def main(name: str, before: bool) -> None:
         return None if array is None else guarded(array, before)
 
     with isa.using(name):
-        for fmt in FORMATS:
-            for n, k in SHAPES:
-                w = make_weight(fmt, n, k, rng)
-                w = replace(w, values=fence(w.values), scales=fence(w.scales), mins=fence(w.mins))
-                for m in ROWS:
-                    x = guarded(rng.standard_normal((m, k), dtype=np.float32), before)
-                    prepared = guarded(_native.prepare_rows(x, w), before)
-                    y = guarded(np.zeros((m, n), np.float32), before)
-                    tight = _native.default_schedule(w, m) | {
-                        "block_k": 64,
-                        "block_m": 7,
-                        "prefetch_bytes": 1 << 20,
-                    }
-                    for schedule in (None, tight):
-                        _native.gemm_share(prepared, w, y, schedule=schedule)
-                        _native.gemm_share(prepared, w, y, schedule=schedule, add=True, k_parts=2)
-                _native.unpack_row(w, n - 1)
+        for fmt, (n, k) in itertools.product(FORMATS, SHAPES):
+            w = make_weight(fmt, n, k, rng)
+            w = replace(w, values=fence(w.values), scales=fence(w.scales), mins=fence(w.mins))
+            _native.unpack_row(w, n - 1)
+            for path, m in itertools.product(_native.compute_paths(w.kind, w.group), ROWS):
+                x = guarded(rng.standard_normal((m, k), dtype=np.float32), before)
+                prepared = guarded(_native.prepare_rows(x, w, path), before)
+                y = guarded(np.zeros((m, n), np.float32), before)
+                tight = _native.default_schedule(w, m, path=path) | {
+                    "block_k": 64,
+                    "block_m": 7,
+                    "prefetch_bytes": 1 << 20,
+                }
+                for schedule in (None, tight):
+                    _native.gemm_share(prepared, w, y, schedule=schedule, path=path)
+                    _native.gemm_share(prepared, w, y, schedule=schedule, add=True, path=path, k_parts=2)
     print("ok")
 
 

@@ -1,0 +1,84 @@
+"""The compiled extension: Cython doors over C kernels, each kernel source compiled once per ISA.
+
+Everything else about the package is in setup.cfg.
+"""
+
+import json
+import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from runpy import run_path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
+
+KERNELS = Path("cython_kernels")
+MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+abi_macros = run_path(str(KERNELS / "abi.py"))["abi_macros"]
+
+COMMON_FLAGS = ["-O1", "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
+
+# isa/<name>.c includes every family; the flags are what that source may assume of the CPU, those of
+# `portable` what everything else may.
+ISA_FLAGS: dict[str, list[str]] = {
+    isa: flags.split()
+    for isa, flags in json.loads((KERNELS / "isa" / "flags.json").read_text())
+    .get(MACHINE, {"portable": ""})
+    .items()
+}
+
+
+class build_kernels(build_ext):
+    """Compiles the per-ISA sources, each with its own flags, side by side; links them into the extension."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if not self.force and not newer_group([*ext.sources, *ext.depends], self.get_ext_fullpath(ext.name)):
+            return
+
+        def compile_isa(isa: str) -> list[str]:
+            source = str(KERNELS / "isa" / f"{isa}.c")
+            objects = self.compiler.object_filenames([source], output_dir=self.build_temp)
+            if self.force or newer_group([source, *ISA_DEPENDS], objects[0]):
+                flags = [*COMMON_FLAGS, *ISA_FLAGS[isa]]
+                self.compiler.compile(
+                    [source],
+                    output_dir=self.build_temp,
+                    macros=abi_macros(KERNELS, isa, self.compiler.compiler_so, flags),
+                    include_dirs=ext.include_dirs,
+                    extra_postargs=flags,
+                )
+            return objects
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            for objects in pool.map(compile_isa, reversed(ISA_FLAGS)):  # the longest first
+                ext.extra_objects += objects
+        super().build_extension(ext)
+
+
+def files_like(*patterns: str) -> list[str]:
+    return ["setup.py", *(str(path) for pattern in patterns for path in sorted(KERNELS.glob(pattern)))]
+
+
+# What isa/<name>.c is made of; doors, programs and teams can change without compiling the kernels again.
+ISA_DEPENDS = files_like("dispatch.h", "gemm.h", "ops.h", "*/*.h", "families/*.c", "isa/*.json", "abi.py")
+native = Extension(
+    "phasewise.cython_kernels._native",
+    sources=[
+        str(KERNELS / "_native.pyx"),
+        *sorted(str(path) for path in KERNELS.glob("*.c") if path.name != "_native.c"),
+    ],
+    include_dirs=[str(KERNELS)],
+    depends=files_like("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c", "isa/*.json", "abi.py"),
+    define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+    extra_compile_args=[*COMMON_FLAGS, *ISA_FLAGS["portable"]],
+    extra_link_args=["-pthread"],
+    libraries=["m"],
+)
+
+setup(
+    ext_modules=cythonize([native], language_level=3, compiler_directives={"binding": True}),
+    cmdclass={"build_ext": build_kernels},
+)
