@@ -37,6 +37,8 @@ ACCURACY_OF_QUANTISED = 2.0**-5
 REFERENCE_ROWS = 4
 REFERENCE_COLUMNS = 1024
 
+GOLDEN = (5**0.5 - 1) / 2
+
 
 class KernelMismatchError(TunerError):
     """A schedule changed a result, which none may: a bug in a kernel, never to be passed over."""
@@ -189,8 +191,8 @@ class NativeEvaluator:
         if incumbent is None and problem.family == "attention":
             incumbent = default_attention(problem.n, problem.k, problem.m, self._team.size)
         elif incumbent is None:
-            weight, m = self._weights_of(problem).copies[0], problem.m
-            incumbent = default_schedule(weight, m, self._team.size, arithmetic_of(candidate))
+            weight = blank_weight(problem.format, problem.n, problem.k)
+            incumbent = default_schedule(weight, problem.m, self._team.size, arithmetic_of(candidate))
         return self.duel(problem, incumbent, candidate).comparison
 
     def close(self) -> None:
@@ -231,7 +233,18 @@ class _Weights:
 
     def __init__(self, shape: tuple[str, int, int], total_bytes: int) -> None:
         self.shape = shape
-        self.copies = copies_of(random_weight(*shape), total_bytes)
+        self._copies = copies_of(random_weight(*shape), total_bytes)
+        self._first = 0
+
+    def turns(self) -> list[PackedWeight]:
+        """The copies, each time from another one on.
+
+        Two products in one race would otherwise follow each other through the copies, and the second would
+        find what the first one had just brought into the cache. Golden steps stay apart, however many.
+        """
+        first = self._first
+        self._first = round(first + GOLDEN * len(self._copies)) % len(self._copies)
+        return self._copies[first:] + self._copies[:first]
 
 
 class _Product:
@@ -239,7 +252,7 @@ class _Product:
 
     def __init__(self, team: _native.Team, weights: _Weights, m: int, arithmetic: Arithmetic) -> None:
         self._native = _native.TeamProduct(
-            team, weights.copies, m, arithmetic.compute_path, arithmetic.k_parts
+            team, weights.turns(), m, arithmetic.compute_path, arithmetic.k_parts
         )
         self.numeric_error = numeric_error(*weights.shape, arithmetic)
         self._native.time(None, 1)
