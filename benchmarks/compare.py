@@ -1,11 +1,11 @@
-"""phasewise beside llama.cpp on the same GGUF file, in turn, in one run: `make compare`, or
+"""phasewise beside other engines on the same model, in turn, in one run: `make compare`, or
 
-    python benchmarks/compare.py MODEL.gguf --peer-python PATH [--threads 2] [--rounds 9] [--json]
+    python benchmarks/compare.py MODEL.gguf --peer llama_cpp --peer openvino --peer vllm=FOLDER@PYTHON
 
-Both engines stay loaded in processes of their own and sleep while the other is timed. Every round times A
-then B, so a drift of the machine meets both; the ratio is taken round by round, and its median and quartiles
-are printed.
-PATH is an interpreter that has `llama-cpp-python`, compiled for this machine.
+Engines stay loaded in processes of their own and sleep while another is timed. Every round times each of them
+once, so a drift of the machine meets all; ratios are taken round by round, and their median and quartiles
+are printed. A peer is `NAME[=FILE][@PYTHON]`: llama_cpp, openvino or vllm, what it loads (MODEL, if nothing
+is said) and an interpreter that has it (PHASEWISE_PEERS_PYTHON). Other forms of MODEL: peers/make_files.py.
 """
 
 from __future__ import annotations
@@ -13,16 +13,36 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 PEERS = Path(__file__).resolve().parent / "peers"
+NAMES = ("llama_cpp", "openvino", "vllm")
 PAUSE_S = 0.3  # lets the other engine's threads fall asleep
-TESTS = (("prefill", 128), ("prefill", 512), ("decode", 128))
+PEER = re.compile(r"(?P<name>\w+)(?:=(?P<file>[^@]+))?(?:@(?P<python>.+))?")
+
+
+@dataclass(frozen=True)
+class Test:
+    """`sequences` at once, each prefills or decodes `n` tokens."""
+
+    phase: str
+    n: int
+    sequences: int = 1
+
+    @property
+    def name(self) -> str:
+        several = f" x{self.sequences}" if self.sequences > 1 else ""
+        return f"{self.phase} {self.n}{several}"
+
+
+TESTS = (Test("prefill", 128), Test("prefill", 512), Test("decode", 128), Test("decode", 128, 8))
 
 
 class Worker:
@@ -40,12 +60,13 @@ class Worker:
         answer: dict[str, int] = json.loads(line)
         return answer
 
-    def tokens_per_second(self, phase: str, n: int) -> float:
+    def tokens_per_second(self, test: Test) -> float:
         assert self.process.stdin is not None
         time.sleep(PAUSE_S)
-        self.process.stdin.write(json.dumps({"phase": phase, "n": n}) + "\n")
+        request = {"phase": test.phase, "n": test.n, "sequences": test.sequences}
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return n * 1e9 / self._answer()["ns"]
+        return test.n * test.sequences * 1e9 / self._answer()["ns"]
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -55,59 +76,81 @@ class Worker:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Tokens per second of both engines, round by round."""
+    """Tokens per second of every engine, round by round; the first one is ours."""
 
-    phase: str
-    n: int
-    ours: list[float]
-    theirs: list[float]
+    test: Test
+    rates: Mapping[str, Sequence[float]]
 
-    def summary(self) -> dict[str, object]:
-        ratios = [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
+    def summaries(self) -> list[dict[str, object]]:
+        """A row for each peer."""
+        ours, *peers = self.rates
+        return [self._against(ours, peer) for peer in peers]
+
+    def _against(self, ours: str, peer: str) -> dict[str, object]:
+        ratios = [a / b for a, b in zip(self.rates[ours], self.rates[peer], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         return {
-            "test": f"{self.phase} {self.n}",
-            "phasewise_tokens_per_s": round(statistics.median(self.ours), 1),
-            "llama_cpp_tokens_per_s": round(statistics.median(self.theirs), 1),
+            "test": self.test.name,
+            "peer": peer,
+            "phasewise_tokens_per_s": round(statistics.median(self.rates[ours]), 1),
+            "peer_tokens_per_s": round(statistics.median(self.rates[peer]), 1),
             "ratio_median": round(middle, 2),
             "ratio_quartiles": [round(low, 2), round(high, 2)],
             "rounds": len(ratios),
         }
 
 
-def compare(ours: Worker, theirs: Worker, phase: str, n: int, rounds: int) -> Comparison:
-    """One warm-up each, then `rounds` pairs."""
-    pairs = [
-        (ours.tokens_per_second(phase, n), theirs.tokens_per_second(phase, n)) for _ in range(rounds + 1)
-    ][1:]
-    return Comparison(phase, n, [a for a, _ in pairs], [b for _, b in pairs])
+def compare(workers: Mapping[str, Worker], test: Test, rounds: int) -> Comparison:
+    """One warm-up each, then `rounds` rounds."""
+    taken = [
+        {name: worker.tokens_per_second(test) for name, worker in workers.items()} for _ in range(rounds + 1)
+    ]
+    return Comparison(test, {name: [rates[name] for rates in taken[1:]] for name in workers})
+
+
+def peer_command(text: str, model: str, threads: int) -> tuple[str, list[str]]:
+    """(label, command) of `NAME[=FILE][@PYTHON]`; SystemExit says what is missing."""
+    match = PEER.fullmatch(text)
+    if match is None or match["name"] not in NAMES:
+        raise SystemExit(f"{text!r} is not NAME[=FILE][@PYTHON] with a name of {', '.join(NAMES)}")
+    python = match["python"] or os.environ.get("PHASEWISE_PEERS_PYTHON")
+    if python is None:
+        raise SystemExit(f"name an interpreter that has {match['name']}: @PYTHON or PHASEWISE_PEERS_PYTHON")
+    worker = str(PEERS / f"{match['name']}_worker.py")
+    label = match["name"] if match["file"] is None else f"{match['name']} {Path(match['file']).name}"
+    return label, [python, worker, match["file"] or model, str(threads)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="phasewise beside llama.cpp, interleaved")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
-    parser.add_argument("--peer-python", default=os.environ.get("PHASEWISE_PEERS_PYTHON"), required=False)
+    parser.add_argument(
+        "--peer", action="append", metavar="NAME[=FILE][@PYTHON]", help="llama_cpp if not given"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--format", default="native")
+    parser.add_argument("--format", default="native", help="ours")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    if not arguments.peer_python:
-        parser.error("name an interpreter that has llama-cpp-python: --peer-python or PHASEWISE_PEERS_PYTHON")
     tail = [arguments.model, str(arguments.threads)]
-    ours = Worker([sys.executable, str(PEERS / "phasewise_worker.py"), *tail, arguments.format])
-    theirs = Worker([arguments.peer_python, str(PEERS / "llama_cpp_worker.py"), *tail])
-    rows = [compare(ours, theirs, phase, n, arguments.rounds).summary() for phase, n in TESTS]
-    ours.close()
-    theirs.close()
-    for row in rows:
+    commands = {"phasewise": [sys.executable, str(PEERS / "phasewise_worker.py"), *tail, arguments.format]}
+    for text in arguments.peer or ["llama_cpp"]:
+        label, command = peer_command(text, arguments.model, arguments.threads)
+        commands[label] = command
+    workers = {name: Worker(command) for name, command in commands.items()}
+    comparisons = [compare(workers, test, arguments.rounds) for test in TESTS]
+    for worker in workers.values():
+        worker.close()
+    for row in [row for comparison in comparisons for row in comparison.summaries()]:
         print(json.dumps(row) if arguments.json else _line(row))
 
 
-def _line(row: dict[str, object]) -> str:
+def _line(row: Mapping[str, object]) -> str:
     return (
-        f"{row['test']:12}  phasewise {row['phasewise_tokens_per_s']:>8} tok/s  "
-        f"llama.cpp {row['llama_cpp_tokens_per_s']:>8} tok/s  "
+        f"{row['test']:14}  phasewise {row['phasewise_tokens_per_s']:>8} tok/s  "
+        f"{row['peer']} {row['peer_tokens_per_s']:>8} tok/s  "
         f"ratio {row['ratio_median']} {row['ratio_quartiles']}"
     )
 

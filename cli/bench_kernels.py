@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from phasewise.cli.kernel_formats import KernelRow
 from phasewise.cli.kernel_peers import FORMAT_OF, Peer, PeerCell
 from phasewise.cli.present import note
-from phasewise.cython_kernels import _native, isa
+from phasewise.cython_kernels import _native, isa, limits
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey, Schedule
 from phasewise.kerneldb.store import open_store
@@ -142,9 +142,13 @@ def kernel_rows(grid: Grid, peers: Sequence[Peer], choose: Choose) -> Iterator[K
         closing(OurKernels(grid.cores, choose)) as ours,
         closing(StreamingRead(grid.cores, grid.cold_bytes)) as read,
     ):
+        peaks = dict.fromkeys(limits.KINDS, 0.0)
         for weight_format, (n, k) in itertools.product(grid.formats, grid.shapes):
             packs = copies_of(random_weight(weight_format, n, k), grid.cold_bytes)
-            peak = max(peak_flops(kind, grid.cores) for kind in peak_kinds(weight_format))
+            kinds = peak_kinds(weight_format)
+            # Again and again: a neighbour only ever lowers what is seen.
+            peaks |= {kind: max(peaks[kind], peak_flops(kind, grid.cores)) for kind in kinds}
+            peak = max(peaks[kind] for kind in kinds)
             for m in grid.ms:
                 note(f"{weight_format} {n}x{k}, m = {m}")
                 yield _measure(grid, Point(weight_format, n, k, m, packs, peak), ours, peers, read)

@@ -46,6 +46,9 @@ class Chart:
     x_name: str
     y_name: str
     limit_name: str
+    """Of the dashed line."""
+    emphasised: str | None
+    """The line that is drawn boldly."""
     panels: Sequence[Panel]
 
 
@@ -110,7 +113,7 @@ def _panel(x: float, y: float, panel: Panel, chart: Chart, names: Sequence[str])
     for name in reversed(names):  # the first system is drawn last, above the others
         if name in panel.lines:
             places = [(across.at(px), up.at(py)) for px, py in panel.lines[name]]
-            elements += _line(places, names.index(name))
+            elements += _line(places, names.index(name), name == chart.emphasised)
     return elements
 
 
@@ -135,10 +138,10 @@ def _number(value: float) -> str:
     return f"{value:g}" if value < 10_000 else f"{value / 1000:g}k"
 
 
-def _line(places: Sequence[tuple[float, float]], index: int) -> list[str]:
+def _line(places: Sequence[tuple[float, float]], index: int, is_bold: bool) -> list[str]:
     stroke = STROKES[index % len(STROKES)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    width = 2.4 if index == 0 else 1.5
+    width = 2.4 if is_bold else 1.5
     return [
         f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width}"/>',
         *(_mark(x, y, index) for x, y in places),
@@ -183,7 +186,7 @@ def _legend(x: float, y: float, entries: Sequence[str], names: Sequence[str]) ->
     elements = []
     for entry in entries:
         if entry in names:
-            elements += _line([(x, y), (x + SWATCH, y)], names.index(entry))
+            elements += _line([(x, y), (x + SWATCH, y)], names.index(entry), False)
         else:
             elements.append(
                 f'<path d="M{x:.1f} {y:.1f}h{SWATCH}" stroke="{LIMIT_INK}" stroke-width="1.5" '

@@ -150,10 +150,12 @@ def as_csv(rows: Sequence[KernelRow]) -> str:
 def as_md(rows: Sequence[KernelRow]) -> str:
     """A table of the points, peers as the ratio of our speed to theirs, and a table of the summaries."""
     points = [_md_row(row, _peer_names(rows)) for row in rows]
-    summaries = [_md_summary(summary) for summary in summarise(rows)]
-    return "\n".join(
-        [_md_table(points, left=("format", "schedule")), _md_table(summaries, left=("format", "worst point"))]
-    )
+    return _md_table(points, left=("format", "schedule")) + "\n" + summary_table(rows)
+
+
+def summary_table(rows: Sequence[KernelRow]) -> str:
+    """What the rows come down to, by format, as Markdown."""
+    return _md_table([_md_summary(summary) for summary in summarise(rows)], left=("format", "worst point"))
 
 
 FORMATS: dict[str, Callable[[Sequence[KernelRow]], str]] = {"md": as_md, "csv": as_csv, "json": as_json}
@@ -185,6 +187,7 @@ def draw_rows(rows: Sequence[KernelRow]) -> str:
             x_name="rows m",
             y_name="GFLOP/s",
             limit_name="limit: arithmetic, or reading the weights",
+            emphasised="phasewise",
             panels=[_panel(group) for group in groups.values()],
         )
     )

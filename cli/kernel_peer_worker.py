@@ -203,7 +203,8 @@ class OpenVino:
     """OpenVINO: one graph multiplies x with every weight, so that its own cost of a call is shared out."""
 
     formats = ("f32", "bf16", "int8", "int4")
-    MAX_PRODUCTS = 64
+    MANY_PRODUCTS, FEW_PRODUCTS, FEW_ROWS = 64, 8, 32
+    """In a graph, whose compilation takes long; with more than FEW_ROWS it hardly matters where weights lie."""
 
     def __init__(self, threads: int) -> None:
         import openvino
@@ -235,7 +236,8 @@ class OpenVino:
 
     def _compiled(self, name: str, cell: Cell, properties: dict[str, str]) -> Setting:
         ops = self.ov.opset13
-        products = min(cell.copies, self.MAX_PRODUCTS)
+        most = self.MANY_PRODUCTS if cell.m <= self.FEW_ROWS else self.FEW_PRODUCTS
+        products = min(cell.copies, most)
         x, w = cell.x(), cell.weight()
         rows = ops.parameter(list(x.shape), np.float32)
         results = []

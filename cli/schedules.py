@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from phasewise.cli.present import note
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey, Measurement
+from phasewise.serving.forward import attention_problem
 from phasewise.serving.schedules import RowRange
 from phasewise.topology import Machine, core_signature, placement_signature
-from phasewise.tuner.lookup import PhaseSchedules, ScheduleTable
+from phasewise.tuner.lookup import Choice, PhaseSchedules, ScheduleTable
 from phasewise.tuner.plans import Phase, ServicePlan
 from phasewise.tuner.weights import format_name
 
@@ -37,18 +38,23 @@ class KernelSchedules:
         """Worked out once for each shape: a model has hundreds of weights and few shapes."""
         key = (format_name(weight), weight.n, weight.k, max_m)
         if key not in self._known:
-            choices = self.found.products(weight, max_m)
-            self._known[key] = [
-                RowRange(choice.last_m, choice.schedule and _kernel_fields(choice.schedule), choice.why)
-                for choice in choices
-            ]
+            self._known[key] = _row_ranges(self.found.products(weight, max_m))
         return self._known[key]
 
+    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
+        return _row_ranges(self.found.attention(kv_format, n, k, max_m))
 
-def _kernel_fields(schedule: Any) -> dict[str, int]:
-    from phasewise.tuner.native import kernel_fields  # loads SQLAlchemy, as the store that it came from did
 
-    return kernel_fields(schedule)
+def _row_ranges(choices: Sequence[Choice]) -> list[RowRange]:
+    ranges = []
+    for choice in choices:
+        fields = None
+        if choice.schedule is not None:
+            from phasewise.tuner.native import kernel_fields  # loads SQLAlchemy, as the row's store has done
+
+            fields = kernel_fields(choice.schedule)
+        ranges.append(RowRange(choice.last_m, fields, choice.why))
+    return ranges
 
 
 def schedules_for(
@@ -86,10 +92,11 @@ def tuned_on(machine: Machine, plan: ServicePlan) -> MachineKey:
 
 @dataclass(frozen=True)
 class ScheduleUse:
-    """By which schedule the weights of one shape run, in one phase, for a range of rows."""
+    """By which schedule products of one shape, or attention, run in one phase for a range of rows."""
 
     phase: Phase
-    weights: str
+    used_for: str
+    """Names of weights, e.g. `layers.*.qkv`, or `attention`."""
     format: str
     n: int
     k: int
@@ -98,7 +105,8 @@ class ScheduleUse:
     first_m: int
     last_m: int
     why: str
-    schedule: Mapping[str, int]
+    schedule: Mapping[str, int] | None
+    """None: attention's default, which looks at the whole step."""
 
 
 def explain(
@@ -107,13 +115,18 @@ def explain(
     lookups: Mapping[Phase, KernelSchedules],
     most_rows: Mapping[Phase, int],
 ) -> list[ScheduleUse]:
-    """Every distinct shape of `model`, up to `most_rows` of each phase."""
-    return [
-        use
-        for phase, plan in plans.items()
-        for weights, weight in _shapes(model)
-        for use in _uses(phase, len(plan.ranks[0].cores), lookups, (weights, weight), most_rows)
-    ]
+    """Every distinct shape of `model` and its attention, up to `most_rows` of each phase."""
+    uses: list[ScheduleUse] = []
+    for phase, plan in plans.items():
+        threads = len(plan.ranks[0].cores)
+        for names, weight in _shapes(model):
+            arithmetic = lookups["prefill"].arithmetic(weight)
+            ranges = lookups[phase].products(weight, max(most_rows.values()))
+            cut = _cut(ranges, most_rows[phase])
+            uses += [_product_use(phase, names, weight, arithmetic, threads, rows) for rows in cut]
+        ranges = lookups[phase].attention(*attention_problem(model), max(most_rows.values()))
+        uses += [_attention_use(phase, model, rows) for rows in _cut(ranges, most_rows[phase])]
+    return uses
 
 
 def _shapes(model: PackedModel) -> Iterator[tuple[str, PackedWeight]]:
@@ -124,46 +137,55 @@ def _shapes(model: PackedModel) -> Iterator[tuple[str, PackedWeight]]:
         if name == "embed" and not model.config.tied_embeddings:
             continue  # rows are looked up in it; nothing is multiplied
         key = (format_name(weight), weight.n, weight.k)
-        names.setdefault(key, {})[".".join("*" if part.isdigit() else part for part in name.split("."))] = (
-            None
-        )
+        in_any_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        names.setdefault(key, {})[in_any_layer] = None
         first.setdefault(key, weight)
     for key, weight in first.items():
         yield " ".join(names[key]), weight
 
 
-def _uses(
+def _cut(ranges: Sequence[RowRange], most_rows: int) -> Iterator[tuple[int, RowRange]]:
+    """The ranges up to `most_rows`, each with its first number of rows."""
+    first_m = 1
+    for rows in ranges:
+        if first_m > most_rows:
+            return
+        yield first_m, replace(rows, last_m=min(rows.last_m, most_rows))
+        first_m = rows.last_m + 1
+
+
+def _product_use(
     phase: Phase,
+    names: str,
+    weight: PackedWeight,
+    arithmetic: tuple[str | None, int],
     threads: int,
-    lookups: Mapping[Phase, KernelSchedules],
-    shape: tuple[str, PackedWeight],
-    most_rows: Mapping[Phase, int],
-) -> Iterator[ScheduleUse]:
+    found: tuple[int, RowRange],
+) -> ScheduleUse:
     from phasewise.cython_kernels._native import compute_paths, default_schedule
 
-    names, weight = shape
-    path, k_parts = lookups["prefill"].arithmetic(weight)
-    paths = compute_paths(weight.kind)
-    first_m = 1
-    for rows in lookups[phase].products(weight, max(most_rows.values())):
-        last_m = min(rows.last_m, most_rows[phase])
-        schedule = rows.schedule or default_schedule(weight, last_m, threads, path, k_parts)
-        yield ScheduleUse(
-            phase,
-            names,
-            format_name(weight),
-            weight.n,
-            weight.k,
-            path if path in paths else paths[0],
-            k_parts,
-            first_m,
-            last_m,
-            rows.why,
-            schedule,
-        )
-        first_m = last_m + 1
-        if first_m > most_rows[phase]:
-            return
+    (path, k_parts), (first_m, rows), paths = arithmetic, found, compute_paths(weight.kind)
+    return ScheduleUse(
+        phase,
+        names,
+        format_name(weight),
+        weight.n,
+        weight.k,
+        path if path in paths else paths[0],
+        k_parts,
+        first_m,
+        rows.last_m,
+        rows.why,
+        rows.schedule or default_schedule(weight, rows.last_m, threads, path, k_parts),
+    )
+
+
+def _attention_use(phase: Phase, model: PackedModel, found: tuple[int, RowRange]) -> ScheduleUse:
+    first_m, rows = found
+    kv_format, n, k = attention_problem(model)
+    return ScheduleUse(
+        phase, "attention", kv_format, n, k, "fma", 1, first_m, rows.last_m, rows.why, rows.schedule
+    )
 
 
 def uses_fields(uses: Iterable[ScheduleUse]) -> list[dict[str, Any]]:
@@ -176,12 +198,20 @@ def uses_text(uses: Sequence[ScheduleUse]) -> str:
     from tabulate import tabulate
 
     rows = [
-        (use.phase, use.weights, _problem(use), _arithmetic(use), _rows(use), use.why, describe(use.schedule))
+        (
+            use.phase,
+            use.used_for,
+            _problem(use),
+            _arithmetic(use),
+            _rows(use),
+            use.why,
+            describe(use.schedule),
+        )
         for use in uses
     ]
     return tabulate(
         rows,
-        headers=("phase", "weights", "format n x k", "computed by", "rows", "why", "schedule"),
+        headers=("phase", "used for", "format n x k", "computed by", "rows", "why", "schedule"),
         tablefmt="plain",
     )
 
@@ -198,8 +228,10 @@ def _rows(use: ScheduleUse) -> str:
     return str(use.first_m) if use.first_m == use.last_m else f"{use.first_m}-{use.last_m}"
 
 
-def describe(schedule: Mapping[str, int]) -> str:
+def describe(schedule: Mapping[str, int] | None) -> str:
     """A kernel's schedule in a line: tile and block as rows x columns, grid as threads over m, n and k."""
+    if schedule is None:
+        return "by the step"
     s = schedule
     return (
         f"tile {s['mr']}x{16 * s['panels']}, block {s['block_m']}x{16 * s['block_n']}x{s['block_k']}, "

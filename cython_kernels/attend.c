@@ -1,8 +1,8 @@
 /* Attention of a program: queries, keys and values from the fused projection to the weighted values.
  *
- * A step in which every slice has one token is split by (chunk of positions, KV head); whoever finishes the last chunk
- * of a head merges them all in order. Any other step stores its keys and values first and is then split by (block of
- * rows, KV head). Both do the same arithmetic in the same order for a row (families/attention.c).
+ * A step in which every slice has one token is split by (run of chunks of positions, KV head); whoever finishes the
+ * last chunk of a head merges them all in order. Any other step stores its keys and values first and is then split by
+ * (block of rows, KV head). Both do the same arithmetic in the same order for a row (families/attention.c).
  *
  * Sixteen slots share a panel of keys. Where a sequence does not begin on a multiple of 16, a thread may read a panel
  * while another stores a key into it for other positions: those lanes of the scores are thrown away. */
@@ -64,19 +64,39 @@ static int64_t first_seen(const pw_shape *shape, int64_t position) {
     return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
 }
 
-static bool plan_chunks(pw_program *program) {
+typedef struct {
+    int64_t first, count;
+} run_of_chunks;
+
+/* The chunks that a slice of one token sees. */
+static run_of_chunks chunks_of(const pw_program *program, int64_t slice) {
+    int64_t position = program->step.slices[slice].start;
+    int64_t first = first_seen(&program->shape, position) / PW_CHUNK;
+    return (run_of_chunks){first, position / PW_CHUNK - first + 1};
+}
+
+/* A piece loads its queries anew, so that it takes several chunks where there are enough for every thread. */
+static int64_t fair_chunks(const pw_program *program, int threads) {
+    int64_t all = 0;
+    for (int64_t s = 0; s < program->step.n_slices; ++s) all += chunks_of(program, s).count;
+    return all * program->shape.n_kv_heads / (8 * threads);
+}
+
+static bool plan_chunks(pw_program *program, int64_t chunks_each) {
     pw_step *step = &program->step;
-    int64_t n = 0;
+    int64_t parts = 0;
+    if (chunks_each < 1) chunks_each = 1;
+    step->n_pieces = 0;
     for (int64_t s = 0; s < step->n_slices; ++s) {
-        int64_t position = step->slices[s].start;
-        int64_t chunk = first_seen(&program->shape, position) / PW_CHUNK;
-        step->first_piece[s] = n;
-        for (; chunk <= position / PW_CHUNK; ++chunk) {
-            if (n == program->partial_room) return false;
-            step->pieces[n++] = (pw_piece){(int32_t)s, (int32_t)chunk, 1};
+        run_of_chunks seen = chunks_of(program, s);
+        step->first_part[s] = parts;
+        parts += seen.count;
+        if (parts > program->partial_room) return false;
+        for (int64_t done = 0, count; done < seen.count; done += count) {
+            count = seen.count - done < chunks_each ? seen.count - done : chunks_each;
+            step->pieces[step->n_pieces++] = (pw_piece){(int32_t)s, (int32_t)(seen.first + done), (int32_t)count};
         }
     }
-    step->n_pieces = n;
     return true;
 }
 
@@ -117,12 +137,29 @@ static void plan_tail(pw_step *step, int64_t tokens) {
     }
 }
 
-void pw_plan_attention(pw_program *program, int threads) {
+/* Tokens of a block that a schedule gives so many rows. */
+static int64_t block_of(const pw_shape *shape, const pw_schedule *schedule) {
+    int64_t tokens = schedule->block_m / group_of(shape), most = block_tokens(shape);
+    return tokens < 1 ? 1 : tokens < most ? tokens : most;
+}
+
+static int64_t most_slice_rows(const pw_step *step) {
+    int64_t most = 0;
+    for (int64_t s = 0; s < step->n_slices; ++s)
+        if (step->slices[s].n_rows > most) most = step->slices[s].n_rows;
+    return most;
+}
+
+void pw_plan_attention(pw_program *program, int threads, int32_t table) {
     pw_step *step = &program->step;
-    if (step->split) step->split = plan_chunks(program);
+    const pw_shape *shape = &program->shape;
+    const pw_schedule *tuned = pw_tuned(&program->attention[table], most_slice_rows(step));
+    step->tile_rows = tuned ? tuned->mr : 0;
+    int64_t chunks_each = tuned ? tuned->block_k / PW_CHUNK : fair_chunks(program, threads);
+    if (step->split) step->split = plan_chunks(program, chunks_each);
     if (step->split) return;
-    plan_blocks(program, fair_tokens(&program->shape, step->n_tokens, threads));
-    plan_tail(step, fair_tokens(&program->shape, step->n_logit_rows, threads));
+    plan_blocks(program, tuned ? block_of(shape, tuned) : fair_tokens(shape, step->n_tokens, threads));
+    plan_tail(step, tuned ? block_of(shape, tuned) : fair_tokens(shape, step->n_logit_rows, threads));
 }
 
 /* ---- rows ------------------------------------------------------------------------------------------------------- */
@@ -173,7 +210,7 @@ static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_
             a->work.last[n] = program->step.positions[token];
             a->work.first[n] = first_seen(shape, a->work.last[n]);
         }
-    return (pw_queries){a->work.q, a->work.first, a->work.last, slice->slot_base, n};
+    return (pw_queries){a->work.q, a->work.first, a->work.last, slice->slot_base, n, program->step.tile_rows};
 }
 
 static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
@@ -190,28 +227,34 @@ static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t
 
 /* ---- pieces ----------------------------------------------------------------------------------------------------- */
 
-static void attend_block(const attending *a, const pw_piece *piece, int64_t kv_head) {
+/* Chunks [first, first + count) of loaded queries, merged in order and finished: all that tokens of a row see. */
+static void attend_whole(const attending *a, const pw_queries *queries, int64_t first, int64_t count,
+                         int64_t kv_head) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
-    const pw_slice *slice = &program->step.slices[piece->slice];
-    int64_t row = slice->first_row + piece->first;
     int32_t value_dim = value_dim_of(&program->shape);
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
-    pw_queries queries = load_queries(a, slice, row, piece->count, kv_head);
-    int64_t chunk = queries.first[0] / PW_CHUNK, last = queries.last[queries.rows - 1] / PW_CHUNK;
-    ops->begin(queries.rows, value_dim, a->work.into);
-    for (; chunk <= last; ++chunk) {
-        ops->attend_chunk(&head, &queries, chunk, a->work.chunk, a->work.part);
-        ops->merge(queries.rows, value_dim, a->work.part, a->work.into);
+    ops->begin(queries->rows, value_dim, a->work.into);
+    for (int64_t chunk = first; chunk < first + count; ++chunk) {
+        ops->attend_chunk(&head, queries, chunk, a->work.chunk, a->work.part);
+        ops->merge(queries->rows, value_dim, a->work.part, a->work.into);
     }
+}
+
+static void attend_block(const attending *a, const pw_piece *piece, int64_t kv_head) {
+    const pw_slice *slice = &a->run->program->step.slices[piece->slice];
+    int64_t row = slice->first_row + piece->first;
+    pw_queries queries = load_queries(a, slice, row, piece->count, kv_head);
+    int64_t first = queries.first[0] / PW_CHUNK, last = queries.last[queries.rows - 1] / PW_CHUNK;
+    attend_whole(a, &queries, first, last - first + 1, kv_head);
     finish_rows(a, row, piece->count, kv_head);
 }
 
-/* Where a split-off chunk leaves one KV head's part. */
-static pw_partial partial_of(const pw_program *program, int64_t piece, int64_t kv_head) {
+/* Where a chunk of a slice that is split leaves one KV head's part. */
+static pw_partial partial_of(const pw_program *program, int64_t part, int64_t kv_head) {
     const pw_shape *shape = &program->shape;
     int64_t heads = shape->n_heads, head = kv_head * group_of(shape);
-    float *at = program->partials + piece * pw_partial_floats(shape);
+    float *at = program->partials + part * pw_partial_floats(shape);
     return (pw_partial){at + head, at + heads + head, at + 2 * heads + head * value_dim_of(shape)};
 }
 
@@ -221,25 +264,32 @@ static void merge_chunks(const attending *a, int32_t slice, int64_t n_chunks, in
     int32_t group = group_of(&program->shape), value_dim = value_dim_of(&program->shape);
     ops->begin(group, value_dim, a->work.into);
     for (int64_t i = 0; i < n_chunks; ++i)
-        ops->merge(group, value_dim, partial_of(program, program->step.first_piece[slice] + i, kv_head), a->work.into);
-    finish_rows(a, program->step.slices[slice].first_row, 1, kv_head);
+        ops->merge(group, value_dim, partial_of(program, program->step.first_part[slice] + i, kv_head), a->work.into);
 }
 
-static void attend_one_chunk(const attending *a, int64_t index, int64_t kv_head) {
+/* A run of one token's chunks. The slot of the token itself is read with its last chunk alone. */
+static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_head) {
     const pw_program *program = a->run->program;
-    const pw_step *step = &program->step;
-    const pw_piece *piece = &step->pieces[index];
-    const pw_slice *slice = &step->slices[piece->slice];
-    int64_t first_chunk = first_seen(&program->shape, slice->start) / PW_CHUNK, own = slice->start / PW_CHUNK;
-    if (piece->first == own) store_row(a, slice->first_row, kv_head); /* no other chunk reads this slot */
+    const pw_slice *slice = &program->step.slices[piece->slice];
+    run_of_chunks seen = chunks_of(program, piece->slice);
+    int64_t row = slice->first_row, before = piece->first - seen.first;
+    if (before + piece->count == seen.count) store_row(a, row, kv_head);
+    pw_queries queries = load_queries(a, slice, row, 1, kv_head);
+    if (piece->count == seen.count) {
+        attend_whole(a, &queries, seen.first, seen.count, kv_head);
+        finish_rows(a, row, 1, kv_head);
+        return;
+    }
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
-    pw_queries queries = load_queries(a, slice, slice->first_row, 1, kv_head);
-    pw_partial part = partial_of(program, index, kv_head);
-    a->run->kernels->ops.attend_chunk(&head, &queries, piece->first, a->work.chunk, part);
-    int64_t n_chunks = own - first_chunk + 1;
+    for (int64_t i = 0; i < piece->count; ++i)
+        a->run->kernels->ops.attend_chunk(&head, &queries, piece->first + i, a->work.chunk,
+                                          partial_of(program, program->step.first_part[piece->slice] + before + i,
+                                                     kv_head));
     atomic_long *merged = &program->merged[piece->slice * program->shape.n_kv_heads + kv_head];
-    long finished = atomic_fetch_add_explicit(merged, 1, memory_order_acq_rel) + 1;
-    if (finished % n_chunks == 0) merge_chunks(a, piece->slice, n_chunks, kv_head); /* every layer adds n_chunks */
+    long finished = atomic_fetch_add_explicit(merged, piece->count, memory_order_acq_rel) + piece->count;
+    if (finished % seen.count) return; /* every layer adds as many as the slice sees */
+    merge_chunks(a, piece->slice, seen.count, kv_head);
+    finish_rows(a, row, 1, kv_head);
 }
 
 void pw_run_attend(const pw_run *run, const pw_op *op, int member) {
@@ -261,7 +311,7 @@ void pw_run_attend(const pw_run *run, const pw_op *op, int member) {
         int64_t ticket = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
         if (ticket >= n_pieces * kv_heads) return;
         if (step->split)
-            attend_one_chunk(&a, ticket / kv_heads, ticket % kv_heads);
+            attend_chunks(&a, &step->pieces[ticket / kv_heads], ticket % kv_heads);
         else
             attend_block(&a, &pieces[ticket / kv_heads], ticket % kv_heads);
     }

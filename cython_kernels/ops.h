@@ -26,6 +26,7 @@ typedef struct {
     const int64_t *first, *last; /* positions that each row sees, inclusive */
     int64_t slot_base;
     int32_t rows;
+    int32_t tile_rows; /* rows that are computed together, as far as an ISA can; 0: as it likes */
 } pw_queries;
 
 /* Softmax-weighted values, unfinished: the maximum score, the sum of weights, the weighted sum [rows][value_dim]. */

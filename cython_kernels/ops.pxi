@@ -42,7 +42,7 @@ cdef extern from "ops.h" nogil:
         const int64_t *first
         const int64_t *last
         int64_t slot_base
-        int32_t rows
+        int32_t rows, tile_rows
 
     ctypedef struct pw_partial:
         float *top
@@ -304,7 +304,7 @@ def attend_one_head(q, keys, values, first, last, int64_t slot_base=0, bint half
     head.values = <void *><size_t>value_cache.ctypes.data
     head.bytes, head.head_dim, head.value_dim = dtype().itemsize, dim, wide
     queries.q, queries.first, queries.last = &q_rows[0, 0], &firsts[0], &lasts[0]
-    queries.slot_base, queries.rows = slot_base, rows
+    queries.slot_base, queries.rows, queries.tile_rows = slot_base, rows, 0
     part.top, part.sum, part.values = &memory[0], &memory[n], &memory[2 * n]
     into.top = part.values + n * head.value_dim
     into.sum, into.values = into.top + n, into.top + 2 * n

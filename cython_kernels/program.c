@@ -22,11 +22,11 @@ static bool open_step(pw_program *program) {
     step->slots = calloc((size_t)room->max_tokens, sizeof *step->slots);
     step->logit_rows = calloc((size_t)room->max_logit_rows, sizeof *step->logit_rows);
     step->slices = calloc((size_t)room->max_slices, sizeof *step->slices);
-    step->first_piece = calloc((size_t)room->max_slices, sizeof *step->first_piece);
+    step->first_part = calloc((size_t)room->max_slices, sizeof *step->first_part);
     step->pieces = calloc((size_t)pieces, sizeof *step->pieces);
     step->tail_pieces = calloc((size_t)room->max_logit_rows, sizeof *step->tail_pieces);
     program->merged = calloc((size_t)(room->max_slices * program->shape.n_kv_heads), sizeof *program->merged);
-    return step->tokens && step->positions && step->slots && step->logit_rows && step->slices && step->first_piece &&
+    return step->tokens && step->positions && step->slots && step->logit_rows && step->slices && step->first_part &&
            step->pieces && step->tail_pieces && program->merged;
 }
 
@@ -50,13 +50,16 @@ void pw_program_close(pw_program *program) {
     pw_step *step = &program->step;
     pw_pages_close(program->memory, program->memory_bytes);
     pw_pages_close(program->kv, program->kv_bytes);
-    void *owned[] = {program->ops,     program->inv_freq, program->tickets,  program->merged,     program->region_tickets,
+    void *owned[] = {program->ops,     program->inv_freq, program->tickets,  program->merged,
                      step->tokens,     step->positions,   step->slots,       step->logit_rows,
-                     step->slices,     step->first_piece, step->pieces,      step->tail_pieces};
-    for (int32_t i = 0; i < program->n_ops; ++i)
-        for (int32_t part = 0; part < program->ops[i].n_parts; ++part)
-            for (int table = 0; table < PW_SCHEDULE_TABLES; ++table)
+                     program->region_tickets,
+                     step->slices,     step->first_part, step->pieces,      step->tail_pieces};
+    for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) {
+        free(program->attention[table].ranges);
+        for (int32_t i = 0; i < program->n_ops; ++i)
+            for (int32_t part = 0; part < program->ops[i].n_parts; ++part)
                 free(program->ops[i].parts[part].schedules[table].ranges);
+    }
     for (size_t i = 0; i < sizeof owned / sizeof *owned; ++i) free(owned[i]);
     free(program);
 }
@@ -84,9 +87,7 @@ bool pw_program_add(pw_program *program, const pw_op *op) {
     return true;
 }
 
-bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
-                         const pw_row_range *ranges) {
-    pw_schedules *schedules = &program->ops[op].parts[part].schedules[table];
+static bool replace_schedules(pw_schedules *schedules, int32_t count, const pw_row_range *ranges) {
     pw_row_range *copy = malloc(sizeof *copy * (size_t)larger(count, 1));
     if (!copy) return false;
     if (count) memcpy(copy, ranges, sizeof *copy * (size_t)count);
@@ -95,8 +96,16 @@ bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t
     return true;
 }
 
-pw_schedule pw_program_schedule_of(const pw_part *part, int32_t table, int64_t rows, int threads) {
-    const pw_schedules *known = &part->schedules[table];
+bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
+                         const pw_row_range *ranges) {
+    return replace_schedules(&program->ops[op].parts[part].schedules[table], count, ranges);
+}
+
+bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges) {
+    return replace_schedules(&program->attention[table], count, ranges);
+}
+
+const pw_schedule *pw_tuned(const pw_schedules *known, int64_t rows) {
     int32_t low = 0, high = known->count; /* the first range that reaches so far */
     while (low < high) {
         int32_t middle = (low + high) / 2;
@@ -105,8 +114,12 @@ pw_schedule pw_program_schedule_of(const pw_part *part, int32_t table, int64_t r
         else
             high = middle;
     }
-    if (low < known->count && known->ranges[low].tuned) return known->ranges[low].schedule;
-    return pw_default_schedule(&part->weight, rows, threads);
+    return low < known->count && known->ranges[low].tuned ? &known->ranges[low].schedule : NULL;
+}
+
+pw_schedule pw_program_schedule_of(const pw_part *part, int32_t table, int64_t rows, int threads) {
+    const pw_schedule *tuned = pw_tuned(&part->schedules[table], rows);
+    return tuned ? *tuned : pw_default_schedule(&part->weight, rows, threads);
 }
 
 /* ---- memory ----------------------------------------------------------------------------------------------------- */
@@ -251,7 +264,7 @@ static const char *check_overlaps(pw_step *step) {
     return NULL;
 }
 
-const char *pw_program_check(pw_program *program, int threads) {
+const char *pw_program_check(pw_program *program, int threads, int32_t table) {
     pw_step *step = &program->step;
     const pw_capacity *room = &program->capacity;
     if (threads < 1 || threads > room->max_threads) return "the program was not built for so many threads";
@@ -265,7 +278,7 @@ const char *pw_program_check(pw_program *program, int threads) {
             return "logits of a row that is not there, or of rows out of order";
     const char *problem = check_slices(program);
     if (!problem) problem = check_overlaps(step);
-    if (!problem) pw_plan_attention(program, threads);
+    if (!problem) pw_plan_attention(program, threads, table);
     return problem;
 }
 

@@ -90,7 +90,7 @@ typedef struct {
     int64_t slot_base;
 } pw_slice;
 
-/* A share of attention's work: rows [first, first + count) of a slice, or its chunk `first`. */
+/* A share of attention's work: rows [first, first + count) of a slice, or as many chunks of its positions. */
 typedef struct {
     int32_t slice;
     int32_t first, count;
@@ -102,12 +102,13 @@ typedef struct {
     int32_t *tokens;      /* [max_tokens] */
     int64_t *logit_rows;  /* [max_logit_rows], ascending */
     pw_slice *slices;     /* [max_slices] */
-    bool split;           /* one token per slice: pieces are chunks, merged afterwards */
+    bool split;           /* one token per slice: pieces are runs of chunks, merged afterwards */
     int64_t n_pieces;
     pw_piece *pieces;
     int64_t n_tail_pieces;
     pw_piece *tail_pieces; /* [max_logit_rows]: attention of the rows that want logits, when not split */
-    int64_t *first_piece; /* [max_slices], when split */
+    int64_t *first_part;  /* [max_slices], when split: where the partial results of its chunks begin */
+    int32_t tile_rows;    /* of attention; 0: the ISA's own */
     int64_t *positions;   /* [max_tokens] */
     int64_t *slots;       /* [max_tokens] */
 } pw_step;
@@ -132,6 +133,7 @@ typedef struct {
     int64_t private_row_bytes; /* of one prepared row in scratch */
     float *split[PW_MAX_PARTS]; /* part sums of the products of one op; NULL where no weight is summed in parts */
     int64_t split_floats;       /* of each */
+    pw_schedules attention[PW_SCHEDULE_TABLES];
     pw_ticket *tickets;        /* [n_ops][PW_MAX_PARTS] */
     pw_ticket *region_tickets; /* [2][PW_MAX_PARTS][max_threads]: an op uses one half, and clears the other */
     atomic_long *merged;       /* [max_slices][n_kv_heads] */
@@ -149,6 +151,12 @@ bool pw_program_add(pw_program *program, const pw_op *op);
 bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
                          const pw_row_range *ranges);
 
+/* The same for attention, by the most rows of a slice of a step. What its schedules mean: pw_plan_attention. */
+bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges);
+
+/* The schedule of so many rows, or NULL: the default one. */
+const pw_schedule *pw_tuned(const pw_schedules *schedules, int64_t rows);
+
 /* What `rows` rows of an op's weight run by. */
 pw_schedule pw_program_schedule_of(const pw_part *part, int32_t table, int64_t rows, int threads);
 
@@ -158,10 +166,10 @@ int64_t pw_program_bytes(const pw_program *program);
 /* Allocates scratch and KV. False when the system refuses. */
 bool pw_program_seal(pw_program *program);
 
-/* NULL, or what is wrong with program->step; completes the step for a team of `threads`. */
-const char *pw_program_check(pw_program *program, int threads);
+/* NULL, or what is wrong with program->step; completes the step for a team of `threads` and a table of schedules. */
+const char *pw_program_check(pw_program *program, int threads, int32_t table);
 
-/* Runs the checked step by the schedules of a table; logits are then in the arena. PW_TEAM_OK or the team's failure. */
+/* Runs the checked step by a table of schedules; logits are then in the arena. PW_TEAM_OK or the team's failure. */
 int pw_program_run(pw_program *program, pw_team *team, int32_t table);
 
 /* Moves the keys and values of slots, every layer; ranges may overlap. The caller checks the ranges. */
@@ -182,7 +190,11 @@ pw_ticket *pw_region_tickets(const pw_program *program, int64_t op);
 pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head);
 int64_t pw_attend_scratch_floats(const pw_shape *shape);
 int64_t pw_partial_floats(const pw_shape *shape); /* of one chunk, all heads */
-void pw_plan_attention(pw_program *program, int threads);
+
+/* Cuts a step's attention into pieces. Of a schedule count: mr, query rows of a tile; block_m, query rows of a piece
+ * that has more than one token; block_k, positions of a piece of a slice with one token (whole chunks). */
+void pw_plan_attention(pw_program *program, int threads, int32_t table);
+
 void pw_run_embed(const pw_run *run, const pw_op *op, int member);
 void pw_run_linear(const pw_run *run, const pw_op *op, int member);
 void pw_run_attend(const pw_run *run, const pw_op *op, int member);

@@ -82,13 +82,27 @@ cdef extern from "program.h" nogil:
     pw_schedule pw_program_schedule_of(const pw_part *part, int32_t table, int64_t rows, int threads)
     int64_t pw_program_bytes(const pw_program *program)
     bint pw_program_seal(pw_program *program)
-    const char *pw_program_check(pw_program *program, int threads)
+    bint pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges)
+    const char *pw_program_check(pw_program *program, int threads, int32_t table)
     int pw_program_run(pw_program *program, pw_team *team, int32_t table)
     int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots)
 
 
 cdef dict SOURCES = {"rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE}
 cdef dict ROWS = {"every": PW_EVERY_ROW, "gathered": PW_GATHERED_ROWS, "logits": PW_LOGIT_ROWS}
+
+
+cdef int32_t read_row_ranges(ranges, pw_row_range *found) except -1:
+    """Pairs of a last number of rows and a schedule; `found` has room for PW_MAX_ROW_RANGES."""
+    cdef int32_t count = 0
+    if len(ranges) > PW_MAX_ROW_RANGES or [last for last, _ in ranges] != sorted({last for last, _ in ranges}):
+        raise ProgramError(f"a table takes at most {PW_MAX_ROW_RANGES} schedules, in the order of their rows")
+    for last_rows, schedule in ranges:
+        found[count].last_rows, found[count].tuned = last_rows, schedule is not None
+        if schedule is not None:
+            found[count].schedule = schedule_of(schedule)
+        count += 1
+    return count
 
 
 cdef class Program:
@@ -181,18 +195,26 @@ cdef class Program:
         mapping such as default_schedule gives (None: the default). `table`: 0 or 1, which `run` names.
         """
         cdef pw_row_range found[64]
-        cdef int32_t count = 0
+        cdef int32_t count
         if not (0 <= op < self.program.n_ops and self.program.ops[op].code == PW_LINEAR
                 and 0 <= part < self.program.ops[op].n_parts and 0 <= table < PW_SCHEDULE_TABLES):
             raise ProgramError(f"there is no weight {part} in a linear op {op}, or no table {table} of schedules")
-        if len(ranges) > PW_MAX_ROW_RANGES or [last for last, _ in ranges] != sorted({last for last, _ in ranges}):
-            raise ProgramError(f"a weight takes at most {PW_MAX_ROW_RANGES} schedules, in the order of their rows")
-        for last_rows, schedule in ranges:
-            found[count].last_rows, found[count].tuned = last_rows, schedule is not None
-            if schedule is not None:
-                found[count].schedule = schedule_of(schedule)
-            count += 1
+        count = read_row_ranges(ranges, found)
         if not pw_program_schedule(self.program, table, op, part, count, found):
+            raise ProgramError("no memory for another schedule")
+
+    def set_attention_schedules(self, ranges, int32_t table=0):
+        """The same for attention, by the rows of a step's longest slice.
+
+        Of a schedule count mr, the query rows of a tile; block_m, the query rows of a piece; and for slices of one
+        token block_k, the positions of a piece.
+        """
+        cdef pw_row_range found[64]
+        cdef int32_t count
+        if not 0 <= table < PW_SCHEDULE_TABLES:
+            raise ProgramError(f"there is no table {table} of schedules")
+        count = read_row_ranges(ranges, found)
+        if not pw_program_schedule_attention(self.program, table, count, found):
             raise ProgramError("no memory for another schedule")
 
     def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
@@ -280,7 +302,7 @@ cdef class Program:
         if not 0 <= table < PW_SCHEDULE_TABLES:
             raise ValueError(f"there is no table {table} of schedules")
         self._fill(slices, every_row)
-        problem = pw_program_check(self.program, team.size)
+        problem = pw_program_check(self.program, team.size, table)
         if problem != NULL:
             raise ValueError(f"this step cannot be run: {problem.decode()}")
         cdef timespec began, ended

@@ -86,7 +86,6 @@ class Taken:
 
     read: int
     added: int
-    refused: int
 
     @property
     def known(self) -> int:
@@ -173,35 +172,17 @@ def _row_digest(row: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(row).encode()).hexdigest()[:ROW_DIGITS]
 
 
-def import_file(store: Store, stream: BinaryIO, name: str, refuse: Refuse) -> Taken:
-    """Append the file's rows, unverified, unless they are there; `refuse` hears of each line left out.
+def import_rows(store: Store, rows: Iterable[Row]) -> Taken:
+    """Append the rows, unverified, unless they are there.
 
-    Raises ExportFileError when the first line is not that of an export, or of one from a newer program.
     Interrupted, it has kept what it read; run again, it adds the rest.
     """
-    refused = 0
-
-    def count_and_refuse(line_number: int, reason: str) -> None:
-        nonlocal refused
-        refused += 1
-        refuse(line_number, reason)
-
-    read, added = _append(store, read_export(stream, name, count_and_refuse))
-    return Taken(read, added, refused)
-
-
-def merge(store: Store, other: Store) -> Taken:
-    """Append the other database's timings and promotions, unverified, unless they are there."""
-    read, added = _append(store, rows_of(other))
-    return Taken(read, added, 0)
-
-
-def _append(store: Store, rows: Iterator[Row]) -> tuple[int, int]:
+    source = iter(rows)
     read = added = 0
-    while batch := [_unverified(row) for row in islice(rows, ROWS_AT_ONCE)]:
+    while batch := [_unverified(row) for row in islice(source, ROWS_AT_ONCE)]:
         read += len(batch)
         added += store.add_missing(batch)
-    return read, added
+    return Taken(read, added)
 
 
 def _unverified(row: Row) -> Row:
@@ -209,9 +190,16 @@ def _unverified(row: Row) -> Row:
 
 
 def read_export(stream: BinaryIO, name: str, refuse: Refuse) -> Iterator[Row]:
-    """The rows of a file that are whole and valid, unverified. See `import_file`."""
+    """The rows of a file, unverified; `refuse` hears of each line left out, while the rows are taken.
+
+    Raises ExportFileError at once when the first line is not an export's, or one of a newer program.
+    """
     lines = _Lines(stream, refuse)
     _check_header(lines.next() or b"", name)
+    return _read_rows(lines, refuse)
+
+
+def _read_rows(lines: _Lines, refuse: Refuse) -> Iterator[Row]:
     rows = 0
     while (line := lines.next()) is not None:
         if rows == MAX_ROWS:

@@ -100,6 +100,10 @@ class Problem:
         for name in ("n", "k", "m"):
             _check_int(name, getattr(self, name), 1, MAX_DIMENSION)
 
+    def describe(self) -> str:
+        """A few words for people, e.g. `gemm int4 1536x576, m 8`."""
+        return f"{self.family} {self.format} {self.n}x{self.k}, m {self.m}"
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

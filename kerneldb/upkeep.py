@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from phasewise.kerneldb.records import (
     Sample,
     Schedule,
 )
-from phasewise.kerneldb.store import Store
+from phasewise.kerneldb.store import Report, Store
 
 
 class Standing(StrEnum):
@@ -129,6 +129,9 @@ def collect_garbage(
 class Bench(Protocol):
     """What measures here: the tuner's evaluator, handed in by the command line."""
 
+    def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
+        """Why this cannot be measured here; None where it can. A stranger's row may ask for anything."""
+
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> Sequence[Sample]:
         """Interleaved timings, one for each schedule and in their order, of results that were checked."""
 
@@ -211,14 +214,25 @@ def _arithmetic(schedule: Schedule) -> tuple[str, int]:
     return schedule.compute_path, schedule.k_parts
 
 
-def verify(store: Store, here: Here, bench: Bench, top: int = 3) -> Iterator[Verdict]:
+def verify(store: Store, here: Here, bench: Bench, top: int, report: Report) -> Iterator[Verdict]:
     """Measure the best imported schedules of each problem here, and promote those that pass a paired A/B.
 
     What was in use where it came from must not be slower than what is in use here; another schedule must be
     faster. A problem's rows are stored before its first verdict comes: stop at any time, and go on later.
+    `report` gets a line for each schedule that cannot be measured here; it stays unverified.
     """
     for candidates in unverified_candidates(store, here, top):
-        yield from _verify_one(store, here, bench, candidates)
+        measurable = _measurable(candidates, bench, report)
+        if measurable.timings:
+            yield from _verify_one(store, here, bench, measurable)
+
+
+def _measurable(candidates: Candidates, bench: Bench, report: Report) -> Candidates:
+    obstacles = {row: bench.obstacle(candidates.problem, row.sample.schedule) for row in candidates.timings}
+    for row, obstacle in obstacles.items():
+        if obstacle:
+            report(f"{row.problem.describe()}: a schedule is not measured: {obstacle}")
+    return replace(candidates, timings=tuple(row for row in candidates.timings if not obstacles[row]))
 
 
 def _verify_one(store: Store, here: Here, bench: Bench, candidates: Candidates) -> list[Verdict]:

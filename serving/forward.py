@@ -107,6 +107,7 @@ def build_program(
         for layer in range(model.config.n_layers):
             _add_layer(linears, model, layer, arena)
         _add_logits(linears, model, arena)
+        _schedule_attention(program, model, capacity, schedules)
         if check_memory is not None:
             check_memory(model.name, program.bytes(), capacity.kv_slots)
         program.seal(arena.logits)
@@ -204,6 +205,20 @@ def _add_logits(linears: _Linears, model: PackedModel, arena: _Arena) -> None:
         norm=model.vectors["final_norm"],
         rows="logits",
     )
+
+
+def _schedule_attention(
+    program: Program, model: PackedModel, capacity: Capacity, lookups: Sequence[ScheduleLookup]
+) -> None:
+    for table, lookup in enumerate(lookups):
+        ranges = lookup.attention(*attention_problem(model), capacity.step_tokens)
+        program.set_attention_schedules([(rows.last_m, rows.schedule) for rows in ranges], table)
+
+
+def attention_problem(model: PackedModel) -> tuple[str, int, int]:
+    """Under what attention's schedules are kept: KV format, dimensions of all query and of all KV heads."""
+    kv_format = "f16" if kv_element_bytes(model) == 2 else "f32"
+    return kv_format, model.config.q_rows, model.config.kv_rows
 
 
 def _weight(model: PackedModel, name: str) -> PackedWeight:

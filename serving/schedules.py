@@ -41,3 +41,10 @@ class ScheduleLookup(Protocol):
     def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
         """At most MAX_ROW_RANGES, ascending; beyond the last one the default runs."""
         ...
+
+    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[RowRange]:
+        """The same for attention, by the rows of a step's longest slice.
+
+        kv_format: `f16` or `f32`; n and k: what all query heads, and all KV heads, have in dimensions.
+        """
+        ...

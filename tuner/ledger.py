@@ -54,11 +54,6 @@ class Ledger:
             self._samples.setdefault(problem, {})
         return self._samples[problem]
 
-    def sample(self, problem: Problem, schedule: Schedule, take: int) -> Sample | None:
-        """The schedule's sample number `take`, from 0."""
-        taken = self.samples(problem).get(schedule, ())
-        return taken[take] if take < len(taken) else None
-
     def refresh(self, problem: Problem) -> None:
         """Read the problem's rows again if another process has added some."""
         if self._store.measurement_count(problem, *self._key) == self._row_counts.get(problem, 0):

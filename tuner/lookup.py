@@ -13,9 +13,10 @@ nothing is near, the default is used; it needs no tuning.
 
 from __future__ import annotations
 
-import math
+import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
 from phasewise.cython_kernels.packing import PackedWeight
@@ -53,7 +54,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Weight:
-    """What is in use for one weight, by m ascending."""
+    """What is in use for one weight, by m."""
 
     arithmetic: Arithmetic
     tuned: dict[int, Schedule]
@@ -62,11 +63,20 @@ class _Weight:
         exact = self.tuned.get(m)
         if exact is not None:
             return Choice(m, exact, "exact", f"exact: tuned at m={m}")
-        nearest = min(self.tuned, key=lambda tuned: abs(math.log(tuned / m)))
+        nearest = self._nearest(m)
         if max(nearest / m, m / nearest) > NEAR and not REPEAT_FROM <= nearest < m:
             return Choice(m, None, "default", f"default: nothing tuned near, nearest is m={nearest}")
         why = f"neighbour: tuned at m={nearest}"
         return Choice(m, even_tiles(self.tuned[nearest], m), "neighbour", why)
+
+    def _nearest(self, m: int) -> int:
+        """In ratio; the smaller of two that are as near."""
+        at = bisect.bisect(self._ms, m)
+        return min(self._ms[max(0, at - 1) : at + 1], key=lambda tuned: max(tuned / m, m / tuned))
+
+    @cached_property
+    def _ms(self) -> list[int]:
+        return sorted(self.tuned)
 
 
 class ScheduleTable:
@@ -114,7 +124,7 @@ class ScheduleStore(Protocol):
 
 
 def read_table(store: ScheduleStore, machine: MachineKey, abi_of: Callable[[str], str]) -> ScheduleTable:
-    """What a store knows for this kind of machine and this build: `abi_of` a family is `_native.kernel_abi`."""
+    """What a store knows for this kind of machine and this build; `abi_of` is `_native.kernel_abi`."""
     rows = store.promoted_measurements(machine)
     return ScheduleTable(row for row in rows if row.kernel_abi == abi_of(row.problem.family))
 
@@ -149,7 +159,7 @@ def _weight(rows: Sequence[Measurement]) -> _Weight:
     newest = max(rows, key=lambda row: row.origin.created_at_ms)
     arithmetic = _arithmetic(newest)
     tuned = {row.problem.m: row.sample.schedule for row in rows if _arithmetic(row) == arithmetic}
-    return _Weight(arithmetic, dict(sorted(tuned.items())))
+    return _Weight(arithmetic, tuned)
 
 
 def _arithmetic(row: Measurement) -> Arithmetic:

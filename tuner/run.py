@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -198,13 +198,9 @@ class _Run:
 
     def _answer(self, number: int, task: Task, ask: Ask, deadline_s: float) -> list[Sample] | None:
         problem, ledger = task.problem(ask.m), self._tools.ledger
-
-        def missing() -> list[Schedule]:
-            return [one for one in ask.schedules if ledger.sample(problem, one, ask.take) is None]
-
-        if missing():
+        if self._missing(problem, ask):
             ledger.refresh(problem)
-        absent = missing()
+        absent = self._missing(problem, ask)
         for at in range(0, len(absent), INTERLEAVED):
             if self._tools.clock() >= deadline_s:
                 return None
@@ -212,8 +208,13 @@ class _Run:
             self._report(number, task, ask.m)
         self._replayed += len(ask.schedules) - len(absent)
         self._pace.reach(task, ask.m, timed=bool(absent))
-        answers = (ledger.sample(problem, one, ask.take) for one in ask.schedules)
-        return [sample for sample in answers if sample is not None]
+        known = ledger.samples(problem)
+        return [known[schedule][take] for schedule, take in zip(ask.schedules, ask.takes, strict=True)]
+
+    def _missing(self, problem: Problem, ask: Ask) -> list[Schedule]:
+        known = self._tools.ledger.samples(problem)
+        asked = zip(ask.schedules, ask.takes, strict=True)
+        return [schedule for schedule, take in asked if take >= len(known.get(schedule, ()))]
 
     def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
         samples = self._tools.evaluator.measure(problem, schedules)
@@ -317,24 +318,28 @@ class _Pace:
         }
         self._done = 0.0
         self._timed: set[Problem] = set()
+        self._last: Problem | None = None
 
     def reach(self, task: Task, m: int, timed: bool) -> None:
-        """The search of a task is at m: smaller ones are done."""
+        """The search of a task asks for m. One m is done when the next is asked for; probes jump about."""
+        problem, before = task.problem(m), task.ms[: task.ms.index(m)][-1:]
         if timed:
-            self._timed.add(task.problem(m))
-        self._drop(task.problem(smaller) for smaller in task.ms if smaller < m)
+            self._timed.add(problem)
+        if before and self._last == task.problem(before[0]):
+            self._drop(self._last)
+        self._last = problem
 
     def finish(self, task: Task) -> None:
-        self._drop(task.problem(m) for m in task.ms)
+        for m in task.ms:
+            self._drop(task.problem(m))
 
     def left_s(self, elapsed_s: float) -> float | None:
         return elapsed_s * sum(self._left.values()) / self._done if self._done else None
 
-    def _drop(self, problems: Iterable[Problem]) -> None:
-        for problem in problems:
-            work = self._left.pop(problem, 0.0)
-            if problem in self._timed:
-                self._done += work
+    def _drop(self, problem: Problem) -> None:
+        work = self._left.pop(problem, 0.0)
+        if problem in self._timed:
+            self._done += work
 
 
 _CALLS_A_TIMING = 6

@@ -10,18 +10,18 @@ from phasewise.cli.bench_run import MAX_BATCH_TOKENS, open_ranks
 from phasewise.cli.options import WeightFormat
 from phasewise.serving.throughput import Workload, measure
 
-LARGEST = Workload(n_prompt=MAX_BATCH_TOKENS, n_gen=0, n_sequences=1)
+LARGEST = (Workload(MAX_BATCH_TOKENS, 0, 1), Workload(0, 256, 8))
 
 
 def main() -> None:
     model, threads = sys.argv[1], int(sys.argv[2])
     weight_format = WeightFormat(sys.argv[3] if len(sys.argv) > 3 else "native")
-    with open_ranks(model, weight_format, threads, None, [LARGEST]) as opened:
+    with open_ranks(model, weight_format, threads, None, LARGEST) as opened:
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             request = json.loads(line)
-            prefill = request["phase"] == "prefill"
-            workload = Workload(request["n"], 0, 1) if prefill else Workload(0, request["n"], 1)
+            prompt, decoded = (request["n"], 0) if request["phase"] == "prefill" else (0, request["n"])
+            workload = Workload(prompt, decoded, request["sequences"])
             vocab_size = opened.model.config.vocab_size
             timed = measure(opened.ranks, workload, vocab_size, MAX_BATCH_TOKENS, repetitions=1, warm_ups=0)
             print(json.dumps({"ns": timed.samples_ns[0]}), flush=True)

@@ -214,8 +214,9 @@ static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries,
     float *keys = scratch + ATTEND_ROWS * PW_ROW_STRIDE, *values = keys + (PW_CHUNK + PW_PANEL) * head->head_dim;
     if (head->bytes == 2 && queries->rows > ATTEND_ROWS && all.begin < all.end)
         data = widened(head, data, all.end - all.begin, keys, values);
-    for (int row = 0; row < queries->rows; row += ATTEND_ROWS) {
-        int rows = queries->rows - row < ATTEND_ROWS ? queries->rows - row : ATTEND_ROWS;
+    int most = queries->tile_rows > 0 && queries->tile_rows < ATTEND_ROWS ? queries->tile_rows : ATTEND_ROWS;
+    for (int row = 0; row < queries->rows; row += most) {
+        int rows = queries->rows - row < most ? queries->rows - row : most;
         attend_tile(head, queries, row, rows, chunk, &data, scratch + LEAD, out);
     }
 }

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -30,7 +31,20 @@ from phasewise.cli.kernel_formats import (
 )
 from phasewise.cli.kernel_peers import NAMES, Peer, PeerCell, PeerError, opened_peers
 from phasewise.cli.main import app
-from phasewise.topology import read_machine
+from phasewise.cython_kernels import _native
+from phasewise.kerneldb.records import (
+    Comparison,
+    MachineKey,
+    Measurement,
+    Origin,
+    Problem,
+    Promotion,
+    Sample,
+    Schedule,
+)
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import core_signature, placement_signature, read_machine
+from phasewise.tuner.plans import default_plan
 
 CORE = read_machine().allowed_pus[0]
 SMALL = ("bench", "kernels", "--threads", "1", "--shape", "48,64", "-r", "2", "--cold-mib", "1")
@@ -121,6 +135,25 @@ def test_json_rows_hold_what_was_asked_and_agree_with_themselves() -> None:
         assert r["gflops"] == pytest.approx(2 * r["m"] * 48 * 64 / r["median_ns"], rel=0.01)
         assert r["gbps"] == pytest.approx(r["weight_bytes"] / r["median_ns"], rel=0.01)
         assert r["peak_fraction"] == pytest.approx(r["gflops"] * 1e9 / r["peak_flops_per_s"])
+
+
+def test_a_product_runs_by_what_was_tuned_for_it(tmp_path: Path) -> None:
+    """And says so; a number of rows that nothing was tuned near runs by the default."""
+    machine = read_machine()
+    cores = default_plan(machine, "decode", 1).ranks[0].cores
+    key = MachineKey(core_signature(machine), placement_signature(machine, cores))
+    origin = Origin(key, "0.1.0", 1_795_000_000_000)
+    problem, abi = Problem("gemm", "f32", 48, 64, 4), _native.kernel_abi("gemm")
+    schedule = Schedule(1, 1, 3, 16, 32, 1, 1, 1, _native.compute_paths("f32")[0], 1, 640, "mn")
+    with open_store(tmp_path / "tuned.db") as store:
+        store.add_measurements([Measurement(problem, Sample(schedule, (9,), 9, None, 9), abi, origin)])
+        won = Comparison(1.5, 1.25, 2.0, 0.95, 40)
+        store.add_promotions([Promotion(problem, schedule, None, won, abi, origin)])
+
+    rows = json.loads(bench("--format", "f32", "--m", "4,64", "--peers", "none", "-o", "json"))
+
+    assert [r["schedule_source"] for r in rows] == ["exact", "default"]
+    assert rows[0]["schedule"] == asdict(schedule)
 
 
 @pytest.mark.usefixtures("fake_peers")
@@ -292,7 +325,7 @@ def test_no_line_leaves_its_plot(
     lines: dict[str, Sequence[tuple[float, float]]], limit: Sequence[tuple[float, float]]
 ) -> None:
     """Whatever the numbers; and whatever the names, the picture is well-formed."""
-    drawn = draw_chart(Chart("title <&>", "caption", "x", "y", "limit", [Panel("one", lines, limit)]))
+    drawn = draw_chart(Chart("title <&>", "caption", "x", "y", "limit", None, [Panel("one", lines, limit)]))
 
     plot = next(rect for rect in ElementTree.fromstring(drawn).iter(f"{SVG}rect") if rect.get("stroke"))
     left, top = float(plot.attrib["x"]), float(plot.attrib["y"])

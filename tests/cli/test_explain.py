@@ -68,7 +68,7 @@ def explained(model: Path, phase: str) -> dict[str, list[dict[str, Any]]]:
     uses: dict[str, list[dict[str, Any]]] = {}
     for use in fields["schedules"]:
         if use["phase"] == phase:
-            uses.setdefault(use["weights"], []).append(use)
+            uses.setdefault(use["used_for"], []).append(use)
     return uses
 
 

@@ -23,13 +23,14 @@ from kerneldb_examples import (
 )
 from kerneldb_server import new_database_url
 
-from phasewise.kerneldb.portable import export_lines, import_file, rows_of
+from phasewise.kerneldb.portable import export_lines, import_rows, read_export, rows_of
 from phasewise.kerneldb.records import Comparison, Measurement, Problem, Promotion, Sample, Schedule
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.kerneldb.upkeep import (
     Here,
     Key,
     Standing,
+    Verdict,
     collect_garbage,
     diff,
     is_stale,
@@ -55,6 +56,9 @@ class FakeBench:
     spread: float = 0.01
     compared: list[tuple[Schedule, Schedule | None]] = field(default_factory=list)
 
+    def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
+        return None if schedule in self.times_ns else "there is no such path"
+
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
         return [
             dataclasses.replace(SAMPLE, schedule=one, samples_ns=(ns,), estimate_ns=ns)
@@ -75,6 +79,10 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
         ":memory:" if memory else new_database_url(request.getfixturevalue("postgres"))
     ) as opened:
         yield opened
+
+
+def verified(store: Store, bench: FakeBench, top: int = 3) -> Iterator[Verdict]:
+    return verify(store, HERE, bench, top, pytest.fail)
 
 
 def copy_of(store: Store) -> io.BytesIO:
@@ -119,7 +127,7 @@ class TestDiff:
         store.add_measurements([measured(100, schedule=OTHER_SCHEDULE), measured(200)])
         store.add_promotions([PROMOTION])
         with open_store(":memory:") as other:
-            import_file(other, copy_of(store), "f", lambda *_: None)
+            import_rows(other, rows_of(store))
             found = diff(store, other)
 
         assert (found.same, found.differences) == (1, ())
@@ -203,7 +211,7 @@ class TestVerify:
         store.add_measurements([claim])
         store.add_promotions([PROMOTED_THERE])
         bench = FakeBench({SCHEDULE: 400})
-        (verdict,) = verify(store, HERE, bench)
+        (verdict,) = verified(store, bench)
 
         assert (verdict.claimed_ns, verdict.measured_ns, verdict.promoted) == (300, 400, True)
         assert bench.compared == [(SCHEDULE, None)]
@@ -216,7 +224,7 @@ class TestVerify:
     def test_it_is_not_promoted_where_it_is_slower_here(self, store: Store) -> None:
         store.add_measurements([measured(300, origin=THERE)])
         store.add_promotions([PROMOTED_THERE])
-        (verdict,) = verify(store, HERE, FakeBench({SCHEDULE: 1100}))
+        (verdict,) = verified(store, FakeBench({SCHEDULE: 1100}))
 
         assert not verdict.promoted
         assert store.promoted_measurements() == []
@@ -224,19 +232,19 @@ class TestVerify:
     def test_what_was_only_fast_there_must_be_faster_here(self, store: Store) -> None:
         """A tie is enough for what was in use there: it may be the default itself, confirmed."""
         store.add_measurements([measured(300, origin=THERE)])
-        (verdict,) = verify(store, HERE, FakeBench({SCHEDULE: 1000}))
+        (verdict,) = verified(store, FakeBench({SCHEDULE: 1000}))
         assert not verdict.promoted
 
         store.add_measurements([measured(300, schedule=THIRD, origin=THERE)])
         store.add_promotions([dataclasses.replace(PROMOTED_THERE, schedule=THIRD)])
-        (verdict,) = verify(store, HERE, FakeBench({THIRD: 1000}))
+        (verdict,) = verified(store, FakeBench({THIRD: 1000}))
         assert verdict.promoted
 
     def test_a_faster_one_of_the_first_few_replaces_what_was_in_use_there(self, store: Store) -> None:
         store.add_measurements([measured(300, origin=THERE), measured(301, schedule=THIRD, origin=THERE)])
         store.add_promotions([PROMOTED_THERE])
         bench = FakeBench({SCHEDULE: 500, THIRD: 400})
-        verdicts = [*verify(store, HERE, bench)]
+        verdicts = [*verified(store, bench)]
 
         assert [verdict.promoted for verdict in verdicts] == [True, True]
         assert bench.compared == [(SCHEDULE, None), (THIRD, SCHEDULE)]
@@ -249,17 +257,17 @@ class TestVerify:
         ]
         store.add_measurements(rows)
         bench = FakeBench({row.sample.schedule: 500 for row in rows})
-        assert len([*verify(store, HERE, bench, top=2)]) == 1
+        assert len([*verified(store, bench, top=2)]) == 1
 
         trusted = [row.sample.schedule.mr for row in store.all_measurements() if row.origin.verified]
         assert trusted == [1, 2]
-        assert [*verify(store, HERE, bench, top=2)] == []
+        assert [*verified(store, bench, top=2)] == []
 
     def test_it_competes_with_what_is_in_use_here(self, store: Store) -> None:
         store.add_measurements([measured(300), measured(200, schedule=THIRD, origin=THERE)])
         store.add_promotions([PROMOTION])
         bench = FakeBench({SCHEDULE: 300, THIRD: 350})
-        (verdict,) = verify(store, HERE, bench)
+        (verdict,) = verified(store, bench)
 
         assert bench.compared == [(THIRD, SCHEDULE)]
         assert not verdict.promoted
@@ -271,7 +279,7 @@ class TestVerify:
         )
         store.add_promotions([PROMOTED_THERE])
 
-        assert [one.schedule for one in verify(store, HERE, FakeBench({SCHEDULE: 300}))] == [SCHEDULE]
+        assert [one.schedule for one in verified(store, FakeBench({SCHEDULE: 300}))] == [SCHEDULE]
 
     def test_other_machines_and_builds_are_left(self, store: Store) -> None:
         elsewhere = dataclasses.replace(THERE, machine=OTHER_MACHINE)
@@ -279,15 +287,24 @@ class TestVerify:
             [measured(1, origin=elsewhere), measured(1, origin=THERE, kernel_abi="gemm-avx2-00")]
         )
 
-        assert [*verify(store, HERE, FakeBench({}))] == []
+        assert [*verified(store, FakeBench({}))] == []
+
+    def test_what_cannot_be_measured_here_is_said_and_stays_unverified(self, store: Store) -> None:
+        """One such row stands in nobody's way."""
+        store.add_measurements([measured(1, schedule=THIRD, origin=THERE), measured(2, origin=THERE)])
+        said: list[str] = []
+        (verdict,) = verify(store, HERE, FakeBench({SCHEDULE: 500}), 2, said.append)
+
+        assert verdict.schedule == SCHEDULE
+        assert said == ["gemm int4 1536x576, m 8: a schedule is not measured: there is no such path"]
 
     def test_stopping_keeps_the_problems_that_are_done(self, store: Store) -> None:
         other = Problem("gemm", "int4", 1536, 576, 16)
         store.add_measurements([measured(1, origin=THERE), measured(1, origin=THERE, problem=other)])
-        stopped = verify(store, HERE, FakeBench({SCHEDULE: 500}))
+        stopped = verified(store, FakeBench({SCHEDULE: 500}))
         next(stopped)
 
-        assert [one.problem for one in verify(store, HERE, FakeBench({SCHEDULE: 500}))] == [other]
+        assert [one.problem for one in verified(store, FakeBench({SCHEDULE: 500}))] == [other]
 
 
 def test_tuned_exported_imported_and_verified_is_the_same(tmp_path: Path) -> None:
@@ -302,11 +319,11 @@ def test_tuned_exported_imported_and_verified_is_the_same(tmp_path: Path) -> Non
     with open_store(tmp_path / "a.db") as first, open_store(tmp_path / "b.db") as second:
         first.add_measurements(tuned)
         first.add_promotions(promotions)
-        import_file(second, copy_of(first), "f", lambda *_: None)
+        import_rows(second, read_export(copy_of(first), "f", pytest.fail))
         assert copy_of(second).read() == copy_of(first).read()
         assert second.promoted_measurements() == []
 
-        verdicts = [*verify(second, HERE, FakeBench(times))]
+        verdicts = [*verified(second, FakeBench(times))]
         assert [one.promoted for one in verdicts] == [True] * 3
         assert diff(first, second).differences == ()
         assert [row.sample.schedule for row in second.promoted_measurements()] == [THIRD] * 3

@@ -138,6 +138,9 @@ class DefaultSchedules:
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         return []
 
+    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
+        return []
+
 
 @dataclass(frozen=True)
 class RandomSchedules:
@@ -150,7 +153,12 @@ class RandomSchedules:
         return None, self.k_parts
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
-        rng = np.random.default_rng((self.seed, weight.n, weight.k))
+        return self._ranges(np.random.default_rng((self.seed, weight.n, weight.k)), max_m)
+
+    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
+        return self._ranges(np.random.default_rng((self.seed, n, k)), max_m)
+
+    def _ranges(self, rng: np.random.Generator, max_m: int) -> list[RowRange]:
         last_rows = sorted({*rng.integers(1, max_m, rng.integers(0, 20)).tolist(), max_m})
         return [RowRange(last, self._schedule(rng), "random") for last in last_rows]
 
@@ -174,13 +182,38 @@ class RandomSchedules:
 def test_no_schedule_changes_a_bit(name: str, kind: str, threads: int, k_parts: int, seed: int) -> None:
     """A database row may hold any numbers; run it under AddressSanitizer too."""
     model = make_model(name, kind)
-    prompts = [sliced(random_ids(n, model, n), base=base) for n, base in ((1, 0), (30, 70), (9, 333))]
+    prompts = [sliced(random_ids(n, model, n), base=base) for n, base in ((1, 0), (30, 70), (200, 333))]
     steps = [sliced([7], len(prompt.token_ids), prompt.slot_base) for prompt in prompts]
     plain = Machine(model, schedules=[DefaultSchedules(k_parts)])
     tuned = Machine(model, threads, schedules=[RandomSchedules(seed, k_parts)])
 
     assert (plain.every_row(*prompts) == tuned.every_row(*prompts)).all()
+    assert (plain.last_rows(*prompts[:2]) == tuned.last_rows(*prompts[:2])).all()
     assert (plain.last_rows(*steps) == tuned.last_rows(*steps)).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(("llama", "mistral-window", "wide-head")),
+    positions=st.sampled_from((-5, 0, 127, 128, 256, 300, 10**9)),
+    rows=st.sampled_from((-1, 1, 2, 5, 13, 10**9)),
+    lengths=st.lists(st.sampled_from((1, 127, 128, 129, 490)), min_size=1, max_size=2),
+    threads=st.integers(1, 4),
+)
+def test_no_cut_of_attention_changes_a_bit(
+    name: str, positions: int, rows: int, lengths: list[int], threads: int
+) -> None:
+    """Pieces of any size, for prompts and for single tokens with up to four chunks behind them."""
+    model = make_model(name)
+    plain, cut = Machine(model, 1, 512), Machine(model, threads, 512)
+    numbers = dict.fromkeys(("mr", "panels", "block_m", "block_n", "block_k", "prefetch_bytes"), rows)
+    grid = dict.fromkeys(("grid_m", "grid_n", "grid_k", "rows_outside"), 1)
+    cut.program.set_attention_schedules([(SLOTS, {**numbers, **grid, "block_k": positions})])
+    prompts = [sliced(random_ids(n, model, n), base=500 * i) for i, n in enumerate(lengths)]
+    steps = [sliced([7], n, 500 * i) for i, n in enumerate(lengths)]
+
+    for step in (*([prompt] for prompt in prompts), steps):
+        assert (plain.last_rows(*step) == cut.last_rows(*step)).all()
 
 
 def random_steps(

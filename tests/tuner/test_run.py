@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from random import Random
 
 import pytest
 import synthetic_machine
+from kerneldb_server import new_database_url, postgres_socket
 from synthetic_machine import (
     MACHINE,
     MS,
@@ -127,11 +129,20 @@ def test_killed_by_the_system_ten_times_it_ends_as_if_undisturbed(tmp_path: Path
     assert [tuple(row) for row in found["in_use"]] == in_use(expected)
 
 
-def test_two_processes_share_one_database_and_the_work(tmp_path: Path) -> None:
+@pytest.fixture(params=["sqlite", "postgresql"])
+def shared_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database that several processes may use; the server lives as long as the test."""
+    if request.param == "sqlite":
+        yield str(tmp_path / "shared.db")
+    else:
+        with postgres_socket() as socket:
+            yield new_database_url(socket)
+
+
+def test_two_processes_share_one_database_and_the_work(shared_database: str, tmp_path: Path) -> None:
     alone = SyntheticMachine()
     expected = run_on(alone, str(tmp_path / "alone.db"))
-    database = str(tmp_path / "shared.db")
-    command = [*SCRIPT, database, "0.01"]
+    command = [*SCRIPT, shared_database, "0.01"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     found = [json.loads(process.communicate(timeout=120)[0]) for process in both]
 

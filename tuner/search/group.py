@@ -22,13 +22,23 @@ clearly faster over all of them, since a difference of two per cent is not worth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.tuner.search.model import model_schedule, modelled_cycles
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Ask, GroupSearch, Search, asked_once
+from phasewise.tuner.search.protocol import (
+    Ask,
+    GroupSearch,
+    Search,
+    T,
+    beside_the_best,
+    cost,
+    referenced,
+)
 from phasewise.tuner.search.sandwich import sandwich_samples
 from phasewise.tuner.search.space import (
     AXES,
@@ -41,6 +51,9 @@ from phasewise.tuner.search.space import (
     kernel_of,
     pieces,
 )
+
+_Products: TypeAlias = Generator[tuple[int, list[Schedule]], list[Sample], T]
+"""Batches for one m after another."""
 
 
 @dataclass(frozen=True)
@@ -118,23 +131,31 @@ def tune_group(
 ) -> GroupSearch[GroupOutcome]:
     """Search the group's products for `ms`, which ascend. A `cache` is read, and gets what was found."""
     cache = ScheduleCache() if cache is None else cache
-    outcome = yield from asked_once(_search_group(group, ms, options, cache))
+    search, takes = _search_group(group, ms, options, cache), Counter[tuple[int, Schedule]]()
+    try:
+        m, asked = next(search)
+        while True:
+            ask = Ask(m, tuple(asked), tuple(takes[m, schedule] for schedule in asked))
+            takes.update((m, schedule) for schedule in asked)
+            m, asked = search.send((yield ask))
+    except StopIteration as done:
+        outcome: GroupOutcome = done.value
     cache.add(group, outcome)
     return outcome
 
 
 def _search_group(
     group: Group, ms: Sequence[int], options: SearchOptions, cache: ScheduleCache
-) -> GroupSearch[GroupOutcome]:
-    arithmetic = yield from choose_arithmetic(group, ms, options)
+) -> _Products[GroupOutcome]:
+    arithmetic = yield from _choose_arithmetic(group, ms, options)
     history, reused = _History(options), []
     for m in ms:
         space = group.space(m, arithmetic)
         default = space.fitted(group.default(m))
         if history.is_fixed and m >= options.reuse_from:
             fixed = transfer(history.winners[-1], space)
-            samples = yield Ask(m, tuple(dict.fromkeys((fixed, default))))
-            if samples[0].estimate_ns <= (1 + options.reuse_within) * samples[-1].estimate_ns:
+            samples = yield m, list(dict.fromkeys((fixed, default)))
+            if cost(samples[0]) <= (1 + options.reuse_within) * cost(samples[-1]):
                 history.add(fixed, m)
                 reused.append(m)
                 continue
@@ -143,11 +164,11 @@ def _search_group(
         search = sandwich_samples(replace(space, kernels=history.candidates(space)), options, seeds)
         ranking = yield from _at(m, search)
         history.confirm(ranking, space)
-        history.add((yield from _best_of_two_takes(m, ranking[: options.final_takes])), m)
+        history.add((yield from _at(m, _best_of_two_takes(ranking[: options.final_takes]))), m)
     return GroupOutcome(arithmetic, dict(zip(ms, history.winners, strict=True)), tuple(reused))
 
 
-def choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) -> GroupSearch[Arithmetic]:
+def _choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) -> _Products[Arithmetic]:
     """The way of computing whose best probes are fastest, in the geometric mean over a few m."""
     default = group.arithmetics[0]
     if len(group.arithmetics) == 1:
@@ -155,13 +176,17 @@ def choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) -
     probed = _spread(ms, options.probes)
     log_ns = dict.fromkeys(group.arithmetics, 0.0)
     for m in probed:
-        schedules = {arithmetic: _probes(group, m, arithmetic) for arithmetic in group.arithmetics}
-        samples = yield Ask(m, tuple(schedule for batch in schedules.values() for schedule in batch))
-        times = {sample.schedule: sample.estimate_ns for sample in samples}
-        for arithmetic, batch in schedules.items():
-            log_ns[arithmetic] += math.log(min(times[schedule] for schedule in batch)) / len(probed)
+        probes = {arithmetic: _probes(group, m, arithmetic) for arithmetic in group.arithmetics}
+        known: dict[Schedule, Sample] = {}
+        yield from _at(m, referenced(_each(probes.values()), known, options.batch))
+        for arithmetic, schedules in probes.items():
+            log_ns[arithmetic] += math.log(min(cost(known[one]) for one in schedules)) / len(probed)
     best = min(log_ns, key=lambda arithmetic: log_ns[arithmetic])
     return best if log_ns[best] + math.log1p(options.switch_gain) < log_ns[default] else default
+
+
+def _each(batches: Iterable[list[Schedule]]) -> Search[list[Sample]]:
+    return (yield [schedule for batch in batches for schedule in batch])
 
 
 def _probes(group: Group, m: int, arithmetic: Arithmetic) -> list[Schedule]:
@@ -183,23 +208,22 @@ def _spread(ms: Sequence[int], count: int) -> list[int]:
     return list(dict.fromkeys(min(ms, key=lambda m: abs(math.log(m / want))) for want in wanted))
 
 
-def _at(m: int, search: Search[list[Sample]]) -> GroupSearch[list[Sample]]:
+def _at(m: int, search: Search[T]) -> _Products[T]:
     """The search of one product as a part of a group's."""
     try:
         asked = next(search)
         while True:
-            asked = search.send((yield Ask(m, tuple(asked))))
+            asked = search.send((yield m, asked))
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
 
 
-def _best_of_two_takes(m: int, samples: Sequence[Sample]) -> GroupSearch[Schedule]:
+def _best_of_two_takes(samples: Sequence[Sample]) -> Search[Schedule]:
     """The fastest few again, side by side: the first sample of the first of many was also a lucky one."""
-    if len(samples) == 1:
-        return samples[0].schedule
-    again = yield Ask(m, tuple(sample.schedule for sample in samples), take=1)
+    known = {sample.schedule: sample for sample in samples}
+    again = yield from beside_the_best(list(known), known)
     pairs = zip(samples, again, strict=True)
-    return min(pairs, key=lambda pair: pair[0].estimate_ns + pair[1].estimate_ns)[0].schedule
+    return min(pairs, key=lambda pair: cost(pair[0]) + cost(pair[1]))[0].schedule
 
 
 def transfer(schedule: Schedule, space: Space) -> Schedule:
@@ -264,8 +288,8 @@ class _History:
         if not self.winners or space.problem.m < self.options.reuse_from:
             return
         fixed = transfer(self.winners[-1], space)
-        limit_ns = (1 + self.options.reuse_within) * ranking[0].estimate_ns
-        as_fast = any(sample.schedule == fixed and sample.estimate_ns <= limit_ns for sample in ranking)
+        limit = (1 + self.options.reuse_within) * cost(ranking[0])
+        as_fast = any(sample.schedule == fixed and cost(sample) <= limit for sample in ranking)
         self.confirmed = self.confirmed + 1 if as_fast or self._is_near(ranking[0].schedule) else 0
 
     def _is_near(self, found: Schedule) -> bool:

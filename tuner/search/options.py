@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class SearchOptions:
     """How one product and one group of them are searched. Shares are of times; 0.01 is one per cent."""
 
+    batch: int = 12
+    """Schedules that are timed side by side; one of them is the fastest so far, again."""
     gain: float = 0.01
     """A step of the fast start must be faster by this share, else it is rolled back."""
     fine_gain: float = 0.004

@@ -10,15 +10,16 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from phasewise.kerneldb.records import Sample, Schedule
 
 T = TypeVar("T")
 Search: TypeAlias = Generator[list[Schedule], list[Sample], T]
-"""One product is searched: asks are lists of schedules, T is what is found (usually a schedule)."""
+"""One product is searched: asks are lists of schedules, T is what is found (usually a schedule). What is
+asked for again is timed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,9 @@ class Ask:
     m: int
     schedules: tuple[Schedule, ...]
     """All different. The answer is a list of one sample for each, in this order."""
-    take: int = 0
-    """Counts fresh samples of one schedule at one m: take 0 may be the first one stored, take 1 the second
-    one, and so on. No (m, schedule, take) is asked twice."""
+    takes: tuple[int, ...]
+    """Of each: how often it was asked for at this m before. 0 may be answered by the first sample that was
+    ever stored, 1 by the second, and so on, so that no sample answers twice."""
 
 
 GroupSearch: TypeAlias = Generator[Ask, list[Sample], T]
@@ -68,20 +69,37 @@ def remembered(search: Search[T], memory: dict[Schedule, Sample]) -> Search[T]:
         return done.value  # type: ignore[no-any-return]
 
 
-def asked_once(search: GroupSearch[T]) -> GroupSearch[T]:
-    """The same group search, answering itself what was asked before."""
-    memory: dict[tuple[int, Schedule, int], Sample] = {}
+def referenced(search: Search[T], known: dict[Schedule, Sample], most: int) -> Search[T]:
+    """The same search on a machine that changes its pace: samples of different batches made comparable.
+
+    Each batch, of at most `most` schedules, times the fastest one so far once more, and the others count by
+    their ratio to it. `known` gets every new sample on that scale; what it holds is not asked for.
+    """
     try:
-        ask = next(search)
+        asked = next(search)
         while True:
-            keys = {schedule: (ask.m, schedule, ask.take) for schedule in ask.schedules}
-            fresh = tuple(schedule for schedule, key in keys.items() if key not in memory)
-            if fresh:
-                samples = yield Ask(ask.m, fresh, ask.take)
-                memory.update(zip((keys[schedule] for schedule in fresh), samples, strict=True))
-            ask = search.send([memory[keys[schedule]] for schedule in ask.schedules])
+            fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in known]
+            for at in range(0, len(fresh), most - 1):
+                samples = yield from beside_the_best(fresh[at : at + most - 1], known)
+                known.update((sample.schedule, sample) for sample in samples)
+            asked = search.send([known[schedule] for schedule in asked])
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
+
+
+def beside_the_best(schedules: list[Schedule], known: Mapping[Schedule, Sample]) -> Search[list[Sample]]:
+    """New samples of schedules, scaled to the best known one, which is timed again with them."""
+    if not known:
+        return (yield schedules)
+    best = fastest(list(known.values()))
+    others = [schedule for schedule in schedules if schedule != best.schedule]
+    again, *samples = yield [best.schedule, *others]
+    scaled = {sample.schedule: _scaled(sample, cost(best) / cost(again)) for sample in (again, *samples)}
+    return [scaled[schedule] for schedule in schedules]
+
+
+def _scaled(sample: Sample, factor: float) -> Sample:
+    return replace(sample, estimate_ns=max(1, round(sample.estimate_ns * factor)))
 
 
 def drive(search: Search[T], time: Callable[[list[Schedule]], list[Sample]]) -> T:

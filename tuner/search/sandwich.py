@@ -26,7 +26,7 @@ from dataclasses import replace
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Search, cost, fastest, remembered, together
+from phasewise.tuner.search.protocol import Search, cost, fastest, referenced, together
 from phasewise.tuner.search.space import AXES, Axis, MicroKernel, Space, grid_of, kernel_of, pieces, resized
 
 
@@ -40,9 +40,9 @@ def sandwich_samples(
     space: Space, options: SearchOptions, seeds: Sequence[Schedule] = ()
 ) -> Search[list[Sample]]:
     """The same search, for everything that it measured, fastest first."""
-    memory: dict[Schedule, Sample] = {}
-    yield from remembered(_phases(space, options, seeds), memory)
-    return sorted(memory.values(), key=cost)
+    known: dict[Schedule, Sample] = {}
+    yield from referenced(_phases(space, options, seeds), known, options.batch)
+    return sorted(known.values(), key=cost)
 
 
 def _phases(space: Space, options: SearchOptions, seeds: Sequence[Schedule]) -> Search[None]:
@@ -59,7 +59,7 @@ def _phases(space: Space, options: SearchOptions, seeds: Sequence[Schedule]) -> 
 def _screen(space: Space, seeds: Sequence[Schedule]) -> Search[list[Sample]]:
     """The best sample of every micro-kernel, fastest first."""
     first = [model_schedule(space, kernel) for kernel in space.kernels]
-    samples = yield list(dict.fromkeys([*first, *seeds]))
+    samples = yield [*seeds, *first]
     best: dict[MicroKernel, Sample] = {}
     for sample in sorted(samples, key=cost):
         best.setdefault(kernel_of(sample.schedule), sample)

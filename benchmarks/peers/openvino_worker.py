@@ -1,0 +1,55 @@
+"""A worker that times OpenVINO GenAI, asked like llama_cpp_worker.py.
+
+Run as `python openvino_worker.py MODEL THREADS [PRECISION]` by an interpreter that has openvino-genai; MODEL
+is a GGUF file (not BF16) or a folder that optimum-intel exported, PRECISION what it computes in (f32, bf16).
+"""
+
+import json
+import sys
+import time
+
+import numpy as np
+import openvino
+import openvino_genai
+
+
+def open_pipeline(model: str, threads: int, precision: str | None) -> openvino_genai.LLMPipeline:
+    properties = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    if precision is not None:
+        properties["INFERENCE_PRECISION_HINT"] = precision
+    return openvino_genai.LLMPipeline(model, "CPU", **properties)
+
+
+def generate_ns(
+    pipeline: openvino_genai.LLMPipeline, n_prompt: int, n_gen: int, sequences: int
+) -> tuple[int, int]:
+    """(all, from the first token to the last) of `sequences` alike."""
+    tokens = [(i * 7919) % 40000 + 100 for i in range(n_prompt)]
+    rows = [[token + sequence for token in tokens] for sequence in range(sequences)]
+    ids = np.array(rows, dtype=np.int64)
+    inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+    settings = openvino_genai.GenerationConfig()
+    settings.max_new_tokens = n_gen
+    settings.ignore_eos = True
+    settings.do_sample = False
+    started_ns = time.perf_counter_ns()
+    done = pipeline.generate(inputs, settings)
+    whole_ns = time.perf_counter_ns() - started_ns
+    return whole_ns, whole_ns - round(done.perf_metrics.get_ttft().mean * 1e6)
+
+
+def main() -> None:
+    precision = sys.argv[3] if len(sys.argv) > 3 else None
+    pipeline = open_pipeline(sys.argv[1], int(sys.argv[2]), precision)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["phase"] == "prefill":
+            ns, _ = generate_ns(pipeline, request["n"], 1, request["sequences"])
+        else:
+            _, ns = generate_ns(pipeline, 1, request["n"] + 1, request["sequences"])
+        print(json.dumps({"ns": ns}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

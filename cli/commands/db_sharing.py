@@ -1,0 +1,266 @@
+"""`phasewise db export | import | merge | diff | verify | gc`: schedules from and for machines like this."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import typer
+
+from phasewise._version import __version__
+from phasewise.cli import db_text
+from phasewise.cli.options import DbOption, JsonOption, ThreadsOption
+from phasewise.cli.present import note, print_json
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.portable import Taken
+    from phasewise.kerneldb.records import MachineKey
+    from phasewise.kerneldb.store import Store
+
+MAX_REFUSALS_SHOWN = 20
+EXIT_FAILURE = 1
+HERE = "here"
+
+OtherArgument = Annotated[
+    str, typer.Argument(metavar="OTHER", help="the file or URL of another database, or a file of schedules")
+]
+
+
+def export(
+    signature: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="only machines whose core or placement signature has TEXT in it; `here`: like this one",
+        ),
+    ] = None,
+    db: DbOption = None,
+) -> None:
+    """Print all schedules, their timings and promotions as JSON lines, to be shared.
+
+    The same rows give the same bytes. There are no host names in it, and no service plans.
+    """
+    from phasewise.kerneldb.errors import ExportFileError
+    from phasewise.kerneldb.portable import export_lines, rows_of
+
+    with _existing(db) as store:
+        rows = [*rows_of(store, _wanted(signature))]
+    if signature and not rows:
+        raise ExportFileError(f"no rows are of a machine with {' or '.join(signature)} in its signature")
+    for line in export_lines(rows):
+        sys.stdout.write(line)
+    kinds = len({row.origin.machine for row in rows})
+    note(f"{len(rows)} rows of {kinds} kind{'s' if kinds != 1 else ''} of machine")
+
+
+def _wanted(signature: list[str] | None) -> Callable[[MachineKey], bool]:
+    if not signature:
+        return lambda _: True
+    parts = [_core_signature_here() if text == HERE else text for text in signature]
+    return lambda machine: any(
+        part in sig for part in parts for sig in (machine.core_sig, machine.placement_sig)
+    )
+
+
+def _core_signature_here() -> str:
+    from phasewise.topology import core_signature, read_machine
+
+    return core_signature(read_machine())
+
+
+def import_(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="what `db export` wrote; `-` is stdin")],
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Add the rows of FILE that are not there yet, unverified: nothing uses them before `db verify` did.
+
+    A line that is damaged, or asks for what no kernel could do, is refused and said; the others are taken.
+    The exit code is 1 if any line was refused.
+    """
+    from phasewise.kerneldb.portable import import_rows, read_export
+    from phasewise.kerneldb.store import open_store
+
+    refusals = _Refusals(file)
+    with _opened(file) as stream:
+        rows = read_export(stream, file, refusals.add)
+        with open_store(db, note) as store:
+            taken = import_rows(store, rows)
+    refusals.close()
+    _print_taken(file, taken, refusals.count, as_json)
+    if refusals.count:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+class _Refusals:
+    """Says the first few on stderr and counts them all."""
+
+    def __init__(self, name: str) -> None:
+        self.count = 0
+        self._name = name
+
+    def add(self, line_number: int, reason: str) -> None:
+        self.count += 1
+        if self.count <= MAX_REFUSALS_SHOWN:
+            note(f"{self._name}:{line_number}: refused: {reason}")
+
+    def close(self) -> None:
+        if self.count > MAX_REFUSALS_SHOWN:
+            note(f"{self._name}: {self.count - MAX_REFUSALS_SHOWN} more lines were refused")
+
+
+def merge(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Add the timings and promotions of another database that are not in this one yet, unverified."""
+    from phasewise.kerneldb.portable import import_rows, rows_of
+    from phasewise.kerneldb.store import open_store
+
+    with _other_store(other) as source, open_store(db, note) as store:
+        taken = import_rows(store, rows_of(source))
+    _print_taken(other, taken, 0, as_json)
+
+
+def _print_taken(name: str, taken: Taken, refused: int, as_json: bool) -> None:
+    if as_json:
+        counts = {"read": taken.read, "added": taken.added, "known": taken.known, "refused": refused}
+        print_json({"source": name, **counts})
+    else:
+        refusals = f", {refused} lines refused" if refused else ""
+        typer.echo(f"{name}: {taken.added} rows added, {taken.known} known already{refusals}")
+    if taken.added:
+        note("what was added is not used before `phasewise db verify` has measured it")
+
+
+def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Compare the schedules that this and another database prefer, problem by problem.
+
+    The exit code is 1 if they differ.
+    """
+    from phasewise.kerneldb import upkeep
+
+    with _other_store(other) as there, _existing(db) as here:
+        found = upkeep.diff(here, there)
+    machines = db_text.labels(one.key.machine for one in found.differences)
+    differences = db_text.diff_fields(found, machines)
+    if as_json:
+        fields = {"same": found.same, "differences": differences}
+        print_json({**fields, "machines": db_text.machine_fields(machines)})
+    else:
+        typer.echo(f"{found.same} schedules are the same, {len(differences)} differ")
+        if differences:
+            db_text.print_diff(differences)
+    if differences:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def verify(
+    top: Annotated[
+        int, typer.Option(min=1, max=1000, help="how many imported schedules to measure of each problem")
+    ] = 3,
+    threads: ThreadsOption = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the best imported schedules on this machine, and use those that a paired comparison confirms.
+
+    Only rows of machines and kernels like these can be verified. What was measured is kept at once: the
+    command goes on where it was interrupted.
+    """
+    from phasewise.cli.verifying import verdicts
+    from phasewise.topology import read_machine
+
+    found: list[dict[str, Any]] = []
+    with _existing(db) as store:
+        for verdict in verdicts(store, read_machine(), top, threads, __version__):
+            found.append(db_text.verdict_fields(verdict))
+            note(db_text.verdict_line(verdict))
+        left = sum(build.unverified for build in store.stats().builds)
+    if as_json:
+        print_json({"verdicts": found, "unverified_rows": left})
+    else:
+        db_text.print_verdicts(found)
+
+
+def gc(
+    keep: Annotated[
+        int | None,
+        typer.Option(min=1, help="of each problem keep the N fastest schedules and what was promoted"),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="say what would be deleted, delete nothing")
+    ] = False,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete the rows of earlier builds of this machine's kernels, and with --keep those of slow schedules.
+
+    A later `tune-kernels` measures anew what it needs of them. Rows of other machines' kernels stay.
+    """
+    from phasewise.cython_kernels._native import kernel_abis
+    from phasewise.kerneldb.upkeep import collect_garbage
+
+    with _existing(db) as store:
+        deleted = collect_garbage(store, kernel_abis(), keep, dry_run=dry_run)
+    if as_json:
+        print_json({"dry_run": dry_run, "deleted": dict(deleted)})
+    else:
+        counts = ", ".join(f"{count} of {table}" for table, count in sorted(deleted.items()))
+        typer.echo(f"{'would delete' if dry_run else 'deleted'} rows: {counts}")
+
+
+@contextmanager
+def _existing(db: str | None) -> Iterator[Store]:
+    """A database that has to be there already."""
+    from phasewise.kerneldb.errors import KernelDbError
+    from phasewise.kerneldb.location import locate
+    from phasewise.kerneldb.store import open_store
+
+    location = locate(db)
+    if location.is_absent:
+        raise KernelDbError(f"there is no database at {location.name}")
+    with open_store(db, note) as store:
+        yield store
+
+
+@contextmanager
+def _other_store(other: str) -> Iterator[Store]:
+    """Another database, or a file of schedules as one in memory."""
+    from phasewise.kerneldb.location import MEMORY_URL
+    from phasewise.kerneldb.portable import import_rows, read_export
+    from phasewise.kerneldb.store import open_store
+
+    if not _is_export(other):
+        with _existing(other) as store:
+            yield store
+        return
+    refusals = _Refusals(other)
+    with _opened(other) as stream, open_store(MEMORY_URL) as store:
+        import_rows(store, read_export(stream, other, refusals.add))
+        refusals.close()
+        yield store
+
+
+def _is_export(other: str) -> bool:
+    """A regular file that does not begin as a SQLite database does."""
+    path = Path(other)
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return stream.read(1) == b"{"
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[BinaryIO]:
+    from phasewise.kerneldb.errors import ExportFileError
+
+    if file == "-":
+        yield sys.stdin.buffer
+        return
+    with ExitStack() as stack:
+        try:
+            stream = stack.enter_context(Path(file).open("rb"))
+        except OSError as error:
+            raise ExportFileError(f"{file} cannot be read: {error.strerror}") from None
+        yield stream
