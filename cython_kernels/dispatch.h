@@ -21,8 +21,8 @@ typedef struct {
     void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, int32_t part, float *y,
                  int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule);
 
-    /* The path that this table computes a weight of this kind by when asked for `path`: itself, or the default. */
-    int32_t (*path_of)(int32_t kind, int32_t path);
+    /* The path that this table computes a weight of this kind and group by when asked for `path`: itself, or the default. */
+    int32_t (*path_of)(int32_t kind, int32_t group, int32_t path);
 
     /* The micro-kernel, rows x panels, that suits m rows. */
     void (*best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels);

@@ -30,7 +30,7 @@ typedef enum { PW_STORE, PW_ADD } pw_epilogue; /* y = x W^T, or y = y + x W^T (t
 
 typedef struct {
     int32_t kind;        /* pw_kind */
-    int32_t group;       /* inputs that share a scale: 16 or 32 (q8), 32 (q4), 0 otherwise */
+    int32_t group;       /* inputs that share a scale: 16, 32 or 0, all of k (q8), 32 (q4), 0 otherwise */
     int32_t zero_point;  /* 0..255; 0 where there are mins */
     int32_t scale_bytes; /* 2: float16 scales and mins, 4: float32, 0: no scales */
     int32_t path;        /* pw_path; -1: the ISA's default for the kind */

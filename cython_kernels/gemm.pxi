@@ -66,7 +66,7 @@ cdef extern from "dispatch.h" nogil:
                              void *prepared) noexcept nogil
         void (*gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_range panels, int32_t part,
                      float *y, int64_t ldy, pw_epilogue epilogue, const pw_schedule *schedule) noexcept nogil
-        int32_t (*path_of)(int32_t kind, int32_t path) noexcept nogil
+        int32_t (*path_of)(int32_t kind, int32_t group, int32_t path) noexcept nogil
         int32_t (*has_tile)(const pw_weight *w, int32_t mr, int32_t panels) noexcept nogil
         void (*unpack_row)(const pw_weight *w, int64_t row, float *out) noexcept nogil
 
@@ -144,19 +144,20 @@ def path_names():
     return tuple(pw_path_name(path).decode() for path in range(PW_PATHS))
 
 
-def compute_paths(kind):
-    """The paths that the active ISA computes weights of this kind by, the default one first."""
+def compute_paths(kind, int32_t group=packing.DEFAULT_GROUP):
+    """The paths that the active ISA computes weights of this kind (and group, if q8) by, the default one first."""
     cdef int32_t number = packing.KINDS.index(kind)
-    default = pw_active().gemm.path_of(number, -1)
-    own = [path for path in range(PW_PATHS) if path != default and pw_active().gemm.path_of(number, path) == path]
+    default = pw_active().gemm.path_of(number, group, -1)
+    own = [path for path in range(PW_PATHS)
+           if path != default and pw_active().gemm.path_of(number, group, path) == path]
     return tuple(pw_path_name(path).decode() for path in (default, *own))
 
 
-def micro_kernels(kind, path=None):
-    """[(rows, panels)] of every micro-kernel that the active ISA has for weights of this kind."""
+def micro_kernels(kind, path=None, int32_t group=packing.DEFAULT_GROUP):
+    """[(rows, panels)] of every micro-kernel that the active ISA has for weights of this kind (and group, if q8)."""
     cdef pw_weight w
     cdef int32_t mr, panels
-    w.kind, w.group, w.path = packing.KINDS.index(kind), 32, path_number(path)
+    w.kind, w.group, w.path = packing.KINDS.index(kind), group, path_number(path)
     sizes = range(1, PW_MOST_TILE + 1)
     return [(mr, panels) for panels in sizes for mr in sizes if pw_active().gemm.has_tile(&w, mr, panels)]
 
@@ -188,7 +189,7 @@ cdef pw_weight weight_view(packed, path=None, int32_t k_parts=1) except *:
     w.values = _bytes_of(packed.values, packing.values_dtype(packed.kind),
                          packing.values_shape(packed.kind, n, k), "values")
     if packed.scales is not None:
-        if packed.group not in (16, 32) or packed.scales.dtype not in (np.float16, np.float32):
+        if packed.group not in (0, 16, 32) or packed.scales.dtype not in (np.float16, np.float32):
             raise WeightError(f"no kernel reads {packed.scales.dtype} scales in groups of {packed.group}")
         shape, dtype = packing.scales_shape(n, k, packed.group), packed.scales.dtype
         w.scale_bytes = dtype.itemsize

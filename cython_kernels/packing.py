@@ -9,7 +9,8 @@ multiple of 16, k to a multiple of 32; padded columns have scale 0. With P panel
 - q8:   values uint8 [P, Kp/4, 16, 4], quads along k
 - q4:   values uint8 [P, Kp/8, 16, 4]: byte j of a column holds k = 8i + j low and k = 8i + 4 + j high
 
-q8 and q4 carry scales (and maybe mins) [P, Kp/group, 16] with w = scale * (q - zero_point) + min.
+q8 and q4 carry scales (and maybe mins) [P, Kp/group, 16] with w = scale * (q - zero_point) + min. For q8,
+group 0 is all of k: scales [P, 1, 16] and no mins; rows of x have one scale each too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy.typing as npt
 PANEL = 16  # output columns per panel, for every format and instruction set
 K_MULTIPLE = 32
 DEFAULT_GROUP = 32
+COLUMN_GROUP = 0  # one group for all of k
 PACKING_VERSION = 1  # change with any layout above: packed files of another version are rebuilt
 
 Array = npt.NDArray[Any]
@@ -42,7 +44,7 @@ _VALUE_DTYPE: dict[str, npt.DTypeLike] = {
 class QuantRows:
     """Quantised rows before packing: w = scales * (q - zero_point) + mins, each group sharing a scale.
 
-    q uint8 [n, k]; scales float16 or float32 [n, ceil(k / group)]; mins None or like scales.
+    q uint8 [n, k]; scales float16 or float32 [n, groups_of(k, group)]; mins None or like scales.
     """
 
     q: Array
@@ -54,15 +56,17 @@ class QuantRows:
 
     def __post_init__(self) -> None:
         n, k = self.q.shape
-        expected = (n, -(-k // self.group))
+        expected = (n, groups_of(k, self.group))
         if self.scales.shape != expected:
             raise ValueError(f"scales have shape {self.scales.shape}, {expected} expected")
         if self.mins is not None and (self.mins.shape, self.mins.dtype) != (expected, self.scales.dtype):
             raise ValueError("mins must have the shape and dtype of scales")
         if self.q.dtype != np.uint8 or self.scales.dtype not in (np.float16, np.float32):
             raise ValueError(f"q is {self.q.dtype} and scales {self.scales.dtype}: uint8 and float expected")
-        if self.bits not in (4, 8) or self.group not in (16, 32) or (self.bits, self.group) == (4, 16):
+        if (self.bits, self.group) not in ((4, 32), (8, 32), (8, 16), (8, COLUMN_GROUP)):
             raise ValueError(f"no kernel reads {self.bits} bits in groups of {self.group}")
+        if self.group == COLUMN_GROUP and self.mins is not None:
+            raise ValueError("a column with one scale has no mins")
 
     @property
     def kind(self) -> Kind:
@@ -96,6 +100,11 @@ def padded_k(k: int) -> int:
     return -(-k // K_MULTIPLE) * K_MULTIPLE
 
 
+def groups_of(k: int, group: int) -> int:
+    """Groups that k inputs fall into."""
+    return 1 if group == COLUMN_GROUP else -(-k // group)
+
+
 def values_shape(kind: Kind, n: int, k: int) -> tuple[int, ...]:
     """Shape of `PackedWeight.values`."""
     panels, inner = padded_n(n) // PANEL, _K_INNER[kind]
@@ -109,7 +118,7 @@ def values_dtype(kind: Kind) -> np.dtype[Any]:
 
 def scales_shape(n: int, k: int, group: int) -> tuple[int, int, int]:
     """Shape of `PackedWeight.scales` and `.mins`."""
-    return padded_n(n) // PANEL, padded_k(k) // group, PANEL
+    return padded_n(n) // PANEL, groups_of(padded_k(k), group), PANEL
 
 
 def to_bf16(x: Array) -> Array:
@@ -141,7 +150,7 @@ def pack_quant(rows: QuantRows) -> PackedWeight:
     else:
         nibbles = _panels(rows.q, 8, rows.zero_point, K_MULTIPLE)
         values = nibbles[..., :4] | (nibbles[..., 4:] << 4)
-    groups = K_MULTIPLE // rows.group
+    groups = 1 if rows.group == COLUMN_GROUP else K_MULTIPLE // rows.group
     scales = _panels(rows.scales, 1, 0, groups)
     mins = None if rows.mins is None else _panels(rows.mins, 1, 0, groups)
     return PackedWeight(rows.kind, n, k, rows.group, rows.zero_point, values, scales, mins)
@@ -169,13 +178,28 @@ def quantise(w: Array, bits: int, symmetric: bool) -> QuantRows:
     return QuantRows(q, scales, mins, zero_point, group, bits)
 
 
+def quantise_columns(w: Array) -> QuantRows:
+    """float32 [n, k] to eight bits with one float32 scale for each output: 127 is its largest magnitude.
+
+    Values must be finite (ValueError).
+    """
+    rows = np.asarray(w, dtype=np.float32)
+    if not np.isfinite(rows).all():
+        raise ValueError("a weight is not finite")
+    scales = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
+    steps = np.divide(rows, scales, out=np.zeros_like(rows), where=scales != 0)
+    q = (np.clip(np.rint(steps), -127, 127) + 128).astype(np.uint8)
+    return QuantRows(q, scales, None, 128, COLUMN_GROUP, 8)
+
+
 def dequantise(rows: QuantRows) -> Array:
     """float32 [n, k]: scale * (q - zero_point), then + min, each in float32."""
     k = rows.q.shape[1]
-    scales = np.repeat(rows.scales.astype(np.float32), rows.group, axis=1)[:, :k]
+    group = rows.group or k
+    scales = np.repeat(rows.scales.astype(np.float32), group, axis=1)[:, :k]
     w = (rows.q.astype(np.float32) - np.float32(rows.zero_point)) * scales
     if rows.mins is not None:
-        w += np.repeat(rows.mins.astype(np.float32), rows.group, axis=1)[:, :k]
+        w += np.repeat(rows.mins.astype(np.float32), group, axis=1)[:, :k]
     return w
 
 
@@ -194,7 +218,7 @@ def unpack_quant(p: PackedWeight) -> QuantRows:
     values = p.values
     if p.kind == "q4":
         values = np.concatenate([values & 0x0F, values >> 4], axis=-1)
-    groups = -(-p.k // p.group)
+    groups = groups_of(p.k, p.group)
     scales = _rows(p.scales, p.n, groups)
     mins = None if p.mins is None else _rows(p.mins, p.n, groups)
     return QuantRows(_rows(values, p.n, p.k), scales, mins, p.zero_point, p.group, 4 if p.kind == "q4" else 8)

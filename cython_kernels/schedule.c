@@ -4,8 +4,13 @@
 #include <stddef.h>
 #include <time.h>
 
+enum { MOST_COLUMN_INPUTS = 65536 }; /* 255 * 127 times as much is an int32 */
+
 static const char *quant_problem(const pw_weight *w) {
-    if (w->group != 32 && !(w->kind == PW_Q8 && w->group == 16)) return "group must be 32, or 16 for q8";
+    int column = w->kind == PW_Q8 && w->group == 0;
+    if (w->group != 32 && !(w->kind == PW_Q8 && w->group == 16) && !column) return "group must be 32, or 16 or 0 for q8";
+    if (column && w->mins) return "a column with one scale has no minima";
+    if (column && w->k > MOST_COLUMN_INPUTS) return "a column with one scale has at most 65536 inputs";
     if (w->scale_bytes != 2 && w->scale_bytes != 4) return "scales must be float16 or float32";
     if (w->zero_point < 0 || w->zero_point > 255) return "zero_point must lie in 0..255";
     if (w->mins && w->zero_point) return "a weight with minima has zero_point 0";
@@ -27,7 +32,7 @@ enum {
     L2_WEIGHT_BYTES = 384 << 10,
     DENSE_PASS_INPUTS = 384,    /* dense weights come from L2 fast enough; longer passes store sums less often */
     BLOCK_ROWS = 256,
-    DENSE_BLOCK_PANELS = 16,
+    BLOCK_PANELS = 16,
     STREAM_ROWS = 8, /* up to here the weights' arrival is the limit, not arithmetic */
     STREAM_AHEAD_BYTES = 2048,
 };
@@ -35,8 +40,13 @@ enum {
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* A weight value in eighths of a byte: 32, 16, 8, 4. */
-static int64_t value_eighths(int32_t kind) { return 32 >> kind; }
+/* What a pass over m rows reads of a weight value, in eighths of a byte: 32, 16, 8, 4, or what it is unpacked to. */
+static int64_t value_eighths(const pw_weight *w, int64_t m) {
+    int32_t path = pw_active()->gemm.path_of(w->kind, w->group, w->path);
+    if (w->kind >= PW_Q8 && path == PW_FMA) return 32;
+    if (w->kind >= PW_Q8 && (path == PW_BF16_DOT || path == PW_BF16_TILE)) return 16;
+    return w->kind == PW_Q4 && m > STREAM_ROWS ? 8 : 32 >> w->kind;
+}
 
 /* Inputs per pass: as many as fit L1, in passes of nearly equal length. */
 static int64_t pass_inputs(int64_t k, int64_t fitting) {
@@ -47,7 +57,7 @@ static int64_t pass_inputs(int64_t k, int64_t fitting) {
 pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) {
     int32_t mr, panels;
     pw_active()->gemm.best_tile(w, m, &mr, &panels);
-    int64_t eighths = w->kind == PW_Q4 && m > STREAM_ROWS ? 8 : value_eighths(w->kind); /* q4 is unpacked to bytes */
+    int64_t eighths = value_eighths(w, m);
     int64_t fitting_k = (int64_t)L1_WEIGHT_BYTES * 8 / (PW_PANEL * panels * eighths);
     int64_t k = pw_padded_k(w->k), panel_bytes = at_least(1, k * PW_PANEL * eighths / 8);
     pw_schedule s = {0};
@@ -56,10 +66,8 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     s.block_m = m <= STREAM_ROWS ? STREAM_ROWS : BLOCK_ROWS;
     s.block_n = (int32_t)at_least(panels, at_most(1 << 20, L2_WEIGHT_BYTES / panel_bytes));
     s.block_k = (int32_t)(m <= mr ? k : pass_inputs(k, fitting_k));
-    if (w->kind < PW_Q8 && m > STREAM_ROWS) {
-        s.block_n = DENSE_BLOCK_PANELS / panels * panels;
-        s.block_k = (int32_t)pass_inputs(k, DENSE_PASS_INPUTS);
-    }
+    if (m > STREAM_ROWS) s.block_n = BLOCK_PANELS / panels * panels;
+    if (m > STREAM_ROWS && w->kind < PW_Q8) s.block_k = (int32_t)pass_inputs(k, DENSE_PASS_INPUTS);
     s.prefetch_bytes = STREAM_AHEAD_BYTES;
     s.grid_m = 1;
     s.grid_n = threads > 1 ? threads : 1;

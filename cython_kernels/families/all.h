@@ -5,6 +5,7 @@
 #ifdef PW_AMX
 #include "families/gemm_amx.c"
 #endif
+#include "families/gemm_stage.c"
 #include "families/gemm.c"
 #include "families/limits.c"
 #include "families/ops.c"

@@ -6,14 +6,17 @@
  * and loading a float32 is exact, so passes do not change results. Error bounds: gemm_dense.c, gemm_quant.c. Sums of P
  * parts round P - 1 times more, 2^-24 of the sum each: within the same bounds, since the chains are shorter by as much.
  *
- * Where many rows meet the same weights, a pass stages them: bf16 as float32, q4 as bytes, once for all tiles of rows,
- * to the same bits. Meanwhile the kernels ask for what comes next (lookahead). */
+ * Where many rows meet the same weights, a pass stages them (gemm_stage.c), once for all tiles of rows, to the same
+ * bits. Meanwhile the kernels ask for what comes next (look_ahead). */
 #include "families/gemm.h"
 
-enum { BLOCK_FLOATS = 1 << 16, STAGED_BYTES = 64 << 10, STAGED_ROWS = 24, UNPACK_ROWS = 16 };
+enum { BLOCK_FLOATS = 1 << 16, STAGED_ROWS = 24 };
 
-/* The ways that a product is computed: a table of micro-kernels each. */
-typedef enum { F32, BF16_FMA, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q4, ARITHMETICS } arithmetic;
+/* The ways that a product is computed: a table of micro-kernels each, or what q8 and q4 are unpacked to first. */
+typedef enum {
+    F32, BF16_FMA, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4, ARITHMETICS,
+    QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE
+} arithmetic;
 
 typedef tile_kernel *tile_table[MAX_MR + 1][MAX_TILE_PANELS + 1];
 
@@ -28,11 +31,15 @@ static const tile_table tiles[ARITHMETICS] = {
 #endif
 #ifdef PW_AMX
     [BF16_TILE] = {[1 ... 32] = {[1 ... 2] = amx_bf16}},
+    [Q8_COLUMN_TILE] = {[1 ... 32] = {[1 ... 2] = amx_int8_column}},
 #endif
 #define TILE(mr, np)                                                                      \
     [Q8_GROUP32][mr][np] = q8_##mr##x##np, [Q8_GROUP16][mr][np] = q8g16_##mr##x##np, \
     [Q4][mr][np] = q4_##mr##x##np,
     QUANT_TILES(TILE)
+#undef TILE
+#define TILE(mr, np) [Q8_COLUMN][mr][np] = q8c_##mr##x##np,
+    COLUMN_TILES(TILE)
 #undef TILE
 };
 
@@ -50,30 +57,59 @@ static int32_t default_bf16_path(void) {
 #endif
 }
 
-int32_t ISA(path_of)(int32_t kind, int32_t path) {
+static int has_dense_path(int32_t path) {
+    return path == PW_FMA || (path == PW_BF16_DOT && tiles[BF16_DOT][1][1]) ||
+           (path == PW_BF16_TILE && tiles[BF16_TILE][1][1]);
+}
+
+int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path) {
     if (kind == PW_F32) return PW_FMA;
-    if (kind != PW_BF16) return PW_INT8_DOT;
-    int table = path == PW_FMA ? BF16_FMA : path == PW_BF16_DOT ? BF16_DOT : path == PW_BF16_TILE ? BF16_TILE : F32;
-    return table != F32 && tiles[table][1][1] ? path : default_bf16_path();
+    if (has_dense_path(path)) return path;
+    if (kind == PW_BF16) return default_bf16_path();
+    int has_tile = kind == PW_Q8 && group == 0 && tiles[Q8_COLUMN_TILE][1][1];
+    return has_tile && path != PW_INT8_DOT ? PW_INT8_TILE : PW_INT8_DOT;
+}
+
+static arithmetic quant_arithmetic(const pw_weight *w) {
+    int32_t path = ISA(path_of)(w->kind, w->group, w->path);
+    if (path == PW_FMA) return QUANT_AS_F32;
+    if (path == PW_BF16_DOT) return QUANT_AS_BF16_DOT;
+    if (path == PW_BF16_TILE) return QUANT_AS_BF16_TILE;
+    if (path == PW_INT8_TILE) return Q8_COLUMN_TILE;
+    if (w->kind == PW_Q4) return Q4;
+    return w->group == 16 ? Q8_GROUP16 : w->group ? Q8_GROUP32 : Q8_COLUMN;
 }
 
 static arithmetic arithmetic_of(const pw_weight *w) {
     if (w->kind == PW_F32) return F32;
-    if (w->kind == PW_Q4) return Q4;
-    if (w->kind == PW_Q8) return w->group == 16 ? Q8_GROUP16 : Q8_GROUP32;
-    int32_t path = ISA(path_of)(PW_BF16, w->path);
+    if (w->kind >= PW_Q8) return quant_arithmetic(w);
+    int32_t path = ISA(path_of)(PW_BF16, 0, w->path);
     return path == PW_FMA ? BF16_FMA : path == PW_BF16_DOT ? BF16_DOT : BF16_TILE;
 }
 
-/* Inputs and bytes of a prepared row that one step of a micro-kernel takes. */
+/* Whose micro-kernels read the weights once they are staged; all others read them as they are. */
+static arithmetic staged_as(arithmetic a) {
+    switch (a) {
+    case QUANT_AS_BF16_DOT: return BF16_DOT;
+    case QUANT_AS_BF16_TILE: return BF16_TILE;
+    case QUANT_AS_F32:
+    case BF16_FMA: return F32;
+    case Q4: return NIBBLES_STAGED ? Q8_GROUP32 : Q4;
+    default: return a;
+    }
+}
+
+/* Inputs and bytes of a prepared row that one step of a pass takes. */
 static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
-    if (a == BF16_TILE) return 32;
-    return a == F32 ? 1 : w->kind == PW_BF16 ? 2 : w->group;
+    if (a == F32) return 1;
+    if (a == BF16_FMA || a == BF16_DOT) return 2;
+    return a == Q8_GROUP16 ? w->group : PW_K_MULTIPLE;
 }
 
 static int64_t row_bytes_of_step(arithmetic a, const pw_weight *w) {
-    if (w->kind >= PW_Q8) return group_block_bytes(w->kind, w->group);
-    return inputs_of_step(a, w) * (a == F32 || a == BF16_FMA ? 4 : 2);
+    if (a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4) return group_block_bytes(w->kind, w->group);
+    if (a == Q8_COLUMN || a == Q8_COLUMN_TILE) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
+    return inputs_of_step(a, w) * (a == F32 || a == BF16_FMA || a == QUANT_AS_F32 ? 4 : 2);
 }
 
 /* A product, and its schedule clamped to what exists. */
@@ -87,8 +123,8 @@ typedef struct {
     int64_t block_m, block_n, block_steps, steps;
     int64_t step_inputs, step_row_bytes, step_value_bytes, prefetch_bytes;
     int32_t first_part, end_part; /* what this call computes of w->k_parts */
-    arithmetic arithmetic;
-    int staged;
+    arithmetic arithmetic, kernels; /* of the weight, of what a pass reads of it */
+    int staged;                     /* several tiles of rows meet the same panels, which are unpacked once for them */
 } walk;
 
 /* One pass over k, and where it lies in its part of k. */
@@ -166,9 +202,12 @@ static tile_call first_call(const walk *k, pw_range panels, const pass *p) {
     t.prefetch_bytes = at_most(k->prefetch_bytes, t.panel_bytes);
     t.prefetch_jump = np * t.panel_bytes - t.steps * k->step_value_bytes;
     if (!w->scales) return t;
-    int64_t scales_at = (panels.begin * k->steps + begin) * PW_PANEL * w->scale_bytes;
+    int64_t groups = w->group ? pw_padded_k(w->k) / w->group : 1;
+    int64_t first_group = w->group ? begin * k->step_inputs / w->group : 0;
+    int64_t scales_at = (panels.begin * groups + first_group) * PW_PANEL * w->scale_bytes;
     t.scale_bytes = w->scale_bytes;
-    t.panel_scale_bytes = k->steps * PW_PANEL * w->scale_bytes;
+    t.panel_scale_bytes = groups * PW_PANEL * w->scale_bytes;
+    t.ends_part = p->ends_part;
     t.scales = (const uint8_t *)w->scales + scales_at;
     t.mins = w->mins ? (const uint8_t *)w->mins + scales_at : NULL;
     return t;
@@ -187,7 +226,7 @@ static lookahead stream(const tile_call *t) {
     return (lookahead){t->values + t->prefetch_bytes, VECTOR_ROW_BYTES, t->panel_bytes, 0};
 }
 
-/* Quant kernels ask for nothing beyond their own panels, so it is done between them. */
+/* The other kernels ask for nothing beyond their own panels, so it is done between them. */
 static void ask_at_once(const lookahead *next, const tile_call *t) {
     for (int p = 0; p < t->panels; ++p) {
         const uint8_t *from = next->values + p * next->panel_bytes, *end = from + t->steps * next->values_step;
@@ -225,66 +264,32 @@ static void run_tile(const walk *k, tile_kernel *kernel, tile_call *t, const str
     }
 }
 
-/* q4 [panels][steps][4][16][8 nibbles] to the bytes of q8, which the call then reads. */
-static void stage_q4(tile_call *t, int64_t panels, uint8_t *bytes) {
-    vi nibble = vi_set1(0x0F0F0F0F), offset = vi_set1((int32_t)(Q8_WEIGHT_OFFSET * 0x01010101u));
-    int64_t panel_bytes = t->steps * PW_K_MULTIPLE * PW_PANEL;
-    for (int64_t panel = 0; panel < panels; ++panel) {
-        const uint8_t *from = t->values + panel * t->panel_bytes;
-        uint8_t *to = bytes + panel * panel_bytes;
-        for (int64_t i = 0; i < panel_bytes / 2; i += LANES * 4) {
-            vi pairs = vi_load(from + i);
-            uint8_t *quads = to + i / VECTOR_ROW_BYTES * (2 * VECTOR_ROW_BYTES) + i % VECTOR_ROW_BYTES;
-            vi_store(quads, vi_or(vi_and(pairs, nibble), offset));
-            vi_store(quads + VECTOR_ROW_BYTES, vi_or(vi_and(vi_shr(pairs, 4), nibble), offset));
-        }
-    }
-    t->values = bytes;
-    t->panel_bytes = panel_bytes;
-}
-
-/* bf16 pairs to float32, one input after the other: twice the steps. */
-static void stage_bf16(tile_call *t, int64_t panels, uint8_t *bytes) {
-    int64_t panel_bytes = t->steps * 2 * VECTOR_ROW_BYTES;
-    for (int64_t panel = 0; panel < panels; ++panel) {
-        const uint8_t *from = t->values + panel * t->panel_bytes;
-        uint8_t *to = bytes + panel * panel_bytes;
-        for (int64_t i = 0; i < panel_bytes / 2; i += LANES * 4) {
-            vi pairs = vi_load(from + i);
-            uint8_t *even = to + i / VECTOR_ROW_BYTES * (2 * VECTOR_ROW_BYTES) + i % VECTOR_ROW_BYTES;
-            vi_store(even, vi_shl(pairs, 16));
-            vi_store(even + VECTOR_ROW_BYTES, vi_and(pairs, vi_set1((int32_t)0xFFFF0000)));
-        }
-    }
-    t->values = bytes;
-    t->panel_bytes = panel_bytes;
-    t->steps *= 2;
-}
-
-static arithmetic stage(const walk *k, tile_call *t, int64_t panels, uint8_t *bytes) {
-    if (!k->staged) return k->arithmetic;
+static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
     t->prefetch_bytes = t->prefetch_jump = 0;
-    if (k->arithmetic == Q4) {
-        stage_q4(t, panels, bytes);
-        return Q8_GROUP32;
+    switch (k->arithmetic) {
+    case BF16_FMA: stage_bf16(t, bytes); break;
+    case QUANT_AS_F32: stage_widened(t, k->w, WIDEN_TO_F32, bytes); break;
+    case QUANT_AS_BF16_DOT: stage_widened(t, k->w, WIDEN_TO_PAIRS, bytes); break;
+    case QUANT_AS_BF16_TILE: stage_widened(t, k->w, WIDEN_TO_BF16, bytes); break;
+    default: stage_groups(t, k->w, bytes);
     }
-    stage_bf16(t, panels, bytes);
-    return F32;
 }
 
 static void run_strip(const walk *k, const strip *s) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
     tile_call t = first_call(k, s->panels, s->pass), weights = t;
-    arithmetic how = stage(k, &t, t.panels, bytes);
-    int looks_ahead = k->prefetch_bytes && s->rows.end - s->rows.begin > k->mr, dense = k->w->kind < PW_Q8;
-    if (looks_ahead && dense && s->index > 0) t.prefetch_bytes = t.prefetch_jump = 0; /* the last strip asked for them */
-    const uint8_t *rows = (const uint8_t *)k->x->rows + s->pass->steps.begin * k->step_row_bytes;
+    if (k->staged) stage(k, &t, bytes);
+    int several = k->prefetch_bytes && s->rows.end - s->rows.begin > k->mr, dense = k->kernels <= BF16_DOT;
+    if (several && dense && s->index > 0) t.prefetch_bytes = t.prefetch_jump = 0; /* the last strip asked for these */
+    const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
     for (int64_t row = s->rows.begin; row < s->rows.end; row += t.mr) {
         t.mr = (int)fair_part(s->rows.end - row, k->mr);
-        tile_kernel *kernel = largest_tile(how, &t.mr, &t.panels);
-        t.rows = rows + row * t.row_bytes;
-        t.next = looks_ahead && !t.prefetch_bytes ? look_ahead(k, &weights, &t, s, row) : stream(&t);
-        if (looks_ahead && !dense && !t.prefetch_bytes) ask_at_once(&t.next, &t);
+        tile_kernel *kernel = largest_tile(k->kernels, &t.mr, &t.panels);
+        t.rows = block + row * t.row_bytes;
+        t.row_scales = rows + row * t.row_bytes + column_values_bytes(k->w->k);
+        t.row_biases = t.row_scales + COLUMN_SCALE_BYTES + 4 * s->pass->steps.begin;
+        t.next = several && !t.prefetch_bytes ? look_ahead(k, &weights, &t, s, row) : stream(&t);
+        if (several && !dense && !t.prefetch_bytes) ask_at_once(&t.next, &t);
         run_tile(k, kernel, &t, s, row);
         t.prefetch_bytes = t.prefetch_jump = 0; /* the other rows find the weights in L1 */
     }
@@ -295,7 +300,7 @@ static void block_pass(const walk *k, const pass *p, pw_range rows, pw_range pan
     strip s = {.pass = p, .rows = rows, .count = (panels.end - panels.begin + k->panels - 1) / k->panels};
     for (int64_t panel = panels.begin; panel < panels.end; panel = s.panels.end, ++s.index) {
         int mr = 1, np = (int)at_most(k->panels, panels.end - panel);
-        largest_tile(k->arithmetic, &mr, &np);
+        largest_tile(k->kernels, &mr, &np);
         int64_t at = (rows.end - rows.begin) * (panel - panels.begin) * PW_PANEL;
         s.panels = (pw_range){panel, panel + np};
         s.partial = partial + at;
@@ -319,27 +324,38 @@ static void block(const walk *k, pw_range rows, pw_range panels) {
     }
 }
 
-/* Weights worth staging for so many rows, and the bytes that a step of one panel then takes. */
-static int64_t staged_step_bytes(arithmetic a, int64_t rows) {
-    if (a == BF16_FMA && rows >= STAGED_ROWS) return 2 * VECTOR_ROW_BYTES;
-    return a == Q4 && Q8_ACTIVATION_BYTES == 1 && rows >= UNPACK_ROWS ? PW_K_MULTIPLE * PW_PANEL : 0;
+/* Whether unpacking weights for so many rows costs less than reading them as they are. */
+static int staging_pays(arithmetic a, int64_t rows, int64_t mr) {
+    if (a >= ARITHMETICS) return 1;
+    if (a == BF16_FMA) return rows >= STAGED_ROWS;
+    return (a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4) && rows > 2 * mr;
+}
+
+/* Bytes that a step of one panel takes staged. */
+static int64_t staged_step_bytes(arithmetic a) {
+    if (a == QUANT_AS_F32) return PW_K_MULTIPLE * VECTOR_ROW_BYTES;
+    if (a >= ARITHMETICS) return PW_K_MULTIPLE * VECTOR_ROW_BYTES / 2;
+    if (a == BF16_FMA) return 2 * VECTOR_ROW_BYTES;
+    return 3 * VECTOR_ROW_BYTES + (a == Q4 && NIBBLES_STAGED ? PW_K_MULTIPLE * PW_PANEL : 0);
 }
 
 static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, int64_t rows) {
     walk k = {.w = w, .mr = s->mr, .panels = s->panels, .first_part = part, .end_part = part + 1};
     if (part < 0) k.first_part = 0, k.end_part = w->k_parts;
     k.arithmetic = arithmetic_of(w);
-    largest_tile(k.arithmetic, &k.mr, &k.panels);
+    k.block_m = clamp(s->block_m, 1, INT32_MAX);
+    k.staged = staging_pays(k.arithmetic, at_most(k.block_m, rows), clamp(s->mr, 1, MAX_MR));
+    k.kernels = k.staged ? staged_as(k.arithmetic) : k.arithmetic;
+    largest_tile(k.kernels, &k.mr, &k.panels);
     k.step_inputs = inputs_of_step(k.arithmetic, w);
     k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / k.step_inputs;
     k.step_value_bytes = k.step_inputs * VECTOR_ROW_BYTES / inputs_per_vector_row(w->kind);
     k.step_row_bytes = row_bytes_of_step(k.arithmetic, w);
     k.block_steps = clamp(s->block_k / k.step_inputs, 1, k.steps);
+    if (k.arithmetic == Q8_COLUMN_TILE && k.block_steps > 1) k.block_steps &= ~INT64_C(1); /* whole tiles */
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
-    k.block_m = clamp(s->block_m, 1, INT32_MAX);
-    int64_t staged = staged_step_bytes(k.arithmetic, at_most(k.block_m, rows));
-    k.staged = staged > 0;
-    if (k.staged) k.block_steps = clamp(STAGED_BYTES / (k.panels * staged), 1, k.block_steps);
+    int64_t fitting = STAGED_BYTES / (k.panels * staged_step_bytes(k.arithmetic));
+    if (k.staged) k.block_steps = clamp(fitting, 1, k.block_steps);
     if (k.block_steps < k.steps || w->k_parts > 1) {
         k.block_m = at_most(k.block_m, BLOCK_FLOATS / (k.panels * PW_PANEL));
         k.block_n = at_most(k.block_n, BLOCK_FLOATS / (k.block_m * k.panels * PW_PANEL) * k.panels);
@@ -376,10 +392,11 @@ void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_ra
 
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
-    int quant = w->kind >= PW_Q8;
-    int64_t most = quant ? QUANT_MR : DENSE_MR;
-    *panels = m <= 2 ? STREAM_PANELS : quant ? QUANT_PANELS : DENSE_PANELS;
-    if (arithmetic_of(w) == BF16_TILE) {
+    arithmetic a = arithmetic_of(w);
+    int column = a == Q8_COLUMN, quant = a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4;
+    int64_t most = quant ? QUANT_MR : column ? COLUMN_MR : DENSE_MR;
+    *panels = m <= 2 ? STREAM_PANELS : quant ? QUANT_PANELS : column ? COLUMN_PANELS : DENSE_PANELS;
+    if (a == BF16_TILE || a == QUANT_AS_BF16_TILE || a == Q8_COLUMN_TILE) {
         *panels = 2;
         most = 32;
     } else if (quant && QUANT_TALL_MR > 0 && m <= 2 * QUANT_TALL_MR && pieces(m, QUANT_TALL_MR) < pieces(m, most)) {
@@ -390,5 +407,6 @@ void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels)
 }
 
 int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {
-    return mr >= 1 && mr <= MAX_MR && panels >= 1 && panels <= MAX_TILE_PANELS && tiles[arithmetic_of(w)][mr][panels];
+    arithmetic a = arithmetic_of(w), kernels = a >= ARITHMETICS ? staged_as(a) : a;
+    return mr >= 1 && mr <= MAX_MR && panels >= 1 && panels <= MAX_TILE_PANELS && tiles[kernels][mr][panels];
 }

@@ -9,12 +9,24 @@ enum { MAX_MR = PW_MOST_TILE, MAX_TILE_PANELS = 8, VECTORS = PW_PANEL / LANES, V
 
 PW_INLINE int inputs_per_vector_row(int kind) { return 1 << kind; }
 
+#ifndef PW_FMA_ROUNDS_ONCE
+#define PW_FMA_ROUNDS_ONCE 0
+#endif
+#define FLOAT_BIAS 12582912.0f /* integers around its bits, read as floats, are the integers around it */
+enum { FLOAT_BIAS_BITS = 0x4B400000 };
+
 /* A group of quantised activations: the values in the order of the ISA's dots, then
- * float scale; int32 (Q8_WEIGHT_OFFSET - zero_point) * sum(q), q4: -zero_point * sum(q); float scale * sum(q). */
+ * float scale; int32 FLOAT_BIAS_BITS + (Q8_WEIGHT_OFFSET - zero_point) * sum(q), q4 without the offset;
+ * float scale * sum(q). */
 PW_INLINE int64_t group_values_bytes(int kind, int group) {
     return kind == PW_Q8 ? group * Q8_ACTIVATION_BYTES : group;
 }
 PW_INLINE int64_t group_block_bytes(int kind, int group) { return group_values_bytes(kind, group) + 12; }
+
+/* A quantised row with one scale: its values, then its fields:
+ * float scale; int32 (Q8_WEIGHT_OFFSET - zero_point) * sum(q of the first 32 i) for i = 0.. padded k / 32. */
+enum { COLUMN_SCALE_BYTES = 4 };
+PW_INLINE int64_t column_values_bytes(int64_t k) { return pw_padded_k(k) * Q8_ACTIVATION_BYTES; }
 
 /* Lines that a dense kernel asks for, one a step: of each panel from `values` on, and of two rows so many bytes from
  * the first one's reading. */
@@ -33,9 +45,13 @@ typedef struct {
     const uint8_t *values;
     int64_t panel_bytes;
     const uint8_t *scales, *mins; /* mins may be NULL */
+    const uint8_t *offsets;       /* float32 -FLOAT_BIAS * scale, exact, like scales; or NULL */
     int64_t panel_scale_bytes;
     int32_t scale_bytes;
     int32_t add;
+    int32_t ends_part;          /* group 0: sums are int32 before the last pass of a part */
+    const uint8_t *row_scales;  /* group 0: of the first row */
+    const uint8_t *row_biases;  /* group 0: of the first row, at the first step */
     int64_t steps;
     int64_t prefetch_bytes; /* ahead of each read of values; 0: they are in L1 */
     int64_t prefetch_jump;  /* more than that in the last prefetch_bytes of a panel, where the next panels follow */

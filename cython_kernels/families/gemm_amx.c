@@ -4,41 +4,73 @@
  * their sum to y, with subnormals taken as zero: at most 16 + 1 + k/32 additions follow any product, so the bound of
  * gemm_dense.c holds with room, and a row's result does not depend on the rows beside it.
  *
- * q8 and q4 stay with the AVX-512 tiles. A group of 32 is one tile product, but its dots leave the tile unit by memory
- * to meet their scales, and neither products nor tile stores overlap 512-bit arithmetic: 62 cycles for 16 x 16 x 32 at
- * best, 94 for the AVX-512 tile, and no difference over whole matrices (measured on a Xeon 6, one core). */
+ * q8 with a scale a column (group 0): tdpbsud, signed activations times unsigned weights, 64 inputs at a time, exact in
+ * int32. The float step is that of gemm_quant.c, so the bits are those of the vector kernels.
+ *
+ * q8 and q4 with groups stay with the AVX-512 tiles. A group of 32 is one tile product, but its dots leave the tile unit
+ * by memory to meet their scales, and neither products nor tile stores overlap 512-bit arithmetic: 62 cycles for
+ * 16 x 16 x 32 at best, 94 for the AVX-512 tile, and no difference over whole matrices (measured on a Xeon 6, one core). */
 #include "families/gemm.h"
 
-enum { BF16_STEP_BYTES = TILE_ROW_BYTES, BF16_STEP_VALUE_BYTES = TILE_ROWS * TILE_ROW_BYTES };
+enum { TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES, COLUMN_STEP_BYTES = PW_K_MULTIPLE * PW_PANEL };
 
-PW_INLINE void prefetch_lines(const uint8_t *p, int lines) {
-    PW_UNROLL for (int i = 0; i < lines; ++i) __builtin_prefetch(p + i * VECTOR_ROW_BYTES);
+/* What fills tiles 4, 5 and 6, 7: activations of up to 32 rows, one or two panels. */
+typedef struct {
+    const uint8_t *rows;
+    int64_t row_bytes;
+    const uint8_t *panels;
+    int64_t panel_bytes;
+} tile_operands;
+
+#define TILE_DOT(kind, c, a, b)                    \
+    do {                                           \
+        if ((kind) == PW_BF16) TILE_DOT_BF16(c, a, b); \
+        else TILE_DOT_INT8(c, a, b);               \
+    } while (0)
+
+PW_INLINE void prefetch_tile(const uint8_t *p) {
+    PW_UNROLL for (int i = 0; i < TILE_ROWS; ++i) __builtin_prefetch(p + i * TILE_ROW_BYTES);
 }
 
-PW_INLINE void bf16_tile_steps(const tile_call *t, int lower, int np) {
-    int64_t panel_bytes = t->panel_bytes, row_bytes = t->row_bytes, ahead = t->prefetch_bytes;
-    int64_t turn = t->steps - ahead / BF16_STEP_VALUE_BYTES;
-    const uint8_t *a = t->rows, *b = t->values;
-    for (int64_t step = 0; step < t->steps; ++step, a += BF16_STEP_BYTES, b += BF16_STEP_VALUE_BYTES) {
-        if (step == turn) ahead += t->prefetch_jump;
-        TILE_LOAD(6, b, TILE_ROW_BYTES);
-        TILE_LOAD(4, a, row_bytes);
-        TILE_DOT_BF16(0, 4, 6);
-        if (ahead) prefetch_lines(b + ahead, TILE_ROWS);
-        if (np == 2) {
-            TILE_LOAD(7, b + panel_bytes, TILE_ROW_BYTES);
-            TILE_DOT_BF16(1, 4, 7);
-            if (ahead) prefetch_lines(b + panel_bytes + ahead, TILE_ROWS);
-        }
-        if (lower) {
-            TILE_LOAD(5, a + TILE_ROWS * row_bytes, row_bytes);
-            TILE_DOT_BF16(2, 5, 6);
-            if (np == 2) TILE_DOT_BF16(3, 5, 7);
-        }
+/* Tiles 0 to 3 += rows times panels, over as many inputs as a tile holds. */
+PW_INLINE void tile_step(int kind, const tile_operands *o, int64_t ahead, int lower, int np) {
+    TILE_LOAD(6, o->panels, TILE_ROW_BYTES);
+    TILE_LOAD(4, o->rows, o->row_bytes);
+    TILE_DOT(kind, 0, 4, 6);
+    if (ahead) prefetch_tile(o->panels + ahead);
+    if (np == 2) {
+        TILE_LOAD(7, o->panels + o->panel_bytes, TILE_ROW_BYTES);
+        TILE_DOT(kind, 1, 4, 7);
+        if (ahead) prefetch_tile(o->panels + o->panel_bytes + ahead);
+    }
+    if (lower) {
+        TILE_LOAD(5, o->rows + TILE_ROWS * o->row_bytes, o->row_bytes);
+        TILE_DOT(kind, 2, 5, 6);
+        if (np == 2) TILE_DOT(kind, 3, 5, 7);
     }
 }
 
-PW_INLINE void bf16_tile_begin(const tile_call *t, int lower, int np) {
+/* The last 32 inputs of q8, half a tile, beside zeros. */
+PW_INLINE void half_step(const tile_call *t, const tile_operands *o, int lower, int np) {
+    uint8_t rows[MAX_MR * TILE_ROW_BYTES] = {0}, panels[2 * TILE_BYTES] = {0};
+    for (int r = 0; r < t->mr; ++r) memcpy(rows + r * TILE_ROW_BYTES, o->rows + r * o->row_bytes, PW_K_MULTIPLE);
+    for (int p = 0; p < np; ++p) memcpy(panels + p * TILE_BYTES, o->panels + p * o->panel_bytes, COLUMN_STEP_BYTES);
+    tile_operands padded = {rows, TILE_ROW_BYTES, panels, TILE_BYTES};
+    tile_step(PW_Q8, &padded, 0, lower, np);
+}
+
+PW_INLINE void tile_steps(const tile_call *t, int kind, int lower, int np) {
+    tile_operands o = {t->rows, t->row_bytes, t->values, t->panel_bytes};
+    int64_t whole = kind == PW_Q8 ? t->steps / 2 : t->steps, ahead = t->prefetch_bytes, turn = whole - ahead / TILE_BYTES;
+    for (int64_t step = 0; step < whole; ++step, o.rows += TILE_ROW_BYTES, o.panels += TILE_BYTES) {
+        if (step == turn) ahead += t->prefetch_jump;
+        tile_step(kind, &o, ahead, lower, np);
+    }
+    if (kind == PW_Q8 && t->steps % 2) half_step(t, &o, lower, np);
+}
+
+/* Sums go in and out as they are, float32 or int32. */
+PW_INLINE void tiles_from_partial(const tile_call *t, int lower, int np) {
     int64_t stride = 4 * t->partial_stride;
     const float *below = t->partial ? t->partial + TILE_ROWS * t->partial_stride : NULL;
     if (t->partial) TILE_LOAD(0, t->partial, stride);
@@ -51,7 +83,7 @@ PW_INLINE void bf16_tile_begin(const tile_call *t, int lower, int np) {
     else TILE_ZERO(3);
 }
 
-PW_INLINE void bf16_tile_store(float *out, int64_t stride, int lower, int np) {
+PW_INLINE void store_tiles(float *out, int64_t stride, int lower, int np) {
     TILE_STORE(0, out, 4 * stride);
     if (np == 2) TILE_STORE(1, out + PW_PANEL, 4 * stride);
     if (!lower) return;
@@ -59,15 +91,13 @@ PW_INLINE void bf16_tile_store(float *out, int64_t stride, int lower, int np) {
     if (np == 2) TILE_STORE(3, out + TILE_ROWS * stride + PW_PANEL, 4 * stride);
 }
 
-PW_INLINE void bf16_tile_sized(const tile_call *t, int lower, int np) {
-    bf16_tile_begin(t, lower, np);
-    bf16_tile_steps(t, lower, np);
+PW_INLINE void finish_bf16(const tile_call *t, int lower, int np) {
     if (!t->add) {
-        bf16_tile_store(t->out, t->out_stride, lower, np);
+        store_tiles(t->out, t->out_stride, lower, np);
         return;
     }
     float sums[MAX_MR * 2 * PW_PANEL] __attribute__((aligned(64)));
-    bf16_tile_store(sums, np * PW_PANEL, lower, np);
+    store_tiles(sums, np * PW_PANEL, lower, np);
     for (int r = 0; r < t->mr; ++r) {
         for (int c = 0; c < np * PW_PANEL; c += LANES) {
             float *out = t->out + r * t->out_stride + c;
@@ -76,12 +106,37 @@ PW_INLINE void bf16_tile_sized(const tile_call *t, int lower, int np) {
     }
 }
 
+/* Row by row, because their number is no constant. */
+PW_INLINE void finish_column(const tile_call *t, int lower, int np) {
+    int_sums dot;
+    store_tiles((float *)(void *)dot, MAX_TILE_PANELS * PW_PANEL, lower, np);
+    for (int r = 0; r < t->mr; ++r) {
+        tile_call row = *t;
+        row.out += r * t->out_stride;
+        row.row_scales += r * t->row_bytes;
+        vi bias = column_bias(t, r);
+        PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) dot[r][c] = vi_add(dot[r][c], bias);
+        if (t->ends_part) scale_columns(&row, dot + r, 1, np * VECTORS);
+        else store_column_sums(&row, dot + r, 1, np * VECTORS);
+    }
+}
+
+PW_INLINE void amx_tile_sized(const tile_call *t, int kind, int lower, int np) {
+    tiles_from_partial(t, lower, np);
+    tile_steps(t, kind, lower, np);
+    if (kind == PW_BF16) finish_bf16(t, lower, np);
+    else finish_column(t, lower, np);
+}
+
 /* Up to 32 rows x 2 panels. */
-static void amx_bf16(const tile_call *t) {
+PW_INLINE void amx_tile(const tile_call *t, int kind) {
     int lower = t->mr > TILE_ROWS;
     tiles_begin(lower ? TILE_ROWS : t->mr, lower ? t->mr - TILE_ROWS : 1);
-    if (lower && t->panels == 2) bf16_tile_sized(t, 1, 2);
-    else if (lower) bf16_tile_sized(t, 1, 1);
-    else if (t->panels == 2) bf16_tile_sized(t, 0, 2);
-    else bf16_tile_sized(t, 0, 1);
+    if (lower && t->panels == 2) amx_tile_sized(t, kind, 1, 2);
+    else if (lower) amx_tile_sized(t, kind, 1, 1);
+    else if (t->panels == 2) amx_tile_sized(t, kind, 0, 2);
+    else amx_tile_sized(t, kind, 0, 1);
 }
+
+static void amx_bf16(const tile_call *t) { amx_tile(t, PW_BF16); }
+static void amx_int8_column(const tile_call *t) { amx_tile(t, PW_Q8); }

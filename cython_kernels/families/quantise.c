@@ -1,31 +1,51 @@
 /* families/quantise.c: puts rows of x into the form that GEMM kernels read, and weights back into float32.
  *
- * bf16: round to nearest even; as float32 for the path `fma`. q8, q4: per group of k, a = max|x| / 127, q = rint(x * (127 / max|x|)): within
- * a/2 (1 + 2^-14) of x. A group whose largest magnitude is below 2^-100 counts as zeros; one that holds an infinity
- * or a NaN gets a = NaN, which every product with it inherits. All ISAs write the same a and q. */
+ * bf16: round to nearest even, kept as float32 where the path is `fma`. q8, q4 by int8 paths: per group of k (group 0:
+ * the whole row), a = max|x| / 127, q = rint(x * (127 / max|x|)): within a/2 (1 + 2^-14) of x. A group whose largest
+ * magnitude is below 2^-100 counts as zeros; one that holds an infinity or a NaN gets a = NaN, which every product with
+ * it inherits. All ISAs write the same a and q. By dense paths, x itself or its bf16. */
 #include "families/gemm.h"
 
-int32_t ISA(path_of)(int32_t kind, int32_t path);
+int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path);
 
-PW_INLINE int64_t bf16_activation_bytes(int32_t path) { return ISA(path_of)(PW_BF16, path) == PW_FMA ? 4 : 2; }
+typedef enum { ROW_F32, ROW_PADDED_F32, ROW_ROUNDED_F32, ROW_BF16, ROW_GROUPS, ROW_BYTES } row_layout;
+
+static row_layout layout_of(const pw_form *form) {
+    int32_t path = ISA(path_of)(form->kind, form->group, form->path);
+    if (form->kind == PW_F32) return ROW_F32;
+    if (path == PW_FMA) return form->kind == PW_BF16 ? ROW_ROUNDED_F32 : ROW_PADDED_F32;
+    if (path == PW_BF16_DOT || path == PW_BF16_TILE) return ROW_BF16;
+    return form->group ? ROW_GROUPS : ROW_BYTES;
+}
 
 /* Rows a multiple of 1 KiB apart would compete for a few sets of L1: a line more spreads them. */
 static int64_t spread(int64_t row_bytes) { return row_bytes % 1024 ? row_bytes : row_bytes + 64; }
 
 int64_t ISA(row_bytes)(const pw_form *form, int64_t k) {
-    if (form->kind == PW_F32) return spread(4 * k);
-    if (form->kind == PW_BF16) return spread(pw_padded_k(k) * bf16_activation_bytes(form->path));
-    return spread(pw_padded_k(k) / form->group * group_block_bytes(form->kind, form->group));
+    int64_t padded = pw_padded_k(k);
+    switch (layout_of(form)) {
+    case ROW_F32: return spread(4 * k);
+    case ROW_PADDED_F32:
+    case ROW_ROUNDED_F32: return spread(4 * padded);
+    case ROW_BF16: return spread(2 * padded);
+    case ROW_GROUPS: return spread(padded / form->group * group_block_bytes(form->kind, form->group));
+    default: return spread(column_values_bytes(k) + COLUMN_SCALE_BYTES + 4 * (padded / PW_K_MULTIPLE + 1));
+    }
+}
+
+static void padded_f32_row(int64_t k, const float *x, float *row) {
+    memcpy(row, x, 4 * (size_t)k);
+    memset(row + k, 0, 4 * (size_t)(pw_padded_k(k) - k));
+}
+
+static void rounded_f32_row(int64_t k, const float *x, float *row) {
+    for (int64_t i = 0; i < k; ++i) row[i] = pw_from_bf16(pw_to_bf16(x[i]));
+    memset(row + k, 0, 4 * (size_t)(pw_padded_k(k) - k));
 }
 
 static void bf16_row(int64_t k, const float *x, uint16_t *row) {
     for (int64_t i = 0; i < k; ++i) row[i] = pw_to_bf16(x[i]);
     memset(row + k, 0, 2 * (size_t)(pw_padded_k(k) - k));
-}
-
-static void widened_bf16_row(int64_t k, const float *x, float *row) {
-    for (int64_t i = 0; i < k; ++i) row[i] = pw_from_bf16(pw_to_bf16(x[i]));
-    memset(row + k, 0, 4 * (size_t)(pw_padded_k(k) - k));
 }
 
 /* int8 in the order of k, or int16 as (a0, a2), (a1, a3) where the dots want them so. */
@@ -43,28 +63,44 @@ PW_INLINE void write_values(int kind, const int8_t *q, int group, uint8_t *out) 
     }
 }
 
-/* x[group] to its block. */
-PW_INLINE void quantise_group(int kind, int group, int32_t zero_point, const float *x, uint8_t *out) {
-    int8_t q[PW_K_MULTIPLE];
-    vi magnitude = vi_set1(0), total = vi_set1(0);
-    for (int i = 0; i < group; i += LANES) {
-        magnitude = vi_max(magnitude, vi_and(v_bits(v_load(x + i)), vi_set1(0x7FFFFFFF)));
-    }
-    /* Compared as integers, magnitudes order as floats do, with infinity and NaN on top. */
-    uint32_t top_bits = (uint32_t)vi_max_all(magnitude);
-    float top = pw_bits_to_float(top_bits), scale = top / 127.0f, inverse = 127.0f / top;
-    int finite = top_bits < 0x7F800000u, usable = finite && top >= 0x1p-100f;
-    if (!usable) scale = finite ? 0.0f : NAN;
-    for (int i = 0; i < group; i += LANES) {
-        vi rounded = usable ? v_round(v_mul(v_load(x + i), v_set1(inverse))) : vi_set1(0);
+/* Magnitudes as integers order as floats do, with infinity and NaN on top. */
+PW_INLINE vi magnitudes(const float *x) { return vi_and(v_bits(v_load(x)), vi_set1(0x7FFFFFFF)); }
+
+/* How values of which the largest magnitude has these bits become bytes: q = rint(x * inverse), x ~ scale * q. */
+typedef struct {
+    float scale, inverse;
+} byte_scale;
+
+PW_INLINE byte_scale byte_scale_of(uint32_t top_bits) {
+    float top = pw_bits_to_float(top_bits);
+    if (top_bits >= 0x7F800000u) return (byte_scale){NAN, 0.0f};
+    if (top < 0x1p-100f) return (byte_scale){0.0f, 0.0f};
+    return (byte_scale){top / 127.0f, 127.0f / top};
+}
+
+/* x[count] to q; their sum. */
+PW_INLINE int32_t quantise_values(int count, const float *x, byte_scale s, int8_t *q) {
+    vi total = vi_set1(0);
+    for (int i = 0; i < count; i += LANES) {
+        vi rounded = s.inverse != 0.0f ? v_round(v_mul(v_load(x + i), v_set1(s.inverse))) : vi_set1(0);
         total = vi_add(total, rounded);
         vi_store_i8(q + i, rounded);
     }
-    int32_t sum = vi_sum(total), bias = ((kind == PW_Q8 ? Q8_WEIGHT_OFFSET : 0) - zero_point) * sum;
-    float scaled_sum = scale * (float)sum;
+    return vi_sum(total);
+}
+
+/* x[group] to its block. */
+PW_INLINE void quantise_group(int kind, int group, int32_t zero_point, const float *x, uint8_t *out) {
+    int8_t q[PW_K_MULTIPLE];
+    vi magnitude = vi_set1(0);
+    for (int i = 0; i < group; i += LANES) magnitude = vi_max(magnitude, magnitudes(x + i));
+    byte_scale s = byte_scale_of((uint32_t)vi_max_all(magnitude));
+    int32_t sum = quantise_values(group, x, s, q);
+    int32_t bias = FLOAT_BIAS_BITS + ((kind == PW_Q8 ? Q8_WEIGHT_OFFSET : 0) - zero_point) * sum;
+    float scaled_sum = s.scale * (float)sum;
     write_values(kind, q, group, out);
     uint8_t *fields = out + group_values_bytes(kind, group);
-    memcpy(fields, &scale, 4);
+    memcpy(fields, &s.scale, 4);
     memcpy(fields + 4, &bias, 4);
     memcpy(fields + 8, &scaled_sum, 4);
 }
@@ -79,17 +115,55 @@ PW_INLINE void quantise_row(int kind, int group, int32_t zero_point, int64_t k, 
     }
 }
 
+static uint32_t largest_magnitude(int64_t k, const float *x) {
+    vi magnitude = vi_set1(0);
+    int64_t i = 0;
+    for (; i + LANES <= k; i += LANES) magnitude = vi_max(magnitude, magnitudes(x + i));
+    uint32_t top = (uint32_t)vi_max_all(magnitude);
+    for (; i < k; ++i) {
+        uint32_t bits = pw_float_to_bits(x[i]) & 0x7FFFFFFFu;
+        if (bits > top) top = bits;
+    }
+    return top;
+}
+
+/* x[k] to bytes with one scale (gemm.h: column_fields). Sums may wrap: what they are taken from wraps alike. */
+static void quantise_column_row(int32_t zero_point, int64_t k, const float *x, uint8_t *out) {
+    byte_scale s = byte_scale_of(largest_magnitude(k, x));
+    uint8_t *fields = out + column_values_bytes(k);
+    uint32_t bias = 0;
+    memcpy(fields, &s.scale, 4);
+    memcpy(fields + COLUMN_SCALE_BYTES, &bias, 4);
+    for (int64_t i = 0; i < k; i += PW_K_MULTIPLE, out += PW_K_MULTIPLE * Q8_ACTIVATION_BYTES) {
+        int8_t q[PW_K_MULTIPLE];
+        float last[PW_K_MULTIPLE] = {0};
+        if (i + PW_K_MULTIPLE > k) memcpy(last, x + i, 4 * (size_t)(k - i));
+        int32_t sum = quantise_values(PW_K_MULTIPLE, i + PW_K_MULTIPLE > k ? last : x + i, s, q);
+        write_values(PW_Q8, q, PW_K_MULTIPLE, out);
+        bias += (uint32_t)(Q8_WEIGHT_OFFSET - zero_point) * (uint32_t)sum;
+        memcpy(fields + COLUMN_SCALE_BYTES + 4 * (i / PW_K_MULTIPLE + 1), &bias, 4);
+    }
+}
+
+static void prepare_row(const pw_form *form, row_layout layout, int64_t k, const float *x, uint8_t *row) {
+    switch (layout) {
+    case ROW_F32: memcpy(row, x, 4 * (size_t)k); break;
+    case ROW_PADDED_F32: padded_f32_row(k, x, (float *)(void *)row); break;
+    case ROW_ROUNDED_F32: rounded_f32_row(k, x, (float *)(void *)row); break;
+    case ROW_BF16: bf16_row(k, x, (uint16_t *)(void *)row); break;
+    case ROW_BYTES: quantise_column_row(form->zero_point, k, x, row); break;
+    default:
+        if (form->kind == PW_Q4) quantise_row(PW_Q4, 32, form->zero_point, k, x, row);
+        else if (form->group == 16) quantise_row(PW_Q8, 16, form->zero_point, k, x, row);
+        else quantise_row(PW_Q8, 32, form->zero_point, k, x, row);
+    }
+}
+
 void ISA(prepare_rows)(const pw_form *form, int64_t k, const float *x, int64_t ldx, pw_range rows, void *prepared) {
+    row_layout layout = layout_of(form);
     int64_t row_bytes = ISA(row_bytes)(form, k);
     for (int64_t row = rows.begin; row < rows.end; ++row) {
-        const float *from = x + row * ldx;
-        uint8_t *to = (uint8_t *)prepared + row * row_bytes;
-        if (form->kind == PW_F32) memcpy(to, from, 4 * (size_t)k);
-        else if (form->kind == PW_BF16 && bf16_activation_bytes(form->path) == 4) widened_bf16_row(k, from, (float *)(void *)to);
-        else if (form->kind == PW_BF16) bf16_row(k, from, (uint16_t *)(void *)to);
-        else if (form->kind == PW_Q4) quantise_row(PW_Q4, 32, form->zero_point, k, from, to);
-        else if (form->group == 16) quantise_row(PW_Q8, 16, form->zero_point, k, from, to);
-        else quantise_row(PW_Q8, 32, form->zero_point, k, from, to);
+        prepare_row(form, layout, k, x + row * ldx, (uint8_t *)prepared + row * row_bytes);
     }
 }
 
@@ -101,10 +175,11 @@ static float scale_at(const void *scales, int32_t scale_bytes, int64_t i) {
 /* scale * (q - zero_point), then + min: the float32 roundings of packing.dequantise. */
 static void unpack_quant_row(const pw_weight *w, int64_t row, float *out) {
     int64_t padded = pw_padded_k(w->k), panel = row / PW_PANEL, column = row % PW_PANEL;
+    int64_t group = w->group ? w->group : padded;
     int64_t inputs = inputs_per_vector_row(w->kind);
     const uint8_t *values = (const uint8_t *)w->values + panel * (padded / inputs * VECTOR_ROW_BYTES) + column * 4;
     for (int64_t i = 0; i < w->k; ++i) {
-        int64_t at = (panel * (padded / w->group) + i / w->group) * PW_PANEL + column;
+        int64_t at = (panel * (padded / group) + i / group) * PW_PANEL + column;
         uint8_t byte = values[i / inputs * VECTOR_ROW_BYTES + i % 4];
         int32_t q = w->kind == PW_Q8 ? byte : i % 8 < 4 ? byte & 15 : byte >> 4;
         float x = (float)(q - w->zero_point) * scale_at(w->scales, w->scale_bytes, at);

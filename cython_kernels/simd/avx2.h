@@ -18,6 +18,7 @@ PW_INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 PW_INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 PW_INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 PW_INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+#define PW_FMA_ROUNDS_ONCE 1
 PW_INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 PW_INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); } /* b where either is NaN */
 PW_INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
@@ -120,12 +121,14 @@ PW_INLINE vi q4_end(vi acc, int32_t bias) {
 #define DENSE_TILES(X) PW_ROWS_6(X, 1) PW_ROWS_3(X, 2) PW_ROWS_1(X, 3) PW_ROWS_1(X, 4)
 #ifdef __AVXVNNI__
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(1, 2) X(2, 2) X(3, 2) X(1, 3) X(2, 3) X(1, 4)
-enum { QUANT_MR = 6 };
+#define COLUMN_TILES(X) QUANT_TILES(X) /* of one int32 sum each */
+enum { QUANT_MR = 6, COLUMN_MR = 6 };
 #else
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2) X(1, 4)
-enum { QUANT_MR = 4 };
+#define COLUMN_TILES(X) QUANT_TILES(X)
+enum { QUANT_MR = 4, COLUMN_MR = 4 };
 #endif
 enum { QUANT_TILE_HELD = 4 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */
-enum { DENSE_MR = 6, DENSE_PANELS = 1, QUANT_PANELS = 1, STREAM_PANELS = 4 };
+enum { DENSE_MR = 6, DENSE_PANELS = 1, QUANT_PANELS = 1, COLUMN_PANELS = 1, STREAM_PANELS = 4 };
 enum { QUANT_TALL_MR = 0, QUANT_TALL_PANELS = 0 }; /* for a few rows more than QUANT_MR; 0: none */

@@ -21,6 +21,7 @@ PW_INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 PW_INLINE vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 PW_INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 PW_INLINE vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+#define PW_FMA_ROUNDS_ONCE 1
 PW_INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 PW_INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); } /* b where either is NaN */
 PW_INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
@@ -114,6 +115,13 @@ PW_INLINE vf bf16_dot(vf acc, vi w, vi a) {
     X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) \
     X(1, 3) X(2, 3) X(3, 3) X(4, 3) \
     X(1, 4) X(2, 4) X(3, 4)
+/* Tiles of one int32 sum each. */
+#define COLUMN_TILES(X) \
+    X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(7, 1) X(8, 1) \
+    X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) X(7, 2) X(8, 2) X(9, 2) X(10, 2) X(11, 2) X(12, 2) \
+    X(1, 3) X(2, 3) X(3, 3) X(4, 3) X(5, 3) X(6, 3) X(7, 3) X(8, 3) \
+    X(1, 4) X(2, 4) X(3, 4) X(4, 4) X(5, 4) X(6, 4)
+enum { COLUMN_MR = 8, COLUMN_PANELS = 3 };
 enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */
 enum { DENSE_MR = 14, DENSE_PANELS = 2, QUANT_MR = 4, QUANT_PANELS = 3, STREAM_PANELS = 4 };

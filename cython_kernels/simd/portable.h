@@ -72,6 +72,8 @@ PW_INLINE vi q4_end(vi acc, int32_t bias) { (void)bias; return acc; }
 /* Micro-kernels (rows x panels) that are worth having with these registers. */
 #define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2)
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1)
+#define COLUMN_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) /* of one int32 sum each */
+enum { COLUMN_MR = 4, COLUMN_PANELS = 1 };
 enum { QUANT_TILE_HELD = 4 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */
 enum { DENSE_MR = 4, DENSE_PANELS = 1, QUANT_MR = 4, QUANT_PANELS = 1, STREAM_PANELS = 1 };

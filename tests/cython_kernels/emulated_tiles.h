@@ -88,7 +88,7 @@ static void emulated_dot_bf16(int ci, int ai, int bi) {
     }
 }
 
-__attribute__((unused)) static void emulated_dot_int8(int ci, int ai, int bi) {
+static void emulated_dot_int8(int ci, int ai, int bi) {
     emulated_tile *c = tile_of(ci), *a = tile_of(ai), *b = tile_of(bi);
     shapes_must_meet(c, a, b);
     for (int m = 0; m < c->rows; ++m) {

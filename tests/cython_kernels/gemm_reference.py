@@ -12,17 +12,17 @@ from phasewise.cython_kernels.packing import PackedWeight, QuantRows
 
 Array = npt.NDArray[Any]
 UNIT = 2.0**-24
-FORMATS = ("f32", "bf16", "q8", "q8 f32", "q8 min", "q8 group 16", "q4", "q4 min", "q4 min f32")
+FORMATS = ("f32", "bf16", "q8", "q8 f32", "q8 min", "q8 group 16", "q8 column", "q4", "q4 min", "q4 min f32")
 
 
 def make_weight(fmt: str, n: int, k: int, rng: np.random.Generator) -> PackedWeight:
     """A random weight; `fmt` names the kind, then what differs from zero_point and float16 scales of 32."""
     if fmt in ("f32", "bf16"):
         return packing.pack_dense(rng.standard_normal((n, k), dtype=np.float32), fmt)  # type: ignore[arg-type]
-    bits, group = (8 if fmt.startswith("q8") else 4), (16 if "16" in fmt else 32)
+    bits, group = (8 if fmt.startswith("q8") else 4), (16 if "16" in fmt else 0 if "column" in fmt else 32)
     dtype = np.float32 if "f32" in fmt else np.float16
     q = rng.integers(0, 1 << bits, (n, k), dtype=np.uint8)
-    groups = -(-k // group)
+    groups = packing.groups_of(k, group)
     scales = rng.standard_normal((n, groups)).astype(dtype)
     mins = rng.standard_normal((n, groups)).astype(dtype) if "min" in fmt else None
     zero_point = 0 if mins is not None else int(rng.choice([1 << (bits - 1), 1, 255 if bits == 8 else 15]))
@@ -32,6 +32,7 @@ def make_weight(fmt: str, n: int, k: int, rng: np.random.Generator) -> PackedWei
 def quantise_rows(x: Array, group: int) -> tuple[Array, Array]:
     """q int [m, k] and scales float32 [m, groups], as families/quantise.c says."""
     m, k = x.shape
+    group = group or k
     blocks = np.pad(x, ((0, 0), (0, -k % group))).reshape(m, -1, group)
     top = np.abs(blocks).max(axis=2)
     small = top < np.float32(2.0**-100)
@@ -45,17 +46,28 @@ def gamma(n: int) -> float:
     return n * UNIT / (1 - n * UNIT)
 
 
-def expected(x: Array, w: PackedWeight) -> tuple[Array, Array]:
+def rounded(x: Array) -> Array:
+    return packing.from_bf16(packing.to_bf16(x))
+
+
+def expected(x: Array, w: PackedWeight, k_parts: int = 1, path: str | None = None) -> tuple[Array, Array]:
     """(y float64 [m, n] of the x that the kernel sees, the bound of |got - y|)."""
     if w.kind in ("f32", "bf16"):
-        seen = x if w.kind == "f32" else packing.from_bf16(packing.to_bf16(x))
-        exact, matrix = seen.astype(np.float64), packing.unpack(w).astype(np.float64)
-        tiny = 2.0**-126 * (w.k + np.abs(exact).sum(axis=1)[:, None] + np.abs(matrix).sum(axis=1))
-        return exact @ matrix.T, gamma(w.k + 1) * (np.abs(exact) @ np.abs(matrix).T) + tiny
-    return _expected_quant(x, w)
+        return _expected_dense(x if w.kind == "f32" else rounded(x), packing.unpack(w))
+    if path == "fma":
+        return _expected_dense(x, packing.unpack(w))
+    if path in ("bf16_dot", "bf16_tile"):
+        return _expected_dense(rounded(x), rounded(packing.unpack(w)))
+    return _expected_columns(x, w, k_parts) if w.group == packing.COLUMN_GROUP else _expected_groups(x, w)
 
 
-def _expected_quant(x: Array, w: PackedWeight) -> tuple[Array, Array]:
+def _expected_dense(x: Array, matrix: Array) -> tuple[Array, Array]:
+    seen, weights, k = x.astype(np.float64), matrix.astype(np.float64), x.shape[1]
+    tiny = 2.0**-126 * (k + np.abs(seen).sum(axis=1)[:, None] + np.abs(weights).sum(axis=1))
+    return seen @ weights.T, gamma(k + 1) * (np.abs(seen) @ np.abs(weights).T) + tiny
+
+
+def _expected_groups(x: Array, w: PackedWeight) -> tuple[Array, Array]:
     rows = packing.unpack_quant(w)
     q, a = quantise_rows(x, w.group)
     groups = a.shape[1]
@@ -71,3 +83,20 @@ def _expected_quant(x: Array, w: PackedWeight) -> tuple[Array, Array]:
             )
             y, size = y + low, size + np.abs(low)
     return y, gamma(2 * groups + 2) * size + 1e-40
+
+
+def k_part_ends(k: int, k_parts: int) -> list[int]:
+    """Where the parts of k end: nearly equal, cut at multiples of 32."""
+    units = packing.padded_k(k) // packing.K_MULTIPLE
+    return [min(k, units * (part + 1) // k_parts * packing.K_MULTIPLE) for part in range(k_parts)]
+
+
+def _expected_columns(x: Array, w: PackedWeight, k_parts: int) -> tuple[Array, Array]:
+    rows = packing.unpack_quant(w)
+    q, a = quantise_rows(x, w.group)
+    scale = a.astype(np.float64) * rows.scales[:, 0].astype(np.float64)
+    y, size, begin = *np.zeros((2, x.shape[0], w.n)), 0
+    for end in k_part_ends(w.k, k_parts):
+        term = scale * (q[:, begin:end] @ (rows.q[:, begin:end].astype(np.int64) - w.zero_point).T)
+        y, size, begin = y + term, size + np.abs(term), end
+    return y, gamma(k_parts + 2) * size + 1e-40

@@ -24,7 +24,8 @@ from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import PackedWeight
 
 Product = Callable[..., Array]
-TILED = ("bf16",)
+TILED = ("bf16", "q8 column")
+FMA, BF16_DOT, BF16_TILE, INT8_DOT, INT8_TILE = range(5)  # pw_path
 SHAPES = (
     (1, 1, 1, Walk()),
     (17, 33, 3, Walk(panels=2)),
@@ -89,6 +90,20 @@ def test_the_walk_changes_no_bit(multiply: Product, fmt: str, k_parts: int) -> N
     for mr, panels, block_k in ((32, 2, 64), (17, 1, 352), (16, 2, 32), (5, 4, 96)):
         walk = Walk(mr=mr, panels=panels, block_m=35, block_n=3, block_k=block_k)
         assert np.array_equal(multiply(w, x, walk, k_parts=k_parts), row_by_row)
+
+
+@pytest.mark.parametrize("k_parts", [1, 2])
+def test_int8_tiles_and_dots_give_the_same_bits(multiply: Product, k_parts: int) -> None:
+    """Sums of bytes are exact on either, and meet their scales in the same way; 32 inputs are half a tile."""
+    rng = np.random.default_rng(5)
+    for n, k, m in ((16, 32, 1), (40, 64, 17), (75, 224, 32), (33, 1000, 35)):
+        w = make_weight("q8 column", n, k, rng)
+        x = rng.standard_normal((m, k), dtype=np.float32)
+        walk = Walk(mr=32, panels=2, block_k=96)
+        tiles = multiply(w, x, walk, path=INT8_TILE, k_parts=k_parts)
+
+        assert np.array_equal(multiply(w, x, walk, k_parts=k_parts), tiles)  # the default
+        assert np.array_equal(multiply(w, x, walk, path=INT8_DOT, k_parts=k_parts), tiles)
 
 
 def test_without_the_systems_permission_the_rung_is_not_usable(program: str) -> None:

@@ -29,8 +29,8 @@ def random_x(m: int, k: int, rng: np.random.Generator) -> np.ndarray:
     )
 
 
-def assert_within_bound(x: np.ndarray, w: packing.PackedWeight, got: np.ndarray) -> None:
-    y, bound = expected(x, w)
+def assert_within_bound(x: np.ndarray, w: packing.PackedWeight, got: np.ndarray, k_parts: int = 1) -> None:
+    y, bound = expected(x, w, k_parts)
 
     excess = np.abs(got - y) - bound
     assert (excess <= 0).all(), f"{excess.max()} beyond the bound, {w.kind} n={w.n} k={w.k} m={len(x)}"
@@ -110,7 +110,7 @@ def test_part_sums_added_in_order_are_the_product(name: str, fmt: str, k_parts: 
         whole = _native.gemm(x, w, k_parts=k_parts)
 
         assert np.array_equal(total, whole)
-        assert_within_bound(x, w, whole)
+        assert_within_bound(x, w, whole, k_parts)
 
 
 @formats
@@ -154,7 +154,7 @@ def test_shares_cover_everything_once(name: str, grid: tuple[int, int]) -> None:
         assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("fmt", ["q8", "q8 group 16", "q4 min"])
+@pytest.mark.parametrize("fmt", ["q8", "q8 group 16", "q8 column", "q4 min"])
 def test_groups_without_a_usable_scale(name: str, fmt: str) -> None:
     """Zeros and dust give exact zeros; an infinity or NaN spoils its own row and no other."""
     rng = np.random.default_rng(6)

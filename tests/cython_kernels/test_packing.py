@@ -22,7 +22,7 @@ def random_rows(
     n: int, k: int, bits: int, group: int = 32, with_mins: bool = False, seed: int = 0
 ) -> QuantRows:
     rng = np.random.default_rng(seed)
-    groups = -(-k // group)
+    groups = packing.groups_of(k, group)
     q = rng.integers(0, 1 << bits, (n, k), dtype=np.uint8)
     scales = rng.standard_normal((n, groups)).astype(np.float16)
     mins = rng.standard_normal((n, groups)).astype(np.float16) if with_mins else None
@@ -65,7 +65,8 @@ def test_bf16_rounds_ties_to_even_and_keeps_special_values() -> None:
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize(
-    ("bits", "group", "with_mins"), [(8, 32, False), (8, 16, False), (8, 32, True), (4, 32, True)]
+    ("bits", "group", "with_mins"),
+    [(8, 32, False), (8, 16, False), (8, 0, False), (8, 32, True), (4, 32, True)],
 )
 def test_quantised_rows_come_back_bit_for_bit(n: int, k: int, bits: int, group: int, with_mins: bool) -> None:
     rows = random_rows(n, k, bits, group, with_mins)
@@ -132,6 +133,16 @@ def test_quantise_is_within_half_a_step_and_a_scale_rounding(
 
 
 @given(sizes, st.integers(0, 2**32 - 1))
+def test_columns_are_within_half_a_step_and_reach_their_ends(size: tuple[int, int], seed: int) -> None:
+    w = random_matrix(*size, seed=seed)
+
+    rows = packing.quantise_columns(w)
+
+    assert (np.abs(packing.dequantise(rows) - w) <= rows.scales * np.float32(0.5001)).all()
+    assert (np.abs(rows.q.astype(int) - 128).max(axis=1) == 127).all()
+
+
+@given(sizes, st.integers(0, 2**32 - 1))
 def test_int8_quantises_its_own_output_to_itself(size: tuple[int, int], seed: int) -> None:
     once = packing.dequantise(packing.quantise(random_matrix(*size, seed=seed), 8, True))
 
@@ -159,6 +170,12 @@ def test_a_weight_without_a_finite_scale_is_refused(bad: float, bits: int, symme
         packing.quantise(w, bits, symmetric)
 
 
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_a_column_that_is_not_finite_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        packing.quantise_columns(np.array([[1.0, bad]], np.float32))
+
+
 def test_rows_that_no_kernel_reads_are_refused() -> None:
     q, scales = np.zeros((2, 32), np.uint8), np.ones((2, 1), np.float16)
 
@@ -168,5 +185,7 @@ def test_rows_that_no_kernel_reads_are_refused() -> None:
         QuantRows(q, np.ones((2, 2), np.float16), None, 8, 16, 4)
     with pytest.raises(ValueError, match="mins"):
         QuantRows(q, scales, scales.astype(np.float32), 0, 32, 4)
+    with pytest.raises(ValueError, match="no mins"):
+        QuantRows(q, scales, scales, 0, packing.COLUMN_GROUP, 8)
     with pytest.raises(ValueError, match="dense"):
         packing.pack_dense(np.zeros((2, 2), np.float32), "q8")

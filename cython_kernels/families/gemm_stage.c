@@ -1,0 +1,168 @@
+/* families/gemm_stage.c: unpacks the weights of one pass, once for all rows that meet them; compiled once per ISA.
+ *
+ * A staged call reads the stage, in L1 or L2, instead of the panels:
+ * - bf16 as float32, one input after the other (exact);
+ * - groups of q8 and q4 with float32 scales and minima, and nibbles as bytes where q4 rows look like q8 rows (exact);
+ * - q8 and q4 as the float32 weights that packing.dequantise gives, s (q - z), then + m, each rounded once; for bf16
+ *   paths these rounded once more, to the nearest bf16. The product with them keeps the bound of gemm_dense.c. */
+#include "families/gemm.h"
+
+enum { STAGED_BYTES = 64 << 10, NIBBLES_STAGED = Q8_ACTIVATION_BYTES == 1 };
+
+/* bf16 pairs: twice the steps. */
+static void stage_bf16(tile_call *t, uint8_t *bytes) {
+    int64_t panel_bytes = t->steps * 2 * VECTOR_ROW_BYTES;
+    for (int64_t panel = 0; panel < t->panels; ++panel) {
+        const uint8_t *from = t->values + panel * t->panel_bytes;
+        uint8_t *to = bytes + panel * panel_bytes;
+        for (int64_t i = 0; i < panel_bytes / 2; i += LANES * 4) {
+            vi pairs = vi_load(from + i);
+            uint8_t *even = to + i / VECTOR_ROW_BYTES * (2 * VECTOR_ROW_BYTES) + i % VECTOR_ROW_BYTES;
+            vi_store(even, vi_shl(pairs, 16));
+            vi_store(even + VECTOR_ROW_BYTES, vi_and(pairs, vi_set1((int32_t)0xFFFF0000)));
+        }
+    }
+    t->values = bytes;
+    t->panel_bytes = panel_bytes;
+    t->steps *= 2;
+}
+
+/* float16 or float32 [panels][t->steps][16] to float32. */
+static void stage_floats(const tile_call *t, const uint8_t *from, float *to) {
+    for (int64_t panel = 0; panel < t->panels; ++panel, from += t->panel_scale_bytes) {
+        for (int64_t i = 0; i < t->steps * PW_PANEL; i += LANES, to += LANES) {
+            const void *p = from + i * t->scale_bytes;
+            v_store(to, t->scale_bytes == 2 ? v_load_f16((const uint16_t *)p) : v_load((const float *)p));
+        }
+    }
+}
+
+#if PW_FMA_ROUNDS_ONCE
+/* -FLOAT_BIAS times each scale; whether all of them are exact. */
+static int stage_offsets(const float *scales, int64_t count, float *offsets) {
+    vf bias = v_set1(-FLOAT_BIAS);
+    vi rounded = vi_set1(0);
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf s = v_load(scales + i), offset = v_mul(bias, s);
+        v_store(offsets + i, offset);
+        rounded = vi_or(rounded, v_bits(v_fma(s, v_set1(FLOAT_BIAS), offset)));
+    }
+    return vi_max_all(vi_and(rounded, vi_set1(0x7FFFFFFF))) == 0;
+}
+#else
+static int stage_offsets(const float *scales, int64_t count, float *offsets) {
+    (void)scales, (void)count, (void)offsets;
+    return 0;
+}
+#endif
+
+/* q4 [panels][t->steps][4][16][4] to what the dots of q8 read as these nibbles, [panels][t->steps][8][16][4]. */
+static void stage_nibbles(const tile_call *t, uint8_t *to) {
+    vi nibble = vi_set1(0x0F0F0F0F), offset = vi_set1((int32_t)(Q8_WEIGHT_OFFSET * 0x01010101u));
+    int64_t vector_rows = t->steps * PW_K_MULTIPLE / inputs_per_vector_row(PW_Q4);
+    for (int64_t panel = 0; panel < t->panels; ++panel) {
+        const uint8_t *from = t->values + panel * t->panel_bytes;
+        for (int64_t i = 0; i < vector_rows; ++i, from += VECTOR_ROW_BYTES, to += 2 * VECTOR_ROW_BYTES) {
+            PW_UNROLL for (int v = 0; v < VECTOR_ROW_BYTES; v += LANES * 4) {
+                vi pairs = vi_load(from + v);
+                vi_store(to + v, vi_or(vi_and(pairs, nibble), offset));
+                vi_store(to + VECTOR_ROW_BYTES + v, vi_or(vi_and(vi_shr(pairs, 4), nibble), offset));
+            }
+        }
+    }
+}
+
+static void stage_groups(tile_call *t, const pw_weight *w, uint8_t *bytes) {
+    int64_t floats = t->panels * t->steps * PW_PANEL;
+    float *scales = (float *)(void *)bytes, *offsets = scales + floats, *mins = offsets + floats;
+    stage_floats(t, t->scales, scales);
+    if (t->mins) stage_floats(t, t->mins, mins);
+    if (stage_offsets(scales, floats, offsets)) t->offsets = (const uint8_t *)offsets;
+    t->scales = (const uint8_t *)scales;
+    if (t->mins) t->mins = (const uint8_t *)mins;
+    t->scale_bytes = sizeof(float);
+    t->panel_scale_bytes = t->steps * PW_PANEL * (int64_t)sizeof(float);
+    if (w->kind != PW_Q4 || !NIBBLES_STAGED) return;
+    uint8_t *values = (uint8_t *)(mins + floats);
+    stage_nibbles(t, values);
+    t->values = values;
+    t->panel_bytes = t->steps * PW_K_MULTIPLE * PW_PANEL;
+}
+
+/* Where weights of q8 or q4 end: float32, pairs of bf16 for dots of two inputs, or of 32. */
+typedef enum { WIDEN_TO_F32, WIDEN_TO_PAIRS, WIDEN_TO_BF16 } widening;
+
+/* Byte `byte` of each lane's quad as a weight. */
+PW_INLINE vf widened_weight(vi quads, int byte, vf zero_point, vf scale, vf min, int with_min) {
+    vf steps = v_sub(vi_to_vf(vi_and(vi_shr(quads, 8 * byte), vi_set1(255))), zero_point);
+    vf weight = v_mul(steps, scale);
+    return with_min ? v_add(weight, min) : weight;
+}
+
+/* The upper half of each lane, rounded to nearest even; finite. */
+PW_INLINE vi rounded_bf16(vf x) {
+    vi bits = v_bits(x), odd = vi_and(vi_shr(bits, 16), vi_set1(1));
+    return vi_and(vi_add(bits, vi_add(vi_set1(0x7FFF), odd)), vi_set1((int32_t)0xFFFF0000));
+}
+
+/* One lane vector of one quad of inputs: four float32 vector rows, or two of pairs. */
+PW_INLINE void widen_quad(vi quads, vf zero_point, vf scale, vf min, int with_min, int to_f32, uint8_t *to) {
+    PW_UNROLL for (int byte = 0; byte < 4; byte += 2) {
+        vf even = widened_weight(quads, byte, zero_point, scale, min, with_min);
+        vf odd = widened_weight(quads, byte + 1, zero_point, scale, min, with_min);
+        if (to_f32) {
+            v_store((float *)(void *)(to + byte * VECTOR_ROW_BYTES), even);
+            v_store((float *)(void *)(to + (byte + 1) * VECTOR_ROW_BYTES), odd);
+        } else {
+            vi_store(to + byte / 2 * VECTOR_ROW_BYTES, vi_or(vi_shr(rounded_bf16(even), 16), rounded_bf16(odd)));
+        }
+    }
+}
+
+/* What 32 inputs of a panel are unpacked from. */
+typedef struct {
+    const uint8_t *values, *scales, *mins; /* mins may be NULL */
+    int32_t scale_bytes;
+} packed_inputs;
+
+PW_INLINE vf scale_lanes(const packed_inputs *p, const uint8_t *from, int64_t group, int lane) {
+    const void *at = from + (group * PW_PANEL + lane) * p->scale_bytes;
+    return p->scale_bytes == 2 ? v_load_f16((const uint16_t *)at) : v_load((const float *)at);
+}
+
+PW_INLINE void widen_inputs(const packed_inputs *p, const pw_weight *w, int to_f32, uint8_t *to) {
+    vf zero_point = v_set1((float)w->zero_point);
+    int64_t quad_bytes = (to_f32 ? 4 : 2) * VECTOR_ROW_BYTES;
+    for (int lane = 0; lane < PW_PANEL; lane += LANES) {
+        for (int quad = 0; quad < PW_K_MULTIPLE / 4; ++quad) {
+            int64_t group = w->group == 16 ? quad / 4 : 0;
+            vf scale = scale_lanes(p, p->scales, group, lane);
+            vf min = p->mins ? scale_lanes(p, p->mins, group, lane) : v_zero();
+            int vector_row = w->kind == PW_Q4 ? quad / 2 : quad;
+            vi quads = vi_load(p->values + vector_row * VECTOR_ROW_BYTES + lane * 4);
+            if (w->kind == PW_Q4) quads = vi_and(quad % 2 ? vi_shr(quads, 4) : quads, vi_set1(0x0F0F0F0F));
+            widen_quad(quads, zero_point, scale, min, p->mins != NULL, to_f32, to + quad * quad_bytes + lane * 4);
+        }
+    }
+}
+
+/* t->steps of 32 inputs. */
+static void stage_widened(tile_call *t, const pw_weight *w, widening to, uint8_t *bytes) {
+    int64_t values = PW_K_MULTIPLE / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
+    int64_t scales = w->group ? PW_K_MULTIPLE / w->group * PW_PANEL * t->scale_bytes : 0;
+    int64_t vector_rows = to == WIDEN_TO_F32 ? PW_K_MULTIPLE : PW_K_MULTIPLE / 2;
+    uint8_t *out = bytes;
+    for (int64_t panel = 0; panel < t->panels; ++panel) {
+        packed_inputs p = {t->values + panel * t->panel_bytes, t->scales + panel * t->panel_scale_bytes,
+                           t->mins ? t->mins + panel * t->panel_scale_bytes : NULL, t->scale_bytes};
+        for (int64_t step = 0; step < t->steps; ++step, out += vector_rows * VECTOR_ROW_BYTES) {
+            widen_inputs(&p, w, to == WIDEN_TO_F32, out);
+            p.values += values;
+            p.scales += scales;
+            if (p.mins) p.mins += scales;
+        }
+    }
+    t->values = bytes;
+    t->panel_bytes = t->steps * vector_rows * VECTOR_ROW_BYTES;
+    if (to != WIDEN_TO_BF16) t->steps *= vector_rows;
+}
