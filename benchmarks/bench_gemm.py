@@ -1,6 +1,6 @@
 """Packed GEMM on one thread: GFLOP/s and weight GB/s per (ISA, format, n, k, m), best of several timings.
 
-    python benchmarks/bench_gemm.py --isa avx512_bf16 --format q4m,bf16 --shape 576,1536 --m 1,8,64
+    python benchmarks/bench_gemm.py --isa avx512_bf16 --format int4m,bf16 --shape 576,1536 --m 1,8,64
 
 Weights rotate over more than --rotate-mib, so that small m reads them from memory as a decode step does.
 """
@@ -12,41 +12,21 @@ import itertools
 
 import numpy as np
 
-from phasewise.cython_kernels import _native, isa, packing
+from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.tuner.weights import copies_of, random_weight
 
 SMOLLM2_SHAPES = "960,576;576,576;3072,576;576,1536;49152,576"
-FORMATS = ("f32", "bf16", "q8", "q8m", "q8g16", "q4", "q4m")
-
-
-def random_weight(fmt: str, n: int, k: int, rng: np.random.Generator) -> PackedWeight:
-    """Random panels, written as they lie in memory: packing from rows would take longer than the timing."""
-    kind: packing.Kind = "q8" if fmt.startswith("q8") else "q4" if fmt.startswith("q4") else fmt  # type: ignore[assignment]
-    shape, dtype = packing.values_shape(kind, n, k), packing.values_dtype(kind)
-    if kind == "f32":
-        return PackedWeight(kind, n, k, 0, 0, rng.standard_normal(shape, dtype=np.float32), None, None)
-    if kind == "bf16":
-        values = packing.to_bf16(rng.standard_normal(shape, dtype=np.float32))
-        return PackedWeight(kind, n, k, 0, 0, values, None, None)
-    group = 16 if fmt.endswith("g16") else 32
-    scales = rng.standard_normal(packing.scales_shape(n, k, group), dtype=np.float32).astype(np.float16)
-    mins = scales.copy() if fmt.endswith("m") else None
-    zero_point = 0 if fmt.endswith("m") else 128 if kind == "q8" else 8
-    return PackedWeight(kind, n, k, group, zero_point, rng.integers(0, 256, shape, dtype=dtype), scales, mins)
+FORMATS = ("f32", "bf16", "int8", "int8m", "int8g16", "int4", "int4m")
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """A copy that begins on a cache line, as a mapped file's arrays do."""
+    """A copy that begins on a cache line."""
     room = np.empty(array.nbytes + 64, dtype=np.uint8)
     start = -room.ctypes.data % 64
     copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
-
-
-def copy_of(w: PackedWeight) -> PackedWeight:
-    arrays = [None if a is None else aligned(a) for a in (w.values, w.scales, w.mins)]
-    return PackedWeight(w.kind, w.n, w.k, w.group, w.zero_point, *arrays)  # type: ignore[arg-type]
 
 
 def best_ns(weights: list[PackedWeight], m: int, repeats: int, schedule: dict[str, int] | None) -> float:
@@ -78,11 +58,9 @@ def main() -> None:
     shapes = [tuple(map(int, item.split(","))) for item in options.shape.split(";")]
     names = isa.usable() if options.isa == "all" else options.isa.split(",")
     print("isa format n k m us gflops gbps")
-    rng = np.random.default_rng(0)
     for fmt, (n, k) in itertools.product(options.format.split(","), shapes):
-        weight = random_weight(fmt, n, k, rng)
-        copies = 1 + (options.rotate_mib << 20) // weight.nbytes
-        weights = [copy_of(weight) for _ in range(copies)]
+        weight = random_weight(fmt, n, k)
+        weights = copies_of(weight, options.rotate_mib << 20)
         for name, m in itertools.product(names, map(int, options.m.split(","))):
             with isa.using(name):
                 schedule = _native.default_schedule(weight, m) | overrides

@@ -171,7 +171,7 @@ def _product_use(
         format_name(weight),
         weight.n,
         weight.k,
-        path if path in paths else paths[0],
+        path if path is not None and path in paths else paths[0],
         k_parts,
         first_m,
         rows.last_m,

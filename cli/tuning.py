@@ -14,10 +14,12 @@ from phasewise.kerneldb.records import MachineKey, Problem
 from phasewise.kerneldb.store import Store
 from phasewise.serving.ranks import ALL_LOGITS_ROWS
 from phasewise.topology import Machine, core_signature, placement_signature
+from phasewise.tuner.attention import attention_group
 from phasewise.tuner.ledger import Ledger, Scope
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
 from phasewise.tuner.roofline import Roofline, measure_roofline
 from phasewise.tuner.run import Gain, Outcome, Progress, Task, Tools, tune
+from phasewise.tuner.search.attention import attention_grid, tune_attention
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.weights import cold_bytes, format_name
@@ -32,6 +34,9 @@ DECODE_ROWS = 64
 """Most sequences that decode together, hence most rows of its products."""
 
 HEADS = ("lm_head", "embed")
+
+ATTENTION_SHARE = 0.05
+"""Of the budget: it has few schedules."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Round:
     shapes: tuple[Shape, ...]
     tasks: tuple[Task, ...]
     """One for each shape."""
+    attention: Task | None = None
 
     def weight_bytes(self, problem: Problem) -> int:
         """Of one weight, as it lies in memory."""
@@ -78,6 +84,7 @@ class Tuned:
     kernel_abi: str
     roofline: Roofline
     outcome: Outcome
+    attention: Outcome | None = None
 
     def roofline_share(self, gain: Gain) -> float:
         """Of what the cores could do at best; 1 is the limit."""
@@ -102,15 +109,30 @@ def shapes_of(model: PackedModel) -> tuple[Shape, ...]:
 
 
 def plan_rounds(
-    machine: Machine, cores: Mapping[Phase, tuple[int, ...]], shapes: Sequence[Shape], max_m: int
+    machine: Machine,
+    cores: Mapping[Phase, tuple[int, ...]],
+    shapes: Sequence[Shape],
+    max_m: int,
+    attention: tuple[str, int, int] | None = None,
 ) -> list[Round]:
-    """One for each set of cores that a phase runs on, decode's few rows among prefill's many."""
+    """One for each set of cores that a phase runs on, decode's few rows among prefill's many.
+
+    attention: KV format and dimensions of a model's query and KV heads; None: it is not tuned.
+    """
     rounds = []
     for own in dict.fromkeys(cores.values()):
         phases = tuple(phase for phase in cores if cores[phase] == own)
         rows = max_m if "prefill" in phases else min(max_m, DECODE_ROWS)
-        rounds.append(Round(phases, own, tuple(shapes), tuple(_tasks(machine, own, shapes, rows))))
+        heads = attention and _attention_task(machine, own, attention, rows if "prefill" in phases else 1)
+        rounds.append(Round(phases, own, tuple(shapes), tuple(_tasks(machine, own, shapes, rows)), heads))
     return rounds
+
+
+def _attention_task(
+    machine: Machine, cores: tuple[int, ...], attention: tuple[str, int, int], rows: int
+) -> Task:
+    group = attention_group(*attention, len(cores), core_caches(machine, cores))
+    return Task(group, attention_grid(rows), tune_attention)
 
 
 def _tasks(machine: Machine, cores: tuple[int, ...], shapes: Sequence[Shape], rows: int) -> Iterator[Task]:
@@ -139,7 +161,9 @@ def tune_round(
     total_bytes = cold_bytes(machine)
     roofline = measure_roofline(one.cores, (shape.format for shape in one.shapes), total_bytes)
     since_ms = 0 if resume else time.time_ns() // 1_000_000
-    scope = Scope(machine_key(machine, one.cores), kernel_abi("gemm"), __version__, since_ms)
+    key, deadline_s = machine_key(machine, one.cores), started_s + budget_s
+    scope = Scope(key, kernel_abi("gemm"), __version__, since_ms)
+    attention: Outcome | None = None
     evaluator = NativeEvaluator(one.cores, total_bytes)
     try:
         tools = Tools(
@@ -148,10 +172,15 @@ def tune_round(
             report=report,
             call_s=lambda problem: bound_s(one, roofline, problem),
         )
-        outcome = tune(one.tasks, tools, budget_s - (time.monotonic() - started_s))
+        left_s = deadline_s - time.monotonic()
+        outcome = tune(one.tasks, tools, left_s * (1 - ATTENTION_SHARE) if one.attention else left_s)
+        if one.attention and outcome.end != "interrupted":
+            own = Scope(key, kernel_abi("attention"), __version__, since_ms)
+            tools = Tools(evaluator, Ledger(store, own), report=report)
+            attention = tune([one.attention], tools, deadline_s - time.monotonic())
     finally:
         evaluator.close()
-    return Tuned(one, scope.machine, scope.kernel_abi, roofline, outcome)
+    return Tuned(one, scope.machine, scope.kernel_abi, roofline, outcome, attention)
 
 
 def bound_s(one: Round, roofline: Roofline, problem: Problem) -> float:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 10.0
 """Off a terminal, progress is a line so often."""
 
+REDRAW_EVERY_S = 0.25
+
 DISTURBED_LAPS = 0.1
 """Share of disturbed timings from which on the result carries a warning."""
 
@@ -27,24 +29,29 @@ DISTURBED_LAPS = 0.1
 def progress_on_stderr() -> Iterator[Callable[[Progress], None]]:
     """What a run reports to: one line that changes on a terminal, a line now and then elsewhere."""
     if not sys.stderr.isatty():
-        yield _lines()
+        yield _at_most_every(LINE_EVERY_S, lambda progress: note(progress_line(progress)))
         return
     from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
-    console = Console(stderr=True, highlight=False)
-    with console.status("") as status:
-        yield lambda progress: status.update(progress_line(progress))
+    # Drawn between timings, by no thread of its own: it would take a core from the team that is timed.
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+        yield _at_most_every(
+            REDRAW_EVERY_S,
+            lambda progress: live.update(Text(progress_line(progress), overflow="ellipsis"), refresh=True),
+        )
 
 
-def _lines() -> Callable[[Progress], None]:
+def _at_most_every(seconds: float, show: Callable[[Progress], None]) -> Callable[[Progress], None]:
     last_s = -math.inf
 
     def report(progress: Progress) -> None:
         nonlocal last_s
         now_s = time.monotonic()
-        if now_s - last_s >= LINE_EVERY_S:
+        if now_s - last_s >= seconds:
             last_s = now_s
-            note(progress_line(progress))
+            show(progress)
 
     return report
 
@@ -99,8 +106,35 @@ def _round_name(one: Round) -> str:
 def tuned_text(tuned: Tuned) -> str:
     """The tables of one round: each weight's products, then the sums."""
     tables = [_task_table(tuned, task) for task in tuned.round.tasks]
+    tables.append(_attention_table(tuned))
     parts = [_round_name(tuned.round), *(table for table in tables if table), *_closing_lines(tuned)]
     return "\n\n".join(parts)
+
+
+def _attention_table(tuned: Tuned) -> str | None:
+    from tabulate import tabulate
+
+    if tuned.attention is None or not tuned.attention.gains:
+        return None
+    rows = [
+        {
+            "m": str(gain.problem.m),
+            "default us": f"{gain.default_ns / 1000:.1f}",
+            "tuned us": f"{gain.tuned_ns / 1000:.1f}",
+            "gain": f"{gain.default_ns / gain.tuned_ns:.2f}x",
+            "schedule": "the default" if gain.is_default else _attention_text(gain),
+        }
+        for gain in tuned.attention.gains
+    ]
+    first = tuned.attention.gains[0].problem
+    return f"attention {first.format} {first.n}x{first.k}\n" + tabulate(
+        rows, headers="keys", disable_numparse=True, colalign=["right"] * 4 + ["left"]
+    )
+
+
+def _attention_text(gain: Gain) -> str:
+    one = gain.schedule
+    return f"pieces of {one.block_k} positions" if gain.problem.m == 1 else f"{one.mr} of {one.block_m} rows"
 
 
 def _task_table(tuned: Tuned, task: Task) -> str | None:
@@ -225,17 +259,24 @@ def tuned_fields(tuned: Tuned) -> dict[str, Any]:
         },
         "mean_gain": mean_gain(outcome.gains) if outcome.gains else None,
         "gains": [_gain_fields(tuned, gain) for gain in outcome.gains],
+        "attention": [_verdict_fields(gain) for gain in tuned.attention.gains] if tuned.attention else [],
     }
 
 
 def _gain_fields(tuned: Tuned, gain: Gain) -> dict[str, Any]:
     return {
-        **asdict(gain.problem),
         "uses": tuned.round.uses(gain.problem),
+        "roofline_fraction": tuned.roofline_share(gain),
+        **_verdict_fields(gain),
+    }
+
+
+def _verdict_fields(gain: Gain) -> dict[str, Any]:
+    return {
+        **asdict(gain.problem),
         "default_ns": gain.default_ns,
         "tuned_ns": gain.tuned_ns,
         "gain": gain.default_ns / gain.tuned_ns,
-        "roofline_fraction": tuned.roofline_share(gain),
         "is_default": gain.is_default,
         "schedule": asdict(gain.schedule),
         "last_duel": asdict(gain.comparison),

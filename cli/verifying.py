@@ -11,19 +11,20 @@ from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.upkeep import Here, Verdict, verify
 from phasewise.topology import Machine
+from phasewise.tuner.attention import ARITHMETIC, KV_BYTES, head_dim_of
 from phasewise.tuner.errors import TunerError
-from phasewise.tuner.native import NativeEvaluator
+from phasewise.tuner.native import NativeEvaluator, arithmetic_of
 from phasewise.tuner.plans import PHASES, default_plan
 from phasewise.tuner.weights import cold_bytes, kind_of
 
-FAMILIES = ("gemm",)
+FAMILIES = ("gemm", "attention")
 """Those that the evaluator times."""
 
+# A stranger's row may ask for more memory or time than there is. No model that we know comes near these.
 MAX_WEIGHT = 1 << 29
-"""Outputs times inputs; a stranger's row may ask for more memory than there is."""
-
-MAX_PRODUCT = 1 << 40
-"""Multiply-adds: seconds a call."""
+MAX_ROWS_OF_X_OR_Y = 1 << 28
+MAX_MULTIPLY_ADDS = 1 << 40
+MAX_ATTENTION = 1 << 26
 
 
 class NativeBench(NativeEvaluator):
@@ -31,17 +32,35 @@ class NativeBench(NativeEvaluator):
 
     def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
         """See `kerneldb.upkeep.Bench`."""
-        if problem.family not in FAMILIES:
-            return f"kernels of family {problem.family} are not timed here"
-        if problem.n * problem.k > MAX_WEIGHT or problem.n * problem.k * problem.m > MAX_PRODUCT:
-            return "the product is larger than that of any model"
-        try:
-            paths = _native.compute_paths(kind_of(problem.format))
-        except TunerError as error:
-            return str(error)
-        if schedule.compute_path not in paths:
-            return f"there is no compute path {schedule.compute_path} for {problem.format} here"
-        return None
+        if problem.family == "attention":
+            return _attention_obstacle(problem, schedule)
+        if problem.family == "gemm":
+            return _product_obstacle(problem, schedule)
+        return f"kernels of family {problem.family} are not timed here"
+
+
+def _product_obstacle(problem: Problem, schedule: Schedule) -> str | None:
+    n, k, m = problem.n, problem.k, problem.m
+    if n * k > MAX_WEIGHT or max(n, k) * m > MAX_ROWS_OF_X_OR_Y or n * k * m > MAX_MULTIPLY_ADDS:
+        return "it is larger than that of any model"
+    try:
+        paths = _native.compute_paths(kind_of(problem.format))
+    except TunerError as error:
+        return str(error)
+    if schedule.compute_path not in paths:
+        return f"there is no compute path {schedule.compute_path} for {problem.format} here"
+    return None
+
+
+def _attention_obstacle(problem: Problem, schedule: Schedule) -> str | None:
+    n, k, m = problem.n, problem.k, problem.m
+    if n * m > MAX_ATTENTION:
+        return "it is larger than that of any model"
+    if problem.format not in KV_BYTES or n % k or k % head_dim_of(n, k):
+        return "there is no such attention"
+    if arithmetic_of(schedule) != ARITHMETIC:
+        return f"there is no compute path {schedule.compute_path} in {schedule.k_parts} parts for attention"
+    return None
 
 
 def verdicts(

@@ -75,17 +75,15 @@ static run_of_chunks chunks_of(const pw_program *program, int64_t slice) {
     return (run_of_chunks){first, position / PW_CHUNK - first + 1};
 }
 
-/* A piece loads its queries anew, so that it takes several chunks where there are enough for every thread. */
-static int64_t fair_chunks(const pw_program *program, int threads) {
+static int64_t all_chunks(const pw_program *program) {
     int64_t all = 0;
     for (int64_t s = 0; s < program->step.n_slices; ++s) all += chunks_of(program, s).count;
-    return all * program->shape.n_kv_heads / (8 * threads);
+    return all;
 }
 
-static bool plan_chunks(pw_program *program, int64_t chunks_each) {
+static bool plan_chunks(pw_program *program, int64_t positions) {
     pw_step *step = &program->step;
-    int64_t parts = 0;
-    if (chunks_each < 1) chunks_each = 1;
+    int64_t parts = 0, chunks_each = positions < PW_CHUNK ? 1 : positions / PW_CHUNK;
     step->n_pieces = 0;
     for (int64_t s = 0; s < step->n_slices; ++s) {
         run_of_chunks seen = chunks_of(program, s);
@@ -150,16 +148,27 @@ static int64_t most_slice_rows(const pw_step *step) {
     return most;
 }
 
+/* A piece loads its queries anew, so that it takes several chunks where there are enough for every thread. */
+pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads) {
+    int64_t chunks_each = chunks * shape->n_kv_heads / (8 * threads);
+    pw_schedule s = {.mr = PW_TILE_ROWS, .panels = 1, .block_n = 1, .grid_m = 1, .grid_n = threads, .grid_k = 1};
+    s.block_m = (int32_t)(fair_tokens(shape, tokens, threads) * group_of(shape));
+    s.block_k = (int32_t)((chunks_each < 1 ? 1 : chunks_each) * PW_CHUNK);
+    return s;
+}
+
 void pw_plan_attention(pw_program *program, int threads, int32_t table) {
     pw_step *step = &program->step;
     const pw_shape *shape = &program->shape;
     const pw_schedule *tuned = pw_tuned(&program->attention[table], most_slice_rows(step));
-    step->tile_rows = tuned ? tuned->mr : 0;
-    int64_t chunks_each = tuned ? tuned->block_k / PW_CHUNK : fair_chunks(program, threads);
-    if (step->split) step->split = plan_chunks(program, chunks_each);
+    int64_t chunks = step->split ? all_chunks(program) : 0;
+    pw_schedule whole = tuned ? *tuned : pw_default_attention(shape, step->n_tokens, chunks, threads);
+    pw_schedule tail = tuned ? *tuned : pw_default_attention(shape, step->n_logit_rows, 0, threads);
+    step->tile_rows = whole.mr;
+    if (step->split) step->split = plan_chunks(program, whole.block_k);
     if (step->split) return;
-    plan_blocks(program, tuned ? block_of(shape, tuned) : fair_tokens(shape, step->n_tokens, threads));
-    plan_tail(step, tuned ? block_of(shape, tuned) : fair_tokens(shape, step->n_logit_rows, threads));
+    plan_blocks(program, block_of(shape, &whole));
+    plan_tail(step, block_of(shape, &tail));
 }
 
 /* ---- rows ------------------------------------------------------------------------------------------------------- */

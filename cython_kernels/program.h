@@ -108,7 +108,7 @@ typedef struct {
     int64_t n_tail_pieces;
     pw_piece *tail_pieces; /* [max_logit_rows]: attention of the rows that want logits, when not split */
     int64_t *first_part;  /* [max_slices], when split: where the partial results of its chunks begin */
-    int32_t tile_rows;    /* of attention; 0: the ISA's own */
+    int32_t tile_rows;    /* of attention */
     int64_t *positions;   /* [max_tokens] */
     int64_t *slots;       /* [max_tokens] */
 } pw_step;
@@ -190,6 +190,9 @@ pw_ticket *pw_region_tickets(const pw_program *program, int64_t op);
 pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head);
 int64_t pw_attend_scratch_floats(const pw_shape *shape);
 int64_t pw_partial_floats(const pw_shape *shape); /* of one chunk, all heads */
+
+/* What attention runs by where nothing is tuned: `tokens` of a step, or the `chunks` that single tokens see. */
+pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads);
 
 /* Cuts a step's attention into pieces. Of a schedule count: mr, query rows of a tile; block_m, query rows of a piece
  * that has more than one token; block_k, positions of a piece of a slice with one token (whole chunks). */

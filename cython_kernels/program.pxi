@@ -83,6 +83,7 @@ cdef extern from "program.h" nogil:
     int64_t pw_program_bytes(const pw_program *program)
     bint pw_program_seal(pw_program *program)
     bint pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges)
+    pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads)
     const char *pw_program_check(pw_program *program, int threads, int32_t table)
     int pw_program_run(pw_program *program, pw_team *team, int32_t table)
     int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots)
@@ -103,6 +104,15 @@ cdef int32_t read_row_ranges(ranges, pw_row_range *found) except -1:
             found[count].schedule = schedule_of(schedule)
         count += 1
     return count
+
+
+def default_attention(shape, int64_t tokens, int64_t positions, int threads):
+    """The schedule, as a dict of ints, of a step with one slice: `tokens` rows, or one that sees `positions`.
+
+    shape: as for a Program. What its numbers mean: Program.set_attention_schedules.
+    """
+    cdef pw_shape s = shape
+    return pw_default_attention(&s, tokens, (positions + PW_CHUNK - 1) // PW_CHUNK, threads)
 
 
 cdef class Program:

@@ -82,22 +82,21 @@ typedef struct {
     const pw_schedule *schedule;
     int calls;
     bool prepare;
-    int64_t *ns;
-    _Atomic int64_t started;
+    _Atomic int64_t *barriers; /* [calls + 1], when each opened: between them lie the calls */
 } timing;
 
-/* The first call begins when any member does. Member 0 may be off its core just then, while others do its work. */
-static void note_start(timing *job) {
-    int64_t now = pw_now_ns(), earliest = atomic_load(&job->started);
-    while (now < earliest && !atomic_compare_exchange_weak(&job->started, &earliest, now)) {}
+/* A barrier opened when the first member came out of it. Any one member, the clock's owner too, may be off its core
+ * just then while the others go on: by its clock, one call would be too long and the next one too short. */
+static void note_opening(_Atomic int64_t *at) {
+    int64_t now = pw_now_ns(), earliest = atomic_load(at);
+    while (now < earliest && !atomic_compare_exchange_weak(at, &earliest, now)) {}
 }
 
 static void time_share(void *context, int member) {
-    timing *job = context;
+    const timing *job = context;
     const pw_team_product *t = job->product;
-    int64_t last = 0;
     pw_team_barrier(t->team, member); /* all are awake */
-    note_start(job);
+    note_opening(job->barriers);
     for (int call = 0; call < job->calls; ++call) {
         pw_product p = {.weight = &t->weights[(t->taken + call) % t->n_weights], .x = {t->prepared, t->row_bytes}};
         p.rows = t->rows;
@@ -112,18 +111,19 @@ static void time_share(void *context, int member) {
         }
         pw_multiply(&p, job->schedule, &crew, member);
         pw_team_barrier(t->team, member);
-        if (member != 0) continue;
-        int64_t now = pw_now_ns();
-        job->ns[call] = now - (call == 0 ? atomic_load(&job->started) : last);
-        last = now;
+        note_opening(job->barriers + call + 1);
     }
 }
 
 int pw_team_product_time(pw_team_product *t, const pw_schedule *schedule, int calls, bool prepare, int64_t *ns) {
-    timing job = {t, schedule, calls, prepare, ns, INT64_MAX};
+    timing job = {t, schedule, calls, prepare, malloc(sizeof *job.barriers * ((size_t)calls + 1))};
+    if (!job.barriers) return PW_TEAM_NO_MEMORY;
+    for (int i = 0; i <= calls; ++i) atomic_init(job.barriers + i, INT64_MAX);
     memset(t->y, 0xFF, sizeof(float) * (size_t)(t->rows * t->ldy)); /* NaN: what a schedule left out would show */
     memset(t->tickets, 0, sizeof(pw_ticket) * 2 * (size_t)t->threads);
     int status = pw_team_run(t->team, time_share, &job);
+    for (int i = 0; i < calls; ++i) ns[i] = atomic_load(job.barriers + i + 1) - atomic_load(job.barriers + i);
+    free(job.barriers);
     t->taken = (t->taken + calls) % t->n_weights;
     return status;
 }

@@ -24,6 +24,7 @@ from phasewise.cython_kernels import limits as loops
 CALIBRATION_ROUNDS = 1 << 16
 REPEAT_S = 0.05  # long against a timer tick, short against a neighbour's burst
 DEFAULT_READ_BYTES = 512 << 20
+LEAST_READ_BYTES = 512 << 20  # beside other timings: the start of a few threads must not count
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,15 @@ class StreamingRead:
         ]
         self._buffers = [opened.result() for opened in opening]
 
-    def rate(self, passes: int = 2) -> float:
-        """Bytes per second of the best of `passes` over all buffers."""
+    def rate(self, repeats: int = 2) -> float:
+        """Bytes per second: the best of `repeats`, each over as many passes as read LEAST_READ_BYTES."""
+        passes = -(-LEAST_READ_BYTES // sum(buffer.nbytes for buffer in self._buffers))
+
+        def read(buffer: npt.NDArray[np.uint8]) -> int:
+            return sum(loops.read(buffer) for _ in range(passes))
 
         def spans(buffer: npt.NDArray[np.uint8]) -> list[tuple[int, int, int]]:
-            return [_span(self._gate, lambda: loops.read(buffer)) for _ in range(passes)]
+            return [_span(self._gate, lambda: read(buffer)) for _ in range(repeats)]
 
         members = [
             reader.submit(spans, buffer) for reader, buffer in zip(self._readers, self._buffers, strict=True)

@@ -21,6 +21,7 @@ from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.kerneldb.records import MAX_K_PARTS, PANEL_COLUMNS, Comparison, Problem, Sample, Schedule
 from phasewise.topology import Kind, Machine
 from phasewise.tuner import timing
+from phasewise.tuner.attention import TeamAttention, default_attention
 from phasewise.tuner.conditions import Conditions, Watch
 from phasewise.tuner.errors import TunerError
 from phasewise.tuner.run import Duel
@@ -35,6 +36,8 @@ ACCURACY_OF_QUANTISED = 2.0**-5
 
 REFERENCE_ROWS = 4
 REFERENCE_COLUMNS = 1024
+
+GOLDEN = (5**0.5 - 1) / 2
 
 
 class KernelMismatchError(TunerError):
@@ -160,6 +163,7 @@ class NativeEvaluator:
         self._total_bytes = total_bytes
         self._weights: _Weights | None = None
         self._products: dict[tuple[int, Arithmetic], _Product] = {}
+        self._attention: _Attention | None = None
 
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
         """One sample of each, timed in turns. KernelMismatchError if one gives another result."""
@@ -184,18 +188,28 @@ class NativeEvaluator:
 
     def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
         """What a duel with the incumbent says; None: with the kernels' own schedule."""
-        if incumbent is None:
-            weight, m = self._weights_of(problem).copies[0], problem.m
-            incumbent = default_schedule(weight, m, self._team.size, arithmetic_of(candidate))
+        if incumbent is None and problem.family == "attention":
+            incumbent = default_attention(problem.n, problem.k, problem.m, self._team.size)
+        elif incumbent is None:
+            weight = blank_weight(problem.format, problem.n, problem.k)
+            incumbent = default_schedule(weight, problem.m, self._team.size, arithmetic_of(candidate))
         return self.duel(problem, incumbent, candidate).comparison
 
     def close(self) -> None:
         self._products = {}
-        self._weights = None
+        self._weights = self._attention = None
         self._team.close()
 
     def _contestant(self, problem: Problem, schedule: Schedule) -> _Contestant:
+        if problem.family == "attention":
+            return _Contestant(self._attention_of(problem), schedule)
         return _Contestant(self._product(problem, arithmetic_of(schedule)), schedule)
+
+    def _attention_of(self, problem: Problem) -> _Attention:
+        if self._attention is None or self._attention.problem != problem:
+            self._attention = None  # before the next one takes memory
+            self._attention = _Attention(self._team, problem, self._total_bytes)
+        return self._attention
 
     def _product(self, problem: Problem, arithmetic: Arithmetic) -> _Product:
         """Of this m only: the rows of others take memory for nothing."""
@@ -219,7 +233,18 @@ class _Weights:
 
     def __init__(self, shape: tuple[str, int, int], total_bytes: int) -> None:
         self.shape = shape
-        self.copies = copies_of(random_weight(*shape), total_bytes)
+        self._copies = copies_of(random_weight(*shape), total_bytes)
+        self._first = 0
+
+    def turns(self) -> list[PackedWeight]:
+        """The copies, each time from another one on.
+
+        Two products in one race would otherwise follow each other through the copies, and the second would
+        find what the first one had just brought into the cache. Golden steps stay apart, however many.
+        """
+        first = self._first
+        self._first = round(first + GOLDEN * len(self._copies)) % len(self._copies)
+        return self._copies[first:] + self._copies[:first]
 
 
 class _Product:
@@ -227,7 +252,7 @@ class _Product:
 
     def __init__(self, team: _native.Team, weights: _Weights, m: int, arithmetic: Arithmetic) -> None:
         self._native = _native.TeamProduct(
-            team, weights.copies, m, arithmetic.compute_path, arithmetic.k_parts
+            team, weights.turns(), m, arithmetic.compute_path, arithmetic.k_parts
         )
         self.numeric_error = numeric_error(*weights.shape, arithmetic)
         self._native.time(None, 1)
@@ -243,10 +268,30 @@ class _Product:
             raise KernelMismatchError(f"a schedule changes the result of a product: {schedule}")
 
 
+class _Attention:
+    """Attention of some rows, and the result that every schedule must give."""
+
+    numeric_error: float | None = None
+    """Not compared here: schedules change no bit, and the tests hold the bound of families/attention.c."""
+
+    def __init__(self, team: _native.Team, problem: Problem, total_bytes: int) -> None:
+        self.problem = problem
+        self._native = TeamAttention(team, problem, total_bytes)
+
+    def run(self, fields: dict[str, int], calls: int) -> npt.NDArray[np.int64]:
+        """Nanoseconds of each call."""
+        return self._native.run(fields, calls)
+
+    def check(self, schedule: Schedule) -> None:
+        """Of the last call."""
+        if not self._native.is_right():
+            raise KernelMismatchError(f"a schedule changes the result of attention: {schedule}")
+
+
 class _Contestant:
     """One schedule: warmed up, checked, and ready for its turns."""
 
-    def __init__(self, product: _Product, schedule: Schedule) -> None:
+    def __init__(self, product: _Product | _Attention, schedule: Schedule) -> None:
         started_ns = time.perf_counter_ns()
         self._product = product
         self._schedule = schedule

@@ -24,7 +24,7 @@ from phasewise.tuner.conditions import is_disturbed, mean_conditions
 from phasewise.tuner.ledger import Ledger, reversed_comparison
 from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, tune_group
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Ask
+from phasewise.tuner.search.protocol import Ask, GroupSearch
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.timing import proves_faster
 
@@ -58,12 +58,16 @@ class Evaluator(Protocol):
         ...
 
 
+GroupTuner = Callable[[Group, Sequence[int], SearchOptions, ScheduleCache], GroupSearch[GroupOutcome]]
+
+
 @dataclass(frozen=True)
 class Task:
     """A weight and the rows to tune it for, ascending."""
 
     group: Group
     ms: tuple[int, ...]
+    search: GroupTuner = tune_group
 
     def problem(self, m: int) -> Problem:
         return Problem(self.group.family, self.group.format, self.group.n, self.group.k, m)
@@ -155,6 +159,7 @@ class _Run:
         self._deadline_s = self._started_s + budget_s
         self._pace = _Pace(tasks, tools)
         self._timed = self._replayed = self._duels = 0
+        self._timing_s = 0.0
         self._laps: list[Mapping[str, float]] = []
 
     def tune(self, number: int, task: Task) -> bool:
@@ -183,7 +188,7 @@ class _Run:
 
     def _search(self, number: int, task: Task, deadline_s: float) -> GroupOutcome | None:
         """None if the deadline came first."""
-        search = tune_group(task.group, task.ms, self._tools.options, self._cache)
+        search = task.search(task.group, task.ms, self._tools.options, self._cache)
         try:
             ask = next(search)
             while True:
@@ -217,14 +222,16 @@ class _Run:
         return [schedule for schedule, take in asked if take >= len(known.get(schedule, ()))]
 
     def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
+        started_s = self._tools.clock()
         samples = self._tools.evaluator.measure(problem, schedules)
         self._tools.ledger.add(problem, samples)
         self._timed += len(samples)
+        self._timing_s += self._tools.clock() - started_s
         self._laps.append(samples[0].conditions)
 
     def _report(self, number: int, task: Task, m: int) -> None:
         now_s = self._tools.clock()
-        left_s = self._pace.left_s(now_s - self._started_s)
+        left_s = self._pace.left_s(self._timing_s)
         if left_s is not None:
             left_s = min(left_s, max(0.0, self._deadline_s - now_s))
         self._tools.report(
@@ -333,8 +340,9 @@ class _Pace:
         for m in task.ms:
             self._drop(task.problem(m))
 
-    def left_s(self, elapsed_s: float) -> float | None:
-        return elapsed_s * sum(self._left.values()) / self._done if self._done else None
+    def left_s(self, timing_s: float) -> float | None:
+        """`timing_s` is what the work so far took; None before the first product is done."""
+        return timing_s * sum(self._left.values()) / self._done if self._done else None
 
     def _drop(self, problem: Problem) -> None:
         work = self._left.pop(problem, 0.0)

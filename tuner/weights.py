@@ -82,8 +82,8 @@ def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:
 
 
 def _copy(weight: PackedWeight) -> PackedWeight:
-    arrays = {name: getattr(weight, name) for name in ("values", "scales", "mins")}
-    return replace(weight, **{name: a if a is None else _aligned(a) for name, a in arrays.items()})
+    scales, mins = (None if a is None else _aligned(a) for a in (weight.scales, weight.mins))
+    return replace(weight, values=_aligned(weight.values), scales=scales, mins=mins)
 
 
 def _aligned(array: Array) -> Array:

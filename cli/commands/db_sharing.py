@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -50,10 +51,23 @@ def export(
         rows = [*rows_of(store, _wanted(signature))]
     if signature and not rows:
         raise ExportFileError(f"no rows are of a machine with {' or '.join(signature)} in its signature")
-    for line in export_lines(rows):
-        sys.stdout.write(line)
+    _write_out(export_lines(rows))
     kinds = len({row.origin.machine for row in rows})
     note(f"{len(rows)} rows of {kinds} kind{'s' if kinds != 1 else ''} of machine")
+
+
+def _write_out(lines: Iterable[str]) -> None:
+    """To stdout, which may be a file on a full disk."""
+    from phasewise.kerneldb.errors import ExportFileError
+
+    try:
+        sys.stdout.writelines(lines)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        raise ExportFileError(f"the export cannot be written: {error.strerror}") from None
 
 
 def _wanted(signature: list[str] | None) -> Callable[[MachineKey], bool]:
@@ -177,6 +191,8 @@ def verify(
             found.append(db_text.verdict_fields(verdict))
             note(db_text.verdict_line(verdict))
         left = sum(build.unverified for build in store.stats().builds)
+    if left:
+        note(f"{left} imported rows are of other machines or builds, or not among the best {top}")
     if as_json:
         print_json({"verdicts": found, "unverified_rows": left})
     else:
@@ -206,8 +222,8 @@ def gc(
     if as_json:
         print_json({"dry_run": dry_run, "deleted": dict(deleted)})
     else:
-        counts = ", ".join(f"{count} of {table}" for table, count in sorted(deleted.items()))
-        typer.echo(f"{'would delete' if dry_run else 'deleted'} rows: {counts}")
+        counts = ", ".join(f"{count} {table}s" for table, count in deleted.items())
+        typer.echo(f"{'would delete' if dry_run else 'deleted'} {counts}")
 
 
 @contextmanager

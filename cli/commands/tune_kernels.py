@@ -125,18 +125,21 @@ def _rounds(
 
     if model is not None:
         from phasewise.cli.opening import open_model
+        from phasewise.serving.forward import attention_problem
 
         if weight_format not in list(WeightFormat):
             raise typer.BadParameter(f"a model's --format is one of {', '.join(WeightFormat)}")
         opened = open_model(model, WeightFormat(weight_format), threads, db)
         found = list(shapes_of(opened.model))
         cores = {one: plan.ranks[0].cores for one, plan in opened.plans.items()}
+        attention = attention_problem(opened.model)
     else:
         from phasewise.tuner.plans import PHASES, default_plan
 
         found = parse_shapes(shapes or "", weight_format)
         cores = {one: default_plan(machine, one, threads).ranks[0].cores for one in PHASES}
-    return plan_rounds(machine, _chosen(cores, phase), found, max_m)
+        attention = None
+    return plan_rounds(machine, _chosen(cores, phase), found, max_m, attention)
 
 
 def _chosen(cores: Mapping[Phase, tuple[int, ...]], phase: PhaseChoice) -> dict[Phase, tuple[int, ...]]:

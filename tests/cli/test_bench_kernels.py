@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -82,6 +82,14 @@ def fake_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker.write_text(FAKE_PEER)
     monkeypatch.setattr(kernel_peers, "WORKER", worker)
     monkeypatch.setenv("PHASEWISE_PEERS_PYTHON", sys.executable)
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are not about speed."""
+    monkeypatch.setattr("phasewise.tuner.limits.REPEAT_S", 0.001)
+    monkeypatch.setattr("phasewise.tuner.limits.LEAST_READ_BYTES", 1 << 20)
+    monkeypatch.setattr("phasewise.cli.bench_kernels.TURN_NS", 100_000)
 
 
 @pytest.fixture(autouse=True)
@@ -268,6 +276,7 @@ def test_the_summary_is_of_the_best_peer_at_each_point() -> None:
     assert (found.bandwidth_large, found.bandwidth_small) == ((0.95, 0.95), (0.7, 0.7))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=9), st.integers(2, 1000))
 def test_a_summary_scales_with_our_speed(peer_ns: Sequence[int], factor: int) -> None:
     slow = [row(m=m + 1, median_ns=1000 * factor, peers={"torch": ns}) for m, ns in enumerate(peer_ns)]
@@ -320,6 +329,7 @@ points = st.lists(pairs, min_size=1, max_size=12, unique_by=lambda pair: pair[0]
 names = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(names, points, min_size=1, max_size=9), points)
 def test_no_line_leaves_its_plot(
     lines: dict[str, Sequence[tuple[float, float]]], limit: Sequence[tuple[float, float]]

@@ -8,7 +8,8 @@ Three things make a group cheaper than its products:
   starts are short.
 - *Reuse.* From `reuse_from` on, shapes are no longer skinny. Once `steady` of them in a row confirm the slice
   (the one found is near the average of the last ones, or theirs is as fast), it is fixed: larger m only time
-  it, fitted to their rows, beside the default. Where the default beats it, the search is taken up again.
+  it, fitted to their rows, with twice the rows and in both orders of loops, beside the default. Where the
+  default beats it, the search is taken up again.
 - *Cache.* A group gives what it found to those that come after it, as one more seed for each m.
 
 Which m: all up to sigma, where one row more can mean another micro-kernel, then `per_octave` of each octave;
@@ -35,8 +36,8 @@ from phasewise.tuner.search.protocol import (
     GroupSearch,
     Search,
     T,
-    beside_the_best,
     cost,
+    fastest,
     referenced,
 )
 from phasewise.tuner.search.sandwich import sandwich_samples
@@ -51,6 +52,9 @@ from phasewise.tuner.search.space import (
     kernel_of,
     pieces,
 )
+
+PROBED_KERNELS = 4
+"""Besides the default: with fewer, an arithmetic would win by the luck of its schedules."""
 
 _Products: TypeAlias = Generator[tuple[int, list[Schedule]], list[Sample], T]
 """Batches for one m after another."""
@@ -148,24 +152,57 @@ def _search_group(
     group: Group, ms: Sequence[int], options: SearchOptions, cache: ScheduleCache
 ) -> _Products[GroupOutcome]:
     arithmetic = yield from _choose_arithmetic(group, ms, options)
-    history, reused = _History(options), []
+    history = _History(options)
     for m in ms:
         space = group.space(m, arithmetic)
         default = space.fitted(group.default(m))
-        if history.is_fixed and m >= options.reuse_from:
-            fixed = transfer(history.winners[-1], space)
-            samples = yield m, list(dict.fromkeys((fixed, default)))
-            if cost(samples[0]) <= (1 + options.reuse_within) * cost(samples[-1]):
-                history.add(fixed, m)
-                reused.append(m)
-                continue
-            history.confirmed = 0
-        seeds = [default, *history.seeds(space), *cache.seeds(group, arithmetic, m)]
-        search = sandwich_samples(replace(space, kernels=history.candidates(space)), options, seeds)
-        ranking = yield from _at(m, search)
-        history.confirm(ranking, space)
-        history.add((yield from _at(m, _best_of_two_takes(ranking[: options.final_takes]))), m)
-    return GroupOutcome(arithmetic, dict(zip(ms, history.winners, strict=True)), tuple(reused))
+        if history.is_fixed:
+            yield from _at(m, _reuse(history, space, default))
+        if not history.is_fixed:
+            seeds = [default, *history.seeds(space), *cache.seeds(group, arithmetic, m)]
+            search = sandwich_samples(replace(space, kernels=history.candidates(space)), options, seeds)
+            ranking = yield from _at(m, search)
+            yield from _at(m, _settle(history, space, [default, *(one.schedule for one in ranking)]))
+    return GroupOutcome(arithmetic, history.winners, tuple(history.reused))
+
+
+def _reuse(history: _History, space: Space, default: Schedule) -> Search[None]:
+    """Take the fixed slice, or give it up if the default beats it.
+
+    With more rows, a slice may still gain from holding more of them, or from another order of loops.
+    """
+    fixed = history.transferred(space)
+    taller = space.fitted(replace(fixed, block_m=2 * fixed.block_m))
+    others = [
+        space.fitted(replace(one, loop_order=order)) for order in space.orders for one in (fixed, taller)
+    ]
+    samples = yield list(dict.fromkeys((fixed, *others, default)))
+    of_default = next(one for one in samples if one.schedule == default)
+    best = fastest([samples[0], *(one for one in samples if one is not of_default)])
+    if cost(best) > (1 + history.options.reuse_within) * cost(of_default):
+        history.confirmed = 0
+        return
+    stays = cost(samples[0]) <= (1 + history.options.stay_within) * cost(best)
+    history.add(space, fixed if stays else best.schedule)
+    history.reused.append(space.problem.m)
+
+
+def _settle(history: _History, space: Space, ranked: Sequence[Schedule]) -> Search[None]:
+    """Time the fastest few again, side by side, the previous slice among them; the fastest of these wins.
+
+    The first sample of the first of many was also a lucky one: only the new samples count. On a plateau the
+    slice stays as it was, so that it can become steady.
+    """
+    finalists = list(dict.fromkeys(ranked[: history.options.finals]))
+    if not history.winners:
+        history.add(space, fastest((yield finalists)).schedule)
+        return
+    previous = history.transferred(space)
+    samples = yield list(dict.fromkeys((previous, *finalists)))
+    best = fastest(samples)
+    history.confirm(space, best, previous_cost=cost(samples[0]))
+    stays = cost(samples[0]) <= (1 + history.options.stay_within) * cost(best)
+    history.add(space, previous if stays else best.schedule)
 
 
 def _choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) -> _Products[Arithmetic]:
@@ -181,8 +218,13 @@ def _choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) 
         yield from _at(m, referenced(_each(probes.values()), known, options.batch))
         for arithmetic, schedules in probes.items():
             log_ns[arithmetic] += math.log(min(cost(known[one]) for one in schedules)) / len(probed)
-    best = min(log_ns, key=lambda arithmetic: log_ns[arithmetic])
-    return best if log_ns[best] + math.log1p(options.switch_gain) < log_ns[default] else default
+
+    def handicapped(arithmetic: Arithmetic) -> float:
+        split = options.split_gain if arithmetic.k_parts != default.k_parts else 0.0
+        other = options.switch_gain if arithmetic != default else 0.0
+        return log_ns[arithmetic] + math.log1p(max(split, other))
+
+    return min(group.arithmetics, key=handicapped)
 
 
 def _each(batches: Iterable[list[Schedule]]) -> Search[list[Sample]]:
@@ -190,7 +232,7 @@ def _each(batches: Iterable[list[Schedule]]) -> Search[list[Sample]]:
 
 
 def _probes(group: Group, m: int, arithmetic: Arithmetic) -> list[Schedule]:
-    """The default, and the two schedules that the model likes best; threads on parts of k if it can."""
+    """The default, and those that the model likes best; threads on parts of k if it can."""
     space = group.space(m, arithmetic)
     modelled = [
         space.regridded(model_schedule(space, kernel), grid)
@@ -199,7 +241,7 @@ def _probes(group: Group, m: int, arithmetic: Arithmetic) -> list[Schedule]:
         if grid.k == arithmetic.k_parts
     ]
     modelled.sort(key=lambda schedule: modelled_cycles(space, schedule))
-    return list(dict.fromkeys([space.fitted(group.default(m)), *modelled[:2]]))
+    return list(dict.fromkeys([space.fitted(group.default(m)), *modelled[:PROBED_KERNELS]]))
 
 
 def _spread(ms: Sequence[int], count: int) -> list[int]:
@@ -216,14 +258,6 @@ def _at(m: int, search: Search[T]) -> _Products[T]:
             asked = search.send((yield m, asked))
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
-
-
-def _best_of_two_takes(samples: Sequence[Sample]) -> Search[Schedule]:
-    """The fastest few again, side by side: the first sample of the first of many was also a lucky one."""
-    known = {sample.schedule: sample for sample in samples}
-    again = yield from beside_the_best(list(known), known)
-    pairs = zip(samples, again, strict=True)
-    return min(pairs, key=lambda pair: cost(pair[0]) + cost(pair[1]))[0].schedule
 
 
 def transfer(schedule: Schedule, space: Space) -> Schedule:
@@ -255,45 +289,46 @@ class _History:
     """The winners so far, and how many in a row confirmed the slice before them."""
 
     options: SearchOptions
-    winners: list[Schedule] = field(default_factory=list)
-    last_m: int = 0
+    winners: dict[int, Schedule] = field(default_factory=dict)
+    reused: list[int] = field(default_factory=list)
     confirmed: int = 0
 
     @property
     def is_fixed(self) -> bool:
         return self.confirmed >= self.options.steady
 
-    def add(self, winner: Schedule, m: int) -> None:
-        self.winners.append(winner)
-        self.last_m = m
+    def add(self, space: Space, winner: Schedule) -> None:
+        self.winners[space.problem.m] = winner
+
+    def transferred(self, space: Space) -> Schedule:
+        """The last winner as a schedule of this product."""
+        return transfer(self._last(1)[0], space)
 
     def candidates(self, space: Space) -> tuple[MicroKernel, ...]:
         """The kernels to screen: all while the window fills, then the last winners' and new ones."""
         if len(self.winners) < self.options.window:
             return space.kernels
-        won = [balanced(space, kernel_of(winner)) for winner in self.winners[-self.options.window :]]
-        new = [kernel for kernel in space.kernels if kernel.mr > self.last_m]
+        won = [balanced(space, kernel_of(winner)) for winner in self._last(self.options.window)]
+        new = [kernel for kernel in space.kernels if kernel.mr > max(self.winners)]
         return tuple(dict.fromkeys([*won, *new]))
 
     def seeds(self, space: Space) -> list[Schedule]:
         """Of each kernel in the window, the schedule with which it won last."""
         last: dict[MicroKernel, Schedule] = {}
-        for winner in self.winners[-self.options.window :]:
+        for winner in self._last(self.options.window):
             moved = transfer(winner, space)
             last[kernel_of(moved)] = moved
         return list(last.values())
 
-    def confirm(self, ranking: Sequence[Sample], space: Space) -> None:
+    def confirm(self, space: Space, best: Sample, previous_cost: int) -> None:
         """Count the shape as steady, or begin to count anew. Shapes before `reuse_from` do not count."""
-        if not self.winners or space.problem.m < self.options.reuse_from:
+        if space.problem.m < self.options.reuse_from:
             return
-        fixed = transfer(self.winners[-1], space)
-        limit = (1 + self.options.reuse_within) * cost(ranking[0])
-        as_fast = any(sample.schedule == fixed and cost(sample) <= limit for sample in ranking)
-        self.confirmed = self.confirmed + 1 if as_fast or self._is_near(ranking[0].schedule) else 0
+        as_fast = previous_cost <= (1 + self.options.reuse_within) * cost(best)
+        self.confirmed = self.confirmed + 1 if as_fast or self._is_near(best.schedule) else 0
 
     def _is_near(self, found: Schedule) -> bool:
-        last = self.winners[-self.options.steady :]
+        last = self._last(self.options.steady)
         if any(grid_of(winner) != grid_of(found) for winner in last):
             return False
         averages = {axis: sum(getattr(winner, axis) for winner in last) / len(last) for axis in AXES}
@@ -301,3 +336,6 @@ class _History:
             abs(getattr(found, axis) - average) <= self.options.slice_threshold * average
             for axis, average in averages.items()
         )
+
+    def _last(self, count: int) -> list[Schedule]:
+        return list(self.winners.values())[-count:]

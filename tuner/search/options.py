@@ -13,7 +13,7 @@ class SearchOptions:
     """Schedules that are timed side by side; one of them is the fastest so far, again."""
     gain: float = 0.01
     """A step of the fast start must be faster by this share, else it is rolled back."""
-    fine_gain: float = 0.004
+    fine_gain: float = 0.008
     """The same for a step of the finetune."""
     keep_within: float = 0.5
     """Micro-kernels and grids slower than the best of their batch by more than this share are dropped."""
@@ -27,17 +27,21 @@ class SearchOptions:
     """The paper's sigma: for so many shapes every micro-kernel is a candidate; later, their winners are."""
     per_octave: int = 4
     """Beyond the window, how many m of each octave are tuned; the others use a neighbour."""
-    reuse_from: int = 32
+    reuse_from: int = 64
     """Schedules may be fixed from this m on: where products stop being skinny."""
     steady: int = 3
     """So many shapes in a row must confirm the slice before it is fixed."""
     slice_threshold: float = 0.25
     """A slice confirms the previous ones if each side differs from their average by at most this share, .."""
-    reuse_within: float = 0.02
+    reuse_within: float = 0.03
     """.. or if theirs is slower by at most this share. The default must not beat a fixed one by more."""
-    final_takes: int = 3
-    """The fastest schedules of each m that are timed a second time, side by side, before one is chosen."""
+    finals: int = 4
+    """The default and the fastest schedules of each m, timed again side by side before one is chosen."""
+    stay_within: float = 0.01
+    """The previous slice is kept if it is slower by at most this share."""
     probes: int = 4
     """The m at which the ways of computing are compared before one is chosen for the group."""
     switch_gain: float = 0.02
-    """Another way of computing than the default one must be faster by this share."""
+    """Another way of computing than the default one must be faster by this share, .."""
+    split_gain: float = 0.05
+    """.. and by this one if it sums k in another number of parts."""

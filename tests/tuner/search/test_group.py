@@ -111,7 +111,17 @@ def test_larger_m_reuse_the_slice_and_cost_next_to_nothing() -> None:
     outcome = drive(tune_group(group, m_grid(2048, OPTIONS), OPTIONS), bench)
 
     assert len(outcome.reused) >= 10
-    assert all(len(schedules_of(bench, m)) <= 2 for m in outcome.reused)
+    assert all(len(schedules_of(bench, m)) <= 5 for m in outcome.reused)
+
+
+def test_a_fixed_slice_that_is_the_default_is_reused_too() -> None:
+    """A product with a single schedule: nothing to choose at any m."""
+    group = replace(group_of(n=16, k=32, threads=1), kernels={"fma": (MicroKernel(1, 1),)})
+    options = replace(OPTIONS, reuse_from=1, steady=1)
+
+    outcome = drive(tune_group(group, (1, 1_000, 1_001), options), Bench(group, Landscape(1)))
+
+    assert len(outcome.best) == 3
 
 
 def test_a_stored_search_is_replayed_without_a_single_new_timing() -> None:

@@ -1,0 +1,96 @@
+"""Which estimate of a call's time tells schedules apart: one product runs as eight contestants of a race.
+
+    python benchmarks/estimators.py --seconds 10 --neighbours 1
+
+All contestants are the same schedule, so that the spread of their estimates (largest / smallest - 1, median
+and 90th percentile over all races) is error: a tuner that prefers one of them is fooled by so much.
+`--neighbours` starts as many busy processes on the same cores. Decision 0010 has a run of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from phasewise.cython_kernels import _native
+from phasewise.topology import read_machine
+from phasewise.tuner import timing
+from phasewise.tuner.weights import cold_bytes, copies_of, random_weight
+
+CONTESTANTS = 8
+PRODUCTS = (("int4m", 576, 1536, 1), ("bf16", 576, 1536, 64))
+
+
+def middle_half(samples: Sequence[int]) -> float:
+    cut = len(samples) // 4
+    return statistics.fmean(sorted(samples)[cut : len(samples) - cut])
+
+
+ESTIMATES: dict[str, Callable[[Sequence[int]], float]] = {
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "middle half": middle_half,
+    "fastest quarter": timing.estimate_ns,
+    "minimum": min,
+}
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def turns_of(product: _native.TeamProduct, seconds: float) -> list[timing.Samples]:
+    """As many turns as fit into the time."""
+    product.time(None, 20)
+    turn = timing.plan_turn(int(statistics.median(product.time(None, 20).tolist())))
+    turns, end_s = [], time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        turns.append(timing.loop_means(product.time(None, turn.calls), turn))
+    return turns
+
+
+def spreads(turns: Sequence[timing.Samples], estimate: Callable[[Sequence[int]], float]) -> list[float]:
+    """Of each race that the turns make, one after another."""
+    in_race = CONTESTANTS * timing.ROUNDS
+    found = []
+    for start in range(0, len(turns) - in_race + 1, CONTESTANTS):
+        race = iter(turns[start : start + in_race])
+        taken = timing.race([lambda race=race: next(race)] * CONTESTANTS)  # type: ignore[misc]
+        estimates = [estimate(samples) for samples in taken]
+        found.append(max(estimates) / min(estimates) - 1)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--neighbours", type=int, default=0)
+    options = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    neighbours = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.neighbours)]
+    for neighbour in neighbours:
+        neighbour.start()
+    print("format n k m estimate median_spread p90_spread races")
+    for weight_format, n, k, m in PRODUCTS:
+        weights = copies_of(random_weight(weight_format, n, k), cold_bytes(read_machine()))
+        product = _native.TeamProduct(_native.Team(cores), weights, m)
+        turns = turns_of(product, options.seconds / len(PRODUCTS))
+        for name, estimate in ESTIMATES.items():
+            found = sorted(spreads(turns, estimate))
+            p90 = found[math.floor(0.9 * len(found))]
+            median = statistics.median(found)
+            print(f"{weight_format} {n} {k} {m} {name!r} {median:.3f} {p90:.3f} {len(found)}", flush=True)
+    for neighbour in neighbours:
+        neighbour.terminate()
+
+
+if __name__ == "__main__":
+    main()

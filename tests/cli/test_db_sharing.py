@@ -1,0 +1,343 @@
+"""`phasewise db export | import | merge | diff | verify | gc`: what a person and a script see."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from phasewise.cli import verifying
+from phasewise.cli.main import app
+from phasewise.cython_kernels import _native
+from phasewise.kerneldb.records import (
+    Comparison,
+    MachineKey,
+    Measurement,
+    Origin,
+    Problem,
+    Promotion,
+    Sample,
+    Schedule,
+)
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import core_signature, placement_signature, read_machine
+from phasewise.tuner.plans import default_plan
+
+ABI = _native.kernel_abi("gemm")
+STALE_ABI = ABI.rpartition("-")[0] + "-000000000000"
+FAR = MachineKey("ARM 8/0xd4f asimd L1d 64K L2 1M", "4 threads: 1 node x 1 L3 x 4 cores")
+PROBLEM = Problem("gemm", "int8", 256, 128, 4)
+SCHEDULE = Schedule(4, 2, 64, 128, 128, 1, 1, 1, _native.compute_paths("q8")[0], 1, 0, "nm")
+OTHER_SCHEDULE = dataclasses.replace(SCHEDULE, block_k=64)
+
+
+def here() -> MachineKey:
+    machine = read_machine()
+    cores = default_plan(machine, "decode").ranks[0].cores
+    return MachineKey(core_signature(machine), placement_signature(machine, cores))
+
+
+def measured(
+    estimate_ns: int,
+    schedule: Schedule = SCHEDULE,
+    problem: Problem = PROBLEM,
+    kernel_abi: str = ABI,
+    machine: MachineKey | None = None,
+) -> Measurement:
+    origin = Origin(machine or here(), "0.1.0", 1_795_000_000_000)
+    return Measurement(problem, Sample(schedule, (estimate_ns,), estimate_ns, None, 0), kernel_abi, origin)
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The database by default: a schedule in use, rows of another machine and of an earlier build."""
+    file = tmp_path / "tuned.db"
+    monkeypatch.setenv("PHASEWISE_DB", str(file))
+    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+    promotion = Promotion(
+        PROBLEM, SCHEDULE, None, Comparison(1.5, 1.25, 2.0, 0.95, 40), ABI, measured(1).origin
+    )
+    with open_store(file) as store:
+        store.add_measurements(
+            [
+                measured(900),
+                measured(800, OTHER_SCHEDULE),
+                measured(7, machine=FAR, kernel_abi="gemm-neon-00"),
+                measured(5, kernel_abi=STALE_ABI),
+            ]
+        )
+        store.add_promotions([promotion])
+    return file
+
+
+@pytest.fixture
+def exported(tuned: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "tuned.jsonl"
+    file.write_text(shell("export").stdout)
+    return file
+
+
+def shell(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """The command as a script runs it."""
+    command = [sys.executable, "-m", "phasewise", "db", *arguments]
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, check=False, timeout=60, env=os.environ
+    )
+
+
+def run(*arguments: str, exit_code: int = 0) -> str:
+    """stdout of the command, in this process."""
+    result = CliRunner().invoke(app, ["db", *arguments], catch_exceptions=False)
+    assert result.exit_code == exit_code, result.output
+    return result.stdout
+
+
+def run_json(*arguments: str, exit_code: int = 0) -> dict[str, Any]:
+    fields = json.loads(run(*arguments, "--json", exit_code=exit_code))
+    assert fields.pop("schema_version") == 1
+    return dict(fields)
+
+
+def assert_one_line(result: subprocess.CompletedProcess[str], reason: str) -> None:
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("phasewise: ")
+    assert reason in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_import_exports_the_same_bytes_and_prefers_the_same_schedules(
+    exported: Path, tmp_path: Path
+) -> None:
+    """Although it uses none of them yet."""
+    copy = str(tmp_path / "copy.db")
+    counts = {"read": 5, "added": 5, "known": 0, "refused": 0}
+    assert run_json("import", str(exported), "--db", copy) == {"source": str(exported), **counts}
+    assert run("export", "--db", copy) == exported.read_text()
+    assert run_json("diff", copy) == {"same": 3, "differences": [], "machines": []}
+    assert run_json("diff", str(exported))["same"] == 3
+
+    standings = [one["standing"] for one in run_json("show", "--db", copy)["schedules"]]
+    assert standings == ["imported"] * 3
+    assert "to be measured by `phasewise db verify`" in run("show", "--db", copy)
+
+
+def test_an_export_is_data_on_stdout_and_a_count_on_stderr(tuned: Path) -> None:
+    result = shell("export")
+
+    assert result.stderr == "5 rows of 2 kinds of machine\n"
+    assert [json.loads(line) for line in result.stdout.splitlines()][-1]["rows"] == 5
+
+
+@pytest.mark.parametrize(("signature", "rows"), [("ARM", 1), ("4 threads", 1), ("here", 4)])
+def test_an_export_may_be_of_some_machines(tuned: Path, signature: str, rows: int) -> None:
+    lines = run("export", "--signature", signature).splitlines()
+
+    assert json.loads(lines[-1])["rows"] == rows
+
+
+def test_a_signature_that_nothing_has_is_said(tuned: Path) -> None:
+    assert_one_line(shell("export", "--signature", "PDP-11"), "no rows are of a machine with PDP-11")
+
+
+def test_an_import_comes_from_a_pipe_too(exported: Path, tmp_path: Path) -> None:
+    result = shell("import", "-", "--db", str(tmp_path / "copy.db"), stdin=exported.read_text())
+
+    assert result.stdout == "-: 5 rows added, 0 known already\n"
+    assert "is not used before `phasewise db verify`" in result.stderr
+
+
+def test_what_is_refused_is_said_line_by_line_and_in_the_exit_code(exported: Path, tmp_path: Path) -> None:
+    lines = exported.read_text().splitlines()
+    exported.write_text("\n".join([lines[0], *["garbage"] * 30, *lines[1:3]]))
+    result = shell("import", str(exported), "--db", str(tmp_path / "copy.db"))
+
+    assert result.returncode == 1
+    assert result.stdout == f"{exported}: 2 rows added, 0 known already, 31 lines refused\n"
+    assert f"{exported}:2: refused: the line is not JSON" in result.stderr
+    assert f"{exported}: 11 more lines were refused" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("import", "missing.jsonl"), "missing.jsonl cannot be read: No such file"),
+        (("import", "."), ". cannot be read: Is a directory"),
+        (("import", __file__), "is not a file that `phasewise db export` wrote"),
+        (("merge", "missing.db"), "there is no database at"),
+        (("diff", "missing.db"), "there is no database at"),
+        (("export", "--db", "missing.db"), "there is no database at"),
+        (("verify", "--db", "missing.db"), "there is no database at"),
+        (("gc", "--db", "missing.db"), "there is no database at"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_and_creates_nothing(
+    tuned: Path, arguments: Sequence[str], reason: str
+) -> None:
+    before = sorted(tuned.parent.iterdir())
+
+    assert_one_line(shell(*arguments), reason)
+    assert sorted(tuned.parent.iterdir()) == before
+    assert not Path("missing.db").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_export_to_a_full_disk_is_one_line(tuned: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "phasewise", "db", "export"]
+        result = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+        )
+
+    assert result.returncode == 1
+    assert result.stderr == "phasewise: the export cannot be written: No space left on device\n"
+
+
+def test_merging_adds_what_is_missing_once(tuned: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    with open_store(other) as store:
+        store.add_measurements([measured(900), measured(3, problem=Problem("gemm", "f32", 16, 32, 1))])
+    first, again = run_json("merge", str(other)), run_json("merge", str(other))
+
+    assert (first["added"], first["known"]) == (1, 1)
+    assert again["added"] == 0
+
+
+def test_a_difference_is_shown_and_in_the_exit_code(tuned: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    with open_store(other) as store:
+        store.add_measurements([measured(800, OTHER_SCHEDULE)])
+    found = run_json("diff", str(other), exit_code=1)
+
+    assert found["same"] == 0
+    changed = next(one for one in found["differences"] if one["there"])
+    assert (changed["here"]["block_k"], changed["there"]["block_k"]) == (128, 64)
+    assert "none" in run("diff", str(other), exit_code=1)
+
+
+class FakeBench:
+    """Times a schedule by its block_k, so that nothing depends on the machine."""
+
+    def __init__(self, cores: Sequence[int], total_bytes: int) -> None:
+        self.closed = False
+
+    def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
+        return None
+
+    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
+        return [Sample(one, (one.block_k,), one.block_k, None, 0) for one in schedules]
+
+    def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
+        gain = (incumbent.block_k if incumbent else 200) / candidate.block_k
+        return Comparison(gain, gain, gain, 0.95, 40)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_verifying_puts_what_passes_into_use(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = str(tmp_path / "copy.db")
+    run("import", str(exported), "--db", copy)
+    monkeypatch.setattr(verifying, "NativeBench", FakeBench)
+    found = run_json("verify", "--db", copy)
+
+    assert [(one["block_k"], one["promoted"]) for one in found["verdicts"]] == [(128, True), (64, True)]
+    assert found["unverified_rows"] == 4
+    schedule = next(one for one in run_json("show", "--db", copy)["schedules"] if one["kernel_abi"] == ABI)
+    assert (schedule["standing"], schedule["block_k"]) == ("in use", 64)
+    assert run_json("verify", "--db", copy)["verdicts"] == []
+
+
+def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) -> None:
+    """Whatever the verdict: the rows are there, and products that no machine could compute are left."""
+    copy = str(tmp_path / "copy.db")
+    huge = Problem("gemm", "int8", 2**31 - 1, 2**31 - 1, 2**31 - 1)
+    attention = Problem("attention", "f16", 128, 64, 4)
+    schedule = dataclasses.replace(SCHEDULE, compute_path="fma", mr=2, panels=1, block_m=4, block_n=16)
+    with open_store(copy) as store:
+        unverified = dataclasses.replace(measured(1).origin, verified=False)
+        store.add_missing(
+            [
+                dataclasses.replace(measured(1), origin=unverified),
+                dataclasses.replace(measured(1, problem=huge), origin=unverified),
+                dataclasses.replace(
+                    measured(1, schedule, attention, _native.kernel_abi("attention")), origin=unverified
+                ),
+            ]
+        )
+    result = shell("verify", "--db", copy)
+
+    assert result.returncode == 0, result.stderr
+    assert "larger than that of any model" in result.stderr
+    assert "gemm int8" in result.stdout
+    assert "attention f16" in result.stdout
+    with open_store(copy) as store:
+        assert store.measurement_count(PROBLEM, here(), ABI) == 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "schedule", "reason"),
+    [
+        (Problem("moe", "int8", 16, 32, 1), SCHEDULE, "family moe"),
+        (Problem("gemm", "fp3", 16, 32, 1), SCHEDULE, "format 'fp3'"),
+        (PROBLEM, dataclasses.replace(SCHEDULE, compute_path="quantum"), "no compute path quantum"),
+        (Problem("gemm", "int8", 2**20, 1, 2**20), SCHEDULE, "larger than"),
+        (Problem("gemm", "int8", 1, 2**20, 2**20), SCHEDULE, "larger than"),
+        (Problem("attention", "f16", 576, 192, 2**31 - 1), SCHEDULE, "larger than"),
+        (Problem("attention", "f8", 576, 192, 8), SCHEDULE, "no such attention"),
+        (Problem("attention", "f16", 576, 7, 8), SCHEDULE, "no such attention"),
+        (Problem("attention", "f16", 576, 576, 8), dataclasses.replace(SCHEDULE, k_parts=9), "in 9 parts"),
+    ],
+)
+def test_what_cannot_be_computed_here_is_an_obstacle(
+    problem: Problem, schedule: Schedule, reason: str
+) -> None:
+    found = verifying.NativeBench.obstacle(object(), problem, schedule)  # type: ignore[arg-type]
+
+    assert reason in (found or "")
+
+
+def test_collecting_garbage_says_what_goes_and_what_went(tuned: Path) -> None:
+    deleted = {"promotion": 0, "measurement": 1, "problem": 0, "schedule": 0}
+    assert run_json("gc", "--dry-run") == {"dry_run": True, "deleted": deleted}
+    assert run("gc", "--dry-run") == "would delete 0 promotions, 1 measurements, 0 problems, 0 schedules\n"
+    assert run_json("gc") == {"dry_run": False, "deleted": deleted}
+    assert run_json("gc", "--keep", "1")["deleted"]["measurement"] == 0, "one is fast, one in use"
+    assert {one["standing"] for one in run_json("show")["schedules"]} == {"in use", "measured"}
+
+
+def test_rows_of_an_earlier_build_are_shown_apart(tuned: Path) -> None:
+    states = {one["build"]: one["state"] for one in run_json("stats")["by_build"]}
+    assert states == {ABI: "current", STALE_ABI: "stale", "gemm-neon-00": "elsewhere"}
+
+    assert "Of an earlier build of the kernels, not used" in run("show")
+    assert [one["stale"] for one in run_json("show")["schedules"]].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    "command", [("diff", "other.db"), ("show",), ("stats",), ("verify", "--db", "other.db")]
+)
+def test_tables_fit_eighty_columns(
+    tuned: Path, monkeypatch: pytest.MonkeyPatch, command: Sequence[str]
+) -> None:
+    monkeypatch.chdir(tuned.parent)
+    monkeypatch.setattr(verifying, "NativeBench", FakeBench)
+    wide = Schedule(12, 16, 144, 6144, 4096, 16, 64, 4, "int8_tile_of_somebody", 4, 65_536, "mn")
+    widest = Problem("attention", "int8g16", 14336, 14336, 2048)
+    with open_store("other.db") as store:
+        unverified = dataclasses.replace(measured(1).origin, verified=False)
+        store.add_missing([dataclasses.replace(measured(987_654_321, wide), origin=unverified)])
+        store.add_measurements([measured(987_654_321, wide, widest, _native.kernel_abi("attention"))])
+    lines = run(*command, exit_code=1 if command[0] == "diff" else 0).splitlines()
+
+    assert max(len(line) for line in lines if "/" not in line) <= 80

@@ -1,0 +1,181 @@
+"""Several processes, one database: on a SQLite file and on a real PostgreSQL server."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sqlite3
+from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Barrier, Event
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic import command
+from kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, PROMOTION, measured
+from kerneldb_server import new_database_url
+from sqlalchemy import create_engine, text
+
+from phasewise.kerneldb import schema
+from phasewise.kerneldb.portable import export_lines, import_rows, read_export, rows_of
+from phasewise.kerneldb.records import Measurement
+from phasewise.kerneldb.store import Store, open_store
+
+SPAWN = multiprocessing.get_context("spawn")
+FIRST_SCHEMA = Path(__file__).resolve().parent.parent / "data" / "schemas" / "0001.db"
+BATCH = 7
+
+
+@pytest.fixture(params=["file", "postgresql"])
+def db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "postgresql":
+        return new_database_url(request.getfixturevalue("postgres"))
+    return str(tmp_path / "shared.db")
+
+
+def together(target: Callable[..., None], *arguments: Any, count: int = 2) -> None:
+    """Run `target` in so many processes that begin at the same moment; all must succeed."""
+    start = SPAWN.Barrier(count)
+    processes = [SPAWN.Process(target=target, args=(start, *arguments)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * count
+
+
+def import_file(start: Barrier, db: str, file: Path) -> None:
+    start.wait(30)
+    with open_store(db) as store, file.open("rb") as stream:
+        import_rows(store, read_export(stream, file.name, pytest.fail))
+
+
+def open_once(start: Barrier, db: str) -> None:
+    start.wait(30)
+    with open_store(db) as store:
+        assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
+
+
+def append_for_ever(db: str, begun: Event) -> None:
+    with open_store(db) as store:
+        for turn in range(1, 1_000_000):
+            store.add_measurements(measured(turn) for _ in range(BATCH))
+            begun.set()
+
+
+def tune(start: Barrier, db: str) -> None:
+    """What two tuners do: each appends, promotes and looks at what is in use."""
+    start.wait(30)
+    with open_store(db) as store:
+        for turn in range(1, 30):
+            store.add_measurements([measured(turn)])
+            store.add_promotions([PROMOTION])
+            assert store.promoted_measurement(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) is not None
+
+
+def test_two_processes_that_import_one_file_add_it_once(db: str, tmp_path: Path) -> None:
+    file = tmp_path / "schedules.jsonl"
+    file.write_text("".join(export_lines(measured(ns) for ns in range(1, 700))))
+    with open_store(db):
+        pass
+    together(import_file, db, file)
+
+    with open_store(db) as store:
+        assert store.stats().rows["measurement"] == 699
+        assert "".join(export_lines(rows_of(store))) == file.read_text()
+
+
+def test_two_tuners_share_a_database(db: str) -> None:
+    """Each waits for the other's transaction; no row is lost, and a row that both need is one."""
+    together(tune, db)
+
+    with open_store(db) as store:
+        rows = store.stats().rows
+    assert (rows["measurement"], rows["promotion"]) == (58, 58)
+    assert (rows["problem"], rows["schedule"]) == (1, 1)
+
+
+def test_a_killed_process_leaves_whole_batches(db: str) -> None:
+    """What a transaction appends is there as a whole or not at all, and the next process is not stopped."""
+    with open_store(db):
+        pass
+    begun = SPAWN.Event()
+    process = SPAWN.Process(target=append_for_ever, args=(db, begun))
+    process.start()
+    assert begun.wait(30)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(30)
+
+    with open_store(db) as store:
+        count = store.stats().rows["measurement"]
+        assert count > 0
+        assert count % BATCH == 0
+        store.add_measurements([MEASUREMENT])
+        assert store.stats().rows["measurement"] == count + 1
+
+
+def test_a_reader_is_not_stopped_by_a_writer_and_sees_whole_transactions(db: str) -> None:
+    with open_store(db) as writer, open_store(db) as reader:
+        writer.add_measurements([MEASUREMENT])
+
+        def appended_half() -> Iterator[Measurement]:
+            yield measured(1)
+            assert reader.stats().rows["measurement"] == 1
+            yield measured(2)
+
+        writer.add_measurements(appended_half())
+        assert reader.stats().rows["measurement"] == 3
+
+
+def test_a_scan_is_of_one_moment(db: str) -> None:
+    """Rows that another process appends while an export reads are in the next one."""
+    with open_store(db) as store, open_store(db) as other:
+        store.add_measurements(measured(ns) for ns in range(1, 1200))
+        scan = store.all_measurements()
+        next(scan)
+        other.add_measurements([measured(5000)])
+
+        assert len([*scan]) == 1198
+
+
+def test_two_processes_may_upgrade_an_old_file_at_once(tmp_path: Path) -> None:
+    file = shutil.copy(FIRST_SCHEMA, tmp_path / "old.db")
+    together(open_once, str(file), count=3)
+
+    with open_store(file) as store:
+        assert store.schema_change.before == schema.HEAD
+
+
+def test_two_processes_may_upgrade_an_old_server_at_once(postgres: Path) -> None:
+    url = new_database_url(postgres)
+    fill_first_schema(url)
+    together(open_once, url)
+
+    with open_store(url) as store:
+        assert_upgraded(store)
+
+
+def fill_first_schema(url: str) -> None:
+    """The tables of schema 0001 with the rows of its fixture."""
+    engine = create_engine(url)
+    with engine.begin() as connection, sqlite3.connect(FIRST_SCHEMA) as old:
+        config = schema._alembic_config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        old.row_factory = sqlite3.Row
+        for table in ("problem", "schedule", "measurement", "service_plan"):
+            for row in map(dict, old.execute(f"SELECT * FROM {table}")):
+                if "verified" in row:
+                    row["verified"] = bool(row["verified"])
+                values = ", ".join(f":{name}" for name in row)
+                connection.execute(text(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({values})"), row)
+    old.close()
+    engine.dispose()
+
+
+def assert_upgraded(store: Store) -> None:
+    assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
+    assert store.plans() == [PLAN]

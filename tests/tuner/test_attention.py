@@ -1,0 +1,69 @@
+"""Attention's schedules: all candidates are legal, every one is timed once, and none changes a result."""
+
+from __future__ import annotations
+
+import pytest
+
+from phasewise.kerneldb.records import Problem, Sample
+from phasewise.tuner.attention import TeamAttention, attention_group, default_attention, head_dim_of
+from phasewise.tuner.native import NativeEvaluator, kernel_fields
+from phasewise.tuner.search.attention import attention_grid, candidates, tune_attention
+from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.search.space import Caches
+
+_native = pytest.importorskip(
+    "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
+)
+
+CACHES = Caches(32 << 10, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "head_dim"), [(576, 192, 64), (4096, 1024, 128), (32, 16, 16), (50, 10, 2)]
+)
+def test_heads_divide_what_all_heads_have(n: int, k: int, head_dim: int) -> None:
+    assert head_dim_of(n, k) == head_dim
+
+
+@pytest.mark.parametrize("m", [1, 40, 128])
+def test_no_candidate_changes_a_bit(m: int) -> None:
+    attention = TeamAttention(_native.Team(None, members=2), Problem("attention", "f16", 64, 32, m), 1 << 16)
+
+    for schedule in candidates(default_attention(64, 32, m, 2), m):
+        assert attention.run(kernel_fields(schedule), 2).min() > 0
+        assert attention.is_right()
+
+
+def test_the_search_finds_the_fastest_candidate_and_asks_for_each_take_once() -> None:
+    group = attention_group("f16", 576, 192, 2, CACHES)
+    search, asked = tune_attention(group, attention_grid(512), SearchOptions()), set()
+    best: dict[int, int] = {}
+    try:
+        ask = next(search)
+        while True:
+            keys = set(zip([ask.m] * len(ask.takes), ask.schedules, ask.takes, strict=True))
+            assert not keys & asked
+            asked |= keys
+            costs = [1000 + abs(one.block_m - 24) + one.mr + abs(one.block_k - 512) for one in ask.schedules]
+            best[ask.m] = min([*costs, best.get(ask.m, 1 << 30)])
+            pairs = zip(ask.schedules, costs, strict=True)
+            ask = search.send([Sample(one, (cost,), cost, None, 1) for one, cost in pairs])
+    except StopIteration as end:
+        found = end.value.best
+
+    assert set(found) == {1, 128, 256, 512}
+    assert (found[128].mr, found[128].block_m, found[1].block_k) == (4, 24, 512)
+
+
+def test_the_evaluator_times_and_compares_attention() -> None:
+    problem = Problem("attention", "f16", 64, 32, 1)
+    default, other = list(candidates(default_attention(64, 32, 1, 1), 1))[:2]
+    evaluator = NativeEvaluator((0,), 1 << 16)
+    try:
+        samples = evaluator.measure(problem, [default, other])
+        comparison = evaluator.compare(problem, other, None)
+    finally:
+        evaluator.close()
+
+    assert [sample.schedule for sample in samples] == [default, other]
+    assert comparison.gain > 0
