@@ -279,7 +279,8 @@ static void run_strip(const walk *k, const strip *s) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
     tile_call t = first_call(k, s->panels, s->pass), weights = t;
     if (k->staged) stage(k, &t, bytes);
-    int several = k->prefetch_bytes && s->rows.end - s->rows.begin > k->mr, dense = k->kernels <= BF16_DOT;
+    int several = s->rows.end - s->rows.begin > k->mr && t.steps > 0 && k->prefetch_bytes;
+    int dense = k->kernels <= BF16_DOT;
     if (several && dense && s->index > 0) t.prefetch_bytes = t.prefetch_jump = 0; /* the last strip asked for these */
     const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
     for (int64_t row = s->rows.begin; row < s->rows.end; row += t.mr) {
