@@ -90,7 +90,7 @@ def schedules_of(db: str | None, cores: Sequence[int]) -> Choose:
         choice = table.choice(key, m)
         if choice.schedule is not None:
             return Chosen(choice.schedule, choice.kind)
-        arithmetic = table.arithmetic(key) or Arithmetic(_native.compute_paths(weight.kind)[0])
+        arithmetic = table.arithmetic(key) or Arithmetic(_native.compute_paths(weight.kind, weight.group)[0])
         return Chosen(default_schedule(weight, m, threads, arithmetic), "default")
 
     return choose

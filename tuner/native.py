@@ -27,7 +27,7 @@ from phasewise.tuner.errors import TunerError
 from phasewise.tuner.run import Duel
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
-from phasewise.tuner.weights import blank_weight, copies_of, kind_of, random_weight
+from phasewise.tuner.weights import blank_weight, copies_of, kind_of, random_weight, scale_group_of
 
 ACCURACY = {"f32": 2.0**-16, "bf16": 2.0**-7}
 """Largest error of a product, relative to its largest value, that a way of computing a format may have."""
@@ -107,16 +107,23 @@ def numeric_error(weight_format: str, n: int, k: int, arithmetic: Arithmetic) ->
 
 def arithmetics(weight_format: str, n: int, k: int, threads: int) -> tuple[Arithmetic, ...]:
     """The ways of computing such a weight that keep its format's accuracy, the default one first."""
-    default, *others = (Arithmetic(path) for path in _native.compute_paths(kind_of(weight_format)))
+    default, *others = (Arithmetic(path) for path in paths_of(weight_format))
     if threads > 1:
         others.append(Arithmetic(default.compute_path, min(threads, MAX_K_PARTS)))
     limit = ACCURACY.get(weight_format, ACCURACY_OF_QUANTISED)
     return (default, *(one for one in others if numeric_error(weight_format, n, k, one) <= limit))
 
 
-def micro_kernels(kind: packing.Kind, path: str) -> tuple[MicroKernel, ...]:
+def paths_of(weight_format: str) -> tuple[str, ...]:
+    """The compute paths of a format on the ISA in use, the default one first. TunerError as `kind_of`."""
+    return tuple(_native.compute_paths(kind_of(weight_format), scale_group_of(weight_format)))
+
+
+def micro_kernels(weight: PackedWeight, path: str) -> tuple[MicroKernel, ...]:
     """Those that exist on the ISA in use."""
-    return tuple(MicroKernel(mr, panels) for mr, panels in _native.micro_kernels(kind, path))
+    return tuple(
+        MicroKernel(mr, panels) for mr, panels in _native.micro_kernels(weight.kind, path, weight.group)
+    )
 
 
 def core_caches(machine: Machine, cores: Sequence[int]) -> Caches:
@@ -141,7 +148,7 @@ def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -
         k=k,
         threads=threads,
         arithmetics=ways,
-        kernels={one.compute_path: micro_kernels(weight.kind, one.compute_path) for one in ways},
+        kernels={one.compute_path: micro_kernels(weight, one.compute_path) for one in ways},
         caches=caches,
         weight_bits=round(8 * weight.nbytes / (packing.padded_n(n) * packing.padded_k(k))),
         default=lambda m: default_schedule(weight, m, threads, ways[0]),
