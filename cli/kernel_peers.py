@@ -91,7 +91,7 @@ class Peer:
         return Prepared(**answer)
 
     def time(self, calls: int) -> float:
-        """Nanoseconds a product, over about so many."""
+        """Nanoseconds a product, over about so many. PeerError if it fails now, though it was prepared."""
         answer = self._ask({"calls": calls})
         if "refused" in answer:
             raise PeerError(f"{self.name} prepared a product and then failed: {answer['refused']}")
