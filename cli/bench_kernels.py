@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from phasewise.cli.kernel_formats import KernelRow
-from phasewise.cli.kernel_peers import FORMAT_OF, Peer, PeerCell
+from phasewise.cli.kernel_peers import FORMAT_OF, Peer, PeerCell, PeerError
 from phasewise.cli.present import note
 from phasewise.cython_kernels import _native, isa, limits
 from phasewise.kerneldb.location import locate
@@ -90,7 +90,7 @@ def schedules_of(db: str | None, cores: Sequence[int]) -> Choose:
         choice = table.choice(key, m)
         if choice.schedule is not None:
             return Chosen(choice.schedule, choice.kind)
-        arithmetic = table.arithmetic(key) or Arithmetic(_native.compute_paths(weight.kind)[0])
+        arithmetic = table.arithmetic(key) or Arithmetic(_native.compute_paths(weight.kind, weight.group)[0])
         return Chosen(default_schedule(weight, m, threads, arithmetic), "default")
 
     return choose
@@ -191,13 +191,22 @@ def _peer_contestant(peer: Peer, product_ns: float) -> Contestant:
 def take_turns(
     contestants: Sequence[Contestant], rounds: int, sleep: Callable[[float], None] = time.sleep
 ) -> dict[str, list[float]]:
-    """What every contestant's turns gave, round by round."""
+    """What every contestant's turns gave, round by round; without the peers that failed in one."""
     samples: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for number in range(rounds):
         for contestant in contestants if number % 2 else reversed(contestants):
-            sleep(PAUSE_S)
-            samples[contestant.name].append(contestant.turn())
+            if contestant.name in samples:
+                sleep(PAUSE_S)
+                _take_turn(contestant, samples)
     return samples
+
+
+def _take_turn(contestant: Contestant, samples: dict[str, list[float]]) -> None:
+    try:
+        samples[contestant.name].append(contestant.turn())
+    except PeerError as error:
+        note(f"{error}: it is left out")
+        del samples[contestant.name]
 
 
 def turn_calls(product_ns: float) -> int:
@@ -231,7 +240,7 @@ def _row(
     flops_per_s = 2e9 * point.m * point.n * point.k / median_ns
     shares = [weight_bytes * 1e9 / ns / rate for ns, rate in zip(own_ns, read_rates, strict=True)]
     machine = read_machine()
-    peer_samples = {name: samples[name] for name in settings}
+    peer_samples = {name: samples[name] for name in settings if name in samples}
     return KernelRow(
         format=point.format,
         n=point.n,
@@ -255,5 +264,5 @@ def _row(
         steal=round(steal, 4),
         samples_ns=[round(ns) for ns in own_ns],
         peer_samples_ns={name: [round(ns) for ns in taken] for name, taken in peer_samples.items()},
-        peer_settings=dict(settings),
+        peer_settings={name: settings[name] for name in peer_samples},
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 from phasewise.cli.present import note
 
-NAMES = ("torch", "mkl", "openblas", "openvino", "ggml")
+NAMES = ("torch", "mkl", "openblas", "openvino", "ggml", "tvm")
 WORKER = Path(__file__).with_name("kernel_peer_worker.py")
 FORMAT_OF = {"int8c": "int8", "int8m": "int8", "int8g16": "int8"}
 """A peer's own 8 bits compare with each of ours."""
@@ -91,7 +91,7 @@ class Peer:
         return Prepared(**answer)
 
     def time(self, calls: int) -> float:
-        """Nanoseconds a product, over about so many."""
+        """Nanoseconds a product, over about so many. PeerError if it fails now, though it was prepared."""
         answer = self._ask({"calls": calls})
         if "refused" in answer:
             raise PeerError(f"{self.name} prepared a product and then failed: {answer['refused']}")
@@ -159,4 +159,5 @@ def _environment(cores: Sequence[int]) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": threads,
         "OPENBLAS_THREAD_TIMEOUT": "20",
         "TVM_NUM_THREADS": threads,
+        "TVM_BIND_THREADS": "1",
     }

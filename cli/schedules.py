@@ -164,7 +164,7 @@ def _product_use(
 ) -> ScheduleUse:
     from phasewise.cython_kernels._native import compute_paths, default_schedule
 
-    (path, k_parts), (first_m, rows), paths = arithmetic, found, compute_paths(weight.kind)
+    (path, k_parts), (first_m, rows), paths = arithmetic, found, compute_paths(weight.kind, weight.group)
     return ScheduleUse(
         phase,
         names,

@@ -86,6 +86,11 @@ class Tuned:
     outcome: Outcome
     attention: Outcome | None = None
 
+    @property
+    def is_interrupted(self) -> bool:
+        ends = [outcome.end for outcome in (self.outcome, self.attention) if outcome]
+        return "interrupted" in ends
+
     def roofline_share(self, gain: Gain) -> float:
         """Of what the cores could do at best; 1 is the limit."""
         return bound_s(self.round, self.roofline, gain.problem) * 1e9 / gain.tuned_ns

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 10.0
 """Off a terminal, progress is a line so often."""
 
+REDRAW_EVERY_S = 0.25
+
 DISTURBED_LAPS = 0.1
 """Share of disturbed timings from which on the result carries a warning."""
 
@@ -27,24 +29,29 @@ DISTURBED_LAPS = 0.1
 def progress_on_stderr() -> Iterator[Callable[[Progress], None]]:
     """What a run reports to: one line that changes on a terminal, a line now and then elsewhere."""
     if not sys.stderr.isatty():
-        yield _lines()
+        yield _at_most_every(LINE_EVERY_S, lambda progress: note(progress_line(progress)))
         return
     from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
-    console = Console(stderr=True, highlight=False)
-    with console.status("") as status:
-        yield lambda progress: status.update(progress_line(progress))
+    # Drawn between timings, by no thread of its own: it would take a core from the team that is timed.
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+        yield _at_most_every(
+            REDRAW_EVERY_S,
+            lambda progress: live.update(Text(progress_line(progress), overflow="ellipsis"), refresh=True),
+        )
 
 
-def _lines() -> Callable[[Progress], None]:
+def _at_most_every(seconds: float, show: Callable[[Progress], None]) -> Callable[[Progress], None]:
     last_s = -math.inf
 
     def report(progress: Progress) -> None:
         nonlocal last_s
         now_s = time.monotonic()
-        if now_s - last_s >= LINE_EVERY_S:
+        if now_s - last_s >= seconds:
             last_s = now_s
-            note(progress_line(progress))
+            show(progress)
 
     return report
 

@@ -13,9 +13,9 @@ from phasewise.kerneldb.upkeep import Here, Verdict, verify
 from phasewise.topology import Machine
 from phasewise.tuner.attention import ARITHMETIC, KV_BYTES, head_dim_of
 from phasewise.tuner.errors import TunerError
-from phasewise.tuner.native import NativeEvaluator, arithmetic_of
+from phasewise.tuner.native import NativeEvaluator, arithmetic_of, paths_of
 from phasewise.tuner.plans import PHASES, default_plan
-from phasewise.tuner.weights import cold_bytes, kind_of
+from phasewise.tuner.weights import cold_bytes
 
 FAMILIES = ("gemm", "attention")
 """Those that the evaluator times."""
@@ -44,7 +44,7 @@ def _product_obstacle(problem: Problem, schedule: Schedule) -> str | None:
     if n * k > MAX_WEIGHT or max(n, k) * m > MAX_ROWS_OF_X_OR_Y or n * k * m > MAX_MULTIPLY_ADDS:
         return "it is larger than that of any model"
     try:
-        paths = _native.compute_paths(kind_of(problem.format))
+        paths = paths_of(problem.format)
     except TunerError as error:
         return str(error)
     if schedule.compute_path not in paths:

@@ -68,8 +68,15 @@ def plan_row(plan: PlanRecord) -> ServicePlanRow:
 
 
 def id_of(session: Session, model: type[ProblemRow | ScheduleRow], record: Problem | Schedule) -> int:
-    """The id of the record's row, inserted if new; another process may insert it in between."""
-    key = asdict(record)
+    """The id of the record's row, inserted if new. A session is one transaction, and asks once for each."""
+    ids: dict[Problem | Schedule, int] = session.info.setdefault("ids", {})
+    if record not in ids:
+        ids[record] = _find_or_insert(session, model, asdict(record))
+    return ids[record]
+
+
+def _find_or_insert(session: Session, model: type[ProblemRow | ScheduleRow], key: dict[str, Any]) -> int:
+    """Another process may insert it between the look and the insertion."""
     query = select(model.id).filter_by(**key)
     found = session.scalar(query)
     if found is not None:

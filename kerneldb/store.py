@@ -140,8 +140,7 @@ class Store:
     def add_measurements(self, measurements: Iterable[Measurement]) -> None:
         """Append all or none."""
         with self._writing() as session:
-            for measurement in measurements:
-                session.add(measurement_row(session, measurement))
+            session.add_all([measurement_row(session, measurement) for measurement in measurements])
 
     def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]:
         """Everything measured for a problem on this kind of machine with this build, oldest first."""
@@ -181,8 +180,7 @@ class Store:
     def add_promotions(self, promotions: Iterable[Promotion]) -> None:
         """Append all or none; from now on each is the newest of its key."""
         with self._writing() as session:
-            for promotion in promotions:
-                session.add(promotion_row(session, promotion))
+            session.add_all([promotion_row(session, promotion) for promotion in promotions])
 
     def promotions(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Promotion]:
         """Every promotion for a problem on this kind of machine with this build, oldest first."""
@@ -222,11 +220,14 @@ class Store:
             if session.get_bind().dialect.name == "postgresql":
                 session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})
             missing = [*self._missing(session, rows)]
-            for row in missing:
-                if isinstance(row, Measurement):
-                    session.add(measurement_row(session, row))
-                else:
-                    session.add(promotion_row(session, row))
+            session.add_all(
+                [
+                    measurement_row(session, row)
+                    if isinstance(row, Measurement)
+                    else promotion_row(session, row)
+                    for row in missing
+                ]
+            )
         return len(missing)
 
     def _missing(

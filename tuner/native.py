@@ -27,7 +27,7 @@ from phasewise.tuner.errors import TunerError
 from phasewise.tuner.run import Duel
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
-from phasewise.tuner.weights import blank_weight, copies_of, kind_of, random_weight
+from phasewise.tuner.weights import blank_weight, copies_of, kind_of, random_weight, scale_group_of
 
 ACCURACY = {"f32": 2.0**-16, "bf16": 2.0**-7}
 """Largest error of a product, relative to its largest value, that a way of computing a format may have."""
@@ -36,6 +36,8 @@ ACCURACY_OF_QUANTISED = 2.0**-5
 
 REFERENCE_ROWS = 4
 REFERENCE_COLUMNS = 1024
+
+GOLDEN = (5**0.5 - 1) / 2
 
 
 class KernelMismatchError(TunerError):
@@ -105,16 +107,23 @@ def numeric_error(weight_format: str, n: int, k: int, arithmetic: Arithmetic) ->
 
 def arithmetics(weight_format: str, n: int, k: int, threads: int) -> tuple[Arithmetic, ...]:
     """The ways of computing such a weight that keep its format's accuracy, the default one first."""
-    default, *others = (Arithmetic(path) for path in _native.compute_paths(kind_of(weight_format)))
+    default, *others = (Arithmetic(path) for path in paths_of(weight_format))
     if threads > 1:
         others.append(Arithmetic(default.compute_path, min(threads, MAX_K_PARTS)))
     limit = ACCURACY.get(weight_format, ACCURACY_OF_QUANTISED)
     return (default, *(one for one in others if numeric_error(weight_format, n, k, one) <= limit))
 
 
-def micro_kernels(kind: packing.Kind, path: str) -> tuple[MicroKernel, ...]:
+def paths_of(weight_format: str) -> tuple[str, ...]:
+    """The compute paths of a format on the ISA in use, the default one first. TunerError as `kind_of`."""
+    return tuple(_native.compute_paths(kind_of(weight_format), scale_group_of(weight_format)))
+
+
+def micro_kernels(weight: PackedWeight, path: str) -> tuple[MicroKernel, ...]:
     """Those that exist on the ISA in use."""
-    return tuple(MicroKernel(mr, panels) for mr, panels in _native.micro_kernels(kind, path))
+    return tuple(
+        MicroKernel(mr, panels) for mr, panels in _native.micro_kernels(weight.kind, path, weight.group)
+    )
 
 
 def core_caches(machine: Machine, cores: Sequence[int]) -> Caches:
@@ -139,7 +148,7 @@ def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -
         k=k,
         threads=threads,
         arithmetics=ways,
-        kernels={one.compute_path: micro_kernels(weight.kind, one.compute_path) for one in ways},
+        kernels={one.compute_path: micro_kernels(weight, one.compute_path) for one in ways},
         caches=caches,
         weight_bits=round(8 * weight.nbytes / (packing.padded_n(n) * packing.padded_k(k))),
         default=lambda m: default_schedule(weight, m, threads, ways[0]),
@@ -189,8 +198,8 @@ class NativeEvaluator:
         if incumbent is None and problem.family == "attention":
             incumbent = default_attention(problem.n, problem.k, problem.m, self._team.size)
         elif incumbent is None:
-            weight, m = self._weights_of(problem).copies[0], problem.m
-            incumbent = default_schedule(weight, m, self._team.size, arithmetic_of(candidate))
+            weight = blank_weight(problem.format, problem.n, problem.k)
+            incumbent = default_schedule(weight, problem.m, self._team.size, arithmetic_of(candidate))
         return self.duel(problem, incumbent, candidate).comparison
 
     def close(self) -> None:
@@ -231,7 +240,18 @@ class _Weights:
 
     def __init__(self, shape: tuple[str, int, int], total_bytes: int) -> None:
         self.shape = shape
-        self.copies = copies_of(random_weight(*shape), total_bytes)
+        self._copies = copies_of(random_weight(*shape), total_bytes)
+        self._first = 0
+
+    def turns(self) -> list[PackedWeight]:
+        """The copies, each time from another one on.
+
+        Two products in one race would otherwise follow each other through the copies, and the second would
+        find what the first one had just brought into the cache. Golden steps stay apart, however many.
+        """
+        first = self._first
+        self._first = round(first + GOLDEN * len(self._copies)) % len(self._copies)
+        return self._copies[first:] + self._copies[:first]
 
 
 class _Product:
@@ -239,7 +259,7 @@ class _Product:
 
     def __init__(self, team: _native.Team, weights: _Weights, m: int, arithmetic: Arithmetic) -> None:
         self._native = _native.TeamProduct(
-            team, weights.copies, m, arithmetic.compute_path, arithmetic.k_parts
+            team, weights.turns(), m, arithmetic.compute_path, arithmetic.k_parts
         )
         self.numeric_error = numeric_error(*weights.shape, arithmetic)
         self._native.time(None, 1)

@@ -360,20 +360,23 @@ def gains_of(task: Task, ledger: Ledger) -> list[Gain]:
     for m in task.ms:
         problem = task.problem(m)
         verdicts, samples = ledger.verdicts(problem), ledger.samples(problem)
-        default = task.group.default(m)
-        if not verdicts or verdicts[-1].schedule not in samples or default not in samples:
+        if not verdicts or verdicts[-1].schedule not in samples:
             continue
         last = verdicts[-1]
-        gains.append(
-            Gain(
-                problem,
-                last.schedule,
-                samples[default][-1].estimate_ns,
-                samples[last.schedule][-1].estimate_ns,
-                last.schedule == default,
-                last.comparison,
+        own = task.group.default(m)
+        # In another arithmetic than its own, where the weight had changed to that before this m was tuned.
+        defaults = [one for one in (own, _in_arithmetic(own, _arithmetic(last.schedule))) if one in samples]
+        if defaults:
+            gains.append(
+                Gain(
+                    problem,
+                    last.schedule,
+                    samples[defaults[0]][-1].estimate_ns,
+                    samples[last.schedule][-1].estimate_ns,
+                    last.schedule in defaults,
+                    last.comparison,
+                )
             )
-        )
     return gains
 
 
@@ -383,7 +386,11 @@ def _in_use(task: Task, m: int, ledger: Ledger) -> Schedule:
     arithmetic = _arithmetic_in_use(task, ledger)
     if verdicts and _arithmetic(verdicts[-1].schedule) == arithmetic:
         return verdicts[-1].schedule
-    return replace(task.group.default(m), compute_path=arithmetic.compute_path, k_parts=arithmetic.k_parts)
+    return _in_arithmetic(task.group.default(m), arithmetic)
+
+
+def _in_arithmetic(schedule: Schedule, arithmetic: Arithmetic) -> Schedule:
+    return replace(schedule, compute_path=arithmetic.compute_path, k_parts=arithmetic.k_parts)
 
 
 def _arithmetic_in_use(task: Task, ledger: Ledger) -> Arithmetic:

@@ -55,10 +55,9 @@ def blank_weight(weight_format: str, n: int, k: int) -> PackedWeight:
     values = np.empty(packing.values_shape(kind, n, k), dtype=packing.values_dtype(kind))
     if kind in ("f32", "bf16"):
         return PackedWeight(kind, n, k, 0, 0, values, None, None)
-    grouping = weight_format.removeprefix("int8").removeprefix("int4")
-    group = {"": 32, "m": 32, "g16": 16, "c": 0}[grouping]
+    group = scale_group_of(weight_format)
     scales = np.empty(packing.scales_shape(n, k, group), dtype=np.float16 if group else np.float32)
-    if grouping == "m":
+    if weight_format.endswith("m"):
         return PackedWeight(kind, n, k, group, 0, values, scales, np.empty_like(scales))
     return PackedWeight(kind, n, k, group, 128 if kind == "q8" else 8, values, scales, None)
 
@@ -74,6 +73,11 @@ def kind_of(weight_format: str) -> packing.Kind:
     if weight_format not in kinds:
         raise TunerError(f"there are no kernels for weights of format {weight_format!r:.40}")
     return kinds[weight_format]
+
+
+def scale_group_of(weight_format: str) -> int:
+    """The inputs that share a scale in a format: 0 where all of a column do, or there are none."""
+    return {"f32": 0, "bf16": 0, "int8c": 0, "int8g16": 16}.get(weight_format, packing.DEFAULT_GROUP)
 
 
 def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:

@@ -12,6 +12,8 @@ import numpy as np
 import openvino
 import openvino_genai
 
+RANDOM = np.random.default_rng(0)
+
 
 def open_pipeline(model: str, threads: int, precision: str | None) -> openvino_genai.LLMPipeline:
     properties = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
@@ -23,10 +25,8 @@ def open_pipeline(model: str, threads: int, precision: str | None) -> openvino_g
 def generate_ns(
     pipeline: openvino_genai.LLMPipeline, n_prompt: int, n_gen: int, sequences: int
 ) -> tuple[int, int]:
-    """(all, from the first token to the last) of `sequences` alike."""
-    tokens = [(i * 7919) % 40000 + 100 for i in range(n_prompt)]
-    rows = [[token + sequence for token in tokens] for sequence in range(sequences)]
-    ids = np.array(rows, dtype=np.int64)
+    """(all, from the first token to the last) of `sequences`; other tokens each time, as it keeps prompts."""
+    ids = RANDOM.integers(100, 40_000, size=(sequences, n_prompt), dtype=np.int64)
     inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
     settings = openvino_genai.GenerationConfig()
     settings.max_new_tokens = n_gen

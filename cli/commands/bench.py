@@ -156,7 +156,10 @@ def kernels(
     ms: Annotated[str, typer.Option("--m", help="rows of activations")] = "1,8,64",
     threads: ThreadsOption = None,
     peers: Annotated[
-        str, typer.Option("--peers", metavar="auto|none|LIST", help="torch, mkl, openblas, openvino, ggml")
+        str,
+        typer.Option(
+            "--peers", metavar="auto|none|LIST", help="of torch, mkl, openblas, openvino, ggml, tvm"
+        ),
     ] = "auto",
     rounds: Annotated[int, typer.Option("-r", "--rounds", min=1, max=1000)] = 7,
     cold_mib: Annotated[

@@ -80,7 +80,7 @@ def tune_kernels(
         return
     tuned = _tune(rounds, machine, db, budget_s, resume)
     _print_tuned(tuned, as_json)
-    if tuned[-1].outcome.end == "interrupted":
+    if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
@@ -161,7 +161,7 @@ def _tune(
         for number, one in enumerate(rounds):
             share_s = (deadline_s - time.monotonic()) / (len(rounds) - number)
             done.append(tune_round(one, machine, store, share_s, resume, report))
-            if done[-1].outcome.end == "interrupted":
+            if done[-1].is_interrupted:
                 break
     return done
 

@@ -134,6 +134,9 @@ typedef struct {
 } pass;
 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
+/* The first of the fewest parts of at most `most`, all nearly equal: a short last tile would be slower by the row. */
+static int64_t fair_part(int64_t count, int64_t most) { return pieces(count, pieces(count, most)); }
 static int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 /* The largest existing tile with at most these rows and panels; 1 x 1 always exists. */
@@ -218,24 +221,31 @@ typedef struct {
     float *partial, *total; /* [row of the block][column of the tile] */
 } strip;
 
-static void ask_for(const uint8_t *from, int64_t bytes) {
-    for (int64_t line = 0; line < bytes; line += VECTOR_ROW_BYTES) __builtin_prefetch(from + line);
+/* The weights so many bytes ahead of their reading, and at a panel's end the first of the next panels. */
+static lookahead stream(const tile_call *t) {
+    return (lookahead){t->values + t->prefetch_bytes, VECTOR_ROW_BYTES, t->panel_bytes, 0};
 }
 
-/* The tiles of rows of a strip share out asking for the weights of the next strip, and the strips of a pass asking for
- * what the next pass reads of the rows. */
-static void look_ahead(const walk *k, const tile_call *weights, const tile_call *t, const strip *s, int64_t row) {
-    int64_t rows = s->rows.end - s->rows.begin, done = row - s->rows.begin;
-    int64_t bytes = weights->steps * k->step_value_bytes, from = done * bytes / rows;
-    const uint8_t *next = weights->values + weights->panels * weights->panel_bytes + from;
+/* The other kernels ask for nothing beyond their own panels, so it is done between them. */
+static void ask_at_once(const lookahead *next, const tile_call *t) {
     for (int p = 0; p < t->panels; ++p) {
-        ask_for(next + p * weights->panel_bytes, (done + t->mr) * bytes / rows - from);
+        const uint8_t *from = next->values + p * next->panel_bytes, *end = from + t->steps * next->values_step;
+        for (; from < end; from += VECTOR_ROW_BYTES) __builtin_prefetch(from);
     }
-    if (s->pass->ends_part && s->pass->last_part) return;
-    int64_t row_bytes = weights->steps * k->step_row_bytes, first = s->index * row_bytes / s->count;
-    for (int r = 0; r < t->mr; ++r) {
-        ask_for(t->rows + r * t->row_bytes + row_bytes + first, (s->index + 1) * row_bytes / s->count - first);
-    }
+}
+
+/* The tiles of rows of a strip share out asking for the weights of the next strip, and all tiles of a pass asking for
+ * what the next pass reads of the rows: a row or two each. */
+static lookahead look_ahead(const walk *k, const tile_call *weights, const tile_call *t, const strip *s, int64_t row) {
+    int64_t rows = s->rows.end - s->rows.begin, done = row - s->rows.begin;
+    int64_t bytes = weights->steps * k->step_value_bytes, row_bytes = weights->steps * k->step_row_bytes;
+    lookahead next = {.panel_bytes = weights->panel_bytes};
+    next.values = weights->values + weights->panels * weights->panel_bytes + done * bytes / rows;
+    next.values_step = pieces(t->mr * bytes, rows * t->steps);
+    if (s->pass->ends_part && s->pass->last_part) return next;
+    int64_t asked = s->index * rows / s->count + done / s->count; /* of the pass's rows, before this tile */
+    next.rows_ahead = (asked - done) * t->row_bytes + row_bytes;
+    return next;
 }
 
 static void run_tile(const walk *k, tile_kernel *kernel, tile_call *t, const strip *s, int64_t row) {
@@ -269,15 +279,18 @@ static void run_strip(const walk *k, const strip *s) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
     tile_call t = first_call(k, s->panels, s->pass), weights = t;
     if (k->staged) stage(k, &t, bytes);
-    int looks_ahead = k->prefetch_bytes && s->rows.end - s->rows.begin > k->mr;
+    int several = s->rows.end - s->rows.begin > k->mr && t.steps > 0 && k->prefetch_bytes;
+    int dense = k->kernels <= BF16_DOT;
+    if (several && dense && s->index > 0) t.prefetch_bytes = t.prefetch_jump = 0; /* the last strip asked for these */
     const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
     for (int64_t row = s->rows.begin; row < s->rows.end; row += t.mr) {
-        t.mr = (int)at_most(k->mr, s->rows.end - row);
+        t.mr = (int)fair_part(s->rows.end - row, k->mr);
         tile_kernel *kernel = largest_tile(k->kernels, &t.mr, &t.panels);
         t.rows = block + row * t.row_bytes;
         t.row_scales = rows + row * t.row_bytes + column_values_bytes(k->w->k);
         t.row_biases = t.row_scales + COLUMN_SCALE_BYTES + 4 * s->pass->steps.begin;
-        if (looks_ahead) look_ahead(k, &weights, &t, s, row);
+        t.next = several && !t.prefetch_bytes ? look_ahead(k, &weights, &t, s, row) : stream(&t);
+        if (several && !dense && !t.prefetch_bytes) ask_at_once(&t.next, &t);
         run_tile(k, kernel, &t, s, row);
         t.prefetch_bytes = t.prefetch_jump = 0; /* the other rows find the weights in L1 */
     }
@@ -377,8 +390,6 @@ void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_ra
     tiles_end();
 #endif
 }
-
-static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {

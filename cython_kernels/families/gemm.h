@@ -28,6 +28,13 @@ PW_INLINE int64_t group_block_bytes(int kind, int group) { return group_values_b
 enum { COLUMN_SCALE_BYTES = 4 };
 PW_INLINE int64_t column_values_bytes(int64_t k) { return pw_padded_k(k) * Q8_ACTIVATION_BYTES; }
 
+/* Lines that a dense kernel asks for, one a step: of each panel from `values` on, and of two rows so many bytes from
+ * the first one's reading. */
+typedef struct {
+    const uint8_t *values;
+    int64_t values_step, panel_bytes, rows_ahead;
+} lookahead;
+
 /* One micro-kernel call: mr rows times some panels over `steps` steps of k. A step is one input (f32), a pair (bf16)
  * or a group (q8, q4). Pointers are at the first step of the first row or panel.
  * out = partial + this range, plus out's old value if `add`. */
@@ -52,6 +59,7 @@ typedef struct {
     int64_t partial_stride;
     float *out; /* [mr][out_stride] */
     int64_t out_stride;
+    lookahead next; /* dense kernels only, in place of prefetch_bytes when that is 0 */
 } tile_call;
 
 typedef void tile_kernel(const tile_call *t);

@@ -40,20 +40,27 @@ PW_INLINE void bf16_dot_step(const uint8_t *x, int64_t row_bytes, const vi *w, v
 }
 #endif
 
-/* The last steps ask for the next panels' first lines: a panel's own end has nothing ahead of it. */
+enum { TALL_MR = 5 }; /* fewer rows stream weights; more come in several tiles, and their inputs are worth asking for */
+
 PW_INLINE void dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
     tile_sums acc;
     int x_bytes = kind == STEP_BF16_FMA ? 8 : 4;
-    int64_t panel_bytes = t->panel_bytes, row_bytes = t->row_bytes, ahead = t->prefetch_bytes;
+    int64_t panel_bytes = t->panel_bytes, row_bytes = t->row_bytes;
+    lookahead next = t->next;
     const uint8_t *values = t->values, *x = t->rows, *end = values + t->steps * VECTOR_ROW_BYTES;
     begin_sums(t, acc, mr, np * VECTORS);
-    for (const uint8_t *stop = end - ahead; values < end; stop = end, ahead += t->prefetch_jump) {
+    for (const uint8_t *stop = end - t->prefetch_bytes; values < end; stop = end, next.values += t->prefetch_jump) {
         for (; values < stop; values += VECTOR_ROW_BYTES, x += x_bytes) {
             vi w[MAX_TILE_PANELS * VECTORS];
             PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
                 w[c] = vi_load(values + c / VECTORS * panel_bytes + c % VECTORS * LANES * 4);
             }
-            PW_UNROLL for (int p = 0; p < np; ++p) __builtin_prefetch(values + p * panel_bytes + ahead);
+            PW_UNROLL for (int p = 0; p < np; ++p) __builtin_prefetch(next.values + p * next.panel_bytes);
+            next.values += next.values_step;
+            if (mr >= TALL_MR) {
+                __builtin_prefetch(x + next.rows_ahead);
+                __builtin_prefetch(x + next.rows_ahead + row_bytes);
+            }
             if (kind == STEP_F32) f32_step(x, row_bytes, w, acc, mr, np * VECTORS);
             if (kind == STEP_BF16_FMA) bf16_fma_step(x, row_bytes, w, acc, mr, np * VECTORS);
 #ifdef PW_BF16_DOT_WORDS

@@ -54,7 +54,7 @@ ISSUED = (
 )  # fmt: skip
 SVG = "{http://www.w3.org/2000/svg}"
 
-# A peer that says what it is asked to be, and dies of the product with 13 rows.
+# A peer that says what it is asked to be, dies of a product with 13 rows, and of being timed at one with 11.
 FAKE_PEER = """
 import json, sys
 name = sys.argv[1]
@@ -62,12 +62,16 @@ if name == "mkl":
     print(json.dumps({"absent": "not here"}), flush=True)
     sys.exit()
 print(json.dumps({"peer": name, "version": "1", "formats": ["f32", "bf16"]}), flush=True)
+rows = 0
 for line in sys.stdin:
     request = json.loads(line)
-    if request.get("m") == 13:
+    rows = request.get("m", rows)
+    if rows == 13:
         sys.exit(3)
     if request.get("m") == 7:
         answer = {"refused": "seven is odd"}
+    elif "calls" in request and rows == 11:
+        sys.exit(3)
     elif "calls" in request:
         answer = {"ns": 1000 * request["calls"], "products": request["calls"]}
     else:
@@ -175,10 +179,12 @@ def test_peers_stand_in_every_row_that_they_can_do() -> None:
 
 
 @pytest.mark.usefixtures("fake_peers")
-def test_a_peer_that_dies_is_left_out_from_there_on() -> None:
-    rows = json.loads(bench("--format", "f32", "--m", "1,13,2", "--peers", "torch", "-o", "json"))
+@pytest.mark.parametrize("deadly_m", [11, 13])
+def test_a_peer_that_dies_is_left_out_from_there_on(deadly_m: int) -> None:
+    rows = json.loads(bench("--format", "f32", "--m", f"1,{deadly_m},2", "--peers", "torch", "-o", "json"))
 
     assert [list(r["peers"]) for r in rows] == [["torch"], [], []]
+    assert [list(r["peer_settings"]) for r in rows] == [["torch"], [], []]
 
 
 @pytest.mark.usefixtures("fake_peers")

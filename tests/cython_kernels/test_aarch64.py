@@ -17,6 +17,7 @@ from gemm_reference import FORMATS, expected, make_weight
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 RUNGS = isa_flags("aarch64")
+FMA, BF16_DOT = range(2)  # pw_path
 # A CPU that ends at each rung; qemu's `max` has every extension.
 CPU_OF_RUNG = {"neon": "cortex-a57", "neon_dotprod": "cortex-a76", "neon_bf16_i8mm": "max"}
 # The whole of a small shape, odd edges, several blocks each way, and tiles of every height.
@@ -38,22 +39,45 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All of our C but the Cython door, and one_product.c, as one static executable."""
+def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """All of our C but the Cython door; a warning is an error."""
     out = tmp_path_factory.mktemp("aarch64")
     kernels = {KERNELS / "isa" / f"{isa}.c": flags for isa, flags in RUNGS.items()}
-    sources = {path: [] for path in [HERE / "one_product.c", *common_sources()]} | kernels
-    return link(COMPILER, compile_all(COMPILER, sources, out), out / "one_product")
+    return compile_all(COMPILER, {path: [] for path in common_sources()} | kernels, out)
 
 
-def test_every_source_compiles_without_a_warning(program: Path) -> None:
-    assert program.is_file()
+def _program(name: str, objects: list[Path]) -> str:
+    """A C file of the tests over our C, as a static executable."""
+    out = objects[0].parent
+    main = compile_all(COMPILER, {HERE / f"{name}.c": []}, out)
+    return str(link(COMPILER, [*main, *objects], out / name))
+
+
+@pytest.fixture(scope="module")
+def one_product(objects: list[Path]) -> str:
+    return _program("one_product", objects)
+
+
+@pytest.fixture(scope="module")
+def row_operations(objects: list[Path]) -> str:
+    return _program("row_operations", objects)
+
+
+def test_every_source_compiles_without_a_warning(objects: list[Path]) -> None:
+    assert {f"{isa}.o" for isa in RUNGS} <= {path.name for path in objects}
+
+
+@needs_emulator
+@pytest.mark.parametrize("isa", RUNGS)
+def test_row_operations_keep_their_bounds(row_operations: str, isa: str) -> None:
+    got = subprocess.run([EMULATOR, "-cpu", "max", row_operations, isa], capture_output=True, text=True)
+    assert got.returncode == 0, got.stderr
 
 
 @needs_emulator
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("isa", RUNGS)
-def test_products_keep_their_bound(program: Path, isa: str, fmt: str) -> None:
+def test_products_keep_their_bound(one_product: str, isa: str, fmt: str) -> None:
     """The same derived bounds as every instruction set of the machine at hand (gemm_reference.py)."""
     rng = np.random.default_rng(7)
     for n, k, m, walk in SHAPES:
@@ -61,19 +85,34 @@ def test_products_keep_their_bound(program: Path, isa: str, fmt: str) -> None:
         x = rng.standard_normal((m, k), dtype=np.float32)
         exact, bound = expected(x, w)
 
-        got = product([EMULATOR, "-cpu", "max", str(program), isa], w, x, walk)
+        got = product([EMULATOR, "-cpu", "max", one_product, isa], w, x, walk)
 
         assert (np.abs(got - exact) <= bound).all()
 
 
 @needs_emulator
+@pytest.mark.parametrize("path", [FMA, BF16_DOT])
+def test_both_paths_of_bf16_keep_the_bound(one_product: str, path: int) -> None:
+    rng = np.random.default_rng(10)
+    w = make_weight("bf16", 64, 300, rng)
+    x = rng.standard_normal((40, 300), dtype=np.float32)
+    exact, bound = expected(x, w)
+    command = [EMULATOR, "-cpu", "max", one_product, "neon_bf16_i8mm"]
+
+    got = [product(command, w, x, Walk(mr=mr, block_m=30), path=path) for mr in (1, 6)]
+
+    assert (np.abs(got[0] - exact) <= bound).all()
+    assert np.array_equal(*got)
+
+
+@needs_emulator
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("isa", RUNGS)
-def test_the_walk_changes_no_bit(program: Path, isa: str, fmt: str) -> None:
+def test_the_walk_changes_no_bit(one_product: str, isa: str, fmt: str) -> None:
     rng = np.random.default_rng(8)
     w = make_weight(fmt, 80, 352, rng)
     x = rng.standard_normal((21, 352), dtype=np.float32)
-    command = [EMULATOR, "-cpu", "max", str(program), isa]
+    command = [EMULATOR, "-cpu", "max", one_product, isa]
     row_by_row = product(command, w, x, Walk(mr=1))
 
     for mr, panels, block_k in ((6, 1, 64), (3, 2, 352), (2, 3, 32), (5, 4, 96)):
@@ -83,12 +122,12 @@ def test_the_walk_changes_no_bit(program: Path, isa: str, fmt: str) -> None:
 
 @needs_emulator
 @pytest.mark.parametrize("cpu", CPU_OF_RUNG.values())
-def test_a_cpu_runs_the_rungs_that_it_has_the_instructions_of(program: Path, cpu: str) -> None:
+def test_a_cpu_runs_the_rungs_that_it_has_the_instructions_of(one_product: str, cpu: str) -> None:
     has = list(CPU_OF_RUNG.values()).index(cpu)
     w = make_weight("q8", 16, 32, np.random.default_rng(9))
     x = np.ones((1, 32), np.float32)
     for rung, isa in enumerate(CPU_OF_RUNG):
-        command = [EMULATOR, "-cpu", cpu, str(program), isa]
+        command = [EMULATOR, "-cpu", cpu, one_product, isa]
         if rung <= has:
             product(command, w, x, Walk())
         else:

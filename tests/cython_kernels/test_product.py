@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import isa, packing
-from phasewise.cython_kernels._native import Team, TeamProduct, default_schedule
+from phasewise.cython_kernels._native import Team, TeamProduct, compute_paths, default_schedule
 
 sizes = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(0, 70))
 schedules = st.fixed_dictionaries(
@@ -33,14 +33,18 @@ def weight(n: int, k: int, fmt: str, seed: int = 0) -> packing.PackedWeight:
     m=st.sampled_from((1, 7, 9, 70)),
     threads=st.integers(1, 4),
     k_parts=st.sampled_from((1, 2, 3, 11)),
+    way=st.integers(0, 4),
     schedule=schedules,
 )
 def test_any_schedule_on_any_team_gives_the_same_bits(
-    fmt: str, n: int, k: int, m: int, threads: int, k_parts: int, schedule: dict[str, int]
+    fmt: str, n: int, k: int, m: int, threads: int, k_parts: int, way: int, schedule: dict[str, int]
 ) -> None:
+    """On every compute path, with k summed whole or in parts."""
     pack = weight(n, k, fmt)
-    alone = TeamProduct(Team(None, members=1), [pack], m, k_parts=k_parts)
-    together = TeamProduct(Team(None, members=threads), [pack], m, k_parts=k_parts)
+    paths = compute_paths(pack.kind)
+    path = paths[way % len(paths)]
+    alone = TeamProduct(Team(None, members=1), [pack], m, path, k_parts)
+    together = TeamProduct(Team(None, members=threads), [pack], m, path, k_parts)
 
     alone.time(None, 1)
     together.time(schedule, 3)

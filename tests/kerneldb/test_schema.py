@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM
+from kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, PROMOTION
 from sqlalchemy import Connection, create_engine, text
 
 import phasewise.migrations
@@ -121,6 +121,7 @@ def test_every_released_schema_upgrades_and_keeps_its_rows(revision: str, tmp_pa
         assert opened.schema_change == schema.SchemaChange(revision, schema.HEAD)
         assert opened.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
         assert opened.plans() == [PLAN]
+        assert [*opened.all_promotions()] == ([] if revision == "0001" else [PROMOTION])
 
 
 def test_an_older_schema_is_upgraded_in_place_and_said(

@@ -19,6 +19,7 @@ from phasewise.tuner.native import (
     ACCURACY_OF_QUANTISED,
     KernelMismatchError,
     NativeEvaluator,
+    _Weights,
     arithmetic_of,
     arithmetics,
     core_caches,
@@ -110,6 +111,17 @@ def test_every_micro_kernel_and_arithmetic_of_a_group_can_be_measured(evaluator:
     ]
 
     assert len(evaluator.measure(problem, schedules)) == len(schedules)
+
+
+def test_products_of_one_race_begin_at_distant_copies() -> None:
+    """Else the second would read what the first one has just brought into the cache."""
+    weights = _Weights(("f32", 16, 32), 100 * 16 * 32 * 4)
+    turns = [weights.turns() for _ in range(4)]
+    places = {id(copy): place for place, copy in enumerate(turns[0])}
+    firsts = sorted(places[id(turn[0])] for turn in turns)
+
+    assert all(sorted(map(id, turn)) == sorted(map(id, turns[0])) for turn in turns)
+    assert min(b - a for a, b in zip(firsts, [*firsts[1:], 100 + firsts[0]], strict=True)) >= 10
 
 
 def test_a_duel_keeps_both_sides(evaluator: NativeEvaluator) -> None:

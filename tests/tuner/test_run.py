@@ -203,6 +203,15 @@ def test_all_rows_of_a_weight_use_one_arithmetic(database: str, share: float, wi
     assert run_on(SyntheticMachine(with_other(share)), database, tasks).duels == 0
 
 
+def test_rows_tuned_later_follow_the_arithmetic_of_the_weight(database: str) -> None:
+    arithmetics = (PLAIN, OTHER)
+    run_on(SyntheticMachine(with_other(0.5)), database, [task_of(ms=(1, 2), arithmetics=arithmetics)])
+    outcome = run_on(SyntheticMachine(with_other(0.5)), database, [task_of(arithmetics=arithmetics)])
+
+    assert [gain.problem.m for gain in outcome.gains] == list(MS)
+    assert {gain.schedule.compute_path for gain in outcome.gains} == {OTHER.compute_path}
+
+
 def test_another_arithmetic_that_only_seemed_faster_is_not_taken(database: str) -> None:
     """The samples of a search lied; the duels say otherwise, and the old arithmetic is tuned instead."""
 

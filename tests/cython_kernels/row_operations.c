@@ -1,0 +1,141 @@
+/* The operations beside products (ops.h), by the kernels named in argv[1], against float64: the bounds of their
+ * sources. Attention against float64 over keys and values as they are stored. Exit status 0, or a broken bound on
+ * stderr; 3: those kernels do not run here. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "dispatch.h"
+
+static const double U = 0x1p-24;
+enum { MOST = 2200 };
+
+static void must(int holds, const char *what, int64_t n) {
+    if (holds) return;
+    fprintf(stderr, "%s, n = %ld\n", what, (long)n);
+    exit(1);
+}
+
+static float *random_row(int64_t n, float scale) {
+    float *x = malloc((size_t)n * sizeof *x + 64); /* of its own length, so that a sanitizer sees what is beyond */
+    for (int64_t i = 0; i < n; ++i) x[i] = scale * ((float)rand() / (float)RAND_MAX - 0.5f);
+    return x;
+}
+
+static void elementwise(const pw_op_kernels *ops, int64_t n) {
+    float *x = random_row(n, 20.0f), *y = random_row(n, 3.0f), *out = random_row(n, 1.0f), *sum = random_row(n, 1.0f);
+    for (int64_t i = 0; i < n; ++i) sum[i] = x[i];
+    ops->add(n, y, sum);
+    ops->silu_gate(n, x, y, out);
+    for (int64_t i = 0; i < n; ++i) {
+        double want = (double)x[i] / (1.0 + exp(-(double)x[i])) * y[i];
+        must(sum[i] == x[i] + y[i], "add rounds once", n);
+        must(fabs(out[i] - want) <= 6 * U * fabs(want), "silu_gate", n);
+    }
+    ops->scale(n, 1.5f, sum);
+    ops->exponential(n, x, out);
+    for (int64_t i = 0; i < n; ++i) {
+        must(sum[i] == (x[i] + y[i]) * 1.5f, "scale rounds once", n);
+        must(fabs(out[i] - exp((double)x[i])) <= 2 * U * exp((double)x[i]), "exp", n);
+    }
+}
+
+static void reductions(const pw_op_kernels *ops, int64_t n) {
+    float *x = random_row(n, 20.0f), *w = random_row(n, 2.0f), *y = random_row(n, 1.0f);
+    double squares = 0.0, total = 0.0, top = x[0];
+    int64_t first = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        squares += (double)x[i] * x[i];
+        if (x[i] > top) top = x[i], first = i;
+    }
+    for (int64_t i = 0; i < n; ++i) total += exp(x[i] - top);
+    ops->rmsnorm(n, x, w, 1e-5f, y);
+    double lanes = ops->lanes, bound = ((double)n / lanes / 4 + lanes + 8) * U;
+    for (int64_t i = 0; i < n; ++i) {
+        double want = x[i] * (double)w[i] / sqrt(squares / (double)n + 1e-5f);
+        must(fabs(y[i] - want) <= bound * fabs(want), "rmsnorm", n);
+    }
+    bound = (1024 / lanes + lanes + 3 + 21 + 4) * U;
+    ops->softmax(n, x, y);
+    for (int64_t i = 0; i < n; ++i) {
+        double want = exp(x[i] - top) / total;
+        must(fabs(y[i] - want) <= bound * want, "softmax", n);
+    }
+    must(fabs(ops->logsumexp(n, x) - (top + log(total))) <= 2 * bound, "logsumexp", n);
+    must(ops->argmax(n, x) == first, "argmax", n);
+}
+
+static void turns(const pw_op_kernels *ops, int64_t half) {
+    float *x = random_row(2 * half, 4.0f), *turned = random_row(2 * half, 1.0f), *c = random_row(half, 2.0f), *s = random_row(half, 2.0f);
+    for (int64_t i = 0; i < 2 * half; ++i) turned[i] = x[i];
+    ops->rope(half, c, s, turned);
+    for (int64_t i = 0; i < half; ++i) {
+        double a = x[i], b = x[half + i], bound = (0x1p-23 + U) * (fabs(a) + fabs(b));
+        must(fabs(turned[i] - (a * c[i] - b * s[i])) <= bound, "rope, first half", half);
+        must(fabs(turned[half + i] - (b * c[i] + a * s[i])) <= bound, "rope, second half", half);
+    }
+}
+
+/* Rows of queries over one chunk; row r sees positions up to r * 5. Values and keys are multiples of 2^-6: exact. */
+static void attends(const pw_op_kernels *ops, int32_t head_dim, int32_t bytes, int32_t rows) {
+    enum { POSITIONS = PW_CHUNK };
+    int32_t value_dim = (head_dim + 15) / 16 * 16;
+    pw_kv_head head = {calloc(POSITIONS * value_dim, 4), calloc(POSITIONS * value_dim, 4), bytes, head_dim, value_dim};
+    float *q = calloc((size_t)rows * PW_ROW_STRIDE, 4), *out = calloc((size_t)head_dim, 4);
+    float *keys = calloc((size_t)POSITIONS * head_dim, 4), *values = calloc((size_t)POSITIONS * head_dim, 4);
+    int64_t *first = calloc((size_t)rows, 8), *last = calloc((size_t)rows, 8);
+    for (int64_t i = 0; i < (int64_t)POSITIONS * head_dim; ++i) {
+        keys[i] = (float)(rand() % 128 - 64) / 64.0f;
+        values[i] = (float)(rand() % 128 - 64) / 64.0f;
+    }
+    for (int64_t p = 0; p < POSITIONS; ++p) {
+        ops->store_key(&head, p, keys + p * head_dim);
+        ops->store_value(&head, p, values + p * head_dim);
+    }
+    for (int32_t r = 0; r < rows; ++r) {
+        last[r] = r * 5 % POSITIONS;
+        for (int32_t i = 0; i < head_dim; ++i) q[r * PW_ROW_STRIDE + i] = (float)(rand() % 128 - 64) / 128.0f;
+    }
+    pw_queries queries = {.q = q, .first = first, .last = last, .slot_base = 0, .rows = rows};
+    pw_partial part = {calloc((size_t)rows + 16, 4), calloc((size_t)rows + 16, 4), calloc((size_t)rows * value_dim, 4)};
+    pw_partial into = {calloc((size_t)rows + 16, 4), calloc((size_t)rows + 16, 4), calloc((size_t)rows * value_dim, 4)};
+    ops->begin(rows, value_dim, into);
+    ops->attend_chunk(&head, &queries, 0, calloc((size_t)pw_attention_scratch(head_dim), 4), part);
+    ops->merge(rows, value_dim, part, into);
+    for (int32_t r = 0; r < rows; ++r) {
+        double weights[POSITIONS], total = 0.0, longest = 0.0;
+        for (int64_t p = 0; p <= last[r]; ++p) {
+            double score = 0.0, length = 0.0, own = 0.0;
+            for (int32_t i = 0; i < head_dim; ++i) {
+                score += (double)q[r * PW_ROW_STRIDE + i] * keys[p * head_dim + i];
+                length += pow(keys[p * head_dim + i], 2), own += pow(q[r * PW_ROW_STRIDE + i], 2);
+            }
+            weights[p] = exp(score), total += weights[p];
+            longest = fmax(longest, sqrt(length * own));
+        }
+        ops->finish(head_dim, into.sum[r], into.values + (int64_t)r * value_dim, out);
+        double d = ((head_dim + 4) * longest + 4) * 0x1p-23;
+        for (int32_t i = 0; i < head_dim; ++i) {
+            double want = 0.0;
+            for (int64_t p = 0; p <= last[r]; ++p) want += weights[p] / total * values[p * head_dim + i];
+            must(fabs(out[i] - want) <= 2 * d + (POSITIONS + 6) * 0x1p-23, "attention", rows);
+        }
+    }
+}
+
+int main(int argc, char **argv) {
+    if (argc != 2 || pw_select(argv[1])) return 3;
+    const pw_op_kernels *ops = &pw_active()->ops;
+    static const int64_t lengths[] = {1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 63, 100, 1023, 1024, 1025, MOST};
+    for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; ++i) {
+        elementwise(ops, lengths[i]);
+        reductions(ops, lengths[i]);
+        turns(ops, lengths[i]);
+    }
+    for (int32_t rows = 1; rows <= 26; rows += rows < 8 ? 1 : 6) {
+        attends(ops, 64, 2, rows);
+        attends(ops, 64, 4, rows);
+        attends(ops, 80, 2, rows);
+    }
+    return 0;
+}
