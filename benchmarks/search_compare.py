@@ -33,6 +33,7 @@ from phasewise.topology import read_machine
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
 from phasewise.tuner.search.exhaustive import exhaustive
 from phasewise.tuner.search.mikpoly import mikpoly
+from phasewise.tuner.search.model import kernel_cycles_per_vector_row
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Search, cost, drive, referenced
 from phasewise.tuner.search.random import random
@@ -84,10 +85,11 @@ def searches(space: Space, oracle: bool) -> dict[str, Search[Schedule]]:
 
 
 def thinned(space: Space, limit: int) -> Space:
-    """One prefetch distance, and every second kernel as often as needed."""
-    space = replace(space, prefetches=(START_PREFETCH_BYTES,))
+    """One prefetch distance; as often as needed every second kernel, the one with most work a cycle first."""
+    kernels = sorted(space.kernels, key=lambda one: kernel_cycles_per_vector_row(one) / (one.mr * one.panels))
+    space = replace(space, prefetches=(START_PREFETCH_BYTES,), kernels=tuple(kernels))
     while count(space) > limit and len(space.kernels) > 2:
-        space = replace(space, kernels=space.kernels[::-2][::-1])
+        space = replace(space, kernels=space.kernels[::2])
     return space
 
 
