@@ -20,6 +20,8 @@ MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower()
 abi_macros = run_path(str(KERNELS / "abi.py"))["abi_macros"]
 
 COMMON_FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
+if "-g" not in os.environ.get("CFLAGS", "").split():
+    COMMON_FLAGS.append("-g0")  # Python's own flags ask for debug tables, ten times the code's size
 
 # isa/<name>.c includes every family; the flags are what that source may assume of the CPU, those of
 # `portable` what everything else may.

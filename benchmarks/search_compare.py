@@ -5,8 +5,9 @@ what cost?
         [--oracle-limit 2000] [--tvm-python PATH --tvm-trials 64] [--json]
 
 Every search gets the same candidates and times them by itself (schedules and seconds are counted). Then the
-five fastest that each found, and the kernels' own default, are timed once more side by side, because the
-first of many was also a lucky one; a search counts by its fastest there, as a share of the fastest of all.
+five fastest that each found (two per cent of exhaustive's), and the kernels' own default, are timed once more
+side by side, because the first of many was also a lucky one; a search counts by its fastest there, as a share
+of the fastest of all.
 With --oracle-limit the candidates are thinned until there are no more than so many, and all of them are
 timed: `exhaustive` is then the best there is. TVM's MetaSchedule tunes f32 in the interpreter named, on its
 own clock.
@@ -33,6 +34,7 @@ from phasewise.topology import read_machine
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
 from phasewise.tuner.search.exhaustive import exhaustive
 from phasewise.tuner.search.mikpoly import mikpoly
+from phasewise.tuner.search.model import kernel_cycles_per_vector_row
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Search, cost, drive, referenced
 from phasewise.tuner.search.random import random
@@ -84,10 +86,11 @@ def searches(space: Space, oracle: bool) -> dict[str, Search[Schedule]]:
 
 
 def thinned(space: Space, limit: int) -> Space:
-    """One prefetch distance, and every second kernel as often as needed."""
-    space = replace(space, prefetches=(START_PREFETCH_BYTES,))
+    """One prefetch distance; as often as needed every second kernel, the one with most work a cycle first."""
+    kernels = sorted(space.kernels, key=lambda one: kernel_cycles_per_vector_row(one) / (one.mr * one.panels))
+    space = replace(space, prefetches=(START_PREFETCH_BYTES,), kernels=tuple(kernels))
     while count(space) > limit and len(space.kernels) > 2:
-        space = replace(space, kernels=space.kernels[::-2][::-1])
+        space = replace(space, kernels=space.kernels[::2])
     return space
 
 
@@ -136,7 +139,7 @@ def look(evaluator: NativeEvaluator, space: Space, search: Search[Schedule]) -> 
     found = drive(referenced(search, known, SearchOptions().batch), measure)
     ranked = sorted(known, key=lambda schedule: cost(known[schedule]))
     few = list(dict.fromkeys([found, *(one for one in ranked if one.threads == found.threads)]))
-    return Look(timed, time.perf_counter() - started_s, few[:FINALISTS])
+    return Look(timed, time.perf_counter() - started_s, few[: max(FINALISTS, timed // 50)])
 
 
 def race(evaluator: NativeEvaluator, space: Space, schedules: Sequence[Schedule]) -> dict[Schedule, float]:

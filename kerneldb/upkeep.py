@@ -217,8 +217,9 @@ def _arithmetic(schedule: Schedule) -> tuple[str, int]:
 def verify(store: Store, here: Here, bench: Bench, top: int, report: Report) -> Iterator[Verdict]:
     """Measure the best imported schedules of each problem here, and promote those that pass a paired A/B.
 
-    What was in use where it came from must not be slower than what is in use here; another schedule must be
-    faster. A problem's rows are stored before its first verdict comes: stop at any time, and go on later.
+    What was in use where it came from must not be slower than what is in use here. Where that fails, or none
+    was in use there, the fastest of the others is tried, which must be faster. A problem's rows are stored
+    before its first verdict comes: stop at any time, and go on later.
     `report` gets a line for each schedule that cannot be measured here; it stays unverified.
     """
     for candidates in unverified_candidates(store, here, top):
@@ -253,16 +254,16 @@ def _verify_one(store: Store, here: Here, bench: Bench, candidates: Candidates) 
         verdicts.append(Verdict(problem, schedule, claims[schedule], sample.estimate_ns, comparison, passed))
         if passed:
             promotions.append(Promotion(problem, schedule, incumbent, comparison, kernel_abi, origin))
-            incumbent = schedule
+            break
     store.add_promotions(promotions)
     store.add_measurements(Measurement(problem, sample, kernel_abi, origin) for sample in samples)
     return verdicts
 
 
 def _challengers(samples: Sequence[Sample], in_use_there: Schedule | None) -> list[Sample]:
-    """What was in use there, and then the fastest here if that is another one."""
-    fastest = min(samples, key=lambda sample: sample.estimate_ns)
+    """What was in use there, and then the fastest of the others."""
+    others = [sample for sample in samples if sample.schedule != in_use_there]
     return [
-        *(sample for sample in samples if sample.schedule == in_use_there and sample is not fastest),
-        fastest,
+        *(sample for sample in samples if sample.schedule == in_use_there),
+        *sorted(others, key=lambda sample: sample.estimate_ns)[:1],
     ]

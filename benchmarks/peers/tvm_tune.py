@@ -58,7 +58,12 @@ def main() -> None:
         records = sys.argv[6] if len(sys.argv) > 6 else scratch
         os.environ |= {"TVM_NUM_THREADS": str(threads), "PHASEWISE_TVM_RECORDS": records}
         tuning_s = tune(m, n, k, threads, trials, records)
-        timed = time_best(m, n, k, threads)
+        try:
+            timed = time_best(m, n, k, threads)
+        except LookupError:
+            raise SystemExit(
+                f"MetaSchedule found nothing in {trials} trials; its log above says why"
+            ) from None
     print(json.dumps({"tuning_s": tuning_s, **timed}))
 
 

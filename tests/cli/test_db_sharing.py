@@ -251,10 +251,10 @@ def test_verifying_puts_what_passes_into_use(
     monkeypatch.setattr(verifying, "NativeBench", FakeBench)
     found = run_json("verify", "--db", copy)
 
-    assert [(one["block_k"], one["promoted"]) for one in found["verdicts"]] == [(128, True), (64, True)]
+    assert [(one["block_k"], one["promoted"]) for one in found["verdicts"]] == [(128, True)]
     assert found["unverified_rows"] == 4
     schedule = next(one for one in run_json("show", "--db", copy)["schedules"] if one["kernel_abi"] == ABI)
-    assert (schedule["standing"], schedule["block_k"]) == ("in use", 64)
+    assert (schedule["standing"], schedule["block_k"]) == ("in use", 128)
     assert run_json("verify", "--db", copy)["verdicts"] == []
 
 
