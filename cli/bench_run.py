@@ -18,6 +18,7 @@ from phasewise.serving.ranks import STEP_TOKENS, LocalRanks
 from phasewise.serving.throughput import Throughput, Workload, compute_kind, flops, measure, streamed_bytes
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.limits import peak_flops, read_bandwidth
+from phasewise.tuner.roofline import peak_kinds
 
 if TYPE_CHECKING:
     from phasewise.serving.batch import Phase
@@ -68,7 +69,7 @@ def bench_rows(opened: OpenRanks, workloads: Sequence[Workload], repetitions: in
     """Time every workload, one after another; the limits are measured first, while nothing else runs."""
     note("measuring the limits of these cores ...")
     limits = Limits(
-        peak_flops(compute_kind(opened.model), opened.cores("prefill")),
+        max(peak_flops(kind, opened.cores("prefill")) for kind in peak_kinds(compute_kind(opened.model))),
         read_bandwidth(opened.cores("decode"), opened.model.weight_bytes),
     )
     for workload in workloads:
