@@ -391,6 +391,11 @@ void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_ra
 #endif
 }
 
+/* Whether one or two tiles of `tall` rows do for m, where tiles of `most` would read the weights more often. */
+static int fewer_tiles(int64_t m, int64_t tall, int64_t most) {
+    return tall > 0 && m <= 2 * tall && pieces(m, tall) < pieces(m, most);
+}
+
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = arithmetic_of(w);
@@ -400,9 +405,14 @@ void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels)
     if (a == BF16_TILE || a == QUANT_AS_BF16_TILE || a == Q8_COLUMN_TILE) {
         *panels = 2;
         most = 32;
-    } else if (quant && QUANT_TALL_MR > 0 && m <= 2 * QUANT_TALL_MR && pieces(m, QUANT_TALL_MR) < pieces(m, most)) {
+    }
+    if (quant && fewer_tiles(m, QUANT_TALL_MR, most)) {
         *panels = QUANT_TALL_PANELS;
         most = QUANT_TALL_MR;
+    }
+    if (quant && fewer_tiles(m, QUANT_TALLEST_MR, most)) {
+        *panels = 1;
+        most = QUANT_TALLEST_MR;
     }
     *mr = (int32_t)(m < 1 ? 1 : m <= 3 * most ? pieces(m, pieces(m, most)) : most);
 }

@@ -125,4 +125,4 @@ enum { COLUMN_MR = 8, COLUMN_PANELS = 3 };
 enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */
 enum { DENSE_MR = 14, DENSE_PANELS = 2, QUANT_MR = 4, QUANT_PANELS = 3, STREAM_PANELS = 4 };
-enum { QUANT_TALL_MR = 6, QUANT_TALL_PANELS = 2 }; /* for a few rows more than QUANT_MR; 0: none */
+enum { QUANT_TALL_MR = 6, QUANT_TALL_PANELS = 2, QUANT_TALLEST_MR = 8 }; /* for a few rows more than QUANT_MR; 0: none */
