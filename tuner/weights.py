@@ -71,7 +71,8 @@ def kind_of(weight_format: str) -> packing.Kind:
         **dict.fromkeys(("int4", "int4m"), "q4"),
     }
     if weight_format not in kinds:
-        raise TunerError(f"there are no kernels for weights of format {weight_format!r:.40}")
+        known = ", ".join(kinds)
+        raise TunerError(f"there are no kernels for weights of format {weight_format!r:.40}, only {known}")
     return kinds[weight_format]
 
 

@@ -235,4 +235,7 @@ def test_an_unknown_kernel_format_is_one_line_and_exit_code_one(db: Path) -> Non
     out, err = process.communicate(timeout=60)
 
     assert (process.returncode, out) == (1, "")
-    assert err == "phasewise: there are no kernels for weights of format 'int5'\n"
+    assert err == (
+        "phasewise: there are no kernels for weights of format 'int5', "
+        "only f32, bf16, int8, int8m, int8g16, int8c, int4, int4m\n"
+    )
