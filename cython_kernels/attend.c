@@ -157,9 +157,19 @@ pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t 
     return s;
 }
 
+/* The shape as if this rank's KV heads, and their query heads, were all; never without any. */
+static pw_shape shape_of_rank(const pw_program *program, int32_t table) {
+    pw_shape shape = program->shape;
+    pw_range own = pw_share_of(&program->divisions[table], shape.n_kv_heads);
+    int32_t group = group_of(&shape);
+    shape.n_kv_heads = own.end > own.begin ? (int32_t)(own.end - own.begin) : 1;
+    shape.n_heads = group * shape.n_kv_heads;
+    return shape;
+}
+
 void pw_plan_attention(pw_program *program, int threads, int32_t table) {
     pw_step *step = &program->step;
-    const pw_shape *shape = &program->shape;
+    pw_shape of_rank = shape_of_rank(program, table), *shape = &of_rank;
     const pw_schedule *tuned = pw_tuned(&program->attention[table], most_slice_rows(step));
     int64_t chunks = step->split ? all_chunks(program) : 0;
     pw_schedule whole = tuned ? *tuned : pw_default_attention(shape, step->n_tokens, chunks, threads);
@@ -301,15 +311,16 @@ static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_
     finish_rows(a, row, 1, kv_head);
 }
 
-void pw_run_attend(const pw_run *run, const pw_op *op, int member) {
+void pw_run_attend(pw_run *run, const pw_op *op, int member) {
     pw_program *program = run->program;
     const pw_step *step = &program->step;
-    int64_t kv_heads = program->shape.n_kv_heads, rows = step->n_tokens;
+    pw_range own = pw_share_of(run->division, program->shape.n_kv_heads);
+    int64_t kv_heads = own.end - own.begin, rows = step->n_tokens;
     attending a = {run, op, {0}};
     carve(&program->shape, (float *)(program->scratch + member * program->scratch_bytes), &a.work);
     if (!step->split) {
         for (int64_t row = rows * member / run->threads; row < rows * (member + 1) / run->threads; ++row)
-            for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) store_row(&a, row, kv_head);
+            for (int64_t kv_head = own.begin; kv_head < own.end; ++kv_head) store_row(&a, row, kv_head);
         pw_team_barrier(run->team, member);
     }
     bool tail = op->rows != PW_EVERY_ROW && !step->split;
@@ -319,9 +330,10 @@ void pw_run_attend(const pw_run *run, const pw_op *op, int member) {
     for (;;) {
         int64_t ticket = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
         if (ticket >= n_pieces * kv_heads) return;
+        int64_t kv_head = own.begin + ticket % kv_heads;
         if (step->split)
-            attend_chunks(&a, &step->pieces[ticket / kv_heads], ticket % kv_heads);
+            attend_chunks(&a, &step->pieces[ticket / kv_heads], kv_head);
         else
-            attend_block(&a, &pieces[ticket / kv_heads], ticket % kv_heads);
+            attend_block(&a, &pieces[ticket / kv_heads], kv_head);
     }
 }

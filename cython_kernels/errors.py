@@ -25,3 +25,7 @@ class TeamError(KernelError):
 
 class ProgramError(KernelError):
     """A program whose ops, offsets or sizes do not fit together, or for which there is no memory."""
+
+
+class GroupFailed(KernelError):
+    """Ranks that run together no longer do: one has failed, ended or not come in time."""

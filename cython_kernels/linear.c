@@ -7,11 +7,11 @@ static pw_range member_rows(int64_t rows, int threads, int member) {
     return (pw_range){rows * member / threads, rows * (member + 1) / threads};
 }
 
-void pw_run_embed(const pw_run *run, const pw_op *op, int member) {
+void pw_run_embed(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
     const pw_step *step = &program->step;
     int64_t half = program->shape.head_dim / 2;
-    pw_range rows = member_rows(step->n_tokens, run->threads, member);
+    pw_range rows = pw_rows_of(run, step->n_tokens, member);
     for (int64_t row = rows.begin; row < rows.end; ++row) {
         float *x = program->arena + op->out + row * op->out_stride;
         run->kernels->gemm.unpack_row(&op->parts[0].weight, step->tokens[row], x);
@@ -36,16 +36,16 @@ static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *
         run->kernels->gemm.prepare_rows(&op->forms[i], op->k, x, 0, (pw_range){row, row + 1}, prepared[i]);
 }
 
-/* An op's product with one of its weights. Gathered rows begin with what the product is added to. */
-static pw_product product_of(const pw_run *run, const pw_op *op, const pw_part *part, int64_t rows,
-                             const char *prepared) {
+/* An op's product with this rank's columns of a weight. Gathered rows begin with what the product is added to. */
+static pw_product product_of(const pw_run *run, const pw_op *op, int index, int64_t rows, const char *prepared) {
     const pw_program *program = run->program;
-    pw_product p = {.weight = &part->weight, .rows = rows, .ldy = op->out_stride};
-    p.x = (pw_activations){prepared, run->kernels->gemm.row_bytes(&op->forms[part->form], op->k)};
-    p.y = program->arena + op->out + part->column;
+    const pw_column_share *share = &op->shares[run->table][index];
+    pw_product p = {.weight = &share->weight, .rows = rows, .ldy = op->out_stride};
+    p.x = (pw_activations){prepared, run->kernels->gemm.row_bytes(&op->forms[op->parts[index].form], op->k)};
+    p.y = program->arena + op->out + share->column;
     p.epilogue = (pw_epilogue)op->epilogue;
     if (op->rows == PW_GATHERED_ROWS && op->epilogue == PW_ADD) {
-        p.base = program->arena + op->residual + part->column;
+        p.base = program->arena + op->residual + share->column;
         p.base_stride = op->residual_stride;
         p.base_rows = program->step.logit_rows;
     }
@@ -55,9 +55,11 @@ static pw_product product_of(const pw_run *run, const pw_op *op, const pw_part *
 static void multiply_part(const pw_run *run, const pw_op *op, int index, int64_t rows, int member,
                           const char *prepared) {
     const pw_program *program = run->program;
+    const pw_column_share *share = &op->shares[run->table][index];
+    if (share->weight.n == 0) return;
     int room = program->capacity.max_threads;
-    pw_product product = product_of(run, op, &op->parts[index], rows, prepared);
-    pw_schedule schedule = pw_program_schedule_of(&op->parts[index], run->table, rows, run->threads);
+    pw_product product = product_of(run, op, index, rows, prepared);
+    pw_schedule schedule = pw_program_schedule_of(share, rows, run->threads);
     pw_crew crew = {.team = run->team, .threads = run->threads, .kernels = &run->kernels->gemm, .most_regions = room};
     crew.tickets = pw_region_tickets(program, op - program->ops) + index * room;
     crew.split = program->split[index];
@@ -65,20 +67,38 @@ static void multiply_part(const pw_run *run, const pw_op *op, int index, int64_t
     pw_multiply(&product, &schedule, &crew, member);
 }
 
-/* One row is prepared by every member for itself, which is cheaper than a barrier; more rows are shared out. */
-void pw_run_linear(const pw_run *run, const pw_op *op, int member) {
+/* Who prepares the rows that a member multiplies. */
+typedef enum { BY_MEMBER, BY_RANK, BY_ALL_RANKS } preparation;
+
+static preparation preparation_of(const pw_run *run, int64_t rows) {
+    if (rows == 1) return BY_MEMBER; /* cheaper than a barrier */
+    return run->division->ranks > 1 && rows > PW_OWN_ROWS ? BY_ALL_RANKS : BY_RANK;
+}
+
+static char *prepared_rows(const pw_run *run, preparation by, char *scratch, int form) {
+    const pw_program *program = run->program;
+    if (by == BY_MEMBER) return scratch + form * program->private_row_bytes;
+    return by == BY_RANK && run->division->ranks > 1 ? program->own_prepared[form] : program->prepared[form];
+}
+
+static pw_range rows_to_prepare(const pw_run *run, preparation by, int64_t rows, int member) {
+    if (by == BY_MEMBER) return (pw_range){0, 1};
+    return by == BY_RANK ? member_rows(rows, run->threads, member) : pw_rows_of(run, rows, member);
+}
+
+void pw_run_linear(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
     int64_t rows = op->rows == PW_EVERY_ROW ? program->step.n_tokens : program->step.n_logit_rows;
     if (rows == 0) return;
     char *scratch = program->scratch + member * program->scratch_bytes;
-    char *prepared[PW_MAX_PARTS];
-    bool alone = rows == 1;
-    for (int i = 0; i < PW_MAX_PARTS; ++i)
-        prepared[i] = alone ? scratch + i * program->private_row_bytes : program->prepared[i];
     float *row_scratch = (float *)(scratch + PW_MAX_PARTS * program->private_row_bytes);
-    pw_range own = alone ? (pw_range){0, 1} : member_rows(rows, run->threads, member);
+    preparation by = preparation_of(run, rows);
+    char *prepared[PW_MAX_PARTS];
+    for (int i = 0; i < PW_MAX_PARTS; ++i) prepared[i] = prepared_rows(run, by, scratch, i);
+    pw_range own = rows_to_prepare(run, by, rows, member);
     for (int64_t row = own.begin; row < own.end; ++row) prepare_row(run, op, row, row_scratch, prepared);
-    if (!alone) pw_team_barrier(run->team, member);
+    if (by == BY_RANK) pw_team_barrier(run->team, member);
+    if (by == BY_ALL_RANKS && !pw_meet(run, member)) return;
     for (int i = 0; i < op->n_parts; ++i)
         multiply_part(run, op, i, rows, member, prepared[op->parts[i].form]);
 }

@@ -3,7 +3,7 @@
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.string cimport memset
 
-from phasewise.cython_kernels.errors import ProgramError, TeamError
+from phasewise.cython_kernels.errors import GroupFailed, ProgramError, TeamError
 
 
 cdef extern from "team.h" nogil:

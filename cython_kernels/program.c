@@ -3,11 +3,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "orders.h"
 #include "pages.h"
 
 #define LINE 64
 
+enum { PAGE = 4096 };
+
 static int64_t aligned(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+static int64_t whole_pages(int64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* ---- building --------------------------------------------------------------------------------------------------- */
@@ -36,6 +40,8 @@ pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *
     size_t angles = sizeof(double) * (size_t)(shape.head_dim / 2);
     program->shape = shape;
     program->capacity = capacity;
+    program->n_ranks = 1;
+    for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) program->divisions[table] = (pw_division){1, 0, 1, 1};
     program->inv_freq = malloc(angles);
     if (!open_step(program) || !program->inv_freq) {
         pw_program_close(program);
@@ -45,20 +51,30 @@ pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *
     return program;
 }
 
+/* What a step consists of, which the other ranks read where rank 0 writes it. */
+static void free_what_is_told(pw_step *step) {
+    free(step->tokens);
+    free(step->logit_rows);
+    free(step->slices);
+}
+
 void pw_program_close(pw_program *program) {
     if (!program) return;
     pw_step *step = &program->step;
     pw_pages_close(program->memory, program->memory_bytes);
-    pw_pages_close(program->kv, program->kv_bytes);
-    void *owned[] = {program->ops,     program->inv_freq, program->tickets,  program->merged,
-                     step->tokens,     step->positions,   step->slots,       step->logit_rows,
-                     program->region_tickets,
-                     step->slices,     step->first_part, step->pieces,      step->tail_pieces};
+    if (!program->shared) {
+        pw_pages_close(program->rows, program->rows_bytes);
+        pw_pages_close(program->kv, program->kv_bytes);
+        free_what_is_told(step);
+    }
+    void *owned[] = {program->ops,      program->inv_freq,       program->tickets,  program->merged,
+                     program->region_tickets, step->positions,   step->slots,       step->first_part,
+                     step->pieces,      step->tail_pieces};
     for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) {
         free(program->attention[table].ranges);
         for (int32_t i = 0; i < program->n_ops; ++i)
             for (int32_t part = 0; part < program->ops[i].n_parts; ++part)
-                free(program->ops[i].parts[part].schedules[table].ranges);
+                free(program->ops[i].shares[table][part].schedules.ranges);
     }
     for (size_t i = 0; i < sizeof owned / sizeof *owned; ++i) free(owned[i]);
     free(program);
@@ -98,7 +114,7 @@ static bool replace_schedules(pw_schedules *schedules, int32_t count, const pw_r
 
 bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
                          const pw_row_range *ranges) {
-    return replace_schedules(&program->ops[op].parts[part].schedules[table], count, ranges);
+    return replace_schedules(&program->ops[op].shares[table][part].schedules, count, ranges);
 }
 
 bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges) {
@@ -117,9 +133,55 @@ const pw_schedule *pw_tuned(const pw_schedules *known, int64_t rows) {
     return low < known->count && known->ranges[low].tuned ? &known->ranges[low].schedule : NULL;
 }
 
-pw_schedule pw_program_schedule_of(const pw_part *part, int32_t table, int64_t rows, int threads) {
-    const pw_schedule *tuned = pw_tuned(&part->schedules[table], rows);
-    return tuned ? *tuned : pw_default_schedule(&part->weight, rows, threads);
+pw_schedule pw_program_schedule_of(const pw_column_share *share, int64_t rows, int threads) {
+    const pw_schedule *tuned = pw_tuned(&share->schedules, rows);
+    return tuned ? *tuned : pw_default_schedule(&share->weight, rows, threads);
+}
+
+/* ---- ranks ------------------------------------------------------------------------------------------------------ */
+
+pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank) {
+    pw_division division = {.ranks = ranks};
+    for (int32_t i = 0; i < ranks; ++i) {
+        if (i < rank) division.first_thread += threads[i];
+        if (i == rank) division.own_threads = threads[i];
+        division.n_threads += threads[i];
+    }
+    return division;
+}
+
+pw_range pw_share_of(const pw_division *division, int64_t count) {
+    if (division->own_threads == 0) return (pw_range){0, 0};
+    int64_t first = division->first_thread, threads = division->n_threads;
+    return (pw_range){count * first / threads, count * (first + division->own_threads) / threads};
+}
+
+pw_range pw_rows_of(const pw_run *run, int64_t rows, int member) {
+    bool alone = run->division->ranks == 1;
+    int64_t threads = alone ? run->threads : run->division->n_threads;
+    int64_t thread = alone ? member : run->division->first_thread + member;
+    return (pw_range){rows * thread / threads, rows * (thread + 1) / threads};
+}
+
+/* By the last of a team to arrive. Whoever leaves a step takes all others with it. */
+static void meet_ranks(void *context) {
+    pw_run *run = context;
+    const pw_program *program = run->program;
+    int status = pw_group_barrier(program->group, program->rank, run->division->ranks, program->patience_ns);
+    if (status == PW_GROUP_OK) return;
+    pw_group_fail(program->group);
+    atomic_store_explicit(&run->status, status == PW_GROUP_LATE ? PW_RUN_LATE : PW_RUN_GROUP_FAILED,
+                          memory_order_relaxed);
+}
+
+/* The status changes only while every member waits, so that all of them leave at the same barrier. */
+bool pw_meet(pw_run *run, int member) {
+    if (run->division->ranks == 1) {
+        pw_team_barrier(run->team, member);
+        return true;
+    }
+    pw_team_barrier_beyond(run->team, member, meet_ranks, run);
+    return atomic_load_explicit(&run->status, memory_order_relaxed) == PW_TEAM_OK;
 }
 
 /* ---- memory ----------------------------------------------------------------------------------------------------- */
@@ -158,33 +220,14 @@ static int64_t split_floats(const pw_program *program) {
     return most < MAX_SPLIT_FLOATS ? most : MAX_SPLIT_FLOATS;
 }
 
-/* Byte offsets within program->memory. */
+/* Byte offsets: of what ranks share, within the shared memory (or program->rows, where nothing comes before the
+ * arena), and of a process's own within program->memory. */
 typedef struct {
-    int64_t cosines, sines, partials, prepared, split, scratch, end;
-    int64_t split_each, private_row, prepared_each, scratch_each;
+    int64_t orders, tokens, logit_rows, slices, arena, cosines, sines, prepared, rows_end, kv, shared_end;
+    int64_t partials, own_prepared, split, scratch, end;
+    int64_t split_each, private_row, prepared_each, own_prepared_each, scratch_each;
     int32_t forms;
 } layout;
-
-static layout lay_out(const pw_program *program) {
-    const pw_capacity *room = &program->capacity;
-    layout l;
-    int64_t row_bytes, row_floats, angles = aligned(room->max_tokens * (program->shape.head_dim / 2) * 4);
-    measure_rows(program, &row_bytes, &row_floats);
-    l.forms = most_forms(program);
-    l.private_row = row_bytes;
-    l.prepared_each = aligned(row_bytes * larger(room->max_tokens, room->max_logit_rows));
-    int64_t linear = PW_MAX_PARTS * row_bytes + row_floats * 4;
-    l.scratch_each = aligned(larger(linear, pw_attend_scratch_floats(&program->shape) * 4));
-    l.cosines = aligned(program->arena_floats * 4);
-    l.sines = l.cosines + angles;
-    l.partials = l.sines + angles;
-    l.prepared = l.partials + aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
-    l.split = l.prepared + l.forms * l.prepared_each;
-    l.split_each = aligned(split_floats(program) * 4);
-    l.scratch = l.split + PW_MAX_PARTS * l.split_each;
-    l.end = l.scratch + room->max_threads * l.scratch_each;
-    return l;
-}
 
 static int64_t kv_bytes(const pw_program *program) {
     const pw_shape *shape = &program->shape;
@@ -192,7 +235,48 @@ static int64_t kv_bytes(const pw_program *program) {
     return shape->n_layers * (int64_t)shape->n_kv_heads * ((char *)second.keys - (char *)first.keys);
 }
 
-int64_t pw_program_bytes(const pw_program *program) { return lay_out(program).end + kv_bytes(program); }
+static void lay_out_step(const pw_program *program, layout *l) {
+    const pw_capacity *room = &program->capacity;
+    if (program->n_ranks == 1) return;
+    l->orders = pw_group_bytes(program->n_ranks);
+    l->tokens = l->orders + aligned(pw_orders_bytes(program));
+    l->logit_rows = l->tokens + aligned(room->max_tokens * (int64_t)sizeof(int32_t));
+    l->slices = l->logit_rows + aligned(room->max_logit_rows * (int64_t)sizeof(int64_t));
+    l->arena = whole_pages(l->slices + room->max_slices * (int64_t)sizeof(pw_slice));
+}
+
+static layout lay_out(const pw_program *program) {
+    const pw_capacity *room = &program->capacity;
+    layout l = {0};
+    int64_t row_bytes, row_floats, angles = aligned(room->max_tokens * (program->shape.head_dim / 2) * 4);
+    measure_rows(program, &row_bytes, &row_floats);
+    l.forms = most_forms(program);
+    l.private_row = row_bytes;
+    l.prepared_each = aligned(row_bytes * larger(room->max_tokens, room->max_logit_rows));
+    l.own_prepared_each = program->n_ranks > 1 ? aligned(row_bytes * PW_OWN_ROWS) : 0;
+    int64_t linear = PW_MAX_PARTS * row_bytes + row_floats * 4;
+    l.scratch_each = aligned(larger(linear, pw_attend_scratch_floats(&program->shape) * 4));
+    lay_out_step(program, &l);
+    l.cosines = l.arena + aligned(program->arena_floats * 4);
+    l.sines = l.cosines + angles;
+    l.prepared = l.sines + angles;
+    l.rows_end = l.prepared + l.forms * l.prepared_each;
+    l.kv = whole_pages(l.rows_end);
+    l.shared_end = whole_pages(l.kv + kv_bytes(program));
+    l.own_prepared = aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
+    l.split = l.own_prepared + l.forms * l.own_prepared_each;
+    l.split_each = aligned(split_floats(program) * 4);
+    l.scratch = l.split + PW_MAX_PARTS * l.split_each;
+    l.end = l.scratch + room->max_threads * l.scratch_each;
+    return l;
+}
+
+int64_t pw_program_bytes(const pw_program *program) {
+    layout l = lay_out(program);
+    return l.end + (program->n_ranks > 1 ? l.shared_end : l.rows_end + kv_bytes(program));
+}
+
+int64_t pw_program_shared_bytes(const pw_program *program) { return lay_out(program).shared_end; }
 
 static int64_t region_tickets_each(const pw_program *program) {
     return PW_MAX_PARTS * (int64_t)program->capacity.max_threads;
@@ -202,26 +286,50 @@ pw_ticket *pw_region_tickets(const pw_program *program, int64_t op) {
     return program->region_tickets + op % 2 * region_tickets_each(program);
 }
 
-bool pw_program_seal(pw_program *program) {
+/* Rows, KV and the step where every rank maps them. */
+static void seal_shared(pw_program *program, const layout *l, char *shared) {
+    pw_step *step = &program->step;
+    free_what_is_told(step);
+    program->shared = shared;
+    program->group = (pw_group *)shared;
+    program->orders = (pw_orders *)(shared + l->orders);
+    step->tokens = (int32_t *)(shared + l->tokens);
+    step->logit_rows = (int64_t *)(shared + l->logit_rows);
+    step->slices = (pw_slice *)(shared + l->slices);
+    program->rows = shared;
+    program->kv = shared + l->kv;
+    if (program->rank == 0) pw_group_init(program->group, program->n_ranks);
+}
+
+bool pw_program_seal(pw_program *program, char *shared) {
     layout l = lay_out(program);
     program->memory_bytes = l.end;
+    program->rows_bytes = l.rows_end;
     program->kv_bytes = kv_bytes(program);
     program->memory = pw_pages_open(l.end, PW_HUGE_PAGES);
-    program->kv = pw_pages_open(program->kv_bytes, PW_SMALL_PAGES);
+    if (shared) {
+        seal_shared(program, &l, shared);
+    } else {
+        program->rows = pw_pages_open(l.rows_end, PW_HUGE_PAGES);
+        program->kv = pw_pages_open(program->kv_bytes, PW_SMALL_PAGES);
+    }
     program->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)(program->n_ops + 1));
     program->region_tickets = aligned_alloc(LINE, 2 * sizeof(pw_ticket) * (size_t)region_tickets_each(program));
-    if (!program->memory || !program->kv || !program->tickets || !program->region_tickets) return false;
-    program->arena = (float *)program->memory;
-    program->cosines = (float *)(program->memory + l.cosines);
-    program->sines = (float *)(program->memory + l.sines);
-    program->partials = (float *)(program->memory + l.partials);
-    for (int32_t i = 0; i < l.forms; ++i) program->prepared[i] = program->memory + l.prepared + i * l.prepared_each;
+    if (!program->memory || !program->rows || !program->kv || !program->tickets || !program->region_tickets)
+        return false;
+    program->arena = (float *)(program->rows + l.arena);
+    program->cosines = (float *)(program->rows + l.cosines);
+    program->sines = (float *)(program->rows + l.sines);
+    program->partials = (float *)program->memory;
+    for (int32_t i = 0; i < l.forms; ++i) {
+        program->prepared[i] = program->rows + l.prepared + i * l.prepared_each;
+        program->own_prepared[i] = program->memory + l.own_prepared + i * l.own_prepared_each;
+    }
     for (int i = 0; i < PW_MAX_PARTS && l.split_each; ++i)
         program->split[i] = (float *)(program->memory + l.split + i * l.split_each);
     program->split_floats = l.split_each / 4;
     program->scratch = program->memory + l.scratch;
     program->private_row_bytes = l.private_row;
-    program->prepared_bytes = l.prepared_each;
     program->scratch_bytes = l.scratch_each;
     return true;
 }
@@ -282,8 +390,9 @@ const char *pw_program_check(pw_program *program, int threads, int32_t table) {
     return problem;
 }
 
+/* Between ranks every op ends with a barrier, between threads the last one is the team's own. */
 static void run_ops(void *context, int member) {
-    const pw_run *run = context;
+    pw_run *run = context;
     const pw_program *program = run->program;
     for (int32_t i = 0; i < program->n_ops; ++i) {
         const pw_op *op = &program->ops[i];
@@ -291,16 +400,18 @@ static void run_ops(void *context, int member) {
         if (op->code == PW_EMBED) pw_run_embed(run, op, member);
         if (op->code == PW_LINEAR) pw_run_linear(run, op, member);
         if (op->code == PW_ATTEND) pw_run_attend(run, op, member);
-        if (i + 1 < program->n_ops) pw_team_barrier(run->team, member); /* the team ends a task with one of its own */
+        if (i + 1 == program->n_ops && run->division->ranks == 1) return;
+        if (!pw_meet(run, member)) return;
     }
 }
 
 int pw_program_run(pw_program *program, pw_team *team, int32_t table) {
-    pw_run run = {program, team, pw_active(), pw_team_size(team), table};
+    pw_run run = {program, team, pw_active(), pw_team_size(team), table, &program->divisions[table], PW_TEAM_OK};
     memset(program->tickets, 0, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)program->n_ops);
     memset(program->region_tickets, 0, 2 * sizeof(pw_ticket) * (size_t)region_tickets_each(program));
     memset(program->merged, 0, sizeof *program->merged * (size_t)(program->step.n_slices * program->shape.n_kv_heads));
-    return pw_team_run(team, run_ops, &run);
+    int status = pw_team_run(team, run_ops, &run);
+    return status == PW_TEAM_OK ? atomic_load(&run.status) : status;
 }
 
 /* ---- moving keys and values ------------------------------------------------------------------------------------- */

@@ -5,7 +5,11 @@
  * against it before any pointer moves (pw_program_check).
  *
  * A row's results depend on its sequence alone, bit for bit: not on the other rows of the step, on how the prompt was
- * cut into steps, or on the number of threads. */
+ * cut into steps, or on the number of threads or ranks.
+ *
+ * Ranks are processes that run one step together over memory that all of them map: rows, logits, keys and values. Each
+ * computes a range of panels of every weight and the attention of a range of KV heads; a barrier over all of them
+ * follows whatever another rank reads. Rank 0 says what to run, the others serve (orders.h). */
 #ifndef PHASEWISE_PROGRAM_H
 #define PHASEWISE_PROGRAM_H
 
@@ -13,13 +17,18 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "group.h"
 #include "product.h"
 
 enum {
     PW_MAX_PARTS = 3,
     PW_SCHEDULE_TABLES = 2, /* teams of different shape want different schedules */
     PW_MAX_ROW_RANGES = 64,
+    PW_OWN_ROWS = 8, /* up to here each rank prepares all rows for itself, which is cheaper than a barrier over ranks */
 };
+
+/* What a run ends with, beside a team's PW_TEAM_OK and failures. */
+enum { PW_RUN_GROUP_FAILED = -20, PW_RUN_LATE = -21, PW_RUN_MISFIT = -22 };
 
 typedef enum { PW_EMBED, PW_LINEAR, PW_ATTEND } pw_opcode;
 
@@ -43,12 +52,19 @@ typedef struct {
     pw_row_range *ranges;
 } pw_schedules;
 
+/* A weight, and where in an output row its outputs begin. */
 typedef struct {
     pw_weight weight;
-    int64_t column; /* of the output row where this weight's outputs begin */
-    int32_t form;   /* index into the op's forms */
-    pw_schedules schedules[PW_SCHEDULE_TABLES];
+    int64_t column;
+    int32_t form; /* index into the op's forms */
 } pw_part;
+
+/* What this rank computes of a part by one table: some of its panels as a weight of their own (n is 0: none). */
+typedef struct {
+    pw_weight weight;
+    int64_t column;
+    pw_schedules schedules;
+} pw_column_share;
 
 /* Offsets and strides are floats in the arena. */
 typedef struct {
@@ -58,6 +74,7 @@ typedef struct {
     int32_t rows;        /* pw_rows */
     int32_t n_parts, n_forms;
     pw_part parts[PW_MAX_PARTS];
+    pw_column_share shares[PW_SCHEDULE_TABLES][PW_MAX_PARTS]; /* of linear ops */
     pw_form forms[PW_MAX_PARTS];
     int64_t k;
     int64_t in, in_stride, out, out_stride;
@@ -83,6 +100,12 @@ typedef struct {
     int32_t kv_bytes;        /* 2: float16, 4: float32 */
     int32_t max_threads;
 } pw_capacity;
+
+/* How the ranks that run by one table share out what there is: in proportion to their threads. */
+typedef struct {
+    int32_t ranks;                                /* 1: this process alone; 0: none, the table is not run */
+    int32_t first_thread, own_threads, n_threads; /* this rank's threads among those of all ranks; own 0: takes no part */
+} pw_division;
 
 typedef struct {
     int64_t first_row, n_rows; /* rows of the step */
@@ -113,21 +136,29 @@ typedef struct {
     int64_t *slots;       /* [max_tokens] */
 } pw_step;
 
+typedef struct pw_orders pw_orders;
+
 typedef struct {
     pw_shape shape;
     pw_capacity capacity;
+    pw_division divisions[PW_SCHEDULE_TABLES];
+    int32_t rank, n_ranks;     /* this process among those that share the memory */
+    long patience_ns;          /* for one barrier over ranks */
     int32_t n_ops, ops_room;
     pw_op *ops;
     double *inv_freq;          /* [head_dim / 2] */
     int64_t arena_floats;      /* what the ops use; angles and partials follow */
     int64_t logits;            /* arena offset of [max_logit_rows][vocab] */
     pw_step step;
-    char *memory, *kv;         /* pages */
-    int64_t memory_bytes, kv_bytes;
+    char *shared;              /* where all ranks map it; NULL: everything is this process's own */
+    pw_group *group;           /* in the shared memory, from here on */
+    pw_orders *orders;
+    char *rows, *memory, *kv;  /* pages; what is shared is not owned */
+    int64_t rows_bytes, memory_bytes, kv_bytes;
     float *arena, *cosines, *sines, *partials;
     int64_t partial_room;      /* chunks that may be split off in one step */
-    char *prepared[PW_MAX_PARTS];
-    int64_t prepared_bytes;    /* of each */
+    char *prepared[PW_MAX_PARTS];     /* by form: rows of a step */
+    char *own_prepared[PW_MAX_PARTS]; /* up to PW_OWN_ROWS, which this rank prepares for itself */
     char *scratch;             /* [max_threads][scratch_bytes] */
     int64_t scratch_bytes;
     int64_t private_row_bytes; /* of one prepared row in scratch */
@@ -139,9 +170,16 @@ typedef struct {
     atomic_long *merged;       /* [max_slices][n_kv_heads] */
 } pw_program;
 
-/* NULL when there is no memory for the bookkeeping. */
+/* NULL when there is no memory for the bookkeeping. One rank; for others the caller sets `rank`, `n_ranks`,
+ * `patience_ns` and, by pw_division_of, `divisions` before it adds ops. */
 pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq);
 void pw_program_close(pw_program *program);
+
+/* Ranks with so many threads each, as `rank` sees them. */
+pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank);
+
+/* This rank's share of `count` panels or heads. */
+pw_range pw_share_of(const pw_division *division, int64_t count);
 
 /* A copy of `op` is appended; its forms are worked out here. False without memory. */
 bool pw_program_add(pw_program *program, const pw_op *op);
@@ -158,21 +196,27 @@ bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t c
 const pw_schedule *pw_tuned(const pw_schedules *schedules, int64_t rows);
 
 /* What `rows` rows of an op's weight run by. */
-pw_schedule pw_program_schedule_of(const pw_part *part, int32_t table, int64_t rows, int threads);
+pw_schedule pw_program_schedule_of(const pw_column_share *share, int64_t rows, int threads);
 
-/* Bytes that pw_program_seal will allocate: scratch and KV. */
+/* Bytes that the program runs in once it is sealed: rows, scratch and KV. */
 int64_t pw_program_bytes(const pw_program *program);
 
-/* Allocates scratch and KV. False when the system refuses. */
-bool pw_program_seal(pw_program *program);
+/* Those of them that ranks share. */
+int64_t pw_program_shared_bytes(const pw_program *program);
+
+/* Allocates what is not shared. `shared`: pw_program_shared_bytes that all ranks map, page-aligned, where there are
+ * several; rank 0 has seen them zeroed and seals first. NULL: one rank. False when the system refuses. */
+bool pw_program_seal(pw_program *program, char *shared);
 
 /* NULL, or what is wrong with program->step; completes the step for a team of `threads` and a table of schedules. */
 const char *pw_program_check(pw_program *program, int threads, int32_t table);
 
-/* Runs the checked step by a table of schedules; logits are then in the arena. PW_TEAM_OK or the team's failure. */
+/* Runs this rank's share of the checked step by a table of schedules; logits are then in the arena. PW_TEAM_OK, the
+ * team's failure, PW_RUN_GROUP_FAILED or PW_RUN_LATE (some rank did not come to a barrier in time). */
 int pw_program_run(pw_program *program, pw_team *team, int32_t table);
 
-/* Moves the keys and values of slots, every layer; ranges may overlap. The caller checks the ranges. */
+/* Moves the keys and values of slots, every layer; ranges may overlap. The caller checks the ranges; one rank does it,
+ * while no step runs. */
 int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots);
 
 /* What the files of the executor share. */
@@ -182,7 +226,15 @@ typedef struct {
     const pw_kernels *kernels;
     int threads;
     int32_t table; /* of schedules */
+    const pw_division *division;
+    atomic_int status; /* of the last barrier over ranks: PW_TEAM_OK, or what the run ends with */
 } pw_run;
+
+/* A barrier over the threads of all ranks. False: the run has failed, and every member gives it up here. */
+bool pw_meet(pw_run *run, int member);
+
+/* A member's share of rows among the threads of all ranks. */
+pw_range pw_rows_of(const pw_run *run, int64_t rows, int member);
 
 /* The tickets of an op's products: [PW_MAX_PARTS][max_threads]. */
 pw_ticket *pw_region_tickets(const pw_program *program, int64_t op);
@@ -191,15 +243,16 @@ pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_he
 int64_t pw_attend_scratch_floats(const pw_shape *shape);
 int64_t pw_partial_floats(const pw_shape *shape); /* of one chunk, all heads */
 
-/* What attention runs by where nothing is tuned: `tokens` of a step, or the `chunks` that single tokens see. */
+/* What attention runs by where nothing is tuned: `tokens` of a step, or the `chunks` that single tokens see. Of a
+ * rank: shape->n_kv_heads are its own. */
 pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads);
 
 /* Cuts a step's attention into pieces. Of a schedule count: mr, query rows of a tile; block_m, query rows of a piece
  * that has more than one token; block_k, positions of a piece of a slice with one token (whole chunks). */
 void pw_plan_attention(pw_program *program, int threads, int32_t table);
 
-void pw_run_embed(const pw_run *run, const pw_op *op, int member);
-void pw_run_linear(const pw_run *run, const pw_op *op, int member);
-void pw_run_attend(const pw_run *run, const pw_op *op, int member);
+void pw_run_embed(pw_run *run, const pw_op *op, int member);
+void pw_run_linear(pw_run *run, const pw_op *op, int member);
+void pw_run_attend(pw_run *run, const pw_op *op, int member);
 
 #endif

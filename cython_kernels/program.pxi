@@ -29,7 +29,16 @@ cdef extern from "program.h" nogil:
         bint tuned
         pw_schedule schedule
 
+    enum:
+        PW_RUN_GROUP_FAILED
+        PW_RUN_LATE
+        PW_RUN_MISFIT
+
     ctypedef struct pw_part:
+        pw_weight weight
+        int64_t column
+
+    ctypedef struct pw_column_share:
         pw_weight weight
         int64_t column
 
@@ -37,6 +46,7 @@ cdef extern from "program.h" nogil:
         int32_t code, source, epilogue
         int32_t rows, n_parts
         pw_part parts[3]
+        pw_column_share shares[2][3]
         int64_t k, out_stride, in_stride, residual, residual_stride
         int64_t in_at "in"
         int64_t out_at "out"
@@ -64,9 +74,21 @@ cdef extern from "program.h" nogil:
         int64_t *logit_rows
         pw_slice *slices
 
+    ctypedef struct pw_division:
+        int32_t ranks, own_threads
+
+    ctypedef struct pw_group:
+        pass
+
     ctypedef struct pw_program:
         pw_shape shape
         pw_capacity capacity
+        pw_division divisions[2]
+        int32_t rank, n_ranks
+        long patience_ns
+        char *shared
+        char *kv
+        pw_group *group
         int32_t n_ops
         pw_op *ops
         int64_t arena_floats, logits
@@ -79,14 +101,32 @@ cdef extern from "program.h" nogil:
     bint pw_program_add(pw_program *program, const pw_op *op)
     bint pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
                              const pw_row_range *ranges)
-    pw_schedule pw_program_schedule_of(const pw_part *part, int32_t table, int64_t rows, int threads)
+    pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank)
+    pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head)
     int64_t pw_program_bytes(const pw_program *program)
-    bint pw_program_seal(pw_program *program)
+    int64_t pw_program_shared_bytes(const pw_program *program)
+    bint pw_program_seal(pw_program *program, char *shared)
     bint pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges)
     pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads)
     const char *pw_program_check(pw_program *program, int threads, int32_t table)
     int pw_program_run(pw_program *program, pw_team *team, int32_t table)
     int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots)
+
+
+cdef extern from "orders.h" nogil:
+    enum:
+        PW_OBSERVED_THREADS
+        PW_SERVED
+        PW_SERVE_ORPHANED
+
+    void pw_orders_open(pw_program *program)
+    bint pw_orders_fit(const pw_program *program)
+    int pw_orders_run(pw_program *program, pw_team *team, int32_t table)
+    void pw_orders_stop(pw_program *program)
+    int pw_orders_serve(pw_program *program, pw_team **teams)
+    const int32_t *pw_orders_observed(const pw_program *program, int32_t table, int32_t rank)
+    int64_t pw_orders_misplaced(const pw_program *program, int32_t table, int32_t rank)
+    void pw_group_fail(pw_group *group)
 
 
 cdef dict SOURCES = {"rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE}
@@ -115,15 +155,34 @@ def default_attention(shape, int64_t tokens, int64_t positions, int threads):
     return pw_default_attention(&s, tokens, (positions + PW_CHUNK - 1) // PW_CHUNK, threads)
 
 
+cdef dict RUN_FAILURES = {
+    PW_RUN_GROUP_FAILED: "another rank has failed or ended",
+    PW_RUN_LATE: "another rank did not arrive in time",
+    PW_RUN_MISFIT: "this rank was not built for the step that rank 0 runs",
+    PW_SERVE_ORPHANED: "rank 0's process has ended",
+}
+
+
+cdef int _check_run(int status) except -1:
+    if status in RUN_FAILURES:
+        raise GroupFailed(RUN_FAILURES[status])
+    return _check_team(status)
+
+
 cdef class Program:
     """A model's forward step as ops over an arena of floats. Build with embed/linear/attend, seal, then run.
 
     shape and capacity are mappings with the fields of pw_shape and pw_capacity (program.h); inv_freq is float64
     [head_dim / 2]. Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
     The buffer protocol gives the logits, float32 [max_logit_rows, vocab], of the last run.
+
+    division: how the steps of each table are divided over ranks, and which rank this process is (None: one rank
+    for all). Each rank builds the same program and calls seal_shared with the same memory, rank 0 before the
+    others; rank 0 runs steps while the others serve. patience_s: how long a rank waits for another within an op.
     """
 
     cdef pw_program *program
+    cdef object division
     cdef list kept
     cdef bint sealed
     cdef Py_ssize_t logits_shape[2]
@@ -131,7 +190,7 @@ cdef class Program:
     cdef readonly int64_t native_ns
     """Time spent inside `run`'s native call so far; the rest of a step's time is Python's."""
 
-    def __cinit__(self, shape, capacity, inv_freq):
+    def __cinit__(self, shape, capacity, inv_freq, division=None, double patience_s=60.0):
         cdef pw_shape s = shape
         cdef pw_capacity c = capacity
         if not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
@@ -151,6 +210,29 @@ cdef class Program:
         self.program = pw_program_open(s, c, &angles[0])
         if self.program == NULL:
             raise ProgramError(f"no memory for the bookkeeping of {capacity}")
+        if division is not None:
+            self._divide(division, patience_s)
+
+    cdef int _divide(self, division, double patience_s) except -1:
+        cdef int32_t threads[256]
+        cdef int32_t ranks = max((len(teams) for teams in division.teams), default=0)
+        if len(division.teams) != PW_SCHEDULE_TABLES or not 1 <= ranks <= 256 or not 0 <= division.rank < ranks:
+            raise ProgramError(f"rank {division.rank} of teams {division.teams}: 1 to 256 ranks for each of "
+                               f"{PW_SCHEDULE_TABLES} tables expected")
+        if not 0 < patience_s <= 1e6:
+            raise ProgramError(f"a patience of {patience_s} s")
+        for table, teams in enumerate(division.teams):
+            for rank, size in enumerate(teams):
+                if not 1 <= size <= PW_OBSERVED_THREADS:
+                    raise ProgramError(f"a rank with {size} threads: 1 to {PW_OBSERVED_THREADS} expected")
+                threads[rank] = size
+            self.program.divisions[table] = pw_division_of(len(teams), threads, division.rank)
+        if max(team.own_threads for team in self.program.divisions) > self.program.capacity.max_threads:
+            raise ProgramError(f"room for {self.program.capacity.max_threads} threads, where {division} has more")
+        self.division = division
+        self.program.rank, self.program.n_ranks = division.rank, ranks
+        self.program.patience_ns = <long>(patience_s * 1e9)
+        return 0
 
     def __dealloc__(self):
         pw_program_close(self.program)
@@ -194,15 +276,30 @@ cdef class Program:
             out_width = max(out_width, column + packed.n)
             if column < 0:
                 raise ProgramError(f"outputs cannot begin at column {column}")
+            self._share(&op, i, packed, path, k_parts)
         op.norm = self._vector(norm, op.k if source == "norm" else 0, "norm weights")
         self._add(&op, [packed for packed, _ in parts], 2 * op.k if source == "gate" else op.k, out_width)
         return self.program.n_ops - 1
+
+    cdef int _share(self, pw_op *op, int part, packed, path, int32_t k_parts) except -1:
+        """What this rank computes of a weight, by each table; the rest is left zero."""
+        cdef pw_column_share *own
+        cdef int table
+        for table in range(PW_SCHEDULE_TABLES):
+            own, first, view = &op.shares[table][part], 0, packed
+            if self.division is not None:
+                first, _ = self.division.panels(packed, table)
+                view = self.division.weight(packed, table)
+            if view is not None:
+                own.weight, own.column = weight_view(view, path, k_parts), op.parts[part].column + first * PW_PANEL
+        return 0
 
     def set_schedules(self, int32_t op, int32_t part, ranges, int32_t table=0):
         """How part `part` of a linear op runs, by the number of rows; no schedule changes a result.
 
         ranges: at most 64 pairs, ascending: the last number of rows that a schedule serves, and the schedule, a
-        mapping such as default_schedule gives (None: the default). `table`: 0 or 1, which `run` names.
+        mapping such as default_schedule gives (None: the default). `table`: 0 or 1, which `run` names. Of divided
+        weights, a rank's schedules are those of its own columns.
         """
         cdef pw_row_range found[64]
         cdef int32_t count
@@ -282,20 +379,49 @@ cdef class Program:
         return 0
 
     def bytes(self):
-        """What `seal` will allocate."""
+        """What the program runs in once it is sealed, shared memory included."""
         return pw_program_bytes(self.program)
+
+    def shared_bytes(self):
+        """How much memory the ranks share: whole pages."""
+        return pw_program_shared_bytes(self.program)
 
     def seal(self, int64_t logits):
         """Allocates the arena, scratch and KV; `logits` is the arena offset of [max_logit_rows, vocab]."""
+        if self.program.n_ranks > 1:
+            raise ProgramError("a program of several ranks is sealed with the memory that they share")
+        self._seal(logits, NULL)
+
+    def seal_shared(self, int64_t logits, buffer):
+        """The same where several ranks share `buffer`: page-aligned, shared_bytes() of it, zero when rank 0 seals.
+
+        The others seal it after rank 0 has, and before rank 0 runs a step.
+        """
+        cdef unsigned char[::1] memory = buffer
+        cdef bint first = self.program.rank == 0
+        if self.program.n_ranks == 1:
+            raise ProgramError("a program of one rank shares no memory")
+        if memory.shape[0] < self.shared_bytes() or <size_t>&memory[0] % 4096:
+            raise ProgramError(f"{memory.shape[0]} shared bytes where {self.shared_bytes()} from a page's start on belong")
+        self._seal(logits, <char *>&memory[0])
+        self.kept.append(memory)
+        if first:
+            pw_orders_open(self.program)
+        elif not pw_orders_fit(self.program):
+            self.sealed = False
+            raise ProgramError("rank 0 has not sealed this memory, or not for the same program")
+
+    cdef int _seal(self, int64_t logits, char *shared) except -1:
         cdef pw_capacity *room = &self.program.capacity
         if self.sealed:
             raise ProgramError("a program is sealed once")
         if logits < 0 or logits + room.max_logit_rows * self.program.shape.vocab > self.program.arena_floats:
             raise ProgramError("no op writes the logits that the program promises")
         self.program.logits = logits
-        self.sealed = pw_program_seal(self.program)
+        self.sealed = pw_program_seal(self.program, shared)
         if not self.sealed:
             raise ProgramError(f"the system refused {self.bytes() / 2**20:.0f} MiB for scratch and the KV cache")
+        return 0
 
     def run(self, Team team, slices, bint every_row=False, int32_t table=0):
         """One forward step. Returns the number of rows of logits: one for each slice that wants them, or every row.
@@ -303,7 +429,8 @@ cdef class Program:
         table: which schedules the products run by, 0 or 1 (set_schedules).
 
         slices: objects with token_ids, start, slot_base and wants_logits. ValueError when a token, a position or a
-        slot is out of range; then nothing has been written.
+        slot is out of range; then nothing has been written. Of several ranks, rank 0 runs it for all; GroupFailed
+        when one of them fails or does not come.
         """
         cdef pw_team *members = team._open()
         cdef const char *problem
@@ -311,6 +438,9 @@ cdef class Program:
         self._check_sealed()
         if not 0 <= table < PW_SCHEDULE_TABLES:
             raise ValueError(f"there is no table {table} of schedules")
+        self._check_ranks(team, table)
+        if self.program.rank:
+            raise ProgramError(f"rank {self.program.rank} serves what rank 0 runs")
         self._fill(slices, every_row)
         problem = pw_program_check(self.program, team.size, table)
         if problem != NULL:
@@ -318,11 +448,84 @@ cdef class Program:
         cdef timespec began, ended
         with nogil:
             clock_gettime(CLOCK_MONOTONIC, &began)
-            status = pw_program_run(self.program, members, table)
+            if self.program.shared:
+                status = pw_orders_run(self.program, members, table)
+            else:
+                status = pw_program_run(self.program, members, table)
             clock_gettime(CLOCK_MONOTONIC, &ended)
         self.native_ns += (ended.tv_sec - began.tv_sec) * 1_000_000_000 + ended.tv_nsec - began.tv_nsec
-        _check_team(status)
+        _check_run(status)
         return self.program.step.n_logit_rows
+
+    cdef int _check_ranks(self, Team team, int table) except -1:
+        if self.division is None:
+            return 0
+        teams = self.division.teams[table]
+        if self.division.rank >= len(teams) or teams[self.division.rank] != team.size:
+            raise ValueError(f"a team of {team.size} for rank {self.division.rank} of teams {teams}")
+        return 0
+
+    def serve(self, teams):
+        """Runs what rank 0 tells this rank to run, until it says stop. GroupFailed when that is no longer possible.
+
+        teams: for each table the Team that this rank runs it by, None where it takes no part. Holds no GIL and
+        answers no signal.
+        """
+        cdef pw_team *members[2]
+        cdef int status
+        self._check_shared()
+        if self.program.rank == 0 or len(teams) != PW_SCHEDULE_TABLES:
+            raise ProgramError("ranks from 1 on serve, with a team or None for each table")
+        for table, team in enumerate(teams):
+            members[table] = NULL
+            if team is not None:
+                self._check_ranks(team, table)
+                members[table] = (<Team?>team)._open()
+        with nogil:
+            status = pw_orders_serve(self.program, members)
+        _check_run(PW_TEAM_OK if status == PW_SERVED else status)
+
+    def stop(self):
+        """Ends `serve` on every other rank."""
+        self._check_shared()
+        if self.program.rank == 0:
+            pw_orders_stop(self.program)
+
+    def fail(self):
+        """Ends every wait of every rank, now and later. From any thread of any rank."""
+        self._check_shared()
+        pw_group_fail(self.program.group)
+
+    def observed(self, int table):
+        """For each rank of a table the CPUs that its threads were last seen on; -1 before its first step."""
+        cdef const int32_t *cpus
+        cdef int rank, thread
+        seen = []
+        self._check_shared()
+        for rank, threads in enumerate(self.division.teams[table]):
+            cpus = pw_orders_observed(self.program, table, rank)
+            seen.append(tuple(cpus[thread] for thread in range(threads)))
+        return seen
+
+    def misplaced(self, int table):
+        """How often threads of a table's ranks were seen on other CPUs than their own."""
+        self._check_shared()
+        return sum(pw_orders_misplaced(self.program, table, rank) for rank in range(len(self.division.teams[table])))
+
+    def kv_span(self, int64_t layer, int64_t kv_head):
+        """(offset, bytes) of a head's keys and values in the shared memory."""
+        cdef pw_shape *shape = &self.program.shape
+        self._check_shared()
+        if not (0 <= layer < shape.n_layers and 0 <= kv_head < shape.n_kv_heads):
+            raise ValueError(f"KV head {kv_head} of layer {layer}: {shape.n_layers} x {shape.n_kv_heads} are there")
+        at = <char *>pw_kv_head_of(self.program, layer, kv_head).keys - self.program.shared
+        return at, self.program.kv_bytes // (shape.n_layers * shape.n_kv_heads)
+
+    cdef int _check_shared(self) except -1:
+        self._check_sealed()
+        if self.program.shared == NULL:
+            raise ProgramError("this program has one rank")
+        return 0
 
     cdef int _fill(self, slices, bint every_row) except -1:
         cdef pw_step *step = &self.program.step

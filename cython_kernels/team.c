@@ -115,11 +115,17 @@ static void advance(signal_word *word) {
     if (atomic_load(&word->sleepers) > 0) syscall(SYS_futex, &word->value, FUTEX_WAKE_PRIVATE, MAX_CPUS, NULL, NULL, 0);
 }
 
+static void meet_nobody(void *context) { (void)context; }
+
 void pw_team_barrier(pw_team *team, int index) {
+    if (team->n_members > 1) pw_team_barrier_beyond(team, index, meet_nobody, NULL);
+}
+
+void pw_team_barrier_beyond(pw_team *team, int index, void (*meet)(void *), void *context) {
     (void)index;
-    if (team->n_members == 1) return;
     unsigned generation = atomic_load_explicit(&team->generation.value, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->n_members - 1) {
+        meet(context);
         atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
         advance(&team->generation);
     } else {

@@ -26,6 +26,9 @@ int pw_team_run(pw_team *team, pw_task task, void *context);
 /* Inside a task: returns when every member has arrived. Writes before it are visible to all after it. */
 void pw_team_barrier(pw_team *team, int member);
 
+/* The same; the member that arrives last calls meet(context) before any goes on: what it waits for, all have waited for. */
+void pw_team_barrier_beyond(pw_team *team, int member, void (*meet)(void *context), void *context);
+
 int pw_team_size(const pw_team *team);
 
 /* The CPU each member was last seen on, during a task; -1 before the first. */

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phasewise.cython_kernels._native import Program
+from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
@@ -30,6 +31,7 @@ class Capacity:
     sequences: int
     logit_rows: int
     threads: int
+    """Of the largest team of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +95,31 @@ def build_program(
     capacity: Capacity,
     check_memory: Callable[[str, int, int], None] | None = None,
     schedules: Sequence[ScheduleLookup] = (),
+    division: Division | None = None,
+    memory: Callable[[int], memoryview] | None = None,
 ) -> Program:
     """A sealed program. ModelError if the model does not fit the kernels or the memory.
 
     check_memory(model name, bytes, KV slots) may refuse before anything large is allocated. schedules: one
     lookup for each table that a run may name, at most two; the first one says how every weight is computed.
+    division: over ranks, None for one. memory(bytes) gives what several ranks share (Program.seal_shared).
     """
     try:
-        program = Program(_shape(model.config), _room(model, capacity), model.config.rope.inv_freq())
-        linears = _Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows))
+        config = model.config
+        program = Program(_shape(config), _room(model, capacity), config.rope.inv_freq(), division)
+        linears = _Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows), division)
         arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
         program.embed(_weight(model, "embed"), arena.hidden, arena.hidden_stride)
-        for layer in range(model.config.n_layers):
+        for layer in range(config.n_layers):
             _add_layer(linears, model, layer, arena)
         _add_logits(linears, model, arena)
-        _schedule_attention(program, model, capacity, schedules)
+        _schedule_attention(program, model, capacity, schedules, division)
         if check_memory is not None:
             check_memory(model.name, program.bytes(), capacity.kv_slots)
-        program.seal(arena.logits)
+        if memory is None:
+            program.seal(arena.logits)
+        else:
+            program.seal_shared(arena.logits, memory(program.shared_bytes()))
     except KernelError as error:
         raise ModelError(f"{model.name}: {error}") from error
     return program
@@ -143,19 +152,24 @@ def _room(model: PackedModel, capacity: Capacity) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Linears:
-    """Adds linear ops to a program, every weight with its arithmetic and its schedules."""
+    """Adds linear ops to a program, every weight with its arithmetic and its schedules.
+
+    The arithmetic is the whole weight's, whoever computes it; schedules are for what this rank computes of it.
+    """
 
     program: Program
     lookups: Sequence[ScheduleLookup]
     most_rows: int
+    division: Division | None
 
     def add(self, parts: Parts, source: str, *places: int, **options: Any) -> None:
         """Program.linear, and what the lookups say about its weights."""
         arithmetics = [self._arithmetic(weight) for weight, _ in parts]
         op = self.program.linear(parts, source, *places, arithmetics=arithmetics, **options)
         for table, lookup in enumerate(self.lookups):
-            for part, (weight, _) in enumerate(parts):
-                ranges = lookup.products(weight, self.most_rows)
+            for part, (whole, _) in enumerate(parts):
+                weight = whole if self.division is None else self.division.weight(whole, table)
+                ranges = [] if weight is None else lookup.products(weight, self.most_rows)
                 schedules = [(rows.last_m, rows.schedule) for rows in ranges]
                 self.program.set_schedules(op, part, schedules, table)
 
@@ -208,11 +222,21 @@ def _add_logits(linears: _Linears, model: PackedModel, arena: _Arena) -> None:
 
 
 def _schedule_attention(
-    program: Program, model: PackedModel, capacity: Capacity, lookups: Sequence[ScheduleLookup]
+    program: Program,
+    model: PackedModel,
+    capacity: Capacity,
+    lookups: Sequence[ScheduleLookup],
+    division: Division | None,
 ) -> None:
+    kv_format, q_rows, kv_rows = attention_problem(model)
+    kv_heads = model.config.n_kv_heads
     for table, lookup in enumerate(lookups):
-        ranges = lookup.attention(*attention_problem(model), capacity.step_tokens)
-        program.set_attention_schedules([(rows.last_m, rows.schedule) for rows in ranges], table)
+        own = kv_heads if division is None else division.heads(kv_heads, table)
+        if own:
+            ranges = lookup.attention(
+                kv_format, q_rows // kv_heads * own, kv_rows // kv_heads * own, capacity.step_tokens
+            )
+            program.set_attention_schedules([(rows.last_m, rows.schedule) for rows in ranges], table)
 
 
 def attention_problem(model: PackedModel) -> tuple[str, int, int]:
