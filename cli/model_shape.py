@@ -1,7 +1,7 @@
 """As much of a model as its speed depends on: of one in memory, or of a file whose weights are never read.
 
-A plan for a machine that is not here needs no weights: a GGUF file's header, a Hugging Face directory, or a lone
-`config.json` will do.
+A plan for a machine that is not here needs no weights: a GGUF file's header, a Hugging Face directory, or a
+lone `config.json` will do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def shape_of_model(model: PackedModel) -> ModelShape:
 
 
 def shape_of_reference(reference: str, weight_format: WeightFormat) -> ModelShape:
-    """Of what a command's MODEL names, with weights in this format. ModelError where there is no such model."""
+    """Of what a command's MODEL names, with weights in this format. ModelError where there is none."""
     config = _lone_config(reference)
     if config is not None:
         return _shape_of_config(config, weight_format)
