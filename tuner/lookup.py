@@ -5,12 +5,12 @@ Only what is in use counts: schedules that won a duel against the one before the
 Results must not depend on how many rows are computed at once, so that all schedules of a weight share one
 arithmetic, that of the newest of them; those of another one are left out.
 
-A neighbour is near enough if its m is within a quarter, which is as far apart as the tuner's grid goes; and a
-slice that was tuned for many rows serves any larger number of them, since more rows only repeat it. Its tiles
-are made even for the rows at hand: 9 rows on tiles of 8 would be 8 and 1, so tiles of 5 are taken. Between two
-tuned m both must have come to the same tile and thread grid: where they disagree, one of them was a close win
-at its own m, and has been seen to lose between them. Where nothing is near, or neighbours disagree, the
-default is used; it needs no tuning.
+A neighbour is near enough if its m is within a quarter, which is as far apart as the tuner's grid goes; and
+a slice that was tuned for many rows serves any larger number of them, since more rows only repeat it. Its
+tiles are made even for the rows at hand: 9 rows on tiles of 8 would be 8 and 1, so tiles of 5 are taken.
+Between two tuned m both must have come to the same tile and thread grid: where they disagree, one of them
+was a close win at its own m, and has been seen to lose between them. Where nothing is near, or neighbours
+disagree, the default is used; it needs no tuning.
 """
 
 from __future__ import annotations
