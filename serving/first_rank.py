@@ -1,0 +1,177 @@
+"""The rank that every plan has: its steps are started by the engine's own thread, on a pinned team per phase.
+
+It cuts batches into steps, runs the program, and sends the team of the other phase to rest. Whether other
+ranks take part in a step is the program's business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.cython_kernels._native import Program, Team
+from phasewise.cython_kernels.errors import TeamError
+from phasewise.serving.batch import Batch, Phase, SequenceSlice
+from phasewise.serving.errors import RanksError
+from phasewise.serving.forward import Capacity
+from phasewise.tuner.plans import PHASES, list_cores
+
+Logits = npt.NDArray[np.float32]
+TeamKey = tuple[int, ...]
+"""The cores of a team."""
+
+STEP_TOKENS = 512
+"""Rows that pass through the model at once; larger batches go in pieces, with the same results. Enough to use
+the weights well, few enough for a layer's rows to stay in the L2 caches."""
+
+ALL_LOGITS_ROWS = 64
+"""Rows of logits that `all_logits` computes at once."""
+
+TABLES: Mapping[Phase, int] = {phase: table for table, phase in enumerate(PHASES)}
+"""Which of a program's tables of schedules a phase runs by."""
+
+_log = logging.getLogger(__name__)
+
+
+def room_for(kv_slots: int, max_batch_tokens: int, max_sequences: int, threads: int) -> Capacity:
+    """What a program must have room for. `threads`: the most that a rank has in any phase."""
+    step_tokens = min(max_batch_tokens, STEP_TOKENS)
+    return Capacity(
+        kv_slots=kv_slots,
+        step_tokens=step_tokens,
+        sequences=max_sequences,
+        logit_rows=min(max(max_sequences, ALL_LOGITS_ROWS), max(step_tokens, max_sequences)),
+        threads=threads,
+    )
+
+
+def open_teams(cores: Mapping[Phase, TeamKey], pinned: bool = True) -> dict[Phase, Team]:
+    """A team for each phase; phases on the same cores share one. RanksError if a core cannot be had.
+
+    Not pinned: as many threads, which the system may move.
+    """
+    teams: dict[TeamKey, Team] = {}
+    try:
+        for members in cores.values():
+            if members not in teams:
+                teams[members] = Team(members) if pinned else Team(None, len(members))
+    except TeamError as error:
+        for team in teams.values():
+            team.close()
+        raise RanksError(str(error)) from error
+    return {phase: teams[members] for phase, members in cores.items()}
+
+
+class FirstRank:
+    """Calls are for one thread at a time; that thread stays pinned until `close`."""
+
+    def __init__(self, program: Program, teams: Mapping[Phase, Team], capacity: Capacity) -> None:
+        self._program: Program | None = program
+        self._by_phase = teams
+        self._step_tokens = capacity.step_tokens
+        self._logit_rows = capacity.logit_rows
+        self._logits: Logits = np.asarray(program)
+        self._last: Team | None = None
+        self._warned = False
+
+    def forward(self, batch: Batch) -> Logits:
+        """Logits float32 [slices that want them, vocab], in the slices' order; valid until the next call.
+
+        ValueError if a token, position or slot is out of range, if slices overlap or there are too many.
+        """
+        program, team = self._running(batch.phase)
+        if batch.phase == "decode" or batch.n_tokens <= self._step_tokens:
+            return self._logits[: self._run(program, team, batch.slices, batch.phase)]
+        rows = []
+        for step in _steps(batch.slices, self._step_tokens):
+            n_rows = self._run(program, team, step, batch.phase)
+            rows.append(self._logits[:n_rows].copy())
+        return np.concatenate(rows)
+
+    def all_logits(self, batch: Batch) -> Logits:
+        """Logits after every token of the batch, float32 [tokens, vocab]."""
+        program, team = self._running(batch.phase)
+        out = np.empty((batch.n_tokens, self._logits.shape[1]), dtype=np.float32)
+        done = 0
+        for step in _steps(batch.slices, min(self._step_tokens, self._logit_rows)):
+            n_rows = program.run(team, step, every_row=True, table=TABLES[batch.phase])
+            out[done : done + n_rows] = self._logits[:n_rows]
+            done += n_rows
+        return out
+
+    def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
+        """Copy keys and values of all layers; the ranges may overlap. ValueError outside the slots."""
+        program, team = self._running("decode")
+        program.copy_kv(team, source_slot, target_slot, n_slots)
+
+    def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
+        """Where each phase's threads were last seen working; -1 before their first step."""
+        return {phase: tuple(team.observed_cpus()) for phase, team in self._by_phase.items()}
+
+    @property
+    def native_ns(self) -> int:
+        """Time spent computing steps outside Python, since the start. RanksError after `close`."""
+        if self._program is None:
+            raise RanksError("the ranks have been closed")
+        return cast(int, self._program.native_ns)
+
+    def close(self) -> None:
+        """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""
+        self._program = None
+        self._logits = np.empty((0, 0), np.float32)
+        for team in self._by_phase.values():
+            team.close()
+
+    def _running(self, phase: Phase) -> tuple[Program, Team]:
+        if self._program is None:
+            raise RanksError("the ranks have been closed")
+        team = self._by_phase.get(phase)
+        if team is None:
+            raise RanksError(f"there is no plan for {phase}")
+        if self._last is not team:
+            if self._last is not None:
+                self._last.rest()
+            self._last = team
+        return self._program, team
+
+    def _run(self, program: Program, team: Team, slices: Iterable[SequenceSlice], phase: Phase) -> int:
+        n_rows = program.run(team, slices, table=TABLES[phase])
+        if not self._warned and team.misplaced():
+            self._warned = True
+            _log.warning(
+                "threads planned for cores %s were seen on %s: another program or a cpuset moves them",
+                list_cores(team.cpus),
+                list_cores(team.observed_cpus()),
+            )
+        return cast(int, n_rows)
+
+
+def _steps(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterator[list[SequenceSlice]]:
+    """The same slices in runs of at most `most_tokens` tokens, cut where a run is full."""
+    step: list[SequenceSlice] = []
+    room = most_tokens
+    for piece in slices:
+        done, total = 0, len(piece.token_ids)
+        while True:
+            count = min(total - done, room)
+            last = done + count == total
+            step.append(
+                SequenceSlice(
+                    piece.token_ids[done : done + count],
+                    piece.start + done,
+                    piece.slot_base,
+                    piece.wants_logits and last,
+                )
+            )
+            done, room = done + count, room - count
+            if room == 0:
+                yield step
+                step, room = [], most_tokens
+            if last:
+                break
+    if step:
+        yield step
