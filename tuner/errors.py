@@ -3,7 +3,8 @@
 TunerError
 ├── PlanError          a service plan that cannot run on this machine, or that makes no sense
 ├── EvaluationError    a configuration or a step that cannot be timed here
-└── TraceError         a trace file, a distribution or an objective that makes no sense
+├── TraceError         a trace file, a distribution or an objective that makes no sense
+└── TopoTreeError      a transformation that a tree does not allow, or a notation that cannot be read
 """
 
 from __future__ import annotations
@@ -27,3 +28,7 @@ class EvaluationError(TunerError):
 
 class TraceError(TunerError):
     """A trace of requests, or what is to be asked of it, cannot be read."""
+
+
+class TopoTreeError(TunerError):
+    """A tree does not allow a transformation, or its notation cannot be read."""
