@@ -25,3 +25,7 @@ class TeamError(KernelError):
 
 class ProgramError(KernelError):
     """A program whose ops, offsets or sizes do not fit together, or for which there is no memory."""
+
+
+class GroupError(KernelError):
+    """A process group that cannot be had, has failed, or whose other ranks did not come in time."""
