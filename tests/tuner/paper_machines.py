@@ -1,8 +1,7 @@
 """The machines of the Sandwich paper (sections 3.3 and 8.1), built from facts that lscpu and data sheets
 state, and what a modelled evaluator needs to know of them.
 
-Rates are assumptions of the right size, chosen before any ordering was looked at; where a test needs a
-hidden resource, it says which.
+Rates are assumptions of the right size, from data sheets; no such machine was measured.
 """
 
 from __future__ import annotations
@@ -11,6 +10,9 @@ from collections.abc import Sequence
 from itertools import count
 
 from phasewise.topology import Cpu, Kind, Machine, Node
+from phasewise.tuner.config.hidden import HiddenResource
+from phasewise.tuner.config.rates import MachineRates
+from phasewise.tuner.config.steps import ModelShape
 
 Level = tuple[Kind, int]
 """A kind, and how many of it each node of the level outside it has."""
@@ -71,3 +73,50 @@ def tag_clusters(machine: Machine, cores: int = 4) -> tuple[tuple[int, ...], ...
     of_cores = machine.allowed_cores()
     groups = (of_cores[at : at + cores] for at in range(0, len(of_cores), cores))
     return tuple(tuple(pu for core in group for pu in core) for group in groups)
+
+
+def kunpeng_rates() -> MachineRates:
+    """NEON at 2.6 GHz; four channels of DDR4-2933 a node; the nodes of packages 2 and 3 are slower."""
+    return MachineRates(
+        flops_per_core=40e9,
+        core_read_bytes_per_s=7e9,
+        l3_read_bytes_per_s=None,
+        numa_read_bytes_per_s=90e9,
+        node_share=dict.fromkeys((4, 5, 6, 7), 0.75),
+    )
+
+
+def kunpeng_tags(machine: Machine) -> tuple[HiddenResource, ...]:
+    """Three cores of four saturate a cluster's tag array, the fourth costs three tenths of it: with all cores
+    active, the tag arrays of a node serve less than its memory. So many requests fit into it at a time, so
+    where a request takes longer it serves fewer (Little's law).
+    """
+    shares = kunpeng_rates().node_share
+    nodes = {pu: node.os_index or 0 for node in machine.nodes(Kind.NUMA) for pu in node.cpus}
+    return tuple(
+        HiddenResource(pus, 15.0 * shares.get(nodes[pus[0]], 1.0), 0.3) for pus in tag_clusters(machine)
+    )
+
+
+def epyc_rates() -> MachineRates:
+    """AVX2 at 2.6 GHz; eight channels of DDR4-3200 a node; what a CCX's port to the fabric takes."""
+    return MachineRates(
+        flops_per_core=83e9,
+        core_read_bytes_per_s=14e9,
+        l3_read_bytes_per_s=30e9,
+        numa_read_bytes_per_s=160e9,
+    )
+
+
+def llama_2_7b() -> ModelShape:
+    """In bf16; as many KV heads as heads, so that up to 32 ranks may divide it."""
+    shape = {"n_layers": 32, "hidden": 4096, "n_heads": 32, "n_kv_heads": 32, "head_dim": 128}
+    weights = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 4096 * 32000
+    return ModelShape(
+        "llama-2-7b",
+        **shape,
+        ffn=11008,
+        vocab=32000,
+        weight_bytes=2 * weights,
+        kv_bytes_per_slot=2 * 32 * 2 * 4096,
+    )

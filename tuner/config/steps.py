@@ -105,7 +105,11 @@ class ModelShape:
                 raise EvaluationError(f"{name} of a model must be a positive number, not {value!r:.40}")
 
     @property
-    def linear_weights(self) -> int:
-        """Weights of the products of all layers."""
-        attention = self.hidden * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
-        return self.n_layers * (attention + 3 * self.hidden * self.ffn)
+    def attention_weights(self) -> int:
+        """Weights of one layer's q, k, v and o."""
+        return 2 * self.hidden * self.head_dim * (self.n_heads + self.n_kv_heads)
+
+    @property
+    def ffn_weights(self) -> int:
+        """Weights of one layer's gate, up and down."""
+        return 3 * self.hidden * self.ffn
