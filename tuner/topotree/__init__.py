@@ -5,7 +5,9 @@ from phasewise.tuner.topotree.bounds import count_grouped, group_bound, removal_
 from phasewise.tuner.topotree.configurations import (
     Configuration,
     OperatorLimits,
+    configuration_of,
     configurations,
+    cross_section,
     every_configuration,
 )
 from phasewise.tuner.topotree.enumeration import (
@@ -36,8 +38,10 @@ __all__ = [
     "TopoTree",
     "TopoTreeError",
     "apply",
+    "configuration_of",
     "configurations",
     "count_grouped",
+    "cross_section",
     "distinct",
     "every_configuration",
     "every_tree",

@@ -16,12 +16,12 @@ def count_grouped(tree: TopoTree, *, power_of_two: bool = True) -> int:
 def group_bound(n: int, *, power_of_two: bool = True) -> float:
     """Proposition 1: at most so many groupings of `n` PUs.
 
-    Without A.3 it is n^n / (n - 1)!. With A.3 the paper prints n^(log2(n) / 2) over the same factorial, which is less
-    than one from n = 4 on although the ungrouped tree always exists; the product that it bounds, (7) of the appendix
-    over powers of two, has the numerator alone, and so has this.
+    Without A.3 it is n^n / (n - 1)!. With A.3 the paper prints n^(log2(n) / 2) over the same factorial, which
+    is less than one from n = 4 on, although the ungrouped tree always exists; the product that it bounds, (7)
+    of the appendix over powers of two, has the numerator alone, and so has this.
     """
     if power_of_two:
-        return float(n) ** (log2(n) / 2)
+        return 2.0 ** (log2(n) ** 2 / 2)
     return float(n**n // factorial(n - 1))
 
 

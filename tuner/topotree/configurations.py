@@ -1,7 +1,7 @@
-"""From trees to service configurations: how many ranks, and which PUs each of them has (the paper's section 5.3).
+"""From trees to service configurations: how many ranks, and which PUs each has (the paper's section 5.3).
 
-A horizontal cross-section of a tree makes a rank of every node that it meets. One tree gives as many as it has
-depths, fewer where the operators cannot be divided so often.
+A horizontal cross-section of a tree makes a rank of every node that it meets. One tree gives as many as it
+has depths, fewer where the operators cannot be divided so often.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Partition = tuple[tuple[tuple[int, ...], ...], ...]
 class OperatorLimits:
     """Into how many ranks a model's operators can be divided.
 
-    The paper divides only where the number of ranks divides that of heads. Ranks here may hold unequal numbers of KV
-    heads, each with its query heads, so any number is allowed by which the largest share shrinks; a rank more
-    than that would rest while the others work as long as before.
+    The paper divides only where the number of ranks divides that of heads. Ranks here may hold unequal
+    numbers of KV heads, each with its query heads, so any number of ranks is allowed by which the largest
+    share shrinks; with a rank more than that, the others would work as long as before.
     """
 
     n_heads: int
@@ -81,7 +81,7 @@ class Configuration:
 
     @property
     def group(self) -> tuple[int, tuple[int | None, ...]]:
-        """What patience counts together: the number of ranks, and the NUMA node of each (None: it spans some)."""
+        """What patience counts together: how many ranks, and the NUMA node of each (None: it spans some)."""
         return len(self.ranks), tuple(rank.numa_node for rank in self.ranks)
 
     @property
@@ -104,14 +104,17 @@ def every_configuration(trees: Iterable[TopoTree], limits: OperatorLimits) -> It
         for depth in range(tree.depth + 1):
             if not limits.allows(prod(tree.kept[:depth])):
                 continue
-            partition = _cross_section(tree, depth)
+            partition = cross_section(tree, depth)
             if partition not in seen:
                 seen.add(partition)
-                yield _configuration(tree.base, partition)
+                yield configuration_of(tree.base, partition)
 
 
-def _cross_section(tree: TopoTree, depth: int) -> Partition:
-    """Which siblings of each level of the machine go together, cut below `depth`; the same for equal cuts."""
+def cross_section(tree: TopoTree, depth: int) -> Partition:
+    """What goes together in the ranks that a cut below `depth` makes; the same for equal configurations.
+
+    Much cheaper than the configuration itself, for searches that meet the same one again and again.
+    """
     partition = []
     for positions, kept in zip(tree.active, tree.kept_by_chain(), strict=True):
         n_blocks = prod(kept[: max(depth, 0)])
@@ -122,8 +125,8 @@ def _cross_section(tree: TopoTree, depth: int) -> Partition:
     return tuple(partition)
 
 
-def _configuration(base: Base, partition: Partition) -> Configuration:
-    """The ranks: one for every choice of a block at each level, in tree order."""
+def configuration_of(base: Base, partition: Partition) -> Configuration:
+    """The ranks of a cross-section: one for every choice of a block at each level, in tree order."""
     ranks = []
     for blocks in product(*partition):
         weighted = ([at * weight for at in block] for block, weight in zip(blocks, base.weights, strict=True))

@@ -1,8 +1,9 @@
 """Every tree of a machine, lazily: all groupings of the fundamental tree, and what each becomes by removals.
 
-Groupings of different levels do not touch each other, so the grouped trees are the product over levels of the
-chains of each. The trees under one grouping form a lattice: any number from 1 to all of the children may stay at each
-depth. `removals` and `parents` are its neighbours, one child at a time; remove(n, d) is n such steps.
+Groupings of different levels do not touch each other, so the grouped trees are the product over levels of
+the chains of each. The trees under one grouping form a lattice: at each depth any number of the children
+may stay, from 1 to all. `removals` and `parents` are neighbours in it, one child apart; remove(n, d) is n
+such steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def grouped_trees(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[Topo
 
 
 def _steps(combination: tuple[Chain, ...]) -> tuple[tuple[int, int, int], ...]:
-    """The groups in an order in which no level moves another that is still to be grouped: inner levels first."""
+    """The groups, inner levels first, so that none moves a level that is still to be grouped."""
     return tuple(
         (size, stride, depth)
         for depth, chain in reversed(list(enumerate(combination, start=1)))
@@ -39,7 +40,7 @@ def removals(tree: TopoTree) -> Iterator[TopoTree]:
 
 
 def parents(tree: TopoTree) -> Iterator[TopoTree]:
-    """The trees of which this one is a removal: one child more at one depth. None for a tree without removals."""
+    """The trees of which this one is a removal: one child more at one depth. A grouped tree has none."""
     for level, (kept, arity) in enumerate(zip(tree.kept, tree.arities, strict=True)):
         if kept < arity:
             more = (*tree.kept[:level], kept + 1, *tree.kept[level + 1 :])
@@ -47,18 +48,13 @@ def parents(tree: TopoTree) -> Iterator[TopoTree]:
 
 
 def transformation_tree(root: TopoTree) -> Iterator[TopoTree]:
-    """A grouped tree and all that removals make of it, each once, in topological order: parents before children."""
-    seen = {root.key}
-    wave = [root]
-    while wave:
-        yield from wave
-        following = []
-        for tree in wave:
-            for child in removals(tree):
-                if child.key not in seen:
-                    seen.add(child.key)
-                    following.append(child)
-        wave = following
+    """A tree and all that removals make of it, each once, in topological order: parents before children.
+
+    No two of them are equal: how many stay at each depth is what tells which PUs do.
+    """
+    counts = product(*(range(kept, 0, -1) for kept in root.kept))
+    for kept in sorted(counts, key=sum, reverse=True):
+        yield TopoTree(root.base, root.chains, kept, root.groups)
 
 
 def distinct(trees: Iterable[TopoTree]) -> Iterator[TopoTree]:

@@ -3,8 +3,8 @@
 The siblings are positions 0 .. n - 1 in the order of their lowest CPU number. Grouping takes the nodes of a
 parent `size` at a time, `stride` apart; from the innermost level outwards this reaches every nest, each once.
 Legal nests follow from the paper's assumptions (section 5.2): every cluster has the same shape (A.1), the
-children of a node are translates of its first child (A.2; taken literally, a stride of one satisfies it always,
-so it is read as the strict form that its name says), and with A.3 sizes are powers of two.
+children of a node are translates of its first child (A.2; taken literally, a stride of one satisfies it
+always, so it is read as the strict form that its name says), and with A.3 sizes are powers of two.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from math import prod
 
 @dataclass(frozen=True)
 class Chain:
-    """One nest of clusters. `arities` are those of its levels, outer first; their product is the siblings' number.
+    """One nest of clusters. `arities` are its levels', outer first; their product is how many siblings.
 
-    `order` has the siblings in the order of the tree: a node is a run of it, its lowest sibling first. `steps`
-    are the (size, stride) by which the innermost-first enumeration came here.
+    `order` has the siblings in the order of the tree: a node is a run of it, its lowest sibling first.
+    `steps` are the (size, stride) by which the innermost-first enumeration came here.
     """
 
     arities: tuple[int, ...]
@@ -82,6 +82,6 @@ def _clusters(arity: int, size: int, stride: int) -> list[range]:
 
 
 def _are_translates(clusters: list[range], lowest: tuple[int, ...]) -> bool:
-    """Whether the clusters are translates of each other, their nodes being so; `lowest` sibling of each node."""
+    """Whether the clusters are translates of each other, as their nodes are; `lowest`: each node's."""
     shapes = {tuple(lowest[node] - lowest[cluster[0]] for node in cluster) for cluster in clusters}
     return len(shapes) == 1

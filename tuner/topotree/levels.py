@@ -17,7 +17,7 @@ PREFERENCE = (
     *(kind.value for kind in (Kind.DIE, Kind.L4, Kind.PU)),
     GROUP,
 )
-"""By which of its names a node goes that is several things at once, such as a package that is one NUMA node."""
+"""By which name a node goes that is several things at once, such as a package that is one NUMA node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Base:
 
     @cached_property
     def weights(self) -> tuple[int, ...]:
-        """How many PUs one node of each level has: position times weight, summed over levels, is a PU's place."""
+        """PUs in one node of each level: position times weight, summed over levels, is the place of a PU."""
         return tuple(prod(self.arities[level + 1 :]) for level in range(len(self.arities)))
 
 

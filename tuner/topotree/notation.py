@@ -14,7 +14,7 @@ STEP = re.compile(r"(group|remove)\(\s*(\d{1,5})\s*,\s*(\d{1,5})\s*(?:,\s*(\d{1,
 
 
 def parse(notation: str, machine: Machine) -> TopoTree:
-    """The tree that `notation` describes on `machine`. TopoTreeError, saying which step and why, if there is none."""
+    """The tree that `notation` describes on `machine`. TopoTreeError, naming step and reason, else."""
     return apply(notation, fundamental(machine).tree)
 
 

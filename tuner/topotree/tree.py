@@ -1,8 +1,9 @@
 """TopoTree: which PUs are active, and how they nest in resources that they share (the paper's section 5).
 
-A tree is symmetric: every node of a depth looks the same. So it is not kept as nodes but as one `Level` per depth and,
-for each level of the machine, the order of its siblings. Depth 0 is the machine, and the deepest nodes are PUs
-(or cores of one PU). `group` guesses at sharing that the system does not show; `remove` lets PUs rest.
+A tree is symmetric: every node of a depth looks the same. So it is not kept as nodes but as one `Level` per
+depth and, for each level of the machine, the order of its siblings. Depth 0 is the machine, and the deepest
+nodes are PUs (or cores of one PU). `group` guesses at sharing that the system does not show; `remove` lets
+PUs rest.
 """
 
 from __future__ import annotations
@@ -48,11 +49,7 @@ class TopoTree:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kind of the nodes of each depth from 1 on."""
-        return tuple(
-            kind
-            for base_kind, chain in zip(self.base.kinds, self.chains, strict=True)
-            for kind in (*(GROUP,) * (len(chain.arities) - 1), base_kind)
-        )
+        return _kinds(self.base.kinds, tuple(len(chain.arities) for chain in self.chains))
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -96,8 +93,8 @@ class TopoTree:
     def key(self) -> str:
         """A digest of structure and node features, the same for equal trees and for no others.
 
-        A Merkle fold, bottom up, of children that are all isomorphic: a level is its kind and how many there
-        are. What tells nodes apart are the PUs below them. A level of single children says nothing and is passed over.
+        Merkle's fold over children that are all isomorphic: a level is its kind and a count, and what tells
+        nodes apart are the PUs below them. A level of single children says nothing and is passed over.
         """
         text = repr((_telling(self.kinds, self.kept), self.active))
         return hashlib.blake2b(text.encode(), digest_size=16, key=self.base.digest).hexdigest()
@@ -114,8 +111,8 @@ class TopoTree:
     def group(self, n: int, t: int, d: int) -> TopoTree:
         """A new level at depth `d` whose nodes hold `n` of the nodes that were there, `t` siblings apart.
 
-        Siblings count in the order of their lowest PU. TopoTreeError where the children of a node cannot be tiled
-        so, or if PUs have been removed: latent structure is of the machine, whatever rests.
+        Siblings count in the order of their lowest PU. TopoTreeError where the children of a node cannot be
+        tiled so, or if PUs have been removed: latent structure is of the machine, whatever rests.
         """
         what = f"group({n},{t},{d})"
         self._check_depth(what, d)
@@ -136,7 +133,7 @@ class TopoTree:
         return TopoTree(self.base, chains, arities, (*self.groups, (n, t, d)))
 
     def remove(self, n: int, d: int) -> TopoTree:
-        """Without the `n` right-most children at depth `d` of every node above. TopoTreeError if none would stay."""
+        """Without the `n` right-most children at depth `d` of every node above. At least one must stay."""
         what = f"remove({n},{d})"
         self._check_depth(what, d)
         kept = self.kept[d - 1]
@@ -165,6 +162,16 @@ class TopoTree:
 def whole(base: Base) -> TopoTree:
     """The fundamental tree: nothing grouped, nothing removed."""
     return TopoTree(base, tuple(map(ungrouped, base.arities)), base.arities)
+
+
+@lru_cache(maxsize=1 << 12)
+def _kinds(base_kinds: tuple[str, ...], depths: tuple[int, ...]) -> tuple[str, ...]:
+    """The kinds of all levels: groups, then what a level of the machine was."""
+    return tuple(
+        kind
+        for base_kind, depth in zip(base_kinds, depths, strict=True)
+        for kind in (*(GROUP,) * (depth - 1), base_kind)
+    )
 
 
 @lru_cache(maxsize=1 << 16)
