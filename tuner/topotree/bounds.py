@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import factorial, log2, prod
+from math import exp2, factorial, log2, prod
 
 from phasewise.tuner.topotree.group_chains import chains
 from phasewise.tuner.topotree.tree import TopoTree
@@ -21,7 +21,7 @@ def group_bound(n: int, *, power_of_two: bool = True) -> float:
     of the appendix over powers of two, has the numerator alone, and so has this.
     """
     if power_of_two:
-        return 2.0 ** (log2(n) ** 2 / 2)
+        return exp2(log2(n) ** 2 / 2)
     return float(n**n // factorial(n - 1))
 
 

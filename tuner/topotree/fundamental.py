@@ -72,7 +72,7 @@ def _kinds_of_cores(machine: Machine) -> list[frozenset[int]]:
     allowed = frozenset(machine.allowed_pus)
     kinds = [allowed & frozenset(kind.cpus) for kind in reversed(machine.kinds)]
     kinds.append(allowed.difference(*kinds))
-    return [kind for kind in kinds if kind]
+    return [kind for kind in kinds if kind] or [allowed]
 
 
 def _preference(shape: Shape) -> tuple[int, tuple[int, ...]]:
