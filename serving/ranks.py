@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from phasewise.serving.batch import Batch, Phase
 from phasewise.serving.errors import RanksError
-from phasewise.serving.first_rank import STEP_TOKENS, FirstRank, open_teams, room_for
+from phasewise.serving.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, open_teams, room_for
 from phasewise.serving.forward import build_program, kv_bytes_per_slot
 from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.tuner.plans import PHASES, ServicePlan
 
-__all__ = ["STEP_TOKENS", "LocalRanks", "Ranks", "open_ranks"]
+__all__ = ["ALL_LOGITS_ROWS", "STEP_TOKENS", "LocalRanks", "Ranks", "open_ranks"]
 
 
 class Ranks(Protocol):
@@ -68,8 +68,8 @@ def open_ranks(
     """The ranks that `plans` ask for, in this process.
 
     kv_slots: positions that all sequences together may hold. schedules: a lookup for each phase; prefill's
-    says by which arithmetic every weight is computed, in both. Not pinned: the system may move the threads, so
-    that there may be more of them than cores (for tests). RanksError if a plan cannot be run here or the
+    says by which arithmetic every weight is computed, in both. Not pinned: the system may move the threads,
+    so that there may be more of them than cores (for tests). RanksError if a plan cannot be run here or the
     memory is not there; ModelError if no kernel computes this model.
     """
     return LocalRanks(model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned)

@@ -67,6 +67,8 @@ def machine_fields(machine: Machine) -> dict[str, Any]:
         "allowed_pus": list(machine.allowed_pus),
         "cpu_quota": machine.cpu_quota,
         "kinds": [{"name": kind.name, "cpus": list(kind.cpus)} for kind in machine.kinds],
+        "numa_distances": None if machine.distances is None else asdict(machine.distances),
+        "memory_access": [asdict(access) for access in machine.memory],
         "tree": _node_fields(machine.tree),
     }
 
