@@ -16,6 +16,7 @@ from phasewise.tuner.topotree.enumeration import (
     grouped_trees,
     parents,
     removals,
+    single_groups,
     transformation_tree,
 )
 from phasewise.tuner.topotree.fundamental import (
@@ -53,5 +54,6 @@ __all__ = [
     "parse",
     "removal_bound",
     "removals",
+    "single_groups",
     "transformation_tree",
 ]

@@ -82,6 +82,12 @@ class TopoTree:
         for weight, positions in zip(self.base.weights, self.active, strict=True):
             yield [position * weight for position in positions]
 
+    def nodes(self, depth: int) -> tuple[tuple[int, ...], ...]:
+        """The active PUs of each node at `depth`, in tree order; the one node at depth 0 holds them all."""
+        pus = self.pus
+        size = prod(self.kept[depth:])
+        return tuple(pus[start : start + size] for start in range(0, len(pus), size))
+
     def kept_by_chain(self) -> Iterator[tuple[int, ...]]:
         """The kept counts of the levels that each level of the machine has become."""
         start = 0

@@ -35,7 +35,7 @@ def test_smt_siblings_are_leaves_and_one_removal_leaves_one_a_core() -> None:
 
 
 def test_only_allowed_pus_are_in_the_tree() -> None:
-    """What a cgroup leaves need not be symmetric; of equally large parts the one that spreads most is taken."""
+    """What a cgroup leaves need not be symmetric; of equal parts the one that spreads most is taken."""
     machine = replace(machine_of((2, 3, 4)), allowed_pus=(*range(8), *range(12, 18)))
     found = fundamental(machine)
 

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from machine_shapes import machine_of, nest_of
 from paper_machines import kunpeng
 
-from phasewise.tuner.topotree import Level, TopoTree, TopoTreeError, fundamental, grouped_trees, parse
+from phasewise.tuner.topotree import (
+    Level,
+    TopoTree,
+    TopoTreeError,
+    fundamental,
+    grouped_trees,
+    parse,
+    single_groups,
+)
 
 SHAPES = [(2,), (4,), (6,), (2, 4), (2, 2, 4), (3, 4, 2), (2, 12), (4, 2, 8)]
 
@@ -123,6 +131,23 @@ def test_equal_trees_of_different_groupings() -> None:
     assert by_neighbours == by_stride
     assert by_neighbours.pus == (0, 4, 8, 12)
     assert by_neighbours != tree.remove(12, 1)
+
+
+def test_nodes_are_cut_from_the_pus() -> None:
+    """The PU sets of a level, in tree order, as they are after removals."""
+    tree = fundamental(machine_of((2, 4))).tree.group(2, 2, 2).remove(1, 3)
+
+    assert tree.nodes(0) == ((0, 1, 4, 5),)
+    assert tree.nodes(2) == tree.nodes(3) == ((0,), (1,), (4,), (5,))
+
+
+def test_single_groups_are_all_that_one_group_makes() -> None:
+    """Each says by its last group what was done, and doing it again gives the same tree."""
+    tree = fundamental(machine_of((4, 6))).tree.group(3, 1, 2)
+    found = list(single_groups(tree, power_of_two=False))
+
+    assert all(tree.group(*one.groups[-1]) == one for one in found)
+    assert {one.groups[-1] for one in found} == {(2, 1, 1), (2, 2, 1)}
 
 
 @pytest.mark.parametrize(
