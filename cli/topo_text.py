@@ -17,7 +17,7 @@ ASCII_GLYPHS = ("|- ", "`- ", "|  ", "   ")
 
 def topo_lines(machine: Machine, encoding: str) -> list[str]:
     """The whole text in lines of at most 80 characters, all of which `encoding` can write."""
-    glyphs = UNICODE_GLYPHS if encoding.lower().replace("-", "").startswith("utf") else ASCII_GLYPHS
+    glyphs = glyphs_for(encoding)
     lines = [*_wrap("", _heading(machine)), *_wrap("", count_words(machine))]
     lines += _tree_lines(outline(machine), glyphs, "")
     barred = sorted(set(machine.tree.cpus).difference(machine.allowed_pus))
@@ -31,6 +31,11 @@ def topo_lines(machine: Machine, encoding: str) -> list[str]:
     one_per_core = [core[0] for core in machine.allowed_cores()]
     lines += _wrap("Placement, one thread per core: ", placement_signature(machine, one_per_core))
     return [line.encode(encoding, "replace").decode(encoding) for line in lines]
+
+
+def glyphs_for(encoding: str) -> tuple[str, ...]:
+    """Branch, corner, bar and blank of a drawn tree, such that `encoding` can write them."""
+    return UNICODE_GLYPHS if encoding.lower().replace("-", "").startswith("utf") else ASCII_GLYPHS
 
 
 def _heading(machine: Machine) -> str:

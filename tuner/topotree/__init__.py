@@ -1,7 +1,12 @@
 """TopoTree: the space of service configurations of a machine. Pure: no files, no clock, nothing measured."""
 
 from phasewise.tuner.errors import TopoTreeError
-from phasewise.tuner.topotree.bounds import count_grouped, group_bound, removal_bound
+from phasewise.tuner.topotree.bounds import (
+    count_grouped,
+    count_groupings_of_levels,
+    group_bound,
+    removal_bound,
+)
 from phasewise.tuner.topotree.configurations import (
     Configuration,
     OperatorLimits,
@@ -42,6 +47,7 @@ __all__ = [
     "configuration_of",
     "configurations",
     "count_grouped",
+    "count_groupings_of_levels",
     "cross_section",
     "distinct",
     "every_configuration",

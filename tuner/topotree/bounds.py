@@ -10,7 +10,12 @@ from phasewise.tuner.topotree.tree import TopoTree
 
 def count_grouped(tree: TopoTree, *, power_of_two: bool = True) -> int:
     """How many groupings a fundamental tree has, without making them."""
-    return prod(len(chains(arity, power_of_two)) for arity in tree.base.arities)
+    return prod(count_groupings_of_levels(tree, power_of_two=power_of_two))
+
+
+def count_groupings_of_levels(tree: TopoTree, *, power_of_two: bool = True) -> tuple[int, ...]:
+    """For each level of a fundamental tree, in how many ways its nodes nest below one parent."""
+    return tuple(len(chains(arity, power_of_two)) for arity in tree.base.arities)
 
 
 def group_bound(n: int, *, power_of_two: bool = True) -> float:
