@@ -3,6 +3,7 @@
 
 include "gemm.pxi"
 include "limits.pxi"
+include "memory_policy.pxi"
 include "ops.pxi"
 include "product.pxi"
 include "program.pxi"
