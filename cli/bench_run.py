@@ -14,8 +14,8 @@ from phasewise.cli.bench_formats import BenchRow
 from phasewise.cli.opening import OpenModel
 from phasewise.cli.present import note
 from phasewise.cython_kernels import isa
-from phasewise.serving import ranks as serving_ranks
 from phasewise.serving.ranks import STEP_TOKENS, Ranks
+from phasewise.serving.ranks import open_ranks as open_planned
 from phasewise.serving.throughput import Throughput, Workload, compute_kind, flops, measure, streamed_bytes
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.limits import peak_flops, read_bandwidth
@@ -52,7 +52,7 @@ class Limits:
 @contextmanager
 def open_ranks(found: OpenModel, workloads: Sequence[Workload]) -> Iterator[OpenRanks]:
     """The model on its ranks, with room for the largest of `workloads`."""
-    ranks = serving_ranks.open_ranks(
+    ranks = open_planned(
         found.model,
         found.plans,
         kv_slots=max(workload.kv_slots for workload in workloads),

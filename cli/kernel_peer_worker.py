@@ -102,7 +102,9 @@ class Torch:
         if cell.format == "f32" and torch.backends.mkl.is_available():
             product, reorder_mkl = torch.ops.mkl._mkl_linear, torch.ops.mkl._mkl_reorder_linear_weight
             packed = [reorder_mkl(w, cell.m) for _ in range(cell.copies)]
-            yield Setting("MKL packed", lambda i: product(x, packed[i], w, None, cell.m), self._row)
+            # The weight as it was goes along, and a single row is multiplied with that: it must be cold as well.
+            plain = [w.clone() for _ in range(cell.copies)]
+            yield Setting("MKL packed", lambda i: product(x, packed[i], plain[i], None, cell.m), self._row)
         packed = [w.clone() for _ in range(cell.copies)]
         yield Setting("plain", lambda i: torch.nn.functional.linear(x, packed[i]), self._row)
 

@@ -23,6 +23,11 @@ class OpenModel:
     plans: Mapping[Phase, ServicePlan]
     schedules: Mapping[Phase, KernelSchedules]
 
+    def tell_plans(self) -> None:
+        """On stderr: on which cores each phase runs, and where that comes from."""
+        for plan in self.plans.values():
+            note(plan.describe())
+
     def explain(self, prefill_rows: int, decode_rows: int) -> list[ScheduleUse]:
         """By which schedules steps of up to so many rows run; also told on stderr."""
         from phasewise.cli.schedules import explain, uses_text

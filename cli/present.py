@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any, NoReturn
 
 SCHEMA_VERSION = 1
@@ -23,3 +26,26 @@ def fail(message: str, exit_code: int) -> NoReturn:
     """One line on stderr, then the end."""
     note("phasewise: " + " ".join(message.split()))
     sys.exit(exit_code)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The whole picture or none of it: written beside its place, then moved there; else the end."""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        fail(f"picture {path} cannot be written: {error.strerror}", exit_code=1)
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -2,6 +2,7 @@
 """Thin doors over the C kernels: check shapes, drop the GIL, call, return."""
 
 include "gemm.pxi"
+include "group.pxi"
 include "limits.pxi"
 include "memory_policy.pxi"
 include "ops.pxi"

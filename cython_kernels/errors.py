@@ -27,5 +27,9 @@ class ProgramError(KernelError):
     """A program whose ops, offsets or sizes do not fit together, or for which there is no memory."""
 
 
-class GroupFailed(KernelError):
-    """Ranks that run together no longer do: one has failed, ended or not come in time."""
+class GroupError(KernelError):
+    """A process group that cannot be had, has failed, or whose other ranks did not come in time."""
+
+
+class GroupFailed(GroupError):
+    """Ranks that ran a program together no longer do: one has failed, ended or not come in time."""

@@ -77,9 +77,6 @@ cdef extern from "program.h" nogil:
     ctypedef struct pw_division:
         int32_t ranks, own_threads
 
-    ctypedef struct pw_group:
-        pass
-
     ctypedef struct pw_program:
         pw_shape shape
         pw_capacity capacity
@@ -126,7 +123,6 @@ cdef extern from "orders.h" nogil:
     int pw_orders_serve(pw_program *program, pw_team **teams)
     const int32_t *pw_orders_observed(const pw_program *program, int32_t table, int32_t rank)
     int64_t pw_orders_misplaced(const pw_program *program, int32_t table, int32_t rank)
-    void pw_group_fail(pw_group *group)
 
 
 cdef dict SOURCES = {"rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE}

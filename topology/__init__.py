@@ -4,7 +4,16 @@ from phasewise.topology.errors import TopologyError
 from phasewise.topology.lstopo import read_lstopo
 from phasewise.topology.signature import core_signature, placement_signature
 from phasewise.topology.sysfs import read_machine
-from phasewise.topology.tree import Counts, Cpu, CpuKind, Kind, Machine, Node
+from phasewise.topology.tree import (
+    Counts,
+    Cpu,
+    CpuKind,
+    Kind,
+    Machine,
+    MemoryAccess,
+    Node,
+    NumaDistances,
+)
 
 __all__ = [
     "Counts",
@@ -12,7 +21,9 @@ __all__ = [
     "CpuKind",
     "Kind",
     "Machine",
+    "MemoryAccess",
     "Node",
+    "NumaDistances",
     "TopologyError",
     "core_signature",
     "placement_signature",

@@ -17,6 +17,7 @@ from defusedxml.ElementTree import DefusedXMLParser
 from phasewise.topology.cpuinfo import cpu_from_fields
 from phasewise.topology.cpusets import MAX_CPU_INDEX, cpus_of, parse_hwloc_mask
 from phasewise.topology.errors import TopologyError
+from phasewise.topology.memory_xml import MemoryCollector
 from phasewise.topology.nesting import Part, nest
 from phasewise.topology.tree import Cpu, CpuKind, Kind, Machine
 
@@ -121,6 +122,7 @@ class _Collector:
     kinds: list[_KindFound] = field(default_factory=list)
     open_elements: list[_Element] = field(default_factory=list)
     n_objects: int = 0
+    memory: MemoryCollector = field(default_factory=MemoryCollector)
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
         if len(self.open_elements) >= MAX_ELEMENT_DEPTH:
@@ -134,10 +136,16 @@ class _Collector:
             self._info(attributes.get("name", ""), attributes.get("value", ""))
         elif tag == "cpukind" and len(self.kinds) < MAX_KINDS:
             self.kinds.append(_KindFound(parse_hwloc_mask(attributes.get("cpuset", "")), ""))
+        else:
+            self.memory.start(tag, attributes)
         self.open_elements.append(_Element(tag))
+
+    def data(self, text: str) -> None:
+        self.memory.data(text)
 
     def end(self, tag: str) -> None:
         self.open_elements.pop()
+        self.memory.end(tag)
 
     def machine(self, source: str) -> Machine:
         """What was collected, as a tree."""
@@ -155,6 +163,8 @@ class _Collector:
             cpu=self._cpu(),
             allowed_pus=cpus_of(allowed),
             kinds=self._kinds(),
+            distances=self.memory.distances(),
+            memory=self.memory.access(self.online),
         )
 
     def _object(self, attributes: dict[str, str]) -> _Element:
@@ -196,6 +206,8 @@ class _Collector:
             memory_cache_bytes=element.memory_cache_bytes if is_memory else None,
         )
         self.parts.append(part)
+        if is_memory and index is not None:
+            self.memory.add_node(index, attributes.get("gp_index"))
 
     def _pu_mask(self, index: int | None) -> int:
         if index is None or index > MAX_CPU_INDEX:

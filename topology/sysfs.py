@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 from phasewise.topology.cpuinfo import parse_cpuinfo
@@ -15,15 +17,22 @@ from phasewise.topology.cpusets import cpus_of, mask_of, parse_kernel_mask, pars
 from phasewise.topology.errors import TopologyError
 from phasewise.topology.limits import Limits, read_limits
 from phasewise.topology.nesting import Part, nest
-from phasewise.topology.tree import CpuKind, Kind, Machine
+from phasewise.topology.tree import CpuKind, Kind, Machine, MemoryAccess, NumaDistances
 
 CACHE_KINDS = {2: Kind.L2, 3: Kind.L3, 4: Kind.L4}
 SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+NODES = Path("sys/devices/system/node")
 MAX_FILE_BYTES = 4 << 20
 """More than any file read here holds; a snapshot may hold anything."""
 
 UNKNOWN_IDS = {None, -1, 65_535}
 """What the kernel writes as package, die or cluster number where the firmware gives none."""
+
+MEGABYTE = 1_000_000
+"""The unit of HMAT bandwidths; latencies are nanoseconds."""
+
+ACCESS_CLASSES = ("access1", "access0")
+"""What the CPUs nearest to a node's memory reach; the older kernel's class counts other devices too."""
 
 HYBRID_UNITS = (("low-power", "cpu_lowpower"), ("efficiency", "cpu_atom"), ("performance", "cpu_core"))
 """Names and PMU devices of Intel's core kinds, slowest first."""
@@ -49,6 +58,8 @@ def read_machine(root: Path = Path("/")) -> Machine:
             allowed_pus=cpus_of(limits.allowed & online),
             cpu_quota=limits.cpu_quota,
             kinds=_kinds(root, online),
+            distances=_distances(root / NODES),
+            memory=_memory_access(root / NODES, online),
         )
     except ValueError as error:
         raise TopologyError(f"the description of the machine under {root} is damaged: {error}") from error
@@ -148,7 +159,7 @@ def _memory_parts(root: Path, online: int) -> list[Part]:
     parts: list[Part] = []
     seen = 0
     is_sound = True
-    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
+    for folder in sorted((root / NODES).glob("node[0-9]*")):
         number = int(folder.name.removeprefix("node"))
         mask = _node_cpus(folder) & online
         is_sound, seen = is_sound and not mask & seen, seen | mask
@@ -170,6 +181,52 @@ def _memory_parts(root: Path, online: int) -> list[Part]:
 def _node_cpus(folder: Path) -> int:
     bitmap = _text(folder / "cpumap")
     return parse_kernel_mask(bitmap) if bitmap else parse_list(_text(folder / "cpulist") or "")
+
+
+def _node_folders(nodes: Path) -> dict[int, Path]:
+    """By number, ascending: the order in which the kernel writes a row of distances."""
+    found = {path.name[4:]: path for path in nodes.glob("node[0-9]*") if path.name[4:].isdigit()}
+    return {int(number): found[number] for number in sorted(found, key=int)}
+
+
+def _distances(nodes: Path) -> NumaDistances | None:
+    """None with one node, where a node is not rated, or a row is not as long as there are nodes."""
+    folders = _node_folders(nodes)
+    texts = {number: _text(folder / "distance") or "" for number, folder in folders.items()}
+    rows = tuple(tuple(int(word) for word in text.split()) for text in texts.values())
+    if len(rows) < 2 or any(len(row) != len(rows) for row in rows):
+        return None
+    return NumaDistances(tuple(folders), rows)
+
+
+def _memory_access(nodes: Path, online: int) -> tuple[MemoryAccess, ...]:
+    """What the firmware's HMAT says of each node, by its nearest initiators."""
+    folders = _node_folders(nodes)
+    found = []
+    for number, folder in folders.items():
+        access = next((folder / name for name in ACCESS_CLASSES if (folder / name).is_dir()), None)
+        if access is None:
+            continue
+        initiators = access / "initiators"
+        near = (_node_cpus(folders[other]) for other in _node_folders(initiators) if other in folders)
+        values = [
+            _positive(initiators / name)
+            for name in ("read_bandwidth", "write_bandwidth", "read_latency", "write_latency")
+        ]
+        if any(values):
+            read, write, read_ns, write_ns = values
+            cpus = cpus_of(reduce(or_, near, 0) & online)
+            found.append(MemoryAccess(number, cpus, _megabytes(read), _megabytes(write), read_ns, write_ns))
+    return tuple(found)
+
+
+def _megabytes(count: int | None) -> int | None:
+    return None if count is None else count * MEGABYTE
+
+
+def _positive(path: Path) -> int | None:
+    """A number above zero, which is how the kernel writes unknown."""
+    return max(_number(path) or 0, 0) or None
 
 
 def _kinds(root: Path, online: int) -> tuple[CpuKind, ...]:

@@ -72,6 +72,38 @@ class CpuKind:
 
 
 @dataclass(frozen=True)
+class NumaDistances:
+    """How far NUMA nodes are from each other by the firmware's rating: 10 is local, 20 twice as slow.
+
+    `rows[i][j]` is from `nodes[i]` to `nodes[j]`. Ratings rank nodes; they are no measurements.
+    """
+
+    nodes: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+
+    def between(self, first: int, second: int) -> int | None:
+        """The rating from one node to another; None where either is not rated."""
+        if first not in self.nodes or second not in self.nodes:
+            return None
+        return self.rows[self.nodes.index(first)][self.nodes.index(second)]
+
+
+@dataclass(frozen=True)
+class MemoryAccess:
+    """What the firmware says of a NUMA node's memory, as `initiators` reach it; None where it does not say.
+
+    `initiators` are PUs, ascending. A node may have several entries, one for each set of PUs.
+    """
+
+    node: int
+    initiators: tuple[int, ...]
+    read_bytes_per_s: int | None = None
+    write_bytes_per_s: int | None = None
+    read_ns: int | None = None
+    write_ns: int | None = None
+
+
+@dataclass(frozen=True)
 class Counts:
     """How many of each. `numa_nodes` includes memory without CPUs; `pus` are the online ones."""
 
@@ -88,6 +120,7 @@ class Machine:
     """A machine and the part of it that this process may use.
 
     `cpu_quota` is in CPUs (1.5 = one and a half), None without a limit. `kinds` is empty unless cores differ.
+    `distances` and `memory` are what the firmware claims, where it does.
     """
 
     source: str
@@ -96,6 +129,8 @@ class Machine:
     allowed_pus: tuple[int, ...]
     cpu_quota: float | None = None
     kinds: tuple[CpuKind, ...] = field(default=())
+    distances: NumaDistances | None = None
+    memory: tuple[MemoryAccess, ...] = ()
 
     def nodes(self, kind: Kind) -> tuple[Node, ...]:
         """All nodes of a kind, in CPU order."""

@@ -1,7 +1,10 @@
 """What can go wrong in the tuner.
 
 TunerError
-└── PlanError    a service plan that cannot run on this machine, or that makes no sense
+├── PlanError          a service plan that cannot run on this machine, or that makes no sense
+├── EvaluationError    a configuration or a step that cannot be timed here
+├── TraceError         a trace file, a distribution or an objective that makes no sense
+└── TopoTreeError      a transformation that a tree does not allow, or a notation that cannot be read
 """
 
 from __future__ import annotations
@@ -17,3 +20,15 @@ class TunerError(Exception):
 
 class PlanError(TunerError):
     """A service plan is malformed, or asks for what this machine does not allow."""
+
+
+class EvaluationError(TunerError):
+    """An evaluator cannot run a configuration, or cannot time a step; or a machine's description is wrong."""
+
+
+class TraceError(TunerError):
+    """A trace of requests, or what is to be asked of it, cannot be read."""
+
+
+class TopoTreeError(TunerError):
+    """A tree does not allow a transformation, or its notation cannot be read."""

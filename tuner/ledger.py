@@ -41,6 +41,7 @@ class Ledger:
         self._store = store
         self._scope = scope
         self._samples: dict[Problem, dict[Schedule, list[Sample]]] = {}
+        self._stored_ms: dict[Problem, dict[Schedule, list[int]]] = {}
         self._row_counts: dict[Problem, int] = {}
         self._verdicts: dict[Problem, list[Promotion]] = {}
 
@@ -54,11 +55,21 @@ class Ledger:
             self._samples.setdefault(problem, {})
         return self._samples[problem]
 
+    def stored_ms(self, problem: Problem, schedule: Schedule, take: int) -> int:
+        """When the sample that answers this take was stored; Unix time."""
+        return self._stored_ms[problem][schedule][take]
+
+    def first_stored_ms(self, problem: Problem) -> int | None:
+        """When the problem's first sample was stored; None: it has none."""
+        if not self.samples(problem):
+            return None
+        return min(stored[0] for stored in self._stored_ms[problem].values())
+
     def refresh(self, problem: Problem) -> None:
         """Read the problem's rows again if another process has added some."""
         if self._store.measurement_count(problem, *self._key) == self._row_counts.get(problem, 0):
             return
-        self._samples[problem] = {}
+        self._samples[problem], self._stored_ms[problem] = {}, {}
         self._row_counts[problem] = 0
         for row in self._store.measurements(problem, *self._key):
             self._take(row)
@@ -91,8 +102,10 @@ class Ledger:
     def _take(self, row: Measurement) -> None:
         self._row_counts[row.problem] = self._row_counts.get(row.problem, 0) + 1
         if row.origin.verified and row.origin.created_at_ms >= self._scope.since_ms:
-            of_problem = self._samples.setdefault(row.problem, {})
-            of_problem.setdefault(row.sample.schedule, []).append(row.sample)
+            schedule = row.sample.schedule
+            self._samples.setdefault(row.problem, {}).setdefault(schedule, []).append(row.sample)
+            stored_ms = self._stored_ms.setdefault(row.problem, {}).setdefault(schedule, [])
+            stored_ms.append(row.origin.created_at_ms)
 
     def _origin(self) -> Origin:
         now_ms = time.time_ns() // 1_000_000

@@ -5,10 +5,12 @@ Only what is in use counts: schedules that won a duel against the one before the
 Results must not depend on how many rows are computed at once, so that all schedules of a weight share one
 arithmetic, that of the newest of them; those of another one are left out.
 
-A neighbour is near enough if its m is within a quarter, which is as far apart as the tuner's grid goes; and a
-slice that was tuned for many rows serves any larger number of them, since more rows only repeat it. Its tiles
-are made even for the rows at hand: 9 rows on tiles of 8 would be 8 and 1, so tiles of 5 are taken. Where
-nothing is near, the default is used; it needs no tuning.
+A neighbour is near enough if its m is within a quarter, which is as far apart as the tuner's grid goes; and
+a slice that was tuned for many rows serves any larger number of them, since more rows only repeat it. Its
+tiles are made even for the rows at hand: 9 rows on tiles of 8 would be 8 and 1, so tiles of 5 are taken.
+Between two tuned m both must have come to the same tile and thread grid: where they disagree, one of them
+was a close win at its own m, and has been seen to lose between them. Where nothing is near, or neighbours
+disagree, the default is used; it needs no tuning.
 """
 
 from __future__ import annotations
@@ -66,13 +68,21 @@ class _Weight:
         nearest = self._nearest(m)
         if max(nearest / m, m / nearest) > NEAR and not REPEAT_FROM <= nearest < m:
             return Choice(m, None, "default", f"default: nothing tuned near, nearest is m={nearest}")
+        around = self._around(m)
+        if len({_manner(even_tiles(self.tuned[one], m)) for one in around}) > 1:
+            both = " and ".join(f"m={one}" for one in around)
+            return Choice(m, None, "default", f"default: {both} were tuned to different tiles")
         why = f"neighbour: tuned at m={nearest}"
         return Choice(m, even_tiles(self.tuned[nearest], m), "neighbour", why)
 
     def _nearest(self, m: int) -> int:
         """In ratio; the smaller of two that are as near."""
+        return min(self._around(m), key=lambda tuned: max(tuned / m, m / tuned))
+
+    def _around(self, m: int) -> list[int]:
+        """The tuned m before and after an m that was not; one of them at either end."""
         at = bisect.bisect(self._ms, m)
-        return min(self._ms[max(0, at - 1) : at + 1], key=lambda tuned: max(tuned / m, m / tuned))
+        return self._ms[max(0, at - 1) : at + 1]
 
     @cached_property
     def _ms(self) -> list[int]:
@@ -153,6 +163,11 @@ def even_tiles(schedule: Schedule, m: int) -> Schedule:
     """The schedule on the lowest tiles of rows that are as many for m rows; its slice holds as many tiles."""
     mr = pieces(m, pieces(m, schedule.mr))
     return replace(schedule, mr=mr, block_m=pieces(schedule.block_m, schedule.mr) * mr)
+
+
+def _manner(schedule: Schedule) -> tuple[int, ...]:
+    """Micro-kernel and thread grid: what two neighbours must agree on."""
+    return (schedule.mr, schedule.panels, schedule.threads_m, schedule.threads_n, schedule.threads_k)
 
 
 def _weight(rows: Sequence[Measurement]) -> _Weight:

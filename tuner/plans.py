@@ -22,7 +22,7 @@ from phasewise.topology import Kind, Machine, core_signature, placement_signatur
 from phasewise.tuner.errors import PlanError
 
 Phase = Literal["prefill", "decode"]
-Source = Literal["default", "database", "flag"]
+Source = Literal["default", "database", "flag", "search", "file"]
 Report = Callable[[str], None]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)

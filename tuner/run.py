@@ -4,7 +4,9 @@ The searches decide what to time, an evaluator times it, the ledger keeps it; he
 when to stop. Three things to know:
 
 - *Resuming is replaying.* The search begins anew and asks the same questions; what the ledger holds is
-  answered at once. So nothing is lost but the timing in flight, and a second run times nothing.
+  answered at once. So nothing is lost but the timing in flight, and a second run times nothing. Seeds from
+  other weights are part of the question: a weight that was begun before another was complete goes on without
+  what that one found.
 - *Fast is not yet better.* The winner of a search was the luckiest of many. It is taken into use only if a
   duel (`timing.duel`) proves it faster than what is in use, first of all the kernels' own default. Where the
   default wins, that is a verdict too, so that no neighbour's schedule is used there.
@@ -150,11 +152,20 @@ def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> Outcome:
     return run.outcome(end)
 
 
+@dataclass(frozen=True)
+class _Complete:
+    """A weight whose search has ended, and when its last question was answered; Unix time."""
+
+    group: Group
+    outcome: GroupOutcome
+    ended_ms: int
+
+
 class _Run:
     def __init__(self, tasks: Sequence[Task], tools: Tools, budget_s: float) -> None:
         self._tasks = tasks
         self._tools = tools
-        self._cache = ScheduleCache()
+        self._complete: list[_Complete] = []
         self._started_s = tools.clock()
         self._deadline_s = self._started_s + budget_s
         self._pace = _Pace(tasks, tools)
@@ -188,7 +199,8 @@ class _Run:
 
     def _search(self, number: int, task: Task, deadline_s: float) -> GroupOutcome | None:
         """None if the deadline came first."""
-        search = task.search(task.group, task.ms, self._tools.options, self._cache)
+        search = task.search(task.group, task.ms, self._tools.options, self._cache_of(task))
+        ended_ms = 0
         try:
             ask = next(search)
             while True:
@@ -196,10 +208,27 @@ class _Run:
                 if samples is None:
                     search.close()
                     return None
+                ended_ms = max(ended_ms, self._answered_ms(task, ask))
                 ask = search.send(samples)
         except StopIteration as end:
             found: GroupOutcome = end.value
+            self._complete.append(_Complete(task.group, found, ended_ms))
             return found
+
+    def _cache_of(self, task: Task) -> ScheduleCache:
+        """What was complete when the task was begun, in this run or an older one."""
+        stored = [self._tools.ledger.first_stored_ms(task.problem(m)) for m in task.ms]
+        begun_ms = min((ms for ms in stored if ms is not None), default=None)
+        cache = ScheduleCache()
+        for other in self._complete:
+            if begun_ms is None or other.ended_ms <= begun_ms:
+                cache.add(other.group, other.outcome)
+        return cache
+
+    def _answered_ms(self, task: Task, ask: Ask) -> int:
+        """When the newest of an ask's answers was stored."""
+        problem, asked = task.problem(ask.m), zip(ask.schedules, ask.takes, strict=True)
+        return max(self._tools.ledger.stored_ms(problem, schedule, take) for schedule, take in asked)
 
     def _answer(self, number: int, task: Task, ask: Ask, deadline_s: float) -> list[Sample] | None:
         problem, ledger = task.problem(ask.m), self._tools.ledger

@@ -135,6 +135,7 @@ def run(
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
     found = open_model(model, weight_format, threads, db)
+    found.tell_plans()
     if explain:
         found.explain(STEP_TOKENS, max(workload.n_sequences for workload in workloads))
     with open_ranks(found, workloads) as opened:

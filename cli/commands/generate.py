@@ -66,6 +66,7 @@ def generate(
     sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, repetition_penalty)
     text = _read_stdin() if prompt == "-" else prompt
     found = open_model(model, weight_format, threads, db)
+    found.tell_plans()
     packed = found.model
     model_text = ModelText(packed)
     prompt_ids = tuple(model_text.chat_prompt(text) if chat else model_text.encode(text, True))

@@ -1,24 +1,28 @@
-"""`phasewise topo`: the machine as a tree, for people, for scripts and as a picture."""
+"""`phasewise topo`: the machine as a tree, as a picture, and what plans make of it."""
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise.cli.options import JsonOption
-from phasewise.cli.present import fail, note, print_json
+from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat
+from phasewise.cli.present import note, print_json, write_atomically
 
 if TYPE_CHECKING:
     from phasewise.topology import Machine, Node
+    from phasewise.topology.picture import PuGroup
+    from phasewise.tuner.plans import Phase, ServicePlan
 
 
 def topo(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="with --plan: the model whose plans to draw")
+    ] = None,
     input_path: Annotated[
         Path | None,
         typer.Option("--input", metavar="FILE", help="lstopo XML file, or folder with a sysfs snapshot"),
@@ -27,20 +31,138 @@ def topo(
     svg_path: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="write a picture of the machine here")
     ] = None,
+    trees: Annotated[
+        bool, typer.Option("--trees", help="count and draw the TopoTrees that tune-config searches")
+    ] = False,
+    notation: Annotated[
+        str | None,
+        typer.Option("--tree", metavar="NOTATION", help="draw this one, as --trees and tune-config print it"),
+    ] = None,
+    power_of_two: Annotated[
+        bool, typer.Option("--power-of-two/--any-size", help="sizes of the groups in --trees")
+    ] = True,
+    limit: Annotated[int, typer.Option(min=0, help="groupings that --trees draws")] = 10,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="draw the plans of MODEL on the cores; without MODEL the default ones"),
+    ] = False,
+    plan_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="draw the plans that tune-config --json printed")
+    ] = None,
+    weight_format: FormatOption = WeightFormat.native,
+    db: DbOption = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="measure what cores share beyond what the system tells")
+    ] = False,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="time that --probe may take")] = "30s",
 ) -> None:
-    """Show the machine: packages, memory, caches, cores and PUs, and what of it may be used."""
-    from phasewise.cli.topo_text import topo_lines
-    from phasewise.topology.picture import draw_svg
+    """Show the machine: packages, memory, caches, cores and PUs, and what of it may be used.
 
+    With one of --trees, --tree, --plan, --plan-file and --probe: what can be made of it.
+    """
+    _check_one_view(model, trees, notation, plan, plan_file, probe)
     machine = _machine(input_path)
-    if svg_path is not None:
-        _write_atomically(svg_path, draw_svg(machine))
-        note(f"picture written to {svg_path}")
+    if probe:
+        from phasewise.cli.probe_text import run_probe
+
+        run_probe(machine, is_live=input_path is None, budget=budget, svg_path=svg_path, as_json=as_json)
+    elif trees:
+        _show_trees(machine, power_of_two, limit, as_json)
+    elif notation is not None:
+        _show_tree(machine, notation, svg_path, as_json)
+    elif plan or plan_file is not None:
+        from phasewise.cli.plan_text import read_plans
+
+        plans = read_plans(plan_file, machine) if plan_file else _plans(machine, model, weight_format, db)
+        _show_plans(machine, plans, svg_path, as_json)
+    else:
+        _show_machine(machine, svg_path, as_json)
+
+
+def _check_one_view(
+    model: str | None, trees: bool, notation: str | None, plan: bool, plan_file: Path | None, probe: bool
+) -> None:
+    views = {"--trees": trees, "--tree": notation is not None, "--plan": plan, "--plan-file": bool(plan_file)}
+    chosen = [name for name, is_chosen in (views | {"--probe": probe}).items() if is_chosen]
+    if len(chosen) > 1:
+        raise typer.BadParameter(f"{' and '.join(chosen)} show different things: give one")
+    if model is not None and not plan:
+        raise typer.BadParameter(f"to draw the plans of {model}, add --plan")
+
+
+def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> None:
+    from phasewise.cli.topo_text import topo_lines
+
+    _draw(machine, None, svg_path)
     if as_json:
         print_json(machine_fields(machine))
     else:
-        for line in topo_lines(machine, sys.stdout.encoding):
-            print(line)
+        _print(topo_lines(machine, sys.stdout.encoding))
+
+
+def _show_trees(machine: Machine, power_of_two: bool, limit: int, as_json: bool) -> None:
+    from phasewise.cli.trees_text import trees_fields, trees_lines
+    from phasewise.tuner.topotree import fundamental
+
+    found = fundamental(machine)
+    if as_json:
+        print_json({"source": machine.source, **trees_fields(found, power_of_two, limit)})
+    else:
+        _print(trees_lines(found, power_of_two, limit, sys.stdout.encoding))
+
+
+def _show_tree(machine: Machine, notation: str, svg_path: Path | None, as_json: bool) -> None:
+    from phasewise.cli.trees_text import groups_of_tree, one_tree_fields, one_tree_lines
+    from phasewise.tuner.topotree import parse
+
+    tree = parse(notation, machine)
+    _draw(machine, groups_of_tree(tree), svg_path)
+    if as_json:
+        print_json({"source": machine.source, **one_tree_fields(tree)})
+    else:
+        _print(one_tree_lines(tree, sys.stdout.encoding))
+
+
+def _plans(
+    machine: Machine, model: str | None, weight_format: WeightFormat, db: str | None
+) -> Mapping[Phase, ServicePlan]:
+    """The plans that `serve` would use for the model, with a remark where nothing was tuned."""
+    from phasewise.cli.plan_text import model_name
+    from phasewise.tuner.plans import model_key, plans_for, resolve_plans
+
+    if model is None:
+        return resolve_plans(None, machine, "")
+    key = model_key(model_name(model), weight_format.value)
+    plans = plans_for(db, machine, key, None, note)
+    if all(plan.source == "default" for plan in plans.values()):
+        note(f"no plan of {key} for this machine is stored: the default is drawn; tune-config finds others")
+    return plans
+
+
+def _show_plans(
+    machine: Machine, plans: Mapping[Phase, ServicePlan], svg_path: Path | None, as_json: bool
+) -> None:
+    from phasewise.cli.plan_text import picture_groups, plan_fields, plan_lines
+
+    _draw(machine, picture_groups(plans), svg_path)
+    if as_json:
+        print_json({"source": machine.source, "plans": plan_fields(plans)})
+    else:
+        _print(plan_lines(machine, plans))
+
+
+def _draw(machine: Machine, groups: Iterable[PuGroup] | None, svg_path: Path | None) -> None:
+    """The picture, where one was asked for."""
+    if svg_path is not None:
+        from phasewise.topology.picture import draw_svg
+
+        write_atomically(svg_path, draw_svg(machine, None if groups is None else tuple(groups)))
+        note(f"picture written to {svg_path}")
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
 
 
 def machine_fields(machine: Machine) -> dict[str, Any]:
@@ -67,6 +189,8 @@ def machine_fields(machine: Machine) -> dict[str, Any]:
         "allowed_pus": list(machine.allowed_pus),
         "cpu_quota": machine.cpu_quota,
         "kinds": [{"name": kind.name, "cpus": list(kind.cpus)} for kind in machine.kinds],
+        "numa_distances": None if machine.distances is None else asdict(machine.distances),
+        "memory_access": [asdict(access) for access in machine.memory],
         "tree": _node_fields(machine.tree),
     }
 
@@ -89,26 +213,3 @@ def _machine(input_path: Path | None) -> Machine:
     if input_path is None:
         return read_machine()
     return read_machine(input_path) if input_path.is_dir() else read_lstopo(input_path)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """The whole file or none of it: written beside its place, then moved there."""
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        fail(f"picture {path} cannot be written: {error.strerror}", exit_code=1)
-
-
-def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

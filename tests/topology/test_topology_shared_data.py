@@ -118,3 +118,38 @@ def _printed_numbers(console: str, what: str) -> list[int]:
 
 def _skeleton(machine: Machine) -> list[tuple[Kind, tuple[int, ...], int | None, int | None]]:
     return [(node.kind, node.cpus, node.size_bytes, node.memory_cache_bytes) for node in machine.tree.walk()]
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "furthest"),
+    [
+        (f"{ARM}.sysfs.xml", (0, 1, 2, 3), 33),
+        ("memorysidecaches.xml", (0, 1, 2, 3), 21),
+        ("mpibind-coral-lassen.xml", (0, 8), 40),
+        ("mpibind-epyc-corona-p2.xml", (0, 1), 32),
+        ("mpibind-g4dnmetal.xml", (0, 1), 21),
+    ],
+)
+def test_distances_of_real_machines(name: str, nodes: tuple[int, ...], furthest: int) -> None:
+    distances = read_lstopo(HWLOC / name).distances
+
+    assert distances is not None
+    assert distances.nodes == nodes
+    assert max(max(row) for row in distances.rows) == furthest
+    assert all(distances.between(node, node) == 10 for node in nodes)
+
+
+@pytest.mark.parametrize("name", [ARM, "memorysidecaches"])
+def test_a_snapshot_and_its_xml_have_the_same_distances(name: str, unpacked: Path) -> None:
+    xml = f"{ARM}.sysfs.xml" if name == ARM else f"{name}.xml"
+
+    assert read_machine(_snapshot(name, unpacked)).distances == read_lstopo(HWLOC / xml).distances
+
+
+def test_fast_memory_is_told_from_slow_by_its_attributes() -> None:
+    machine = read_lstopo(HWLOC / "64intel64-fakeKNL-SNC4-hybrid.xml")
+    rates = {access.node: access.read_bytes_per_s for access in machine.memory}
+
+    assert len(rates) == 8
+    assert sorted(set(rates.values())) == [22_500 << 20, 90_000 << 20]
+    assert all(len(access.initiators) == 16 for access in machine.memory)

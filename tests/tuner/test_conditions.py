@@ -13,6 +13,7 @@ from phasewise.tuner.conditions import (
     Look,
     Watch,
     between,
+    children_s,
     is_disturbed,
     mean_conditions,
     parse_mhz,
@@ -87,3 +88,14 @@ def test_this_machine_can_be_watched() -> None:
 
     assert 0 <= lap.steal <= 1
     assert 0 <= lap.others <= 1
+
+
+def test_what_children_use_is_our_own(tmp_path: Path) -> None:
+    """Ranks are processes of their own; one that has just ended is no reason to fail."""
+    (tmp_path / "self/task/7").mkdir(parents=True)
+    (tmp_path / "self/task/7/children").write_text("11 12 ")
+    (tmp_path / "11").mkdir()
+    (tmp_path / "11/stat").write_text("11 (a (rank) 1) S 7 " + "0 " * 9 + "150 50 9 9 20 0")
+
+    assert children_s(tmp_path, ticks_a_second=100) == 2.0
+    assert children_s(tmp_path / "none", ticks_a_second=100) == 0.0

@@ -74,6 +74,16 @@ def test_a_neighbour_is_near_or_only_repeats_a_slice_of_many_rows(tuned: list[in
         assert choice.schedule is not None
 
 
+@given(m=st.integers(65, 79), panels=st.sampled_from([1, 2]))
+def test_between_neighbours_that_disagree_the_default_runs(m: int, panels: int) -> None:
+    """A close win of another tile at one m has been seen to lose at the next."""
+    other = replace(SCHEDULE, panels=panels)
+    table = ScheduleTable([row(64, SCHEDULE), row(80, other)])
+
+    assert (table.choice(KEY, m).kind == "default") == (other.panels != SCHEDULE.panels)
+    assert table.choice(KEY, 80).schedule == other
+
+
 def test_where_nothing_is_tuned_the_default_runs() -> None:
     table = ScheduleTable([])
 

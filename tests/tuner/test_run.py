@@ -165,6 +165,23 @@ def test_a_budget_is_kept_and_the_next_run_goes_on(database: str) -> None:
     assert in_use(run_on(SyntheticMachine(), database)) == in_use(expected)
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_what_a_budget_cut_short_is_not_timed_again(database: str, share: float) -> None:
+    """Weights that were begun before a cut one was complete ask on as they began, without its seeds.
+
+    So every timing of the first run answers a question of the second.
+    """
+    tasks = [task_of(n) for n in (256, 384, 512, 640)]
+    whole = SyntheticMachine()
+    run_on(whole, str(Path(database).with_name("whole.db")), tasks)
+    first = run_on(SyntheticMachine(), database, tasks, budget_s=share * whole.now_s)
+    second = run_on(SyntheticMachine(), database, tasks)
+
+    assert (first.end, second.end) == ("budget", "complete")
+    assert second.replayed >= first.timed > 0
+    assert run_on(SyntheticMachine(), database, tasks).timed == 0
+
+
 def test_what_a_cut_search_found_is_in_use(database: str) -> None:
     """Half a budget gives half a tuning, not none."""
     whole = SyntheticMachine()

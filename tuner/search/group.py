@@ -10,7 +10,7 @@ Three things make a group cheaper than its products:
   (the one found is near the average of the last ones, or theirs is as fast), it is fixed: larger m only time
   it, fitted to their rows, with twice the rows and in both orders of loops, beside the default. Where the
   default beats it, the search is taken up again.
-- *Cache.* A group gives what it found to those that come after it, as one more seed for each m.
+- *Cache.* What a group found is one more seed for each m of those that come after it.
 
 Which m: all up to sigma, where one row more can mean another micro-kernel, then `per_octave` of each octave;
 an m between two of them differs from the nearer by at most an eighth and uses its schedule.
@@ -103,17 +103,17 @@ class GroupOutcome:
 
 @dataclass
 class ScheduleCache:
-    """What earlier groups found, by what made it good: format, arithmetic, threads and m."""
+    """What earlier groups found, by what made it good: family, format, arithmetic, threads and m."""
 
-    found: dict[tuple[str, Arithmetic, int, int], list[Schedule]] = field(default_factory=dict)
+    found: dict[tuple[str, str, Arithmetic, int, int], list[Schedule]] = field(default_factory=dict)
 
     def seeds(self, group: Group, arithmetic: Arithmetic, m: int) -> list[Schedule]:
-        return self.found.get((group.format, arithmetic, group.threads, m), [])
+        return self.found.get((group.family, group.format, arithmetic, group.threads, m), [])
 
     def add(self, group: Group, outcome: GroupOutcome) -> None:
         """The newest first; of each m the last two groups are kept."""
         for m, schedule in outcome.best.items():
-            key = (group.format, outcome.arithmetic, group.threads, m)
+            key = (group.family, group.format, outcome.arithmetic, group.threads, m)
             self.found[key] = [schedule, *self.found.get(key, [])][:2]
 
 
@@ -133,7 +133,7 @@ def m_grid(max_m: int, options: SearchOptions) -> tuple[int, ...]:
 def tune_group(
     group: Group, ms: Sequence[int], options: SearchOptions, cache: ScheduleCache | None = None
 ) -> GroupSearch[GroupOutcome]:
-    """Search the group's products for `ms`, which ascend. A `cache` is read, and gets what was found."""
+    """Search the group's products for `ms`, which ascend. `cache`: what other groups found before."""
     cache = ScheduleCache() if cache is None else cache
     search, takes = _search_group(group, ms, options, cache), Counter[tuple[int, Schedule]]()
     try:
@@ -144,7 +144,6 @@ def tune_group(
             m, asked = search.send((yield ask))
     except StopIteration as done:
         outcome: GroupOutcome = done.value
-    cache.add(group, outcome)
     return outcome
 
 

@@ -1,0 +1,250 @@
+"""What is made of a search: a last run of its best plans and of what people do by habit, and a verdict.
+
+The order of a measured run: the best plans of the search and the three references get the kernels that the
+budget allows; all are timed again with them; the fastest is held against each reference in pairs of turns. It
+comes into use only if the comparison does not say that a reference is faster. Where nothing is timed, costs
+are compared as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from phasewise.kerneldb.records import Comparison
+from phasewise.tuner import timing
+from phasewise.tuner.config.references import Reference, references, same_cores
+from phasewise.tuner.errors import EvaluationError
+from phasewise.tuner.plans import Phase, ServicePlan
+from phasewise.tuner.topotree import Configuration
+
+if TYPE_CHECKING:
+    from phasewise.cli.measured import MeasuredEvaluator
+    from phasewise.cli.tune_config import Subject
+    from phasewise.tuner.config.steps import Evaluator
+
+FINALIST_MARGIN = 1.5
+"""A plan that looks so many times slower than the best one is not worth kernels of its own."""
+
+LEAST_PAIRS = 8
+"""With fewer, an interval of `timing.CONFIDENCE` does not exist."""
+
+PAIRS_AT_ONCE = 2
+"""Each contestant begins one of them."""
+
+Standing = Literal["faster", "not slower", "reference", "not compared"]
+"""faster: proven against the best reference. not slower: no difference proven. reference: the best plan is
+one. not compared: no reference can run, or the budget did not suffice."""
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A plan of the search, or a reference, and what it cost there and in the last run."""
+
+    plan: ServicePlan
+    search_ms: float | None
+    final_ms: float | None = None
+    reason: str | None = None
+    """Why it has no final cost."""
+
+    @property
+    def cost_ms(self) -> float:
+        known = self.final_ms if self.final_ms is not None else self.search_ms
+        return math.inf if known is None else known
+
+
+@dataclass(frozen=True)
+class Versus:
+    """The winner beside one reference."""
+
+    reference: Reference
+    is_same: bool
+    latency_ms: float | None = None
+    gain: float | None = None
+    """How many times as fast the winner is."""
+    comparison: Comparison | None = None
+    reason: str | None = None
+    """Why there is no gain."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a phase ends with."""
+
+    phase: Phase
+    plan: ServicePlan
+    """To be used from now on."""
+    latency_ms: float
+    winner: ServicePlan
+    """The fastest of the last run; another than `plan` where that is a reference which it does not beat."""
+    standing: Standing
+    against: tuple[Versus, ...]
+    finalists: tuple[Finalist, ...]
+
+
+class Jury(Protocol):
+    """Times whole plans by a phase's objective."""
+
+    is_timed: bool
+    """Whether clocks decide, so that a difference has to be proven."""
+
+    def cost_ms(self, plan: ServicePlan) -> float:
+        """EvaluationError if the plan cannot run."""
+        ...
+
+    def compare(self, reference: ServicePlan, plan: ServicePlan, deadline_s: float) -> Comparison | None:
+        """How many times as fast the plan is; None: nothing is timed, or the time did not suffice."""
+        ...
+
+
+class MeasuredJury:
+    """Runs plans of one phase on their cores."""
+
+    is_timed = True
+
+    def __init__(self, evaluator: MeasuredEvaluator, subject: Subject, phase: Phase) -> None:
+        self._evaluator = evaluator
+        self._cost = subject.cost(phase)
+        self._steps = subject.grid(phase).steps
+
+    def cost_ms(self, plan: ServicePlan) -> float:
+        with self._evaluator.open_plan(plan) as clock:
+            known = {step: clock(step) for step in self._steps}
+        return self._cost(known.__getitem__)
+
+    def compare(self, reference: ServicePlan, plan: ServicePlan, deadline_s: float) -> Comparison | None:
+        taken: list[tuple[timing.Samples, timing.Samples]] = []
+        with self._evaluator.duel(reference, plan, self._steps, self._cost) as duel:
+            while len(taken) < timing.PAIRS and time.monotonic() < deadline_s:
+                taken += duel(PAIRS_AT_ONCE)
+        return timing.compare(taken) if len(taken) >= LEAST_PAIRS else None
+
+
+class CalculatedJury:
+    """Of an evaluator that always gives the same answer."""
+
+    is_timed = False
+
+    def __init__(self, evaluator: Evaluator, subject: Subject, phase: Phase) -> None:
+        self._evaluator = evaluator
+        self._cost = subject.cost(phase)
+
+    def cost_ms(self, plan: ServicePlan) -> float:
+        with self._evaluator.open(Configuration(plan.ranks), plan.phase) as timer:
+            return self._cost(timer)
+
+    def compare(self, reference: ServicePlan, plan: ServicePlan, deadline_s: float) -> Comparison | None:
+        return None
+
+
+def finalists(top: Sequence[tuple[ServicePlan, float]], habits: Sequence[Reference]) -> tuple[Finalist, ...]:
+    """The search's best first, then the references that it did not meet."""
+    best_ms = min((cost_ms for _, cost_ms in top), default=math.inf)
+    chosen = [
+        Finalist(plan, cost_ms)
+        for plan, cost_ms in top
+        if cost_ms <= FINALIST_MARGIN * best_ms or any(_is(plan, habit) for habit in habits)
+    ]
+    for habit in habits:
+        if habit.plan is not None and not any(same_cores(habit.plan, one.plan) for one in chosen):
+            chosen.append(Finalist(habit.plan, None))
+    return tuple(chosen)
+
+
+def _is(plan: ServicePlan, habit: Reference) -> bool:
+    return habit.plan is not None and same_cores(habit.plan, plan)
+
+
+def last_run(chosen: Sequence[Finalist], jury: Jury, deadline_s: float) -> tuple[Finalist, ...]:
+    """Each finalist's cost again, best of the search first, as far as the time suffices."""
+    return tuple(_timed(one, jury, deadline_s) for one in chosen)
+
+
+def _timed(one: Finalist, jury: Jury, deadline_s: float) -> Finalist:
+    if time.monotonic() >= deadline_s:
+        return replace(one, reason="the budget was used up")
+    try:
+        return replace(one, final_ms=jury.cost_ms(one.plan))
+    except EvaluationError as error:
+        return replace(one, search_ms=None, reason=str(error))
+
+
+def decide(
+    phase: Phase, timed: Sequence[Finalist], habits: Sequence[Reference], jury: Jury, deadline_s: float
+) -> Verdict | None:
+    """The fastest finalist, unless a reference beats it; None where nothing could be run."""
+    able = [one for one in timed if one.cost_ms < math.inf]
+    if not able:
+        return None
+    in_last_run = [one for one in able if one.final_ms is not None]
+    winner = min(in_last_run or able, key=lambda one: one.cost_ms)
+    against = tuple(_against(winner, habits, timed, jury, deadline_s))
+    standing, plan = _standing(winner, against)
+    latency_ms = next((one.cost_ms for one in able if same_cores(one.plan, plan)), winner.cost_ms)
+    return Verdict(phase, plan, latency_ms, winner.plan, standing, against, tuple(timed))
+
+
+def _against(
+    winner: Finalist, habits: Sequence[Reference], timed: Sequence[Finalist], jury: Jury, deadline_s: float
+) -> Iterator[Versus]:
+    """A reference that is the same plan as an earlier one shares its comparison."""
+    known: list[Versus] = []
+    for place, habit in enumerate(habits):
+        plan = habit.plan
+        if plan is None:
+            yield Versus(habit, False, reason=habit.reason)
+            continue
+        twin = next(
+            (one for one in known if one.reference.plan and same_cores(one.reference.plan, plan)), None
+        )
+        if twin is not None:
+            found = replace(twin, reference=habit)
+        else:
+            own = next(one for one in timed if same_cores(one.plan, plan))
+            now_s = time.monotonic()
+            share_s = (deadline_s - now_s) / (len(habits) - place)
+            found = _versus(winner, habit, own, jury, now_s + share_s)
+            known.append(found)
+        yield found
+
+
+def _versus(winner: Finalist, habit: Reference, own: Finalist, jury: Jury, deadline_s: float) -> Versus:
+    if own.plan == winner.plan or same_cores(own.plan, winner.plan):
+        return Versus(habit, True, winner.cost_ms)
+    if own.cost_ms == math.inf:
+        return Versus(habit, False, reason=own.reason)
+    try:
+        found = jury.compare(own.plan, winner.plan, deadline_s)
+    except EvaluationError as error:
+        return Versus(habit, False, own.cost_ms, reason=str(error))
+    if jury.is_timed and found is None:
+        return Versus(habit, False, own.cost_ms, reason="the budget was used up")
+    gain = found.gain if found else own.cost_ms / winner.cost_ms
+    return Versus(habit, False, own.cost_ms, gain, found)
+
+
+def _standing(winner: Finalist, against: Sequence[Versus]) -> tuple[Standing, ServicePlan]:
+    """Against the reference that comes closest. A reference is kept where the winner only looked faster."""
+    if any(one.is_same for one in against):
+        return "reference", winner.plan
+    compared = [one for one in against if one.gain is not None]
+    if not compared:
+        timed = [(one.latency_ms, one.reference.plan) for one in against if one.latency_ms is not None]
+        fallback = min(timed, key=lambda pair: pair[0], default=(0.0, None))[1]
+        return "not compared", fallback or winner.plan
+    closest = min(compared, key=lambda one: one.gain or 0.0)
+    low = closest.comparison.gain_low if closest.comparison else closest.gain
+    if low is not None and low > 1.0:
+        return "faster", winner.plan
+    if closest.gain is not None and closest.gain >= 1.0:
+        return "not slower", winner.plan
+    assert closest.reference.plan is not None
+    return "reference", closest.reference.plan
+
+
+def habits_of(subject: Subject, phase: Phase) -> tuple[Reference, ...]:
+    """The references on what the subject may use."""
+    return references(subject.machine, phase, subject.limits.reason)

@@ -1,0 +1,273 @@
+"""The evaluator of real ranks: a configuration is opened as the engine would open it, its steps are timed.
+
+Steps are timed below the scheduler and the sampler, through `forward`, in turns, and `tuner.timing` says what
+they mean. Keys and values are written before anything is timed: memory that was never touched is one shared
+page of zeros, and reads faster than any real cache. Two plans are compared with both of them open, in pairs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from phasewise.cython_kernels.errors import KernelError
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.errors import ServingError
+from phasewise.serving.ranks import STEP_TOKENS, open_ranks
+from phasewise.serving.start import keeping_affinity
+from phasewise.tuner import timing
+from phasewise.tuner.conditions import Watch, is_disturbed
+from phasewise.tuner.config.steps import EvaluatorKind, Step
+from phasewise.tuner.errors import EvaluationError, TunerError
+from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, default_plan
+
+if TYPE_CHECKING:
+    from phasewise.serving.model import PackedModel
+    from phasewise.serving.ranks import Ranks
+    from phasewise.serving.schedules import ScheduleLookup
+    from phasewise.topology import Machine
+    from phasewise.tuner.topotree import Configuration
+
+Plans = Mapping[Phase, ServicePlan]
+Schedules = Mapping[Phase, "ScheduleLookup"]
+Cost = Callable[[Callable[[Step], float]], float]
+"""The objective of a phase in milliseconds, from a timer of its steps."""
+
+Duel = Callable[[int], list[tuple[timing.Samples, timing.Samples]]]
+"""Times so many pairs, the incumbent's samples first."""
+
+LEAST_NS_A_STEP = 100_000_000
+MOST_NS_A_STEP = 3_000_000_000
+MOST_TURNS = 25
+"""A short step gets turns for so long, or so many; one that is so slow that `timing.ROUNDS` of them would
+take longer gets fewer, but two."""
+SETTLE_NS = 1_000_000
+"""Of uncounted work at the beginning of a turn: the other contestant's threads have gone to sleep by then."""
+FILLED_AT_FIRST = 16
+"""Slots that get real keys and values; the rest are copies of them."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What ranks must hold so that every one of some steps can run."""
+
+    kv_slots: int
+    sequences: int
+
+    @classmethod
+    def for_steps(cls, steps: Iterable[Step]) -> Room:
+        steps = list(steps)
+        slots = max(step.sequences * (step.context + step.tokens) for step in steps)
+        return cls(max(slots, FILLED_AT_FIRST), max(step.sequences for step in steps))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One step timed on one plan."""
+
+    plan: ServicePlan
+    step: Step
+    samples_ns: timing.Samples
+    conditions: Mapping[str, float]
+
+    @property
+    def estimate_ns(self) -> int:
+        return timing.estimate_ns(self.samples_ns)
+
+
+@dataclass
+class Tally:
+    """What the timings so far were disturbed by."""
+
+    laps: list[Mapping[str, float]] = field(default_factory=list)
+
+    @property
+    def disturbed(self) -> int:
+        return sum(map(is_disturbed, self.laps))
+
+
+def _ignore(reading: Reading) -> None:
+    """Where nobody keeps readings."""
+
+
+class MeasuredEvaluator:
+    """Times configurations on this machine's cores. For one thread, whose affinity `open` gives back.
+
+    schedules: by which the kernels of some plans run; None: by their own default ones. keep: told every
+    reading.
+    """
+
+    kind: EvaluatorKind = "measured"
+
+    def __init__(
+        self,
+        model: PackedModel,
+        machine: Machine,
+        room: Room,
+        schedules: Callable[[Plans], Schedules | None] = lambda plans: None,
+        keep: Callable[[Reading], None] = _ignore,
+    ) -> None:
+        self._model = model
+        self._machine = machine
+        self._room = room
+        self._schedules = schedules
+        self._keep = keep
+        self.tally = Tally()
+
+    @contextmanager
+    def open(self, configuration: Configuration, phase: Phase) -> Iterator[Clock]:
+        """The configuration for `phase`, the default plan for the other.
+
+        EvaluationError if it cannot run here.
+        """
+        with self.open_plan(configuration.plan(phase)) as clock:
+            yield clock
+
+    @contextmanager
+    def open_plan(self, plan: ServicePlan) -> Iterator[Clock]:
+        """As `open`."""
+        with keeping_affinity(), _one_line(plan):
+            check_fits(plan, self._machine)
+            plans = {phase: default_plan(self._machine, phase) for phase in PHASES} | {plan.phase: plan}
+            watch = Watch(plan.cores)
+            ranks = open_ranks(
+                self._model,
+                plans,
+                self._room.kv_slots,
+                STEP_TOKENS,
+                self._room.sequences,
+                self._schedules(plans),
+            )
+            try:
+                _fill(ranks, self._room.kv_slots)
+                yield Clock(ranks, plan, self._model.config.vocab_size, watch, self._heard)
+            finally:
+                ranks.close()
+
+    @contextmanager
+    def duel(
+        self, incumbent: ServicePlan, candidate: ServicePlan, steps: Sequence[Step], cost: Cost
+    ) -> Iterator[Duel]:
+        """The objective of two plans of one phase, in nanoseconds, in so many pairs of turns as asked for."""
+        with ExitStack() as stack:
+            old, new = (stack.enter_context(self.open_plan(plan)) for plan in (incumbent, candidate))
+            takes = [Contestant(clock, steps, cost).take for clock in (old, new)]
+            new.conditions()
+            yield lambda pairs: timing.duel(takes[0], takes[1], pairs)
+            self.tally.laps.append(new.conditions())
+
+    def _heard(self, reading: Reading) -> None:
+        self.tally.laps.append(reading.conditions)
+        self._keep(reading)
+
+
+class Clock:
+    """Times steps of one phase on open ranks; a StepTimer."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        plan: ServicePlan,
+        vocab_size: int,
+        watch: Watch,
+        heard: Callable[[Reading], None],
+    ) -> None:
+        self._ranks = ranks
+        self._plan = plan
+        self._watch = watch
+        self._heard = heard
+        self._known_ns: dict[Step, float] = {}
+        self._tokens = np.random.default_rng(0).integers(0, vocab_size, size=STEP_TOKENS).tolist()
+
+    def __call__(self, step: Step) -> float:
+        """Timed when first asked for: slices of a trace ask for the same steps."""
+        if step not in self._known_ns:
+            self._known_ns[step] = self._timed_ns(step)
+        return self._known_ns[step]
+
+    def _timed_ns(self, step: Step) -> float:
+        with _one_line(self._plan):
+            batch = self.batch(step)
+            self._watch.lap()
+            turn = timing.plan_turn(self.call_ns(batch))  # the first call also warms up
+            samples: timing.Samples = ()
+            for _ in range(_turns(self.call_ns(batch) * turn.calls)):
+                calls = np.array([self.call_ns(batch) for _ in range(turn.calls)], dtype=np.int64)
+                samples += timing.loop_means(calls, turn)
+        reading = Reading(self._plan, step, samples, self._watch.lap().fields())
+        self._heard(reading)
+        return float(reading.estimate_ns)
+
+    def conditions(self) -> Mapping[str, float]:
+        """Since the last time that this clock looked."""
+        return self._watch.lap().fields()
+
+    def batch(self, step: Step) -> Batch:
+        """The step for the ranks: every sequence in slots of its own."""
+        room = step.context + step.tokens
+        tokens = tuple(self._tokens[at % len(self._tokens)] for at in range(step.tokens))
+        return Batch(
+            step.phase,
+            tuple(SequenceSlice(tokens, step.context, one * room, True) for one in range(step.sequences)),
+        )
+
+    def call_ns(self, batch: Batch) -> int:
+        """One step, by the wall clock."""
+        started_ns = time.perf_counter_ns()
+        self._ranks.forward(batch)
+        return time.perf_counter_ns() - started_ns
+
+
+class Contestant:
+    """One side of a comparison: a turn runs every step of the objective, its sample is the objective."""
+
+    def __init__(self, clock: Clock, steps: Sequence[Step], cost: Cost) -> None:
+        self._clock = clock
+        self._cost = cost
+        self._batches = {step: clock.batch(step) for step in steps}
+        self._turns = {step: timing.plan_turn(clock.call_ns(batch)) for step, batch in self._batches.items()}
+        self._first = next(iter(self._batches.values()))
+
+    def take(self) -> timing.Samples:
+        """One sample in nanoseconds, at least 1."""
+        settled_ns = time.perf_counter_ns() + SETTLE_NS
+        while time.perf_counter_ns() < settled_ns:
+            self._clock.call_ns(self._first)
+        found = {step: self._step_ns(step) for step in self._batches}
+        return (max(1, round(self._cost(found.__getitem__) * 1e6)),)
+
+    def _step_ns(self, step: Step) -> float:
+        calls = self._turns[step].calls
+        return sum(self._clock.call_ns(self._batches[step]) for _ in range(calls)) / calls
+
+
+def _turns(turn_ns: int) -> int:
+    few = min(timing.ROUNDS, MOST_NS_A_STEP // turn_ns)
+    return max(2, few, min(MOST_TURNS, LEAST_NS_A_STEP // turn_ns))
+
+
+def _fill(ranks: Ranks, kv_slots: int) -> None:
+    """Write every slot: a few by a prefill, the rest as copies of what is there, twice as many each time."""
+    tokens = tuple(range(1, FILLED_AT_FIRST + 1))
+    ranks.forward(Batch("prefill", (SequenceSlice(tokens, 0, 0, True),)))
+    filled = FILLED_AT_FIRST
+    while filled < kv_slots:
+        count = min(filled, kv_slots - filled)
+        ranks.copy_kv(0, filled, count)
+        filled += count
+
+
+@contextmanager
+def _one_line(plan: ServicePlan) -> Iterator[None]:
+    """What opening or running a plan may fail with, as EvaluationError."""
+    try:
+        yield
+    except EvaluationError:
+        raise
+    except (ServingError, TunerError, KernelError) as error:
+        raise EvaluationError(f"{plan.describe()} cannot run: {' '.join(str(error).split())}") from error

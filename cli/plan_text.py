@@ -1,0 +1,186 @@
+"""Plans drawn on a machine: `phasewise topo --plan`. Every PU shows which rank of each phase has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from string import ascii_letters, digits
+from typing import Any
+
+from phasewise.cli.topo_text import WIDTH
+from phasewise.topology import Kind, Machine, Node
+from phasewise.topology.cpusets import format_list
+from phasewise.topology.picture import PuGroup, plan_groups
+from phasewise.tuner.errors import PlanError
+from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, list_cores
+
+Plans = Mapping[Phase, ServicePlan]
+
+MARKS = digits + ascii_letters
+"""What a rank's PUs are drawn as; from rank 62 on, as MANY."""
+
+MANY, RESTING, BARRED = "#", ".", "x"
+LABEL = 10
+MAX_RANK_LINES = 16
+MAX_PLAN_FILE_BYTES = 1 << 20
+SHARING = (Kind.L3, Kind.CLUSTER, Kind.L2, Kind.DIE)
+"""What groups the marks of a line: the innermost of these that hold several cores."""
+
+
+def plan_lines(machine: Machine, plans: Plans) -> Iterator[str]:
+    """The plans in words, then each NUMA node with a strip of marks for every phase."""
+    for plan in plans.values():
+        yield from _plan_in_words(plan)
+    yield ""
+    marks = {phase: _marks(machine, plan) for phase, plan in plans.items()}
+    for node in _nodes(machine):
+        number = "" if node.os_index is None else f" {node.os_index}"
+        name = "NUMA node" if node.kind is Kind.NUMA else "Machine"
+        yield _cut(f"{name}{number}  PU {format_list(node.cpus)}")
+        blocks = _blocks(node)
+        for phase, mark_of in marks.items():
+            yield from _strip(phase, [[mark_of[pu] for pu in block] for block in blocks])
+    yield ""
+    shown = {mark for mark_of in marks.values() for mark in mark_of.values()}
+    yield _legend(shown)
+
+
+def plan_fields(plans: Plans) -> dict[str, Any]:
+    """The plans as JSON values, ranks with their NUMA nodes."""
+    return {
+        phase: {
+            "ranks": [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in plan.ranks],
+            "source": plan.source,
+        }
+        for phase, plan in plans.items()
+    }
+
+
+def picture_groups(plans: Plans) -> tuple[PuGroup, ...]:
+    """Every rank of every phase in a colour."""
+    return plan_groups(
+        [
+            (f"{phase}, rank {number}", rank.cores)
+            for phase, plan in plans.items()
+            for number, rank in enumerate(plan.ranks)
+        ]
+    )
+
+
+def model_name(reference: str) -> str:
+    """What the database calls a model that a command line names: a file's own name, else as given."""
+    path = Path(reference).expanduser()
+    if not path.exists():
+        return reference
+    path = path.resolve()
+    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".gguf")
+
+
+def read_plans(path: Path, machine: Machine) -> Plans:
+    """The plans in what `tune-config --json` printed. PlanError, saying why, for anything else."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_PLAN_FILE_BYTES + 1)
+    except OSError as error:
+        raise PlanError(f"plans {path} cannot be read: {error.strerror or error}") from None
+    if len(text) > MAX_PLAN_FILE_BYTES:
+        raise PlanError(f"plans {path} are larger than {MAX_PLAN_FILE_BYTES >> 20} MiB")
+    try:
+        found = _plans(json.loads(text))
+        for plan in found.values():
+            foreign = sorted(set(plan.cores).difference(machine.tree.cpus))
+            if foreign:
+                raise PlanError(f"the {plan.phase} plan names PU {foreign[0]}, which is not there")
+    except (PlanError, ValueError, RecursionError) as error:
+        raise PlanError(f"{path}: {error}") from None
+    return found
+
+
+def _plans(fields: Any) -> Plans:
+    plans = fields.get("plans") if isinstance(fields, dict) else None
+    if not isinstance(plans, dict) or not plans or not set(plans) <= set(PHASES):
+        raise PlanError("there is no object `plans` with prefill or decode, as tune-config --json prints it")
+    return {
+        phase: ServicePlan(phase, tuple(_ranks(plans[phase])), "file") for phase in PHASES if phase in plans
+    }
+
+
+def _ranks(plan: Any) -> Iterator[RankCores]:
+    ranks = plan.get("ranks") if isinstance(plan, dict) else None
+    if not isinstance(ranks, list):
+        raise PlanError("a plan has a list `ranks`")
+    for rank in ranks:
+        cores = rank.get("cores") if isinstance(rank, dict) else None
+        if not isinstance(cores, list):
+            raise PlanError("a rank has a list `cores`")
+        yield RankCores(tuple(cores), rank.get("numa_node"))
+
+
+# ---- drawing -----------------------------------------------------------------------------------------------
+
+
+def _plan_in_words(plan: ServicePlan) -> Iterator[str]:
+    """One line where it fits, else one for each rank."""
+    if len(plan.describe()) <= WIDTH:
+        yield plan.describe()
+        return
+    n_ranks = len(plan.ranks)
+    yield f"{plan.phase}: {n_ranks} rank{'s' * (n_ranks > 1)}, {len(plan.cores)} cores ({plan.source})"
+    for number, rank in enumerate(plan.ranks[:MAX_RANK_LINES]):
+        node = "" if rank.numa_node is None else f", node {rank.numa_node}"
+        yield _cut(f"  rank {number}{node}: {list_cores(sorted(rank.cores))}")
+    if n_ranks > MAX_RANK_LINES:
+        yield f"  ... and {n_ranks - MAX_RANK_LINES} more ranks, drawn below and in --json"
+
+
+def _marks(machine: Machine, plan: ServicePlan) -> dict[int, str]:
+    marks = dict.fromkeys(machine.tree.cpus, BARRED) | dict.fromkeys(machine.allowed_pus, RESTING)
+    for number, rank in enumerate(plan.ranks):
+        marks |= dict.fromkeys(rank.cores, MARKS[number] if number < len(MARKS) else MANY)
+    return marks
+
+
+def _nodes(machine: Machine) -> Sequence[Node]:
+    """The NUMA nodes that have CPUs; the machine where not every CPU is in one."""
+    nodes = [node for node in machine.nodes(Kind.NUMA) if node.cpus]
+    covered = {pu for node in nodes for pu in node.cpus}
+    return nodes if covered == set(machine.tree.cpus) else [machine.tree]
+
+
+def _blocks(node: Node) -> list[list[int]]:
+    """The PUs of a node in tree order, cut where cores no longer share a cache."""
+    if node.kind is Kind.CORE:
+        return [[pu for child in node.children for pu in child.cpus]]
+    inside = [block for child in node.children for block in _blocks(child)]
+    n_cores = sum(one.kind is Kind.CORE for one in node.walk())
+    if node.kind in SHARING and len(inside) == n_cores:
+        return [[pu for block in inside for pu in block]]
+    return inside
+
+
+def _strip(phase: str, blocks: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The marks of one phase, blocks of several PUs apart, broken between blocks at the width."""
+    gap = " " if any(len(block) > 2 for block in blocks) else ""
+    words = gap.join("".join(block) for block in blocks)
+    room = WIDTH - LABEL - 2
+    label = phase
+    while words:
+        cut = words
+        if len(words) > room:
+            at = words.rfind(" ", 0, room + 1)
+            cut = words[: at if at > 0 else room]
+        yield f"  {label:{LABEL}}{cut}"
+        words, label = words[len(cut) :].lstrip(" "), ""
+
+
+def _legend(shown: set[str]) -> str:
+    parts = ["0-9 a-z: rank"]
+    for mark, meaning in ((MANY, "rank 62 on"), (RESTING, "rests"), (BARRED, "not allowed")):
+        if mark in shown:
+            parts.append(f"{mark}: {meaning}")
+    return "; ".join(parts)
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."

@@ -1,0 +1,334 @@
+"""The modelled evaluator: laws of its roofline, and the orderings of the Sandwich paper's Fig. 3."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paper_machines import (
+    epyc,
+    epyc_rates,
+    kunpeng,
+    kunpeng_rates,
+    kunpeng_tags,
+    llama_2_7b,
+    tag_clusters,
+    xeon,
+)
+
+from phasewise.topology import Kind, Machine
+from phasewise.tuner.config.hidden import HiddenResource, read_hidden
+from phasewise.tuner.config.modelled import ModelledEvaluator
+from phasewise.tuner.config.rates import MachineRates, default_rates, measured_rates
+from phasewise.tuner.config.sharing import ReadSharing, fair_rates
+from phasewise.tuner.config.steps import Step
+from phasewise.tuner.errors import EvaluationError
+from phasewise.tuner.plans import RankCores, rank_on
+
+DECODE = Step("decode", 1, context=512)
+PREFILL = Step("prefill", 512)
+
+
+@dataclass(frozen=True)
+class OnCores:
+    """A configuration as evaluators see it."""
+
+    ranks: tuple[RankCores, ...]
+    key: str = "by hand"
+
+
+def on(machine: Machine, *core_sets: Sequence[int]) -> OnCores:
+    return OnCores(tuple(rank_on(machine, tuple(cores)) for cores in core_sets))
+
+
+def step_ns(evaluator: ModelledEvaluator, configuration: OnCores, step: Step) -> float:
+    with evaluator.open(configuration, step.phase) as timer:
+        return timer(step)
+
+
+def numa_sets(machine: Machine) -> list[tuple[int, ...]]:
+    return [node.cpus for node in machine.nodes(Kind.NUMA)]
+
+
+def even_parts(pus: Sequence[int], parts: int) -> list[Sequence[int]]:
+    return [pus[len(pus) * at // parts : len(pus) * (at + 1) // parts] for at in range(parts)]
+
+
+# The paper's Fig. 3 (a): 4x Kunpeng 920, tensor-parallel over its 8 NUMA nodes.
+
+
+@pytest.fixture(scope="module")
+def kunpeng_with_tags() -> tuple[Machine, ModelledEvaluator]:
+    machine = kunpeng()
+    return machine, ModelledEvaluator(machine, llama_2_7b(), kunpeng_rates(), kunpeng_tags(machine))
+
+
+def test_leaving_one_core_of_every_tag_cluster_beats_all_cores_and_the_last_cores_of_each_node(
+    kunpeng_with_tags: tuple[Machine, ModelledEvaluator],
+) -> None:
+    """SC-RM before NUMA before NUMA-RM, which removes as many cores without regard to the clusters."""
+    machine, evaluator = kunpeng_with_tags
+    fourth = {cluster[-1] for cluster in tag_clusters(machine)}
+    sc_rm = [[pu for pu in node if pu not in fourth] for node in numa_sets(machine)]
+    numa_rm = [node[: len(kept)] for node, kept in zip(numa_sets(machine), sc_rm, strict=True)]
+
+    removed_by_cluster = step_ns(evaluator, on(machine, *sc_rm), DECODE)
+    all_cores = step_ns(evaluator, on(machine, *numa_sets(machine)), DECODE)
+    removed_by_node = step_ns(evaluator, on(machine, *numa_rm), DECODE)
+
+    assert removed_by_cluster < all_cores < removed_by_node
+
+
+def test_fast_numa_nodes_beat_slow_ones(kunpeng_with_tags: tuple[Machine, ModelledEvaluator]) -> None:
+    machine, evaluator = kunpeng_with_tags
+    nodes = numa_sets(machine)
+
+    fast = step_ns(evaluator, on(machine, *nodes[:4]), DECODE)
+    slow = step_ns(evaluator, on(machine, *nodes[4:]), DECODE)
+
+    assert fast < slow
+
+
+def test_prefill_wants_all_cores_where_decode_does_not(
+    kunpeng_with_tags: tuple[Machine, ModelledEvaluator],
+) -> None:
+    """Why the phases have plans of their own."""
+    machine, evaluator = kunpeng_with_tags
+    fourth = {cluster[-1] for cluster in tag_clusters(machine)}
+    sc_rm = [[pu for pu in node if pu not in fourth] for node in numa_sets(machine)]
+
+    all_cores = step_ns(evaluator, on(machine, *numa_sets(machine)), PREFILL)
+
+    assert all_cores < step_ns(evaluator, on(machine, *sc_rm), PREFILL)
+
+
+def test_without_the_hidden_clusters_removing_cores_gains_nothing() -> None:
+    """The modelled gain of SC-RM comes from the hidden resource alone."""
+    machine = kunpeng()
+    evaluator = ModelledEvaluator(machine, llama_2_7b(), replace(kunpeng_rates(), core_read_bytes_per_s=3e9))
+    fourth = {cluster[-1] for cluster in tag_clusters(machine)}
+    sc_rm = [[pu for pu in node if pu not in fourth] for node in numa_sets(machine)]
+
+    all_cores = step_ns(evaluator, on(machine, *numa_sets(machine)), DECODE)
+
+    assert all_cores < step_ns(evaluator, on(machine, *sc_rm), DECODE)
+
+
+# Fig. 3 (b): 2x EPYC 7H12.
+
+
+def test_eight_ranks_are_the_best_tensor_parallel_degree_of_two_epycs() -> None:
+    """Four L3s a rank: fewer ranks wait longer for their threads, more ranks for each other."""
+    machine = epyc()
+    evaluator = ModelledEvaluator(machine, llama_2_7b(), epyc_rates())
+    cores = [core[0] for core in machine.allowed_cores()]
+
+    by_degree = {
+        degree: step_ns(evaluator, on(machine, *even_parts(cores, degree)), DECODE)
+        for degree in (1, 2, 4, 8, 16, 32)
+    }
+
+    assert min(by_degree, key=lambda degree: by_degree[degree]) == 8
+    assert max(by_degree, key=lambda degree: by_degree[degree]) == 1
+
+
+# Laws of the model.
+
+
+def test_a_rank_over_two_nodes_reads_slower_than_a_rank_on_each() -> None:
+    machine = xeon()
+    sharing = ReadSharing(machine, default_rates(machine))
+    cores = machine.allowed_pus
+    on_each = on(machine, *numa_sets(machine)).ranks
+
+    across = sharing.rank_bytes_per_s((RankCores(cores, None),))
+
+    assert sum(across) < sum(sharing.rank_bytes_per_s(on_each))
+
+
+def test_a_rank_whose_memory_lies_in_another_package_reads_slowest() -> None:
+    machine = kunpeng()
+    sharing = ReadSharing(machine, default_rates(machine))
+    cores = (0, 1, 2, 3)
+
+    local, neighbour, far = (sharing.rank_bytes_per_s((RankCores(cores, node),))[0] for node in (0, 1, 2))
+
+    assert local > neighbour > far
+
+
+def test_more_cores_read_more_until_their_node_is_saturated() -> None:
+    machine = xeon()
+    rates = MachineRates(80e9, 10e9, None, 65e9)
+    sharing = ReadSharing(machine, rates)
+
+    reached = [sharing.rank_bytes_per_s((rank_on(machine, tuple(range(n))),))[0] for n in range(1, 21)]
+
+    assert reached[:6] == pytest.approx([10e9 * n for n in range(1, 7)])
+    assert reached[6:] == pytest.approx([65e9] * 14)
+
+
+def test_two_pus_of_a_core_read_and_multiply_no_more_than_one() -> None:
+    machine = epyc()
+    evaluator = ModelledEvaluator(machine, llama_2_7b(), epyc_rates())
+
+    one = step_ns(evaluator, on(machine, (0,)), PREFILL)
+
+    assert step_ns(evaluator, on(machine, (0, 128)), PREFILL) >= one
+
+
+def test_the_slowest_rank_decides() -> None:
+    """Three KV heads on two ranks: one holds twice as much, and the other waits."""
+    machine = xeon()
+    shape = replace(llama_2_7b(), n_heads=9, n_kv_heads=3)
+    uneven = ModelledEvaluator(machine, shape)
+    even = ModelledEvaluator(machine, replace(shape, n_heads=12, n_kv_heads=4))
+    halves = on(machine, *numa_sets(machine))
+
+    gain_uneven = step_ns(uneven, on(machine, numa_sets(machine)[0]), PREFILL) / step_ns(
+        uneven, halves, PREFILL
+    )
+    gain_even = step_ns(even, on(machine, numa_sets(machine)[0]), PREFILL) / step_ns(even, halves, PREFILL)
+
+    assert gain_uneven < gain_even
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_step_never_gets_shorter_with_more_work(phase: str) -> None:
+    machine = xeon()
+    evaluator = ModelledEvaluator(machine, llama_2_7b())
+    with evaluator.open(on(machine, *numa_sets(machine)), phase) as timer:  # type: ignore[arg-type]
+        by_context = [timer(Step(phase, 1, context=context)) for context in (0, 1, 64, 4096)]  # type: ignore[arg-type]
+        by_sequences = [timer(Step(phase, 1, n, 64)) for n in (1, 2, 8, 64)]  # type: ignore[arg-type]
+
+    assert by_context == sorted(by_context)
+    assert by_sequences == sorted(by_sequences)
+
+
+@given(st.data())
+def test_fair_rates_fill_every_resource_and_overfill_none(data: st.DataObject) -> None:
+    """No limit is broken, and nobody could have more without taking from another."""
+    n, limits = data.draw(st.integers(1, 8)), data.draw(st.integers(0, 6))
+    positive = st.floats(0.1, 100.0)
+    demand = np.array(data.draw(st.lists(positive, min_size=n, max_size=n)))
+    use = np.array(
+        data.draw(
+            st.lists(
+                st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=n, max_size=n),
+                min_size=limits,
+                max_size=limits,
+            )
+        )
+    ).reshape(limits, n)
+    capacity = np.array(data.draw(st.lists(positive, min_size=limits, max_size=limits)))
+
+    rate = fair_rates(demand, use, capacity)
+
+    used = use @ rate
+    assert (rate <= demand * (1 + 1e-9)).all()
+    assert (used <= capacity * (1 + 1e-6)).all()
+    full = used >= capacity * (1 - 1e-6)
+    for pu in range(n):
+        assert rate[pu] >= demand[pu] * (1 - 1e-9) or (use[full, pu] > 0).any()
+
+
+# What cannot be modelled is refused in a line.
+
+
+def test_more_ranks_than_kv_heads_are_refused() -> None:
+    machine = xeon()
+    evaluator = ModelledEvaluator(machine, replace(llama_2_7b(), n_heads=8, n_kv_heads=1))
+
+    with (
+        pytest.raises(EvaluationError, match="2 ranks cannot divide the 1 KV heads"),
+        evaluator.open(on(machine, (0,), (1,)), "decode"),
+    ):
+        pass
+
+
+def test_cores_that_the_machine_lacks_are_refused() -> None:
+    evaluator = ModelledEvaluator(xeon(), llama_2_7b())
+
+    with (
+        pytest.raises(EvaluationError, match="has no PU 40"),
+        evaluator.open(OnCores((RankCores((39, 40)),)), "decode"),
+    ):
+        pass
+
+
+def test_measured_limits_are_divided_over_cores_and_nodes() -> None:
+    rates = measured_rates(xeon(), peak_flops=4e12, read_bytes_per_s=2e11, core_read_bytes_per_s=1e10)
+
+    assert rates.flops_per_core == pytest.approx(1e11)
+    assert rates.numa_read_bytes_per_s == pytest.approx(1e11)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_rates_that_no_machine_has_are_refused(value: float) -> None:
+    with pytest.raises(EvaluationError, match="flops_per_core"):
+        replace(default_rates(xeon()), flops_per_core=value)
+
+
+# The file of hidden resources.
+
+ENTRY = {"pus": [0, 1, 2, 3], "read_gbps": 15.0, "lost_per_extra_pu": 0.3}
+
+
+def written(tmp_path: Path, content: object) -> Path:
+    path = tmp_path / "hidden.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_a_file_of_hidden_resources_is_read(tmp_path: Path) -> None:
+    assert read_hidden(written(tmp_path, [ENTRY]), kunpeng()) == (HiddenResource((0, 1, 2, 3), 15.0, 0.3),)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[" * 100_000, "not JSON"),
+        ("\x00", "not JSON"),
+        ({"pus": [0]}, "must hold a list"),
+        ([7], "entry 1: an object with exactly"),
+        ([ENTRY, {**ENTRY, "name": "tag"}], "entry 2: an object with exactly"),
+        ([{**ENTRY, "pus": "0-3"}], "pus must be a list"),
+        ([{**ENTRY, "pus": []}], "pus is empty"),
+        ([{**ENTRY, "pus": [0, 0]}], "names a PU twice"),
+        ([{**ENTRY, "pus": [True]}], "a PU must be a number"),
+        ([{**ENTRY, "pus": [0, 192]}], "the machine has no PU 192"),
+        ([{**ENTRY, "read_gbps": 0}], "read_gbps must be more than 0"),
+        ([{**ENTRY, "read_gbps": "15"}], "read_gbps must be a number"),
+        ('[{"pus": [0], "read_gbps": NaN, "lost_per_extra_pu": 0.1}]', "read_gbps must be a number"),
+        ([{**ENTRY, "lost_per_extra_pu": 1.5}], "lost_per_extra_pu must be a number from 0 to 1"),
+        ([ENTRY] * 5000, "at most 4096"),
+    ],
+)
+def test_a_hostile_file_of_hidden_resources_is_one_clear_line(
+    tmp_path: Path, content: object, reason: str
+) -> None:
+    with pytest.raises(EvaluationError, match=reason) as caught:
+        read_hidden(written(tmp_path, content), kunpeng())
+
+    assert "\n" not in str(caught.value)
+    assert "hidden.json" in str(caught.value)
+
+
+def test_a_missing_file_of_hidden_resources_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"absent\.json: No such file"):
+        read_hidden(tmp_path / "absent.json", kunpeng())
+
+
+@given(active=st.integers(1, 64), lost=st.floats(0, 1), read_gbps=st.floats(0.1, 1000))
+def test_each_further_pu_costs_a_saturated_resource_no_less(
+    active: int, lost: float, read_gbps: float
+) -> None:
+    resource = HiddenResource(tuple(range(65)), read_gbps, lost)
+    fewer, more = (resource.capacity_gbps(n, 7.0 * n) for n in (active, active + 1))
+
+    assert 0 < more <= fewer <= read_gbps

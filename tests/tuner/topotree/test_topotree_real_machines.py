@@ -1,0 +1,57 @@
+"""The trees of real machines and of the paper's. PHASEWISE_SHARED_DATA names the folder of the former."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from paper_machines import epyc, kunpeng
+
+from phasewise.topology import Machine, read_lstopo
+from phasewise.tuner.topotree import count_grouped, every_tree, fundamental, group_bound, parse, removal_bound
+
+SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data")
+FILES = sorted((SHARED / "hwloc").glob("*.xml"))
+
+needs_files = pytest.mark.skipif(
+    not FILES, reason=f"no machines in {SHARED}/hwloc: set PHASEWISE_SHARED_DATA to have them"
+)
+
+
+def _check(machine: Machine) -> None:
+    """Every tree once, its notation leads back to it, and no more than the paper's bounds."""
+    found = fundamental(machine)
+    tree = found.tree
+    left = [pu for part in found.left_out for pu in part.pus]
+    assert sorted([*tree.pus, *left]) == sorted(machine.allowed_pus)
+    n_grouped = count_grouped(tree)
+    assert n_grouped <= group_bound(tree.n_pus)
+    seen = set()
+    for number, one in enumerate(every_tree(tree)):
+        assert one.key not in seen
+        seen.add(one.key)
+        if number % 101 == 0:
+            assert parse(one.notation, machine) == one
+    assert len(seen) <= n_grouped * removal_bound(tree.n_pus)
+
+
+@needs_files
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_machine_at_hand_has_its_trees(path: Path) -> None:
+    """Whatever lstopo wrote: symmetric, hybrid, with offline PUs, with memory without CPUs."""
+    _check(read_lstopo(path))
+
+
+@pytest.mark.parametrize("machine", [epyc(), kunpeng()], ids=lambda machine: machine.source)
+def test_the_papers_largest_machines(machine: Machine) -> None:
+    """256 PUs in 4 levels, and 192 cores in 8 nodes."""
+    _check(machine)
+
+
+@needs_files
+def test_the_machine_built_from_facts_is_the_one_lstopo_describes() -> None:
+    """Two ways to the same fundamental tree of the 7H12."""
+    (path,) = [path for path in FILES if "7H12" in path.stem]
+
+    assert fundamental(read_lstopo(path)).tree == fundamental(epyc()).tree

@@ -1,0 +1,182 @@
+"""What group and remove promise, the printed notation, and what they refuse."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machine_shapes import machine_of, nest_of
+from paper_machines import kunpeng
+
+from phasewise.tuner.topotree import (
+    Level,
+    TopoTree,
+    TopoTreeError,
+    fundamental,
+    grouped_trees,
+    parse,
+    single_groups,
+)
+
+SHAPES = [(2,), (4,), (6,), (2, 4), (2, 2, 4), (3, 4, 2), (2, 12), (4, 2, 8)]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[tuple[int, ...], TopoTree]:
+    """A shape, and a tree of its machine: any grouping, then any removals."""
+    shape = draw(st.sampled_from(SHAPES))
+    groupings = list(grouped_trees(fundamental(machine_of(shape)).tree, power_of_two=False))
+    tree = draw(st.sampled_from(groupings))
+    for _ in range(draw(st.integers(0, 4))):
+        depth = draw(st.integers(1, tree.depth))
+        if tree.kept[depth - 1] > 1:
+            tree = tree.remove(draw(st.integers(1, tree.kept[depth - 1] - 1)), depth)
+    return shape, tree
+
+
+def test_the_papers_figure_5() -> None:
+    """Four Kunpeng 920: groups of four neighbouring cores, one core of each resting: 144 of 192 cores."""
+    tree = parse("fundamental | group(4,1,3) | remove(1,4)", kunpeng())
+
+    assert tree.levels == (
+        Level("package", 4, 4),
+        Level("numa", 2, 2),
+        Level("group", 6, 6),
+        Level("core", 4, 3),
+    )
+    assert tree.n_pus == 144
+    assert tree.pus == tuple(pu for pu in range(192) if pu % 4 != 3)
+
+
+@settings(deadline=None)
+@given(shape_and_tree=trees())
+def test_the_notation_is_reversible(shape_and_tree: tuple[tuple[int, ...], TopoTree]) -> None:
+    """Every tree can be made again from what is printed of it, to the last field."""
+    shape, tree = shape_and_tree
+
+    again = parse(tree.notation, machine_of(shape))
+
+    assert again == tree
+    assert hash(again) == hash(tree)
+    assert (again.levels, again.pus, again.notation) == (tree.levels, tree.pus, tree.notation)
+
+
+@settings(deadline=None)
+@given(shape_and_tree=trees())
+def test_a_tree_is_its_levels_and_its_pus(shape_and_tree: tuple[tuple[int, ...], TopoTree]) -> None:
+    """Levels multiply to the machine before removals and to the active PUs after."""
+    shape, tree = shape_and_tree
+
+    assert prod(level.arity for level in tree.levels) == prod(shape)
+    assert prod(level.kept for level in tree.levels) == tree.n_pus == len(set(tree.pus))
+
+
+@settings(deadline=None)
+@given(shape_and_tree=trees(), data=st.data())
+def test_removals_commute_and_add_up(
+    shape_and_tree: tuple[tuple[int, ...], TopoTree], data: st.DataObject
+) -> None:
+    """remove(n, d) is n removals of one, in any order with removals elsewhere, and takes PUs away only."""
+    _, tree = shape_and_tree
+    removable = [depth for depth, kept in enumerate(tree.kept, start=1) if kept > 1]
+    if not removable:
+        return
+    first, second = data.draw(st.sampled_from(removable)), data.draw(st.sampled_from(removable))
+    n = data.draw(st.integers(1, tree.kept[first - 1] - 1))
+
+    removed = tree.remove(n, first)
+
+    one_by_one = tree
+    for _ in range(n):
+        one_by_one = one_by_one.remove(1, first)
+    assert one_by_one == removed
+    assert set(removed.pus) < set(tree.pus)
+    assert nest_of(removed) != nest_of(tree)
+    if first != second:
+        assert removed.remove(1, second) == tree.remove(1, second).remove(n, first)
+
+
+def test_groups_of_different_depths_commute() -> None:
+    """Which level is grouped first does not matter, nor from outside or inside within one level."""
+    tree = fundamental(machine_of((4, 12))).tree
+
+    assert tree.group(2, 2, 1).group(3, 2, 3) == tree.group(3, 2, 2).group(2, 2, 1)
+    assert tree.group(2, 1, 2).group(3, 1, 2) == tree.group(6, 1, 2).group(2, 1, 3)
+    assert tree.group(6, 2, 2).group(3, 1, 3) == tree.group(3, 2, 2).group(2, 2, 2)
+
+
+def test_a_stride_interleaves() -> None:
+    """Members of a group are `stride` siblings apart, siblings in the order of their lowest PU."""
+    tree = fundamental(machine_of((8,))).tree.group(2, 4, 1)
+
+    assert nest_of(tree) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert nest_of(tree.remove(1, 2)) == ((0,), (1,), (2,), (3,))
+
+
+def test_strides_follow_the_machines_numbering() -> None:
+    """Where neighbours of the tree have numbers far apart, groups hold siblings all the same."""
+    tree = fundamental(machine_of((2, 4), pus=(0, 2, 4, 6, 1, 3, 5, 7))).tree.group(2, 1, 2)
+
+    assert nest_of(tree) == (((0, 2), (4, 6)), ((1, 3), (5, 7)))
+
+
+def test_equal_trees_of_different_groupings() -> None:
+    """Removing all but one child of every group leaves what removals alone cannot: every fourth core."""
+    tree = fundamental(machine_of((16,))).tree
+    by_neighbours = tree.group(4, 1, 1).remove(3, 2)
+    by_stride = tree.group(4, 4, 1).remove(3, 1)
+
+    assert by_neighbours == by_stride
+    assert by_neighbours.pus == (0, 4, 8, 12)
+    assert by_neighbours != tree.remove(12, 1)
+
+
+def test_nodes_are_cut_from_the_pus() -> None:
+    """The PU sets of a level, in tree order, as they are after removals."""
+    tree = fundamental(machine_of((2, 4))).tree.group(2, 2, 2).remove(1, 3)
+
+    assert tree.nodes(0) == ((0, 1, 4, 5),)
+    assert tree.nodes(2) == tree.nodes(3) == ((0,), (1,), (4,), (5,))
+
+
+def test_single_groups_are_all_that_one_group_makes() -> None:
+    """Each says by its last group what was done, and doing it again gives the same tree."""
+    tree = fundamental(machine_of((4, 6))).tree.group(3, 1, 2)
+    found = list(single_groups(tree, power_of_two=False))
+
+    assert all(tree.group(*one.groups[-1]) == one for one in found)
+    assert {one.groups[-1] for one in found} == {(2, 1, 1), (2, 2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("notation", "names"),
+    [
+        ("group(4,1,1)", "fundamental"),
+        ("fundamental | grop(4,1,1)", "grop"),
+        ("fundamental | group(4,1)", r"group\(n,stride,depth\)"),
+        ("fundamental | remove(1,2,3)", r"remove\(n,depth\)"),
+        ("fundamental | group(5,1,2)", r"group\(5,1,2\) .* 12"),
+        ("fundamental | group(1,1,2)", "2 <= n"),
+        ("fundamental | group(12,1,2)", "n < 12"),
+        ("fundamental | group(4,0,2)", r"group\(4,0,2\)"),
+        ("fundamental | group(4,5,2)", "divide 12"),
+        ("fundamental | group(4,1,3)", "depths 1 to 2"),
+        ("fundamental | remove(1,0)", "depths 1 to 2"),
+        ("fundamental | remove(12,2)", "leave at least 1"),
+        ("fundamental | remove(0,2)", "at least 1"),
+        ("fundamental | remove(1,2) | group(4,1,2)", "too late"),
+        ("fundamental | group(2,2,2) | group(3,1,2)", "A.2"),
+        ("fundamental" + " | remove(1,1)" * 99, "more than"),
+        ("fundamental | remove(999999999999999999999,1)", "neither"),
+        ("", "fundamental"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(notation: str, names: str) -> None:
+    """The message names the step and what would be legal."""
+    with pytest.raises(TopoTreeError, match=names) as caught:
+        parse(notation, machine_of((4, 12)))
+
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 1

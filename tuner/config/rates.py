@@ -1,0 +1,95 @@
+"""What the cores, caches and memories of a machine reach: the figures behind a modelled evaluator.
+
+They come from the machine's measured limits, or they are the stated defaults: round figures of server
+processors of the years 2017 to 2023, good enough to rank configurations and no prediction of a speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phasewise.topology import Kind, Machine
+from phasewise.tuner.errors import EvaluationError
+
+
+@dataclass(frozen=True, slots=True)
+class LineLatency:
+    """Nanoseconds for a cache line that another core has just written, by what the two cores share."""
+
+    l3_ns: float = 40.0
+    numa_ns: float = 110.0
+    package_ns: float = 150.0
+    machine_ns: float = 220.0
+
+
+@dataclass(frozen=True)
+class MachineRates:
+    """Rates a second. A capacity that is None limits nothing."""
+
+    flops_per_core: float
+    core_read_bytes_per_s: float
+    """What one core reads from the memory of its own node, however many of its PUs are active."""
+    l3_read_bytes_per_s: float | None
+    """What the cores of one L3 read together."""
+    numa_read_bytes_per_s: float | None
+    """What the memory of one NUMA node serves."""
+    link_read_bytes_per_s: float | None = 40e9
+    """What the cores of one NUMA node read from all other nodes together."""
+    remote_node_share: float = 0.7
+    """Of `core_read_bytes_per_s` that a core reaches in another node of its package."""
+    remote_package_share: float = 0.5
+    """As above, in another package."""
+    node_share: Mapping[int, float] = field(default_factory=dict)
+    """NUMA nodes that are slower than the others, by number: so much of both memory rates, and cache lines
+    that take so many times longer."""
+    latency: LineLatency = LineLatency()
+
+    def __post_init__(self) -> None:
+        names = ("flops_per_core", "core_read_bytes_per_s", "remote_node_share", "remote_package_share")
+        for name in names:
+            _check_rate(name, getattr(self, name))
+        for name in ("l3_read_bytes_per_s", "numa_read_bytes_per_s", "link_read_bytes_per_s"):
+            if getattr(self, name) is not None:
+                _check_rate(name, getattr(self, name))
+        for node, share in self.node_share.items():
+            _check_rate(f"the share of NUMA node {node}", share)
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise EvaluationError(f"{name} must be more than 0 and finite, not {value!r:.40}")
+
+
+def default_rates(machine: Machine) -> MachineRates:
+    """Stated defaults: float32 multiplies at 2.5 GHz by vector width, and memories of 2020."""
+    return MachineRates(
+        flops_per_core=_default_flops(machine),
+        core_read_bytes_per_s=12e9,
+        l3_read_bytes_per_s=None,
+        numa_read_bytes_per_s=100e9,
+    )
+
+
+def _default_flops(machine: Machine) -> float:
+    features = machine.cpu.features
+    if "avx512f" in features:
+        return 160e9
+    if "avx2" in features or machine.cpu.architecture in (None, "x86_64"):
+        return 80e9
+    return 40e9
+
+
+def measured_rates(
+    machine: Machine, peak_flops: float, read_bytes_per_s: float, core_read_bytes_per_s: float
+) -> MachineRates:
+    """From limits measured on all allowed cores together, and one core's reading on its own."""
+    cores = len(machine.allowed_cores()) or len(machine.allowed_pus)
+    memories = sum(1 for node in machine.nodes(Kind.NUMA) if node.cpus) or 1
+    return MachineRates(
+        flops_per_core=peak_flops / cores,
+        core_read_bytes_per_s=core_read_bytes_per_s,
+        l3_read_bytes_per_s=None,
+        numa_read_bytes_per_s=read_bytes_per_s / memories,
+    )

@@ -1,0 +1,67 @@
+"""What people run by default, and what a tuned plan is held against.
+
+Three habits: every CPU that the system shows; every physical core once; a process on each NUMA node. On a
+small machine several of them are the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phasewise.topology import Kind, Machine
+from phasewise.tuner.plans import Phase, RankCores, ServicePlan, rank_on
+
+ALL_CORES = "all cores"
+PHYSICAL_CORES = "all physical cores"
+PER_NODE = "one process per NUMA node"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A habit, and its plan on one machine."""
+
+    name: str
+    plan: ServicePlan | None
+    reason: str | None = None
+    """Why there is no plan."""
+
+
+def references(machine: Machine, phase: Phase, refusal: Callable[[int], str | None]) -> tuple[Reference, ...]:
+    """The three of a machine. refusal(ranks): why the model cannot be split so often, or None."""
+    physical = _one_pu_a_core(machine, machine.allowed_pus)
+    nodes = _nodes(machine)
+    reason = refusal(len(nodes)) if len(nodes) > 1 else None
+    per_node = None if reason else _plan(phase, tuple(rank_on(machine, pus) for pus in nodes))
+    return (
+        Reference(ALL_CORES, _plan(phase, (rank_on(machine, machine.allowed_pus),))),
+        Reference(PHYSICAL_CORES, _plan(phase, (rank_on(machine, physical),))),
+        Reference(PER_NODE, per_node, reason),
+    )
+
+
+def same_cores(one: ServicePlan, other: ServicePlan) -> bool:
+    """Whether two plans of one phase are the same to a machine: source and order of PUs aside."""
+    return _as_sets(one) == _as_sets(other)
+
+
+def _as_sets(plan: ServicePlan) -> list[frozenset[int]]:
+    return sorted((frozenset(rank.cores) for rank in plan.ranks), key=sorted)
+
+
+def _plan(phase: Phase, ranks: tuple[RankCores, ...]) -> ServicePlan:
+    return ServicePlan(phase, ranks)
+
+
+def _one_pu_a_core(machine: Machine, pus: tuple[int, ...]) -> tuple[int, ...]:
+    chosen = set(pus)
+    cores = (tuple(pu for pu in core if pu in chosen) for core in machine.allowed_cores())
+    return tuple(core[0] for core in cores if core) or pus
+
+
+def _nodes(machine: Machine) -> list[tuple[int, ...]]:
+    """The PUs of each NUMA node, one a core; everything in one where the machine names no nodes."""
+    allowed = set(machine.allowed_pus)
+    own = [tuple(pu for pu in node.cpus if pu in allowed) for node in machine.nodes(Kind.NUMA)]
+    found = [_one_pu_a_core(machine, pus) for pus in own if pus]
+    return found or [_one_pu_a_core(machine, machine.allowed_pus)]

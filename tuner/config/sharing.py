@@ -1,0 +1,176 @@
+"""How fast do the cores of a configuration read, all at once?
+
+Every active PU wants what its core can read; cores, L3s, memories, links between NUMA nodes and hidden
+resources each serve only so much. The rates of all PUs rise together until something is full; those behind it
+stay, the others go on: max-min fairness, as arbiters that serve in turn bring it about (Bertsekas and
+Gallager, Data Networks, section 6.5.2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.topology import Kind, Machine
+from phasewise.tuner.config.hidden import HiddenResource
+from phasewise.tuner.config.rates import MachineRates
+from phasewise.tuner.plans import RankCores
+
+Vector = npt.NDArray[np.float64]
+Matrix = npt.NDArray[np.float64]
+
+_EVEN = 1 + 1e-9
+"""Rounding must not keep a full resource open."""
+
+
+def fair_rates(demand: Vector, use: Matrix, capacity: Vector) -> Vector:
+    """Max-min fair rates: rate <= demand, use @ rate <= capacity. use[c, i]: what a unit of i costs c."""
+    assert use.shape == (capacity.size, demand.size), f"{use.shape} for {capacity.size} x {demand.size}"
+    rate = np.zeros_like(demand)
+    rising = np.ones(demand.size, dtype=bool)
+    while rising.any():
+        weight = use[:, rising].sum(axis=1)
+        slack = np.maximum(0.0, capacity - use[:, ~rising] @ rate[~rising])
+        levels = np.full(capacity.size, np.inf)
+        np.divide(slack, weight, out=levels, where=weight > 0)
+        level = min(float(levels.min(initial=np.inf)), float(demand[rising].min()))
+        behind_full = (use[levels <= level * _EVEN] > 0).any(axis=0)
+        stays = rising & (behind_full | (demand <= level * _EVEN))
+        rate[stays] = np.minimum(level, demand[stays])
+        rising &= ~stays
+    return rate
+
+
+class Neighbourhood:
+    """Which PU lies where: the parts of a machine that limit reading, as sets of PUs."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._core_of = _holders(machine, Kind.CORE)
+        self._l3_of = _holders(machine, Kind.L3)
+        self._package_of = _holders(machine, Kind.PACKAGE)
+        self._node_of = {pu: node.os_index or 0 for node in machine.nodes(Kind.NUMA) for pu in node.cpus}
+        self._package_of_node = {node: self._package_of.get(pu, 0) for pu, node in self._node_of.items()}
+
+    def l3s_of(self, pus: Sequence[int]) -> list[int | None]:
+        """Of each PU, its L3 by position in the machine; None where it has none."""
+        return [self._l3_of.get(pu) for pu in pus]
+
+    def node_of(self, pu: int) -> int:
+        """The PU's NUMA node by number; 0 where the machine does not say."""
+        return self._node_of.get(pu, 0)
+
+    def nodes_of(self, pus: Sequence[int]) -> set[int]:
+        """The NUMA nodes that these PUs lie in."""
+        return {self.node_of(pu) for pu in pus}
+
+    def share_l3(self, pus: Sequence[int]) -> bool:
+        """Whether one L3 holds them all."""
+        l3s = set(self.l3s_of(pus))
+        return len(l3s) == 1 and None not in l3s
+
+    def share_package(self, pus: Sequence[int]) -> bool:
+        """Whether one package holds them all."""
+        return len({self._package_of.get(pu, 0) for pu in pus}) == 1
+
+    def is_package_of(self, pu: int, node: int) -> bool:
+        """Whether the PU's package holds that NUMA node."""
+        return self._package_of_node.get(node, 0) == self._package_of.get(pu, 0)
+
+    def core_shares(self, pus: Sequence[int]) -> list[float]:
+        """How much of its core each of these PUs has when all of them are active."""
+        cores = [self._core_of.get(pu, -1 - pu) for pu in pus]
+        active = Counter(cores)
+        return [1 / active[core] for core in cores]
+
+    def memory_of(self, rank: RankCores) -> dict[int, float]:
+        """On which NUMA nodes the rank's weights lie, and which share of them."""
+        if rank.numa_node is not None:
+            return {rank.numa_node: 1.0}
+        nodes = [self.node_of(pu) for pu in rank.cores]
+        return {node: nodes.count(node) / len(nodes) for node in sorted(set(nodes))}
+
+
+def _holders(machine: Machine, kind: Kind) -> dict[int, int]:
+    return {pu: at for at, node in enumerate(machine.nodes(kind)) for pu in node.cpus}
+
+
+class ReadSharing:
+    """The limits of a machine, ready to be asked about many configurations."""
+
+    def __init__(self, machine: Machine, rates: MachineRates, hidden: Sequence[HiddenResource] = ()) -> None:
+        self.where = Neighbourhood(machine)
+        self._rates = rates
+        self._hidden = tuple(hidden)
+        self._column = {pu: column for column, pu in enumerate(machine.allowed_pus)}
+        self._behind = np.zeros((len(self._hidden), len(self._column)))
+        for row, resource in zip(self._behind, self._hidden, strict=True):
+            row[[self._column[pu] for pu in resource.pus if pu in self._column]] = 1.0
+
+    def rank_bytes_per_s(self, ranks: Sequence[RankCores]) -> list[float]:
+        """What each rank reads while all of them do."""
+        pus = [pu for rank in ranks for pu in rank.cores]
+        memories = [memory for rank in ranks for memory in [self.where.memory_of(rank)] * len(rank.cores)]
+        demand = np.array([self._demand(pu, memory) for pu, memory in zip(pus, memories, strict=True)])
+        demand *= self.where.core_shares(pus)
+        limits = [*self._cache_limits(pus), *self._memory_limits(pus, memories)]
+        limits += self._hidden_limits(pus, demand)
+        use = np.array([row for row, _ in limits], dtype=np.float64).reshape(len(limits), len(pus))
+        rate = fair_rates(demand, use, np.array([capacity for _, capacity in limits]))
+        ends = np.cumsum([len(rank.cores) for rank in ranks])
+        return [float(part.sum()) for part in np.split(rate, ends[:-1])]
+
+    def _demand(self, pu: int, memory: Mapping[int, float]) -> float:
+        """Bytes a second of a core alone: the nodes that it reads take turns, so their times add up."""
+        time_of_byte = sum(part / self._reach(pu, node) for node, part in memory.items())
+        return self._rates.core_read_bytes_per_s / time_of_byte
+
+    def _reach(self, pu: int, node: int) -> float:
+        """Share of a core's rate that it reaches in the memory of `node`."""
+        share = self._rates.node_share.get(node, 1.0)
+        if self.where.node_of(pu) == node:
+            return share
+        if self.where.is_package_of(pu, node):
+            return share * self._rates.remote_node_share
+        return share * self._rates.remote_package_share
+
+    def _cache_limits(self, pus: Sequence[int]) -> list[tuple[Vector, float]]:
+        capacity = self._rates.l3_read_bytes_per_s
+        if capacity is None:
+            return []
+        l3s = self.where.l3s_of(pus)
+        return [
+            (np.array([mine == l3 for mine in l3s], dtype=np.float64), capacity)
+            for l3 in dict.fromkeys(l3s)
+            if l3 is not None
+        ]
+
+    def _memory_limits(
+        self, pus: Sequence[int], memories: Sequence[Mapping[int, float]]
+    ) -> list[tuple[Vector, float]]:
+        """Each node's memory serves so much, and takes in so much from the others."""
+        limits = []
+        homes = np.array([self.where.node_of(pu) for pu in pus])
+        for node in sorted({node for memory in memories for node in memory}):
+            reads = np.array([memory.get(node, 0.0) for memory in memories])
+            if self._rates.numa_read_bytes_per_s is not None:
+                share = self._rates.node_share.get(node, 1.0)
+                limits.append((reads, share * self._rates.numa_read_bytes_per_s))
+        if self._rates.link_read_bytes_per_s is not None:
+            local = np.array([memory.get(home, 0.0) for memory, home in zip(memories, homes, strict=True)])
+            limits += [
+                (np.where(homes == home, 1.0 - local, 0.0), self._rates.link_read_bytes_per_s)
+                for home in sorted({*homes.tolist()})
+            ]
+        return limits
+
+    def _hidden_limits(self, pus: Sequence[int], demand: Vector) -> list[tuple[Vector, float]]:
+        behind = self._behind[:, [self._column[pu] for pu in pus]]
+        asked_gbps = behind @ demand / 1e9
+        return [
+            (row, resource.capacity_gbps(int(row.sum()), asked) * 1e9)
+            for resource, row, asked in zip(self._hidden, behind, asked_gbps.tolist(), strict=True)
+            if asked > 0
+        ]

@@ -1,0 +1,225 @@
+"""What a trace of requests costs on a configuration, from the times of a few steps.
+
+Requests are served one after another, as in the Sandwich paper (section 8.1): a prompt in chunks of at most
+CHUNK_TOKENS, then a decode step for each further token; nothing queues. With a `concurrency` of c, every
+decode step takes c sequences that are as long as the request. The two phases never run at once, so a
+request's latency is the sum of its phases', and each phase can be searched by itself.
+
+Not every step is timed. A grid over the trace's lengths is (its neighbours a factor of GRID_FACTOR apart), a
+slice of the trace asks only for the points around its own lengths, and between them time is linear, and never
+falls where there is more to do: measured times scatter, a longer step does not end sooner.
+
+Pure: no clock, no cores, no randomness.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.tuner.config.lengths import Request, Trace
+from phasewise.tuner.config.steps import MAX_SEQUENCES, Step, StepTimer
+from phasewise.tuner.errors import TraceError
+from phasewise.tuner.plans import Phase
+
+CHUNK_TOKENS = 512
+"""Of a prompt in one step: the engine's ranks compute no more rows at once."""
+
+GRID_FACTOR = {"prefill": 4.0, "decode": 8.0}
+"""A decode step grows by what it reads of the context alone, which is linear; a prefill step bends."""
+
+EXACT_LENGTHS = 3
+"""A trace with no more lengths than this is timed at exactly those."""
+
+NO_GOOD_REQUEST = 0.5
+"""Where no request meets the SLO, the slower of two configurations still costs more."""
+
+ObjectiveKind = Literal["ttft", "tpot", "e2e", "goodput"]
+OBJECTIVES: tuple[ObjectiveKind, ...] = get_args(ObjectiveKind)
+
+Times = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must keep to count as good; None: no bound."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def bound_ms(self, phase: Phase) -> float:
+        """Of the time to the first token in prefill, of the mean time of each further one in decode."""
+        bound = self.ttft_ms if phase == "prefill" else self.tpot_ms
+        return math.inf if bound is None else bound
+
+
+def parse_slo(text: str) -> Slo:
+    """Of `ttft=200,tpot=50`, in milliseconds, or with units: `ttft=1.5s,tpot=50ms`."""
+    bounds: dict[str, float] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s)?\s*", part)
+        value_ms = float(match[2]) * (1000 if match[3] == "s" else 1) if match else 0.0
+        if match is None or match[1] in bounds or value_ms == 0:
+            raise TraceError(f"an SLO is written like ttft=200,tpot=50 (milliseconds), not {text!r:.60}")
+        bounds[match[1]] = value_ms
+    return Slo(bounds.get("ttft"), bounds.get("tpot"))
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What to minimise. A phase has one time of its own: prefill TTFT, decode TPOT.
+
+    ttft, tpot: that time, mean over requests; where the named one belongs to the other phase, a phase is
+    judged by its own. e2e: the phase's part of a request's latency. goodput: milliseconds of the phase for
+    each request that keeps its bound of the SLO.
+    """
+
+    kind: ObjectiveKind = "e2e"
+    slo: Slo | None = None
+    concurrency: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in OBJECTIVES:
+            raise TraceError(f"an objective is one of {', '.join(OBJECTIVES)}, not {self.kind!r:.40}")
+        if self.kind == "goodput" and self.slo is None:
+            raise TraceError("goodput counts requests that keep an SLO: name it, e.g. --slo ttft=200,tpot=50")
+        if type(self.concurrency) is not int or not 1 <= self.concurrency <= MAX_SEQUENCES:
+            raise TraceError(
+                f"a concurrency is a number from 1 to {MAX_SEQUENCES}, not {self.concurrency!r:.40}"
+            )
+
+
+class Remembered:
+    """A timer that asks another one for each step once; for slices of a trace on one open configuration."""
+
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
+        self._known_ns: dict[Step, float] = {}
+
+    def __call__(self, step: Step) -> float:
+        if step not in self._known_ns:
+            self._known_ns[step] = self._timer(step)
+        return self._known_ns[step]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The steps of one phase that stand for all steps of a trace."""
+
+    phase: Phase
+    lengths: tuple[int, ...]
+    """Ascending. Prefill: new tokens, nothing before them; decode: the context of a step."""
+    sequences: int = 1
+    far_context: int = 0
+    """Prefill: what the last chunk of the longest prompt has behind it, 0 where one chunk is enough."""
+
+    @classmethod
+    def of(cls, trace: Trace, objective: Objective, phase: Phase) -> Grid:
+        """The same for a trace and any part of it that is asked about later."""
+        if phase == "decode":
+            ends = {end for one in trace for end in (_contexts(one)[0], _contexts(one)[-1])}
+            return cls(phase, _points(ends, GRID_FACTOR[phase]), objective.concurrency)
+        chunks = {chunk for one in trace for chunk in _chunks(one)}
+        pieces = {tokens for tokens, _ in chunks}
+        far_context = max(context for _, context in chunks)
+        if far_context:
+            pieces.add(CHUNK_TOKENS)
+        return cls(phase, _points(pieces, GRID_FACTOR[phase]), far_context=far_context)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All that may be timed, the cheapest first."""
+        far = (self._far_step,) if self.far_context else ()
+        return (*(self._step(length) for length in self.lengths), *far)
+
+    def times_ns(self, lengths: Sequence[int] | npt.NDArray[np.int64], timer: StepTimer) -> Times:
+        """Of a step at each of these lengths; times the points around them."""
+        first = max(0, bisect_right(self.lengths, min(lengths)) - 1)
+        last = min(len(self.lengths) - 1, bisect_left(self.lengths, max(lengths)))
+        points = self.lengths[min(first, last) : last + 1]
+        timed = np.maximum.accumulate([timer(self._step(point)) for point in points])
+        return np.interp(lengths, points, timed)
+
+    def context_ns(self, timer: StepTimer) -> float:
+        """What each token of context costs a full chunk of a prompt, on top of its own time."""
+        if not self.far_context:
+            return 0.0
+        nothing_before = timer(self._step(CHUNK_TOKENS))
+        return max(0.0, timer(self._far_step) - nothing_before) / self.far_context
+
+    def _step(self, length: int) -> Step:
+        if self.phase == "prefill":
+            return Step("prefill", length)
+        return Step("decode", 1, self.sequences, length)
+
+    @property
+    def _far_step(self) -> Step:
+        return Step("prefill", CHUNK_TOKENS, context=self.far_context)
+
+
+def cost_ms(
+    objective: Objective, phase: Phase, requests: Sequence[Request], timer: StepTimer, grid: Grid
+) -> float:
+    """The objective of some requests of the grid's trace, lower is better; any two traces can be compared.
+
+    The timer is asked for steps of `grid.steps` only, and may be asked for one several times.
+    """
+    assert grid.phase == phase, f"a grid of {grid.phase} for {phase}"
+    ask = Remembered(timer)
+    if phase == "prefill":
+        total_ms = np.array(_prefill_ms(requests, ask, grid))
+        of_token_ms = total_ms
+    else:
+        total_ms = np.array([float(grid.times_ns(_contexts(one), ask).sum()) / 1e6 for one in requests])
+        of_token_ms = total_ms / np.array([len(_contexts(one)) for one in requests])
+    match objective.kind:
+        case "goodput":
+            slo = objective.slo or Slo()
+            good = float(np.count_nonzero(of_token_ms <= slo.bound_ms(phase)))
+            return float(total_ms.sum()) / grid.sequences / max(good, NO_GOOD_REQUEST)
+        case "e2e":
+            return float(total_ms.mean())
+        case _:
+            return float(of_token_ms.mean())
+
+
+def _prefill_ms(requests: Iterable[Request], timer: StepTimer, grid: Grid) -> list[float]:
+    return [_prompt_ns(_chunks(one), timer, grid) / 1e6 for one in requests]
+
+
+def _prompt_ns(chunks: Sequence[tuple[int, int]], timer: StepTimer, grid: Grid) -> float:
+    """Attention to what lies before a chunk is linear in both its tokens and its context."""
+    alone = sum(float(grid.times_ns([tokens], timer)[0]) for tokens, _ in chunks)
+    before = sum(tokens / CHUNK_TOKENS * context for tokens, context in chunks)
+    return alone + (before * grid.context_ns(timer) if before else 0.0)
+
+
+def _chunks(request: Request) -> list[tuple[int, int]]:
+    """The prompt's steps: new tokens, and tokens before them."""
+    starts = range(0, request.prompt_tokens, CHUNK_TOKENS)
+    return [(min(CHUNK_TOKENS, request.prompt_tokens - start), start) for start in starts]
+
+
+def _contexts(request: Request) -> range:
+    """What each decode step has behind it. The prompt's step brings the first token of the answer; an answer
+    of one token counts as if it had one more, so that every request has a time per token.
+    """
+    steps = max(1, request.output_tokens - 1)
+    return range(request.prompt_tokens, request.prompt_tokens + steps)
+
+
+def _points(lengths: set[int], factor: float) -> tuple[int, ...]:
+    """Few lengths themselves; else as few as the factor allows from the least to the greatest."""
+    if len(lengths) <= EXACT_LENGTHS:
+        return tuple(sorted(lengths))
+    low, high = min(lengths), max(lengths)
+    gaps = max(1, math.ceil(math.log(high / low) / math.log(factor)))
+    points = {round(low * (high / low) ** (gap / gaps)) for gap in range(gaps + 1)}
+    return tuple(sorted(points))

@@ -1,0 +1,115 @@
+"""What every evaluator of service configurations answers: how long does one step take?
+
+A step is one turn of the engine with nothing but sequences of one phase in it. An evaluator opens a
+configuration (spawns pinned ranks, models them, or looks them up in a database) and hands out a timer; the
+search asks for steps and knows neither cores nor clocks.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from phasewise.tuner.errors import EvaluationError
+from phasewise.tuner.plans import PHASES, Phase
+
+if TYPE_CHECKING:
+    from phasewise.tuner.topotree import Configuration
+
+EvaluatorKind = Literal["measured", "modelled", "recorded"]
+
+MAX_STEP_TOKENS = 1 << 24
+MAX_SEQUENCES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Step:
+    """`sequences` sequences, each with `context` tokens behind it, take `tokens` new ones each."""
+
+    phase: Phase
+    tokens: int
+    """New tokens of each sequence: the prompt's in prefill, 1 in decode."""
+    sequences: int = 1
+    context: int = 0
+    """Tokens whose keys and values each sequence has already."""
+
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES:
+            raise EvaluationError(f"a step is one of prefill or decode, not {self.phase!r:.40}")
+        bounds = (
+            ("tokens", 1, MAX_STEP_TOKENS),
+            ("sequences", 1, MAX_SEQUENCES),
+            ("context", 0, MAX_STEP_TOKENS),
+        )
+        for name, low, high in bounds:
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise EvaluationError(
+                    f"{name} of a step must be a number from {low} to {high}, not {value!r:.40}"
+                )
+
+    @property
+    def rows(self) -> int:
+        """Rows of activations that the step's products have."""
+        return self.tokens * self.sequences
+
+    def describe(self) -> str:
+        """A few words for people, e.g. `decode of 1 token after 512`."""
+        plural = "s" if self.tokens > 1 else ""
+        of_each = f" for each of {self.sequences} sequences" if self.sequences > 1 else ""
+        behind = f" after {self.context}" if self.context else ""
+        return f"{self.phase} of {self.tokens} token{plural}{of_each}{behind}"
+
+
+class StepTimer(Protocol):
+    """Times steps on one open configuration."""
+
+    def __call__(self, step: Step) -> float:
+        """Nanoseconds, a robust estimate. EvaluationError, one line, if this step cannot be had here."""
+        ...
+
+
+class Evaluator(Protocol):
+    """Three kinds keep this contract (tests/tuner/config/test_evaluators.py runs it on each)."""
+
+    @property
+    def kind(self) -> EvaluatorKind: ...
+
+    def open(self, configuration: Configuration, phase: Phase) -> AbstractContextManager[StepTimer]:
+        """Ready to time steps of `phase`. EvaluationError, one line, if the configuration cannot run here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """As much of a model as its speed depends on."""
+
+    name: str
+    n_layers: int
+    hidden: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    weight_bytes: int
+    """Of all packed weights that a step reads, the lm head included, the embedding table not."""
+    kv_bytes_per_slot: int
+    """Of one token's keys and values over all layers."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__[1:]:
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value < 1 << 50:
+                raise EvaluationError(f"{name} of a model must be a positive number, not {value!r:.40}")
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of one layer's q, k, v and o."""
+        return 2 * self.hidden * self.head_dim * (self.n_heads + self.n_kv_heads)
+
+    @property
+    def ffn_weights(self) -> int:
+        """Weights of one layer's gate, up and down."""
+        return 3 * self.hidden * self.ffn

@@ -1,0 +1,91 @@
+"""What is served: a trace of requests, read from a file (`trace_files`) or drawn from a distribution
+(`lengths`), sampled with a seed, and cut into slices.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+
+from phasewise.tuner.config.lengths import Request, Trace, parse_distribution
+from phasewise.tuner.config.trace_files import read_trace
+from phasewise.tuner.errors import TraceError
+
+__all__ = [
+    "Request",
+    "Trace",
+    "default_trace",
+    "describe",
+    "fitted",
+    "load_trace",
+    "parse_distribution",
+    "read_trace",
+    "sampled",
+    "slices",
+]
+
+SAMPLE = 90
+"""Requests of a sample that nobody sized: as many as the Sandwich paper takes (section 8.1)."""
+
+DEFAULT_TRACE = "lognormal:220,1.1/160,0.8"
+"""Chat: short questions with a long tail, answers of some paragraphs. A stated choice, not a measurement."""
+
+
+def load_trace(text: str, count: int = SAMPLE, seed: int = 0) -> Trace:
+    """`text` is a distribution or names a file: `count` requests drawn from it, with this seed."""
+    if re.match(r"[a-z]+:", text) and not os.path.exists(text):
+        return parse_distribution(text, count, seed)
+    return sampled(read_trace(text), count, seed)
+
+
+def default_trace(count: int = SAMPLE, seed: int = 0) -> Trace:
+    """What is served when nobody says: DEFAULT_TRACE."""
+    return parse_distribution(DEFAULT_TRACE, count, seed)
+
+
+def sampled(trace: Trace, count: int, seed: int) -> Trace:
+    """`count` requests, or all, in the order of the trace; the same for the same seed."""
+    if count < 1:
+        raise TraceError(f"a sample has at least 1 request, not {count}")
+    if count >= len(trace):
+        return trace
+    chosen = sorted(random.Random(seed).sample(range(len(trace)), count))
+    return tuple(trace[at] for at in chosen)
+
+
+def slices(trace: Trace, count: int) -> tuple[Trace, ...]:
+    """At most `count` parts of nearly equal size, from short requests to long ones.
+
+    A search that looks at the first ones first pays for short steps only until it knows what is hopeless.
+    """
+    count = max(1, min(count, len(trace)))
+    ordered = sorted(trace, key=lambda one: (one.tokens, one.prompt_tokens))
+    ends = [len(ordered) * at // count for at in range(count + 1)]
+    return tuple(tuple(ordered[start:end]) for start, end in pairwise(ends))
+
+
+def fitted(trace: Trace, context_tokens: int) -> Trace:
+    """Requests cut to what a model can hold: the prompt first, and at least one token of the answer stays."""
+    if context_tokens < 2:
+        raise TraceError(f"a context of {context_tokens} tokens holds no request")
+    prompts = [replace(one, prompt_tokens=min(one.prompt_tokens, context_tokens - 1)) for one in trace]
+    return tuple(
+        replace(one, output_tokens=min(one.output_tokens, context_tokens - one.prompt_tokens))
+        for one in prompts
+    )
+
+
+def describe(trace: Trace) -> str:
+    """A line for people, e.g. `90 requests, prompt p50 220 max 2100, output p50 160 max 900 tokens`."""
+    parts = (
+        f"{name} p50 {statistics.median_low(lengths)} max {max(lengths)}"
+        for name, lengths in (
+            ("prompt", [one.prompt_tokens for one in trace]),
+            ("output", [one.output_tokens for one in trace]),
+        )
+    )
+    return f"{len(trace)} request{'s' if len(trace) > 1 else ''}, {', '.join(parts)} tokens"

@@ -1,0 +1,216 @@
+"""Traces in files, in three public formats that are told apart by their content:
+
+- Azure LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens.
+- Mooncake: JSON lines with timestamp (ms), input_length, output_length.
+- ShareGPT: JSON, or JSON lines, of conversations: the first question that was answered, and its answer. Their
+  tokens are estimated from characters. Entries may state lengths instead: {"prompt_tokens": 512,
+  "output_tokens": 64}, or [512, 64].
+
+A file may come from a stranger: sizes, types and counts are bounded, and an error names the file and the row.
+Requests without a prompt or without an answer are left out, because there is nothing to serve.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from phasewise.tuner.config.lengths import MAX_REQUESTS, Request, Trace, whole_tokens
+from phasewise.tuner.errors import TraceError
+
+MAX_FILE_BYTES = 1 << 30
+MAX_ROW_CHARS = 4 << 20
+MAX_REASON_CHARS = 200
+MAX_TURNS = 64
+CHARS_A_TOKEN = 4.0
+"""Of English text, for conversations that state no token counts."""
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """Every request of a file, in its order. TraceError, naming file and row, for anything unusual."""
+    name = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes > MAX_FILE_BYTES:
+                raise TraceError(f"{name} is larger than {MAX_FILE_BYTES >> 30} GiB: cut a part of it out")
+            trace = _checked(_rows(file.readline(MAX_ROW_CHARS), file, name), name)
+    except OSError as error:
+        raise TraceError(f"{name}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise TraceError(f"{name} is not UTF-8 text: no trace that phasewise reads") from None
+    except ValueError as error:
+        raise TraceError(f"{name!r:.80} names no file: {error}") from None
+    return trace
+
+
+Row: TypeAlias = tuple[int, "Request | None"]
+"""Its number in the file, from 1, and what it asks; None: nothing that can be served, left out."""
+
+
+def _rows(first: str, rest: Iterable[str], name: str) -> Iterator[Row]:
+    """Which format it is shows in the first line."""
+    if first.lstrip().startswith("["):
+        return _conversations(first + "".join(rest), name)
+    if first.lstrip().startswith("{"):
+        return _json_lines(_lines(first, rest, name), name)
+    header = [field.strip() for field in first.split(",")]
+    if {"ContextTokens", "GeneratedTokens"} <= set(header):
+        return _azure(header, _lines(None, rest, name), name)
+    raise TraceError(
+        f"{name} is no trace: CSV with ContextTokens and GeneratedTokens (Azure), JSON lines with "
+        "input_length and output_length (Mooncake) or conversations (ShareGPT) expected"
+    )
+
+
+def _checked(rows: Iterator[Row], name: str) -> Trace:
+    requests: list[Request] = []
+    for at, request in rows:
+        if request is not None:
+            requests.append(request)
+        if at > MAX_REQUESTS:
+            raise TraceError(f"{name} has more than {MAX_REQUESTS} rows: cut a part of it out")
+    if not requests:
+        raise TraceError(f"{name} holds no request")
+    return _from_first(requests)
+
+
+def _from_first(requests: Sequence[Request]) -> Trace:
+    """Arrivals counted from the earliest one."""
+    arrivals = [one.arrival_s for one in requests if one.arrival_s is not None]
+    if not arrivals:
+        return tuple(requests)
+    first = min(arrivals)
+    return tuple(
+        one if one.arrival_s is None else replace(one, arrival_s=one.arrival_s - first) for one in requests
+    )
+
+
+def _lines(first: str | None, rest: Iterable[str], name: str) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers in the file, blank ones left out."""
+    if first is not None and first.strip():
+        yield 1, first
+    for at, line in enumerate(rest, 2):
+        if len(line) > MAX_ROW_CHARS:
+            raise TraceError(f"{name}, row {at}: longer than {MAX_ROW_CHARS} characters")
+        if line.strip():
+            yield at, line
+
+
+def _azure(header: Sequence[str], lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
+    for at, line in lines:
+        fields = _fields(line, f"{name}, row {at}")
+        if len(fields) != len(header):
+            raise TraceError(f"{name}, row {at}: {len(fields)} fields, {len(header)} expected")
+        row = dict(zip(header, fields, strict=True))
+        try:
+            arrival_s = _instant_s(row["TIMESTAMP"]) if "TIMESTAMP" in row else None
+            prompt, output = _count(row["ContextTokens"]), _count(row["GeneratedTokens"])
+            yield at, Request(prompt, output, arrival_s) if prompt and output else None
+        except TraceError as error:
+            raise TraceError(f"{name}, row {at}: {error}") from None
+
+
+def _fields(line: str, where: str) -> list[str]:
+    try:
+        return next(csv.reader([line]))
+    except (csv.Error, StopIteration):
+        raise TraceError(f"{where}: not CSV") from None
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()):
+        raise TraceError(f"a number of tokens is expected, not {text!r:.40}")
+    return int(text)
+
+
+def _instant_s(text: str) -> float:
+    """Of `2023-11-16 18:15:46.6805900`; Python reads six digits of the seven."""
+    try:
+        moment = datetime.fromisoformat(re.sub(r"(\.[0-9]{6})[0-9]+", r"\1", text.strip()))
+        return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+    except (ValueError, OverflowError):
+        raise TraceError(f"a time like 2023-11-16 18:15:46.680590 is expected, not {text!r:.40}") from None
+
+
+def _json_lines(lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
+    for at, line in lines:
+        yield at, _entry(_parsed(line, f"{name}, row {at}"), f"{name}, row {at}")
+
+
+def _conversations(text: str, name: str) -> Iterator[Row]:
+    entries = _parsed(text, name)
+    for at, entry in enumerate(entries, 1):
+        yield at, _entry(entry, f"{name}, entry {at}")
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise TraceError(f"{where}: not JSON") from None
+
+
+PAIRS = (("input_length", "output_length"), ("prompt_tokens", "output_tokens"))
+"""Fields that state both lengths: Mooncake's, and ours."""
+
+
+def _entry(entry: Any, where: str) -> Request | None:
+    """None where there is nothing to serve."""
+    if isinstance(entry, list) and len(entry) == 2:
+        entry = dict(zip(PAIRS[-1], entry, strict=True))
+    if not isinstance(entry, dict):
+        raise TraceError(f"{where}: a JSON object, or a pair of lengths, expected")
+    try:
+        for pair in PAIRS:
+            if pair[0] in entry or pair[1] in entry:
+                return _stated(entry, pair)
+        return _conversation(entry)
+    except TraceError as error:
+        raise TraceError(f"{where}: {str(error)[:MAX_REASON_CHARS]}") from None
+
+
+def _stated(entry: Mapping[str, Any], pair: tuple[str, str]) -> Request | None:
+    for name in pair:
+        if type(entry.get(name)) is not int:
+            raise TraceError(f"{name} must be a number of tokens, not {entry.get(name)!r:.40}")
+    if any(entry[name] == 0 for name in pair):
+        return None
+    arrival_ms = entry.get("timestamp")
+    if arrival_ms is None:
+        return Request(entry[pair[0]], entry[pair[1]])
+    if type(arrival_ms) not in (int, float) or not 0 <= arrival_ms < 1e18:
+        raise TraceError(f"timestamp must be milliseconds, not {arrival_ms!r:.40}")
+    return Request(entry[pair[0]], entry[pair[1]], arrival_ms / 1000)
+
+
+HUMAN, MODEL = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")
+
+
+def _conversation(entry: Mapping[str, Any]) -> Request | None:
+    turns = entry.get("conversations", entry.get("items"))
+    if not isinstance(turns, list):
+        raise TraceError("neither lengths (input_length, output_length) nor conversations")
+    texts = [_turn(turn) for turn in turns[:MAX_TURNS]]
+    for (asker, question), (answerer, answer) in pairwise(texts):
+        if asker in HUMAN and answerer in MODEL and question and answer:
+            return Request(_tokens_of(question), _tokens_of(answer))
+    return None
+
+
+def _turn(turn: Any) -> tuple[str, str]:
+    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+        raise TraceError("a turn of a conversation must be an object with from and value")
+    return str(turn.get("from")), turn["value"]
+
+
+def _tokens_of(text: str) -> int:
+    return whole_tokens(math.ceil(len(text) / CHARS_A_TOKEN))

@@ -1,0 +1,137 @@
+"""From trees to service configurations: how many ranks, and which PUs each has (the paper's section 5.3).
+
+A horizontal cross-section of a tree makes a rank of every node that it meets. One tree gives as many as it
+has depths, fewer where the operators cannot be divided so often.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from phasewise.tuner.plans import Phase, RankCores, ServicePlan, Source
+from phasewise.tuner.topotree.levels import Base
+from phasewise.tuner.topotree.tree import TopoTree
+
+HEAD_LANES = 16
+"""A head that is divided from its neighbours must fill whole panels of 16 outputs."""
+
+FFN_BLOCK = 32
+"""The least inner columns of a feed-forward layer that a rank can have: one block of quantised weights."""
+
+Partition = tuple[tuple[tuple[int, ...], ...], ...]
+"""Per level of the machine its active siblings, by the rank coordinate they belong to."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorLimits:
+    """Into how many ranks a model's operators can be divided.
+
+    The paper divides only where the number of ranks divides that of heads. Ranks here may hold unequal
+    numbers of KV heads, each with its query heads, so any number of ranks is allowed by which the largest
+    share shrinks; with a rank more than that, the others would work as long as before.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn: int
+
+    def allows(self, n_ranks: int) -> bool:
+        return self.reason(n_ranks) is None
+
+    def reason(self, n_ranks: int) -> str | None:
+        """Why the model cannot run in so many ranks, in a line; None if it can."""
+        if n_ranks == 1:
+            return None
+        if not 1 <= n_ranks <= self.n_kv_heads:
+            return f"{n_ranks} ranks cannot share {self.n_kv_heads} KV heads: each needs at least one"
+        if self._largest_share(n_ranks) == self._largest_share(n_ranks - 1):
+            return (
+                f"{n_ranks} ranks are no faster than {n_ranks - 1}: some rank still has "
+                f"{self._largest_share(n_ranks)} of the {self.n_kv_heads} KV heads"
+            )
+        if self.head_dim % HEAD_LANES:
+            return f"heads of {self.head_dim} are not divided between ranks, only multiples of {HEAD_LANES}"
+        if self.ffn // FFN_BLOCK < n_ranks:
+            return (
+                f"a feed-forward layer of {self.ffn} has no block of {FFN_BLOCK} for each of {n_ranks} ranks"
+            )
+        return None
+
+    def _largest_share(self, n_ranks: int) -> int:
+        return -(-self.n_kv_heads // n_ranks)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The ranks of one phase. Equal if the same sets of PUs form the ranks."""
+
+    ranks: tuple[RankCores, ...]
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of which PUs form a rank, on whichever machine; the order of ranks does not count."""
+        text = repr(sorted(sorted(rank.cores) for rank in self.ranks))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def group(self) -> tuple[int, tuple[int | None, ...]]:
+        """What patience counts together: how many ranks, and the NUMA node of each (None: it spans some)."""
+        return len(self.ranks), tuple(rank.numa_node for rank in self.ranks)
+
+    @property
+    def n_pus(self) -> int:
+        return sum(len(rank.cores) for rank in self.ranks)
+
+    def plan(self, phase: Phase, source: Source = "default") -> ServicePlan:
+        return ServicePlan(phase, self.ranks, source)
+
+
+def configurations(tree: TopoTree, limits: OperatorLimits) -> tuple[Configuration, ...]:
+    """The distinct cross-sections of a tree that the operators allow, outermost first."""
+    return tuple(every_configuration((tree,), limits))
+
+
+def every_configuration(trees: Iterable[TopoTree], limits: OperatorLimits) -> Iterator[Configuration]:
+    """The distinct configurations of trees of one machine, in the order met."""
+    seen: set[Partition] = set()
+    for tree in trees:
+        for depth in range(tree.depth + 1):
+            if not limits.allows(prod(tree.kept[:depth])):
+                continue
+            partition = cross_section(tree, depth)
+            if partition not in seen:
+                seen.add(partition)
+                yield configuration_of(tree.base, partition)
+
+
+def cross_section(tree: TopoTree, depth: int) -> Partition:
+    """What goes together in the ranks that a cut below `depth` makes; the same for equal configurations.
+
+    Much cheaper than the configuration itself, for searches that meet the same one again and again.
+    """
+    partition = []
+    for positions, kept in zip(tree.active, tree.kept_by_chain(), strict=True):
+        n_blocks = prod(kept[: max(depth, 0)])
+        size = len(positions) // n_blocks
+        blocks = (tuple(sorted(positions[at : at + size])) for at in range(0, len(positions), size))
+        partition.append(tuple(sorted(blocks)))
+        depth -= len(kept)
+    return tuple(partition)
+
+
+def configuration_of(base: Base, partition: Partition) -> Configuration:
+    """The ranks of a cross-section: one for every choice of a block at each level, in tree order."""
+    ranks = []
+    for blocks in product(*partition):
+        weighted = ([at * weight for at in block] for block, weight in zip(blocks, base.weights, strict=True))
+        places = [sum(parts) for parts in product(*weighted)]
+        nodes = {base.numa_nodes[place] for place in places}
+        cores = tuple(sorted(base.pus[place] for place in places))
+        ranks.append(RankCores(cores, nodes.pop() if len(nodes) == 1 else None))
+    return Configuration(tuple(ranks))

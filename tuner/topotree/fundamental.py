@@ -1,0 +1,166 @@
+"""The fundamental tree of a machine: what the operating system shows of the PUs that may be used.
+
+Machines need not be symmetric: a cgroup takes a few cores away, cores come in two kinds. A tree is, so the
+largest symmetric part becomes the tree, and every other PU is reported as left to the operating system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from phasewise.topology import Kind, Machine, Node
+from phasewise.tuner.errors import TopoTreeError
+from phasewise.tuner.topotree.levels import Base, preferred
+from phasewise.tuner.topotree.tree import TopoTree, whole
+
+Reason = Literal["hybrid", "asymmetric", "smt"]
+"""Why a PU is left out: another kind of core; a part of the machine unlike the others; a thread of a core
+in the tree where other cores have no second one."""
+
+Shape = tuple[tuple[Kind, int], ...]
+"""A symmetric part: the kind and the number of children at each depth, outer first. A PU has none."""
+
+MAX_SHAPES = 32
+"""The largest so many that a part can be cut down to are looked at; a machine has one or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """PUs that the process may use but the tree does not hold."""
+
+    reason: Reason
+    pus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fundamental:
+    tree: TopoTree
+    left_out: tuple[LeftOut, ...]
+
+
+def fundamental(machine: Machine) -> Fundamental:
+    """The tree of `machine`, SMT siblings included, levels of single children passed over."""
+    shape, pus = max(
+        (largest_symmetric_part(machine.tree, kind) for kind in _kinds_of_cores(machine)),
+        key=lambda part: len(part[1]),
+    )
+    kinds, arities = _telling(shape)
+    node_of = {pu: node.os_index for node in machine.nodes(Kind.NUMA) for pu in node.cpus}
+    base = Base(kinds, arities, pus, tuple(node_of.get(pu) for pu in pus))
+    return Fundamental(whole(base), _left_out(machine, pus))
+
+
+def largest_symmetric_part(node: Node, usable: Iterable[int]) -> tuple[Shape, tuple[int, ...]]:
+    """The symmetric part with the most of the `usable` PUs: its shape, and its PUs in tree order.
+
+    Of equally large ones, that with more children further out, where there is more memory bandwidth.
+    """
+    allowed = frozenset(usable)
+    offers: dict[int, list[Shape]] = {}
+    shapes = _offers(node, allowed, offers)
+    if not shapes:
+        raise TopoTreeError("none of the machine's PUs may be used: no tree can be made of it")
+    shape = max(shapes, key=_preference)
+    return shape, tuple(_taken(node, shape, offers))
+
+
+def _kinds_of_cores(machine: Machine) -> list[frozenset[int]]:
+    """The allowed PUs by kind of core, fastest first, so that it wins where two are equally many."""
+    allowed = frozenset(machine.allowed_pus)
+    kinds = [allowed & frozenset(kind.cpus) for kind in reversed(machine.kinds)]
+    kinds.append(allowed.difference(*kinds))
+    return [kind for kind in kinds if kind] or [allowed]
+
+
+def _preference(shape: Shape) -> tuple[int, tuple[int, ...]]:
+    arities = tuple(arity for _, arity in shape)
+    return prod(arities), arities
+
+
+def _offers(node: Node, allowed: frozenset[int], offers: dict[int, list[Shape]]) -> list[Shape]:
+    """The largest shapes that a node can be cut down to; none if nothing in it may be used. Kept by node."""
+    if node.kind is Kind.PU:
+        found: list[Shape] = [()] if allowed.issuperset(node.cpus) else []
+    else:
+        inside = {
+            kind: [_offers(child, allowed, offers) for child in node.children if child.kind is kind]
+            for kind in dict.fromkeys(child.kind for child in node.children)
+        }
+        found = [
+            ((kind, sum(_can_be(shape, one) for one in shapes)), *shape)
+            for kind, shapes in inside.items()
+            for shape in _common(shapes)
+        ]
+    offers[id(node)] = _maximal(found)
+    return offers[id(node)]
+
+
+def _common(shapes: list[list[Shape]]) -> list[Shape]:
+    """The children's shapes, and what several of them have in common."""
+    found = dict.fromkeys(shape for one in shapes for shape in one)
+    for shape in list(found):
+        for other in list(found):
+            if [kind for kind, _ in shape] == [kind for kind, _ in other]:
+                found[tuple((kind, min(a, b)) for (kind, a), (_, b) in zip(shape, other, strict=True))] = None
+    return list(found)
+
+
+def _can_be(shape: Shape, offered: list[Shape]) -> bool:
+    """Whether a node that offers these can be cut down to `shape`."""
+    return any(_covers(one, shape) for one in offered)
+
+
+def _covers(large: Shape, small: Shape) -> bool:
+    return len(large) == len(small) and all(
+        one_kind is other_kind and one >= other
+        for (one_kind, one), (other_kind, other) in zip(large, small, strict=True)
+    )
+
+
+def _maximal(shapes: list[Shape]) -> list[Shape]:
+    """Those that are no part of another, the largest first."""
+    ranked = sorted(dict.fromkeys(shapes), key=_preference, reverse=True)
+    kept: list[Shape] = []
+    for shape in ranked:
+        if not _can_be(shape, kept):
+            kept.append(shape)
+    return kept[:MAX_SHAPES]
+
+
+def _taken(node: Node, shape: Shape, offers: dict[int, list[Shape]]) -> list[int]:
+    """The PUs of a node cut down to `shape`; siblings by their lowest PU."""
+    if not shape:
+        return [node.cpus[0]]
+    (kind, count), rest = shape[0], shape[1:]
+    able = [child for child in node.children if child.kind is kind and _can_be(rest, offers[id(child)])]
+    parts = sorted((_taken(child, rest, offers) for child in able[:count]), key=min)
+    return [pu for part in parts for pu in part]
+
+
+def _telling(shape: Shape) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Kinds and arities of the levels with several children, single children named with what they are in."""
+    merged: list[tuple[list[str], int]] = []
+    for kind, arity in shape:
+        if arity > 1:
+            merged.append(([kind.value], arity))
+        elif merged:
+            merged[-1][0].append(kind.value)
+    return tuple(preferred(tuple(kinds)) for kinds, _ in merged), tuple(arity for _, arity in merged)
+
+
+def _left_out(machine: Machine, pus: tuple[int, ...]) -> tuple[LeftOut, ...]:
+    taken = frozenset(pus)
+    of_taken_cores = {pu for core in machine.nodes(Kind.CORE) if taken & set(core.cpus) for pu in core.cpus}
+    of_taken_kinds = {pu for kind in machine.kinds if taken & set(kind.cpus) for pu in kind.cpus}
+    found: dict[Reason, list[int]] = {}
+    for pu in sorted(set(machine.allowed_pus) - taken):
+        reason: Reason = "asymmetric"
+        if machine.kinds and pu not in of_taken_kinds:
+            reason = "hybrid"
+        elif pu in of_taken_cores:
+            reason = "smt"
+        found.setdefault(reason, []).append(pu)
+    return tuple(LeftOut(reason, tuple(left)) for reason, left in found.items())

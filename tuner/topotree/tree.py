@@ -1,0 +1,202 @@
+"""TopoTree: which PUs are active, and how they nest in resources that they share (the paper's section 5).
+
+A tree is symmetric: every node of a depth looks the same. So it is not kept as nodes but as one `Level` per
+depth and, for each level of the machine, the order of its siblings. Depth 0 is the machine, and the deepest
+nodes are PUs (or cores of one PU). `group` guesses at sharing that the system does not show; `remove` lets
+PUs rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+
+from phasewise.tuner.errors import TopoTreeError
+from phasewise.tuner.topotree.group_chains import Chain, grouped, ungrouped
+from phasewise.tuner.topotree.levels import GROUP, Base, Level, preferred
+
+FUNDAMENTAL = "fundamental"
+STEP = " | "
+
+
+@dataclass(frozen=True, eq=False)
+class TopoTree:
+    """One tree. Two trees are equal if the same PUs nest in the same way, however they came about.
+
+    `groups` are the transformations (n, stride, depth) in the order applied.
+    """
+
+    base: Base
+    chains: tuple[Chain, ...]
+    kept: tuple[int, ...]
+    groups: tuple[tuple[int, int, int], ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TopoTree) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @cached_property
+    def arities(self) -> tuple[int, ...]:
+        """How many children each node had before removals, by depth, root first."""
+        return tuple(arity for chain in self.chains for arity in chain.arities)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of the nodes of each depth from 1 on."""
+        return _kinds(self.base.kinds, tuple(len(chain.arities) for chain in self.chains))
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """What is below the root, outer to inner."""
+        return tuple(map(Level, self.kinds, self.arities, self.kept))
+
+    @property
+    def depth(self) -> int:
+        """That of the deepest nodes."""
+        return len(self.kept)
+
+    @property
+    def n_pus(self) -> int:
+        return prod(self.kept)
+
+    @cached_property
+    def active(self) -> tuple[tuple[int, ...], ...]:
+        """Per level of the machine the siblings that are active, in tree order."""
+        return tuple(
+            _active(chain, kept) for chain, kept in zip(self.chains, self.kept_by_chain(), strict=True)
+        )
+
+    @property
+    def pus(self) -> tuple[int, ...]:
+        """The active PUs, in tree order."""
+        places = (sum(part) for part in product(*self._weighted_positions()))
+        return tuple(self.base.pus[place] for place in places)
+
+    def _weighted_positions(self) -> Iterator[list[int]]:
+        for weight, positions in zip(self.base.weights, self.active, strict=True):
+            yield [position * weight for position in positions]
+
+    def nodes(self, depth: int) -> tuple[tuple[int, ...], ...]:
+        """The active PUs of each node at `depth`, in tree order; the one node at depth 0 holds them all."""
+        pus = self.pus
+        size = prod(self.kept[depth:])
+        return tuple(pus[start : start + size] for start in range(0, len(pus), size))
+
+    def kept_by_chain(self) -> Iterator[tuple[int, ...]]:
+        """The kept counts of the levels that each level of the machine has become."""
+        start = 0
+        for chain in self.chains:
+            yield self.kept[start : start + len(chain.arities)]
+            start += len(chain.arities)
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of structure and node features, the same for equal trees and for no others.
+
+        Merkle's fold over children that are all isomorphic: a level is its kind and a count, and what tells
+        nodes apart are the PUs below them. A level of single children says nothing and is passed over.
+        """
+        text = repr((_telling(self.kinds, self.kept), self.active))
+        return hashlib.blake2b(text.encode(), digest_size=16, key=self.base.digest).hexdigest()
+
+    @property
+    def notation(self) -> str:
+        """The transformations that make this tree, e.g. `fundamental | group(4,1,3) | remove(1,4)`."""
+        steps = [f"group({size},{stride},{depth})" for size, stride, depth in self.groups]
+        for depth, (arity, kept) in enumerate(zip(self.arities, self.kept, strict=True), start=1):
+            if kept < arity:
+                steps.append(f"remove({arity - kept},{depth})")
+        return STEP.join([FUNDAMENTAL, *steps])
+
+    def group(self, n: int, t: int, d: int) -> TopoTree:
+        """A new level at depth `d` whose nodes hold `n` of the nodes that were there, `t` siblings apart.
+
+        Siblings count in the order of their lowest PU. TopoTreeError where the children of a node cannot be
+        tiled so, or if PUs have been removed: latent structure is of the machine, whatever rests.
+        """
+        what = f"group({n},{t},{d})"
+        self._check_depth(what, d)
+        if self.kept != self.arities:
+            raise TopoTreeError(f"{what} comes too late: group first, then remove")
+        arity = self.arities[d - 1]
+        if n < 2 or t < 1 or n >= arity or arity % (n * t):
+            raise TopoTreeError(
+                f"{what} cannot tile the {arity} children of each node at depth {d - 1}: 2 <= n < {arity}, "
+                f"and n times the stride must divide {arity}"
+            )
+        index, level = self._chain_at(d)
+        chain = grouped(self.chains[index], level, n, t)
+        if chain is None:
+            raise TopoTreeError(f"{what} makes groups that are no translates of each other (assumption A.2)")
+        chains = (*self.chains[:index], chain, *self.chains[index + 1 :])
+        arities = tuple(arity for chain in chains for arity in chain.arities)
+        return TopoTree(self.base, chains, arities, (*self.groups, (n, t, d)))
+
+    def remove(self, n: int, d: int) -> TopoTree:
+        """Without the `n` right-most children at depth `d` of every node above. At least one must stay."""
+        what = f"remove({n},{d})"
+        self._check_depth(what, d)
+        kept = self.kept[d - 1]
+        if not 1 <= n < kept:
+            raise TopoTreeError(
+                f"{what} must take at least 1 and leave at least 1 of the {kept} at depth {d}"
+            )
+        return TopoTree(self.base, self.chains, (*self.kept[: d - 1], kept - n, *self.kept[d:]), self.groups)
+
+    def _check_depth(self, what: str, d: int) -> None:
+        if not 1 <= d <= self.depth:
+            raise TopoTreeError(
+                f"{what} names a depth that is not there: the tree has depths 1 to {self.depth}"
+            )
+
+    def _chain_at(self, d: int) -> tuple[int, int]:
+        """Which level of the machine depth `d` belongs to, and which level of its nest it is."""
+        level = d - 1
+        for index, chain in enumerate(self.chains):
+            if level < len(chain.arities):
+                return index, level
+            level -= len(chain.arities)
+        raise AssertionError(f"depth {d} was checked before")
+
+
+def whole(base: Base) -> TopoTree:
+    """The fundamental tree: nothing grouped, nothing removed."""
+    return TopoTree(base, tuple(map(ungrouped, base.arities)), base.arities)
+
+
+@lru_cache(maxsize=1 << 12)
+def _kinds(base_kinds: tuple[str, ...], depths: tuple[int, ...]) -> tuple[str, ...]:
+    """The kinds of all levels: groups, then what a level of the machine was."""
+    return tuple(
+        kind
+        for base_kind, depth in zip(base_kinds, depths, strict=True)
+        for kind in (*(GROUP,) * (depth - 1), base_kind)
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _active(chain: Chain, kept: tuple[int, ...]) -> tuple[int, ...]:
+    places = [0]
+    inside = len(chain.order)
+    for arity, count in zip(chain.arities, kept, strict=True):
+        inside //= arity
+        places = [place + at * inside for place in places for at in range(count)]
+    return tuple(chain.order[place] for place in places)
+
+
+@lru_cache(maxsize=1 << 16)
+def _telling(kinds: tuple[str, ...], kept: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    """The levels where nodes have several children, each under the name of all that it is at once."""
+    merged: list[tuple[tuple[str, ...], int]] = []
+    for kind, count in zip(kinds, kept, strict=True):
+        if count > 1:
+            merged.append(((kind,), count))
+        elif merged:
+            merged[-1] = ((*merged[-1][0], kind), merged[-1][1])
+    return tuple((preferred(names), count) for names, count in merged)
