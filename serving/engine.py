@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from phasewise.serving.answer_text import AnswerText, TokenStream
 from phasewise.serving.batch import Batch
-from phasewise.serving.errors import RequestError, ServingError, StepFailed
+from phasewise.serving.errors import RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
 from phasewise.serving.request import Request, TokenOut
 from phasewise.serving.sampling import SampledToken, Sampler, sample_rows
@@ -88,7 +88,10 @@ class Engine:
         self._live.pop(request_id, None)
 
     def step(self) -> Delivery:
-        """Compute one batch. A failure ends the requests of that batch and no others."""
+        """Compute one batch. A failure ends the requests of that batch and no others.
+
+        RanksError if nothing can be computed any more: a rank has died, and keys and values with it.
+        """
         started_ns = time.perf_counter_ns()
         batch = self.scheduler.next_batch()
         if batch is None:
@@ -96,6 +99,8 @@ class Engine:
         outs: tuple[Answer | Failure, ...]
         try:
             sampled = self._compute(batch)
+        except RanksError:
+            raise
         except Exception as error:
             outs = self._fail(batch, error)
         else:

@@ -1,5 +1,5 @@
 """The engine's own thread: messages in through a queue, deliveries out through a callback. It sleeps
-when there is nothing to compute."""
+when there is nothing to compute, and refuses everything once nothing can be computed any more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from phasewise.serving.engine import Engine
-from phasewise.serving.errors import ServingError, StepFailed, Stopping
+from phasewise.serving.errors import RanksError, ServingError, StepFailed, Stopping
 from phasewise.serving.messages import Abort, Delivery, Failure, Submit
 
 log = logging.getLogger(__name__)
@@ -23,12 +23,14 @@ class EngineThread:
     def __init__(self, engine: Engine, deliver: Callable[[Delivery], None]) -> None:
         self._engine = engine
         self._deliver = deliver
+        self._lost: RanksError | None = None
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: stop
         self._thread = threading.Thread(target=self._run, name="phasewise-engine", daemon=True)
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether it can still answer."""
+        return self._thread.is_alive() and self._lost is None
 
     def start(self) -> None:
         self._thread.start()
@@ -52,6 +54,10 @@ class EngineThread:
                 delivery = (
                     self._engine.step()
                 )  # empty after a message that leaves nothing to do: tells the load
+            except RanksError as error:
+                log.error("%s", error)
+                self._lost = error
+                delivery = self._engine.fail_everything(error)
             except Exception as error:  # a bug in our own bookkeeping: nothing in progress can be trusted
                 log.error("the engine failed between steps", exc_info=error)
                 delivery = self._engine.fail_everything(StepFailed(f"the engine failed: {error}"))
@@ -75,6 +81,8 @@ class EngineThread:
         match message:
             case Submit():
                 try:
+                    if self._lost is not None:
+                        raise self._lost
                     self._engine.submit(message)
                 except ServingError as error:
                     refusal = Failure(message.request_id, error)

@@ -7,7 +7,7 @@ ServingError
  ├─ QueueFull           the server has as many requests waiting as it allows
  ├─ Stopping            the server ends before the answer does
  ├─ StepFailed          a forward step failed; only the requests in it are lost
- └─ RanksError          a plan cannot be run in this process, or its memory is not there
+ └─ RanksError          a plan cannot be run in this process, its memory is not there, or a rank has died
 """
 
 from __future__ import annotations
@@ -50,4 +50,4 @@ class StepFailed(ServingError):
 
 
 class RanksError(ServingError):
-    """The workers cannot be set up: a plan that does not fit this process, or too little memory."""
+    """Ranks cannot be set up (a plan that does not fit here, too little memory), or one of them has died."""

@@ -14,15 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels._native import Program, Team
-from phasewise.cython_kernels.errors import TeamError
 from phasewise.serving.batch import Batch, Phase, SequenceSlice
 from phasewise.serving.errors import RanksError
 from phasewise.serving.forward import Capacity
-from phasewise.tuner.plans import PHASES, list_cores
+from phasewise.serving.rank_teams import TABLES
+from phasewise.tuner.plans import list_cores
 
 Logits = npt.NDArray[np.float32]
-TeamKey = tuple[int, ...]
-"""The cores of a team."""
 
 STEP_TOKENS = 512
 """Rows that pass through the model at once; larger batches go in pieces, with the same results. Enough to use
@@ -30,9 +28,6 @@ the weights well, few enough for a layer's rows to stay in the L2 caches."""
 
 ALL_LOGITS_ROWS = 64
 """Rows of logits that `all_logits` computes at once."""
-
-TABLES: Mapping[Phase, int] = {phase: table for table, phase in enumerate(PHASES)}
-"""Which of a program's tables of schedules a phase runs by."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,23 +42,6 @@ def room_for(kv_slots: int, max_batch_tokens: int, max_sequences: int, threads: 
         logit_rows=min(max(max_sequences, ALL_LOGITS_ROWS), max(step_tokens, max_sequences)),
         threads=threads,
     )
-
-
-def open_teams(cores: Mapping[Phase, TeamKey], pinned: bool = True) -> dict[Phase, Team]:
-    """A team for each phase; phases on the same cores share one. RanksError if a core cannot be had.
-
-    Not pinned: as many threads, which the system may move.
-    """
-    teams: dict[TeamKey, Team] = {}
-    try:
-        for members in cores.values():
-            if members not in teams:
-                teams[members] = Team(members) if pinned else Team(None, len(members))
-    except TeamError as error:
-        for team in teams.values():
-            team.close()
-        raise RanksError(str(error)) from error
-    return {phase: teams[members] for phase, members in cores.items()}
 
 
 class FirstRank:
@@ -115,9 +93,14 @@ class FirstRank:
     @property
     def native_ns(self) -> int:
         """Time spent computing steps outside Python, since the start. RanksError after `close`."""
+        return cast(int, self.program.native_ns)
+
+    @property
+    def program(self) -> Program:
+        """RanksError after `close`."""
         if self._program is None:
             raise RanksError("the ranks have been closed")
-        return cast(int, self._program.native_ns)
+        return self._program
 
     def close(self) -> None:
         """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""
@@ -127,8 +110,7 @@ class FirstRank:
             team.close()
 
     def _running(self, phase: Phase) -> tuple[Program, Team]:
-        if self._program is None:
-            raise RanksError("the ranks have been closed")
+        program = self.program
         team = self._by_phase.get(phase)
         if team is None:
             raise RanksError(f"there is no plan for {phase}")
@@ -136,7 +118,7 @@ class FirstRank:
             if self._last is not None:
                 self._last.rest()
             self._last = team
-        return self._program, team
+        return program, team
 
     def _run(self, program: Program, team: Team, slices: Iterable[SequenceSlice], phase: Phase) -> int:
         n_rows = program.run(team, slices, table=TABLES[phase])

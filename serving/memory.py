@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from phasewise.serving.errors import RanksError
+
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """The least of what the machine and this process's cgroup (v2) have left; None where neither says."""
     limits = (_machine_bytes(root), _cgroup_bytes(root))
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def check_memory(name: str, needed: int, kv_slots: int) -> None:
+    """RanksError if so many bytes are not free."""
+    left = available_bytes()
+    if left is not None and needed > left:
+        raise RanksError(
+            f"{name}: a KV cache of {kv_slots} slots and its scratch need {needed / 2**20:.0f} MiB, "
+            f"{left / 2**20:.0f} MiB are free: ask for a shorter context or fewer sequences"
+        )
 
 
 def _machine_bytes(root: Path) -> int | None:

@@ -7,6 +7,7 @@ exists has been checked, so the engine may multiply its numbers without fear.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +159,30 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class MappedFile:
+    """The packed file that a model's arrays are views of. Another process can map the same one."""
+
+    path: Path
+    address: int
+    """Where this process has its first byte."""
+    n_bytes: int
+    identity: tuple[int, int]
+    """Device and inode: the path may get another file."""
+
+    def open_again(self) -> int | None:
+        """A descriptor of the same file; None if another one has its name by now."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) == self.identity:
+            return fd
+        os.close(fd)
+        return None
+
+
+@dataclass(frozen=True)
 class PackedModel:
     """A model ready to run; weights and vectors are views over a file mapped read-only.
 
@@ -179,6 +204,8 @@ class PackedModel:
     tokenizer_json: str
     chat_template: str | None
     weight_bytes: int
+    file: MappedFile | None = None
+    """None: the arrays are this process's own."""
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:

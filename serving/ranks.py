@@ -1,7 +1,8 @@
-"""Where batches are computed: one rank in this process, over one set of weights and KV.
+"""Where batches are computed: one rank in this process, or several in processes of their own, over one set
+of weights and KV.
 
-Both phases run the same program over the same memory, so switching between them copies nothing. Teams
-that would use the same cores are one team.
+Both phases run the same program over the same memory, so switching between them copies nothing, whatever
+ranks and cores each of them has. Teams that would use the same cores are one team.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import numpy.typing as npt
 
 from phasewise.serving.batch import Batch, Phase
 from phasewise.serving.errors import RanksError
-from phasewise.serving.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, open_teams, room_for
+from phasewise.serving.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, room_for
 from phasewise.serving.forward import build_program, kv_bytes_per_slot
-from phasewise.serving.memory import available_bytes
+from phasewise.serving.memory import check_memory
 from phasewise.serving.model import PackedModel
+from phasewise.serving.rank_teams import open_teams
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.tuner.plans import PHASES, ServicePlan
 
@@ -65,14 +67,18 @@ def open_ranks(
     schedules: Mapping[Phase, ScheduleLookup] | None = None,
     pinned: bool = True,
 ) -> Ranks:
-    """The ranks that `plans` ask for, in this process.
+    """The ranks that `plans` ask for: in this process where every phase has one, else a process each.
 
     kv_slots: positions that all sequences together may hold. schedules: a lookup for each phase; prefill's
     says by which arithmetic every weight is computed, in both. Not pinned: the system may move the threads,
     so that there may be more of them than cores (for tests). RanksError if a plan cannot be run here or the
     memory is not there; ModelError if no kernel computes this model.
     """
-    return LocalRanks(model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned)
+    if all(len(plan.ranks) == 1 for plan in plans.values()):
+        return LocalRanks(model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned)
+    from phasewise.serving.process_ranks import ProcessRanks
+
+    return ProcessRanks(model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned)
 
 
 class LocalRanks(FirstRank):
@@ -104,17 +110,9 @@ class LocalRanks(FirstRank):
         super().__init__(program, teams, capacity)
 
 
-def check_memory(name: str, needed: int, kv_slots: int) -> None:
-    """RanksError if so many bytes are not free."""
-    left = available_bytes()
-    if left is not None and needed > left:
-        raise RanksError(
-            f"{name}: a KV cache of {kv_slots} slots and its scratch need {needed / 2**20:.0f} MiB, "
-            f"{left / 2**20:.0f} MiB are free: ask for a shorter context or fewer sequences"
-        )
-
-
 def _only_rank(plan: ServicePlan) -> tuple[int, ...]:
     if len(plan.ranks) != 1:
-        raise RanksError(f"the {plan.phase} plan has {len(plan.ranks)} ranks; this version runs plans of one")
+        raise RanksError(
+            f"the {plan.phase} plan has {len(plan.ranks)} ranks; those run in processes: `open_ranks`"
+        )
     return plan.ranks[0].cores

@@ -16,7 +16,7 @@ from phasewise.serving.errors import ContextLengthExceeded, RequestError, Servin
 from phasewise.serving.forward import kv_bytes_per_slot
 from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
-from phasewise.serving.ranks import STEP_TOKENS, LocalRanks
+from phasewise.serving.ranks import STEP_TOKENS, open_ranks
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.serving.tokenizer import DetokenizeStream, Tokenizer
@@ -130,14 +130,15 @@ def open_engine(
     size: EngineSize,
     text: ModelText | None = None,
     schedules: Mapping[Phase, ScheduleLookup] | None = None,
+    pinned: bool = True,
 ) -> OpenEngine:
     """Start the ranks and put the model into them; without schedules all runs by default ones.
 
-    Raises ServingError where this machine cannot.
+    pinned: as `open_ranks` has it. Raises ServingError where this machine cannot.
     """
     text = text or ModelText(model)
     step_tokens = max(size.max_batch_tokens, size.max_sequences)  # a decode step has a token of each sequence
-    ranks = LocalRanks(model, plans, size.kv_slots, step_tokens, size.max_sequences, schedules)
+    ranks = open_ranks(model, plans, size.kv_slots, step_tokens, size.max_sequences, schedules, pinned)
     limits = SchedulerLimits(size.context_length, size.max_batch_tokens, size.max_sequences)
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
     engine = Engine(ranks, vocabulary, Scheduler(BlockPool(size.kv_slots), limits))

@@ -124,7 +124,12 @@ def set_plan(
         str, typer.Argument(metavar="MODEL", help="the model's name, as `models list` prints it")
     ],
     phase: Annotated[PhaseName, typer.Option(help="the phase that the plan is for")],
-    cores: Annotated[str, typer.Option(metavar="LIST", help="cores to pin threads to, e.g. 0,1 or 0-3,8")],
+    cores: Annotated[
+        list[str],
+        typer.Option(
+            metavar="LIST", help="cores to pin threads to, e.g. 0,1 or 0-3,8; once for each rank [repeatable]"
+        ),
+    ],
     weight_format: FormatOption = WeightFormat.native,
     db: DbOption = None,
     as_json: JsonOption = False,
@@ -136,8 +141,8 @@ def set_plan(
     from phasewise.tuner import plans
 
     machine = read_machine()
-    rank = plans.rank_on(machine, plans.parse_cores(cores))
-    plan = plans.ServicePlan(phase.value, (rank,), "database")
+    ranks = tuple(plans.rank_on(machine, plans.parse_cores(one)) for one in cores)
+    plan = plans.ServicePlan(phase.value, ranks, "database")
     plans.check_fits(plan, machine)
     key = plans.model_key(model, weight_format.value)
     origin = Origin(plans.machine_key(machine), __version__, time.time_ns() // 1_000_000)

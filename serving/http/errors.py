@@ -9,7 +9,14 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError, StepFailed, Stopping
+from phasewise.serving.errors import (
+    ContextLengthExceeded,
+    QueueFull,
+    RanksError,
+    RequestError,
+    StepFailed,
+    Stopping,
+)
 
 RETRY_AFTER_S = 1
 
@@ -87,6 +94,8 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="server_stopping")
         case StepFailed():
             return ApiError(500, str(error), code="engine_error")
+        case RanksError():
+            return ApiError(503, str(error), code="engine_stopped")
         case _:
             return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
 

@@ -19,7 +19,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +30,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.forms import WeightForm, check_finite, convert_rows, pack_rows
 from phasewise.serving.loaders.layout import VectorPlan, WeightPlan, plan_vectors, plan_weights
 from phasewise.serving.loaders.source import ModelSource, Rows
-from phasewise.serving.model import PackedModel, config_from_json, config_to_json
+from phasewise.serving.model import MappedFile, PackedModel, config_from_json, config_to_json
 
 FILE_VERSION = 1  # change with anything in this module, or in how a loader reads a source
 MAGIC = b"PHASWISE"
@@ -99,7 +99,10 @@ def read_packed(target: Path, identity: str, source: Path) -> PackedModel | None
             if fields["identity"] != identity:
                 return None
             mapped = mmap.mmap(file.fileno(), fields["file_bytes"], prot=mmap.PROT_READ)
-        return _model(fields, text, mapped, source)
+            status = os.fstat(file.fileno())
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        mapping = MappedFile(target, address, fields["file_bytes"], (status.st_dev, status.st_ino))
+        return replace(_model(fields, text, mapped, source), file=mapping)
     except _NOT_OURS:
         return None
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from phasewise.serving.engine import Engine
 from phasewise.serving.engine_thread import EngineThread
-from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError, StepFailed
+from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RanksError, RequestError, StepFailed
 from phasewise.serving.messages import Abort, Answer, Delivery, Failure, Submit
 from phasewise.serving.sampling import GREEDY, SamplingParams
 
@@ -228,6 +228,20 @@ def test_the_thread_tells_refusals_and_survives_failures() -> None:
         ranks.fail_with = None
         thread.send(ask("s"))
         assert text_of(listener.wait_for("s")) == "bcdef"
+
+
+def test_lost_ranks_fail_all_that_is_asked_now_and_later() -> None:
+    ranks = FakeRanks()
+    lost = RanksError("rank 1 (pid 7) was killed by SIGKILL")
+    with running(make_engine(ranks)) as (thread, listener):
+        ranks.fail_with = lost
+        for name in ("r", "s"):
+            thread.send(ask(name))
+            failure = listener.wait_for(name)[-1]
+            assert isinstance(failure, Failure)
+            assert failure.error is lost
+            ranks.fail_with = None
+        assert not thread.is_alive
 
 
 def test_a_bug_between_steps_fails_what_is_in_progress_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

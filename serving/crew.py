@@ -1,0 +1,66 @@
+"""Who takes part in which phase: the ranks of all plans, as processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from phasewise.cython_kernels.division import Division
+from phasewise.serving.batch import Phase
+from phasewise.serving.errors import RanksError
+from phasewise.serving.model import PackedModel
+from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+
+
+@dataclass(frozen=True)
+class Crew:
+    """A phase of R ranks uses processes 0 to R - 1; process 0 is the engine's own."""
+
+    plans: Mapping[Phase, ServicePlan]
+
+    @cached_property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """For each phase the threads of its ranks: `Division.teams`."""
+        return tuple(
+            tuple(len(rank.cores) for rank in self.plans[phase].ranks) if phase in self.plans else ()
+            for phase in PHASES
+        )
+
+    @property
+    def n_ranks(self) -> int:
+        return max(map(len, self.teams))
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether ranks should have their memory on different NUMA nodes."""
+        return len({self.node(rank) for rank in range(self.n_ranks)} - {None}) > 1
+
+    def division(self, rank: int) -> Division:
+        return Division(self.teams, rank)
+
+    def threads(self, rank: int) -> int:
+        """The most that a rank has in any phase."""
+        return max(len(cores) for cores in self.cores(rank).values())
+
+    def cores(self, rank: int) -> dict[Phase, tuple[int, ...]]:
+        """Of the phases that it takes part in."""
+        return {phase: member.cores for phase, member in self._roles(rank).items()}
+
+    def node(self, rank: int) -> int | None:
+        """Where a rank's memory should be: decode decides, which memory bounds. None: wherever it runs."""
+        roles = self._roles(rank)
+        return (roles.get("decode") or roles["prefill"]).numa_node
+
+    def check_divides(self, model: PackedModel) -> None:
+        """RanksError if a phase has more ranks than there are KV heads to go round."""
+        heads = model.config.n_kv_heads
+        for plan in self.plans.values():
+            if len(plan.ranks) > heads:
+                raise RanksError(
+                    f"the {plan.phase} plan has {len(plan.ranks)} ranks, but {model.name} has {heads} "
+                    f"KV head{'s' if heads > 1 else ''} to share: use a plan of at most {heads}"
+                )
+
+    def _roles(self, rank: int) -> dict[Phase, RankCores]:
+        return {phase: plan.ranks[rank] for phase, plan in self.plans.items() if rank < len(plan.ranks)}

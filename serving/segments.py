@@ -1,0 +1,61 @@
+"""Memory that several processes map. It has no name: it goes when the last process that holds it does.
+
+So nothing can be left behind by an engine that is killed, and nobody else can open it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.serving.errors import RanksError
+
+PAGE = mmap.PAGESIZE
+
+
+class Segment:
+    """Zeroed shared memory behind a descriptor. Pages exist from their first touch on.
+
+    What is built over `memory` keeps it mapped; `close` gives up the descriptor alone.
+    """
+
+    def __init__(self, fd: int, n_bytes: int, writable: bool = True) -> None:
+        self.fd = fd
+        self.n_bytes = n_bytes
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.memory = mmap.mmap(fd, n_bytes, mmap.MAP_SHARED, access)
+
+    @classmethod
+    def create(cls, n_bytes: int, purpose: str) -> Segment:
+        """RanksError if the system does not grant so much."""
+        n_bytes = -(-n_bytes // PAGE) * PAGE
+        fd = None
+        try:
+            fd = os.memfd_create(f"phasewise-{purpose}")
+            os.ftruncate(fd, n_bytes)
+            return cls(fd, n_bytes)
+        except OSError as error:
+            if fd is not None:
+                os.close(fd)
+            raise RanksError(
+                f"the system refused {n_bytes / 2**20:.0f} MiB of memory that ranks share ({purpose}): "
+                f"{error.strerror}; `ulimit -v` and `ulimit -n` say what this process may have"
+            ) from error
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """An array over a part of it. ValueError outside the segment."""
+        kind = np.dtype(dtype)
+        count = int(np.prod(shape, dtype=np.int64))
+        if offset < 0 or offset + count * kind.itemsize > self.n_bytes:
+            raise ValueError(f"{count} x {kind} at byte {offset} of {self.n_bytes}")
+        return np.frombuffer(self.memory, kind, count, offset).reshape(shape)
+
+    def close(self) -> None:
+        """Twice is harmless."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
