@@ -166,6 +166,13 @@ def test_rank_0_runs_and_the_others_serve() -> None:
         first.kv_span(0, 1)
 
 
+def test_a_table_that_nobody_runs_is_not_run() -> None:
+    first, _ = sealed(teams=((1, 1), ()))
+
+    with pytest.raises(ValueError, match=r"a team of 1 for rank 0 of teams \(\)"):
+        first.run(Team(None, members=1), [OneToken()], table=1)
+
+
 def test_a_rank_that_does_not_come_is_not_waited_for_without_end() -> None:
     first, second = sealed(patience_s=0.05)
     began = time.monotonic()
