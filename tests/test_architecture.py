@@ -39,7 +39,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "alembic": ("kerneldb", "migrations"),
     "typer": ("cli",),
     "rich": ("cli",),
-    "optuna": ("tuner.search",),
+    "optuna": ("tuner.config",),
     "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
     "uvicorn": ("serving.http",),
