@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.blocks": PURE,
     "serving.scheduler": PURE,
     "tuner": ("tuner", "kerneldb", "topology", "cython_kernels"),
+    "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
     "tuner.search": ("tuner.search", "kerneldb.records", "topology"),
     "kerneldb": ("kerneldb", "topology", "migrations"),
     "kerneldb.records": ("kerneldb.errors",),
