@@ -1,10 +1,11 @@
 """What a switch between the phases costs, where prefill and decode have different ranks and cores.
 
-Run as `python benchmarks/switch.py [MODEL] [--prefill 0,1] [--decode 0 --decode 1] [-n 100] [-r 20]`; a core
-list is a rank. Every step computes one token at one position, so that only who computes it changes. Steps in
-turns (prefill, decode, prefill, ..) are set beside steps of each phase in a row. The difference is the switch:
-waking the ranks that rested, and what their caches have lost. MODEL is `tiny` (random weights that stay in
-the caches, so that a step takes little more than the switch) or any model that `phasewise generate` takes.
+Run as `python benchmarks/switch.py [MODEL] [--prefill 0,1] [--decode 0 --decode 1] [-n 100] [-r 20]`; a
+core list is a rank. Every step computes one token at one position, so that only who computes it changes.
+Steps in turns (prefill, decode, prefill, ..) are set beside steps of each phase in a row. The difference is
+the switch: waking the ranks that rested, and what their caches have lost. MODEL is `tiny` (random weights
+that stay in the caches, so that a step takes little more than the switch) or any that `phasewise generate`
+takes.
 """
 
 from __future__ import annotations

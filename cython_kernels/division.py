@@ -1,7 +1,7 @@
-"""How ranks divide a program: each computes a contiguous range of panels of every weight, and of the KV heads.
+"""How ranks divide a program: each has a contiguous range of panels of every weight, and of the KV heads.
 
-No sum over inputs is ever cut, so that a step's result does not depend on the division, bit for bit. Ranks with
-more threads get more; C (pw_share_of in program.h) divides rows and heads by the same rule.
+No sum over inputs is ever cut, so that a step's result does not depend on the division, bit for bit. Ranks
+with more threads get more; C (pw_share_of in program.h) divides KV heads by the same rule.
 """
 
 from __future__ import annotations

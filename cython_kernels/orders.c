@@ -34,6 +34,8 @@ static int64_t boxes_end(const pw_program *program) {
     return (int64_t)sizeof(pw_orders) + program->n_ranks * (int64_t)sizeof(letter_box);
 }
 
+int64_t pw_orders_offset(const pw_program *program) { return pw_group_bytes(program->n_ranks); }
+
 int64_t pw_orders_bytes(const pw_program *program) {
     return boxes_end(program) + PW_SCHEDULE_TABLES * program->n_ranks * (int64_t)sizeof(observation);
 }
@@ -53,9 +55,9 @@ void pw_orders_open(pw_program *program) {
             atomic_store(&observation_of(program, 0, i)->cpus[thread], -1);
 }
 
-bool pw_orders_fit(const pw_program *program) {
-    const pw_orders *orders = program->orders;
-    return pw_group_ranks(program->group) == program->n_ranks &&
+bool pw_orders_fit(const pw_program *program, const char *shared) {
+    const pw_orders *orders = (const pw_orders *)(const void *)(shared + pw_orders_offset(program));
+    return pw_group_ranks((const pw_group *)(const void *)shared) == program->n_ranks &&
            orders->shared_bytes == pw_program_shared_bytes(program) && orders->n_ops == program->n_ops;
 }
 

@@ -13,11 +13,14 @@ enum { PW_OBSERVED_THREADS = 1024 }; /* of a rank, whose CPUs are told */
 /* What pw_orders_serve ends with, beside failures of a run. */
 enum { PW_SERVED = 0, PW_SERVE_ORPHANED = -30 };
 
+/* Where they lie in the shared memory: after the group. */
+int64_t pw_orders_offset(const pw_program *program);
 int64_t pw_orders_bytes(const pw_program *program);
 
-/* By rank 0 before it lets others look, and by them: false if they were not built alike. */
+/* By rank 0 once it has sealed the memory, before others look; they ask before they seal it whether it was rank 0 of
+ * the same program. */
 void pw_orders_open(pw_program *program);
-bool pw_orders_fit(const pw_program *program);
+bool pw_orders_fit(const pw_program *program, const char *shared);
 
 /* Rank 0's: the checked step, run by all ranks of a table. A failure is everybody's. `resting`: a team to send to rest
  * once the others are on their way, or NULL. */

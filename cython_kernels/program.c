@@ -238,7 +238,7 @@ static int64_t kv_bytes(const pw_program *program) {
 static void lay_out_step(const pw_program *program, layout *l) {
     const pw_capacity *room = &program->capacity;
     if (program->n_ranks == 1) return;
-    l->orders = pw_group_bytes(program->n_ranks);
+    l->orders = pw_orders_offset(program);
     l->tokens = l->orders + aligned(pw_orders_bytes(program));
     l->logit_rows = l->tokens + aligned(room->max_tokens * (int64_t)sizeof(int32_t));
     l->slices = l->logit_rows + aligned(room->max_logit_rows * (int64_t)sizeof(int64_t));
@@ -289,7 +289,7 @@ pw_ticket *pw_region_tickets(const pw_program *program, int64_t op) {
 /* Rows, KV and the step where every rank maps them. */
 static void seal_shared(pw_program *program, const layout *l, char *shared) {
     pw_step *step = &program->step;
-    free_what_is_told(step);
+    if (!program->shared) free_what_is_told(step);
     program->shared = shared;
     program->group = (pw_group *)shared;
     program->orders = (pw_orders *)(shared + l->orders);

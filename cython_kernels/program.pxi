@@ -117,7 +117,7 @@ cdef extern from "orders.h" nogil:
         PW_SERVE_ORPHANED
 
     void pw_orders_open(pw_program *program)
-    bint pw_orders_fit(const pw_program *program)
+    bint pw_orders_fit(const pw_program *program, const char *shared)
     int pw_orders_run(pw_program *program, pw_team *team, int32_t table, pw_team *resting)
     void pw_orders_stop(pw_program *program)
     int pw_orders_serve(pw_program *program, pw_team **teams)
@@ -394,18 +394,16 @@ cdef class Program:
         The others seal it after rank 0 has, and before rank 0 runs a step.
         """
         cdef unsigned char[::1] memory = buffer
-        cdef bint first = self.program.rank == 0
         if self.program.n_ranks == 1:
             raise ProgramError("a program of one rank shares no memory")
         if memory.shape[0] < self.shared_bytes() or <size_t>&memory[0] % 4096:
             raise ProgramError(f"{memory.shape[0]} shared bytes where {self.shared_bytes()} from a page's start on belong")
+        if self.program.rank and not pw_orders_fit(self.program, <char *>&memory[0]):
+            raise ProgramError("rank 0 has not sealed this memory, or not for the same program")
         self._seal(logits, <char *>&memory[0])
         self.kept.append(memory)
-        if first:
+        if self.program.rank == 0:
             pw_orders_open(self.program)
-        elif not pw_orders_fit(self.program):
-            self.sealed = False
-            raise ProgramError("rank 0 has not sealed this memory, or not for the same program")
 
     cdef int _seal(self, int64_t logits, char *shared) except -1:
         cdef pw_capacity *room = &self.program.capacity
@@ -488,8 +486,9 @@ cdef class Program:
     def stop(self):
         """Ends `serve` on every other rank."""
         self._check_shared()
-        if self.program.rank == 0:
-            pw_orders_stop(self.program)
+        if self.program.rank:
+            raise ProgramError("rank 0 says when to stop")
+        pw_orders_stop(self.program)
 
     def fail(self):
         """Ends every wait of every rank, now and later. From any thread of any rank."""

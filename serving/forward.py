@@ -154,7 +154,7 @@ def _room(model: PackedModel, capacity: Capacity) -> dict[str, int]:
 class _Linears:
     """Adds linear ops to a program, every weight with its arithmetic and its schedules.
 
-    The arithmetic is the whole weight's, whoever computes it; schedules are for what this rank computes of it.
+    The arithmetic is the whole weight's, whoever computes it; schedules are for what this rank has of it.
     """
 
     program: Program

@@ -1,4 +1,4 @@
-"""A step divided over ranks gives the bits of one rank; threads of this process stand in for the ranks' processes."""
+"""A step divided over ranks gives the bits of one; threads of one process stand in for those of the ranks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class OneRank:
 
 
 def prompts(model: PackedModel) -> list[SequenceSlice]:
-    """Three prompts, one of them a single token, another in two chunks of positions; without logits in the middle."""
+    """One in two chunks of positions; one of a single token, whose logits nobody wants."""
     lengths, bases, wanted = (140, 1, 60), (0, 200, 333), (True, False, True)
     return [
         sliced(random_ids(n, model, n), base=base, wants_logits=wants)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 from paper_machines import epyc, kunpeng
 
-from phasewise.topology import Machine, read_lstopo
+from phasewise.topology import Kind, Machine, read_lstopo
+from phasewise.tuner.plans import parse_cores
 from phasewise.tuner.topotree import count_grouped, every_tree, fundamental, group_bound, parse, removal_bound
 
 SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data")
@@ -55,3 +57,14 @@ def test_the_machine_built_from_facts_is_the_one_lstopo_describes() -> None:
     (path,) = [path for path in FILES if "7H12" in path.stem]
 
     assert fundamental(read_lstopo(path)).tree == fundamental(epyc()).tree
+
+
+@needs_files
+def test_the_papers_machines_have_the_cpus_that_lscpu_lists() -> None:
+    """Nodes and their CPUs, as the facts transcribed from public outputs state them."""
+    facts = json.loads((SHARED / "hwloc" / "PAPER_PLATFORM_FACTS.json").read_text())
+
+    for machine, name in ((kunpeng(), "kunpeng920_5250_4s"), (epyc(), "epyc7h12_2s_nps1_smt")):
+        nodes = [parse_cores(text) for text in facts[name]["numa_cpus"]]
+        assert [node.cpus for node in machine.nodes(Kind.NUMA)] == nodes
+        assert len(machine.allowed_pus) == facts[name]["cpus"]

@@ -1,0 +1,248 @@
+"""What other tools are told is the plan, read back as those tools read it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paper_machines import epyc, kunpeng, xeon
+
+from phasewise.topology import Machine, read_machine
+from phasewise.tuner.emit import TOOLS, cpu_mask, emit
+from phasewise.tuner.errors import PlanError
+from phasewise.tuner.plans import Phase, RankCores, ServicePlan, default_plan, parse_cores
+from phasewise.tuner.topotree import OperatorLimits, configurations, parse
+
+LIMITS = OperatorLimits(n_heads=32, n_kv_heads=32, head_dim=128, ffn=11008)
+TREES = {
+    "fundamental | group(4,1,3) | remove(1,4)": kunpeng(),
+    "fundamental | remove(1,4)": epyc(threads_a_core=2),
+    "fundamental | remove(3,2)": xeon(),
+}
+
+
+def _plans(notation: str, n_ranks: int = 1) -> tuple[Machine, Mapping[Phase, ServicePlan]]:
+    """All cores in one rank for prefill; for decode what the tree leaves, in so many ranks."""
+    machine = TREES[notation]
+    found = {len(one.ranks): one for one in configurations(parse(notation, machine), LIMITS)}
+    return machine, {
+        "prefill": default_plan(machine, "prefill"),
+        "decode": found[n_ranks].plan("decode", "search"),
+    }
+
+
+def _pus_of_mask(text: str) -> set[int]:
+    """As llama.cpp reads it: digit by digit from the left, four CPUs each, at most 128 of them."""
+    digits = text.removeprefix("0x")
+    assert len(digits) <= 128
+    found = set()
+    for place, digit in enumerate(digits):
+        low = 4 * (len(digits) - 1 - place)
+        found |= {low + bit for bit in range(4) if int(digit, 16) >> bit & 1}
+    return found
+
+
+def _options(text: str) -> dict[str, str]:
+    words = shlex.split(text)
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+@given(st.sets(st.integers(0, 511), min_size=1))
+def test_masks_are_exact_however_many_cpus(pus: set[int]) -> None:
+    """Beyond 64 CPUs too, which is where masks in machine words end."""
+    assert _pus_of_mask(cpu_mask(tuple(pus))) == pus
+
+
+@pytest.mark.parametrize("notation", TREES)
+def test_llama_cpp_gets_both_phases(notation: str) -> None:
+    """A mask and a thread count for generation, and for batches, each thread on a CPU of its own."""
+    machine, plans = _plans(notation)
+
+    options = _options(emit("llama.cpp", plans, machine).text)
+
+    assert _pus_of_mask(options["-C"]) == set(plans["decode"].cores)
+    assert _pus_of_mask(options["-Cb"]) == set(plans["prefill"].cores)
+    assert int(options["-t"]) == len(plans["decode"].cores)
+    assert int(options["-tb"]) == len(plans["prefill"].cores)
+    assert options["--cpu-strict"] == options["--cpu-strict-batch"] == "1"
+
+
+def test_llama_cpp_is_told_what_gets_lost() -> None:
+    """One process has no ranks, and --numa would bind its threads to nodes instead of cores."""
+    machine, plans = _plans("fundamental | group(4,1,3) | remove(1,4)", n_ranks=8)
+    emitted = emit("llama.cpp", plans, machine)
+
+    assert "--numa" not in emitted.text
+    assert "8 ranks of decode become 144 threads" in emitted.notes[0]
+    assert "--interleave=0,1,2,3,4,5,6,7" in emitted.notes[1]
+
+
+def test_one_phase_gives_its_own_flags() -> None:
+    """Prefill alone leaves generation as it is."""
+    machine, plans = _plans("fundamental | remove(3,2)")
+
+    assert set(_options(emit("llama.cpp", {"prefill": plans["prefill"]}, machine).text)) == {
+        "-tb",
+        "-Cb",
+        "--cpu-strict-batch",
+    }
+
+
+def test_cpus_beyond_llama_cpps_masks_are_refused() -> None:
+    """A mask that it would cut off is not printed."""
+    plan = ServicePlan("decode", (RankCores((511, 512)),))
+
+    with pytest.raises(PlanError, match="CPU 512 is not in them"):
+        emit("llama.cpp", {"decode": plan}, kunpeng())
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 32])
+def test_vllm_gets_a_list_for_every_rank(n_ranks: int) -> None:
+    """As many lists as the tensor parallel size says, in the order of the ranks."""
+    machine, plans = _plans("fundamental | remove(1,4)", n_ranks)
+
+    emitted = emit("vllm", plans, machine)
+
+    words = shlex.split(emitted.text)
+    lists = words[1].removeprefix("VLLM_CPU_OMP_THREADS_BIND=").split("|")
+    assert words[-2:] == ["--tensor-parallel-size", str(n_ranks)]
+    assert [set(parse_cores(text)) for text in lists] == [set(r.cores) for r in plans["decode"].ranks]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 4, 8])
+def test_launchers_get_a_line_for_every_rank(n_ranks: int) -> None:
+    """numactl with the rank's memory, taskset, and OpenMP with one place for each thread."""
+    machine, plans = _plans("fundamental | group(4,1,3) | remove(1,4)", n_ranks)
+    ranks = [set(rank.cores) for rank in plans["decode"].ranks]
+
+    numactl, taskset, openmp = (
+        emit(tool, plans, machine).text.splitlines() for tool in ("numactl", "taskset", "openmp")
+    )
+
+    assert [set(parse_cores(line.split()[-1])) for line in taskset] == ranks
+    bound = [re.search(r"--physcpubind=(\S+) --(membind|interleave)=(\S+)$", line) for line in numactl]
+    assert [set(parse_cores(found[1])) for found in bound if found] == ranks
+    nodes = [set(parse_cores(found[3])) for found in bound if found]
+    assert set().union(*nodes) == set(range(8))
+    assert {found[2] for found in bound if found} == ({"membind"} if n_ranks == 8 else {"interleave"})
+    for line, cores in zip(openmp, ranks, strict=True):
+        settings = dict(word.split("=", 1) for word in shlex.split(line)[1:])
+        assert int(settings["OMP_NUM_THREADS"]) == len(cores)
+        assert {int(pu) for pu in re.findall(r"{(\d+)}", settings["OMP_PLACES"])} == cores
+
+
+@pytest.mark.parametrize("tool", ["vllm", "numactl", "taskset", "openmp"])
+def test_one_set_of_cores_for_both_phases_is_said_so(tool: str) -> None:
+    """Decode's, with a remark where prefill's differ and none where they do not."""
+    machine, plans = _plans("fundamental | remove(3,2)")
+    same = plans | {"prefill": replace(plans["decode"], phase="prefill")}
+
+    assert any("for both phases" in line for line in emit(tool, plans, machine).notes)
+    assert emit(tool, same, machine) == emit(tool, {"decode": plans["decode"]}, machine)
+    assert not any("both" in line for line in emit(tool, same, machine).notes)
+    only = emit(tool, {"prefill": plans["prefill"]}, machine)
+    assert only.text != emit(tool, plans, machine).text
+
+
+def test_a_pod_is_guaranteed_and_has_whole_cpus() -> None:
+    """Requests equal limits, CPUs are whole and fill every core, and the topology policy can hold."""
+    yaml = pytest.importorskip("yaml", reason="reading the pod back needs PyYAML")
+    machine, plans = _plans("fundamental | remove(1,4)")
+    emitted = emit("kubernetes", plans, machine)
+
+    (container,) = yaml.safe_load(emitted.text)["spec"]["containers"]
+
+    resources = container["resources"]
+    assert resources["requests"] == resources["limits"]
+    assert int(resources["limits"]["cpu"]) == 256
+    assert "full-pcpus-only=true,distribute-cpus-across-numa=true" in emitted.text
+    assert "best-effort" in emitted.text
+    assert "chooses which" in emitted.notes[0]
+    assert "resting" in emitted.notes[1]
+
+
+def test_a_pod_within_a_node_stays_there() -> None:
+    """Where one NUMA node holds the plan, the kubelet is asked to keep it so."""
+    machine = kunpeng()
+    plan = ServicePlan("decode", (RankCores(tuple(range(24)), 0),))
+
+    text = emit("kubernetes", {"decode": plan}, machine).text
+
+    assert "single-numa-node" in text
+    assert "distribute" not in text
+
+
+def test_what_cannot_be_printed() -> None:
+    """Another tool, or no plan."""
+    machine = xeon()
+
+    with pytest.raises(PlanError, match=r"llama.cpp, vllm, .* not for 'ollama'"):
+        emit("ollama", {"decode": default_plan(machine, "decode")}, machine)
+    for tool in TOOLS:
+        with pytest.raises(PlanError, match="no plan"):
+            emit(tool, {}, machine)
+
+
+# ---- the tools themselves ----------------------------------------------------------------------------------
+
+PRINT_AFFINITY = "import os; print(*sorted(os.sched_getaffinity(0)))"
+
+
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="no taskset here")
+def test_taskset_takes_its_flags() -> None:
+    """A process started with them has the plan's cores."""
+    machine = read_machine()
+    plan = default_plan(machine, "decode", threads=1)
+    command = [*shlex.split(emit("taskset", {"decode": plan}, machine).text), "python3", "-c", PRINT_AFFINITY]
+
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    assert set(map(int, shown.split())) == set(plan.cores)
+
+
+OPENMP_PROGRAM = r"""
+#define _GNU_SOURCE
+#include <omp.h>
+#include <sched.h>
+#include <stdio.h>
+int main(void) {
+    #pragma omp parallel
+    {
+        cpu_set_t set;
+        sched_getaffinity(0, sizeof set, &set);
+        #pragma omp critical
+        for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+            if (CPU_ISSET(cpu, &set)) printf("%d %d\n", omp_get_thread_num(), cpu);
+    }
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler here")
+def test_openmp_takes_its_flags(tmp_path: Path) -> None:
+    """Every thread of a program built with -fopenmp stays on one core of the plan, no two on the same."""
+    source = tmp_path / "program.c"
+    source.write_text(OPENMP_PROGRAM)
+    build = ["gcc", "-fopenmp", "-o", str(tmp_path / "program"), str(source)]
+    if subprocess.run(build, capture_output=True, check=False, timeout=120).returncode:
+        pytest.skip("no OpenMP here")
+    machine = read_machine()
+    plan = default_plan(machine, "decode")
+    command = [*shlex.split(emit("openmp", {"decode": plan}, machine).text), str(tmp_path / "program")]
+
+    shown = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60, env=dict(os.environ)
+    ).stdout
+
+    assert sorted(int(line.split()[1]) for line in shown.splitlines()) == sorted(plan.cores)
+    assert len({line.split()[0] for line in shown.splitlines()}) == len(plan.cores)
