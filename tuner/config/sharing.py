@@ -22,6 +22,9 @@ from phasewise.tuner.plans import RankCores
 Vector = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float64]
 
+LOCAL_RATING = 10
+"""Of a NUMA node's distance to itself; 20 is twice as far."""
+
 _EVEN = 1 + 1e-9
 """Rounding must not keep a full resource open."""
 
@@ -52,6 +55,7 @@ class Neighbourhood:
         self._l3_of = _holders(machine, Kind.L3)
         self._package_of = _holders(machine, Kind.PACKAGE)
         self._node_of = {pu: node.os_index or 0 for node in machine.nodes(Kind.NUMA) for pu in node.cpus}
+        self._distances = machine.distances
         self._package_of_node = {node: self._package_of.get(pu, 0) for pu, node in self._node_of.items()}
 
     def l3s_of(self, pus: Sequence[int]) -> list[int | None]:
@@ -84,6 +88,10 @@ class Neighbourhood:
         cores = [self._core_of.get(pu, -1 - pu) for pu in pus]
         active = Counter(cores)
         return [1 / active[core] for core in cores]
+
+    def rating(self, pu: int, node: int) -> int | None:
+        """How far the firmware says that memory is, 10 for local; None where it does not say."""
+        return None if self._distances is None else self._distances.between(self.node_of(pu), node)
 
     def memory_of(self, rank: RankCores) -> dict[int, float]:
         """On which NUMA nodes the rank's weights lie, and which share of them."""
@@ -128,10 +136,13 @@ class ReadSharing:
         return self._rates.core_read_bytes_per_s / time_of_byte
 
     def _reach(self, pu: int, node: int) -> float:
-        """Share of a core's rate that it reaches in the memory of `node`."""
+        """Share of a core's rate that it reaches in the memory of `node`: by the firmware's rating if any."""
         share = self._rates.node_share.get(node, 1.0)
         if self.where.node_of(pu) == node:
             return share
+        rating = self.where.rating(pu, node)
+        if rating is not None:
+            return share * LOCAL_RATING / max(rating, LOCAL_RATING)
         if self.where.is_package_of(pu, node):
             return share * self._rates.remote_node_share
         return share * self._rates.remote_package_share

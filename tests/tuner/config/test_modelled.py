@@ -22,7 +22,7 @@ from paper_machines import (
     xeon,
 )
 
-from phasewise.topology import Kind, Machine
+from phasewise.topology import Kind, Machine, NumaDistances
 from phasewise.tuner.config.hidden import HiddenResource, read_hidden
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import MachineRates, default_rates, measured_rates
@@ -160,6 +160,19 @@ def test_a_rank_whose_memory_lies_in_another_package_reads_slowest() -> None:
     local, neighbour, far = (sharing.rank_bytes_per_s((RankCores(cores, node),))[0] for node in (0, 1, 2))
 
     assert local > neighbour > far
+
+
+def test_the_firmwares_distances_decide_where_it_rates_them() -> None:
+    """10 is local, 20 twice as far; and no rating of a foreign file stops the model."""
+    machine = xeon()
+    rated = replace(machine, distances=NumaDistances((0, 1), ((10, 40), (1, 10))))
+    sharing = ReadSharing(rated, default_rates(machine))
+
+    local, far = (sharing.rank_bytes_per_s((RankCores((0,), node),))[0] for node in (0, 1))
+    nonsense = sharing.rank_bytes_per_s((RankCores((20,), 0),))[0]
+
+    assert far == pytest.approx(local / 4)
+    assert nonsense == pytest.approx(local)
 
 
 def test_more_cores_read_more_until_their_node_is_saturated() -> None:
