@@ -79,19 +79,13 @@ class Neighbourhood:
         """Whether one package holds them all."""
         return len({self._package_of.get(pu, 0) for pu in pus}) == 1
 
-    def is_package_of(self, pu: int, node: int) -> bool:
-        """Whether the PU's package holds that NUMA node."""
-        return self._package_of_node.get(node, 0) == self._package_of.get(pu, 0)
+    def are_neighbours(self, first: int, second: int) -> bool:
+        """Whether two NUMA nodes lie in one package."""
+        return self._package_of_node.get(first, 0) == self._package_of_node.get(second, 0)
 
-    def core_shares(self, pus: Sequence[int]) -> list[float]:
-        """How much of its core each of these PUs has when all of them are active."""
-        cores = [self._core_of.get(pu, -1 - pu) for pu in pus]
-        active = Counter(cores)
-        return [1 / active[core] for core in cores]
-
-    def rating(self, pu: int, node: int) -> int | None:
-        """How far the firmware says that memory is, 10 for local; None where it does not say."""
-        return None if self._distances is None else self._distances.between(self.node_of(pu), node)
+    def rating(self, first: int, second: int) -> int | None:
+        """How far the firmware says that two NUMA nodes are, 10 for one node; None where it does not say."""
+        return None if self._distances is None else self._distances.between(first, second)
 
     def memory_of(self, rank: RankCores) -> dict[int, float]:
         """On which NUMA nodes the rank's weights lie, and which share of them."""
@@ -121,7 +115,7 @@ class ReadSharing:
         """What each rank reads while all of them do."""
         pus = [pu for rank in ranks for pu in rank.cores]
         memories = [memory for rank in ranks for memory in [self.where.memory_of(rank)] * len(rank.cores)]
-        demand = np.array([self._demand(pu, memory) for pu, memory in zip(pus, memories, strict=True)])
+        demand = np.array([one for rank in ranks for one in self._demands(rank)])
         demand *= self.where.core_shares(pus)
         limits = [*self._cache_limits(pus), *self._memory_limits(pus, memories)]
         limits += self._hidden_limits(pus, demand)
@@ -130,20 +124,25 @@ class ReadSharing:
         ends = np.cumsum([len(rank.cores) for rank in ranks])
         return [float(part.sum()) for part in np.split(rate, ends[:-1])]
 
-    def _demand(self, pu: int, memory: Mapping[int, float]) -> float:
-        """Bytes a second of a core alone: the nodes that it reads take turns, so their times add up."""
-        time_of_byte = sum(part / self._reach(pu, node) for node, part in memory.items())
-        return self._rates.core_read_bytes_per_s / time_of_byte
+    def _demands(self, rank: RankCores) -> list[float]:
+        """Bytes a second of each core alone: the nodes that it reads take turns, so their times add up."""
+        memory = self.where.memory_of(rank)
+        times_of_byte = {
+            home: sum(part / self._reach(home, node) for node, part in memory.items())
+            for home in self.where.nodes_of(rank.cores)
+        }
+        rate = self._rates.core_read_bytes_per_s
+        return [rate / times_of_byte[self.where.node_of(pu)] for pu in rank.cores]
 
-    def _reach(self, pu: int, node: int) -> float:
+    def _reach(self, home: int, node: int) -> float:
         """Share of a core's rate that it reaches in the memory of `node`: by the firmware's rating if any."""
         share = self._rates.node_share.get(node, 1.0)
-        if self.where.node_of(pu) == node:
+        if home == node:
             return share
-        rating = self.where.rating(pu, node)
+        rating = self.where.rating(home, node)
         if rating is not None:
             return share * LOCAL_RATING / max(rating, LOCAL_RATING)
-        if self.where.is_package_of(pu, node):
+        if self.where.are_neighbours(home, node):
             return share * self._rates.remote_node_share
         return share * self._rates.remote_package_share
 
