@@ -87,6 +87,12 @@ class Neighbourhood:
         """How far the firmware says that two NUMA nodes are, 10 for one node; None where it does not say."""
         return None if self._distances is None else self._distances.between(first, second)
 
+    def core_shares(self, pus: Sequence[int]) -> list[float]:
+        """How much of its core each of these PUs has when all of them are active."""
+        cores = [self._core_of.get(pu, -1 - pu) for pu in pus]
+        active = Counter(cores)
+        return [1 / active[core] for core in cores]
+
     def memory_of(self, rank: RankCores) -> dict[int, float]:
         """On which NUMA nodes the rank's weights lie, and which share of them."""
         if rank.numa_node is not None:
