@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +14,7 @@ from paper_machines import epyc, kunpeng
 from typer.testing import CliRunner, Result
 
 from phasewise.cli.commands.topo import topo
-from phasewise.cli.plan_text import model_name, plan_fields, plan_lines, read_plans
+from phasewise.cli.plan_text import model_name, picture_groups, plan_fields, plan_lines, read_plans
 from phasewise.cli.trees_text import one_tree_lines, trees_fields, trees_lines
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
