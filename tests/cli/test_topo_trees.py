@@ -238,6 +238,20 @@ def test_the_picture_of_a_plan_names_every_rank(tmp_path: Path) -> None:
     assert "decode, rank 0" in text
 
 
+@pytest.mark.parametrize(("n_prefill", "n_decode"), [(1, 1), (1, 32), (8, 8), (8, 1), (2, 4)])
+def test_no_colour_means_both_phases(n_prefill: int, n_decode: int) -> None:
+    """Neighbouring ranks differ too, while there are colours for that."""
+    plans = {
+        "prefill": ServicePlan("prefill", tuple(RankCores((pu,)) for pu in range(n_prefill))),
+        "decode": ServicePlan("decode", tuple(RankCores((pu,)) for pu in range(n_decode))),
+    }
+    groups = picture_groups(plans)
+    prefill, decode = groups[:n_prefill], groups[n_prefill:]
+
+    assert {group.fill for group in prefill}.isdisjoint(group.fill for group in decode)
+    assert all(one.fill != next_one.fill for one, next_one in pairwise(decode))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--trees", "--plan"], ["--tree", "fundamental", "--trees"], ["model"], ["model", "--trees"]],
