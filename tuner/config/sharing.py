@@ -54,7 +54,9 @@ class Neighbourhood:
         self._core_of = _holders(machine, Kind.CORE)
         self._l3_of = _holders(machine, Kind.L3)
         self._package_of = _holders(machine, Kind.PACKAGE)
-        self._node_of = {pu: node.os_index or 0 for node in machine.nodes(Kind.NUMA) for pu in node.cpus}
+        # Of two memories with the same PUs the first one counts, as in `plans.rank_on`.
+        memories = reversed(machine.nodes(Kind.NUMA))
+        self._node_of = {pu: node.os_index or 0 for node in memories for pu in node.cpus}
         self._distances = machine.distances
         self._package_of_node = {node: self._package_of.get(pu, 0) for pu, node in self._node_of.items()}
 
