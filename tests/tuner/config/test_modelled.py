@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ from phasewise.tuner.config.sharing import ReadSharing, fair_rates
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, rank_on
+
+T = TypeVar("T")
 
 DECODE = Step("decode", 1, context=512)
 PREFILL = Step("prefill", 512)
@@ -56,8 +59,8 @@ def numa_sets(machine: Machine) -> list[tuple[int, ...]]:
     return [node.cpus for node in machine.nodes(Kind.NUMA)]
 
 
-def even_parts(pus: Sequence[int], parts: int) -> list[Sequence[int]]:
-    return [pus[len(pus) * at // parts : len(pus) * (at + 1) // parts] for at in range(parts)]
+def even_parts(whole: Sequence[T], parts: int) -> list[Sequence[T]]:
+    return [whole[len(whole) * at // parts : len(whole) * (at + 1) // parts] for at in range(parts)]
 
 
 # The paper's Fig. 3 (a): 4x Kunpeng 920, tensor-parallel over its 8 NUMA nodes.
@@ -193,6 +196,16 @@ def test_two_pus_of_a_core_read_and_multiply_no_more_than_one() -> None:
     one = step_ns(evaluator, on(machine, (0,)), PREFILL)
 
     assert step_ns(evaluator, on(machine, (0, 128)), PREFILL) >= one
+
+
+def test_second_pus_of_cores_speed_nothing_up_in_several_ranks_either() -> None:
+    machine = epyc()
+    evaluator = ModelledEvaluator(machine, llama_2_7b(), epyc_rates())
+    first = [[core[0] for core in part] for part in even_parts(machine.allowed_cores(), 8)]
+    both = [[pu for core in part for pu in core] for part in even_parts(machine.allowed_cores(), 8)]
+
+    for step in (PREFILL, DECODE):
+        assert step_ns(evaluator, on(machine, *first), step) <= step_ns(evaluator, on(machine, *both), step)
 
 
 def test_the_slowest_rank_decides() -> None:
