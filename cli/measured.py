@@ -22,7 +22,7 @@ from phasewise.serving.ranks import STEP_TOKENS, open_ranks
 from phasewise.serving.start import keeping_affinity
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch, is_disturbed
-from phasewise.tuner.config.steps import EvaluatorKind, Step
+from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
 from phasewise.tuner.errors import EvaluationError, TunerError
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, default_plan
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Plans = Mapping[Phase, ServicePlan]
 Schedules = Mapping[Phase, "ScheduleLookup"]
-Cost = Callable[[Callable[[Step], float]], float]
+Cost = Callable[[StepTimer], float]
 """The objective of a phase in milliseconds, from a timer of its steps."""
 
 Duel = Callable[[int], list[tuple[timing.Samples, timing.Samples]]]
@@ -131,7 +131,7 @@ class MeasuredEvaluator:
     @contextmanager
     def open_plan(self, plan: ServicePlan) -> Iterator[Clock]:
         """As `open`."""
-        with keeping_affinity(), _one_line(plan):
+        with keeping_affinity(), _one_line():
             check_fits(plan, self._machine)
             plans = {phase: default_plan(self._machine, phase) for phase in PHASES} | {plan.phase: plan}
             watch = Watch(plan.cores)
@@ -191,7 +191,7 @@ class Clock:
         return self._known_ns[step]
 
     def _timed_ns(self, step: Step) -> float:
-        with _one_line(self._plan):
+        with _one_line():
             batch = self.batch(step)
             self._watch.lap()
             turn = timing.plan_turn(self.call_ns(batch))  # the first call also warms up
@@ -239,7 +239,7 @@ class Contestant:
         while time.perf_counter_ns() < settled_ns:
             self._clock.call_ns(self._first)
         found = {step: self._step_ns(step) for step in self._batches}
-        return (max(1, round(self._cost(found.__getitem__) * 1e6)),)
+        return (max(1, round(self._cost(lambda step: found[step]) * 1e6)),)
 
     def _step_ns(self, step: Step) -> float:
         calls = self._turns[step].calls
@@ -263,11 +263,11 @@ def _fill(ranks: Ranks, kv_slots: int) -> None:
 
 
 @contextmanager
-def _one_line(plan: ServicePlan) -> Iterator[None]:
-    """What opening or running a plan may fail with, as EvaluationError."""
+def _one_line() -> Iterator[None]:
+    """What opening or running a plan may fail with, as EvaluationError; who asked knows which plan it is."""
     try:
         yield
     except EvaluationError:
         raise
     except (ServingError, TunerError, KernelError) as error:
-        raise EvaluationError(f"{plan.describe()} cannot run: {' '.join(str(error).split())}") from error
+        raise EvaluationError(" ".join(str(error).split())) from error

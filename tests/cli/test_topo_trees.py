@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +14,7 @@ from paper_machines import epyc, kunpeng
 from typer.testing import CliRunner, Result
 
 from phasewise.cli.commands.topo import topo
-from phasewise.cli.plan_text import model_name, plan_fields, plan_lines, read_plans
+from phasewise.cli.plan_text import model_name, picture_groups, plan_fields, plan_lines, read_plans
 from phasewise.cli.trees_text import one_tree_lines, trees_fields, trees_lines
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
@@ -235,6 +236,20 @@ def test_the_picture_of_a_plan_names_every_rank(tmp_path: Path) -> None:
     text = picture.read_text()
     assert "prefill, rank 0" in text
     assert "decode, rank 0" in text
+
+
+@pytest.mark.parametrize(("n_prefill", "n_decode"), [(1, 1), (1, 32), (8, 8), (8, 1), (2, 4)])
+def test_no_colour_means_both_phases(n_prefill: int, n_decode: int) -> None:
+    """Neighbouring ranks differ too, while there are colours for that."""
+    plans = {
+        "prefill": ServicePlan("prefill", tuple(RankCores((pu,)) for pu in range(n_prefill))),
+        "decode": ServicePlan("decode", tuple(RankCores((pu,)) for pu in range(n_decode))),
+    }
+    groups = picture_groups(plans)
+    prefill, decode = groups[:n_prefill], groups[n_prefill:]
+
+    assert {group.fill for group in prefill}.isdisjoint(group.fill for group in decode)
+    assert all(one.fill != next_one.fill for one, next_one in pairwise(decode))
 
 
 @pytest.mark.parametrize(

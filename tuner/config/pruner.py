@@ -1,9 +1,9 @@
 """The transformation-tree rule within one trial: stop timing what cannot beat the tree it came from.
 
-A configuration is timed one slice of the trace after another. What it has to beat is the configuration at the
-same cross-section of the tree that it came from by one removal; at a root, the best one known. Both were timed
-on the same slices in the same order, so their running means are compared slice for slice: the slices differ
-from each other far more than two configurations do.
+A configuration is timed one slice of the trace after another. What it has to beat is the configuration at
+the same cross-section of the tree that it came from by one removal; at a root, the best one known. Both were
+timed on the same slices in the same order, so their running means are compared slice for slice: the slices
+differ from each other far more than two configurations do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HOPELESS = 1.1
 def is_hopeless(own: Mapping[int, float], rival: Mapping[int, float]) -> bool:
     """Whether the newest running mean of `own`, by slice number, is far above the rival's at that slice."""
     newest = max(own, default=-1)
-    return newest + 1 >= MIN_SLICES and newest in rival and own[newest] > HOPELESS * rival[newest]
+    return len(own) >= MIN_SLICES and newest in rival and own[newest] > HOPELESS * rival[newest]
 
 
 class TransformationTreePruner(optuna.pruners.BasePruner):
@@ -32,6 +32,8 @@ class TransformationTreePruner(optuna.pruners.BasePruner):
 
     def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
         """Against the trial of the configuration that this one names as its rival, else the best trial."""
+        if len(trial.intermediate_values) < MIN_SLICES:
+            return False
         states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
         finished = study.get_trials(deepcopy=False, states=states)
         rival = self._rival(finished, trial.user_attrs.get(RIVAL))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from random import Random
 from typing import TypeAlias
 
 from phasewise.tuner.topotree import (
@@ -38,25 +39,27 @@ class Space:
     """The fundamental tree of the machine."""
     limits: OperatorLimits
     hints: tuple[TopoTree, ...] = ()
-    """Groupings of it that measurements suggest, the best first. They are looked at first; nothing is left out."""
+    """Groupings of it that measurements suggest, best first. They only come sooner; nothing is left out."""
     power_of_two: bool = True
     """Assumption A.3: latent structures hold 2, 4, 8 .. of something."""
 
-    def generations(self) -> Iterator[list[TopoTree]]:
+    def generations(self, seed: int = 0) -> Iterator[list[TopoTree]]:
         """Every grouping once, coarse to fine: those with no latent level, with one, with two, and so on.
 
-        Within a generation hinted ones come first, then such of close neighbours.
+        In a generation hinted ones come first, then groupings of close neighbours; the seed orders equals.
         """
-        roots = dict.fromkeys((*self.hints, *grouped_trees(self.tree, power_of_two=self.power_of_two)))
+        rng = Random(seed)
         hinted = {tree: place for place, tree in enumerate(self.hints)}
-        by_latent: dict[int, list[TopoTree]] = {}
-        for root in roots:
-            by_latent.setdefault(latent_levels(root), []).append(root)
+        by_latent: dict[int, list[tuple[int, int, float, TopoTree]]] = {}
+        for root in dict.fromkeys((*self.hints, *self._groupings())):
+            widest = max((stride for _, stride, _ in root.groups), default=0)
+            place = hinted.get(root, len(hinted))
+            by_latent.setdefault(latent_levels(root), []).append((place, widest, rng.random(), root))
         for latent in sorted(by_latent):
-            yield sorted(
-                by_latent[latent],
-                key=lambda root: (hinted.get(root, len(hinted)), max((t for _, t, _ in root.groups), default=0)),
-            )
+            yield [root for *_, root in sorted(by_latent[latent], key=lambda entry: entry[:-1])]
+
+    def _groupings(self) -> Iterator[TopoTree]:
+        return grouped_trees(self.tree, power_of_two=self.power_of_two)
 
     def sections(self, tree: TopoTree) -> list[Section]:
         """The cross-sections that the operators allow, outermost first; several may be equal."""

@@ -1,9 +1,10 @@
 """One search of a space, kept as an Optuna study: resumed, shared between processes, seen in a dashboard.
 
 The walk (`walk.py`) says what to ask for; an evaluator answers; the study keeps every answer as a trial. So
-resuming is asking again, what the study holds is answered at once, and several processes with one study divide
-what is asked for between them. A configuration is timed slice by slice of the trace, and Optuna's pruner (`pruner.py`)
-ends it early when it is hopeless. Here is only who is next and when to stop; the clock is the caller's.
+resuming is asking again: what the study holds is answered at once, and several processes with one study
+divide what is asked for. A configuration is timed slice by slice of the trace, and Optuna's pruner
+(`pruner.py`) ends it early when it is hopeless. Here is only who is next and when to stop; the clock is the
+caller's.
 """
 
 from __future__ import annotations
@@ -134,17 +135,15 @@ class Outcome:
     groups_stopped: int
 
 
-def slice_costs(objective: Objective, phase: Phase, trace: Trace, count: int = SLICES) -> tuple[SliceCost, ...]:
+def slice_costs(
+    objective: Objective, phase: Phase, trace: Trace, count: int = SLICES
+) -> tuple[SliceCost, ...]:
     """What each slice of a trace costs, given a timer; all of them ask for the steps of one grid."""
     grid = Grid.of(trace, objective, phase)
-    return tuple(
-        partial(_slice_cost, objective, phase, requests, grid) for requests in slices(trace, count)
-    )
+    return tuple(partial(_slice_cost, objective, phase, requests, grid) for requests in slices(trace, count))
 
 
-def _slice_cost(
-    objective: Objective, phase: Phase, requests: Trace, grid: Grid, timer: StepTimer
-) -> float:
+def _slice_cost(objective: Objective, phase: Phase, requests: Trace, grid: Grid, timer: StepTimer) -> float:
     return cost_ms(objective, phase, requests, timer, grid)
 
 
@@ -239,12 +238,11 @@ class _Search:
         waiting = {candidate.configuration.key: candidate for candidate in ask.candidates}
         self._candidates.update(waiting)
         while True:
-            self._take(waiting)
+            elsewhere = self._take(waiting)
             if not waiting:
                 break
             if stop():
                 raise _Ended
-            elsewhere = self._trials.at_work()
             free = [candidate for key, candidate in waiting.items() if key not in elsewhere]
             if not free:
                 time.sleep(POLL_S)
@@ -253,18 +251,20 @@ class _Search:
                 self._evaluate(claim, self._candidates[claim.key])
         return [self._cost(candidate) for candidate in ask.candidates]
 
-    def _take(self, waiting: dict[str, Candidate]) -> None:
-        answers = self._trials.answers()
+    def _take(self, waiting: dict[str, Candidate]) -> set[str]:
+        """Learn what the study knows by now, and which configurations another process is timing."""
+        answers, elsewhere = self._trials.look()
         for key in [key for key in waiting if key in answers or key in self._known]:
             candidate = waiting.pop(key)
             if key not in self._known:
                 self._learn(candidate, answers[key])
+        return elsewhere
 
     def _learn(self, candidate: Candidate, known: Known) -> None:
         self._known[candidate.configuration.key] = known
-        if known.state == "complete" and known.cost_ms is not None:
-            if self._best is None or known.cost_ms < self._best[1]:
-                self._best = candidate.configuration, known.cost_ms
+        best_ms = self._best[1] if self._best else math.inf
+        if known.state == "complete" and known.cost_ms is not None and known.cost_ms < best_ms:
+            self._best = candidate.configuration, known.cost_ms
         self._report(
             Tried(
                 number=len(self._known),
@@ -300,7 +300,9 @@ class _Search:
             timer = Remembered(opened)
             for cost in self._task.costs:
                 costs_ms.append(cost(timer))
-                is_hopeless = self._trials.report(claim, math.fsum(costs_ms) / len(costs_ms), len(costs_ms) - 1)
+                is_hopeless = self._trials.report(
+                    claim, math.fsum(costs_ms) / len(costs_ms), len(costs_ms) - 1
+                )
                 if is_hopeless and self._settings.rules.pruning and len(costs_ms) < len(self._task.costs):
                     self._trials.prune(claim)
                     return

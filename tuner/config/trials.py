@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -77,31 +77,32 @@ class Trials:
         self._study_id = storage.get_study_id_from_name(study.study_name)
         self._first_own = len(self._all())
 
-    def answers(self) -> dict[str, Known]:
-        """What is known, by configuration. Failures of before this process began are not: times change."""
-        found: dict[str, Known] = {}
-        for trial in self._all():
+    def look(self) -> tuple[dict[str, Known], set[str]]:
+        """What is known, by configuration, and which ones a live process is timing.
+
+        Failures of before this process began are not known: times change. Trials of processes that died are
+        marked as failed first.
+        """
+        trials = self._all()
+        if any(map(_is_running, trials)):
+            self._bury(trials)
+            trials = self._all()
+        answers: dict[str, Known] = {}
+        for trial in trials:
             known = self._known(trial)
             if known is not None:
-                found.setdefault(trial.user_attrs[KEY], known)
-        return found
-
-    def at_work(self) -> set[str]:
-        """Configurations that a live process has claimed. Trials of dead ones are marked as failed first."""
-        if not self._running():
-            return set()
-        self._bury()
-        return {trial.user_attrs[KEY] for trial in self._running()}
+                answers.setdefault(trial.user_attrs[KEY], known)
+        return answers, {one.user_attrs[KEY] for one in trials if KEY in one.user_attrs and _is_running(one)}
 
     def claim(self, entry: Entry) -> Claim | None:
         """The right to time a configuration; None where another process was quicker, now or long ago."""
         import optuna
 
-        ranges = {name: optuna.distributions.IntDistribution(0, MOST_PUS) for name in entry.parameters}
+        distribution = optuna.distributions.IntDistribution(0, MOST_PUS)
         template = optuna.trial.create_trial(
             state=optuna.trial.TrialState.RUNNING,
             params=dict(entry.parameters),
-            distributions=ranges,
+            distributions=dict.fromkeys(entry.parameters, distribution),
             user_attrs={KEY: entry.key, RIVAL: entry.rival, **entry.remarks, _CLAIM: _this_process()},
         )
         with clear_storage_errors(self._location_name):
@@ -169,13 +170,13 @@ class Trials:
         """Whether a trial speaks, or will speak, for a configuration."""
         if trial.user_attrs.get(KEY) != key:
             return False
-        return not trial.state.is_finished() or self._known(trial) is not None
+        return _is_running(trial) or self._known(trial) is not None
 
-    def _bury(self) -> None:
+    def _bury(self, trials: Sequence[FrozenTrial]) -> None:
         import optuna
 
-        for trial in self._running():
-            if _is_gone(str(trial.user_attrs.get(_CLAIM))):
+        for trial in trials:
+            if _is_running(trial) and _is_gone(str(trial.user_attrs.get(_CLAIM))):
                 trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, trial.number)
                 self._fail(trial_id, _ABANDONED, "its process died")
         with clear_storage_errors(self._location_name), quiet():
@@ -197,13 +198,14 @@ class Trials:
         if hasattr(self._storage, "record_heartbeat"):
             self._storage.record_heartbeat(claim.trial_id)
 
-    def _running(self) -> list[FrozenTrial]:
-        return [one for one in self._all() if KEY in one.user_attrs and not one.state.is_finished()]
-
     def _all(self) -> list[FrozenTrial]:
         """In the order of their numbers."""
         with clear_storage_errors(self._location_name):
             return self._storage.get_all_trials(self._study_id, deepcopy=False)
+
+
+def _is_running(trial: FrozenTrial) -> bool:
+    return not trial.state.is_finished()
 
 
 @lru_cache(maxsize=1)
@@ -232,4 +234,3 @@ def _is_gone(claim: str) -> bool:
     place, _, process = str(claim).partition(" ")
     pid, _, started = process.partition(" ")
     return place == _place() and pid.isdigit() and _started(int(pid)) != started
-

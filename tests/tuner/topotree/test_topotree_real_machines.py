@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import tarfile
 from pathlib import Path
 
 import pytest
 from paper_machines import epyc, kunpeng
 
-from phasewise.topology import Kind, Machine, read_lstopo
+from phasewise.topology import Kind, Machine, read_lstopo, read_machine
 from phasewise.tuner.plans import parse_cores
 from phasewise.tuner.topotree import count_grouped, every_tree, fundamental, group_bound, parse, removal_bound
 
@@ -43,6 +44,17 @@ def _check(machine: Machine) -> None:
 def test_every_machine_at_hand_has_its_trees(path: Path) -> None:
     """Whatever lstopo wrote: symmetric, hybrid, with offline PUs, with memory without CPUs."""
     _check(read_lstopo(path))
+
+
+@needs_files
+@pytest.mark.parametrize("path", sorted((SHARED / "hwloc").glob("*.tar.bz2")), ids=lambda path: path.stem)
+def test_every_snapshot_at_hand_has_its_trees(path: Path, tmp_path: Path) -> None:
+    """sysfs as the kernel of a real machine showed it. Links that point outside are left out."""
+    with tarfile.open(path) as tar:
+        members = [member for member in tar.getmembers() if member.isdir() or member.isfile()]
+        tar.extractall(tmp_path, members=members, filter="data")
+
+    _check(read_machine(tmp_path / path.name.removesuffix(".tar.bz2")))
 
 
 @pytest.mark.parametrize("machine", [epyc(), kunpeng()], ids=lambda machine: machine.source)
