@@ -18,6 +18,7 @@ from phasewise.tuner.plans import Phase, ServicePlan, list_cores
 
 if TYPE_CHECKING:
     from phasewise.serving.model import PackedModel
+    from phasewise.tuner.search.group import Group
 
 MOST_ROWS = 512
 """Of a product: the engine computes no more at once."""
@@ -52,13 +53,30 @@ def _round(
 ) -> KernelRound:
     whole = shapes_of(model)
     if len(plan.ranks) == 1:
-        shapes, attention = whole, attention_problem(model)
-    else:
-        teams = tuple(len(rank.cores) for rank in plan.ranks)
-        shapes = tuple(dict.fromkeys(part for shape in whole for part in _parts(shape, teams)))
-        attention = None
-    (only,) = plan_rounds(machine, phases, shapes, MOST_ROWS, attention)
-    return KernelRound(only, len(plan.ranks))
+        (only,) = plan_rounds(machine, phases, whole, MOST_ROWS, attention_problem(model))
+        return KernelRound(only, 1)
+    teams = tuple(len(rank.cores) for rank in plan.ranks)
+    shapes = tuple(dict.fromkeys(part for shape in whole for part in _parts(shape, teams)))
+    (only,) = plan_rounds(machine, phases, shapes, MOST_ROWS, _attention_of_a_rank(model, teams))
+    tasks = tuple(replace(task, group=_in_default_arithmetic(task.group)) for task in only.tasks)
+    return KernelRound(replace(only, tasks=tasks), len(plan.ranks))
+
+
+def _attention_of_a_rank(model: PackedModel, teams: tuple[int, ...]) -> tuple[str, int, int]:
+    """With as many KV heads as the rank that has most."""
+    from phasewise.cython_kernels.division import share
+
+    kv_format, q_rows, kv_rows = attention_problem(model)
+    kv_heads = model.config.n_kv_heads
+    spans = [share(kv_heads, teams, rank) for rank in range(len(teams))]
+    most = max(end - begin for begin, end in spans)
+    return kv_format, q_rows // kv_heads * most, kv_rows // kv_heads * most
+
+
+def _in_default_arithmetic(group: Group) -> Group:
+    """The arithmetic belongs to the whole weight (decision 0008), which no rank sees."""
+    own = group.arithmetics[0]
+    return replace(group, arithmetics=(own,), kernels={own.compute_path: group.kernels[own.compute_path]})
 
 
 def _parts(shape: Shape, teams: tuple[int, ...]) -> Iterator[Shape]:

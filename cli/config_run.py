@@ -16,6 +16,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from phasewise._version import __version__
+from phasewise.cli.alone import measuring_alone
 from phasewise.cli.finals import (
     CalculatedJury,
     Finalist,
@@ -116,6 +117,7 @@ def tune(wish: Wish, subject: Subject, started_s: float, show: Show) -> Found:
 
             with open_store(wish.db, note) as store:
                 measured = _plain(subject, store)
+                measured.deadline_s = run.deadline_s()
                 _run_measured(run, measured, store)
         else:
             _run_calculated(run)
@@ -216,7 +218,7 @@ def _run_measured(run: _Run, plain: MeasuredEvaluator, store: Store) -> None:
     if not _tune_kernels(run, chosen, store):
         return
     tuned = _tuned(run.subject, store, run.wish.db)
-    tuned.tally = plain.tally
+    tuned.tally, tuned.deadline_s = plain.tally, plain.deadline_s
     for place, one in enumerate(run.searched):
         now_s = time.monotonic()
         share_s = (run.deadline_s() - now_s) / (len(run.searched) - place)
@@ -299,7 +301,12 @@ def _tune_kernels(run: _Run, chosen: Mapping[Phase, Sequence[Finalist]], store: 
         share_s = left_s / (len(rounds) - place)
         run.show.say(f"kernels: {one.describe()}, at most {share_s:.0f} s")
         machine, resume, report = run.subject.machine, run.wish.resume, run.show.tuning
-        run.kernels.append(tune_round(one.round, machine, store, share_s, resume, report))
+        with measuring_alone(deadline_s) as is_alone:
+            if not is_alone:
+                run.end = "budget"
+                break
+            share_s = min(share_s, deadline_s - time.monotonic())
+            run.kernels.append(tune_round(one.round, machine, store, share_s, resume, report))
         if run.kernels[-1].is_interrupted:
             run.end = "interrupted"
             return False

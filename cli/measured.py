@@ -7,6 +7,7 @@ page of zeros, and reads faster than any real cache. Two plans are compared with
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from phasewise.cli.alone import measuring_alone
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ServingError
@@ -118,6 +120,8 @@ class MeasuredEvaluator:
         self._schedules = schedules
         self._keep = keep
         self.tally = Tally()
+        self.deadline_s = math.inf
+        """By `time.monotonic`: so long it waits for another process that measures."""
 
     @contextmanager
     def open(self, configuration: Configuration, phase: Phase) -> Iterator[Clock]:
@@ -131,6 +135,18 @@ class MeasuredEvaluator:
     @contextmanager
     def open_plan(self, plan: ServicePlan) -> Iterator[Clock]:
         """As `open`."""
+        with self._alone(), self._opened(plan) as clock:
+            yield clock
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with measuring_alone(self.deadline_s) as is_alone:
+            if not is_alone:
+                raise EvaluationError("another phasewise measured here until the budget was used up")
+            yield
+
+    @contextmanager
+    def _opened(self, plan: ServicePlan) -> Iterator[Clock]:
         with keeping_affinity(), _one_line():
             check_fits(plan, self._machine)
             plans = {phase: default_plan(self._machine, phase) for phase in PHASES} | {plan.phase: plan}
@@ -155,7 +171,8 @@ class MeasuredEvaluator:
     ) -> Iterator[Duel]:
         """The objective of two plans of one phase, in nanoseconds, in so many pairs of turns as asked for."""
         with ExitStack() as stack:
-            old, new = (stack.enter_context(self.open_plan(plan)) for plan in (incumbent, candidate))
+            stack.enter_context(self._alone())
+            old, new = (stack.enter_context(self._opened(plan)) for plan in (incumbent, candidate))
             takes = [Contestant(clock, steps, cost).take for clock in (old, new)]
             new.conditions()
             yield lambda pairs: timing.duel(takes[0], takes[1], pairs)

@@ -335,6 +335,22 @@ def test_killed_it_goes_on_where_it_was(db: Path, llama: str, tmp_path: Path) ->
     assert rest["plans"]["decode"]["ranks"]
 
 
+def test_two_processes_with_one_study_share_the_work(db: Path, llama: str, tmp_path: Path) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 4, 8)
+    arguments = (
+        llama, "--evaluator", "modelled", "--machine", machine, "--storage", tmp_path / "study.db",
+        "--phase", "decode", "--json",
+    )  # fmt: skip
+    both = [shell(*arguments) for _ in range(2)]
+    found = [json.loads(process.communicate(timeout=120)[0]) for process in both]
+    first, second = found
+
+    assert [process.returncode for process in both] == [0, 0]
+    assert first["plans"] == second["plans"]
+    assert first["evaluations"] + first["replayed"] == second["evaluations"] + second["replayed"]
+    assert first["replayed"] + second["replayed"] > 0
+
+
 # ---- measured ----------------------------------------------------------------------------------------------
 
 
@@ -347,7 +363,11 @@ def test_measured_here_the_plan_is_stored_used_and_emitted(db: Path, tiny: str) 
     assert set(first["plans"]) == set(PHASES)
     assert first["timings"] > 0
     assert all(plan["stored"] for plan in first["plans"].values())
-    assert again["evaluations"] == 0 or again["replayed"] > 0
+    assert again["replayed"] > 0 or again["evaluations"] == 0
+    recorded = fields_of(invoke(tiny, "--evaluator", "recorded", "--lengths", "fixed:24/8", "--json"))
+    assert recorded["timings"] == 0
+    assert set(recorded["plans"]) == set(PHASES)
+    assert not any(plan["stored"] for plan in recorded["plans"].values())
     with open_store(db) as store:
         for phase in PHASES:
             record = store.newest_plan(machine_key(read_machine()), "tiny@native", phase)
