@@ -89,6 +89,7 @@ def stats_fields(name: str, found: StoreStats, current_builds: Collection[str]) 
                 "machine": machines[one.machine],
                 "measurements": one.measurements,
                 "service_plans": one.service_plans,
+                "step_times": one.step_times,
             }
             for one in found.signatures
         ],

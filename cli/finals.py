@@ -113,7 +113,7 @@ class MeasuredJury:
     def cost_ms(self, plan: ServicePlan) -> float:
         with self._evaluator.open_plan(plan) as clock:
             known = {step: clock(step) for step in self._steps}
-        return self._cost(known.__getitem__)
+        return self._cost(lambda step: known[step])
 
     def compare(self, reference: ServicePlan, plan: ServicePlan, deadline_s: float) -> Comparison | None:
         taken: list[tuple[timing.Samples, timing.Samples]] = []
@@ -246,5 +246,11 @@ def _standing(winner: Finalist, against: Sequence[Versus]) -> tuple[Standing, Se
 
 
 def habits_of(subject: Subject, phase: Phase) -> tuple[Reference, ...]:
-    """The references on what the subject may use."""
-    return references(subject.machine, phase, subject.limits.reason)
+    """The references on what the subject may use, without plans where the subject asks for other ranks."""
+    habits = references(subject.machine, phase, subject.limits.reason)
+    return tuple(
+        replace(one, plan=None, reason=f"only plans of {subject.ranks} ranks are asked for")
+        if one.plan and subject.ranks not in (None, len(one.plan.ranks))
+        else one
+        for one in habits
+    )

@@ -7,6 +7,7 @@ page of zeros, and reads faster than any real cache. Two plans are compared with
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from phasewise.cli.alone import measuring_alone
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ServingError
@@ -22,7 +24,7 @@ from phasewise.serving.ranks import STEP_TOKENS, open_ranks
 from phasewise.serving.start import keeping_affinity
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch, is_disturbed
-from phasewise.tuner.config.steps import EvaluatorKind, Step
+from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
 from phasewise.tuner.errors import EvaluationError, TunerError
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, default_plan
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 Plans = Mapping[Phase, ServicePlan]
 Schedules = Mapping[Phase, "ScheduleLookup"]
-Cost = Callable[[Callable[[Step], float]], float]
+Cost = Callable[[StepTimer], float]
 """The objective of a phase in milliseconds, from a timer of its steps."""
 
 Duel = Callable[[int], list[tuple[timing.Samples, timing.Samples]]]
@@ -118,6 +120,8 @@ class MeasuredEvaluator:
         self._schedules = schedules
         self._keep = keep
         self.tally = Tally()
+        self.deadline_s = math.inf
+        """By `time.monotonic`: so long it waits for another process that measures."""
 
     @contextmanager
     def open(self, configuration: Configuration, phase: Phase) -> Iterator[Clock]:
@@ -131,7 +135,19 @@ class MeasuredEvaluator:
     @contextmanager
     def open_plan(self, plan: ServicePlan) -> Iterator[Clock]:
         """As `open`."""
-        with keeping_affinity(), _one_line(plan):
+        with self._alone(), self._opened(plan) as clock:
+            yield clock
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with measuring_alone(self.deadline_s) as is_alone:
+            if not is_alone:
+                raise EvaluationError("another phasewise measured here until the budget was used up")
+            yield
+
+    @contextmanager
+    def _opened(self, plan: ServicePlan) -> Iterator[Clock]:
+        with keeping_affinity(), _one_line():
             check_fits(plan, self._machine)
             plans = {phase: default_plan(self._machine, phase) for phase in PHASES} | {plan.phase: plan}
             watch = Watch(plan.cores)
@@ -155,7 +171,8 @@ class MeasuredEvaluator:
     ) -> Iterator[Duel]:
         """The objective of two plans of one phase, in nanoseconds, in so many pairs of turns as asked for."""
         with ExitStack() as stack:
-            old, new = (stack.enter_context(self.open_plan(plan)) for plan in (incumbent, candidate))
+            stack.enter_context(self._alone())
+            old, new = (stack.enter_context(self._opened(plan)) for plan in (incumbent, candidate))
             takes = [Contestant(clock, steps, cost).take for clock in (old, new)]
             new.conditions()
             yield lambda pairs: timing.duel(takes[0], takes[1], pairs)
@@ -191,7 +208,7 @@ class Clock:
         return self._known_ns[step]
 
     def _timed_ns(self, step: Step) -> float:
-        with _one_line(self._plan):
+        with _one_line():
             batch = self.batch(step)
             self._watch.lap()
             turn = timing.plan_turn(self.call_ns(batch))  # the first call also warms up
@@ -239,7 +256,7 @@ class Contestant:
         while time.perf_counter_ns() < settled_ns:
             self._clock.call_ns(self._first)
         found = {step: self._step_ns(step) for step in self._batches}
-        return (max(1, round(self._cost(found.__getitem__) * 1e6)),)
+        return (max(1, round(self._cost(lambda step: found[step]) * 1e6)),)
 
     def _step_ns(self, step: Step) -> float:
         calls = self._turns[step].calls
@@ -263,11 +280,11 @@ def _fill(ranks: Ranks, kv_slots: int) -> None:
 
 
 @contextmanager
-def _one_line(plan: ServicePlan) -> Iterator[None]:
-    """What opening or running a plan may fail with, as EvaluationError."""
+def _one_line() -> Iterator[None]:
+    """What opening or running a plan may fail with, as EvaluationError; who asked knows which plan it is."""
     try:
         yield
     except EvaluationError:
         raise
     except (ServingError, TunerError, KernelError) as error:
-        raise EvaluationError(f"{plan.describe()} cannot run: {' '.join(str(error).split())}") from error
+        raise EvaluationError(" ".join(str(error).split())) from error

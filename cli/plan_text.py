@@ -11,7 +11,7 @@ from typing import Any
 from phasewise.cli.topo_text import WIDTH
 from phasewise.topology import Kind, Machine, Node
 from phasewise.topology.cpusets import format_list
-from phasewise.topology.picture import PuGroup, plan_groups
+from phasewise.topology.picture import GROUP_FILLS, PuGroup
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, list_cores
 
@@ -58,14 +58,24 @@ def plan_fields(plans: Plans) -> dict[str, Any]:
 
 
 def picture_groups(plans: Plans) -> tuple[PuGroup, ...]:
-    """Every rank of every phase in a colour."""
-    return plan_groups(
-        [
-            (f"{phase}, rank {number}", rank.cores)
-            for phase, plan in plans.items()
-            for number, rank in enumerate(plan.ranks)
-        ]
-    )
+    """Every rank of every phase; no colour means one phase here and another there."""
+    groups = []
+    for phase, fills in _fills(plans).items():
+        for number, rank in enumerate(plans[phase].ranks):
+            fill = fills[number % len(fills)]
+            groups.append(PuGroup(f"{phase}, rank {number}", frozenset(rank.cores), fill))
+    return tuple(groups)
+
+
+def _fills(plans: Plans) -> dict[Phase, Sequence[str]]:
+    """The colours of each phase: a fair share for both where there are not enough."""
+    first, *others = plans
+    if not others:
+        return {first: GROUP_FILLS}
+    (second,) = others
+    half = len(GROUP_FILLS) // 2
+    n_first = min(len(plans[first].ranks), len(GROUP_FILLS) - min(len(plans[second].ranks), half))
+    return {first: GROUP_FILLS[:n_first], second: GROUP_FILLS[n_first:]}
 
 
 def model_name(reference: str) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from phasewise.cli.topo_text import WIDTH, glyphs_for
 from phasewise.topology.cpusets import format_list
-from phasewise.topology.picture import PuGroup, plan_groups
+from phasewise.topology.picture import GROUP_FILLS, PuGroup, plan_groups
 from phasewise.tuner.topotree import (
+    GROUP,
     Fundamental,
     TopoTree,
     count_grouped,
@@ -106,11 +107,25 @@ def one_tree_fields(tree: TopoTree) -> dict[str, Any]:
 
 
 def groups_of_tree(tree: TopoTree) -> tuple[PuGroup, ...]:
-    """The active PUs in the colours of the innermost nodes that hold several of them."""
-    depths = [depth for depth in range(tree.depth) if len(tree.nodes(depth)) < tree.n_pus]
+    """The active PUs for a picture: neighbouring latent groups in different colours, or all in one."""
+    depths = [depth for depth, level in enumerate(tree.levels, start=1) if level.kind == GROUP]
     nodes = tree.nodes(depths[-1] if depths else 0)
-    groups = plan_groups([("active PU", node) for node in nodes])
-    return tuple(replace(group, label=f"PU {format_list(sorted(group.cpus))}") for group in groups)
+    n_colours = min(len(nodes), len(GROUP_FILLS))
+    named = [
+        (
+            _named(range(colour, len(nodes), n_colours)),
+            [pu for node in nodes[colour::n_colours] for pu in node],
+        )
+        for colour in range(n_colours)
+    ]
+    return plan_groups(named if depths else [("active PU", tree.pus)])
+
+
+def _named(numbers: range) -> str:
+    """`group 3`, or `groups 3, 11, ...`."""
+    if len(numbers) == 1:
+        return f"group {numbers[0]}"
+    return f"groups {', '.join(map(str, numbers[:2]))}{', ...' if len(numbers) > 2 else ''}"
 
 
 # ---- for people --------------------------------------------------------------------------------------------

@@ -168,6 +168,10 @@ uint32_t pw_group_arrive(pw_group *group, int rank, int n_ranks) {
     return arrivals;
 }
 
+uint32_t pw_group_arrivals(const pw_group *group, int rank, int n_ranks) {
+    return atomic_load(&place_of(group, rank)->arrivals[n_ranks - 1]);
+}
+
 /* `awaited` has arrived so often; who is late has been counted already, so nobody can go on without it. */
 static int await_rank(pw_group *group, int rank, int n_ranks, int awaited, uint32_t arrivals, patience *patience) {
     event arrival = {&place_of(group, awaited)->arrivals[n_ranks - 1], arrivals, 1 + awaited};

@@ -43,8 +43,10 @@ int pw_group_ranks(const pw_group *group);
 int pw_group_barrier(pw_group *group, int rank, int n_ranks, long timeout_ns);
 
 /* The halves of a barrier, for ranks that need not wait for everybody: how often this rank has now arrived among
- * n_ranks, and the wait for another's arrivals. LATE fails the group here too. */
+ * n_ranks, and the wait until another has arrived as often. LATE fails the group here too. */
 uint32_t pw_group_arrive(pw_group *group, int rank, int n_ranks);
+/* How often it has arrived so far. */
+uint32_t pw_group_arrivals(const pw_group *group, int rank, int n_ranks);
 int pw_group_await(pw_group *group, int rank, int n_ranks, int awaited, uint32_t arrivals, long timeout_ns);
 
 /* ---- waiting to be told ---------------------------------------------------------------------------------------- */
@@ -65,5 +67,27 @@ int pw_group_wait_bell(pw_group *group, int rank, uint32_t seen, long spin_ns, l
 void pw_group_fail(pw_group *group);
 
 int pw_group_failed(const pw_group *group);
+
+/* ---- adding up ------------------------------------------------------------------------------------------------- */
+
+/* Who adds which chunk when; all_reduce.c says what each costs. The first two add in the order of ranks, and so agree
+ * bit for bit; the ring adds each chunk in an order of its own. Every kind leaves the same bits on every rank. */
+typedef enum {
+    PW_RANK_SHIFTED,
+    PW_MASTER_COPIES,
+    PW_RING,
+    PW_ALL_REDUCE_KINDS,
+} pw_all_reduce_kind;
+
+/* buffers[q][i] = buffers[0][i] + ... + buffers[n_ranks - 1][i], for every q and i < floats, added in float32.
+ * buffers[q]: where this process maps the buffer of rank q; all of them shared, none overlapping. Best aligned to 64
+ * bytes. A rank fills its own buffer before the call and may read and change it after, without further waiting.
+ * Every rank passes the same n_ranks, floats >= 0 and kind. timeout_ns bounds each single wait. */
+int pw_all_reduce(pw_group *group, int rank, int n_ranks, float *const *buffers, int64_t floats,
+                  pw_all_reduce_kind kind, long timeout_ns);
+
+/* out[i] = base[i] + (((parts[0][i] + parts[1][i]) + parts[2][i]) + ...), n_parts >= 1; base may be NULL (then nothing
+ * is added), `out` may be base or a part. */
+void pw_sum_parts(const float *const *parts, int n_parts, const float *base, float *out, int64_t floats);
 
 #endif

@@ -34,6 +34,15 @@ typedef struct {
     float *top, *sum, *values;
 } pw_partial;
 
+/* Rows of floats to be added up: (parts[0] + parts[1]) + ..., that sum added to `base` where there is one, and the
+ * result written to every one of `outs`, which may be parts or base themselves. */
+typedef struct {
+    const float *const *parts;
+    const float *base;
+    float *const *outs;
+    int32_t n_parts, n_outs;
+} pw_sum;
+
 typedef struct {
     int32_t lanes;
 
@@ -42,6 +51,9 @@ typedef struct {
 
     /* x[n] += y[n] */
     void (*add)(int64_t n, const float *y, float *x);
+
+    /* Elements begin..end - 1 of a sum; n_parts >= 1. Each addition rounds once, so every ISA finds the same bits. */
+    void (*sum)(const pw_sum *sum, int64_t begin, int64_t end);
 
     /* Turns the pairs (x[i], x[half + i]) by the angle whose cosine and sine are given, i < half. */
     void (*rope)(int64_t half, const float *cosine, const float *sine, float *x);

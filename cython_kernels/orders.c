@@ -94,7 +94,7 @@ static void send(pw_program *program, int32_t rank, unsigned order) {
     pw_group_ring(program->group, rank);
 }
 
-int pw_orders_run(pw_program *program, pw_team *team, int32_t table) {
+int pw_orders_run(pw_program *program, pw_team *team, int32_t table, pw_team *resting) {
     pw_orders *orders = program->orders;
     const pw_step *step = &program->step;
     int32_t ranks = program->divisions[table].ranks;
@@ -107,6 +107,7 @@ int pw_orders_run(pw_program *program, pw_team *team, int32_t table) {
     strncpy(orders->isa, pw_active()->isa, ISA_NAME - 1);
     for (int32_t rank = 1; rank < ranks; ++rank) send(program, rank, RUN);
     for (int32_t rank = ranks; rank < before; ++rank) send(program, rank, REST);
+    if (resting) pw_team_rest(resting); /* not earlier: a core that falls idle takes long to wake */
     return run_share(program, team, table);
 }
 

@@ -22,8 +22,9 @@ int64_t pw_orders_bytes(const pw_program *program);
 void pw_orders_open(pw_program *program);
 bool pw_orders_fit(const pw_program *program, const char *shared);
 
-/* Rank 0's: the checked step, run by all ranks of a table. A failure is everybody's. */
-int pw_orders_run(pw_program *program, pw_team *team, int32_t table);
+/* Rank 0's: the checked step, run by all ranks of a table. A failure is everybody's. `resting`: a team to send to rest
+ * once the others are on their way, or NULL. */
+int pw_orders_run(pw_program *program, pw_team *team, int32_t table, pw_team *resting);
 
 /* Rank 0's: every pw_orders_serve returns. */
 void pw_orders_stop(pw_program *program);

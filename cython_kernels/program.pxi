@@ -118,7 +118,7 @@ cdef extern from "orders.h" nogil:
 
     void pw_orders_open(pw_program *program)
     bint pw_orders_fit(const pw_program *program, const char *shared)
-    int pw_orders_run(pw_program *program, pw_team *team, int32_t table)
+    int pw_orders_run(pw_program *program, pw_team *team, int32_t table, pw_team *resting)
     void pw_orders_stop(pw_program *program)
     int pw_orders_serve(pw_program *program, pw_team **teams)
     const int32_t *pw_orders_observed(const pw_program *program, int32_t table, int32_t rank)
@@ -417,16 +417,18 @@ cdef class Program:
             raise ProgramError(f"the system refused {self.bytes() / 2**20:.0f} MiB for scratch and the KV cache")
         return 0
 
-    def run(self, Team team, slices, bint every_row=False, int32_t table=0):
+    def run(self, Team team, slices, bint every_row=False, int32_t table=0, Team resting=None):
         """One forward step. Returns the number of rows of logits: one for each slice that wants them, or every row.
 
-        table: which schedules the products run by, 0 or 1 (set_schedules).
+        table: which schedules the products run by, 0 or 1 (set_schedules). resting: the team that ran the step
+        before, if it is another one: its threads leave their cores at once.
 
         slices: objects with token_ids, start, slot_base and wants_logits. ValueError when a token, a position or a
         slot is out of range; then nothing has been written. Of several ranks, rank 0 runs it for all; GroupFailed
         when one of them fails or does not come.
         """
         cdef pw_team *members = team._open()
+        cdef pw_team *last = NULL if resting is None else resting._open()
         cdef const char *problem
         cdef int status
         self._check_sealed()
@@ -443,8 +445,10 @@ cdef class Program:
         with nogil:
             clock_gettime(CLOCK_MONOTONIC, &began)
             if self.program.shared:
-                status = pw_orders_run(self.program, members, table)
+                status = pw_orders_run(self.program, members, table, last)
             else:
+                if last != NULL:
+                    pw_team_rest(last)
                 status = pw_program_run(self.program, members, table)
             clock_gettime(CLOCK_MONOTONIC, &ended)
         self.native_ns += (ended.tv_sec - began.tv_sec) * 1_000_000_000 + ended.tv_nsec - began.tv_nsec

@@ -1,4 +1,4 @@
-"""The tables. Rows are appended: a trigger refuses to edit a measurement, a promotion or a plan.
+"""The tables. Rows are appended: a trigger refuses to edit a measurement, a promotion, a plan or a step time.
 
 Deleting whole rows stays possible, for `gc`.
 A change here needs a migration: see `phasewise.migrations`.
@@ -161,3 +161,29 @@ class ServicePlanRow(Base):
     program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
     created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
     verified: Mapped[bool] = mapped_column(comment="measured or set here; false: imported, not yet measured")
+
+
+class StepTimeRow(Base):
+    """One timing of one step of a model on one configuration of cores. Appended, never edited."""
+
+    __tablename__ = "step_time"
+    __table_args__ = (Index("ix_step_time_key", "model_key", "phase", "core_sig", "placement_sig"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
+    placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature over all allowed PUs")
+    model_key: Mapped[str] = mapped_column(Line, comment="tuner.plans.model_key: name@format")
+    configuration_key: Mapped[str] = mapped_column(Line, comment="hash over the cores of the plan's ranks")
+    plan: Mapped[str] = mapped_column(Text, comment="JSON, read and checked by tuner.plans")
+    kernels: Mapped[str] = mapped_column(Word, comment="default or tuned: by which schedules products ran")
+    kernel_abi: Mapped[str] = mapped_column(Line, comment="of the family that most time is spent in")
+    phase: Mapped[str] = mapped_column(Word, comment="prefill or decode")
+    tokens: Mapped[int] = mapped_column(comment="new tokens of each sequence")
+    sequences: Mapped[int]
+    context: Mapped[int] = mapped_column(comment="tokens that each sequence has behind it")
+    samples_ns: Mapped[Any] = mapped_column(JSON, comment="raw samples, a list in the order taken")
+    estimate_ns: Mapped[int] = mapped_column(BigInteger, comment="robust estimate over samples_ns")
+    conditions: Mapped[Any] = mapped_column(JSON, comment="name to number: what the timer noticed around it")
+    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
+    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
+    verified: Mapped[bool] = mapped_column(comment="measured here; false: imported")

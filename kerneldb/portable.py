@@ -3,11 +3,13 @@
     {"file": "phasewise schedules", "version": 1}
     {"measurement": {...}, "sha256": "16 digits"}       one line a timing, each with a checksum of its own
     {"promotion": {...}, "sha256": "16 digits"}         and a line for each schedule that was taken into use
+    {"step_time": {...}, "sha256": "16 digits"}         only where asked for: they name models
     {"rows": 2, "sha256": "64 digits"}                  over all bytes before this line
 
 The same rows give the same bytes, in whatever order and database they were kept. Whether a row is trusted
 is a database's own business and is not written: everything that comes from elsewhere is unverified. Service
-plans stay at home, because they name one host's cores and its owner's models.
+plans stay at home, because they name one host's cores and its owner's models; step times, which name models
+too, go out where their owner asks for it.
 
 A file may come from a stranger. It is read line by line, in bounded memory; a line that is not one of ours
 is refused with a reason, and the others are taken. Nothing that is in the database is touched.
@@ -19,8 +21,8 @@ import hashlib
 import json
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from itertools import chain, islice
 from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 from phasewise.kerneldb.errors import ExportFileError, RecordError
@@ -33,10 +35,12 @@ from phasewise.kerneldb.records import (
     Promotion,
     Sample,
     Schedule,
+    ServedStep,
+    StepTime,
 )
-from phasewise.kerneldb.store import Store
+from phasewise.kerneldb.store import Shared, Store
 
-Row: TypeAlias = Measurement | Promotion
+Row: TypeAlias = Shared
 Refuse: TypeAlias = Callable[[int, str], None]
 """Gets the number of a line, from 1, and why it is not taken."""
 
@@ -78,6 +82,20 @@ PROMOTION_FIELDS = (
     "program_version",
     "created_at_ms",
 )
+STEP_TIME_FIELDS = (
+    "model_key",
+    "configuration_key",
+    "plan_json",
+    "kernels",
+    "step",
+    "samples_ns",
+    "estimate_ns",
+    "conditions",
+    "machine",
+    "kernel_abi",
+    "program_version",
+    "created_at_ms",
+)
 
 
 @dataclass(frozen=True)
@@ -93,14 +111,16 @@ class Taken:
         return self.read - self.added
 
 
-def rows_of(store: Store, wanted: Callable[[MachineKey], bool] = lambda _: True) -> Iterator[Row]:
-    """Every timing and promotion of the machines that are wanted."""
-    for measurement in store.all_measurements():
-        if wanted(measurement.origin.machine):
-            yield measurement
-    for promotion in store.all_promotions():
-        if wanted(promotion.origin.machine):
-            yield promotion
+def rows_of(
+    store: Store, wanted: Callable[[MachineKey], bool] = lambda _: True, *, step_times: bool = False
+) -> Iterator[Row]:
+    """Every timing and promotion of the machines that are wanted; step times, which name models, if asked."""
+    sources: list[Iterator[Row]] = [store.all_measurements(), store.all_promotions()]
+    if step_times:
+        sources.append(store.all_step_times())
+    for row in chain.from_iterable(sources):
+        if wanted(row.origin.machine):
+            yield row
 
 
 def export_lines(rows: Iterable[Row]) -> Iterator[str]:
@@ -119,11 +139,16 @@ def export_lines(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _place_of(row: Row) -> tuple[Any, ...]:
-    """Where a row stands in a file: kind, problem, machine, build, then time."""
-    problem, machine = row.problem, row.origin.machine
+    """Where a row stands in a file: kind, key, machine, build, then time."""
+    machine = row.origin.machine
+    key: tuple[Any, ...] = (
+        (row.model_key, row.configuration_key, astuple(row.step))
+        if isinstance(row, StepTime)
+        else (astuple(row.problem),)
+    )
     return (
         _kind_of(row),
-        *(getattr(problem, field.name) for field in fields(Problem)),
+        *key,
         machine.core_sig,
         machine.placement_sig,
         row.kernel_abi,
@@ -132,11 +157,23 @@ def _place_of(row: Row) -> tuple[Any, ...]:
 
 
 def _kind_of(row: Row) -> str:
-    return "measurement" if isinstance(row, Measurement) else "promotion"
+    match row:
+        case Measurement():
+            return "measurement"
+        case Promotion():
+            return "promotion"
+        case StepTime():
+            return "step_time"
 
 
 def _row_line(row: Row) -> str:
-    fields_of = _measurement_fields(row) if isinstance(row, Measurement) else _promotion_fields(row)
+    match row:
+        case Measurement():
+            fields_of = _measurement_fields(row)
+        case Promotion():
+            fields_of = _promotion_fields(row)
+        case StepTime():
+            fields_of = _step_time_fields(row)
     return _canonical({_kind_of(row): fields_of, "sha256": _row_digest({_kind_of(row): fields_of})})
 
 
@@ -153,6 +190,12 @@ def _promotion_fields(row: Promotion) -> dict[str, Any]:
         "comparison": asdict(row.comparison),
         **_origin_fields(row),
     }
+
+
+def _step_time_fields(row: StepTime) -> dict[str, Any]:
+    own = asdict(row)
+    del own["origin"]
+    return {**own, **_origin_fields(row)}
 
 
 def _origin_fields(row: Row) -> dict[str, Any]:
@@ -308,15 +351,16 @@ def _row(content: dict[str, Any]) -> Row:
         return _measurement(content["measurement"])
     if len(content) == 1 and "promotion" in content:
         return _promotion(content["promotion"])
-    raise RecordError("the line holds neither a measurement nor a promotion")
+    if len(content) == 1 and "step_time" in content:
+        return _step_time(content["step_time"])
+    raise RecordError("the line holds neither a measurement nor a promotion nor a step time")
 
 
 def _measurement(value: object) -> Measurement:
     found = _object("a measurement", value, MEASUREMENT_FIELDS)
-    samples = found["samples_ns"]
     sample = Sample(
         _record(Schedule, found["schedule"]),
-        tuple(samples) if isinstance(samples, list) else samples,
+        _samples(found["samples_ns"]),
         found["estimate_ns"],
         found["numeric_error"],
         found["effort_ns"],
@@ -336,6 +380,27 @@ def _promotion(value: object) -> Promotion:
         found["kernel_abi"],
         _origin(found),
     )
+
+
+def _step_time(value: object) -> StepTime:
+    found = _object("a step time", value, STEP_TIME_FIELDS)
+    return StepTime(
+        found["model_key"],
+        found["configuration_key"],
+        found["plan_json"],
+        found["kernels"],
+        ServedStep(**_object("a step", found["step"], [field.name for field in fields(ServedStep)])),
+        _samples(found["samples_ns"]),
+        found["estimate_ns"],
+        found["kernel_abi"],
+        _origin(found),
+        found["conditions"],
+    )
+
+
+def _samples(found: Any) -> Any:
+    """A list as the tuple that a record wants; it refuses anything else."""
+    return tuple(found) if isinstance(found, list) else found
 
 
 def _origin(found: Mapping[str, Any]) -> Origin:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from sqlalchemy import ColumnElement, Delete, Select, and_, case, delete, exists, func, or_, select
 from sqlalchemy.orm import aliased
 
-from phasewise.kerneldb.models import MeasurementRow, ProblemRow, PromotionRow, ScheduleRow
+from phasewise.kerneldb.models import MeasurementRow, ProblemRow, PromotionRow, ScheduleRow, StepTimeRow
 from phasewise.kerneldb.records import MachineKey, Problem
 
 if TYPE_CHECKING:
@@ -67,9 +67,14 @@ def _first_of(ranked: Select[tuple[int, Any]]) -> AnySelect:
     return measurements().join(inner, inner.c.id == MeasurementRow.id).where(inner.c.rank == 1)
 
 
-def of_machine(model: Keyed, machine: MachineKey) -> ColumnElement[bool]:
+def of_machine(model: Keyed | type[StepTimeRow], machine: MachineKey) -> ColumnElement[bool]:
     """Rows of one kind of machine."""
     return and_(model.core_sig == machine.core_sig, model.placement_sig == machine.placement_sig)
+
+
+def step_times() -> AnySelect:
+    """Every timing of a step, oldest first."""
+    return select(StepTimeRow).order_by(StepTimeRow.id)
 
 
 def of_problem(

@@ -29,6 +29,8 @@ MAX_K_PARTS = 64
 MAX_PREFETCH_BYTES = 65_536
 MAX_CONDITIONS = 16
 MAX_OBJECTIVES = 64
+MAX_STEP_TOKENS = 2**24
+MAX_SEQUENCES = 2**16
 MAX_GAIN = 1e6
 
 LOOP_ORDERS = ("nm", "mn")
@@ -52,6 +54,23 @@ def _check_word(name: str, value: object) -> None:
 def _check_line(name: str, value: object) -> None:
     if not isinstance(value, str) or not _LINE.fullmatch(value):
         raise RecordError(f"{name} must be 1 to {MAX_TEXT} printable ASCII characters, not {value!r:.80}")
+
+
+def _check_key(name: str, value: object) -> None:
+    if not isinstance(value, str) or not _KEY.fullmatch(value):
+        raise RecordError(f"{name} must be 1 to {MAX_TEXT} characters in a line, not {value!r:.80}")
+
+
+def _check_plan_json(value: object) -> None:
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_PLAN_CHARS:
+        raise RecordError(f"plan_json must be text of 1 to {MAX_PLAN_CHARS} characters")
+
+
+def _check_samples(samples_ns: object) -> None:
+    if not isinstance(samples_ns, tuple) or not 1 <= len(samples_ns) <= MAX_SAMPLES:
+        raise RecordError(f"samples_ns must be a tuple of 1 to {MAX_SAMPLES} numbers")
+    for sample_ns in samples_ns:
+        _check_int("a sample in samples_ns", sample_ns, 1, MAX_NS)
 
 
 def _check_finite(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
@@ -176,10 +195,7 @@ class Sample:
     """What the timer noticed of its surroundings, e.g. `steal_share`, `mhz`, `load`."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.samples_ns, tuple) or not 1 <= len(self.samples_ns) <= MAX_SAMPLES:
-            raise RecordError(f"samples_ns must be a tuple of 1 to {MAX_SAMPLES} numbers")
-        for sample_ns in self.samples_ns:
-            _check_int("a sample in samples_ns", sample_ns, 1, MAX_NS)
+        _check_samples(self.samples_ns)
         _check_int("estimate_ns", self.estimate_ns, 1, MAX_NS)
         _check_int("effort_ns", self.effort_ns, 0, MAX_NS)
         error = self.numeric_error
@@ -270,12 +286,60 @@ class PlanRecord:
     """What the plan reached when it was measured, e.g. `tpot_ms`; empty for a plan set by hand."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model_key, str) or not _KEY.fullmatch(self.model_key):
-            raise RecordError(
-                f"model_key must be 1 to {MAX_TEXT} characters in a line, not {self.model_key!r:.80}"
-            )
+        _check_key("model_key", self.model_key)
         _check_word("phase", self.phase)
-        if not isinstance(self.plan_json, str) or not 1 <= len(self.plan_json) <= MAX_PLAN_CHARS:
-            raise RecordError(f"plan_json must be text of 1 to {MAX_PLAN_CHARS} characters")
+        _check_plan_json(self.plan_json)
         objectives = _checked_numbers("objectives", self.objectives, MAX_OBJECTIVES)
         object.__setattr__(self, "objectives", objectives)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedStep:
+    """Which turn of the engine was timed: `sequences` of `context` tokens take `tokens` new ones each."""
+
+    phase: str
+    tokens: int
+    sequences: int
+    context: int
+
+    def __post_init__(self) -> None:
+        _check_word("phase", self.phase)
+        _check_int("tokens", self.tokens, 1, MAX_STEP_TOKENS)
+        _check_int("sequences", self.sequences, 1, MAX_SEQUENCES)
+        _check_int("context", self.context, 0, MAX_STEP_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One timing of one step of a model on one configuration of cores.
+
+    The plan is opaque JSON here, as in a PlanRecord; whoever replays the timing checks that the plan is the
+    one that `configuration_key` names.
+    """
+
+    model_key: str
+    configuration_key: str
+    """Hash over the cores of the plan's ranks, `tuner.topotree.Configuration.key`."""
+    plan_json: str
+    kernels: str
+    """`default` or `tuned`: by which schedules the products ran."""
+    step: ServedStep
+    samples_ns: tuple[int, ...]
+    """Nanoseconds a step, raw, in the order taken."""
+    estimate_ns: int
+    """The stated robust estimate over `samples_ns`."""
+    kernel_abi: str
+    """Of the family that most of the time is spent in."""
+    origin: Origin
+    conditions: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _check_key("model_key", self.model_key)
+        _check_line("configuration_key", self.configuration_key)
+        _check_plan_json(self.plan_json)
+        _check_word("kernels", self.kernels)
+        _check_samples(self.samples_ns)
+        _check_int("estimate_ns", self.estimate_ns, 1, MAX_NS)
+        _check_line("kernel_abi", self.kernel_abi)
+        conditions = _checked_numbers("conditions", self.conditions, MAX_CONDITIONS)
+        object.__setattr__(self, "conditions", conditions)

@@ -9,7 +9,14 @@ from sqlalchemy import Row, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from phasewise.kerneldb.models import MeasurementRow, ProblemRow, PromotionRow, ScheduleRow, ServicePlanRow
+from phasewise.kerneldb.models import (
+    MeasurementRow,
+    ProblemRow,
+    PromotionRow,
+    ScheduleRow,
+    ServicePlanRow,
+    StepTimeRow,
+)
 from phasewise.kerneldb.records import (
     Comparison,
     MachineKey,
@@ -20,6 +27,8 @@ from phasewise.kerneldb.records import (
     Promotion,
     Sample,
     Schedule,
+    ServedStep,
+    StepTime,
 )
 
 if TYPE_CHECKING:
@@ -67,6 +76,22 @@ def plan_row(plan: PlanRecord) -> ServicePlanRow:
     )
 
 
+def step_time_row(timing: StepTime) -> StepTimeRow:
+    """A new row."""
+    return StepTimeRow(
+        model_key=timing.model_key,
+        configuration_key=timing.configuration_key,
+        plan=timing.plan_json,
+        kernels=timing.kernels,
+        kernel_abi=timing.kernel_abi,
+        samples_ns=list(timing.samples_ns),
+        estimate_ns=timing.estimate_ns,
+        conditions=dict(timing.conditions),
+        **asdict(timing.step),
+        **_origin_columns(timing.origin),
+    )
+
+
 def id_of(session: Session, model: type[ProblemRow | ScheduleRow], record: Problem | Schedule) -> int:
     """The id of the record's row, inserted if new. A session is one transaction, and asks once for each."""
     ids: dict[Problem | Schedule, int] = session.info.setdefault("ids", {})
@@ -93,10 +118,9 @@ def _find_or_insert(session: Session, model: type[ProblemRow | ScheduleRow], key
 def measurement_of(row: AnyRow) -> Measurement:
     """The record of a row of `queries.measurements`."""
     timing, problem, schedule = row
-    samples = tuple(timing.samples_ns) if isinstance(timing.samples_ns, list) else ()
     sample = Sample(
         _read(Schedule, schedule),
-        samples,
+        _samples(timing.samples_ns),
         timing.estimate_ns,
         timing.numeric_error,
         timing.effort_ns,
@@ -124,6 +148,27 @@ def plan_of(row: AnyRow) -> PlanRecord:
     return PlanRecord(plan.model_key, plan.phase, plan.plan, _origin(plan), plan.objectives)
 
 
+def step_time_of(row: AnyRow) -> StepTime:
+    """The record of a row of the step times."""
+    (timing,) = row
+    return StepTime(
+        timing.model_key,
+        timing.configuration_key,
+        timing.plan,
+        timing.kernels,
+        _read(ServedStep, timing),
+        _samples(timing.samples_ns),
+        timing.estimate_ns,
+        timing.kernel_abi,
+        _origin(timing),
+        timing.conditions,
+    )
+
+
+def _samples(stored: object) -> tuple[Any, ...]:
+    return tuple(stored) if isinstance(stored, list) else ()
+
+
 def _read(record: type[T], row: object) -> T:
     """A flat record from the columns that have its fields' names."""
     return record(**{field.name: getattr(row, field.name) for field in fields(cast(Any, record))})
@@ -139,7 +184,7 @@ def _origin_columns(origin: Origin) -> dict[str, Any]:
     }
 
 
-def _origin(row: MeasurementRow | PromotionRow | ServicePlanRow) -> Origin:
+def _origin(row: MeasurementRow | PromotionRow | ServicePlanRow | StepTimeRow) -> Origin:
     return Origin(
         MachineKey(row.core_sig, row.placement_sig), row.program_version, row.created_at_ms, row.verified
     )

@@ -16,7 +16,7 @@ from phasewise.kerneldb.models import Base
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISIONS = ("0001", "0002")
+REVISIONS = ("0001", "0002", "0003")
 """Every revision of the schema, oldest first. A test compares it with the migration files."""
 
 HEAD = REVISIONS[-1]

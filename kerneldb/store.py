@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import Delete, Engine, delete, func, select, text
 from sqlalchemy.orm import Session
@@ -25,9 +25,16 @@ from sqlalchemy.orm import Session
 from phasewise.kerneldb import connect, queries
 from phasewise.kerneldb.errors import ReadOnlyDatabaseError, RecordError
 from phasewise.kerneldb.location import Location, locate
-from phasewise.kerneldb.models import Base, MeasurementRow, ProblemRow, PromotionRow, ServicePlanRow
+from phasewise.kerneldb.models import (
+    Base,
+    MeasurementRow,
+    ProblemRow,
+    PromotionRow,
+    ServicePlanRow,
+    StepTimeRow,
+)
 from phasewise.kerneldb.queries import PROBLEM_ORDER, of_problem
-from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Problem, Promotion
+from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Problem, Promotion, StepTime
 from phasewise.kerneldb.rows import (
     measurement_of,
     measurement_row,
@@ -35,6 +42,8 @@ from phasewise.kerneldb.rows import (
     plan_row,
     promotion_of,
     promotion_row,
+    step_time_of,
+    step_time_row,
 )
 from phasewise.kerneldb.schema import HEAD, SchemaChange, read_revision, upgrade
 
@@ -43,6 +52,9 @@ if TYPE_CHECKING:
     from phasewise.kerneldb.rows import AnyRow
 
 Report = Callable[[str], None]
+Shared: TypeAlias = Measurement | Promotion | StepTime
+"""What databases may give to each other."""
+
 T = TypeVar("T")
 
 _IMPORT_LOCK = 0x70687769  # of PostgreSQL: a number that no other program is likely to use
@@ -60,6 +72,7 @@ class SignatureCount:
     machine: MachineKey
     measurements: int
     service_plans: int
+    step_times: int
 
 
 @dataclass(frozen=True)
@@ -214,35 +227,23 @@ class Store:
             query = query.where(queries.of_machine(MeasurementRow, machine))
         return list(self._records(query, measurement_of))
 
-    def add_missing(self, rows: Sequence[Measurement | Promotion]) -> int:
+    def add_missing(self, rows: Sequence[Shared]) -> int:
         """Append those that are not there yet, verified or not, all or none; return how many those were."""
         with self._writing() as session:
             if session.get_bind().dialect.name == "postgresql":
                 session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})
             missing = [*self._missing(session, rows)]
-            session.add_all(
-                [
-                    measurement_row(session, row)
-                    if isinstance(row, Measurement)
-                    else promotion_row(session, row)
-                    for row in missing
-                ]
-            )
+            session.add_all([_row_of(session, row) for row in missing])
         return len(missing)
 
-    def _missing(
-        self, session: Session, rows: Iterable[Measurement | Promotion]
-    ) -> Iterator[Measurement | Promotion]:
+    def _missing(self, session: Session, rows: Iterable[Shared]) -> Iterator[Shared]:
         """Rows of a key at a time are compared with what the key has of the same instants."""
-        for (is_timing, problem, machine, kernel_abi), same_key in groupby(rows, _key_of):
+        known: set[Shared] = set()
+        for _, same_key in groupby(rows, _key_of):
             group = [*same_key]
-            model = MeasurementRow if is_timing else PromotionRow
-            query = queries.measurements() if is_timing else queries.promotions()
             instants = {row.origin.created_at_ms for row in group}
-            of_key = of_problem(model, problem, machine, kernel_abi)
-            query = query.where(*of_key, model.created_at_ms.in_(instants))
-            build: Callable[[AnyRow], Any] = measurement_of if is_timing else promotion_of
-            known = {_content_of(row) for row in self._built(session.execute(query), build)}
+            query, build = _same_key_as(group[0], instants)
+            known |= {_content_of(row) for row in self._built(session.execute(query), build)}
             for row in group:
                 if _content_of(row) not in known:
                     known.add(_content_of(row))
@@ -258,7 +259,7 @@ class Store:
         """
         deletions: list[tuple[str, Delete]] = [
             (model.__tablename__, delete(model).where(model.kernel_abi.in_(stale_builds)))
-            for model in (PromotionRow, MeasurementRow)
+            for model in (PromotionRow, MeasurementRow, StepTimeRow)
         ]
         if keep_schedules is not None:
             deletions.append((MeasurementRow.__tablename__, queries.delete_dominated(keep_schedules)))
@@ -299,6 +300,24 @@ class Store:
         """Every plan, oldest first."""
         return list(self._records(select(ServicePlanRow).order_by(ServicePlanRow.id), plan_of))
 
+    def add_step_times(self, timings: Iterable[StepTime]) -> None:
+        """Append all or none."""
+        with self._writing() as session:
+            session.add_all([step_time_row(timing) for timing in timings])
+
+    def step_times(self, machine: MachineKey, model_key: str, phase: str) -> list[StepTime]:
+        """Every timing of a phase's steps of a model on this kind of machine, oldest first."""
+        query = queries.step_times().where(
+            StepTimeRow.model_key == model_key,
+            StepTimeRow.phase == phase,
+            queries.of_machine(StepTimeRow, machine),
+        )
+        return list(self._records(query, step_time_of))
+
+    def all_step_times(self) -> Iterator[StepTime]:
+        """Every row, oldest first, read while they are taken."""
+        return self._streamed(queries.step_times(), step_time_of)
+
     def stats(self) -> StoreStats:
         """Rows by table and by kind of machine."""
         with connect.clear_errors(self.name), Session(self._engine) as session:
@@ -306,20 +325,19 @@ class Store:
                 name: session.scalar(select(func.count()).select_from(table)) or 0
                 for name, table in sorted(Base.metadata.tables.items())
             }
-            measured = _count_by_machine(session, MeasurementRow)
-            planned = _count_by_machine(session, ServicePlanRow)
+            counts = tuple(
+                _count_by_machine(session, model) for model in (MeasurementRow, ServicePlanRow, StepTimeRow)
+            )
             builds = tuple(
                 BuildCount(kernel_abi, count, count - verified)
                 for kernel_abi, count, verified in session.execute(queries.count_by_build())
             )
-        return StoreStats(HEAD, rows, tuple(self._signatures(measured, planned)), builds, self._file_bytes())
+        return StoreStats(HEAD, rows, tuple(self._signatures(counts)), builds, self._file_bytes())
 
-    def _signatures(
-        self, measured: Mapping[tuple[str, str], int], planned: Mapping[tuple[str, str], int]
-    ) -> Iterator[SignatureCount]:
-        for key in sorted({*measured, *planned}, key=repr):
+    def _signatures(self, counts: Sequence[Mapping[tuple[str, str], int]]) -> Iterator[SignatureCount]:
+        for key in sorted({key for of_table in counts for key in of_table}, key=repr):
             try:
-                yield SignatureCount(MachineKey(*key), measured.get(key, 0), planned.get(key, 0))
+                yield SignatureCount(MachineKey(*key), *(of_table.get(key, 0) for of_table in counts))
             except RecordError as error:
                 self._report(f"database {self.name}: rows of one machine are not counted: {error}")
 
@@ -356,17 +374,47 @@ class Store:
                 self._report(f"database {self.name}: row {row[0].id} of {table} is skipped: {error}")
 
 
-def _key_of(row: Measurement | Promotion) -> tuple[bool, Problem, MachineKey, str]:
-    return isinstance(row, Measurement), row.problem, row.origin.machine, row.kernel_abi
+def _row_of(session: Session, row: Shared) -> MeasurementRow | PromotionRow | StepTimeRow:
+    match row:
+        case Measurement():
+            return measurement_row(session, row)
+        case Promotion():
+            return promotion_row(session, row)
+        case StepTime():
+            return step_time_row(row)
 
 
-def _content_of(row: Measurement | Promotion) -> Measurement | Promotion:
+def _key_of(row: Shared) -> tuple[object, ...]:
+    of_key = (row.model_key, row.configuration_key, row.step) if isinstance(row, StepTime) else (row.problem,)
+    return (type(row).__name__, *of_key, row.origin.machine, row.kernel_abi)
+
+
+def _same_key_as(row: Shared, instants: Collection[int]) -> tuple[AnySelect, Callable[[AnyRow], Any]]:
+    """What is stored of a row's key and of these instants, and how to read it."""
+    machine = row.origin.machine
+    if isinstance(row, StepTime):
+        query = queries.step_times().where(
+            StepTimeRow.configuration_key == row.configuration_key,
+            StepTimeRow.model_key == row.model_key,
+            queries.of_machine(StepTimeRow, machine),
+            StepTimeRow.created_at_ms.in_(instants),
+        )
+        return query, step_time_of
+    is_timing = isinstance(row, Measurement)
+    model = MeasurementRow if is_timing else PromotionRow
+    query = queries.measurements() if is_timing else queries.promotions()
+    of_key = of_problem(model, row.problem, machine, row.kernel_abi)
+    query = query.where(*of_key, model.created_at_ms.in_(instants))
+    return query, measurement_of if is_timing else promotion_of
+
+
+def _content_of(row: Shared) -> Shared:
     """What makes two rows the same: everything but whether it is trusted here."""
     return replace(row, origin=replace(row.origin, verified=False))
 
 
 def _count_by_machine(
-    session: Session, model: type[MeasurementRow | ServicePlanRow]
+    session: Session, model: type[MeasurementRow | ServicePlanRow | StepTimeRow]
 ) -> dict[tuple[str, str], int]:
     key = (model.core_sig, model.placement_sig)
     return {

@@ -61,22 +61,22 @@ class FirstRank:
 
         ValueError if a token, position or slot is out of range, if slices overlap or there are too many.
         """
-        program, team = self._running(batch.phase)
+        self._running(batch.phase)  # or say why not, however few its tokens
         if batch.phase == "decode" or batch.n_tokens <= self._step_tokens:
-            return self._logits[: self._run(program, team, batch.slices, batch.phase)]
+            return self._logits[: self._run(batch.slices, batch.phase)]
         rows = []
         for step in _steps(batch.slices, self._step_tokens):
-            n_rows = self._run(program, team, step, batch.phase)
+            n_rows = self._run(step, batch.phase)
             rows.append(self._logits[:n_rows].copy())
         return np.concatenate(rows)
 
     def all_logits(self, batch: Batch) -> Logits:
         """Logits after every token of the batch, float32 [tokens, vocab]."""
-        program, team = self._running(batch.phase)
+        self._running(batch.phase)  # or say why not, however few its tokens
         out = np.empty((batch.n_tokens, self._logits.shape[1]), dtype=np.float32)
         done = 0
         for step in _steps(batch.slices, min(self._step_tokens, self._logit_rows)):
-            n_rows = program.run(team, step, every_row=True, table=TABLES[batch.phase])
+            n_rows = self._run(step, batch.phase, every_row=True)
             out[done : done + n_rows] = self._logits[:n_rows]
             done += n_rows
         return out
@@ -84,6 +84,9 @@ class FirstRank:
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
         """Copy keys and values of all layers; the ranges may overlap. ValueError outside the slots."""
         program, team = self._running("decode")
+        resting = self._resting(team)
+        if resting is not None:
+            resting.rest()
         program.copy_kv(team, source_slot, target_slot, n_slots)
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
@@ -114,14 +117,16 @@ class FirstRank:
         team = self._by_phase.get(phase)
         if team is None:
             raise RanksError(f"there is no plan for {phase}")
-        if self._last is not team:
-            if self._last is not None:
-                self._last.rest()
-            self._last = team
         return program, team
 
-    def _run(self, program: Program, team: Team, slices: Iterable[SequenceSlice], phase: Phase) -> int:
-        n_rows = program.run(team, slices, table=TABLES[phase])
+    def _resting(self, team: Team) -> Team | None:
+        """The team that ran last, where `team` takes its turn."""
+        last, self._last = self._last, team
+        return None if last is team else last
+
+    def _run(self, slices: Iterable[SequenceSlice], phase: Phase, every_row: bool = False) -> int:
+        program, team = self._running(phase)
+        n_rows = program.run(team, slices, every_row, TABLES[phase], self._resting(team))
         if not self._warned and team.misplaced():
             self._warned = True
             _log.warning(

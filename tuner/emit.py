@@ -90,7 +90,7 @@ def _kubernetes(plans: Plans, machine: Machine) -> Emitted:
 
 POD = """\
 # kubelet: --cpu-manager-policy=static --cpu-manager-policy-options={options}
-#          --topology-manager-policy={topology} --memory-manager-policy=Static
+#          --topology-manager-policy={topology}
 apiVersion: v1
 kind: Pod
 metadata:

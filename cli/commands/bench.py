@@ -30,6 +30,8 @@ MAX_M = 1 << 16
 MAX_SIDE = 1 << 20
 """Of a product that is asked for on the command line."""
 
+MAX_MESSAGE_BYTES = 1 << 30
+
 
 class Output(StrEnum):
     """How the rows of `bench run` are printed."""
@@ -42,7 +44,7 @@ class Output(StrEnum):
 
 
 class Table(StrEnum):
-    """How the rows of `bench kernels` are printed."""
+    """How the rows of `bench kernels` and `bench allreduce` are printed."""
 
     md = "md"
     csv = "csv"
@@ -141,6 +143,69 @@ def run(
     with open_ranks(found, workloads) as opened:
         rows = list(bench_rows(opened, workloads, repetitions))
     print(FORMATS[output.value](rows), end="")
+
+
+@app.command("allreduce")
+def allreduce(
+    ranks: Annotated[str, typer.Option("--ranks", help="numbers of ranks, one core each")] = "2",
+    sizes: Annotated[
+        str, typer.Option("--sizes", metavar="LIST", help="bytes of a message, e.g. 4K,1M")
+    ] = "1K,4K,16K,64K,256K,1M,4M,16M",
+    kinds: Annotated[
+        str, typer.Option("--kinds", help="the first is what the others are compared with")
+    ] = "rank-shifted,master-copies,ring",
+    threads: ThreadsOption = None,
+    rounds: Annotated[int, typer.Option("-r", "--rounds", min=1, max=1000)] = 15,
+    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
+) -> None:
+    """Time the all-reduces over shared memory beside plain copying by the same cores, in turns.
+
+    One process a rank, pinned to a core of its own; before every all-reduce each writes its message anew,
+    which is not timed. GB/s are bytes of a message over the time; copying is of one by every rank at once.
+    """
+    from phasewise.cli.all_reduce_formats import FORMATS
+    from phasewise.cli.bench_allreduce import Grid, all_reduce_rows
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import default_plan
+
+    cores = default_plan(read_machine(), "decode", threads).ranks[0].cores
+    grid = Grid(cores, _rank_counts(ranks, len(cores)), _sizes(sizes), _kinds(kinds), rounds)
+    print(FORMATS[output.value](list(all_reduce_rows(grid))), end="")
+
+
+def _rank_counts(text: str, n_cores: int) -> list[int]:
+    counts = _counts(text)
+    if not counts or max(counts) > n_cores:
+        raise typer.BadParameter(
+            f"--ranks {text!r}: each rank has a core of its own, and there are {n_cores}"
+        )
+    return counts
+
+
+def _sizes(text: str) -> list[int]:
+    """`4K,1M` as bytes, whole floats each; a clear usage error otherwise."""
+    units = {"": 1, "K": 1 << 10, "M": 1 << 20}
+    sizes = []
+    for part in text.upper().split(","):
+        digits = part.strip().rstrip("KM")
+        unit = units.get(part.strip()[len(digits) :])
+        size = int(digits) * unit if unit and digits.isdecimal() else 0
+        if size % 4 or not 4 <= size <= MAX_MESSAGE_BYTES:
+            most = f"{MAX_MESSAGE_BYTES >> 20}M"
+            raise typer.BadParameter(
+                f"--sizes: {part.strip()!r} is no multiple of 4 bytes, such as 4K, up to {most}"
+            )
+        sizes.append(size)
+    return sizes
+
+
+def _kinds(text: str) -> list[str]:
+    from phasewise.cython_kernels import _native
+
+    kinds = [kind.strip() for kind in text.split(",")]
+    if not set(kinds) <= set(_native.ALL_REDUCE_KINDS):
+        raise typer.BadParameter(f"--kinds {text!r} is not a list of {', '.join(_native.ALL_REDUCE_KINDS)}")
+    return list(dict.fromkeys(kinds))
 
 
 @app.command("kernels")

@@ -38,6 +38,10 @@ def export(
             help="only machines whose core or placement signature has TEXT in it; `here`: like this one",
         ),
     ] = None,
+    step_times: Annotated[
+        bool,
+        typer.Option("--step-times", help="also the step times of `tune-config`, which name your models"),
+    ] = False,
     db: DbOption = None,
 ) -> None:
     """Print all schedules, their timings and promotions as JSON lines, to be shared.
@@ -48,7 +52,7 @@ def export(
     from phasewise.kerneldb.portable import export_lines, rows_of
 
     with _existing(db) as store:
-        rows = [*rows_of(store, _wanted(signature))]
+        rows = [*rows_of(store, _wanted(signature), step_times=step_times)]
     if signature and not rows:
         raise ExportFileError(f"no rows are of a machine with {' or '.join(signature)} in its signature")
     _write_out(export_lines(rows))
@@ -127,12 +131,15 @@ class _Refusals:
 
 
 def merge(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Add the timings and promotions of another database that are not in this one yet, unverified."""
+    """Add the timings and promotions of another database that are not in this one yet, unverified.
+
+    Its step times come too; `tune-config --evaluator recorded` replays them.
+    """
     from phasewise.kerneldb.portable import import_rows, rows_of
     from phasewise.kerneldb.store import open_store
 
     with _other_store(other) as source, open_store(db, note) as store:
-        taken = import_rows(store, rows_of(source))
+        taken = import_rows(store, rows_of(source, step_times=True))
     _print_taken(other, taken, 0, as_json)
 
 
@@ -222,7 +229,7 @@ def gc(
     if as_json:
         print_json({"dry_run": dry_run, "deleted": dict(deleted)})
     else:
-        counts = ", ".join(f"{count} {table}s" for table, count in deleted.items())
+        counts = ", ".join(f"{count} {table.replace('_', ' ')}s" for table, count in deleted.items())
         typer.echo(f"{'would delete' if dry_run else 'deleted'} {counts}")
 
 

@@ -13,6 +13,7 @@
         .lanes = LANES, \
         .rmsnorm = ISA(rmsnorm), \
         .add = ISA(add), \
+        .sum = ISA(sum), \
         .rope = ISA(rope), \
         .scale = ISA(scale), \
         .silu_gate = ISA(silu_gate), \

@@ -94,7 +94,7 @@ def test_cores_that_may_not_be_used_are_one_line(evaluator: MeasuredEvaluator, m
     configuration = Configuration((RankCores((foreign,)),))
 
     with (
-        pytest.raises(EvaluationError, match=rf"cannot run.*may not use core {foreign}") as raised,
+        pytest.raises(EvaluationError, match=rf"may not use core {foreign}") as raised,
         evaluator.open(configuration, "decode"),
     ):
         raise AssertionError("opened")

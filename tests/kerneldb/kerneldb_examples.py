@@ -18,6 +18,8 @@ from phasewise.kerneldb.records import (
     Promotion,
     Sample,
     Schedule,
+    ServedStep,
+    StepTime,
 )
 
 MACHINE = MachineKey("AuthenticAMD 26/2 avx2+avx512f L1d 48K L2 1M", "2 threads: 1 node x 1 L3 x 2 cores")
@@ -36,6 +38,18 @@ PLAN = PlanRecord(
     '{"format": 1, "phase": "decode", "ranks": [{"cores": [0], "numa_node": 0}]}',
     ORIGIN,
     {"tpot_ms": 4.25},
+)
+STEP_TIME = StepTime(
+    "tinyllama@int4",
+    "9f86d081884c7d65",
+    '{"format": 1, "phase": "decode", "ranks": [{"cores": [0, 1], "numa_node": 0}]}',
+    "default",
+    ServedStep("decode", 1, 1, 512),
+    (4_100_000, 4_050_000, 4_900_000),
+    4_050_000,
+    "gemm-5f1c9e",
+    ORIGIN,
+    {"steal_share": 0.015625},
 )
 
 

@@ -23,6 +23,7 @@ from kerneldb_examples import (
     PROMOTION,
     SAMPLE,
     SCHEDULE,
+    STEP_TIME,
     measured,
 )
 
@@ -45,6 +46,7 @@ from phasewise.kerneldb.records import (
     Problem,
     Promotion,
     Schedule,
+    ServedStep,
 )
 from phasewise.kerneldb.store import Store, open_store
 
@@ -169,9 +171,26 @@ comparisons = st.builds(
     st.floats(0, 1),
     st.integers(1, 1000),
 )
-any_row: st.SearchStrategy[Row] = st.builds(
-    Measurement, problems, samples, texts, st.just(ORIGIN)
-) | st.builds(Promotion, problems, schedules, st.none() | schedules, comparisons, texts, st.just(ORIGIN))
+steps = st.builds(ServedStep, words, st.integers(1, 2**24), st.integers(1, 2**16), st.integers(0, 2**24))
+step_times = st.builds(
+    lambda key, step, ns, noticed: dataclasses.replace(
+        STEP_TIME,
+        configuration_key=key,
+        step=step,
+        samples_ns=tuple(ns),
+        estimate_ns=ns[0],
+        conditions=noticed,
+    ),
+    texts,
+    steps,
+    st.lists(st.integers(1, MAX_NS), min_size=1, max_size=5),
+    st.dictionaries(words, finite, max_size=16),
+)
+any_row: st.SearchStrategy[Row] = (
+    st.builds(Measurement, problems, samples, texts, st.just(ORIGIN))
+    | st.builds(Promotion, problems, schedules, st.none() | schedules, comparisons, texts, st.just(ORIGIN))
+    | step_times
+)
 
 
 @settings(max_examples=50, deadline=None)
@@ -182,17 +201,54 @@ def test_any_row_that_a_database_may_hold_survives_the_trip(rows: list[Row]) -> 
         taken, refused = import_into(store, content)
 
         assert (taken.added, refused) == (len(set(rows)), {})
-        assert export(rows_of(store)) == content
+        assert export(rows_of(store, step_times=True)) == content
 
 
-def test_a_file_names_no_host_and_no_plan(store: Store) -> None:
+def test_a_file_names_no_host_no_plan_and_no_model(store: Store) -> None:
     store.add_plan(PLAN)
     store.add_measurements([NOTED])
+    store.add_step_times([STEP_TIME])
     content = export(rows_of(store)).decode()
 
     assert set(json.loads(content.splitlines()[1])["measurement"]) == set(portable.MEASUREMENT_FIELDS)
     assert "verified" not in content
     assert "tinyllama" not in content
+
+
+def test_step_times_go_out_where_they_are_asked_for_and_come_in_unverified(store: Store) -> None:
+    store.add_step_times([STEP_TIME])
+    rows, refused = read(export(rows_of(store, step_times=True)))
+
+    assert (rows, refused) == ([unverified(STEP_TIME)], {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"step": [1]}, "a step must be a JSON object"),
+        ({"step": {"phase": "decode", "tokens": 1, "sequences": 1}}, "a step has no 'context'"),
+        ({"step": {"phase": "decode", "tokens": 0, "sequences": 1, "context": 0}}, "tokens must be"),
+        ({"step": {"phase": "decode", "tokens": 1, "sequences": 1, "context": 2**40}}, "context must be"),
+        ({"model_key": "a\nb"}, "model_key must be"),
+        ({"plan_json": "x" * 200_000}, "plan_json must be"),
+        ({"plan_json": {"ranks": []}}, "plan_json must be"),
+        ({"kernels": "'; --"}, "kernels must be"),
+        ({"configuration_key": None}, "configuration_key must be"),
+        ({"samples_ns": [0]}, "a sample in samples_ns must be"),
+        ({"estimate_ns": 1.5}, "estimate_ns must be"),
+        ({"conditions": {"load": "high"}}, "load in conditions must be"),
+        ({"verified": True}, "a step time may not have 'verified'"),
+    ],
+)
+def test_a_hostile_step_time_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    """One line; the rows beside it are taken."""
+    header, good, _ = export([STEP_TIME]).splitlines(keepends=True)
+    row = {**json.loads(good)["step_time"], **changes}
+    rows, refused = read(header + line_of({"step_time": row}) + good)
+
+    assert rows == [unverified(STEP_TIME)]
+    assert reason in refused[2]
+    assert refused[2].isprintable()
 
 
 def test_machines_can_be_chosen(store: Store) -> None:

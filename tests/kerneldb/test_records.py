@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kerneldb_examples import MEASUREMENT, ORIGIN, PLAN, PROBLEM, PROMOTION, SAMPLE, SCHEDULE
+from kerneldb_examples import MEASUREMENT, ORIGIN, PLAN, PROBLEM, PROMOTION, SAMPLE, SCHEDULE, STEP_TIME
 
 from phasewise.kerneldb.errors import KernelDbError, RecordError
 from phasewise.kerneldb.records import GROUP, MachineKey, PlanRecord, Schedule
@@ -196,3 +196,40 @@ def test_a_huge_value_gives_a_short_message(value: Any) -> None:
         dataclasses.replace(PROBLEM, n=value)
 
     assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 0},
+        {"tokens": 2**24 + 1},
+        {"tokens": 1.0},
+        {"sequences": 0},
+        {"sequences": True},
+        {"context": -1},
+        {"context": None},
+        {"phase": "Decode"},
+    ],
+)
+def test_a_served_step_is_bounded_numbers_and_a_phase(changes: dict[str, Any]) -> None:
+    with pytest.raises(RecordError, match=next(iter(changes))):
+        dataclasses.replace(STEP_TIME.step, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_key": ""},
+        {"configuration_key": "a\n"},
+        {"plan_json": ""},
+        {"kernels": "very tuned"},
+        {"samples_ns": ()},
+        {"samples_ns": [1]},
+        {"estimate_ns": 0},
+        {"kernel_abi": "\x1b"},
+        {"conditions": {"load": float("nan")}},
+    ],
+)
+def test_a_step_time_refuses_what_no_evaluator_writes(changes: dict[str, Any]) -> None:
+    with pytest.raises(RecordError):
+        dataclasses.replace(STEP_TIME, **changes)

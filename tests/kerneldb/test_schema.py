@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, PROMOTION
+from kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, PROMOTION, STEP_TIME
 from sqlalchemy import Connection, create_engine, text
 
 import phasewise.migrations
@@ -122,6 +122,7 @@ def test_every_released_schema_upgrades_and_keeps_its_rows(revision: str, tmp_pa
         assert opened.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
         assert opened.plans() == [PLAN]
         assert [*opened.all_promotions()] == ([] if revision == "0001" else [PROMOTION])
+        assert [*opened.all_step_times()] == ([STEP_TIME] if revision >= "0003" else [])
 
 
 def test_an_older_schema_is_upgraded_in_place_and_said(

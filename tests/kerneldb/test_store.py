@@ -26,6 +26,7 @@ from kerneldb_examples import (
     PROMOTION,
     SAMPLE,
     SCHEDULE,
+    STEP_TIME,
     measured,
 )
 from kerneldb_server import new_database_url
@@ -35,7 +36,16 @@ from sqlalchemy.exc import DBAPIError
 from phasewise.kerneldb import schema
 from phasewise.kerneldb.errors import DatabaseTooNewError, ForeignDatabaseError, KernelDbError
 from phasewise.kerneldb.models import Base
-from phasewise.kerneldb.records import MAX_TIME_MS, Measurement, Origin, Sample
+from phasewise.kerneldb.records import (
+    MAX_SEQUENCES,
+    MAX_STEP_TOKENS,
+    MAX_TIME_MS,
+    Measurement,
+    Origin,
+    Sample,
+    ServedStep,
+    StepTime,
+)
 from phasewise.kerneldb.store import Store, open_store
 
 BACKENDS = ["file", "memory", "postgresql"]
@@ -209,13 +219,42 @@ class TestStoreContract:
         elsewhere = dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
         store.add_measurements([MEASUREMENT, measured(7), measured(9, origin=elsewhere)])
         store.add_plan(PLAN)
+        store.add_step_times([dataclasses.replace(STEP_TIME, origin=elsewhere)])
         stats = store.stats()
 
-        assert stats.rows == table_rows(measurement=3, problem=1, schedule=1, service_plan=1)
-        assert {one.machine: (one.measurements, one.service_plans) for one in stats.signatures} == {
-            MACHINE: (2, 1),
-            OTHER_MACHINE: (1, 0),
+        assert stats.rows == table_rows(measurement=3, problem=1, schedule=1, service_plan=1, step_time=1)
+        counts = {
+            one.machine: (one.measurements, one.service_plans, one.step_times) for one in stats.signatures
         }
+        assert counts == {MACHINE: (2, 1, 0), OTHER_MACHINE: (1, 0, 1)}
+
+    def test_step_times_come_back_as_they_went_in_by_machine_model_and_phase(self, store: Store) -> None:
+        prefill = dataclasses.replace(STEP_TIME, step=dataclasses.replace(STEP_TIME.step, phase="prefill"))
+        again = dataclasses.replace(STEP_TIME, samples_ns=(7,), estimate_ns=7)
+        other_model = dataclasses.replace(STEP_TIME, model_key="another@int4")
+        elsewhere = dataclasses.replace(STEP_TIME, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE))
+        rows = [STEP_TIME, prefill, other_model, elsewhere, again]
+        store.add_step_times(rows)
+
+        assert store.step_times(MACHINE, STEP_TIME.model_key, "decode") == [STEP_TIME, again]
+        assert store.step_times(MACHINE, STEP_TIME.model_key, "prefill") == [prefill]
+        assert store.step_times(OTHER_MACHINE, STEP_TIME.model_key, "decode") == [elsewhere]
+        assert [*store.all_step_times()] == rows
+
+    def test_step_times_of_another_database_are_taken_once(self, store: Store) -> None:
+        twice = dataclasses.replace(STEP_TIME, step=dataclasses.replace(STEP_TIME.step, context=1024))
+
+        assert store.add_missing([STEP_TIME, twice, dataclasses.replace(STEP_TIME)]) == 2
+        assert store.add_missing([STEP_TIME, twice]) == 0
+        assert [*store.all_step_times()] == [STEP_TIME, twice]
+
+    def test_step_times_of_stale_builds_are_garbage(self, store: Store) -> None:
+        kept = dataclasses.replace(STEP_TIME, kernel_abi="gemm-new")
+        store.add_step_times([STEP_TIME, kept])
+        deleted = store.collect_garbage([STEP_TIME.kernel_abi], None, dry_run=False)
+
+        assert deleted["step_time"] == 1
+        assert [*store.all_step_times()] == [kept]
 
     def test_text_is_data(self, store: Store) -> None:
         """Quotes, percent signs and SQL in a key are matched letter by letter."""
@@ -238,9 +277,16 @@ class TestStoreContract:
         extreme = Measurement(problem, sample, "~" * 255, Origin(MACHINE, "v" * 255, MAX_TIME_MS))
         store.add_measurements([extreme])
         store.add_plan(dataclasses.replace(PLAN, model_key="模" * 255, plan_json="x" * 100_000))
+        longest = StepTime(
+            *("模" * 255, "~" * 255, "x" * 100_000, "k" * 32),
+            ServedStep("p" * 32, MAX_STEP_TOKENS, MAX_SEQUENCES, MAX_STEP_TOKENS),
+            *((2**63 - 1,), 2**63 - 1, "~" * 255, extreme.origin),
+        )
+        store.add_step_times([longest])
 
         assert store.measurements(problem, MACHINE, "~" * 255) == [extreme]
         assert store.plans()[0].model_key == "模" * 255
+        assert [*store.all_step_times()] == [longest]
 
     def test_the_schema_is_the_models_here_too(self, db: str) -> None:
         """Types, comments and constraints as this database understands them."""
@@ -250,12 +296,13 @@ class TestStoreContract:
 
         assert difference == []
 
-    @pytest.mark.parametrize("table", ["measurement", "promotion", "service_plan"])
+    @pytest.mark.parametrize("table", ["measurement", "promotion", "service_plan", "step_time"])
     def test_a_row_cannot_be_edited_but_can_be_deleted(self, store: Store, table: str) -> None:
         """Not even by another program; deleting whole rows is what a clean-up does."""
         store.add_measurements([MEASUREMENT])
         store.add_promotions([PROMOTION])
         store.add_plan(PLAN)
+        store.add_step_times([STEP_TIME])
         with pytest.raises(DBAPIError, match="appended, never edited"), store._engine.begin() as connection:
             connection.execute(text(f"UPDATE {table} SET program_version = 'forged'"))
         with store._engine.begin() as connection:

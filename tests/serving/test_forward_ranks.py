@@ -219,7 +219,8 @@ def test_ranks_tell_where_their_threads_ran() -> None:
     model = make_model("llama")
     with ranks(model, ((2, 1), (1,))) as many:
         assert many.programs[0].observed(0) == [(-1, -1), (-1,)]
-        many.run(prompts(model))
+        for _ in range(2):  # what a rank tells after a step is certainly there after the next
+            many.run(prompts(model))
 
         assert all(cpu >= 0 for cpus in many.programs[0].observed(0) for cpu in cpus)
         assert many.programs[0].observed(1) == [(-1,)]

@@ -78,7 +78,8 @@ class ModelledEvaluator:
     def _waits(self, ranks: Sequence[RankCores]) -> _Waits:
         where, rates = self._sharing.where, self._rates
         everyone = [pu for rank in ranks for pu in rank.cores]
-        reading = len(everyone) * rates.core_read_bytes_per_s * _exchange_share(where, rates, everyone)
+        cores = sum(where.core_shares(everyone))
+        reading = cores * rates.core_read_bytes_per_s * _exchange_share(where, rates, everyone)
         return _Waits(
             barrier_ns=max((len(rank.cores) - 1) * _line_ns(where, rates, rank.cores) for rank in ranks),
             all_reduce_ns=2 * (len(ranks) - 1) * _line_ns(where, rates, everyone),

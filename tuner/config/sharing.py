@@ -22,6 +22,9 @@ from phasewise.tuner.plans import RankCores
 Vector = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float64]
 
+LOCAL_RATING = 10
+"""Of a NUMA node's distance to itself; 20 is twice as far."""
+
 _EVEN = 1 + 1e-9
 """Rounding must not keep a full resource open."""
 
@@ -51,7 +54,10 @@ class Neighbourhood:
         self._core_of = _holders(machine, Kind.CORE)
         self._l3_of = _holders(machine, Kind.L3)
         self._package_of = _holders(machine, Kind.PACKAGE)
-        self._node_of = {pu: node.os_index or 0 for node in machine.nodes(Kind.NUMA) for pu in node.cpus}
+        # Of two memories with the same PUs the first one counts, as in `plans.rank_on`.
+        memories = reversed(machine.nodes(Kind.NUMA))
+        self._node_of = {pu: node.os_index or 0 for node in memories for pu in node.cpus}
+        self._distances = machine.distances
         self._package_of_node = {node: self._package_of.get(pu, 0) for pu, node in self._node_of.items()}
 
     def l3s_of(self, pus: Sequence[int]) -> list[int | None]:
@@ -75,9 +81,13 @@ class Neighbourhood:
         """Whether one package holds them all."""
         return len({self._package_of.get(pu, 0) for pu in pus}) == 1
 
-    def is_package_of(self, pu: int, node: int) -> bool:
-        """Whether the PU's package holds that NUMA node."""
-        return self._package_of_node.get(node, 0) == self._package_of.get(pu, 0)
+    def are_neighbours(self, first: int, second: int) -> bool:
+        """Whether two NUMA nodes lie in one package."""
+        return self._package_of_node.get(first, 0) == self._package_of_node.get(second, 0)
+
+    def rating(self, first: int, second: int) -> int | None:
+        """How far the firmware says that two NUMA nodes are, 10 for one node; None where it does not say."""
+        return None if self._distances is None else self._distances.between(first, second)
 
     def core_shares(self, pus: Sequence[int]) -> list[float]:
         """How much of its core each of these PUs has when all of them are active."""
@@ -113,7 +123,7 @@ class ReadSharing:
         """What each rank reads while all of them do."""
         pus = [pu for rank in ranks for pu in rank.cores]
         memories = [memory for rank in ranks for memory in [self.where.memory_of(rank)] * len(rank.cores)]
-        demand = np.array([self._demand(pu, memory) for pu, memory in zip(pus, memories, strict=True)])
+        demand = np.array([one for rank in ranks for one in self._demands(rank)])
         demand *= self.where.core_shares(pus)
         limits = [*self._cache_limits(pus), *self._memory_limits(pus, memories)]
         limits += self._hidden_limits(pus, demand)
@@ -122,17 +132,25 @@ class ReadSharing:
         ends = np.cumsum([len(rank.cores) for rank in ranks])
         return [float(part.sum()) for part in np.split(rate, ends[:-1])]
 
-    def _demand(self, pu: int, memory: Mapping[int, float]) -> float:
-        """Bytes a second of a core alone: the nodes that it reads take turns, so their times add up."""
-        time_of_byte = sum(part / self._reach(pu, node) for node, part in memory.items())
-        return self._rates.core_read_bytes_per_s / time_of_byte
+    def _demands(self, rank: RankCores) -> list[float]:
+        """Bytes a second of each core alone: the nodes that it reads take turns, so their times add up."""
+        memory = self.where.memory_of(rank)
+        times_of_byte = {
+            home: sum(part / self._reach(home, node) for node, part in memory.items())
+            for home in self.where.nodes_of(rank.cores)
+        }
+        rate = self._rates.core_read_bytes_per_s
+        return [rate / times_of_byte[self.where.node_of(pu)] for pu in rank.cores]
 
-    def _reach(self, pu: int, node: int) -> float:
-        """Share of a core's rate that it reaches in the memory of `node`."""
+    def _reach(self, home: int, node: int) -> float:
+        """Share of a core's rate that it reaches in the memory of `node`: by the firmware's rating if any."""
         share = self._rates.node_share.get(node, 1.0)
-        if self.where.node_of(pu) == node:
+        if home == node:
             return share
-        if self.where.is_package_of(pu, node):
+        rating = self.where.rating(home, node)
+        if rating is not None:
+            return share * LOCAL_RATING / max(rating, LOCAL_RATING)
+        if self.where.are_neighbours(home, node):
             return share * self._rates.remote_node_share
         return share * self._rates.remote_package_share
 

@@ -16,7 +16,6 @@ from phasewise.tuner.topotree.configurations import (
     every_configuration,
 )
 from phasewise.tuner.topotree.enumeration import (
-    distinct,
     every_tree,
     grouped_trees,
     parents,
@@ -49,7 +48,6 @@ __all__ = [
     "count_grouped",
     "count_groupings_of_levels",
     "cross_section",
-    "distinct",
     "every_configuration",
     "every_tree",
     "fundamental",

@@ -8,12 +8,13 @@ such steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import lru_cache
 from itertools import product
 
 from phasewise.tuner.errors import TopoTreeError
 from phasewise.tuner.topotree.group_chains import Chain, chains
-from phasewise.tuner.topotree.tree import TopoTree
+from phasewise.tuner.topotree.tree import TopoTree, active
 
 
 def grouped_trees(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[TopoTree]:
@@ -66,24 +67,45 @@ def transformation_tree(root: TopoTree) -> Iterator[TopoTree]:
 
     No two of them are equal: how many stay at each depth is what tells which PUs do.
     """
-    counts = product(*(range(kept, 0, -1) for kept in root.kept))
-    for kept in sorted(counts, key=sum, reverse=True):
+    for kept in _kept(root.kept):
         yield TopoTree(root.base, root.chains, kept, root.groups)
 
 
-def distinct(trees: Iterable[TopoTree]) -> Iterator[TopoTree]:
-    """The trees that are equal to none before."""
-    seen: set[str] = set()
-    for tree in trees:
-        if tree.key not in seen:
-            seen.add(tree.key)
-            yield tree
-
-
 def every_tree(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[TopoTree]:
-    """Every distinct tree that groups and removals make of a fundamental tree, each after its parents."""
-    return distinct(
-        each
-        for grouping in grouped_trees(tree, power_of_two=power_of_two)
-        for each in transformation_tree(grouping)
-    )
+    """Every distinct tree that groups and removals make of a fundamental tree, each after its parents.
+
+    Levels are independent here too: two trees are equal if at every level of the machine the same siblings
+    are active and nest alike. So the distinct trees are the product over levels of what is distinct at each.
+    """
+    base = tree.base
+    outermost, *inner = base.arities or (1,)
+    nests_inside = [_distinct_nests(arity, power_of_two) for arity in inner]
+    for first in nests(outermost, power_of_two):
+        for rest in product(*nests_inside):
+            combination = (first, *rest) if base.arities else ()
+            nested = tuple(chain for chain, _ in combination)
+            kept = tuple(count for _, counts in combination for count in counts)
+            yield TopoTree(base, nested, kept, _steps(nested))
+
+
+def nests(n: int, power_of_two: bool) -> Iterator[tuple[Chain, tuple[int, ...]]]:
+    """The distinct ways in which some of `n` siblings nest: a chain, and what stays at each of its levels."""
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for chain in chains(n, power_of_two):
+        for kept in _kept(chain.arities):
+            telling = tuple(count for count in kept if count > 1)
+            key = (telling, active(chain, kept))
+            if key not in seen:
+                seen.add(key)
+                yield chain, kept
+
+
+@lru_cache(maxsize=64)
+def _distinct_nests(n: int, power_of_two: bool) -> tuple[tuple[Chain, tuple[int, ...]], ...]:
+    return tuple(nests(n, power_of_two))
+
+
+def _kept(arities: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """How many children may stay at each depth, any number from all to one; more come before fewer."""
+    counts = product(*(range(arity, 0, -1) for arity in arities))
+    return sorted(counts, key=sum, reverse=True)

@@ -69,7 +69,7 @@ class TopoTree:
     def active(self) -> tuple[tuple[int, ...], ...]:
         """Per level of the machine the siblings that are active, in tree order."""
         return tuple(
-            _active(chain, kept) for chain, kept in zip(self.chains, self.kept_by_chain(), strict=True)
+            active(chain, kept) for chain, kept in zip(self.chains, self.kept_by_chain(), strict=True)
         )
 
     @property
@@ -181,7 +181,8 @@ def _kinds(base_kinds: tuple[str, ...], depths: tuple[int, ...]) -> tuple[str, .
 
 
 @lru_cache(maxsize=1 << 16)
-def _active(chain: Chain, kept: tuple[int, ...]) -> tuple[int, ...]:
+def active(chain: Chain, kept: tuple[int, ...]) -> tuple[int, ...]:
+    """The siblings that are left of a nest, in its order, where only so many children stay at each level."""
     places = [0]
     inside = len(chain.order)
     for arity, count in zip(chain.arities, kept, strict=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent / "kerneldb"))
 
-from kerneldb_examples import MEASUREMENT, PLAN, PROMOTION  # noqa: E402
+from kerneldb_examples import MEASUREMENT, PLAN, PROMOTION, STEP_TIME  # noqa: E402
 
 from phasewise.kerneldb.schema import HEAD  # noqa: E402
 from phasewise.kerneldb.store import open_store  # noqa: E402
@@ -28,6 +28,7 @@ def main() -> None:
         store.add_measurements([MEASUREMENT])
         store.add_promotions([PROMOTION])
         store.add_plan(PLAN)
+        store.add_step_times([STEP_TIME])
     connection = sqlite3.connect(file, isolation_level=None)
     for statement in ("PRAGMA journal_mode = DELETE", "PRAGMA page_size = 512", "VACUUM"):
         connection.execute(statement)

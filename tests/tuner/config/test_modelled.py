@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from paper_machines import (
     xeon,
 )
 
-from phasewise.topology import Kind, Machine
+from phasewise.topology import Kind, Machine, NumaDistances
 from phasewise.tuner.config.hidden import HiddenResource, read_hidden
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import MachineRates, default_rates, measured_rates
@@ -30,6 +31,8 @@ from phasewise.tuner.config.sharing import ReadSharing, fair_rates
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, rank_on
+
+T = TypeVar("T")
 
 DECODE = Step("decode", 1, context=512)
 PREFILL = Step("prefill", 512)
@@ -56,8 +59,8 @@ def numa_sets(machine: Machine) -> list[tuple[int, ...]]:
     return [node.cpus for node in machine.nodes(Kind.NUMA)]
 
 
-def even_parts(pus: Sequence[int], parts: int) -> list[Sequence[int]]:
-    return [pus[len(pus) * at // parts : len(pus) * (at + 1) // parts] for at in range(parts)]
+def even_parts(whole: Sequence[T], parts: int) -> list[Sequence[T]]:
+    return [whole[len(whole) * at // parts : len(whole) * (at + 1) // parts] for at in range(parts)]
 
 
 # The paper's Fig. 3 (a): 4x Kunpeng 920, tensor-parallel over its 8 NUMA nodes.
@@ -162,6 +165,19 @@ def test_a_rank_whose_memory_lies_in_another_package_reads_slowest() -> None:
     assert local > neighbour > far
 
 
+def test_the_firmwares_distances_decide_where_it_rates_them() -> None:
+    """10 is local, 20 twice as far; and no rating of a foreign file stops the model."""
+    machine = xeon()
+    rated = replace(machine, distances=NumaDistances((0, 1), ((10, 40), (1, 10))))
+    sharing = ReadSharing(rated, default_rates(machine))
+
+    local, far = (sharing.rank_bytes_per_s((RankCores((0,), node),))[0] for node in (0, 1))
+    nonsense = sharing.rank_bytes_per_s((RankCores((20,), 0),))[0]
+
+    assert far == pytest.approx(local / 4)
+    assert nonsense == pytest.approx(local)
+
+
 def test_more_cores_read_more_until_their_node_is_saturated() -> None:
     machine = xeon()
     rates = MachineRates(80e9, 10e9, None, 65e9)
@@ -180,6 +196,16 @@ def test_two_pus_of_a_core_read_and_multiply_no_more_than_one() -> None:
     one = step_ns(evaluator, on(machine, (0,)), PREFILL)
 
     assert step_ns(evaluator, on(machine, (0, 128)), PREFILL) >= one
+
+
+def test_second_pus_of_cores_speed_nothing_up_in_several_ranks_either() -> None:
+    machine = epyc()
+    evaluator = ModelledEvaluator(machine, llama_2_7b(), epyc_rates())
+    first = [[core[0] for core in part] for part in even_parts(machine.allowed_cores(), 8)]
+    both = [[pu for core in part for pu in core] for part in even_parts(machine.allowed_cores(), 8)]
+
+    for step in (PREFILL, DECODE):
+        assert step_ns(evaluator, on(machine, *first), step) <= step_ns(evaluator, on(machine, *both), step)
 
 
 def test_the_slowest_rank_decides() -> None:

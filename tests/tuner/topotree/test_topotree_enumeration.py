@@ -83,6 +83,15 @@ def test_the_transformation_tree_is_in_topological_order(shape: tuple[int, ...])
         assert len(seen) == grouping.n_pus
 
 
+@pytest.mark.parametrize("shape", [(24,), (2, 8), (4, 2, 6)], ids=str)
+def test_every_tree_comes_after_its_parents(shape: tuple[int, ...]) -> None:
+    """Over all groupings, where the parents of a tree may have been met under another one."""
+    seen: set[TopoTree] = set()
+    for tree in every_tree(fundamental(machine_of(shape)).tree, power_of_two=False):
+        assert seen.issuperset(parents(tree))
+        seen.add(tree)
+
+
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 20), (4, 2, 24), (2, 16, 4, 2)], ids=str)
 def test_counts_keep_the_papers_bounds(shape: tuple[int, ...], power_of_two: bool) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tarfile
 from pathlib import Path
 
 import pytest
 from paper_machines import epyc, kunpeng
 
-from phasewise.topology import Machine, read_lstopo
+from phasewise.topology import Kind, Machine, read_lstopo, read_machine
+from phasewise.tuner.plans import parse_cores
 from phasewise.tuner.topotree import count_grouped, every_tree, fundamental, group_bound, parse, removal_bound
 
 SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data")
@@ -43,6 +46,17 @@ def test_every_machine_at_hand_has_its_trees(path: Path) -> None:
     _check(read_lstopo(path))
 
 
+@needs_files
+@pytest.mark.parametrize("path", sorted((SHARED / "hwloc").glob("*.tar.bz2")), ids=lambda path: path.stem)
+def test_every_snapshot_at_hand_has_its_trees(path: Path, tmp_path: Path) -> None:
+    """sysfs as the kernel of a real machine showed it. Links that point outside are left out."""
+    with tarfile.open(path) as tar:
+        members = [member for member in tar.getmembers() if member.isdir() or member.isfile()]
+        tar.extractall(tmp_path, members=members, filter="data")
+
+    _check(read_machine(tmp_path / path.name.removesuffix(".tar.bz2")))
+
+
 @pytest.mark.parametrize("machine", [epyc(), kunpeng()], ids=lambda machine: machine.source)
 def test_the_papers_largest_machines(machine: Machine) -> None:
     """256 PUs in 4 levels, and 192 cores in 8 nodes."""
@@ -55,3 +69,14 @@ def test_the_machine_built_from_facts_is_the_one_lstopo_describes() -> None:
     (path,) = [path for path in FILES if "7H12" in path.stem]
 
     assert fundamental(read_lstopo(path)).tree == fundamental(epyc()).tree
+
+
+@needs_files
+def test_the_papers_machines_have_the_cpus_that_lscpu_lists() -> None:
+    """Nodes and their CPUs, as the facts transcribed from public outputs state them."""
+    facts = json.loads((SHARED / "hwloc" / "PAPER_PLATFORM_FACTS.json").read_text())
+
+    for machine, name in ((kunpeng(), "kunpeng920_5250_4s"), (epyc(), "epyc7h12_2s_nps1_smt")):
+        nodes = [parse_cores(text) for text in facts[name]["numa_cpus"]]
+        assert [node.cpus for node in machine.nodes(Kind.NUMA)] == nodes
+        assert len(machine.allowed_pus) == facts[name]["cpus"]

@@ -1,0 +1,90 @@
+"""Kernels for service plans: the products that one rank computes, tuned on that rank's cores.
+
+A rank of several has fewer columns of every weight, so its products are others than those of the whole model.
+Plans whose ranks look alike to a kernel (as many threads, which share alike, on as many columns) share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from phasewise.cli.tuning import Round, Shape, plan_rounds, shapes_of
+from phasewise.cython_kernels.packing import PANEL
+from phasewise.serving.forward import attention_problem
+from phasewise.topology import Machine, placement_signature
+from phasewise.tuner.plans import Phase, ServicePlan, list_cores
+
+if TYPE_CHECKING:
+    from phasewise.serving.model import PackedModel
+    from phasewise.tuner.search.group import Group
+
+MOST_ROWS = 512
+"""Of a product: the engine computes no more at once."""
+
+
+@dataclass(frozen=True)
+class KernelRound:
+    """One set of products on one rank's cores."""
+
+    round: Round
+    ranks: int
+
+    def describe(self) -> str:
+        """E.g. `prefill and decode on cores 0,1`."""
+        of = f" (a rank of {self.ranks})" if self.ranks > 1 else ""
+        return f"{' and '.join(self.round.phases)} on cores {list_cores(self.round.cores)}{of}"
+
+
+def kernel_rounds(model: PackedModel, machine: Machine, plans: Sequence[ServicePlan]) -> list[KernelRound]:
+    """What to tune for `plans`, the most wanted first; both phases at once where they use the same cores."""
+    found: dict[tuple[object, ...], tuple[ServicePlan, dict[Phase, tuple[int, ...]]]] = {}
+    for plan in plans:
+        cores = plan.ranks[0].cores
+        key = (placement_signature(machine, cores), tuple(len(rank.cores) for rank in plan.ranks))
+        first, phases = found.setdefault(key, (plan, {}))
+        phases.setdefault(plan.phase, first.ranks[0].cores)
+    return [_round(model, machine, plan, phases) for plan, phases in found.values()]
+
+
+def _round(
+    model: PackedModel, machine: Machine, plan: ServicePlan, phases: Mapping[Phase, tuple[int, ...]]
+) -> KernelRound:
+    whole = shapes_of(model)
+    if len(plan.ranks) == 1:
+        (only,) = plan_rounds(machine, phases, whole, MOST_ROWS, attention_problem(model))
+        return KernelRound(only, 1)
+    teams = tuple(len(rank.cores) for rank in plan.ranks)
+    shapes = tuple(dict.fromkeys(part for shape in whole for part in _parts(shape, teams)))
+    (only,) = plan_rounds(machine, phases, shapes, MOST_ROWS, _attention_of_a_rank(model, teams))
+    tasks = tuple(replace(task, group=_in_default_arithmetic(task.group)) for task in only.tasks)
+    return KernelRound(replace(only, tasks=tasks), len(plan.ranks))
+
+
+def _attention_of_a_rank(model: PackedModel, teams: tuple[int, ...]) -> tuple[str, int, int]:
+    """With as many KV heads as the rank that has most."""
+    from phasewise.cython_kernels.division import share
+
+    kv_format, q_rows, kv_rows = attention_problem(model)
+    kv_heads = model.config.n_kv_heads
+    spans = [share(kv_heads, teams, rank) for rank in range(len(teams))]
+    most = max(end - begin for begin, end in spans)
+    return kv_format, q_rows // kv_heads * most, kv_rows // kv_heads * most
+
+
+def _in_default_arithmetic(group: Group) -> Group:
+    """The arithmetic belongs to the whole weight (decision 0008), which no rank sees."""
+    own = group.arithmetics[0]
+    return replace(group, arithmetics=(own,), kernels={own.compute_path: group.kernels[own.compute_path]})
+
+
+def _parts(shape: Shape, teams: tuple[int, ...]) -> Iterator[Shape]:
+    """What each rank computes of one weight, in whole panels."""
+    from phasewise.cython_kernels.division import share
+
+    panels = -(-shape.n // PANEL)
+    for rank in range(len(teams)):
+        begin, end = share(panels, teams, rank)
+        if end > begin:
+            yield replace(shape, n=min(shape.n, end * PANEL) - begin * PANEL)

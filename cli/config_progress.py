@@ -1,0 +1,180 @@
+"""What `tune-config` tells on stderr while it searches: the trees as they are walked, and how long it takes.
+
+A tree gets a line when it is met and when it is cut; after some dozens only improvements do. On a terminal a
+last line changes in place; elsewhere it is printed now and then, and nothing moves.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from phasewise.cli.config_text import milliseconds, plan_words
+from phasewise.cli.present import note
+from phasewise.cli.tuning_text import LINE_EVERY_S, REDRAW_EVERY_S, progress_line
+from phasewise.tuner.config.study import Event, Tried
+from phasewise.tuner.config.walk import Cut, Stopped
+from phasewise.tuner.plans import Phase, list_cores
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+    from phasewise.tuner.run import Progress as KernelProgress
+
+MOST_TREE_LINES = 30
+"""Of a phase; a large machine has thousands of trees."""
+
+WIDTH = 79
+STEP = " | "
+
+
+class Progress:
+    """Where a run is. `live`: the terminal's changing line, None off a terminal."""
+
+    def __init__(self, live: Live | None) -> None:
+        self._live = live
+        self._shown_s = 0.0
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if self._live is None:
+            note(line)
+        else:
+            from rich.text import Text
+
+            self._live.console.print(Text(line), soft_wrap=True)
+
+    def searching(self, phase: Phase, deadline_s: float) -> Callable[[Event], None]:
+        """What a phase's search reports to."""
+        search = _Search(phase, deadline_s)
+
+        def report(event: Event) -> None:
+            line = search.line(event)
+            if line is not None:
+                self.say(line[:WIDTH])
+            if isinstance(event, Tried):
+                self._show(search.where(event))
+
+        return report
+
+    def tuning(self, progress: KernelProgress) -> None:
+        """Where the tuning of kernels is."""
+        self._show(progress_line(progress))
+
+    def _show(self, line: str) -> None:
+        now_s = time.monotonic()
+        every_s = LINE_EVERY_S if self._live is None else REDRAW_EVERY_S
+        if now_s - self._shown_s < every_s:
+            return
+        self._shown_s = now_s
+        if self._live is None:
+            note(line)
+        else:
+            from rich.text import Text
+
+            self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
+
+
+@contextmanager
+def progress_of_search() -> Iterator[Progress]:
+    """Lines on stderr, drawn by no thread of its own: it would take a core from what is timed."""
+    if not sys.stderr.isatty():
+        yield Progress(None)
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+        yield Progress(live)
+
+
+class _Search:
+    """One phase: which trees were met, and the best so far."""
+
+    def __init__(self, phase: Phase, deadline_s: float) -> None:
+        self._phase = phase
+        self._deadline_s = deadline_s
+        self._started_s = time.monotonic()
+        self._trees: set[str] = set()
+        self._best_ms: float | None = None
+        self._lines = 0
+
+    def line(self, event: Event) -> str | None:
+        """What an event is worth, None for nothing."""
+        if isinstance(event, Tried):
+            return self._tried_line(event)
+        if self._lines >= MOST_TREE_LINES:
+            return None
+        self._lines += 1
+        return f"{self._phase:8}{_cut_words(event) if isinstance(event, Cut) else _stopped_words(event)}"
+
+    def where(self, event: Tried) -> str:
+        """E.g. `prefill: 12 of at most 40 in 0:34, at most 1:20 left, best 38.1 ms`."""
+        elapsed_s = time.monotonic() - self._started_s
+        best = "" if event.best is None else f", best {milliseconds(event.best[1])}"
+        return (
+            f"{self._phase}: {event.number} of at most {event.configurations} in {_clock(elapsed_s)}, "
+            f"at most {_clock(self._left_s(event, elapsed_s))} left{best}"
+        )
+
+    def _left_s(self, event: Tried, elapsed_s: float) -> float:
+        """At the pace so far if nothing more is pruned, and never beyond the deadline."""
+        until_deadline_s = max(0.0, self._deadline_s - time.monotonic())
+        if not event.evaluations:
+            return until_deadline_s
+        rest = max(0, event.configurations - event.number)
+        return min(until_deadline_s, rest * elapsed_s / event.evaluations)
+
+    def _tried_line(self, tried: Tried) -> str | None:
+        best_ms = None if tried.best is None else tried.best[1]
+        is_better = best_ms is not None and (self._best_ms is None or best_ms < self._best_ms)
+        tree = tried.candidate.tree.notation
+        is_new = tree not in self._trees
+        self._best_ms = best_ms
+        self._trees.add(tree)
+        if not is_better and (not is_new or self._lines >= MOST_TREE_LINES):
+            return None
+        self._lines += 1
+        return f"{self._phase:8}{_drawn(tree)}  {_result(tried)}{', best so far' if is_better else ''}"
+
+
+def _cut_words(cut: Cut) -> str:
+    slower = (
+        "cannot run" if cut.cost_ms == math.inf else f"{cut.cost_ms / cut.parent_cost_ms:.2f}x its parent"
+    )
+    return f"{_drawn(cut.tree.notation)}  cut with all below it ({_ranks(cut.ranks)}): {slower}"
+
+
+def _stopped_words(stopped: Stopped) -> str:
+    nodes = sorted({node for node in stopped.numa_nodes if node is not None})
+    where = f" on NUMA nodes {list_cores(nodes)}" if nodes else ""
+    best = "" if stopped.best_ms == math.inf else f": no better than {milliseconds(stopped.best_ms)}"
+    return f"given up: {_ranks(stopped.ranks)}{where}{best}"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def _drawn(notation: str) -> str:
+    """The last transformation, as deep as there are transformations before it."""
+    steps = notation.split(STEP)
+    return "  " * (len(steps) - 1) + steps[-1]
+
+
+def _result(tried: Tried) -> str:
+    words = plan_words(tried.candidate.configuration.plan("decode"))
+    if tried.state == "failed":
+        return f"{words} failed: {tried.reason}"
+    known = ", known before" if tried.is_replayed else ""
+    if tried.state == "pruned" or tried.cost_ms is None:
+        return f"{words}: stopped early{known}"
+    return f"{words}: {milliseconds(tried.cost_ms)}{known}"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

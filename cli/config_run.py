@@ -1,0 +1,333 @@
+"""One run of `tune-config`: search, kernels, last run, verdict, plan; whatever is known survives Ctrl-C.
+
+Half of a measured run's budget is for the search, which trial by trial goes into its study. Of the rest, the
+kernels of the best plans get what the last run does not need. Nothing is timed for a machine that is modelled
+or recorded: the whole budget is for its search, and its plan is printed and not stored, because only what ran
+on a machine may come into use there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from phasewise._version import __version__
+from phasewise.cli.alone import measuring_alone
+from phasewise.cli.finals import (
+    CalculatedJury,
+    Finalist,
+    Jury,
+    MeasuredJury,
+    Verdict,
+    decide,
+    finalists,
+    habits_of,
+    last_run,
+)
+from phasewise.cli.present import note
+from phasewise.cli.tune_config import Searched, Subject, Wish, search, study_location
+from phasewise.kerneldb.records import Origin, PlanRecord
+from phasewise.tuner.config.references import same_cores
+from phasewise.tuner.plans import Phase
+
+if TYPE_CHECKING:
+    from phasewise.cli.measured import MeasuredEvaluator, Plans, Reading, Room, Schedules
+    from phasewise.cli.tuning import Tuned
+    from phasewise.kerneldb.store import Store
+    from phasewise.tuner.config.recorded import Kernels
+    from phasewise.tuner.config.steps import Evaluator
+    from phasewise.tuner.config.study import Event
+    from phasewise.tuner.run import Progress as KernelProgress
+
+SEARCH_SHARE = 0.5
+LAST_RUN_SHARE, MOST_LAST_RUN_SHARE = 0.2, 0.4
+"""Of a measured run's budget."""
+
+EVALUATIONS_A_DUEL = 6
+"""A comparison takes so many times as long as a configuration in the search."""
+
+LEAST_KERNEL_S = 5.0
+"""Less is not enough to measure the limits of some cores."""
+
+End = Literal["complete", "budget", "interrupted"]
+
+
+class Show(Protocol):
+    """What is told of a run while it goes on."""
+
+    def searching(self, phase: Phase, deadline_s: float) -> Callable[[Event], None]:
+        """What the events of a phase's search are reported to."""
+        ...
+
+    def tuning(self, progress: KernelProgress) -> None:
+        """Where the tuning of kernels is."""
+        ...
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """All that a run found out."""
+
+    wish: Wish
+    subject: Subject
+    searched: tuple[Searched, ...]
+    verdicts: Mapping[Phase, Verdict]
+    kernels: tuple[Tuned, ...]
+    stored: frozenset[Phase]
+    end: End
+    elapsed_s: float
+    laps: int
+    disturbed: int
+
+
+@dataclass
+class _Run:
+    """What has been found so far."""
+
+    wish: Wish
+    subject: Subject
+    show: Show
+    started_s: float
+    searched: list[Searched] = field(default_factory=list)
+    verdicts: dict[Phase, Verdict] = field(default_factory=dict)
+    kernels: list[Tuned] = field(default_factory=list)
+    stored: set[Phase] = field(default_factory=set)
+    end: End = "complete"
+
+    def deadline_s(self, share: float = 1.0) -> float:
+        """When so much of the budget is gone."""
+        return self.started_s + share * self.wish.budget_s
+
+
+def tune(wish: Wish, subject: Subject, started_s: float, show: Show) -> Found:
+    """Search, and measure what the evaluator measures. started_s: of the command, by `time.monotonic`."""
+    run = _Run(wish, subject, show, started_s)
+    measured: MeasuredEvaluator | None = None
+    try:
+        if wish.evaluator == "measured":
+            from phasewise.kerneldb.store import open_store
+
+            with open_store(wish.db, note) as store:
+                measured = _plain(subject, store)
+                measured.deadline_s = run.deadline_s()
+                _run_measured(run, measured, store)
+        else:
+            _run_calculated(run)
+    except KeyboardInterrupt:
+        run.end = "interrupted"
+    return Found(
+        wish,
+        subject,
+        tuple(run.searched),
+        run.verdicts,
+        tuple(run.kernels),
+        frozenset(run.stored),
+        run.end,
+        time.monotonic() - started_s,
+        len(measured.tally.laps) if measured else 0,
+        measured.tally.disturbed if measured else 0,
+    )
+
+
+# ---- nothing is timed --------------------------------------------------------------------------------------
+
+
+def _run_calculated(run: _Run) -> None:
+    with _opened_study(run.wish), _calculating(run) as evaluator:
+        if not _search(run, evaluator, 1.0):
+            return
+        for one in run.searched:
+            jury = CalculatedJury(evaluator, run.subject, one.phase)
+            _judge(run, one, jury, run.started_s + float("inf"))
+
+
+@contextmanager
+def _calculating(run: _Run) -> Iterator[Evaluator]:
+    wish, subject = run.wish, run.subject
+    if wish.evaluator == "modelled":
+        from phasewise.tuner.config.hidden import read_hidden
+        from phasewise.tuner.config.modelled import ModelledEvaluator
+
+        hidden = read_hidden(wish.hidden_file, subject.machine) if wish.hidden_file else ()
+        yield ModelledEvaluator(subject.machine, subject.shape, hidden=hidden)
+        return
+    from phasewise.kerneldb.store import open_store
+    from phasewise.tuner.config.recorded import RecordedEvaluator
+
+    with open_store(wish.db, note) as store:
+        yield RecordedEvaluator(store, subject.key, subject.model_key, report=note)
+
+
+# ---- measured ----------------------------------------------------------------------------------------------
+
+
+def _plain(subject: Subject, store: Store) -> MeasuredEvaluator:
+    """By the kernels' own schedules: all configurations alike."""
+    from phasewise.cli.measured import MeasuredEvaluator
+
+    assert subject.model is not None
+    room, heard = _room(subject), _keeper(subject, store, "default")
+    return MeasuredEvaluator(subject.model, subject.machine, room, keep=heard)
+
+
+def _tuned(subject: Subject, store: Store, db: str | None) -> MeasuredEvaluator:
+    """By whatever schedules are in use for a plan's cores."""
+    from phasewise.cli.measured import MeasuredEvaluator
+    from phasewise.cli.schedules import schedules_for
+
+    def in_use(plans: Plans) -> Schedules:
+        return schedules_for(db, subject.machine, plans)
+
+    assert subject.model is not None
+    heard = _keeper(subject, store, "tuned")
+    return MeasuredEvaluator(subject.model, subject.machine, _room(subject), in_use, heard)
+
+
+def _room(subject: Subject) -> Room:
+    from phasewise.cli.measured import Room
+    from phasewise.tuner.plans import PHASES
+
+    return Room.for_steps(step for phase in PHASES for step in subject.grid(phase).steps)
+
+
+def _keeper(subject: Subject, store: Store, kernels: Kernels) -> Callable[[Reading], None]:
+    """Appends a reading to the database, for the recorded evaluator to replay."""
+    from phasewise.cython_kernels._native import kernel_abi
+    from phasewise.tuner.config.recorded import keep
+    from phasewise.tuner.ledger import Scope
+
+    if not store.writable:
+        return lambda reading: None
+    scope = Scope(subject.key, kernel_abi("gemm"), __version__)
+    return lambda reading: keep(store, scope, subject.model_key, reading, kernels)
+
+
+def _run_measured(run: _Run, plain: MeasuredEvaluator, store: Store) -> None:
+    with _opened_study(run.wish):
+        if not _search(run, plain, SEARCH_SHARE):
+            return
+    chosen = {one.phase: _finalists(run.subject, one) for one in run.searched}
+    if not _tune_kernels(run, chosen, store):
+        return
+    tuned = _tuned(run.subject, store, run.wish.db)
+    tuned.tally, tuned.deadline_s = plain.tally, plain.deadline_s
+    for place, one in enumerate(run.searched):
+        now_s = time.monotonic()
+        share_s = (run.deadline_s() - now_s) / (len(run.searched) - place)
+        _judge(run, one, MeasuredJury(tuned, run.subject, one.phase), now_s + share_s)
+        _keep_plan(run, one.phase, store)
+
+
+@contextmanager
+def _opened_study(wish: Wish) -> Iterator[None]:
+    """The database that keeps the study exists and is ours before Optuna looks into it."""
+    location = study_location(wish)
+    if location.url == "sqlite://":
+        yield
+        return
+    from phasewise.kerneldb.store import open_store
+
+    with open_store(wish.storage or wish.db, note):
+        yield
+
+
+def _search(run: _Run, evaluator: Evaluator, share: float) -> bool:
+    """Each phase in turn, what one leaves of its time going to the next; False when interrupted."""
+    phases = run.wish.phases
+    for place, phase in enumerate(phases):
+        deadline_s = run.deadline_s(share * (place + 1) / len(phases))
+        report = run.show.searching(phase, deadline_s)
+        run.searched.append(search(run.subject, phase, run.wish, evaluator, deadline_s, report))
+        outcome = run.searched[-1].outcome
+        if outcome.end == "interrupted":
+            run.end = "interrupted"
+            return False
+        if outcome.end == "budget":
+            run.end = "budget"
+    return True
+
+
+def _finalists(subject: Subject, one: Searched) -> tuple[Finalist, ...]:
+    top = [(configuration.plan(one.phase), cost_ms) for configuration, cost_ms in one.outcome.top]
+    return finalists(top, habits_of(subject, one.phase))
+
+
+def _judge(run: _Run, one: Searched, jury: Jury, deadline_s: float) -> None:
+    now_s = time.monotonic()
+    habits = habits_of(run.subject, one.phase)
+    half_s = now_s + (deadline_s - now_s) / 2
+    timed = last_run(_finalists(run.subject, one), jury, half_s)
+    verdict = decide(one.phase, timed, habits, jury, deadline_s)
+    if verdict is not None:
+        run.verdicts[one.phase] = verdict
+
+
+def _keep_plan(run: _Run, phase: Phase, store: Store) -> None:
+    verdict = run.verdicts.get(phase)
+    if verdict is None or not store.writable:
+        return
+    origin = Origin(run.subject.key, __version__, time.time_ns() // 1_000_000)
+    objectives = {f"{run.subject.objective.kind}_ms": verdict.latency_ms}
+    store.add_plan(PlanRecord(run.subject.model_key, phase, verdict.plan.to_json(), origin, objectives))
+    run.stored.add(phase)
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------
+
+
+def _tune_kernels(run: _Run, chosen: Mapping[Phase, Sequence[Finalist]], store: Store) -> bool:
+    """The finalists' products on the cores of their ranks, the best plans' first; False: interrupted."""
+    from phasewise.cli.config_kernels import kernel_rounds
+    from phasewise.cli.tuning import tune_round
+
+    assert run.subject.model is not None
+    deadline_s = run.deadline_s() - _last_run_s(run, chosen)
+    plans = [one.plan for turn in zip_longest(*chosen.values()) for one in turn if one]
+    rounds = kernel_rounds(run.subject.model, run.subject.machine, plans)
+    for place, one in enumerate(rounds):
+        left_s = deadline_s - time.monotonic()
+        if left_s < LEAST_KERNEL_S:
+            run.show.say(f"no time is left for the kernels of {len(rounds) - place} of {len(rounds)} plans")
+            run.end = "budget"
+            break
+        share_s = left_s / (len(rounds) - place)
+        run.show.say(f"kernels: {one.describe()}, at most {share_s:.0f} s")
+        machine, resume, report = run.subject.machine, run.wish.resume, run.show.tuning
+        with measuring_alone(deadline_s) as is_alone:
+            if not is_alone:
+                run.end = "budget"
+                break
+            share_s = min(share_s, deadline_s - time.monotonic())
+            run.kernels.append(tune_round(one.round, machine, store, share_s, resume, report))
+        if run.kernels[-1].is_interrupted:
+            run.end = "interrupted"
+            return False
+        if run.kernels[-1].outcome.end == "budget":
+            run.end = "budget"
+    return True
+
+
+def _last_run_s(run: _Run, chosen: Mapping[Phase, Sequence[Finalist]]) -> float:
+    """To be kept for it: what the search took for a configuration says how long a turn of a comparison is."""
+    needed_s = 0.0
+    for one in run.searched:
+        evaluation_s = one.elapsed_s / max(1, one.outcome.evaluations)
+        needed_s += evaluation_s * (
+            len(chosen[one.phase]) + EVALUATIONS_A_DUEL * _rivals(run.subject, one.phase)
+        )
+    least_s, most_s = (share * run.wish.budget_s for share in (LAST_RUN_SHARE, MOST_LAST_RUN_SHARE))
+    return min(most_s, max(least_s, needed_s))
+
+
+def _rivals(subject: Subject, phase: Phase) -> int:
+    """References that differ from each other."""
+    plans = [habit.plan for habit in habits_of(subject, phase) if habit.plan]
+    return sum(not any(same_cores(one, other) for other in plans[:at]) for at, one in enumerate(plans))

@@ -1,0 +1,44 @@
+"""Another library's tables in our database: how it reaches the same file, by the same habits.
+
+Optuna keeps its studies beside our tables, under its own names and its own Alembic history (ours has a table
+of another name, see `schema.VERSION_TABLE`). It brings its own engine; here is what that engine needs so that
+several processes may write to one SQLite file: the same waiting for a lock, and the lock taken when a
+transaction begins, since reading first and writing later would let two processes claim the same row.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.pool import QueuePool
+
+from phasewise.kerneldb.connect import BUSY_TIMEOUT_S
+from phasewise.kerneldb.location import Location
+
+
+def engine_arguments(location: Location) -> tuple[str, dict[str, Any]]:
+    """The URL and the arguments for `create_engine`. The database must exist: open the store first."""
+    if location.file is None:
+        return location.url or "", {"pool_pre_ping": True}
+    file = str(location.file)
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        connection.execute("PRAGMA synchronous = NORMAL")
+        return connection
+
+    # Not the file's own URL: a guest may give a meaning to characters in it.
+    return "sqlite://", {"creator": connect, "poolclass": QueuePool}
+
+
+def lock_when_beginning(engine: Engine) -> None:
+    """Let every transaction of a guest's engine begin with SQLite's write lock."""
+    if engine.dialect.name == "sqlite":
+
+        @event.listens_for(engine, "begin")
+        def begin(connection: Connection) -> None:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")

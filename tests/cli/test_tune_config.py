@@ -1,0 +1,397 @@
+"""`phasewise tune-config`, end to end: described machines that are modelled, and a tiny model here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from tiny_models import TinyShape, hf_config, write_tiny_gguf
+from typer.testing import CliRunner
+
+from phasewise.cli.main import app
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import read_machine
+from phasewise.tuner.config.modelled import ModelledEvaluator
+from phasewise.tuner.plans import PHASES, machine_key
+
+MACHINES = Path(__file__).resolve().parent.parent / "data" / "topology"
+EIGHT = MACHINES / "lstopo_v2.xml"
+"""Two packages of two cores of two PUs; PU 7 is not allowed."""
+
+LLAMA = TinyShape(16, 2048, 5632, 32, 8, 64, 32000, 2048, tied=False)
+
+
+@pytest.fixture
+def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+    monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PHASEWISE_FORMAT", raising=False)
+    return tmp_path / "tuned.db"
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """A model of a billion weights, of which only the config exists."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config("llama", LLAMA)))
+    return str(folder)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    return str(tmp_path / "tiny.gguf")
+
+
+def write_machine(path: Path, nodes: int, cores: int) -> Path:
+    """NUMA nodes with an L3 and so many cores each, of one PU."""
+
+    def mask(first: int, count: int) -> str:
+        words, bits = [], ((1 << count) - 1) << first
+        while bits or not words:
+            words.append(f"0x{bits & 0xFFFFFFFF:08x}")
+            bits >>= 32
+        return ",".join(reversed(words))
+
+    def core(pu: int) -> str:
+        own = f'os_index="{pu}" cpuset="{mask(pu, 1)}"'
+        return f'<object type="Core" {own}><object type="PU" {own}/></object>'
+
+    def package(node: int) -> str:
+        own = f'os_index="{node}" cpuset="{mask(node * cores, cores)}"'
+        inside = "".join(core(node * cores + one) for one in range(cores))
+        return (
+            f'<object type="Package" {own}><object type="NUMANode" {own} local_memory="4294967296"/>'
+            f'<object type="L3Cache" cpuset="{mask(node * cores, cores)}" cache_size="33554432" depth="3">'
+            f"{inside}</object></object>"
+        )
+
+    every = mask(0, nodes * cores)
+    packages = "".join(package(node) for node in range(nodes))
+    path.write_text(
+        '<?xml version="1.0"?><topology version="2.0"><object type="Machine" os_index="0" '
+        f'cpuset="{every}" complete_cpuset="{every}" allowed_cpuset="{every}">{packages}</object></topology>'
+    )
+    return path
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["tune-config", *map(str, arguments)])
+
+
+def modelled(model: str, machine: Path, *arguments: object) -> Result:
+    return invoke(model, "--evaluator", "modelled", "--machine", machine, *arguments)
+
+
+def fields_of(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    fields = json.loads(result.stdout)
+    assert fields.pop("schema_version") == 1
+    return dict(fields)
+
+
+# ---- wrong and impossible requests -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--budget", "soon"), "90s, 10m or 1h"),
+        (("--trace", "none.csv"), "there is no file none.csv"),
+        (("--trace", __file__, "--lengths", "fixed:8/8"), "either --trace or --lengths"),
+        (("--hidden", __file__), "--hidden is for --evaluator modelled"),
+        (("--evaluator", "guessed"), "'guessed' is not one of"),
+        (("--emit", "ollama"), "'ollama' is not one of"),
+        (("--top-k", "0"), "greater than or equal to 1"),
+    ],
+)
+def test_wrong_usage_is_exit_code_two_and_creates_nothing(
+    db: Path, tiny: str, arguments: tuple[str, ...], reason: str
+) -> None:
+    result = invoke(tiny, *arguments)
+
+    assert result.exit_code == 2
+    assert reason in " ".join(result.output.replace("│", " ").split())
+    assert not db.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--ranks", "3"), "--ranks 3: tiny cannot be divided so: 3 ranks cannot share 2 KV heads"),
+        (("--cores", "0,4095"), "--cores 0,4095: 4095 may not be used here, only "),
+        (("--cores", "all"), "cores are written like 0-3,8, not 'all'"),
+        (("--machine", str(EIGHT)), "describes another machine (Acme Eight, "),
+        (("--machine", "none.xml"), "none.xml"),
+        (("--objective", "goodput"), "--slo"),
+        (("--slo", "fast"), "ttft=200,tpot=50"),
+        (("--lengths", "zipf:2"), "zipf"),
+        (("--trace", __file__), "test_tune_config.py"),
+    ],
+)
+def test_an_impossible_request_is_one_line_and_creates_nothing(
+    db: Path, tiny: str, arguments: tuple[str, ...], reason: str
+) -> None:
+    result = invoke(tiny, *arguments)
+
+    assert result.exception is not None
+    assert getattr(result.exception, "exit_code", None) == 1, repr(result.exception)
+    assert reason in str(result.exception)
+    assert "\n" not in str(result.exception)
+    assert result.stdout == ""
+    assert not db.exists()
+
+
+def test_another_machines_xml_says_how_to_plan_for_it(db: Path, tiny: str) -> None:
+    assert "add --evaluator modelled" in str(invoke(tiny, "--machine", EIGHT).exception)
+
+
+# ---- modelled ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lstopo_v1.xml", "lstopo_v2.xml", "lstopo_v3.xml", "lstopo_hybrid.xml"])
+def test_json_holds_the_plans_what_they_cost_and_what_they_were_held_against(
+    db: Path, llama: str, name: str
+) -> None:
+    fields = fields_of(modelled(llama, MACHINES / name, "--json"))
+    allowed = set(fields["machine"]["allowed_pus"])
+
+    assert fields["end"] == "complete"
+    assert set(fields["plans"]) == set(PHASES)
+    assert 0 < fields["evaluations"] <= fields["configurations"]
+    for phase, plan in fields["plans"].items():
+        cores = [core for rank in plan["ranks"] for core in rank["cores"]]
+        assert len(cores) == len(set(cores)) > 0
+        assert set(cores) <= allowed
+        assert plan["stored"] is False
+        references = fields["references"][phase]
+        assert [one["name"] for one in references] == [
+            "all cores", "all physical cores", "one process per NUMA node",
+        ]  # fmt: skip
+        for one in references:
+            assert one["same_plan"] or one["gain"] >= 1
+            assert one["latency_ms"] >= plan["latency_ms"] > 0
+    assert {"version", "settings", "machine", "model", "pruned", "elapsed_s"} <= set(fields)
+    assert not db.exists()
+
+
+def test_the_same_command_gives_the_same_plan(db: Path, llama: str, tmp_path: Path) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 2, 8)
+    first, second = (fields_of(modelled(llama, machine, "--json")) for _ in range(2))
+
+    assert first["plans"] == second["plans"]
+    assert first["evaluations"] == second["evaluations"]
+
+
+def test_a_hidden_resource_changes_decodes_plan(db: Path, llama: str, tmp_path: Path) -> None:
+    """Four cores share less than one of them can use, and lose more with each that reads."""
+    machine = write_machine(tmp_path / "machine.xml", 1, 8)
+    hidden = [{"pus": list(range(at, at + 4)), "read_gbps": 10, "lost_per_extra_pu": 0.3} for at in (0, 4)]
+    (tmp_path / "hidden.json").write_text(json.dumps(hidden))
+    arguments = ("--phase", "decode", "--json")
+    plain = fields_of(modelled(llama, machine, *arguments))
+    found = fields_of(modelled(llama, machine, *arguments, "--hidden", tmp_path / "hidden.json"))
+
+    def cores(fields: dict[str, Any]) -> int:
+        return sum(len(rank["cores"]) for rank in fields["plans"]["decode"]["ranks"])
+
+    assert cores(found) < cores(plain)
+    assert found["plans"]["decode"]["standing"] == "faster"
+
+
+def test_only_so_many_ranks_and_only_these_cores(db: Path, llama: str, tmp_path: Path) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 2, 4)
+    fields = fields_of(modelled(llama, machine, "--ranks", 2, "--cores", "0-1,4-5", "--json"))
+
+    for plan in fields["plans"].values():
+        assert len(plan["ranks"]) == 2
+        assert {core for rank in plan["ranks"] for core in rank["cores"]} <= {0, 1, 4, 5}
+
+
+def test_a_phase_alone_has_no_other(db: Path, llama: str) -> None:
+    assert list(fields_of(modelled(llama, EIGHT, "--phase", "prefill", "--json"))["plans"]) == ["prefill"]
+
+
+def test_the_report_fits_eighty_columns_and_says_that_nothing_was_timed(
+    db: Path, llama: str, tmp_path: Path
+) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 4, 16)
+    result = modelled(llama, machine)
+
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert max(map(len, result.stderr.splitlines())) <= 80
+    assert "one per NUMA node" in result.stdout
+    assert "Not stored: only plans that were measured" in result.stdout
+    assert "\x1b" not in result.output
+    assert "fundamental" in result.stderr
+
+
+def test_a_dry_run_names_what_would_be_searched(db: Path, llama: str) -> None:
+    fields = fields_of(modelled(llama, EIGHT, "--dry-run", "--json"))
+
+    assert fields["dry_run"] is True
+    assert fields["configurations"] > 3
+    assert [one["pus"] for one in fields["left_out"]]
+    assert set(fields["steps"]) == set(PHASES)
+    assert "left to the operating system" in modelled(llama, EIGHT, "--dry-run").stdout
+
+
+def test_emitting_prints_the_flags_alone(db: Path, llama: str) -> None:
+    result = modelled(llama, EIGHT, "--emit", "taskset")
+
+    assert result.exit_code == 0, result.output
+    assert "taskset" in result.stdout
+    assert "reference" not in result.stdout
+    assert "reference" in result.stderr
+
+
+@contextmanager
+def at_every_opening(act: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """act(n) comes before the n-th configuration is opened."""
+    count, original = 0, ModelledEvaluator.open
+
+    def open_after_act(self: ModelledEvaluator, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        act(count)
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelledEvaluator, "open", open_after_act)
+        yield
+
+
+def interrupt_sixth(number: int) -> None:
+    if number > 5:
+        raise KeyboardInterrupt
+
+
+def test_interrupted_it_ends_with_130_the_best_so_far_and_goes_on(
+    db: Path, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 2, 8)
+    arguments = ("--storage", tmp_path / "study.db", "--phase", "decode")
+    with at_every_opening(interrupt_sixth, monkeypatch):
+        result = modelled(llama, machine, *arguments)
+    rest = fields_of(modelled(llama, machine, *arguments, "--json"))
+
+    assert result.exit_code == 130
+    assert "so far" in result.stdout
+    assert "Interrupted." in result.stdout
+    assert "goes on from here" in result.stdout
+    assert rest["end"] == "complete"
+    assert rest["replayed"] >= 5
+
+
+def test_an_empty_budget_ends_the_search_and_the_best_so_far_is_the_plan(
+    db: Path, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 4, 8)
+    with at_every_opening(lambda number: time.sleep(0.3), monkeypatch):
+        fields = fields_of(modelled(llama, machine, "--budget", "4s", "--phase", "decode", "--json"))
+
+    assert fields["end"] == fields["phases"]["decode"]["end"] == "budget"
+    assert 0 < fields["evaluations"] < fields["configurations"]
+    assert fields["plans"]["decode"]["ranks"]
+
+
+def shell(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "phasewise", "tune-config", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+
+
+def test_killed_it_goes_on_where_it_was(db: Path, llama: str, tmp_path: Path) -> None:
+    """With trials kept in a file, as a measured search keeps them."""
+    machine = write_machine(tmp_path / "machine.xml", 8, 24)
+    arguments = (
+        llama, "--evaluator", "modelled", "--machine", machine, "--storage", tmp_path / "study.db",
+        "--phase", "decode", "--budget", "20s",
+    )  # fmt: skip
+    process = shell(*arguments)
+    assert process.stderr is not None
+    for _ in range(5):
+        assert process.stderr.readline()
+    process.kill()
+    process.communicate()
+    rest = fields_of(invoke(*arguments, "--json"))
+
+    assert process.returncode == -signal.SIGKILL
+    assert rest["replayed"] >= 3
+    assert rest["plans"]["decode"]["ranks"]
+
+
+def test_two_processes_with_one_study_share_the_work(db: Path, llama: str, tmp_path: Path) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 4, 8)
+    arguments = (
+        llama, "--evaluator", "modelled", "--machine", machine, "--storage", tmp_path / "study.db",
+        "--phase", "decode", "--json",
+    )  # fmt: skip
+    both = [shell(*arguments) for _ in range(2)]
+    found = [json.loads(process.communicate(timeout=120)[0]) for process in both]
+    first, second = found
+
+    assert [process.returncode for process in both] == [0, 0]
+    assert first["plans"] == second["plans"]
+    assert first["evaluations"] + first["replayed"] == second["evaluations"] + second["replayed"]
+    assert first["replayed"] + second["replayed"] > 0
+
+
+# ---- measured ----------------------------------------------------------------------------------------------
+
+
+def test_measured_here_the_plan_is_stored_used_and_emitted(db: Path, tiny: str) -> None:
+    """A tiny model on this machine's cores; what the database learned is not measured again."""
+    arguments = (tiny, "--budget", "24s", "--lengths", "fixed:24/8")
+    first = fields_of(invoke(*arguments, "--json"))
+    again = fields_of(invoke(*arguments, "--json"))
+
+    assert set(first["plans"]) == set(PHASES)
+    assert first["timings"] > 0
+    assert all(plan["stored"] for plan in first["plans"].values())
+    assert again["replayed"] > 0 or again["evaluations"] == 0
+    recorded = fields_of(invoke(tiny, "--evaluator", "recorded", "--lengths", "fixed:24/8", "--json"))
+    assert recorded["timings"] == 0
+    assert set(recorded["plans"]) == set(PHASES)
+    assert not any(plan["stored"] for plan in recorded["plans"].values())
+    with open_store(db) as store:
+        for phase in PHASES:
+            record = store.newest_plan(machine_key(read_machine()), "tiny@native", phase)
+            assert record is not None
+            assert record.objectives["e2e_ms"] > 0
+    generated = CliRunner().invoke(app, ["generate", tiny, "-p", "hello", "-n", "2"])
+    assert generated.exit_code == 0, generated.output
+    assert generated.stderr.count("(database)") == 2
+    emitted = invoke(tiny, "--emit", "taskset")
+    assert emitted.exit_code == 0, emitted.output
+    assert "taskset" in emitted.stdout
+    assert "cores" not in emitted.stdout.splitlines()[0]
+
+
+def test_ctrl_c_on_real_cores_keeps_what_was_learned(db: Path, tiny: str) -> None:
+    process = shell(tiny, "--budget", "60s", "--lengths", "fixed:200/50")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "fundamental" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130, err
+    assert "goes on from here" in out
+    assert err.splitlines()[-1] == "phasewise: interrupted"
+    assert "Traceback" not in err

@@ -1,0 +1,276 @@
+"""What a walk knows, and what it could ask for next (see `walk.py` for the rules and the order)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import count
+from typing import TypeAlias
+
+from phasewise.tuner.config.space import Space
+from phasewise.tuner.topotree import GROUP, Configuration, TopoTree
+from phasewise.tuner.topotree.configurations import Partition
+
+PATIENCE = 40
+"""Results of a group in a row that are no better than its best, until it is given up."""
+
+FAR = 1.25
+"""Costs above so many times the best one are far from it."""
+
+FAR_MISSES = 4
+"""So many results without improvement a far one counts for."""
+
+WORTH = 0.997
+"""A cost above so much of another does not beat it: a gain of 0.3 % is noise, or an even road without end."""
+
+SURVEYED_SECTIONS = 3
+"""So many of the fundamental tree's cross-sections, the best ones, are surveyed under each grouping."""
+
+FEW = 32
+"""So many configurations are worth a look however small the space is."""
+
+Group: TypeAlias = tuple[int, tuple[int | None, ...]]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What keeps the walk from asking for everything, and in which order equals come."""
+
+    pruning: bool = True
+    hashing: bool = True
+    patience: int | None = PATIENCE
+    """None: no group is given up."""
+    share: float | None = 0.1
+    """Of all configurations, no more are asked for (though always `FEW`). None: no limit."""
+    seed: int = 0
+    batch: int = 6
+    """So many configurations are asked for at once: what processes that search together may divide."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration to evaluate, and where the walk met it."""
+
+    configuration: Configuration
+    tree: TopoTree
+    parent: TopoTree | None
+    """The tree that it came from by one removal; None: all its PUs are active."""
+    rival: Configuration | None
+    """The parent's configuration at the same cross-section, which this one has to beat."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tree that did not beat its parent at a cross-section: its descendants there are not looked at."""
+
+    tree: TopoTree
+    parent: TopoTree
+    ranks: int
+    cost_ms: float
+    parent_cost_ms: float
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A group that was given up."""
+
+    ranks: int
+    numa_nodes: tuple[int | None, ...]
+    best_ms: float
+
+
+Decision: TypeAlias = Cut | Stopped
+
+
+class Interest(IntEnum):
+    """How soon a strand is asked for."""
+
+    SURVEY = 0
+    HOPEFUL = 1
+    HOPELESS = 2
+    """A removal before it did not beat its parent; asked for only without pruning, after all else."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Strand:
+    """A cross-section of a tree, and by which removal it was reached."""
+
+    tree: TopoTree
+    depth: int
+    partition: Partition
+    place: int
+    """Of the grouping within its generation."""
+    interest: Interest
+    parent: _Strand | None = None
+
+
+@dataclass
+class _Patience:
+    """How a group is doing."""
+
+    best_ms: float = math.inf
+    misses: int = 0
+    is_stopped: bool = False
+
+    def count(self, cost_ms: float, best_of_all_ms: float) -> None:
+        """One more result. Far from the best it counts for several, even if it is the group's best."""
+        improves = cost_ms < WORTH * self.best_ms
+        if cost_ms > FAR * best_of_all_ms:
+            self.misses += FAR_MISSES
+        else:
+            self.misses = 0 if improves else self.misses + 1
+
+
+_Entry: TypeAlias = tuple[Interest, float, int, int, int, int, _Strand]
+"""In the queue: interest, parent's cost, the removal's place in the order, the grouping's, a serial."""
+
+
+class Frontier:
+    """The answers so far, the strands that wait, and what was decided."""
+
+    def __init__(self, space: Space, rules: Rules) -> None:
+        self._space = space
+        self._rules = rules
+        self._known_ms: dict[Partition, float] = {}
+        self._section_ms: dict[Partition, float] = {}
+        self._groups: dict[Group, _Patience] = {}
+        self._best_ms = math.inf
+        self._queue: list[_Entry] = []
+        self._serial = count()
+        self._asked: list[tuple[_Strand, Configuration]] = []
+        self._followed: dict[tuple[str, Partition], Interest] = {}
+        self._decided: list[Decision] = []
+        share = rules.share
+        self._left = math.inf if share is None else max(FEW, int(share * space.n_configurations))
+
+    def open(self, roots: Sequence[TopoTree], is_surveyed: bool) -> None:
+        """Begin a generation of groupings. Groups that are not far from the best are patient again."""
+        for group in self._groups.values():
+            if group.best_ms <= FAR * self._best_ms:
+                group.misses, group.is_stopped = 0, False
+        interest = Interest.SURVEY if is_surveyed else Interest.HOPEFUL
+        for place, root in enumerate(roots):
+            for depth, partition in self._space.sections(root):
+                self._consider(_Strand(root, depth, partition, place, interest), (0, 0))
+
+    def next_batch(self, least: Interest) -> list[Candidate]:
+        """What to evaluate next, of at least this interest; nothing when all of that is done."""
+        self._asked = []
+        repeated: list[_Entry] = []
+        in_batch: set[Partition] = set()
+        while (
+            self._queue and self._queue[0][0] <= least and len(in_batch) < min(self._rules.batch, self._left)
+        ):
+            entry = heapq.heappop(self._queue)
+            strand = entry[-1]
+            if self._rules.hashing and strand.partition in self._known_ms:
+                self._judge(strand)
+            elif strand.partition in in_batch:
+                repeated.append(entry)
+            else:
+                self._ask(strand, in_batch)
+        for entry in repeated:
+            heapq.heappush(self._queue, entry)
+        self._left -= len(self._asked)
+        return [self._candidate(strand, configuration) for strand, configuration in self._asked]
+
+    def take(self, costs_ms: Sequence[float]) -> None:
+        """The answers to the last batch."""
+        for (strand, configuration), cost_ms in zip(self._asked, costs_ms, strict=True):
+            is_new = strand.partition not in self._known_ms
+            self._known_ms[strand.partition] = cost_ms
+            self._best_ms = min(self._best_ms, cost_ms)
+            if strand.tree == self._space.tree:
+                self._section_ms[strand.partition] = cost_ms
+            if is_new:
+                self._count(configuration, cost_ms, strand.interest)
+            self._judge(strand)
+
+    def decided(self) -> tuple[Decision, ...]:
+        """Since the last call."""
+        decided, self._decided = tuple(self._decided), []
+        return decided
+
+    def _ask(self, strand: _Strand, in_batch: set[Partition]) -> None:
+        configuration = self._space.configuration(strand.partition)
+        if not self._groups.setdefault(configuration.group, _Patience()).is_stopped:
+            in_batch.add(strand.partition)
+            self._asked.append((strand, configuration))
+
+    def _candidate(self, strand: _Strand, configuration: Configuration) -> Candidate:
+        parent = strand.parent
+        if parent is None:
+            return Candidate(configuration, strand.tree, None, None)
+        return Candidate(configuration, strand.tree, parent.tree, self._space.configuration(parent.partition))
+
+    def _count(self, configuration: Configuration, cost_ms: float, interest: Interest) -> None:
+        group = self._groups[configuration.group]
+        if self._rules.patience is not None and interest is not Interest.SURVEY:
+            group.count(cost_ms, self._best_ms)
+            if group.misses >= self._rules.patience and not group.is_stopped:
+                group.is_stopped = True
+                self._decided.append(Stopped(*configuration.group, min(cost_ms, group.best_ms)))
+        group.best_ms = min(group.best_ms, cost_ms)
+
+    def _consider(self, strand: _Strand, removal: tuple[int, int]) -> None:
+        """Judge a strand by what is known, else queue it. A root comes before all removals."""
+        if self._rules.hashing and strand.partition in self._known_ms:
+            self._judge(strand)
+            return
+        parent_ms = self._known_ms[strand.parent.partition] if strand.parent else 0.0
+        entry = (strand.interest, parent_ms, *removal, strand.place, next(self._serial), strand)
+        heapq.heappush(self._queue, entry)
+
+    def _judge(self, strand: _Strand) -> None:
+        """Follow a strand whose cost is known if it beats its parent; without pruning, in any case."""
+        if self._beats_parent(strand):
+            self._follow(strand, max(strand.interest, Interest.HOPEFUL))
+        elif not self._rules.pruning:
+            self._follow(strand, Interest.HOPELESS)
+
+    def _beats_parent(self, strand: _Strand) -> bool:
+        parent = strand.parent
+        if parent is None:
+            return True
+        cost_ms, parent_ms = self._known_ms[strand.partition], self._known_ms[parent.partition]
+        if cost_ms < WORTH * parent_ms:
+            return True
+        if self._rules.pruning:
+            ranks = math.prod(strand.tree.kept[: strand.depth])
+            self._decided.append(Cut(strand.tree, parent.tree, ranks, cost_ms, parent_ms))
+        return False
+
+    def _follow(self, strand: _Strand, interest: Interest) -> None:
+        """Go on to the removals; again only if that is of more interest than before."""
+        met = strand.tree.key, strand.partition
+        if self._rules.hashing and self._followed.get(met, math.inf) <= interest:
+            return
+        self._followed[met] = interest
+        for removal, depth, tree in _removals(strand.tree):
+            partition = self._space.section(tree, strand.depth)
+            if partition is not None:
+                its_interest = Interest.SURVEY if self._is_surveyed(strand, depth) else interest
+                child = _Strand(tree, strand.depth, partition, strand.place, its_interest, strand)
+                self._consider(child, removal)
+
+    def _is_surveyed(self, strand: _Strand, depth: int) -> bool:
+        """Whether a removal at this depth is of the survey: the first below what the grouping guesses at."""
+        if strand.interest is not Interest.SURVEY or strand.parent is not None:
+            return False
+        kinds = strand.tree.kinds
+        if GROUP in kinds and depth != kinds.index(GROUP) + 2:
+            return False
+        cost_ms = self._section_ms.get(strand.partition)
+        better = [other for other in self._section_ms.values() if cost_ms is not None and other < cost_ms]
+        return cost_ms is not None and len(better) < SURVEYED_SECTIONS
+
+
+def _removals(tree: TopoTree) -> Iterator[tuple[tuple[int, int], int, TopoTree]]:
+    """The removals of one child or of half of them: place in the order, depth, what is left."""
+    for depth, kept in enumerate(tree.kept, start=1):
+        for coarse, n in enumerate(dict.fromkeys((1, kept // 2))):
+            if 1 <= n < kept:
+                yield (coarse, -depth), depth, tree.remove(n, depth)

@@ -1,0 +1,48 @@
+"""The transformation-tree rule within one trial: stop timing what cannot beat the tree it came from.
+
+A configuration is timed one slice of the trace after another. What it has to beat is the configuration at
+the same cross-section of the tree that it came from by one removal; at a root, the best one known. Both were
+timed on the same slices in the same order, so their running means are compared slice for slice: the slices
+differ from each other far more than two configurations do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import optuna
+
+from phasewise.tuner.config.trials import KEY, RIVAL
+
+MIN_SLICES = 2
+"""Before that, one disturbed timing would decide."""
+
+HOPELESS = 1.1
+"""So far behind its rival a configuration is not timed to the end; less may be the noise of the machine."""
+
+
+def is_hopeless(own: Mapping[int, float], rival: Mapping[int, float]) -> bool:
+    """Whether the newest running mean of `own`, by slice number, is far above the rival's at that slice."""
+    newest = max(own, default=-1)
+    return len(own) >= MIN_SLICES and newest in rival and own[newest] > HOPELESS * rival[newest]
+
+
+class TransformationTreePruner(optuna.pruners.BasePruner):
+    """`is_hopeless` over the trials of a study."""
+
+    def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
+        """Against the trial of the configuration that this one names as its rival, else the best trial."""
+        if len(trial.intermediate_values) < MIN_SLICES:
+            return False
+        states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+        finished = study.get_trials(deepcopy=False, states=states)
+        rival = self._rival(finished, trial.user_attrs.get(RIVAL))
+        return rival is not None and is_hopeless(trial.intermediate_values, rival.intermediate_values)
+
+    def _rival(
+        self, finished: list[optuna.trial.FrozenTrial], key: str | None
+    ) -> optuna.trial.FrozenTrial | None:
+        if key is not None:
+            return next((one for one in finished if one.user_attrs.get(KEY) == key), None)
+        complete = [one for one in finished if one.state is optuna.trial.TrialState.COMPLETE]
+        return min(complete, key=lambda one: one.value or 0.0, default=None)

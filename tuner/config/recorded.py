@@ -1,0 +1,154 @@
+"""Step times that were measured once, replayed from a database: the same search again, on any machine.
+
+A measured evaluator's readings are appended (`keep`); a recorded one answers with the newest verified row of
+a configuration and a step, else with the newest imported one: what is replayed is never put into use, so a
+stranger's figures may be looked at. A row whose plan is not the one that its key names is set aside and said.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+from phasewise.kerneldb.records import MachineKey, Origin, ServedStep, StepTime
+from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
+from phasewise.tuner.errors import EvaluationError, PlanError
+from phasewise.tuner.ledger import Scope
+from phasewise.tuner.plans import Phase, ServicePlan, list_cores
+from phasewise.tuner.topotree import Configuration
+
+Kernels = Literal["default", "tuned"]
+"""By which schedules the products of a timed step ran."""
+
+MAX_STEPS_NAMED = 8
+
+_log = logging.getLogger(__name__)
+
+
+class Reading(Protocol):
+    """One step timed on one plan, as a measured evaluator has it."""
+
+    @property
+    def plan(self) -> ServicePlan: ...
+
+    @property
+    def step(self) -> Step: ...
+
+    @property
+    def samples_ns(self) -> tuple[int, ...]: ...
+
+    @property
+    def estimate_ns(self) -> int: ...
+
+    @property
+    def conditions(self) -> Mapping[str, float]: ...
+
+
+class StepStore(Protocol):
+    """What this module needs of a store."""
+
+    def add_step_times(self, timings: list[StepTime]) -> None: ...
+
+    def step_times(self, machine: MachineKey, model_key: str, phase: str) -> list[StepTime]: ...
+
+
+def keep(
+    store: StepStore, scope: Scope, model_key: str, reading: Reading, kernels: Kernels = "default"
+) -> None:
+    """Append a reading; committed when the call returns. KernelDbError if the database cannot be written."""
+    step = reading.step
+    row = StepTime(
+        model_key=model_key,
+        configuration_key=Configuration(reading.plan.ranks).key,
+        plan_json=reading.plan.to_json(),
+        kernels=kernels,
+        step=ServedStep(step.phase, step.tokens, step.sequences, step.context),
+        samples_ns=reading.samples_ns,
+        estimate_ns=reading.estimate_ns,
+        kernel_abi=scope.kernel_abi,
+        origin=Origin(scope.machine, scope.program_version, time.time_ns() // 1_000_000),
+        conditions=reading.conditions,
+    )
+    store.add_step_times([row])
+
+
+Times = dict[str, dict[Step, StepTime]]
+"""By configuration key."""
+
+
+class RecordedEvaluator:
+    """Answers from one store for one model on one kind of machine. Keeps the `Evaluator` contract."""
+
+    kind: EvaluatorKind = "recorded"
+
+    def __init__(
+        self,
+        store: StepStore,
+        machine: MachineKey,
+        model_key: str,
+        kernels: Kernels = "default",
+        report: Callable[[str], None] = _log.warning,
+    ) -> None:
+        self._store = store
+        self._machine = machine
+        self._model_key = model_key
+        self._kernels = kernels
+        self._report = report
+        self._times: dict[Phase, Times] = {}
+
+    @contextmanager
+    def open(self, configuration: Configuration, phase: Phase) -> Iterator[StepTimer]:
+        """EvaluationError, naming the configuration, if nothing of it is recorded."""
+        if phase not in self._times:
+            self._times[phase] = self._read(phase)
+        known = self._times[phase].get(configuration.key, {})
+        where = f"{self._model_key} on {_cores_of(configuration)}"
+        if not known:
+            raise EvaluationError(
+                f"no {phase} of {where} is recorded for this kind of machine: measure it there first"
+            )
+
+        def timer(step: Step) -> float:
+            if step not in known:
+                raise EvaluationError(f"{step.describe()} is not recorded for {where}, only {_named(known)}")
+            return float(known[step].estimate_ns)
+
+        yield timer
+
+    def _read(self, phase: Phase) -> Times:
+        """What is trusted comes last and stays; of equals the newest."""
+        rows = self._store.step_times(self._machine, self._model_key, phase)
+        times: Times = {}
+        for row in sorted(rows, key=lambda row: (row.origin.verified, row.origin.created_at_ms)):
+            if row.kernels != self._kernels:
+                continue
+            try:
+                step = _step_of(row)
+            except (PlanError, EvaluationError) as error:
+                self._report(f"a recorded step of {self._model_key} is set aside: {error}")
+                continue
+            times.setdefault(row.configuration_key, {})[step] = row
+        return times
+
+
+def _step_of(row: StepTime) -> Step:
+    plan = ServicePlan.from_json(row.plan_json)
+    if plan.phase != row.step.phase or Configuration(plan.ranks).key != row.configuration_key:
+        raise PlanError("its plan is not the one that its key names")
+    return Step(plan.phase, row.step.tokens, row.step.sequences, row.step.context)
+
+
+def _cores_of(configuration: Configuration) -> str:
+    count = len(configuration.ranks)
+    cores = " | ".join(list_cores(rank.cores) for rank in configuration.ranks)
+    return f"{count} rank{'s' if count > 1 else ''} ({cores})"
+
+
+def _named(known: Mapping[Step, StepTime]) -> str:
+    """The recorded steps, the first of many."""
+    names = [step.describe() for step in sorted(known)[:MAX_STEPS_NAMED]]
+    more = len(known) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")

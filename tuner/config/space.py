@@ -1,0 +1,97 @@
+"""All service configurations of one machine and one model, counted and listed without timing any.
+
+The space is every grouping of the fundamental tree, every removal of each, and every cross-section of those
+that the model's operators allow. Different trees often mean the same configuration; a cross-section has a
+partition (which siblings of each level go together), which is equal exactly when the configurations are, and
+cheap enough to compare tens of thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from random import Random
+from typing import TypeAlias
+
+from phasewise.tuner.topotree import (
+    GROUP,
+    Configuration,
+    OperatorLimits,
+    TopoTree,
+    configuration_of,
+    cross_section,
+    every_tree,
+    grouped_trees,
+)
+from phasewise.tuner.topotree.configurations import Partition
+
+Section: TypeAlias = tuple[int, Partition]
+"""A depth at which a tree is cut, and what goes together there."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a search may choose from."""
+
+    tree: TopoTree
+    """The fundamental tree of the machine."""
+    limits: OperatorLimits
+    hints: tuple[TopoTree, ...] = ()
+    """Groupings of it that measurements suggest, best first. They only come sooner; nothing is left out."""
+    power_of_two: bool = True
+    """Assumption A.3: latent structures hold 2, 4, 8 .. of something."""
+
+    def generations(self, seed: int = 0) -> Iterator[list[TopoTree]]:
+        """Every grouping once, coarse to fine: those with no latent level, with one, with two, and so on.
+
+        In a generation hinted ones come first, then groupings of close neighbours; the seed orders equals.
+        """
+        rng = Random(seed)
+        hinted = {tree: place for place, tree in enumerate(self.hints)}
+        by_latent: dict[int, list[tuple[int, int, float, TopoTree]]] = {}
+        for root in dict.fromkeys((*self.hints, *self._groupings())):
+            widest = max((stride for _, stride, _ in root.groups), default=0)
+            place = hinted.get(root, len(hinted))
+            by_latent.setdefault(latent_levels(root), []).append((place, widest, rng.random(), root))
+        for latent in sorted(by_latent):
+            yield [root for *_, root in sorted(by_latent[latent], key=lambda entry: entry[:-1])]
+
+    def _groupings(self) -> Iterator[TopoTree]:
+        return grouped_trees(self.tree, power_of_two=self.power_of_two)
+
+    def sections(self, tree: TopoTree) -> list[Section]:
+        """The cross-sections that the operators allow, outermost first; several may be equal."""
+        depths = range(tree.depth + 1)
+        return [(depth, cross_section(tree, depth)) for depth in depths if self._allows(tree, depth)]
+
+    def section(self, tree: TopoTree, depth: int) -> Partition | None:
+        """One cross-section; None where the operators do not allow it."""
+        return cross_section(tree, depth) if self._allows(tree, depth) else None
+
+    def configuration(self, partition: Partition) -> Configuration:
+        """The ranks that a cross-section means."""
+        return configuration_of(self.tree.base, partition)
+
+    def partitions(self) -> Iterator[Partition]:
+        """Every distinct cross-section of the space."""
+        seen: set[Partition] = set()
+        for tree in every_tree(self.tree, power_of_two=self.power_of_two):
+            for _, partition in self.sections(tree):
+                if partition not in seen:
+                    seen.add(partition)
+                    yield partition
+
+    @cached_property
+    def n_configurations(self) -> int:
+        """How many different configurations there are."""
+        return sum(1 for _ in self.partitions())
+
+    def _allows(self, tree: TopoTree, depth: int) -> bool:
+        return self.limits.allows(prod(tree.kept[:depth]))
+
+
+def latent_levels(tree: TopoTree) -> int:
+    """How many levels of a tree no system tool shows."""
+    return sum(1 for level in tree.levels if level.kind == GROUP)

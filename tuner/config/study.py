@@ -1,0 +1,374 @@
+"""One search of a space, kept as an Optuna study: resumed, shared between processes, seen in a dashboard.
+
+The walk (`walk.py`) says what to ask for; an evaluator answers; the study keeps every answer as a trial. So
+resuming is asking again: what the study holds is answered at once, and several processes with one study
+divide what is asked for. A configuration is timed slice by slice of the trace, and Optuna's pruner
+(`pruner.py`) ends it early when it is hopeless. Here is only who is next and when to stop; the clock is the
+caller's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from phasewise.kerneldb.location import Location
+from phasewise.kerneldb.records import MachineKey
+from phasewise.tuner.config.lengths import Trace
+from phasewise.tuner.config.simulate import Grid, Objective, Remembered, cost_ms
+from phasewise.tuner.config.space import Space
+from phasewise.tuner.config.steps import Evaluator, StepTimer
+from phasewise.tuner.config.storage import open_storage, quiet
+from phasewise.tuner.config.trace import slices
+from phasewise.tuner.config.trials import Claim, Entry, Known, State, Trials
+from phasewise.tuner.config.walk import Ask, Candidate, Cut, Decision, Rules, Stopped, walk
+from phasewise.tuner.errors import EvaluationError
+from phasewise.tuner.plans import Phase
+from phasewise.tuner.topotree import Configuration
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.storages import BaseStorage
+
+SLICES = 5
+"""Of a trace. A hopeless configuration is known after two."""
+
+POLL_S = 0.2
+"""How often a process looks whether another one has finished what it waits for."""
+
+MAX_NAME_CHARS = 400
+
+End = Literal["complete", "budget", "interrupted"]
+Scored: TypeAlias = tuple[Configuration, float]
+SliceCost: TypeAlias = Callable[[StepTimer], float]
+
+
+@dataclass(frozen=True)
+class StudyKey:
+    """What a study is of: nothing that would change an answer may be missing here."""
+
+    machine: MachineKey
+    model: str
+    phase: Phase
+    objective: str
+    trace: str
+    """A digest of the requests."""
+    evaluator: str
+    """Its kind, and what else its answers depend on, such as the build of the kernels."""
+
+    @property
+    def name(self) -> str:
+        """For people, and different for different keys."""
+        digest = hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
+        words = f"{self.model} {self.phase} {self.objective} {self.evaluator}"
+        return f"{words[:MAX_NAME_CHARS]} {digest}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to search for, and who answers."""
+
+    key: StudyKey
+    evaluator: Evaluator
+    costs: tuple[SliceCost, ...]
+    """Of the slices of the trace, see `slice_costs`. A configuration costs their mean."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to search."""
+
+    rules: Rules = field(default_factory=Rules)
+    top_k: int = 10
+    resume: bool = True
+    """Go on with the newest study of the key; else begin a new one beside it."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A configuration that has an answer now."""
+
+    number: int
+    """Of the answers of this run, from 1."""
+    candidate: Candidate
+    state: State
+    is_replayed: bool
+    """The answer is an older run's, or another process's."""
+    cost_ms: float | None
+    """None: it cannot run."""
+    reason: str | None
+    best: Scored | None
+    evaluations: int
+    """Answers that this process has timed."""
+    configurations: int
+    """Of the whole space."""
+
+
+Event: TypeAlias = Tried | Cut | Stopped
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A search that has ended, one way or another."""
+
+    end: End
+    best: Scored | None
+    top: tuple[Scored, ...]
+    """The `top_k` configurations of least cost, the best first; only such as were timed to the end."""
+    configurations: int
+    """Of the whole space."""
+    tried: int
+    """Configurations with an answer: evaluations and replayed ones."""
+    evaluations: int
+    """Answers that this process has timed, those included that were stopped early."""
+    replayed: int
+    pruned: int
+    """Of the tried ones, those that were stopped early."""
+    failed: int
+    trees_cut: int
+    """Trees that lost their descendants at a cross-section."""
+    groups_stopped: int
+
+
+def slice_costs(
+    objective: Objective, phase: Phase, trace: Trace, count: int = SLICES
+) -> tuple[SliceCost, ...]:
+    """What each slice of a trace costs, given a timer; all of them ask for the steps of one grid."""
+    grid = Grid.of(trace, objective, phase)
+    return tuple(partial(_slice_cost, objective, phase, requests, grid) for requests in slices(trace, count))
+
+
+def _slice_cost(objective: Objective, phase: Phase, requests: Trace, grid: Grid, timer: StepTimer) -> float:
+    return cost_ms(objective, phase, requests, timer, grid)
+
+
+def run(
+    space: Space,
+    task: Task,
+    location: Location,
+    settings: Settings | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    report: Callable[[Event], None] = lambda event: None,
+) -> Outcome:
+    """Search until the walk ends, `stop` says so (it is asked before every timing), or Ctrl-C.
+
+    KernelDbError when the database cannot be used. A configuration that cannot run costs infinitely much.
+    """
+    settings = settings or Settings()
+    storage = open_storage(location)
+    search = _Search(space, task, _open_trials(storage, task, settings, location.name), settings, report)
+    end = search.until(stop)
+    return search.outcome(end)
+
+
+class _Ended(Exception):
+    """Out of the middle of a batch: there is no time for the rest."""
+
+
+class _Search:
+    """One run: the walk's questions, and how they are answered."""
+
+    def __init__(
+        self, space: Space, task: Task, trials: Trials, settings: Settings, report: Callable[[Event], None]
+    ) -> None:
+        self._space = space
+        self._task = task
+        self._trials = trials
+        self._settings = settings
+        self._report = report
+        self._configurations = space.n_configurations
+        self._candidates: dict[str, Candidate] = {}
+        self._known: dict[str, Known] = {}
+        self._own: set[str] = set()
+        self._best: Scored | None = None
+        self._trees_cut = 0
+        self._groups_stopped = 0
+
+    def until(self, stop: Callable[[], bool]) -> End:
+        """Walk and answer."""
+        walking = walk(self._space, self._settings.rules)
+        try:
+            ask = next(walking)
+            while True:
+                self._decided(ask.decisions)
+                ask = walking.send(self._answer(ask, stop))
+        except StopIteration as done:
+            self._decided(done.value)
+            return "complete"
+        except _Ended:
+            return "budget"
+        except KeyboardInterrupt:
+            return "interrupted"
+
+    def outcome(self, end: End) -> Outcome:
+        """What is known now."""
+        states = [known.state for known in self._known.values()]
+        complete = [
+            (self._candidates[key].configuration, known.cost_ms)
+            for key, known in self._known.items()
+            if known.state == "complete" and known.cost_ms is not None
+        ]
+        return Outcome(
+            end=end,
+            best=self._best,
+            top=tuple(sorted(complete, key=lambda scored: scored[1])[: self._settings.top_k]),
+            configurations=self._configurations,
+            tried=len(self._known),
+            evaluations=len(self._own),
+            replayed=len(self._known.keys() - self._own),
+            pruned=states.count("pruned"),
+            failed=states.count("failed"),
+            trees_cut=self._trees_cut,
+            groups_stopped=self._groups_stopped,
+        )
+
+    def _decided(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            self._trees_cut += isinstance(decision, Cut)
+            self._groups_stopped += isinstance(decision, Stopped)
+            self._report(decision)
+
+    def _answer(self, ask: Ask, stop: Callable[[], bool]) -> list[float]:
+        """Costs of a batch: what the study holds, what others are timing now, and the rest timed here."""
+        waiting = {candidate.configuration.key: candidate for candidate in ask.candidates}
+        self._candidates.update(waiting)
+        while True:
+            elsewhere = self._take(waiting)
+            if not waiting:
+                break
+            if stop():
+                raise _Ended
+            free = [candidate for key, candidate in waiting.items() if key not in elsewhere]
+            if not free:
+                time.sleep(POLL_S)
+            # From the other end where somebody is at work already, or both would reach for the same ones.
+            elif claim := self._trials.claim(self._entry(free[-1 if elsewhere else 0])):
+                self._evaluate(claim, self._candidates[claim.key])
+        return [self._cost(candidate) for candidate in ask.candidates]
+
+    def _take(self, waiting: dict[str, Candidate]) -> set[str]:
+        """Learn what the study knows by now, and which configurations another process is timing."""
+        answers, elsewhere = self._trials.look()
+        for key in [key for key in waiting if key in answers or key in self._known]:
+            candidate = waiting.pop(key)
+            if key not in self._known:
+                self._learn(candidate, answers[key])
+        return elsewhere
+
+    def _learn(self, candidate: Candidate, known: Known) -> None:
+        self._known[candidate.configuration.key] = known
+        best_ms = self._best[1] if self._best else math.inf
+        if known.state == "complete" and known.cost_ms is not None and known.cost_ms < best_ms:
+            self._best = candidate.configuration, known.cost_ms
+        self._report(
+            Tried(
+                number=len(self._known),
+                candidate=candidate,
+                state=known.state,
+                is_replayed=candidate.configuration.key not in self._own,
+                cost_ms=known.cost_ms,
+                reason=known.reason,
+                best=self._best,
+                evaluations=len(self._own),
+                configurations=self._configurations,
+            )
+        )
+
+    def _cost(self, candidate: Candidate) -> float:
+        cost_ms = self._known[candidate.configuration.key].cost_ms
+        return math.inf if cost_ms is None else cost_ms
+
+    def _evaluate(self, claim: Claim, candidate: Candidate) -> None:
+        """Time a configuration, and store what comes of it."""
+        try:
+            self._time(claim, candidate.configuration)
+        except EvaluationError as error:
+            self._trials.fail(claim, str(error))
+        except BaseException:
+            self._trials.give_back(claim)
+            raise
+        self._own.add(candidate.configuration.key)
+
+    def _time(self, claim: Claim, configuration: Configuration) -> None:
+        costs_ms: list[float] = []
+        with self._task.evaluator.open(configuration, self._task.key.phase) as opened:
+            timer = Remembered(opened)
+            for cost in self._task.costs:
+                costs_ms.append(cost(timer))
+                is_hopeless = self._trials.report(
+                    claim, math.fsum(costs_ms) / len(costs_ms), len(costs_ms) - 1
+                )
+                if is_hopeless and self._settings.rules.pruning and len(costs_ms) < len(self._task.costs):
+                    self._trials.prune(claim)
+                    return
+        self._trials.complete(claim, math.fsum(costs_ms) / len(costs_ms))
+
+    def _entry(self, candidate: Candidate) -> Entry:
+        """What a dashboard shows of a configuration."""
+        ranks, tree, fundamental = candidate.configuration.ranks, candidate.tree, self._space.tree
+        nodes = {rank.numa_node for rank in ranks}
+        pus_a_core = tree.levels[-1].kept if tree.levels and tree.levels[-1].kind == "pu" else 1
+        return Entry(
+            key=candidate.configuration.key,
+            rival=candidate.rival.key if candidate.rival else None,
+            parameters={
+                "ranks": len(ranks),
+                "pus_per_rank": max(len(rank.cores) for rank in ranks),
+                "pus_per_core": pus_a_core,
+                "pus_removed": fundamental.n_pus - candidate.configuration.n_pus,
+                "numa_nodes": len(nodes - {None}),
+            },
+            remarks={
+                "tree": tree.notation,
+                "parent": candidate.parent.notation if candidate.parent else None,
+                "plan": candidate.configuration.plan(self._task.key.phase).to_json(),
+            },
+        )
+
+
+def _open_trials(storage: BaseStorage, task: Task, settings: Settings, location_name: str) -> Trials:
+    """The study's trials; the study is made if there is none, or none is wanted."""
+    import optuna
+
+    from phasewise.tuner.config.pruner import TransformationTreePruner
+    from phasewise.tuner.config.storage import clear_storage_errors
+
+    with clear_storage_errors(location_name), quiet():
+        study = optuna.create_study(
+            storage=storage,
+            study_name=_study_name(storage, task.key, settings.resume),
+            sampler=optuna.samplers.RandomSampler(settings.rules.seed),
+            pruner=TransformationTreePruner(),
+            direction="minimize",
+            load_if_exists=True,
+        )
+        _describe(study, task.key)
+        return Trials(study, storage, location_name)
+
+
+def _study_name(storage: BaseStorage, key: StudyKey, resume: bool) -> str:
+    """The newest study of the key, or the next."""
+    taken = {study.study_name for study in storage.get_all_studies()}
+    number = 1
+    while _numbered(key.name, number + 1) in taken:
+        number += 1
+    if not resume and _numbered(key.name, number) in taken:
+        number += 1
+    return _numbered(key.name, number)
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name} #{number}"
+
+
+def _describe(study: optuna.Study, key: StudyKey) -> None:
+    if study.user_attrs:
+        return
+    for name in ("model", "phase", "objective", "trace", "evaluator"):
+        study.set_user_attr(name, getattr(key, name))
+    study.set_user_attr("machine", [key.machine.core_sig, key.machine.placement_sig])

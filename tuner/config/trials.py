@@ -1,0 +1,236 @@
+"""The trials of one study: what is known of each configuration, and who is timing which.
+
+A trial is one configuration, its parameters named for people. Several processes may search together: to claim
+a configuration is to store a running trial of it. Trials are numbered in the order in which they were stored,
+so when two processes claim the same one, both see the lower number, and the other gives way.
+
+A process that dies leaves a running trial behind. On the same machine that is seen at once, elsewhere by its
+heartbeat; whoever sees it marks the trial as failed, and the configuration may be claimed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from phasewise.tuner.config.storage import clear_storage_errors, quiet
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.storages import BaseStorage
+    from optuna.trial import FrozenTrial, TrialState
+
+KEY = "configuration"
+RIVAL = "rival"
+ERROR = "error"
+_CLAIM = "claimed by"
+_ABANDONED = "abandoned"
+
+MOST_PUS = 65_536
+"""Upper end of the ranges that Optuna is told; all trials of a study have to share them."""
+
+State = Literal["complete", "pruned", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the study says of a configuration."""
+
+    state: State
+    cost_ms: float | None
+    """Of a pruned one, the mean of the slices that were timed. None: failed."""
+    reason: str | None = None
+    """Why it failed, in one line."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A configuration as a trial: all numbers, and what is written beside them."""
+
+    key: str
+    rival: str | None
+    parameters: Mapping[str, int]
+    remarks: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A configuration that this process is timing."""
+
+    key: str
+    trial_id: int
+    trial: optuna.Trial
+
+
+class Trials:
+    """The trials of one study, for one process. KernelDbError when the database fails."""
+
+    def __init__(self, study: optuna.Study, storage: BaseStorage, location_name: str) -> None:
+        self._study = study
+        self._storage = storage
+        self._location_name = location_name
+        self._study_id = storage.get_study_id_from_name(study.study_name)
+        self._first_own = len(self._all())
+
+    def look(self) -> tuple[dict[str, Known], set[str]]:
+        """What is known, by configuration, and which ones a live process is timing.
+
+        Failures of before this process began are not known: times change. Trials of processes that died are
+        marked as failed first.
+        """
+        trials = self._all()
+        if any(map(_is_running, trials)):
+            self._bury(trials)
+            trials = self._all()
+        answers: dict[str, Known] = {}
+        for trial in trials:
+            known = self._known(trial)
+            if known is not None:
+                answers.setdefault(trial.user_attrs[KEY], known)
+        return answers, {one.user_attrs[KEY] for one in trials if KEY in one.user_attrs and _is_running(one)}
+
+    def claim(self, entry: Entry) -> Claim | None:
+        """The right to time a configuration; None where another process was quicker, now or long ago."""
+        import optuna
+
+        distribution = optuna.distributions.IntDistribution(0, MOST_PUS)
+        template = optuna.trial.create_trial(
+            state=optuna.trial.TrialState.RUNNING,
+            params=dict(entry.parameters),
+            distributions=dict.fromkeys(entry.parameters, distribution),
+            user_attrs={KEY: entry.key, RIVAL: entry.rival, **entry.remarks, _CLAIM: _this_process()},
+        )
+        with clear_storage_errors(self._location_name):
+            trial_id = self._storage.create_new_trial(self._study_id, template)
+            trial = optuna.Trial(self._study, trial_id)
+            claim = Claim(entry.key, trial_id, trial)
+            self._beat(claim)
+        if any(one.number < trial.number and self._stands(one, entry.key) for one in self._all()):
+            self._fail(trial_id, _ABANDONED, "another process was quicker")
+            return None
+        return claim
+
+    def report(self, claim: Claim, mean_ms: float, slice_number: int) -> bool:
+        """Keep the mean of the slices so far. Whether the study's pruner calls the trial hopeless."""
+        with clear_storage_errors(self._location_name):
+            self._beat(claim)
+            claim.trial.report(mean_ms, slice_number)
+            return claim.trial.should_prune()
+
+    def complete(self, claim: Claim, cost_ms: float) -> None:
+        """It was timed to the end."""
+        from optuna.trial import TrialState
+
+        self._tell(claim, TrialState.COMPLETE, cost_ms)
+
+    def prune(self, claim: Claim) -> None:
+        """It was stopped early; its last mean is its cost."""
+        from optuna.trial import TrialState
+
+        self._tell(claim, TrialState.PRUNED, None)
+
+    def fail(self, claim: Claim, reason: str) -> None:
+        """It cannot run."""
+        self._fail(claim.trial_id, ERROR, reason)
+
+    def give_back(self, claim: Claim) -> None:
+        """It was not timed after all, and may be claimed again."""
+        self._fail(claim.trial_id, _ABANDONED, "interrupted")
+
+    def _tell(self, claim: Claim, state: TrialState, value: float | None) -> None:
+        with clear_storage_errors(self._location_name):
+            try:
+                self._study.tell(claim.trial, value, state)
+            except ValueError:
+                # Finished already: it gave no sign for so long that it was taken for dead.
+                if not self._storage.get_trial(claim.trial_id).state.is_finished():
+                    raise
+
+    def _known(self, trial: FrozenTrial) -> Known | None:
+        from optuna.trial import TrialState
+
+        match trial.state:
+            case _ if KEY not in trial.user_attrs:
+                return None
+            case TrialState.COMPLETE:
+                return Known("complete", trial.value)
+            case TrialState.PRUNED:
+                return Known("pruned", trial.value)
+            case TrialState.FAIL if ERROR in trial.user_attrs and trial.number >= self._first_own:
+                return Known("failed", None, str(trial.user_attrs[ERROR]))
+            case _:
+                return None
+
+    def _stands(self, trial: FrozenTrial, key: str) -> bool:
+        """Whether a trial speaks, or will speak, for a configuration."""
+        if trial.user_attrs.get(KEY) != key:
+            return False
+        return _is_running(trial) or self._known(trial) is not None
+
+    def _bury(self, trials: Sequence[FrozenTrial]) -> None:
+        import optuna
+
+        for trial in trials:
+            if _is_running(trial) and _is_gone(str(trial.user_attrs.get(_CLAIM))):
+                trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, trial.number)
+                self._fail(trial_id, _ABANDONED, "its process died")
+        with clear_storage_errors(self._location_name), quiet():
+            optuna.storages.fail_stale_trials(self._study)
+
+    def _fail(self, trial_id: int, attribute: str, text: str) -> None:
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        with clear_storage_errors(self._location_name):
+            try:
+                self._storage.set_trial_user_attr(trial_id, attribute, text)
+                self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
+            except UpdateFinishedTrialError:
+                pass  # Another process has seen the same, and was quicker.
+
+    def _beat(self, claim: Claim) -> None:
+        """Tell other machines that the trial is alive. A storage of this process alone need not know."""
+        if hasattr(self._storage, "record_heartbeat"):
+            self._storage.record_heartbeat(claim.trial_id)
+
+    def _all(self) -> list[FrozenTrial]:
+        """In the order of their numbers."""
+        with clear_storage_errors(self._location_name):
+            return self._storage.get_all_trials(self._study_id, deepcopy=False)
+
+
+def _is_running(trial: FrozenTrial) -> bool:
+    return not trial.state.is_finished()
+
+
+@lru_cache(maxsize=1)
+def _place() -> str:
+    """This boot and these process ids, not readable as either."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    return hashlib.blake2b(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode(), digest_size=8).hexdigest()
+
+
+def _this_process() -> str:
+    return f"{_place()} {os.getpid()} {_started(os.getpid())}"
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, in the kernel's ticks since boot; None if there is none, or only its remains."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+    except OSError:
+        return None
+    state, *rest = fields.split()
+    return None if state in "ZX" else rest[18]
+
+
+def _is_gone(claim: str) -> bool:
+    """Whether it was made here, by a process that is no more."""
+    place, _, process = str(claim).partition(" ")
+    pid, _, started = process.partition(" ")
+    return place == _place() and pid.isdigit() and _started(int(pid)) != started
