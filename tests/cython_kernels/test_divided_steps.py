@@ -1,0 +1,34 @@
+"""What ranks read of each other lies behind a barrier: divided steps under the thread sanitizer."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from cross import COMMON_FLAGS, HERE, KERNELS, common_sources
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
+
+
+def compiled(source: Path, flags: list[str], others: list[Path], target: Path) -> Path | None:
+    command = ["gcc", *COMMON_FLAGS, "-O1", "-g", *flags, "-I", KERNELS, source, *others, "-lm", "-o", target]
+    return None if subprocess.run(command, capture_output=True).returncode else target
+
+
+def test_no_rank_reads_what_another_may_still_write(tmp_path: Path) -> None:
+    """Three ranks and two, in turn, against one; any data race fails it."""
+    flags = ["-fsanitize=thread", '-DPW_GEMM_ABI=""', '-DPW_ATTENTION_ABI=""']
+    empty = tmp_path / "empty.c"
+    empty.write_text("int main(void) { return 0; }\n")
+    sample = compiled(empty, flags, [], tmp_path / "empty")
+    if sample is None or subprocess.run([sample], capture_output=True).returncode:
+        pytest.skip("the thread sanitizer does not work here")
+    sources = [path for path in common_sources() if path.name != "cpu.c"] + [KERNELS / "isa" / "portable.c"]
+
+    program = compiled(HERE / "divided_steps.c", flags, sources, tmp_path / "divided_steps")
+
+    assert program is not None
+    got = subprocess.run([program], capture_output=True, text=True)
+    assert (got.returncode, got.stderr) == (0, "")
