@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +25,18 @@ from paper_machines import (
     xeon,
 )
 
-from phasewise.topology import Kind, Machine, NumaDistances
+from phasewise.topology import Kind, Machine, NumaDistances, read_lstopo
 from phasewise.tuner.config.hidden import HiddenResource, read_hidden
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import MachineRates, default_rates, measured_rates
 from phasewise.tuner.config.sharing import ReadSharing, fair_rates
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
-from phasewise.tuner.plans import RankCores, rank_on
+from phasewise.tuner.plans import RankCores, default_plan, rank_on
+
+HWLOC = (
+    Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data") / "hwloc"
+)
 
 T = TypeVar("T")
 
@@ -261,6 +267,19 @@ def test_fair_rates_fill_every_resource_and_overfill_none(data: st.DataObject) -
     full = used >= capacity * (1 - 1e-6)
     for pu in range(n):
         assert rate[pu] >= demand[pu] * (1 - 1e-9) or (use[full, pu] > 0).any()
+
+
+@pytest.mark.skipif(not HWLOC.is_dir(), reason=f"no reference machines in {HWLOC}")
+@pytest.mark.parametrize("path", sorted(HWLOC.glob("*.xml")), ids=lambda path: path.stem)
+def test_every_machine_can_be_modelled(path: Path) -> None:
+    """Hybrid ones, memory without cores, two memories of one cpuset, no NUMA nodes at all."""
+    machine = read_lstopo(path)
+    evaluator = ModelledEvaluator(machine, llama_2_7b())
+    whole = OnCores((rank_on(machine, machine.allowed_pus),))
+
+    for configuration in (OnCores(default_plan(machine, "decode").ranks), whole):
+        for step in (PREFILL, DECODE):
+            assert 0 < step_ns(evaluator, configuration, step) < math.inf
 
 
 # What cannot be modelled is refused in a line.
