@@ -272,7 +272,7 @@ def _judge(run: _Run, one: Searched, jury: Jury, deadline_s: float) -> None:
 
 def _keep_plan(run: _Run, phase: Phase, store: Store) -> None:
     verdict = run.verdicts.get(phase)
-    if verdict is None or not store.writable:
+    if verdict is None or not verdict.is_settled or not store.writable:
         return
     origin = Origin(run.subject.key, __version__, time.time_ns() // 1_000_000)
     objectives = {f"{run.subject.objective.kind}_ms": verdict.latency_ms}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from phasewise._version import __version__
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 SHORT_NAMES = {PER_NODE: "one per NUMA node"}
 """In a table of eighty columns."""
 
+WIDTH = 79
 MOST_RANKS_SHOWN = 16
 DISTURBED_LAPS = 0.1
 """Share of disturbed timings from which on the result carries a warning."""
@@ -59,7 +61,7 @@ def _phase_lines(found: Found, one: Searched) -> Iterator[str]:
             tried = "no configuration could be run" if one.failures else "no configuration was tried yet"
             yield f"{one.phase}: {tried}"
             for reason, count in sorted(one.failures.items(), key=lambda pair: -pair[1])[:3]:
-                yield f"  {count} x {reason}"
+                yield fill(f"{count} x {reason}", WIDTH, initial_indent="  ", subsequent_indent="  ")
         else:
             configuration, cost_ms = best
             yield f"{one.phase}: {plan_words(configuration.plan(one.phase))}, {milliseconds(cost_ms)} so far"
@@ -117,12 +119,13 @@ def _verdict_line(verdict: Verdict, is_measured: bool) -> str:
         case "faster":
             text = "Faster than every reference, by the model alone: nothing was timed."
         case "not slower":
-            text = "No reference is slower or faster beyond doubt: tuning gained nothing that can be proven."
+            text = "No difference to the closest reference is proven: tuning gained nothing for sure."
         case "reference":
             text = f"Tuning gained nothing: the best plan is {_kept_name(verdict)}."
         case "not compared":
-            text = "Not compared with a reference."
-    return "\n".join([text, *reasons])
+            kept = "" if verdict.is_settled else ": what was in use stays in use"
+            text = f"Not compared with a reference{kept}."
+    return "\n".join(fill(line, WIDTH) for line in (text, *reasons))
 
 
 def _kept_name(verdict: Verdict) -> str:

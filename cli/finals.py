@@ -84,6 +84,11 @@ class Verdict:
     against: tuple[Versus, ...]
     finalists: tuple[Finalist, ...]
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it may replace a plan in use: not if references can run and there was no time for them."""
+        return self.standing != "not compared" or all(one.latency_ms is None for one in self.against)
+
 
 class Jury(Protocol):
     """Times whole plans by a phase's objective."""
@@ -169,7 +174,8 @@ def _timed(one: Finalist, jury: Jury, deadline_s: float) -> Finalist:
     try:
         return replace(one, final_ms=jury.cost_ms(one.plan))
     except EvaluationError as error:
-        return replace(one, search_ms=None, reason=str(error))
+        in_time = time.monotonic() < deadline_s
+        return replace(one, search_ms=None if in_time else one.search_ms, reason=str(error))
 
 
 def decide(

@@ -138,6 +138,11 @@ class MeasuredEvaluator:
         with self._alone(), self._opened(plan) as clock:
             yield clock
 
+    def check_time(self) -> None:
+        """EvaluationError once the deadline is over: a slow model must not outlast its budget by much."""
+        if time.monotonic() >= self.deadline_s:
+            raise EvaluationError("the budget was used up while it was timed")
+
     @contextmanager
     def _alone(self) -> Iterator[None]:
         with measuring_alone(self.deadline_s) as is_alone:
@@ -161,7 +166,8 @@ class MeasuredEvaluator:
             )
             try:
                 _fill(ranks, self._room.kv_slots)
-                yield Clock(ranks, plan, self._model.config.vocab_size, watch, self._heard)
+                vocab_size = self._model.config.vocab_size
+                yield Clock(ranks, plan, vocab_size, watch, self._heard, self.check_time)
             finally:
                 ranks.close()
 
@@ -193,17 +199,20 @@ class Clock:
         vocab_size: int,
         watch: Watch,
         heard: Callable[[Reading], None],
+        check_time: Callable[[], None],
     ) -> None:
         self._ranks = ranks
         self._plan = plan
         self._watch = watch
         self._heard = heard
+        self._check_time = check_time
         self._known_ns: dict[Step, float] = {}
         self._tokens = np.random.default_rng(0).integers(0, vocab_size, size=STEP_TOKENS).tolist()
 
     def __call__(self, step: Step) -> float:
         """Timed when first asked for: slices of a trace ask for the same steps."""
         if step not in self._known_ns:
+            self._check_time()
             self._known_ns[step] = self._timed_ns(step)
         return self._known_ns[step]
 

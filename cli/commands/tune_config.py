@@ -82,9 +82,7 @@ def tune_config(
     ] = None,
     hidden: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.json", help="resources that the model of a machine should share in secret"
-        ),
+        typer.Option(metavar="FILE.json", help="resources that a modelled machine shares without showing"),
     ] = None,
     cores: Annotated[
         str | None, typer.Option(metavar="LIST", help="use no CPUs but these, e.g. 0-3,8")
@@ -109,14 +107,16 @@ def tune_config(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find on which cores, and in how many ranks, each phase of MODEL runs best here.
+    """Find on which cores, and in how many ranks, each phase runs best.
 
-    Configurations of the machine's TopoTree are timed on their cores; the best get kernels and a last run,
-    and the winner is held against three habits in a paired comparison. It comes into use only if none of
-    them is faster. Every trial is kept at once: the same command goes on after Ctrl-C, kill -9 or an empty
-    budget, and several at a time share the work.
+    Configurations of the machine's TopoTree are timed on their cores. The
+    best get kernels and a last run, and the winner is held against three
+    habits in a paired comparison: it comes into use only if none of them is
+    faster. Every trial is kept at once: the same command goes on after
+    Ctrl-C, kill -9 or an empty budget, and several at a time share the work.
 
-    With --evaluator modelled nothing is timed, and --machine may describe one that is not here.
+    With --evaluator modelled nothing is timed or stored: --machine may
+    describe hardware that is not here, and MODEL may be a lone config.json.
     """
     started_s = time.monotonic()
     from phasewise.cli.tune_config import Wish, open_subject

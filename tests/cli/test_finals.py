@@ -122,6 +122,14 @@ def test_without_time_to_compare_a_reference_is_kept() -> None:
 
     assert (verdict.plan, verdict.standing) == (HALF, "not compared")
     assert verdict.against[0].reason == "the budget was used up"
+    assert not verdict.is_settled
+
+
+def test_a_plan_that_no_reference_can_be_held_against_is_settled() -> None:
+    verdict = judged(FormulaJury({TWO: 2.0}), [TWO])
+
+    assert (verdict.plan, verdict.standing) == (TWO, "not compared")
+    assert verdict.is_settled
 
 
 @pytest.mark.parametrize("able", [(), (ONE,)])

@@ -354,17 +354,18 @@ def test_two_processes_with_one_study_share_the_work(db: Path, llama: str, tmp_p
 # ---- measured ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_measured_here_the_plan_is_stored_used_and_emitted(db: Path, tiny: str) -> None:
     """A tiny model on this machine's cores; what the database learned is not measured again."""
-    arguments = (tiny, "--budget", "24s", "--lengths", "fixed:24/8")
-    first = fields_of(invoke(*arguments, "--json"))
-    again = fields_of(invoke(*arguments, "--json"))
+    arguments = (tiny, "--lengths", "fixed:24/8", "--json")
+    first = fields_of(invoke(*arguments, "--budget", "30s"))
+    again = fields_of(invoke(*arguments, "--budget", "6s"))
 
     assert set(first["plans"]) == set(PHASES)
     assert first["timings"] > 0
     assert all(plan["stored"] for plan in first["plans"].values())
     assert again["replayed"] > 0 or again["evaluations"] == 0
-    recorded = fields_of(invoke(tiny, "--evaluator", "recorded", "--lengths", "fixed:24/8", "--json"))
+    recorded = fields_of(invoke(*arguments, "--evaluator", "recorded"))
     assert recorded["timings"] == 0
     assert set(recorded["plans"]) == set(PHASES)
     assert not any(plan["stored"] for plan in recorded["plans"].values())
