@@ -30,6 +30,7 @@ RIVAL = "rival"
 ERROR = "error"
 _CLAIM = "claimed by"
 _ABANDONED = "abandoned"
+_ESTIMATE = "estimated ms"
 
 MOST_PUS = 65_536
 """Upper end of the ranges that Optuna is told; all trials of a study have to share them."""
@@ -43,7 +44,7 @@ class Known:
 
     state: State
     cost_ms: float | None
-    """Of a pruned one, the mean of the slices that were timed. None: failed."""
+    """Of a pruned one an estimate. None: failed."""
     reason: str | None = None
     """Why it failed, in one line."""
 
@@ -129,9 +130,15 @@ class Trials:
         self._tell(claim, TrialState.COMPLETE, cost_ms)
 
     def prune(self, claim: Claim) -> None:
-        """It was stopped early; its last mean is its cost."""
+        """It was stopped early. What the other slices would have cost is estimated."""
         from optuna.trial import TrialState
 
+        with clear_storage_errors(self._location_name):
+            own = self._storage.get_trial(claim.trial_id).intermediate_values
+            estimate_ms = _extrapolated_ms(
+                own, [one for one in self._all() if one.state is TrialState.COMPLETE]
+            )
+            self._storage.set_trial_user_attr(claim.trial_id, _ESTIMATE, estimate_ms)
         self._tell(claim, TrialState.PRUNED, None)
 
     def fail(self, claim: Claim, reason: str) -> None:
@@ -160,7 +167,7 @@ class Trials:
             case TrialState.COMPLETE:
                 return Known("complete", trial.value)
             case TrialState.PRUNED:
-                return Known("pruned", trial.value)
+                return Known("pruned", trial.user_attrs.get(_ESTIMATE, trial.value))
             case TrialState.FAIL if ERROR in trial.user_attrs and trial.number >= self._first_own:
                 return Known("failed", None, str(trial.user_attrs[ERROR]))
             case _:
@@ -202,6 +209,15 @@ class Trials:
         """In the order of their numbers."""
         with clear_storage_errors(self._location_name):
             return self._storage.get_all_trials(self._study_id, deepcopy=False)
+
+
+def _extrapolated_ms(own: Mapping[int, float], complete: Sequence[FrozenTrial]) -> float:
+    """A mean over the first slices as one over all: scaled as these were in the best complete trial."""
+    newest = max(own)
+    best = min(complete, key=lambda one: one.value or 0.0, default=None)
+    if best is None or best.value is None or newest not in best.intermediate_values:
+        return own[newest]
+    return own[newest] * best.value / best.intermediate_values[newest]
 
 
 def _is_running(trial: FrozenTrial) -> bool:

@@ -1,0 +1,259 @@
+"""A search kept as a study: what is known is not timed again, whoever timed it, and whatever was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import optuna
+import pytest
+import search_child
+from search_child import KEY, N_SLICES, UNPRUNED, FakeEvaluator, run_on, small_space
+
+from phasewise.kerneldb.location import locate
+from phasewise.kerneldb.store import open_store
+from phasewise.tuner.config.ablation import walked
+from phasewise.tuner.config.storage import open_storage
+from phasewise.tuner.config.study import Outcome, Settings, Tried
+from phasewise.tuner.topotree import Configuration
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    return str(tmp_path / "tuning.db")
+
+
+def trials_of(database: str) -> list[optuna.trial.FrozenTrial]:
+    study = optuna.load_study(study_name=KEY.name, storage=open_storage(locate(database)))
+    return study.get_trials(deepcopy=False)
+
+
+def _assert_each_evaluated_once(trials: Sequence[optuna.trial.FrozenTrial]) -> None:
+    keys = [one.user_attrs["configuration"] for one in trials if one.state.name in ("COMPLETE", "PRUNED")]
+    assert len(keys) == len(set(keys))
+
+
+def start_child(database: str, pause_s: float) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path[:1]])}
+    command = [sys.executable, search_child.__file__, database, str(pause_s)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def outcome_of(child: subprocess.Popen[str]) -> tuple[list[str], dict[str, object]]:
+    """The configurations that a child evaluated, and how it ended."""
+    output, errors = child.communicate(timeout=120)
+    assert child.returncode == 0, errors
+    assert errors == ""
+    *keys, summary = output.splitlines()
+    return keys, json.loads(summary)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["file", "memory"])
+def test_a_study_finds_what_the_walk_finds(kept: bool, database: str) -> None:
+    evaluator = FakeEvaluator()
+    outcome = run_on(database if kept else ":memory:", evaluator, UNPRUNED)
+
+    def cost_ms(configuration: Configuration) -> float:
+        return search_child.scattered(configuration) * (1 + 2 + 3) / 3 / 1e6
+
+    expected = walked(small_space(), cost_ms, UNPRUNED.rules)
+    assert outcome.best is not None
+    assert outcome.best[0].key == expected.best.key
+    assert outcome.best[1] == pytest.approx(expected.best_ms)
+    assert [one.key for one, _ in outcome.top] == [one.key for one in expected.top(10)]
+    assert outcome.tried == outcome.evaluations == expected.evaluations == len(evaluator.opened)
+
+
+def test_a_second_run_evaluates_nothing(database: str) -> None:
+    first = run_on(database, FakeEvaluator())
+    evaluator = FakeEvaluator()
+    second = run_on(database, evaluator)
+
+    assert evaluator.opened == []
+    assert (second.best, second.top, second.tried) == (first.best, first.top, first.tried)
+    assert second.replayed == first.evaluations
+
+
+def test_without_resume_a_study_begins_beside_the_old_one(database: str) -> None:
+    first = run_on(database, FakeEvaluator())
+    second = run_on(database, FakeEvaluator(), Settings(resume=False))
+    third = run_on(database, FakeEvaluator())
+
+    assert second.evaluations == first.evaluations
+    assert third.evaluations == 0
+
+
+def test_what_the_caller_stops_goes_on_where_it_was(database: str) -> None:
+    events: list[Tried] = []
+
+    def stop() -> bool:
+        return len(events) >= 5
+
+    def report(event: object) -> None:
+        if isinstance(event, Tried):
+            events.append(event)
+
+    first = run_on(database, FakeEvaluator(), stop=stop, report=report)
+    second = run_on(database, FakeEvaluator())
+    whole = run_on(":memory:", FakeEvaluator())
+
+    assert first.end == "budget"
+    assert first.tried == 5
+    assert first.best is not None
+    assert second.end == "complete"
+    assert second.evaluations == whole.evaluations - 5
+    assert second.best == whole.best
+
+
+def test_ctrl_c_returns_the_best_so_far_and_the_trial_is_taken_up_again(database: str) -> None:
+    evaluator = FakeEvaluator()
+
+    def interrupt(configuration: Configuration) -> None:
+        if len(evaluator.opened) == 4:
+            raise KeyboardInterrupt
+
+    evaluator.happens = interrupt
+    first = run_on(database, evaluator)
+    resumed = FakeEvaluator()
+    second = run_on(database, resumed)
+
+    assert first.end == "interrupted"
+    assert first.tried == 3
+    assert first.best is not None
+    assert evaluator.opened[3] in resumed.opened
+    assert second.best == run_on(":memory:", FakeEvaluator()).best
+
+
+def test_a_configuration_that_cannot_run_is_reported_and_passed_over(database: str) -> None:
+    events: list[Tried] = []
+
+    def report(event: object) -> None:
+        if isinstance(event, Tried):
+            events.append(event)
+
+    evaluator = FakeEvaluator(refuses=lambda configuration: len(configuration.ranks) > 1)
+    outcome = run_on(database, evaluator, report=report)
+    failures = [event for event in events if event.state == "failed"]
+
+    assert outcome.best is not None
+    assert len(outcome.best[0].ranks) == 1
+    assert outcome.failed == len(failures) > 0
+    assert {event.reason for event in failures} == {"no room here: make some"}
+    assert all(len(one.ranks) == 1 for one, _ in outcome.top)
+
+
+def test_failures_of_an_older_run_are_tried_again(database: str) -> None:
+    run_on(database, FakeEvaluator(refuses=lambda configuration: True))
+    second = run_on(database, FakeEvaluator(), UNPRUNED)
+
+    assert second.failed == 0
+    assert second.best is not None
+    assert second.best == run_on(":memory:", FakeEvaluator(), UNPRUNED).best
+
+
+def test_hopeless_configurations_are_not_timed_to_the_end(database: str) -> None:
+    evaluator = FakeEvaluator()
+    outcome = run_on(database, evaluator)
+    steps_of = {key: len([1 for timed, _ in evaluator.steps if timed == key]) for key in evaluator.opened}
+    pruned = [one for one in trials_of(database) if one.state.name == "PRUNED"]
+
+    assert outcome.pruned == len(pruned) > 0
+    assert all(steps_of[one.user_attrs["configuration"]] < N_SLICES for one in pruned)
+    assert not {one.user_attrs["configuration"] for one in pruned} & {one.key for one, _ in outcome.top}
+
+
+def test_the_cost_of_a_pruned_one_is_comparable(database: str) -> None:
+    """Its slices were the cheap ones; it must not look better for that."""
+    events: list[Tried] = []
+
+    def report(event: object) -> None:
+        if isinstance(event, Tried):
+            events.append(event)
+
+    run_on(database, FakeEvaluator(), report=report)
+
+    assert {event.state for event in events} == {"complete", "pruned"}
+    for event in events:
+        whole_ms = search_child.scattered(event.candidate.configuration) * (1 + 2 + 3) / 3 / 1e6
+        assert event.cost_ms == pytest.approx(whole_ms)
+
+
+def test_a_trial_tells_people_what_it_was(database: str) -> None:
+    run_on(database, FakeEvaluator())
+    trials = trials_of(database)
+    whole = trials[0]
+
+    assert set(whole.params) == {"ranks", "pus_per_rank", "pus_per_core", "pus_removed", "numa_nodes"}
+    assert whole.user_attrs["tree"] == "fundamental"
+    assert whole.params["pus_removed"] == 0
+    assert all(
+        one.params["ranks"] * one.params["pus_per_rank"] + one.params["pus_removed"] == 8 for one in trials
+    )
+    assert any("remove(" in one.user_attrs["tree"] for one in trials)
+
+
+def test_the_tuning_database_works_as_before_beside_a_study(database: str) -> None:
+    with open_store(database) as store:
+        before = store.stats()
+    run_on(database, FakeEvaluator())
+
+    with open_store(database) as store:
+        after = store.stats()
+        removed = store.collect_garbage([], 1, dry_run=False)
+    assert (after.revision, after.rows) == (before.revision, before.rows)
+    assert sum(removed.values()) == 0
+    assert run_on(database, FakeEvaluator()).evaluations == 0
+
+
+def test_nothing_is_said_on_stderr(database: str, capfd: pytest.CaptureFixture[str]) -> None:
+    run_on(database, FakeEvaluator())
+
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_search_that_is_killed_loses_one_evaluation_at_most(database: str) -> None:
+    child = start_child(database, 0.15)
+    assert child.stdout is not None
+    seen = [child.stdout.readline().strip() for _ in range(5)]
+    child.send_signal(signal.SIGKILL)
+    child.communicate(timeout=60)
+
+    evaluator = FakeEvaluator()
+    outcome = run_on(database, evaluator, UNPRUNED)
+
+    whole: Outcome = run_on(":memory:", FakeEvaluator(), UNPRUNED)
+    assert outcome.best == whole.best
+    assert not set(evaluator.opened) & set(seen[:-1])
+    assert outcome.evaluations <= whole.evaluations - 4
+    assert not [one for one in trials_of(database) if not one.state.is_finished()]
+    _assert_each_evaluated_once(trials_of(database))
+
+
+def test_two_processes_divide_a_study(database: str) -> None:
+    children = [start_child(database, 0.1) for _ in range(2)]
+    (one, first), (other, second) = map(outcome_of, children)
+
+    whole = run_on(":memory:", FakeEvaluator(), UNPRUNED)
+    assert whole.best is not None
+    assert first["best"] == second["best"] == whole.best[0].key
+    assert one
+    assert other
+    assert not set(one) & set(other)
+    assert len(one) + len(other) == whole.tried
+    _assert_each_evaluated_once(trials_of(database))
+
+
+def test_optuna_is_loaded_by_a_search_alone() -> None:
+    """It takes a quarter of a second, which no other command should pay."""
+    script = "import sys, phasewise.tuner.config.study; sys.exit('optuna' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,193 @@
+"""The walk over a space: laws that hold for any costs, and planted plans that it must find cheaply."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from random import Random
+
+import paper_machines
+import planted
+import pytest
+
+from phasewise.topology import Kind
+from phasewise.tuner.config.ablation import Cost, Walked, brute_force, walked
+from phasewise.tuner.config.space import Space
+from phasewise.tuner.config.walk import Cut, Rules, Stopped, walk
+from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
+
+EVERYTHING = Rules(pruning=False, patience=None, share=None)
+LIMITS = OperatorLimits(32, 32, 128, 11008)
+
+
+@cache
+def small_space() -> Space:
+    """Two packages of eight cores: small enough to know all of it."""
+    machine = paper_machines.build("2 x 8 cores", ((Kind.PACKAGE, 2), (Kind.NUMA, 1), (Kind.CORE, 8)))
+    return Space(fundamental(machine).tree, LIMITS)
+
+
+def scattered(seed: int) -> Cost:
+    """Costs without any structure."""
+
+    def cost(configuration: Configuration) -> float:
+        return Random(f"{seed} {configuration.key}").uniform(1.0, 10.0)
+
+    return cost
+
+
+def crowded(configuration: Configuration) -> float:
+    """A core more is worth less than the one before; pairs of neighbours get in each other's way."""
+    cores = {core for rank in configuration.ranks for core in rank.cores}
+    pairs = sum(1 for core in cores if core % 2 == 0 and core + 1 in cores)
+    return (100.0 + 2.0 * len(configuration.ranks)) / (len(cores) - 1.6 * pairs + 1)
+
+
+def keys_of(result: Walked) -> set[str]:
+    return set(result.found)
+
+
+def test_a_space_is_counted_without_costs_and_lists_each_configuration_once() -> None:
+    space = small_space()
+    keys = [space.configuration(partition).key for partition in space.partitions()]
+
+    assert len(keys) == len(set(keys)) == space.n_configurations
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_pruning_and_patience_off_every_configuration_is_asked_for_once(seed: int) -> None:
+    everything = walked(small_space(), scattered(seed), EVERYTHING)
+
+    assert everything.evaluations == small_space().n_configurations
+    assert keys_of(everything) == keys_of(brute_force(small_space(), scattered(seed)))
+
+
+@pytest.mark.parametrize("cost", [scattered(1), scattered(2), crowded], ids=["scatter", "other", "crowded"])
+@pytest.mark.parametrize("patience", [4, 40])
+def test_a_rule_switched_off_asks_for_all_that_it_would_have_asked_for(cost: Cost, patience: int) -> None:
+    """So what is found without a rule is the same or better."""
+    rules = Rules(patience=patience, share=None)
+    with_rules = walked(small_space(), cost, rules)
+
+    for switched_off in (
+        Rules(pruning=False, patience=patience, share=None),
+        Rules(patience=None, share=None),
+    ):
+        without = walked(small_space(), cost, switched_off)
+        assert keys_of(with_rules) <= keys_of(without)
+        assert without.best_ms <= with_rules.best_ms
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_configuration_is_asked_for_twice(seed: int) -> None:
+    result = walked(small_space(), scattered(seed), Rules(share=None))
+
+    assert result.evaluations == len(result.found)
+
+
+def test_without_hashing_equal_configurations_are_asked_for_again() -> None:
+    with_hashing = walked(small_space(), crowded, Rules(share=None))
+    without = walked(small_space(), crowded, Rules(share=None, hashing=False), most=5000)
+
+    assert without.evaluations > with_hashing.evaluations
+    assert without.best_ms <= with_hashing.best_ms
+
+
+def test_the_same_answers_bring_the_same_questions() -> None:
+    """Resuming is replaying."""
+    once, again = (walked(small_space(), scattered(5), Rules()) for _ in range(2))
+
+    assert list(once.found) == list(again.found)
+
+
+def test_descendants_of_what_did_not_beat_its_parent_are_not_asked_for() -> None:
+    """Where every removal costs, only the survey and the removals of roots are looked at."""
+
+    def every_core_counts(configuration: Configuration) -> float:
+        return 1.0 / configuration.n_pus
+
+    space = small_space()
+    walking = walk(space, Rules(share=None, patience=None))
+    decisions, removed = [], []
+    try:
+        ask = next(walking)
+        while True:
+            decisions += ask.decisions
+            removed += [one.tree.n_pus for one in ask.candidates if one.parent and one.parent.n_pus < 16]
+            ask = walking.send([every_core_counts(one.configuration) for one in ask.candidates])
+    except StopIteration as done:
+        decisions += done.value
+
+    assert removed == []
+    cuts = [decision for decision in decisions if isinstance(decision, Cut)]
+    assert cuts
+    assert all(cut.cost_ms >= 0.997 * cut.parent_cost_ms for cut in cuts)
+
+
+def test_a_group_that_stops_improving_is_given_up() -> None:
+    walking = walk(small_space(), Rules(share=None, patience=1))
+    stopped: set[tuple[int, tuple[int | None, ...]]] = set()
+    try:
+        ask = next(walking)
+        while True:
+            stopped |= {(one.ranks, one.numa_nodes) for one in ask.decisions if isinstance(one, Stopped)}
+            ask = walking.send([scattered(3)(one.configuration) for one in ask.candidates])
+    except StopIteration:
+        pass
+
+    assert stopped
+
+
+def test_no_more_than_a_share_of_the_space_is_asked_for() -> None:
+    result = walked(
+        planted.kunpeng().space, lambda configuration: 1.0 / configuration.n_pus, Rules(share=0.01)
+    )
+
+    assert result.evaluations <= 77
+
+
+def test_what_cannot_run_does_not_end_the_walk() -> None:
+    def only_one_rank_runs(configuration: Configuration) -> float:
+        return crowded(configuration) if len(configuration.ranks) == 1 else math.inf
+
+    result = walked(small_space(), only_one_rank_runs, Rules(share=None))
+
+    assert len(result.best.ranks) == 1
+
+
+def test_hinted_groupings_come_first() -> None:
+    space = small_space()
+    roots = [root for generation in space.generations() for root in generation]
+    hinted = Space(space.tree, space.limits, hints=(roots[5],))
+
+    first_latent = next(root for generation in hinted.generations() for root in generation if root.groups)
+    assert first_latent == roots[5]
+    assert {root.key for generation in hinted.generations() for root in generation} == {
+        root.key for root in roots
+    }
+
+
+def _assert_found(one: planted.Planted, phase: str = "decode") -> None:
+    """Within 1 % of brute force, for at most 10 % of it."""
+    space = one.space
+    cost = planted.step_cost(one.evaluator(), "prefill" if phase == "prefill" else "decode")
+    oracle = brute_force(space, cost)
+    result = walked(space, cost, Rules())
+
+    assert result.evaluations <= 0.1 * oracle.evaluations, one.note
+    assert result.best_ms <= 1.01 * oracle.best_ms, one.note
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_the_hidden_tag_clusters_of_a_kunpeng_are_found(phase: str) -> None:
+    _assert_found(planted.kunpeng(), phase)
+
+
+def test_the_best_plan_of_an_epyc_is_found() -> None:
+    _assert_found(planted.epyc())
+
+
+@pytest.mark.parametrize("seed", [3, 8, 13])
+def test_random_hidden_structures_are_found(seed: int) -> None:
+    """All twenty are in benchmarks/config_search.py."""
+    _assert_found(planted.random_structure(seed))
