@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from phasewise.cli.present import note
+from phasewise.cython_kernels.division import columns, share
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey, Measurement
 from phasewise.serving.forward import attention_problem
@@ -115,17 +116,26 @@ def explain(
     lookups: Mapping[Phase, KernelSchedules],
     most_rows: Mapping[Phase, int],
 ) -> list[ScheduleUse]:
-    """Every distinct shape of `model` and its attention, up to `most_rows` of each phase."""
+    """Every distinct shape of `model` and its attention, up to `most_rows` of each phase.
+
+    Of several ranks, what the first one computes: its columns, its heads.
+    """
     uses: list[ScheduleUse] = []
     for phase, plan in plans.items():
-        threads = len(plan.ranks[0].cores)
-        for names, weight in _shapes(model):
-            arithmetic = lookups["prefill"].arithmetic(weight)
+        threads = tuple(len(rank.cores) for rank in plan.ranks)
+        for names, whole in _shapes(model):
+            arithmetic = lookups["prefill"].arithmetic(whole)
+            weight = columns(whole, *share(whole.values.shape[0], threads, 0))
+            if weight is None:
+                continue  # fewer panels than threads
             ranges = lookups[phase].products(weight, max(most_rows.values()))
             cut = _cut(ranges, most_rows[phase])
-            uses += [_product_use(phase, names, weight, arithmetic, threads, rows) for rows in cut]
-        ranges = lookups[phase].attention(*attention_problem(model), max(most_rows.values()))
-        uses += [_attention_use(phase, model, rows) for rows in _cut(ranges, most_rows[phase])]
+            uses += [_product_use(phase, names, weight, arithmetic, threads[0], rows) for rows in cut]
+        heads = share(model.config.n_kv_heads, threads, 0)[1]
+        if heads:
+            problem = attention_problem(model, heads)
+            ranges = lookups[phase].attention(*problem, max(most_rows.values()))
+            uses += [_attention_use(phase, problem, rows) for rows in _cut(ranges, most_rows[phase])]
     return uses
 
 
@@ -180,9 +190,9 @@ def _product_use(
     )
 
 
-def _attention_use(phase: Phase, model: PackedModel, found: tuple[int, RowRange]) -> ScheduleUse:
+def _attention_use(phase: Phase, problem: tuple[str, int, int], found: tuple[int, RowRange]) -> ScheduleUse:
     first_m, rows = found
-    kv_format, n, k = attention_problem(model)
+    kv_format, n, k = problem
     return ScheduleUse(
         phase, "attention", kv_format, n, k, "fma", 1, first_m, rows.last_m, rows.why, rows.schedule
     )

@@ -228,21 +228,23 @@ def _schedule_attention(
     lookups: Sequence[ScheduleLookup],
     division: Division | None,
 ) -> None:
-    kv_format, q_rows, kv_rows = attention_problem(model)
     kv_heads = model.config.n_kv_heads
     for table, lookup in enumerate(lookups):
         own = kv_heads if division is None else division.heads(kv_heads, table)
         if own:
-            ranges = lookup.attention(
-                kv_format, q_rows // kv_heads * own, kv_rows // kv_heads * own, capacity.step_tokens
-            )
+            ranges = lookup.attention(*attention_problem(model, own), capacity.step_tokens)
             program.set_attention_schedules([(rows.last_m, rows.schedule) for rows in ranges], table)
 
 
-def attention_problem(model: PackedModel) -> tuple[str, int, int]:
-    """Under what attention's schedules are kept: KV format, dimensions of all query and of all KV heads."""
+def attention_problem(model: PackedModel, kv_heads: int | None = None) -> tuple[str, int, int]:
+    """Under what attention's schedules are kept: KV format, dimensions of query and of KV heads.
+
+    Those of all heads, or of so many KV heads and what queries them.
+    """
     kv_format = "f16" if kv_element_bytes(model) == 2 else "f32"
-    return kv_format, model.config.q_rows, model.config.kv_rows
+    config = model.config
+    own = config.n_kv_heads if kv_heads is None else kv_heads
+    return kv_format, config.q_rows // config.n_kv_heads * own, config.head_dim * own
 
 
 def _weight(model: PackedModel, name: str) -> PackedWeight:

@@ -60,12 +60,7 @@ class WrittenSchedules:
 
 def _attention_shapes(model: PackedModel, kv_heads: int) -> set[tuple[str, int, int]]:
     """KV format and dimensions of query and KV heads: of all, and of some."""
-    kv_format, n, k = attention_problem(model)
-    all_heads = model.config.n_kv_heads
-    shapes = {(kv_format, n, k)}
-    if kv_heads:
-        shapes.add((kv_format, n * kv_heads // all_heads, k * kv_heads // all_heads))
-    return shapes
+    return {attention_problem(model)} | ({attention_problem(model, kv_heads)} if kv_heads else set())
 
 
 def _row_ranges(fields: Sequence[Mapping[str, Any]]) -> tuple[RowRange, ...]:
