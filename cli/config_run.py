@@ -8,6 +8,7 @@ on a machine may come into use there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from phasewise.cli.finals import (
     MeasuredJury,
     Verdict,
     decide,
+    evaluations_of_last_run,
     finalists,
     habits_of,
     last_run,
@@ -31,7 +33,6 @@ from phasewise.cli.finals import (
 from phasewise.cli.present import note
 from phasewise.cli.tune_config import Searched, Subject, Wish, search, study_location
 from phasewise.kerneldb.records import Origin, PlanRecord
-from phasewise.tuner.config.references import same_cores
 from phasewise.tuner.plans import Phase
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ SEARCH_SHARE = 0.5
 LAST_RUN_SHARE, MOST_LAST_RUN_SHARE = 0.2, 0.4
 """Of a measured run's budget."""
 
-EVALUATIONS_A_DUEL = 6
-"""A comparison takes so many times as long as a configuration in the search."""
+LEAST_LAST_RUN_S = 0.1
+LEAST_TIMED_SHARE = 0.3
+"""Of a phase's last run; what timing the finalists leaves is for comparisons."""
 
 LEAST_KERNEL_S = 5.0
 """Less is not enough to measure the limits of some cores."""
@@ -146,7 +148,7 @@ def _run_calculated(run: _Run) -> None:
             return
         for one in run.searched:
             jury = CalculatedJury(evaluator, run.subject, one.phase)
-            _judge(run, one, jury, run.started_s + float("inf"))
+            _judge(run, one, jury, math.inf)
 
 
 @contextmanager
@@ -215,15 +217,18 @@ def _run_measured(run: _Run, plain: MeasuredEvaluator, store: Store) -> None:
         if not _search(run, plain, SEARCH_SHARE):
             return
     chosen = {one.phase: _finalists(run.subject, one) for one in run.searched}
-    if not _tune_kernels(run, chosen, store):
+    needed_s = _last_run_s(run, chosen)
+    if not _tune_kernels(run, chosen, run.deadline_s() - sum(needed_s.values()), store):
         return
     tuned = _tuned(run.subject, store, run.wish.db)
     tuned.tally, tuned.deadline_s = plain.tally, plain.deadline_s
-    for place, one in enumerate(run.searched):
+    for one in run.searched:
         now_s = time.monotonic()
-        share_s = (run.deadline_s() - now_s) / (len(run.searched) - place)
-        _judge(run, one, MeasuredJury(tuned, run.subject, one.phase), now_s + share_s)
+        share = needed_s[one.phase] / sum(needed_s.values())
+        deadline_s = now_s + share * (run.deadline_s() - now_s)
+        _judge(run, one, MeasuredJury(tuned, run.subject, one.phase), deadline_s)
         _keep_plan(run, one.phase, store)
+        needed_s.pop(one.phase)
 
 
 @contextmanager
@@ -262,9 +267,11 @@ def _finalists(subject: Subject, one: Searched) -> tuple[Finalist, ...]:
 
 def _judge(run: _Run, one: Searched, jury: Jury, deadline_s: float) -> None:
     now_s = time.monotonic()
-    habits = habits_of(run.subject, one.phase)
-    half_s = now_s + (deadline_s - now_s) / 2
-    timed = last_run(_finalists(run.subject, one), jury, half_s)
+    habits, chosen = habits_of(run.subject, one.phase), _finalists(run.subject, one)
+    if not chosen:
+        return
+    share = max(LEAST_TIMED_SHARE, len(chosen) / evaluations_of_last_run(chosen, habits))
+    timed = last_run(chosen, jury, now_s + share * (deadline_s - now_s))
     verdict = decide(one.phase, timed, habits, jury, deadline_s)
     if verdict is not None:
         run.verdicts[one.phase] = verdict
@@ -283,13 +290,17 @@ def _keep_plan(run: _Run, phase: Phase, store: Store) -> None:
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 
-def _tune_kernels(run: _Run, chosen: Mapping[Phase, Sequence[Finalist]], store: Store) -> bool:
-    """The finalists' products on the cores of their ranks, the best plans' first; False: interrupted."""
+def _tune_kernels(
+    run: _Run, chosen: Mapping[Phase, Sequence[Finalist]], deadline_s: float, store: Store
+) -> bool:
+    """The finalists' products on the cores of their ranks, the best plans' first; False: interrupted.
+
+    Each may take half of the time that is left: the best plan's are worth the most.
+    """
     from phasewise.cli.config_kernels import kernel_rounds
     from phasewise.cli.tuning import tune_round
 
     assert run.subject.model is not None
-    deadline_s = run.deadline_s() - _last_run_s(run, chosen)
     plans = [one.plan for turn in zip_longest(*chosen.values()) for one in turn if one]
     rounds = kernel_rounds(run.subject.model, run.subject.machine, plans)
     for place, one in enumerate(rounds):
@@ -298,7 +309,7 @@ def _tune_kernels(run: _Run, chosen: Mapping[Phase, Sequence[Finalist]], store: 
             run.show.say(f"no time is left for the kernels of {len(rounds) - place} of {len(rounds)} plans")
             run.end = "budget"
             break
-        share_s = left_s / (len(rounds) - place)
+        share_s = left_s if place == len(rounds) - 1 else left_s / 2
         run.show.say(f"kernels: {one.describe()}, at most {share_s:.0f} s")
         machine, resume, report = run.subject.machine, run.wish.resume, run.show.tuning
         with measuring_alone(deadline_s) as is_alone:
@@ -315,19 +326,14 @@ def _tune_kernels(run: _Run, chosen: Mapping[Phase, Sequence[Finalist]], store: 
     return True
 
 
-def _last_run_s(run: _Run, chosen: Mapping[Phase, Sequence[Finalist]]) -> float:
-    """To be kept for it: what the search took for a configuration says how long a turn of a comparison is."""
-    needed_s = 0.0
+def _last_run_s(run: _Run, chosen: Mapping[Phase, Sequence[Finalist]]) -> dict[Phase, float]:
+    """What to keep for each phase's last run: the search says how long a configuration takes."""
+    needed_s = {}
     for one in run.searched:
         evaluation_s = one.elapsed_s / max(1, one.outcome.evaluations)
-        needed_s += evaluation_s * (
-            len(chosen[one.phase]) + EVALUATIONS_A_DUEL * _rivals(run.subject, one.phase)
-        )
+        count = evaluations_of_last_run(chosen[one.phase], habits_of(run.subject, one.phase))
+        needed_s[one.phase] = max(LEAST_LAST_RUN_S, evaluation_s * count)
     least_s, most_s = (share * run.wish.budget_s for share in (LAST_RUN_SHARE, MOST_LAST_RUN_SHARE))
-    return min(most_s, max(least_s, needed_s))
-
-
-def _rivals(subject: Subject, phase: Phase) -> int:
-    """References that differ from each other."""
-    plans = [habit.plan for habit in habits_of(subject, phase) if habit.plan]
-    return sum(not any(same_cores(one, other) for other in plans[:at]) for at, one in enumerate(plans))
+    total_s = sum(needed_s.values())
+    scale = min(most_s, max(least_s, total_s)) / total_s
+    return {phase: scale * seconds for phase, seconds in needed_s.items()}

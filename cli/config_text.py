@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise._version import __version__
 from phasewise.cli.tune_config import objective_words
-from phasewise.tuner.config.references import PER_NODE
+from phasewise.tuner.config.references import PER_NODE, same_cores
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.plans import Phase, ServicePlan, list_cores
 
@@ -120,6 +120,9 @@ def _verdict_line(verdict: Verdict, is_measured: bool) -> str:
             text = "Faster than every reference, by the model alone: nothing was timed."
         case "not slower":
             text = "No difference to the closest reference is proven: tuning gained nothing for sure."
+        case "reference" if not same_cores(verdict.winner, verdict.plan):
+            looked = f"{plan_words(verdict.winner)} looked faster, but is not in pairs of turns"
+            text = f"Tuning gained nothing over {_kept_name(verdict)}: {looked}."
         case "reference":
             text = f"Tuning gained nothing: the best plan is {_kept_name(verdict)}."
         case "not compared":
@@ -130,8 +133,6 @@ def _verdict_line(verdict: Verdict, is_measured: bool) -> str:
 
 def _kept_name(verdict: Verdict) -> str:
     """Of the reference that the plan is."""
-    from phasewise.tuner.config.references import same_cores
-
     names = [
         one.reference.name
         for one in verdict.against

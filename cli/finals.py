@@ -32,6 +32,9 @@ FINALIST_MARGIN = 1.5
 LEAST_PAIRS = 8
 """With fewer, an interval of `timing.CONFIDENCE` does not exist."""
 
+TIMINGS_A_DUEL = 6
+"""A comparison takes so many times as long as timing one plan."""
+
 PAIRS_AT_ONCE = 2
 """Each contestant begins one of them."""
 
@@ -161,6 +164,15 @@ def finalists(top: Sequence[tuple[ServicePlan, float]], habits: Sequence[Referen
 
 def _is(plan: ServicePlan, habit: Reference) -> bool:
     return habit.plan is not None and same_cores(habit.plan, plan)
+
+
+def evaluations_of_last_run(chosen: Sequence[Finalist], habits: Sequence[Reference]) -> int:
+    """How long a last run is, in timings of a plan, if it leaves the order as it is."""
+    distinct = [one.plan for one in chosen[:1]]
+    for habit in habits:
+        if habit.plan and not any(same_cores(habit.plan, one) for one in distinct):
+            distinct.append(habit.plan)
+    return len(chosen) + TIMINGS_A_DUEL * max(0, len(distinct) - 1)
 
 
 def last_run(chosen: Sequence[Finalist], jury: Jury, deadline_s: float) -> tuple[Finalist, ...]:

@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from phasewise.cli.finals import Verdict, decide, finalists, last_run
+from phasewise.cli.finals import (
+    TIMINGS_A_DUEL,
+    Verdict,
+    decide,
+    evaluations_of_last_run,
+    finalists,
+    last_run,
+)
 from phasewise.kerneldb.records import Comparison
 from phasewise.tuner.config.references import Reference
 from phasewise.tuner.errors import EvaluationError
@@ -108,6 +115,15 @@ def test_only_plans_near_the_best_and_references_go_on() -> None:
     chosen = finalists([(TWO, 2.0), (HALF, 2.9), (ONE, 9.0), (ALL, 9.5)], HABITS)
 
     assert [one.plan for one in chosen] == [TWO, HALF, ALL]
+
+
+def test_a_last_run_is_as_long_as_its_timings_and_comparisons() -> None:
+    """Of two references with plans, one is the best plan itself and is not compared."""
+    few = evaluations_of_last_run(finalists([(ALL, 1.0)], HABITS), HABITS)
+    more = evaluations_of_last_run(finalists([(TWO, 1.0)], HABITS), HABITS)
+
+    assert (few, more) == (2 + TIMINGS_A_DUEL, 3 + 2 * TIMINGS_A_DUEL)
+    assert evaluations_of_last_run((), ()) == 0
 
 
 def test_a_reference_that_cannot_run_is_no_reason_to_stop() -> None:
