@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Delete, Select, and_, case, delete, exists, func, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Delete,
+    Select,
+    and_,
+    case,
+    delete,
+    exists,
+    false,
+    func,
+    literal,
+    or_,
+    select,
+    union_all,
+)
 from sqlalchemy.orm import aliased
 
 from phasewise.kerneldb.models import MeasurementRow, ProblemRow, PromotionRow, ScheduleRow, StepTimeRow
@@ -94,12 +108,15 @@ def of_weight(
 
 
 def count_by_build() -> AnySelect:
-    """The name of each build, its measurements, and how many of them are verified."""
-    verified = func.sum(case((MeasurementRow.verified, 1), else_=0))
+    """The name of each build, its measurements, how many of them are verified; those of step times too."""
+    timed = select(MeasurementRow.kernel_abi, literal(1).label("one"), MeasurementRow.verified)
+    stepped = select(StepTimeRow.kernel_abi, literal(0), false()).distinct()
+    rows = union_all(timed, stepped).subquery()
+    verified = func.sum(case((rows.c.verified, 1), else_=0))
     return (
-        select(MeasurementRow.kernel_abi, func.count(), verified)
-        .group_by(MeasurementRow.kernel_abi)
-        .order_by(MeasurementRow.kernel_abi)
+        select(rows.c.kernel_abi, func.sum(rows.c.one), verified)
+        .group_by(rows.c.kernel_abi)
+        .order_by(rows.c.kernel_abi)
     )
 
 

@@ -26,6 +26,8 @@ from phasewise.kerneldb.records import (
     Promotion,
     Sample,
     Schedule,
+    ServedStep,
+    StepTime,
 )
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, placement_signature, read_machine
@@ -211,6 +213,23 @@ def test_merging_adds_what_is_missing_once(tuned: Path, tmp_path: Path) -> None:
     assert again["added"] == 0
 
 
+def test_step_times_go_out_only_where_they_are_asked_for_and_merge_with_the_rest(
+    tuned: Path, tmp_path: Path
+) -> None:
+    """They name models; a merge of one's own databases takes them along."""
+    step = ServedStep("decode", 1, 1, 512)
+    plan = '{"format": 1, "phase": "decode", "ranks": [{"cores": [0], "numa_node": null}]}'
+    with open_store(tuned) as store:
+        origin = measured(1).origin
+        store.add_step_times([StepTime("mine@int4", "key", plan, "default", step, (9,), 9, ABI, origin)])
+    other = tmp_path / "other.db"
+
+    assert "mine@int4" not in run("export")
+    assert "mine@int4" in run("export", "--step-times")
+    assert run_json("merge", str(tuned), "--db", str(other))["added"] == 6
+    assert run_json("stats", "--db", str(other))["rows"]["step_time"] == 1
+
+
 def test_a_difference_is_shown_and_in_the_exit_code(tuned: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     with open_store(other) as store:
@@ -310,7 +329,10 @@ def test_what_cannot_be_computed_here_is_an_obstacle(
 def test_collecting_garbage_says_what_goes_and_what_went(tuned: Path) -> None:
     deleted = {"promotion": 0, "measurement": 1, "step_time": 0, "problem": 0, "schedule": 0}
     assert run_json("gc", "--dry-run") == {"dry_run": True, "deleted": deleted}
-    assert run("gc", "--dry-run") == "would delete 0 promotions, 1 measurements, 0 step times, 0 problems, 0 schedules\n"
+    assert (
+        run("gc", "--dry-run")
+        == "would delete 0 promotions, 1 measurements, 0 step times, 0 problems, 0 schedules\n"
+    )
     assert run_json("gc") == {"dry_run": False, "deleted": deleted}
     assert run_json("gc", "--keep", "1")["deleted"]["measurement"] == 0, "one is fast, one in use"
     assert {one["standing"] for one in run_json("show")["schedules"]} == {"in use", "measured"}

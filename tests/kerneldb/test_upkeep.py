@@ -19,6 +19,7 @@ from kerneldb_examples import (
     PROMOTION,
     SAMPLE,
     SCHEDULE,
+    STEP_TIME,
     measured,
 )
 from kerneldb_server import new_database_url
@@ -184,6 +185,16 @@ class TestGarbage:
         assert collect_garbage(store, self.CURRENT, None, dry_run=False) == expected
         assert [*store.all_measurements()] == kept
         assert store.stats().rows["schedule"] == 1
+
+    def test_step_times_of_a_build_that_nothing_else_names_go_too(self, store: Store) -> None:
+        """And other machines' stay."""
+        stale, far = (
+            dataclasses.replace(STEP_TIME, kernel_abi=abi) for abi in ("gemm-avx2-00", "gemm-neon-00")
+        )
+        store.add_step_times([stale, far])
+
+        assert collect_garbage(store, self.CURRENT, None, dry_run=False)["step_time"] == 1
+        assert [*store.all_step_times()] == [far]
 
     def test_slow_schedules_go_when_asked_and_promoted_ones_stay(self, store: Store) -> None:
         slow = [measured(100 + mr, schedule=dataclasses.replace(SCHEDULE, mr=mr)) for mr in (1, 2, 4, 16)]
