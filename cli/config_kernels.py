@@ -37,7 +37,9 @@ class KernelRound:
         return f"{' and '.join(self.round.phases)} on cores {list_cores(self.round.cores)}{of}"
 
 
-def kernel_rounds(model: PackedModel, machine: Machine, plans: Sequence[ServicePlan]) -> list[KernelRound]:
+def kernel_rounds(
+    model: PackedModel, machine: Machine, plans: Sequence[ServicePlan], most_rows: int = MOST_ROWS
+) -> list[KernelRound]:
     """What to tune for `plans`, the most wanted first; both phases at once where they use the same cores."""
     found: dict[tuple[object, ...], tuple[ServicePlan, dict[Phase, tuple[int, ...]]]] = {}
     for plan in plans:
@@ -45,19 +47,23 @@ def kernel_rounds(model: PackedModel, machine: Machine, plans: Sequence[ServiceP
         key = (placement_signature(machine, cores), tuple(len(rank.cores) for rank in plan.ranks))
         first, phases = found.setdefault(key, (plan, {}))
         phases.setdefault(plan.phase, first.ranks[0].cores)
-    return [_round(model, machine, plan, phases) for plan, phases in found.values()]
+    return [_round(model, machine, plan, phases, most_rows) for plan, phases in found.values()]
 
 
 def _round(
-    model: PackedModel, machine: Machine, plan: ServicePlan, phases: Mapping[Phase, tuple[int, ...]]
+    model: PackedModel,
+    machine: Machine,
+    plan: ServicePlan,
+    phases: Mapping[Phase, tuple[int, ...]],
+    most_rows: int,
 ) -> KernelRound:
     whole = shapes_of(model)
     if len(plan.ranks) == 1:
-        (only,) = plan_rounds(machine, phases, whole, MOST_ROWS, attention_problem(model))
+        (only,) = plan_rounds(machine, phases, whole, most_rows, attention_problem(model))
         return KernelRound(only, 1)
     teams = tuple(len(rank.cores) for rank in plan.ranks)
     shapes = tuple(dict.fromkeys(part for shape in whole for part in _parts(shape, teams)))
-    (only,) = plan_rounds(machine, phases, shapes, MOST_ROWS, _attention_of_a_rank(model, teams))
+    (only,) = plan_rounds(machine, phases, shapes, most_rows, _attention_of_a_rank(model, teams))
     tasks = tuple(replace(task, group=_in_default_arithmetic(task.group)) for task in only.tasks)
     return KernelRound(replace(only, tasks=tasks), len(plan.ranks))
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from phasewise._version import __version__
-from phasewise.cli.commands import bench, db, generate, models, serve, topo, tune_config, tune_kernels
+from phasewise.cli.commands import bench, db, doctor, generate, models, serve, topo, tune_config, tune_kernels
 from phasewise.cli.present import fail
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)
 app.command("topo")(topo.topo)
+app.command("doctor")(doctor.doctor)
 app.command("tune-config")(tune_config.tune_config)
 app.command("tune-kernels")(tune_kernels.tune_kernels)
 app.add_typer(bench.app, name="bench")

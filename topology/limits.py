@@ -56,6 +56,15 @@ def cgroup_cpuset(root: Path) -> int | None:
     return None
 
 
+def cgroup_files(root: Path, controller: str | None, name: str) -> Iterator[tuple[Path, str]]:
+    """A file of the process's cgroup and its ancestors, innermost first, with its text: v1's hierarchy of
+    `controller`, or v2's where that is None."""
+    for folder in _folders(root, controller):
+        text = _read(folder / name)
+        if text:
+            yield folder / name, text
+
+
 def _quota_v2(folder: Path) -> float | None:
     words = (_read(folder / "cpu.max") or "").split()
     if len(words) != 2 or words[0] == "max":

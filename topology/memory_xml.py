@@ -7,6 +7,7 @@ The elements, by version: `distances` with `latency` children (1), `distances2` 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from phasewise.topology.cpusets import cpus_of, parse_hwloc_mask
 from phasewise.topology.tree import MemoryAccess, NumaDistances
@@ -106,7 +107,8 @@ class MemoryCollector:
             mask = parse_hwloc_mask(cpuset) & online if cpuset else 0
             entry = found.setdefault((node, mask), MemoryAccess(node, cpus_of(mask)))
             scaled = value * MIB if names[0].endswith("bytes_per_s") else value
-            found[node, mask] = replace(entry, **dict.fromkeys(names, scaled))
+            fields: dict[str, Any] = dict.fromkeys(names, scaled)
+            found[node, mask] = replace(entry, **fields)
         return tuple(found.values())
 
     def _ratio(self, text: str) -> None:

@@ -4,6 +4,7 @@ TunerError
 ├── PlanError          a service plan that cannot run on this machine, or that makes no sense
 ├── EvaluationError    a configuration or a step that cannot be timed here
 ├── TraceError         a trace file, a distribution or an objective that makes no sense
+├── ProbeError         a probe cannot be made here, or a file is not what one wrote
 └── TopoTreeError      a transformation that a tree does not allow, or a notation that cannot be read
 """
 
@@ -32,3 +33,7 @@ class TraceError(TunerError):
 
 class TopoTreeError(TunerError):
     """A tree does not allow a transformation, or its notation cannot be read."""
+
+
+class ProbeError(TunerError):
+    """The machine cannot be probed, or a probe's file cannot be read."""

@@ -130,6 +130,11 @@ def _rounds(
         if weight_format not in list(WeightFormat):
             raise typer.BadParameter(f"a model's --format is one of {', '.join(WeightFormat)}")
         opened = open_model(model, WeightFormat(weight_format), threads, db)
+        if any(len(plan.ranks) > 1 for plan in opened.plans.values()):
+            from phasewise.cli.config_kernels import kernel_rounds
+
+            wanted = [plan for one, plan in opened.plans.items() if phase in (PhaseChoice.both, one)]
+            return [one.round for one in kernel_rounds(opened.model, machine, wanted, max_m)]
         found = list(shapes_of(opened.model))
         cores = {one: plan.ranks[0].cores for one, plan in opened.plans.items()}
         attention = attention_problem(opened.model)

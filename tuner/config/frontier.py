@@ -141,6 +141,7 @@ class Frontier:
         self._queue: list[_Entry] = []
         self._serial = count()
         self._asked: list[tuple[_Strand, Configuration]] = []
+        self._repeated: list[_Strand] = []
         self._followed: dict[tuple[str, Partition], Interest] = {}
         self._decided: list[Decision] = []
         share = rules.share
@@ -157,36 +158,41 @@ class Frontier:
                 self._consider(_Strand(root, depth, partition, place, interest), (0, 0))
 
     def next_batch(self, least: Interest) -> list[Candidate]:
-        """What to evaluate next, of at least this interest; nothing when all of that is done."""
+        """What to evaluate next, of at least this interest; nothing when all of that is done.
+
+        Without hashing, what was met again since the last batch is asked for once more behind it.
+        """
         self._asked = []
-        repeated: list[_Entry] = []
+        met_twice: list[_Entry] = []
         in_batch: set[Partition] = set()
         while (
             self._queue and self._queue[0][0] <= least and len(in_batch) < min(self._rules.batch, self._left)
         ):
             entry = heapq.heappop(self._queue)
             strand = entry[-1]
-            if self._rules.hashing and strand.partition in self._known_ms:
-                self._judge(strand)
+            if strand.partition in self._known_ms:
+                self._meet_again(strand)
             elif strand.partition in in_batch:
-                repeated.append(entry)
+                met_twice.append(entry)
             else:
                 self._ask(strand, in_batch)
-        for entry in repeated:
+        for entry in met_twice:
             heapq.heappush(self._queue, entry)
+        repeated, self._repeated = self._repeated, []
+        self._asked += [(strand, self._space.configuration(strand.partition)) for strand in repeated]
         self._left -= len(self._asked)
         return [self._candidate(strand, configuration) for strand, configuration in self._asked]
 
     def take(self, costs_ms: Sequence[float]) -> None:
         """The answers to the last batch."""
         for (strand, configuration), cost_ms in zip(self._asked, costs_ms, strict=True):
-            is_new = strand.partition not in self._known_ms
+            if strand.partition in self._known_ms:
+                continue
             self._known_ms[strand.partition] = cost_ms
             self._best_ms = min(self._best_ms, cost_ms)
             if strand.tree == self._space.tree:
                 self._section_ms[strand.partition] = cost_ms
-            if is_new:
-                self._count(configuration, cost_ms, strand.interest)
+            self._count(configuration, cost_ms, strand.interest)
             self._judge(strand)
 
     def decided(self) -> tuple[Decision, ...]:
@@ -217,12 +223,18 @@ class Frontier:
 
     def _consider(self, strand: _Strand, removal: tuple[int, int]) -> None:
         """Judge a strand by what is known, else queue it. A root comes before all removals."""
-        if self._rules.hashing and strand.partition in self._known_ms:
-            self._judge(strand)
+        if strand.partition in self._known_ms:
+            self._meet_again(strand)
             return
         parent_ms = self._known_ms[strand.parent.partition] if strand.parent else 0.0
         entry = (strand.interest, parent_ms, *removal, strand.place, next(self._serial), strand)
         heapq.heappush(self._queue, entry)
+
+    def _meet_again(self, strand: _Strand) -> None:
+        """An equal configuration has its answer. Without hashing nobody notices, and it is asked for again."""
+        if not self._rules.hashing:
+            self._repeated.append(strand)
+        self._judge(strand)
 
     def _judge(self, strand: _Strand) -> None:
         """Follow a strand whose cost is known if it beats its parent; without pruning, in any case."""
@@ -257,7 +269,7 @@ class Frontier:
                 self._consider(child, removal)
 
     def _is_surveyed(self, strand: _Strand, depth: int) -> bool:
-        """Whether a removal at this depth is of the survey: the first below what the grouping guesses at."""
+        """Whether a removal at this depth is of the survey: just below what the grouping guesses at."""
         if strand.interest is not Interest.SURVEY or strand.parent is not None:
             return False
         kinds = strand.tree.kinds

@@ -22,7 +22,7 @@ relieves it fully and others in part. After the survey, whoever descends from th
 next; of equals, the removal of one child or of half of them. Groupings by two latent levels and more follow,
 generation by generation, and patience begins anew with each.
 
-With pruning or patience switched off, all is asked for that would be asked for with them, and more.
+With a rule switched off, all is asked for that would be asked for with it, and more.
 """
 
 from __future__ import annotations

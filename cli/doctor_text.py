@@ -1,0 +1,61 @@
+"""What `phasewise doctor` prints: findings in 80 columns, or as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from phasewise.topology.outline import count_words
+from phasewise.tuner.doctor import CHECKS
+
+if TYPE_CHECKING:
+    from phasewise.tuner.doctor import Finding, Host
+
+WIDTH = 80
+LABEL_WIDTH = 10
+
+
+def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "source": host.machine.source,
+        "findings": [asdict(finding) | {"severity": finding.severity.name} for finding in findings],
+        "checks": list(CHECKS),
+    }
+
+
+def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list[str]:
+    """The whole text in lines of at most 80 characters, all of which `encoding` can write."""
+    lines = _wrap("", f"{host.machine.source}: {count_words(host.machine)}")
+    for number, finding in enumerate(findings, start=1):
+        lines += ["", *_wrap(f"{number}. {finding.severity.name}: ", finding.title)]
+        lines += list(_details(finding))
+    if findings:
+        lines += [
+            "",
+            f"{len(findings)} {'finding' if len(findings) == 1 else 'findings'} by {len(CHECKS)} checks.",
+        ]
+    else:
+        lines += [f"Nothing found that keeps it from its limit ({len(CHECKS)} checks)."]
+    return [line.encode(encoding, "replace").decode(encoding) for line in lines]
+
+
+def _details(finding: Finding) -> Iterator[str]:
+    for evidence in finding.evidence:
+        yield from _wrap("   seen in ", f"{evidence.source}: {evidence.value}")
+    yield from _wrap("   means ", finding.meaning)
+    yield from _wrap("   remedy ", finding.remedy)
+
+
+def _wrap(label: str, text: str) -> list[str]:
+    """A paragraph after its label, continued below its own beginning; a path longer than a line is cut."""
+    label = label.ljust(LABEL_WIDTH + 1) if label.startswith(" ") else label
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=label,
+        subsequent_indent=" " * len(label) if label.startswith(" ") else "   " if label else "  ",
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,109 @@
+"""The host that `phasewise doctor` examines: this one, with what no file tells, or a snapshot."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phasewise.cli.present import fail
+
+if TYPE_CHECKING:
+    from phasewise.topology import Machine
+    from phasewise.tuner.doctor import Host, Tuned
+
+WATCH_S = 0.5
+"""Long enough for shares of the scheduler's ticks, short enough to wait for."""
+
+
+def snapshot_host(root: Path) -> Host:
+    """A folder with the /proc and /sys of another host."""
+    from phasewise.topology import read_machine
+    from phasewise.tuner.doctor import Host
+
+    if not root.is_dir():
+        fail(f"{root} is no folder: --root takes one with a host's proc and sys", exit_code=1)
+    return Host(root, read_machine(root))
+
+
+def this_host(db: str | None) -> Host:
+    """The running host, watched for a moment, its calls tried, its database looked into."""
+    from phasewise.cython_kernels import isa
+    from phasewise.topology import read_machine
+    from phasewise.tuner.conditions import Watch
+    from phasewise.tuner.doctor import Host, IsaUse
+
+    machine = read_machine()
+    watch = Watch(machine.allowed_pus)
+    time.sleep(WATCH_S)
+    return Host(
+        root=Path("/"),
+        machine=machine,
+        environment=os.environ,
+        isa=IsaUse(isa.usable(), isa.active(), os.environ.get("PHASEWISE_ISA")),
+        tuned=_tuned(db, machine),
+        conditions=watch.lap(),
+        refused_calls=_refused_calls(),
+        shm_bytes=_shm_bytes,
+    )
+
+
+def _tuned(db: str | None, machine: Machine) -> Tuned:
+    """What the database, which is never created here, holds for cores of this kind."""
+    from phasewise.kerneldb.location import locate
+    from phasewise.topology import core_signature
+    from phasewise.tuner.doctor import Tuned
+
+    location = locate(db)
+    if location.is_absent:
+        return Tuned(f"{location.name} (absent)", 0, 0)
+    from phasewise.kerneldb.store import open_store
+
+    with open_store(db) as store:
+        same = [one for one in store.stats().signatures if one.machine.core_sig == core_signature(machine)]
+    return Tuned(location.name, sum(one.service_plans for one in same), sum(one.measurements for one in same))
+
+
+def _refused_calls() -> dict[str, str]:
+    """Calls that ranks make and a container may filter, with the error of those that were refused."""
+    from phasewise.cython_kernels._native import place_on_node, prefer_node
+
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        tried = {
+            "set_mempolicy": prefer_node(None),
+            "mbind": place_on_node(page, 0, mmap.PAGESIZE, 0),
+            "memfd_create": _errno_of_memfd(),
+            "pidfd_open": _errno_of_pidfd(),
+        }
+    return {
+        call: f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+        for call, code in tried.items()
+        if code
+    }
+
+
+def _errno_of_memfd() -> int:
+    try:
+        os.close(os.memfd_create("phasewise-doctor"))
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+def _errno_of_pidfd() -> int:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+def _shm_bytes() -> int | None:
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return status.f_blocks * status.f_frsize

@@ -1,0 +1,200 @@
+"""`phasewise topo --probe` for people: tables of what was measured, the levels found, the groups proposed."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phasewise.cli.alone import measuring_alone
+from phasewise.cli.present import fail, note, print_json, write_atomically
+from phasewise.topology.cpusets import format_list
+
+if TYPE_CHECKING:
+    from phasewise.topology import Machine
+    from phasewise.tuner.probe import ClusterLevel, Evidence, GroupHint, Interference, Probe
+    from phasewise.tuner.probe.clusters import Matrix
+
+WIDTH = 80
+MAX_COLUMNS = 12
+"""Of a whole matrix; a larger one is told by what its pairs share, and drawn by --svg."""
+
+SHARED_NAMES = ("cluster", "l2", "l3", "l4", "die", "numa", "package", "machine")
+LABELS = {"l2": "L2", "l3": "L3", "l4": "L4", "numa": "NUMA node", "machine": "the machine alone"}
+MEASURED = {
+    "latency": "a cache line's way from core to core",
+    "cache": "reading what the last cache holds",
+    "memory": "reading memory",
+}
+DISTURBED = 0.05
+
+
+def run_probe(
+    machine: Machine,
+    *,
+    is_live: bool,
+    budget: str = "30s",
+    svg_path: Path | None = None,
+    as_json: bool = False,
+) -> None:
+    """Probe this machine, write the picture, print the result. Another machine's file is refused."""
+    from phasewise.tuner.probe import probe
+    from phasewise.tuner.probe.native import NativeInstruments
+
+    if not is_live:
+        fail("a probe measures the machine it runs on: leave --input out", exit_code=1)
+    budget_s = parse_budget(budget)
+    with measuring_alone(time.monotonic() + budget_s) as is_alone:
+        if not is_alone:
+            note("another phasewise still measures on this machine: the numbers will be disturbed")
+        found = probe(machine, budget_s, NativeInstruments(), note)
+    if svg_path is not None:
+        from phasewise.cli.probe_svg import draw_probe
+
+        write_atomically(svg_path, draw_probe(machine, found))
+        note(f"picture written to {svg_path}")
+    if as_json:
+        print_json(found.fields())
+    else:
+        for line in probe_lines(machine, found):
+            print(line)
+
+
+def parse_budget(text: str) -> float:
+    """Seconds of `30`, `30s`, `2m` or `1h`."""
+    factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 1.0)
+    try:
+        seconds = float(text.rstrip("smh")) * factor
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < 1e6:
+        fail(f"--budget {text!r:.40} is no time: write it like 30s or 2m", exit_code=2)
+    return seconds
+
+
+def probe_lines(machine: Machine, probe: Probe) -> list[str]:
+    """The whole text in lines of at most 80 characters."""
+    n = len(probe.pus)
+    if n < 2:
+        lines = [f"{n or 'No'} core to look at: there is nothing to compare."]
+        return [*lines, *_sibling_lines(probe)]
+    lines = [f"{n} cores, {probe.pairs_measured} of {probe.pairs} pairs, {probe.elapsed_s:.1f} s"]
+    lines += ["", "Latency, one way of a cache line, ns"]
+    lines += _matrix_lines(probe.pus, probe.latency_ns, "{:.0f}") if n <= MAX_COLUMNS else []
+    lines += _shared_lines(machine, probe.pus, _once(probe.latency_ns), "{:.0f} ns")
+    lines += _sibling_lines(probe)
+    for source, one in probe.interference.items():
+        lines += ["", *_interference_lines(machine, source, one)]
+    lines += ["", *_level_lines(probe.levels), *_group_lines(probe.groups), *_condition_lines(probe)]
+    return [piece for line in lines for piece in _wrapped(line)]
+
+
+def _interference_lines(machine: Machine, source: str, one: Interference) -> Iterator[str]:
+    size = f"{one.buffer_bytes >> 20} MiB each"
+    yield f"Lost while another core reads, by {MEASURED[source]} ({size})"
+    rates = [rate / 1e9 for rate in one.alone_bytes_per_s if rate is not None]
+    if rates:
+        yield f"  alone {min(rates):.1f} to {max(rates):.1f} GB/s"
+    if len(one.pus) <= MAX_COLUMNS:
+        yield from _matrix_lines(one.pus, one.lost, "{:.0%}")
+    yield from _shared_lines(machine, one.pus, one.lost, "{:.0%}")
+
+
+def _matrix_lines(pus: Sequence[int], matrix: Matrix, form: str) -> Iterator[str]:
+    yield "    PU" + "".join(f"{pu:6d}" for pu in pus)
+    for pu, row in zip(pus, matrix, strict=True):
+        cells = ("-" if math.isnan(value) else form.format(value) for value in row)
+        yield f"{pu:6d}" + "".join(f"{cell:>6}" for cell in cells)
+
+
+def _shared_lines(machine: Machine, pus: Sequence[int], matrix: Matrix, form: str) -> Iterator[str]:
+    """Median and range of the measured pairs by the innermost part that holds both, as the system claims."""
+    by_part: dict[str, list[float]] = {}
+    shared = shared_kinds(machine, pus)
+    for i, row in enumerate(matrix):
+        for j, value in enumerate(row):
+            if i != j and not math.isnan(value):
+                by_part.setdefault(shared[i][j], []).append(float(value))
+    for kind in sorted(by_part, key=SHARED_NAMES.index):
+        values = sorted(by_part[kind])
+        low, middle, high = (form.format(values[at]) for at in (0, len(values) // 2, -1))
+        name = LABELS.get(kind, kind)
+        yield f"  sharing {name:<18} {middle:>8}  ({low} to {high}, {_count(len(values))})"
+
+
+def _count(n: int) -> str:
+    return f"{n} {'reading' if n == 1 else 'readings'}"
+
+
+def _once(symmetric: Matrix) -> Matrix:
+    """Each pair on one side of the diagonal only."""
+    import numpy as np
+
+    return np.where(np.triu(np.ones_like(symmetric)) > 0, symmetric, np.nan)
+
+
+def shared_kinds(machine: Machine, pus: Sequence[int]) -> list[list[str]]:
+    """For every two PUs the kind of the innermost part of the machine that holds both."""
+    place = {pu: index for index, pu in enumerate(pus)}
+    kinds = [["machine"] * len(pus) for _ in pus]
+    for node in machine.tree.walk():  # outer before inner: the last to write is the innermost
+        own = [place[pu] for pu in node.cpus if pu in place]
+        if node.kind.value in SHARED_NAMES and len(own) > 1:
+            for i in own:
+                for j in own:
+                    kinds[i][j] = node.kind.value
+    return kinds
+
+
+def _sibling_lines(probe: Probe) -> Iterator[str]:
+    if probe.siblings_ns is not None:
+        yield f"  threads of one core {probe.siblings_ns:14.0f} ns"
+
+
+def _level_lines(levels: Sequence[ClusterLevel]) -> Iterator[str]:
+    if not levels:
+        yield "No clusters stand out: no pair is nearer than the others."
+    for level in levels:
+        sizes = sorted({len(cluster) for cluster in level.clusters})
+        size = "-".join(map(str, sizes[:1] + sizes[1:][-1:]))
+        first = format_list(level.clusters[0])
+        evidence = _evidence_words(level.evidence)
+        yield f"{len(level.clusters)} clusters of {size} cores (PU {first} ...): {evidence}"
+        if level.known_as is not None:
+            yield f"  as the system claims: {LABELS.get(level.known_as, level.known_as)}"
+        elif level.hint is not None:
+            yield f"  hidden from the system; worth trying as {level.hint.notation}"
+        else:
+            yield f"  no group: {level.why_not}"
+
+
+def _group_lines(groups: Sequence[GroupHint]) -> Iterator[str]:
+    if not groups:
+        yield "No group to propose beyond what the system shows."
+        return
+    yield "Groups worth trying first: " + ", ".join(hint.notation for hint in groups)
+
+
+def _evidence_words(evidence: Evidence) -> str:
+    if evidence.source == "latency":
+        return f"{evidence.within:.0f} ns inside, {evidence.between:.0f} ns to the next"
+    return (
+        f"by {MEASURED[evidence.source]}, {evidence.within:.0%} lost inside, {evidence.between:.0%} between"
+    )
+
+
+def _condition_lines(probe: Probe) -> Iterator[str]:
+    steal, others = probe.conditions.get("steal", 0.0), probe.conditions.get("others", 0.0)
+    if steal + others > DISTURBED:
+        yield (
+            f"Disturbed: other processes had {others:.0%} of the CPUs, other guests {steal:.0%}; "
+            "probe again when the machine is quiet."
+        )
+
+
+def _wrapped(line: str) -> list[str]:
+    indent = "  " + " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False) or [""]

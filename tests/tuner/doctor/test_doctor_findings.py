@@ -1,0 +1,343 @@
+"""A clean host has no finding; each thing planted in it gives exactly the one that names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_host import CGROUP, CPU, FLAGS, MEMINFO, MOUNTS, Plant, clean_host, found_in
+
+from phasewise.tuner.conditions import Conditions
+from phasewise.tuner.doctor import CHECKS, IsaUse, Severity, Tuned, examine
+
+LADDER = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+V1_MOUNTS = """31 23 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
+32 23 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"""
+V1_CGROUPS = "3:cpu,cpuacct:/job\n2:memory:/job"
+V1_CPU = "sys/fs/cgroup/cpu,cpuacct/job"
+FILTERED = "Cpus_allowed_list:\t0-3\nCapEff:\t00000000a80425fb\nSeccomp:\t2"
+LOCKED = "Max locked memory         65536                65536                bytes"
+
+
+def _all(name: str, value: str) -> dict[str, str | None]:
+    return {f"{CPU}/cpu{cpu}/{name}": value for cpu in range(4)}
+
+
+def _cpuinfo(flags: str, model: str = "85") -> dict[str, str | None]:
+    text = f"processor : 0\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : {model}\nflags : {flags}"
+    return {"proc/cpuinfo": text}
+
+
+PLANTS: dict[str, tuple[str, Severity, Plant, str]] = {
+    "quota": ("cpu-quota", Severity.high, Plant({f"{CGROUP}/cpu.max": "150000 100000"}), "150000 100000"),
+    "quota of an outer group": (
+        "cpu-quota",
+        Severity.high,
+        Plant({"sys/fs/cgroup/cpu.max": "200000 100000"}),
+        "200000 100000",
+    ),
+    "quota, cgroups v1": (
+        "cpu-quota",
+        Severity.high,
+        Plant(
+            {
+                "proc/self/cgroup": V1_CGROUPS,
+                "proc/self/mountinfo": V1_MOUNTS,
+                f"{V1_CPU}/cpu.cfs_quota_us": "50000",
+                f"{V1_CPU}/cpu.cfs_period_us": "100000",
+            }
+        ),
+        "50000 100000",
+    ),
+    "throttled often": (
+        "cpu-throttled",
+        Severity.high,
+        Plant({f"{CGROUP}/cpu.stat": "nr_periods 1000\nnr_throttled 200"}),
+        "nr_throttled 200",
+    ),
+    "throttled once": (
+        "cpu-throttled",
+        Severity.low,
+        Plant({f"{CGROUP}/cpu.stat": "nr_periods 1000\nnr_throttled 1"}),
+        "nr_throttled 1",
+    ),
+    "cpuset": (
+        "cpuset-smaller",
+        Severity.medium,
+        Plant(
+            {
+                "proc/self/status": "Cpus_allowed_list:\t0-1\nCapEff:\t0000000000800000\nSeccomp:\t0",
+                f"{CGROUP}/cpuset.cpus.effective": "0-1",
+            }
+        ),
+        "0-1",
+    ),
+    "steal just now": (
+        "steal",
+        Severity.high,
+        Plant(told={"conditions": Conditions(steal=0.25, others=0.0, mhz=None)}),
+        "25.0%",
+    ),
+    "steal since boot": (
+        "steal",
+        Severity.medium,
+        Plant({"proc/stat": "cpu0 1000 0 100 9000 0 0 0 500 0 0"}, told={"conditions": None}),
+        "since boot",
+    ),
+    "a busy neighbour": (
+        "co-tenants",
+        Severity.medium,
+        Plant(told={"conditions": Conditions(steal=0.0, others=0.4, mhz=None)}),
+        "40%",
+    ),
+    "pressure on CPUs": (
+        "co-tenants",
+        Severity.medium,
+        Plant(
+            {"proc/pressure/cpu": "some avg10=9.00 avg60=22.50 avg300=9.00 total=9"},
+            told={"conditions": None},
+        ),
+        "avg60=22.50",
+    ),
+    "siblings": ("smt-siblings", Severity.low, Plant(shape=(4, 2, 1)), "0-1"),
+    "siblings counted": (
+        "smt-siblings",
+        Severity.medium,
+        Plant(shape=(4, 2, 1), told={"environment": {"OMP_NUM_THREADS": "4"}}),
+        "0-1",
+    ),
+    "governor": (
+        "governor",
+        Severity.medium,
+        Plant(_all("cpufreq/scaling_governor", "powersave")),
+        "powersave",
+    ),
+    "preference": (
+        "energy-preference",
+        Severity.low,
+        Plant(
+            _all("cpufreq/energy_performance_preference", "balance_performance")
+            | _all("cpufreq/scaling_governor", "")
+        ),
+        "balance_performance",
+    ),
+    "boost": ("boost-off", Severity.medium, Plant({f"{CPU}/cpufreq/boost": "0"}), "0"),
+    "turbo": ("boost-off", Severity.medium, Plant({f"{CPU}/intel_pstate/no_turbo": "1"}), "1"),
+    "capped": (
+        "frequency-cap",
+        Severity.medium,
+        Plant(_all("cpufreq/scaling_max_freq", "2000000")),
+        "2000000",
+    ),
+    "hot": (
+        "thermal-throttle",
+        Severity.low,
+        Plant({f"{CPU}/cpu2/thermal_throttle/core_throttle_count": "77"}),
+        "77",
+    ),
+    "no huge pages": (
+        "huge-pages-off",
+        Severity.medium,
+        Plant({"sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}),
+        "always madvise [never]",
+    ),
+    "reserved huge pages": (
+        "huge-pages-reserved",
+        Severity.medium,
+        Plant({"proc/meminfo": MEMINFO.replace("HugePages_Free:        0", "HugePages_Free:     8192")}),
+        "HugePages_Free: 8192",
+    ),
+    "NUMA balancing": (
+        "numa-balancing",
+        Severity.medium,
+        Plant({"proc/sys/kernel/numa_balancing": "1"}, shape=(4, 1, 2)),
+        "1",
+    ),
+    "mbind refused": (
+        "memory-policy-denied",
+        Severity.high,
+        Plant(shape=(4, 1, 2), told={"refused_calls": {"mbind": "EPERM: Operation not permitted"}}),
+        "EPERM: Operation not permitted",
+    ),
+    "mbind filtered, as a snapshot shows": (
+        "memory-policy-denied",
+        Severity.medium,
+        Plant({"proc/self/status": FILTERED}, shape=(4, 1, 2), told={"refused_calls": None}),
+        "Seccomp: 2, CapEff: 00000000a80425fb",
+    ),
+    "small shm": (
+        "shm-small",
+        Severity.low,
+        Plant({"proc/self/mountinfo": MOUNTS.replace("size=8388608k", "size=65536k")}),
+        "/dev/shm rw,size=65536k",
+    ),
+    "small shm, size not written": (
+        "shm-small",
+        Severity.low,
+        Plant(
+            {"proc/self/mountinfo": MOUNTS.replace(",size=8388608k", "")},
+            told={"shm_bytes": lambda: 64 << 20},
+        ),
+        "/dev/shm rw",
+    ),
+    "memory limit": (
+        "memory-limit",
+        Severity.medium,
+        Plant({f"{CGROUP}/memory.max": str(16 << 30)}),
+        str(16 << 30),
+    ),
+    "tight memory limit": (
+        "memory-limit",
+        Severity.high,
+        Plant({f"{CGROUP}/memory.max": str(1 << 30)}),
+        str(1 << 30),
+    ),
+    "memlock": (
+        "memlock",
+        Severity.low,
+        Plant({"proc/self/limits": LOCKED}),
+        "Max locked memory 65536 65536 bytes",
+    ),
+    "overcommit": (
+        "overcommit",
+        Severity.medium,
+        Plant(
+            {
+                "proc/sys/vm/overcommit_memory": "2",
+                "proc/meminfo": MEMINFO.replace("Committed_AS:    1000000", "Committed_AS:   33000000"),
+            }
+        ),
+        "2",
+    ),
+    "forced ISA": (
+        "isa-forced",
+        Severity.high,
+        Plant(told={"isa": IsaUse(LADDER, "avx2", "avx2")}),
+        "avx2",
+    ),
+    "AMX refused": (
+        "isa-unused",
+        Severity.high,
+        Plant(told={"isa": IsaUse(LADDER[:-1], LADDER[-2])}),
+        "flags list amx",
+    ),
+    "AMX on an old kernel": (
+        "isa-unused",
+        Severity.high,
+        Plant({"proc/sys/kernel/osrelease": "5.10.0-30-amd64"}, told={"isa": None}),
+        "5.10.0-30-amd64",
+    ),
+    "AMX hidden": (
+        "isa-hidden",
+        Severity.medium,
+        Plant(_cpuinfo(FLAGS.partition(" amx")[0], "207"), told={"isa": IsaUse(LADDER[:-1], LADDER[-2])}),
+        "model 207",
+    ),
+    "old kernel": (
+        "kernel-old",
+        Severity.high,
+        Plant({"proc/sys/kernel/osrelease": "4.18.0-553.el8.x86_64", **_cpuinfo("avx2 fma f16c")}),
+        "4.18.0-553.el8.x86_64",
+    ),
+    "pidfd refused": (
+        "kernel-old",
+        Severity.high,
+        Plant(told={"refused_calls": {"pidfd_open": "ENOSYS: Function not implemented"}}),
+        "ENOSYS: Function not implemented",
+    ),
+    "untuned": (
+        "untuned",
+        Severity.medium,
+        Plant(told={"tuned": Tuned("tuning.db", 0, 12)}),
+        "0 service plans, 12 kernel timings",
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (8, 1, 2)])
+def test_a_clean_host_has_no_finding(tmp_path: Path, shape: tuple[int, int, int]) -> None:
+    assert found_in(tmp_path, Plant(shape=shape)) == ()
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_what_is_planted_is_the_one_finding(tmp_path: Path, name: str) -> None:
+    wanted, severity, plant, value = PLANTS[name]
+
+    (finding,) = found_in(tmp_path, plant)
+
+    assert (finding.id, finding.severity) == (wanted, severity)
+    assert any(value in evidence.value for evidence in finding.evidence)
+    assert all(str(tmp_path) not in evidence.source for evidence in finding.evidence)
+    assert finding.meaning
+    assert finding.remedy
+
+
+def test_every_check_has_a_plant() -> None:
+    assert {wanted for wanted, *_ in PLANTS.values()} == set(CHECKS)
+
+
+def test_the_severest_come_first(tmp_path: Path) -> None:
+    findings = found_in(
+        tmp_path,
+        Plant(
+            {
+                f"{CGROUP}/cpu.max": "100000 100000",
+                "proc/self/limits": LOCKED,
+                "sys/kernel/mm/transparent_hugepage/enabled": "[never]",
+            }
+        ),
+    )
+
+    assert [finding.id for finding in findings] == ["cpu-quota", "huge-pages-off", "memlock"]
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        Plant(shape=(4, 1, 1), told={"refused_calls": {"mbind": "EPERM"}}),
+        Plant({"proc/sys/kernel/numa_balancing": "1"}),
+        Plant({f"{CGROUP}/cpu.max": "400000 100000"}),
+        Plant({f"{CGROUP}/memory.max": str(64 << 30)}),
+        Plant({"proc/sys/vm/overcommit_memory": "2"}),
+        Plant(_all("cpufreq/energy_performance_preference", "balance_performance")),
+        Plant({"proc/self/mountinfo": MOUNTS.replace("size=8388608k", "size=50%")}),
+    ],
+    ids=[
+        "mbind on one node",
+        "balancing of one node",
+        "ample quota",
+        "ample memory",
+        "ample commit",
+        "EPP",
+        "shm",
+    ],
+)
+def test_what_costs_nothing_is_no_finding(tmp_path: Path, plant: Plant) -> None:
+    assert found_in(tmp_path, plant) == ()
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "-1 -1", "9" * 5000, "max", "\x00", "a b c d: e"])
+def test_damaged_files_are_no_finding_and_no_crash(tmp_path: Path, text: str) -> None:
+    """Snapshots come from strangers, and containers hide or fake what they like."""
+    damaged = dict.fromkeys(
+        [
+            "proc/stat",
+            "proc/pressure/cpu",
+            "proc/self/limits",
+            "proc/self/status",
+            "proc/sys/kernel/osrelease",
+            "proc/sys/kernel/numa_balancing",
+            "proc/sys/vm/overcommit_memory",
+            f"{CGROUP}/cpu.max",
+            f"{CGROUP}/cpu.stat",
+            f"{CGROUP}/memory.max",
+            f"{CGROUP}/cpuset.cpus.effective",
+            f"{CPU}/cpu0/cpufreq/scaling_max_freq",
+            f"{CPU}/cpu0/thermal_throttle/core_throttle_count",
+            "sys/kernel/mm/transparent_hugepage/enabled",
+        ],
+        text,
+    )
+    host = clean_host(tmp_path, Plant(damaged, told={"conditions": None, "refused_calls": None}))
+
+    assert {finding.id for finding in examine(host)} <= {"memory-limit"}

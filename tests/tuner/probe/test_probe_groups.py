@@ -1,0 +1,162 @@
+"""From clusters to groups of the fundamental tree: the paper's machines with what their tools do not show."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from paper_machines import epyc, kunpeng, tag_clusters, xeon
+from planted_pairs import blocks, measured, nested_latencies
+
+from phasewise.topology import Kind, Machine
+from phasewise.tuner.errors import TopoTreeError
+from phasewise.tuner.probe.groups import hints_of, interference_levels, latency_levels
+from phasewise.tuner.topotree import fundamental
+
+
+def _nodes(machine: Machine, kind: Kind) -> list[tuple[int, ...]]:
+    return [node.cpus for node in machine.nodes(kind)]
+
+
+def _kunpeng_latencies(machine: Machine, rng: np.random.Generator) -> np.ndarray:
+    scales = [
+        (_nodes(machine, Kind.PACKAGE), 140.0),
+        (_nodes(machine, Kind.NUMA), 55.0),
+        (tag_clusters(machine), 28.0),
+    ]
+    return measured(nested_latencies(machine.tree.cpus, scales, 300.0), rng)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kunpeng_tag_clusters_are_proposed_and_the_rest_is_known(seed: int) -> None:
+    """192 cores: the clusters of four are hidden, NUMA nodes and packages are not."""
+    machine = kunpeng()
+    tree = fundamental(machine).tree
+
+    levels = latency_levels(tree, machine.tree.cpus, _kunpeng_latencies(machine, np.random.default_rng(seed)))
+    hint = hints_of(levels)[0]
+
+    assert [level.known_as for level in levels] == [None, "numa", "package"]
+    assert len(hints_of(levels)) == 1
+    assert (hint.n, hint.t) == (4, 1)
+    grouped = hint.apply(tree)
+    assert grouped.kinds[hint.d - 1] == "group"
+    assert grouped == tree.group(4, 1, tree.depth)
+
+
+def test_epyc_l3_are_known_and_quarters_of_a_node_are_proposed() -> None:
+    """Four neighbouring L3s of a 7H12 share a quarter of the I/O die, which no tool shows."""
+    machine = epyc(threads_a_core=1)
+    quarters = [pus for node in _nodes(machine, Kind.NUMA) for pus in blocks(node, 16)]
+    scales = [(_nodes(machine, Kind.NUMA), 120.0), (quarters, 85.0), (_nodes(machine, Kind.L3), 25.0)]
+    latency = measured(nested_latencies(machine.tree.cpus, scales, 220.0), np.random.default_rng(5))
+    tree = fundamental(machine).tree
+
+    levels = latency_levels(tree, machine.tree.cpus, latency)
+    (hint,) = hints_of(levels)
+
+    assert [level.known_as for level in levels] == ["l3", None, "numa"] or levels[-1].known_as == "package"
+    assert (hint.n, hint.t) == (4, 1)
+    assert sorted(map(set, levels[1].clusters)) == sorted(map(set, quarters))
+    assert hint.apply(tree).group  # it is a group that the tree allows
+
+
+def test_one_pu_of_each_core_is_enough_on_a_machine_with_smt() -> None:
+    machine = epyc(threads_a_core=2)
+    cores = [core[0] for core in machine.allowed_cores()]
+    scales = [(_nodes(machine, Kind.NUMA), 120.0), (_nodes(machine, Kind.L3), 25.0)]
+    latency = measured(nested_latencies(cores, scales, 220.0), np.random.default_rng(2))
+
+    levels = latency_levels(fundamental(machine).tree, cores, latency)
+
+    assert levels[0].known_as == "l3"
+    assert hints_of(levels) == ()
+
+
+def test_interference_shows_pairs_that_share_a_port() -> None:
+    """Of a Xeon's 20 cores, neighbours with even and odd numbers share what limits their reads."""
+    machine = xeon()
+    node = machine.nodes(Kind.NUMA)[0].cpus
+    lost = np.full((20, 20), 0.03)
+    for pair in blocks(node, 2, 10):
+        lost[np.ix_(pair, pair)] = 0.35
+    lost += np.random.default_rng(4).normal(0.0, 0.02, lost.shape)
+    np.fill_diagonal(lost, np.nan)
+
+    (hint,) = hints_of(interference_levels(fundamental(machine).tree, node, lost, "memory"))
+
+    assert (hint.n, hint.t) == (2, 10)
+    assert hint.evidence[0].source == "memory"
+    assert hint.evidence[0].within > 0.3 > hint.evidence[0].between
+
+
+def test_what_two_measurements_show_comes_first() -> None:
+    machine = kunpeng()
+    tree = fundamental(machine).tree
+    node = machine.nodes(Kind.NUMA)[0].cpus
+    latency = measured(
+        nested_latencies(node, [(blocks(node, 12), 40.0), (blocks(node, 4), 20.0)], 70.0),
+        np.random.default_rng(0),
+    )
+    lost = np.full((24, 24), 0.02)
+    for cluster in blocks(node, 4):
+        lost[np.ix_(cluster, cluster)] = 0.3
+    np.fill_diagonal(lost, np.nan)
+
+    first, second = hints_of(
+        (*latency_levels(tree, node, latency), *interference_levels(tree, node, lost, "cache"))
+    )
+
+    assert (first.n, second.n) == (4, 12)
+    assert {one.source for one in first.evidence} == {"latency", "cache"}
+
+
+@pytest.mark.parametrize(
+    ("clusters", "reason"),
+    [
+        ([(0, 1, 2, 3, 4), (5, 6, 7)], "not symmetric (A.1)"),
+        ([(0, 1, 4, 6), (2, 3, 5, 7)], "not tiled by a stride (A.2)"),
+    ],
+)
+def test_clusters_that_no_group_makes_are_refused_with_the_reason(
+    clusters: list[tuple[int, ...]], reason: str
+) -> None:
+    """Eight cores of one L3 in clusters that the assumptions exclude."""
+    from paper_machines import build
+
+    machine = build("eight", [(Kind.NUMA, 1), (Kind.L3, 1), (Kind.CORE, 8)])
+    latency = nested_latencies(range(8), [(clusters, 20.0)], 60.0)
+
+    (level,) = latency_levels(fundamental(machine).tree, range(8), latency)
+
+    assert level.hint is None
+    assert level.known_as is None
+    assert level.why_not is not None
+    assert level.why_not.startswith(reason)
+
+
+def test_a_misjudged_core_does_not_hide_a_group() -> None:
+    machine = kunpeng()
+    node = machine.nodes(Kind.NUMA)[0].cpus
+    latency = nested_latencies(node, [(blocks(node, 12), 20.0)], 60.0)
+    latency[5, :] = latency[:, 5] = 60.0  # its own thread was disturbed all along
+    np.fill_diagonal(latency, np.nan)
+
+    levels = latency_levels(fundamental(machine).tree, node, latency)
+    (hint,) = hints_of(levels)
+
+    assert (hint.n, hint.t) == (12, 1)
+    assert hint.agreement < 1.0
+
+
+def test_a_hint_of_another_machine_is_refused_by_the_tree() -> None:
+    machine = kunpeng()
+    (hint,) = hints_of(
+        latency_levels(
+            fundamental(machine).tree,
+            machine.tree.cpus,
+            _kunpeng_latencies(machine, np.random.default_rng(1)),
+        )
+    )
+
+    with pytest.raises(TopoTreeError):
+        hint.apply(fundamental(xeon()).tree)

@@ -1,0 +1,195 @@
+"""Probing within a time, on instruments that answer for a machine that is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paper_machines import build, kunpeng, tag_clusters
+
+from phasewise.topology import Kind, Machine
+from phasewise.tuner.errors import ProbeError
+from phasewise.tuner.probe import Probe, probe, read_groups
+from phasewise.tuner.probe.pairs import ordered_pairs
+from phasewise.tuner.topotree import fundamental
+
+Parts = Sequence[Sequence[int]]
+
+
+@dataclass
+class PlantedInstruments:
+    """Latencies and losses by shared part; every reading moves a clock of its own."""
+
+    scales: Sequence[tuple[Parts, float]]
+    """The narrowest first: a pair has the latency of the first part that holds both."""
+    far_ns: float
+    sharing: Parts = ()
+    pair_s: float = 0.001
+    now_s: float = 0.0
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def one_way_ns(self, first: int, second: int) -> Sequence[float]:
+        self.now_s += self.pair_s
+        self.asked.append((first, second))
+        for parts, ns in self.scales:
+            if any(first in part and second in part for part in parts):
+                return [ns, ns * 1.01, ns * 9]
+        return [self.far_ns] * 3
+
+    @contextmanager
+    def readers(self, pus: Sequence[int], size_bytes: int) -> Iterator[PlantedReaders]:
+        assert size_bytes >= 1 << 20
+        yield PlantedReaders(self, tuple(pus))
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class PlantedReaders:
+    instruments: PlantedInstruments
+    pus: tuple[int, ...]
+
+    def rates(self, active: Sequence[int], duration_s: float) -> Sequence[float]:
+        self.instruments.now_s += duration_s
+        reading = [self.pus[place] for place in active]
+        rates = [0.0] * len(self.pus)
+        for place in active:
+            mine = next((part for part in self.instruments.sharing if self.pus[place] in part), ())
+            rivals = sum(pu in mine for pu in reading) - 1
+            rates[place] = 1e10 * (0.6 if rivals > 0 else 1.0)
+        return rates
+
+
+def _run(machine: Machine, instruments: PlantedInstruments, budget_s: float = 60.0) -> Probe:
+    return probe(machine, budget_s, instruments, clock=instruments.clock)
+
+
+def _kunpeng(pair_s: float = 0.0001) -> tuple[Machine, PlantedInstruments]:
+    machine = kunpeng()
+    nodes = [node.cpus for node in machine.nodes(Kind.NUMA)]
+    tags = tag_clusters(machine)
+    return machine, PlantedInstruments([(tags, 25.0), (nodes, 60.0)], 200.0, tags, pair_s)
+
+
+def test_a_hidden_cluster_is_proposed_with_both_kinds_of_evidence() -> None:
+    machine, instruments = _kunpeng()
+
+    found = _run(machine, instruments)
+
+    assert found.groups[0].notation == f"group(4,1,{fundamental(machine).tree.depth})"
+    assert {one.source for one in found.groups[0].evidence} == {"latency", "memory"}
+    assert found.pairs_measured == found.pairs == 192 * 191 // 2
+
+
+@pytest.mark.parametrize("budget_s", [0.5, 5.0])
+def test_the_budget_bounds_the_readings_and_the_first_pairs_tell_the_most(budget_s: float) -> None:
+    """Too little for all pairs: those of one node come first, and show its clusters."""
+    machine, instruments = _kunpeng(pair_s=0.0005)
+
+    found = _run(machine, instruments, budget_s)
+
+    assert instruments.now_s <= budget_s * 1.2 + 0.1
+    assert 0 < found.pairs_measured < found.pairs
+    assert (4, 1) in {(hint.n, hint.t) for hint in found.groups}
+
+
+def test_two_cores_are_one_pair_and_no_group() -> None:
+    machine = build("two", [(Kind.NUMA, 1), (Kind.L3, 1), (Kind.CORE, 2)])
+
+    found = _run(machine, PlantedInstruments([], 50.0))
+
+    assert found.latency_ns[0, 1] == found.latency_ns[1, 0] == 50.0
+    assert (found.pairs_measured, found.levels, found.groups) == (1, (), ())
+    assert found.interference["memory"].pairs_measured == 1
+
+
+def test_one_core_is_not_measured_but_its_threads_are() -> None:
+    machine = build("one", [(Kind.NUMA, 1), (Kind.CORE, 1)], threads_a_core=2)
+    instruments = PlantedInstruments([], 7.0)
+
+    found = _run(machine, instruments)
+
+    assert found.pus == (0,)
+    assert found.siblings_ns == 7.0
+    assert instruments.asked == [(0, 1)]
+    assert found.interference == {}
+
+
+def test_a_pair_that_the_host_gave_no_time_stays_unknown() -> None:
+    class Silent(PlantedInstruments):
+        def one_way_ns(self, first: int, second: int) -> Sequence[float]:
+            return [] if 0 in (first, second) else super().one_way_ns(first, second)
+
+    machine = build("four", [(Kind.NUMA, 1), (Kind.CORE, 4)])
+
+    found = _run(machine, Silent([], 40.0))
+
+    assert np.isnan(found.latency_ns[0]).all()
+    assert found.pairs_measured == 3
+    assert found.fields()["latency_ns"][0] == [None] * 4
+
+
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_every_pair_is_asked_once_and_those_inside_parts_first(sizes: list[int], seed: int) -> None:
+    starts = np.cumsum([0, *sizes])
+    parts = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
+
+    pairs = ordered_pairs(parts, Random(seed))
+
+    n = sum(sizes)
+    assert len({frozenset(pair) for pair in pairs}) == len(pairs) == n * (n - 1) // 2
+    inside = [any(a in part and b in part for part in parts) for a, b in pairs]
+    assert inside == sorted(inside, reverse=True)
+    assert pairs == ordered_pairs(parts, Random(seed))
+
+
+def test_groups_are_read_back_from_the_json(tmp_path: Path) -> None:
+    machine, instruments = _kunpeng()
+    found = _run(machine, instruments)
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps({"schema_version": 1, **found.fields()}))
+
+    hints = read_groups(path)
+
+    assert [hint.notation for hint in hints] == [hint.notation for hint in found.groups]
+    assert hints[0].evidence == found.groups[0].evidence
+    assert hints[0].apply(fundamental(machine).tree).n_pus == 192
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"groups": {}}',
+        '{"groups": [7]}',
+        '{"groups": [{"n": 2, "t": 1}]}',
+        '{"groups": [{"n": 2, "t": 1, "d": true}]}',
+        '{"groups": [{"n": 2, "t": 1, "d": 1e9}]}',
+        '{"groups": [{"n": 2, "t": 1, "d": 1, "evidence": [{"source": "rumour"}]}]}',
+        '{"groups": [{"n": 2, "t": 1, "d": 1, "evidence": [{"source": "latency", "within": NaN}]}]}',
+    ],
+    ids=lambda text: text[:50],
+)
+def test_a_file_that_no_probe_wrote_is_one_clear_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(text)
+
+    with pytest.raises(ProbeError, match=r"probe\.json") as caught:
+        read_groups(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_absent_file_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ProbeError, match="cannot be read"):
+        read_groups(tmp_path / "absent.json")

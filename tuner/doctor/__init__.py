@@ -1,0 +1,9 @@
+"""What on a host keeps phasewise from the machine's limit: checks over files, each finding with evidence and
+remedy.
+"""
+
+from phasewise.tuner.doctor.examine import CHECKS, examine
+from phasewise.tuner.doctor.finding import Evidence, Finding, Severity
+from phasewise.tuner.doctor.host import Host, IsaUse, Tuned
+
+__all__ = ["CHECKS", "Evidence", "Finding", "Host", "IsaUse", "Severity", "Tuned", "examine"]

@@ -1,0 +1,43 @@
+"""All checks in one call. To add one: a function from a Host to findings, and its line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from phasewise.tuner.doctor import cores, memory, processor_time, software
+from phasewise.tuner.doctor.finding import Finding
+from phasewise.tuner.doctor.host import Host
+
+CHECKS: Mapping[str, Callable[[Host], Iterator[Finding]]] = {
+    "cpu-quota": processor_time.quota,
+    "cpu-throttled": processor_time.throttled,
+    "cpuset-smaller": processor_time.cpuset,
+    "steal": processor_time.steal,
+    "co-tenants": processor_time.neighbours,
+    "smt-siblings": cores.siblings,
+    "governor": cores.governor,
+    "energy-preference": cores.preference,
+    "boost-off": cores.boost,
+    "frequency-cap": cores.capped,
+    "thermal-throttle": cores.heat,
+    "huge-pages-off": memory.huge_pages_denied,
+    "huge-pages-reserved": memory.huge_pages_reserved,
+    "numa-balancing": memory.balancing,
+    "memory-policy-denied": memory.policy_denied,
+    "shm-small": memory.small_shm,
+    "memory-limit": memory.limited,
+    "memlock": memory.memlock,
+    "overcommit": memory.overcommit,
+    "isa-forced": software.forced,
+    "isa-unused": software.unused,
+    "isa-hidden": software.hidden,
+    "kernel-old": software.old_kernel,
+    "untuned": software.untuned,
+}
+"""By the id of the finding that each may give."""
+
+
+def examine(host: Host) -> tuple[Finding, ...]:
+    """Every finding, the severest first; equals in the order of the checks."""
+    found = [finding for check in CHECKS.values() for finding in check(host)]
+    return tuple(sorted(found, key=lambda finding: -finding.severity))

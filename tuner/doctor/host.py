@@ -1,0 +1,115 @@
+"""What the checks look at: files under a root, and the few facts that no file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phasewise.topology import Machine
+from phasewise.topology.cpusets import parse_list
+from phasewise.topology.limits import cgroup_files
+from phasewise.tuner.conditions import Conditions, parse_ticks
+from phasewise.tuner.doctor.finding import Evidence
+
+MAX_FILE_BYTES = 4 << 20
+MAX_VALUE_CHARS = 160
+
+
+@dataclass(frozen=True)
+class IsaUse:
+    """Instruction sets that run here, lowest first; the one in use; the name that PHASEWISE_ISA asks for."""
+
+    usable: tuple[str, ...]
+    active: str
+    forced: str | None = None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What the database holds for this kind of machine."""
+
+    name: str
+    service_plans: int
+    measurements: int
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host: this one, or a snapshot of another under `root`. What it cannot tell is None or empty."""
+
+    root: Path
+    machine: Machine
+    environment: Mapping[str, str] = field(default_factory=dict)
+    isa: IsaUse | None = None
+    tuned: Tuned | None = None
+    conditions: Conditions | None = None
+    """Of a moment just now; None: only the sums since boot are known."""
+    refused_calls: Mapping[str, str] | None = None
+    """System calls that were tried and refused, with the error; None: not tried."""
+    shm_bytes: Callable[[], int | None] = lambda: None
+    """Size of /dev/shm where mountinfo does not give it."""
+
+    def text(self, path: str) -> str | None:
+        """A file's text without its last newline; None if absent or unreadable."""
+        try:
+            with (self.root / path).open("rb") as file:
+                data = file.read(MAX_FILE_BYTES)
+        except OSError:
+            return None
+        return data.partition(b"\0")[0].decode("utf-8", "replace").strip()
+
+    def number(self, path: str) -> int | None:
+        """A file that holds one whole number; None for anything else."""
+        return whole_number(self.text(path))
+
+    def words(self, path: str) -> dict[str, str]:
+        """A file of `name value` or `name: value` lines."""
+        pairs = (line.replace(":", " ", 1).split(maxsplit=1) for line in (self.text(path) or "").splitlines())
+        return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+    def seen(self, path: str, value: str | None = None) -> Evidence:
+        """A file as evidence: its text, or the part of it that matters."""
+        return Evidence(f"/{path}", _shown(self.text(path) or "" if value is None else value))
+
+    def cgroup(self, controller: str, name_v2: str, name_v1: str) -> Iterator[Evidence]:
+        """A cgroup's file in the process's group and those above it, innermost first, of whichever version
+        has it.
+        """
+        for path, text in (
+            *cgroup_files(self.root, None, name_v2),
+            *cgroup_files(self.root, controller, name_v1),
+        ):
+            yield Evidence(f"/{path.relative_to(self.root)}", text)
+
+    def allowed(self) -> tuple[int, ...]:
+        """The CPUs that the process may use: the machine's, cut to /proc/self/status where that says less."""
+        listed = self.words("proc/self/status").get("Cpus_allowed_list")
+        try:
+            mask = parse_list(listed) if listed else -1
+        except ValueError:
+            mask = -1
+        return tuple(cpu for cpu in self.machine.allowed_pus if mask >> cpu & 1)
+
+    def cores(self) -> list[list[int]]:
+        """The allowed CPUs of each core that has any."""
+        allowed = set(self.allowed())
+        cores = [[cpu for cpu in core if cpu in allowed] for core in self.machine.allowed_cores()]
+        return [core for core in cores if core]
+
+    def steal_since_boot(self) -> float | None:
+        """The share of the CPUs' time that the hypervisor gave away."""
+        try:
+            ticks = parse_ticks(self.text("proc/stat") or "", self.allowed())
+        except (ValueError, IndexError):
+            return None
+        return ticks.steal / ticks.total if ticks.total > 0 else None
+
+
+def whole_number(text: str | None) -> int | None:
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) <= 20 else None
+
+
+def _shown(text: str) -> str:
+    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return line if len(line) <= MAX_VALUE_CHARS else line[: MAX_VALUE_CHARS - 3] + "..."

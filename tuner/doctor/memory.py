@@ -1,0 +1,203 @@
+"""What memory is kept from: pages, balancing between nodes, placement that is denied, sizes that are too
+small.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from phasewise.topology import Kind
+from phasewise.topology.sizes import format_memory
+from phasewise.tuner.doctor.finding import Evidence, Finding, Severity
+from phasewise.tuner.doctor.host import Host, whole_number
+
+THP = "sys/kernel/mm/transparent_hugepage/enabled"
+GIB = 1 << 30
+SMALL_SHM_BYTES = GIB
+SMALL_MEMLOCK_BYTES = 64 << 20
+LEAST_LIMIT_SHARE = 0.9
+"""Of the machine's memory; a limit above is no limit."""
+
+SMALL_LIMIT_BYTES = 4 * GIB
+MUCH_RESERVED = 0.05
+COMMIT_FULL = 0.8
+CAP_SYS_NICE = 23
+SECCOMP_FILTER = "2"
+SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def huge_pages_denied(host: Host) -> Iterator[Finding]:
+    """Transparent huge pages switched off altogether."""
+    if "[never]" in (host.text(THP) or ""):
+        yield Finding(
+            "huge-pages-off",
+            Severity.medium,
+            "transparent huge pages are switched off",
+            (host.seen(THP),),
+            "Every step walks through its scratch and weights; with pages of 4K it misses the TLB all "
+            "the way.",
+            f"echo madvise | sudo tee /{THP}",
+        )
+
+
+def huge_pages_reserved(host: Host) -> Iterator[Finding]:
+    """Explicit huge pages that lie unused: memory that nobody else gets."""
+    words = host.words("proc/meminfo")
+    free, size_kb, total_kb = (
+        whole_number(words.get(name, "").split(" ")[0]) or 0
+        for name in ("HugePages_Free", "Hugepagesize", "MemTotal")
+    )
+    if free * size_kb > MUCH_RESERVED * total_kb > 0:
+        yield Finding(
+            "huge-pages-reserved",
+            Severity.medium,
+            f"{format_memory(free * size_kb << 10)} are set aside as explicit huge pages that nobody uses",
+            (Evidence("/proc/meminfo", f"HugePages_Free: {free}, Hugepagesize: {size_kb} kB"),),
+            "phasewise asks for transparent huge pages; reserved ones hold neither weights nor KV cache.",
+            "sudo sysctl vm.nr_hugepages=0, unless another program is to use them",
+        )
+
+
+def balancing(host: Host) -> Iterator[Finding]:
+    """The kernel moves pages between NUMA nodes by itself."""
+    path = "proc/sys/kernel/numa_balancing"
+    if _n_nodes(host) > 1 and (host.number(path) or 0) > 0:
+        yield Finding(
+            "numa-balancing",
+            Severity.medium,
+            "the kernel moves pages between NUMA nodes by itself",
+            (host.seen(path),),
+            "It unmaps pages to see who touches them. Pinned threads take those faults in every step, "
+            "and their "
+            "weights lie right already.",
+            "sudo sysctl kernel.numa_balancing=0",
+        )
+
+
+def policy_denied(host: Host) -> Iterator[Finding]:
+    """Memory cannot be placed on a node; on one node that changes nothing."""
+    if _n_nodes(host) < 2:
+        return
+    if host.refused_calls is not None:
+        evidence = tuple(Evidence(f"{call}()", answer) for call, answer in host.refused_calls.items())
+        title = "memory cannot be placed on a NUMA node"
+    else:
+        evidence = _filtered(host)
+        title = "memory can probably not be placed on a NUMA node"
+    if evidence:
+        yield Finding(
+            "memory-policy-denied",
+            Severity.high if host.refused_calls else Severity.medium,
+            title,
+            evidence,
+            "Weights and KV cache lie where they were touched first, and ranks read through the link "
+            "between nodes.",
+            "docker run --cap-add SYS_NICE (Kubernetes: securityContext.capabilities.add: [SYS_NICE]); "
+            "or start "
+            "each process by numactl --membind outside the container",
+        )
+
+
+def _filtered(host: Host) -> tuple[Evidence, ...]:
+    """Of a snapshot: container runtimes filter these calls for whoever lacks CAP_SYS_NICE."""
+    status = host.words("proc/self/status")
+    try:
+        capable = int(status.get("CapEff", ""), 16) >> CAP_SYS_NICE & 1
+    except ValueError:
+        return ()
+    if capable or status.get("Seccomp") != SECCOMP_FILTER:
+        return ()
+    return (Evidence("/proc/self/status", f"Seccomp: {SECCOMP_FILTER}, CapEff: {status['CapEff']}"),)
+
+
+def small_shm(host: Host) -> Iterator[Finding]:
+    """Shared memory as small as container runtimes make it."""
+    for line in (host.text("proc/self/mountinfo") or "").splitlines():
+        head, _, tail = line.partition(" - ")
+        fields, options = head.split(), tail.split()
+        if len(fields) > 4 and fields[4] == "/dev/shm" and options[:1] == ["tmpfs"]:
+            written = re.search(r"(?:^|,)size=(\d{1,15})([kmgt]?)(?:,|$)", options[-1])
+            size = int(written[1]) * SIZES.get(written[2], 1) if written else host.shm_bytes()
+            if size is not None and size < SMALL_SHM_BYTES:
+                yield Finding(
+                    "shm-small",
+                    Severity.low,
+                    f"/dev/shm holds {format_memory(size)}",
+                    (host.seen("proc/self/mountinfo", f"/dev/shm {options[-1]}"),),
+                    "phasewise shares memory without it; PyTorch, vLLM and MPI do not, and end with a "
+                    "bus error when "
+                    "it is full.",
+                    "docker run --shm-size 8g (or --ipc host)",
+                )
+            return
+
+
+def limited(host: Host) -> Iterator[Finding]:
+    """A cgroup's memory limit below what the machine has."""
+    total = (whole_number(host.words("proc/meminfo").get("MemTotal", "").split(" ")[0]) or 0) << 10
+    found = [
+        (size, seen)
+        for seen in host.cgroup("memory", "memory.max", "memory.limit_in_bytes")
+        if (size := whole_number(seen.value)) is not None
+    ]
+    if not found or not total:
+        return
+    size, seen = min(found, key=lambda one: one[0])
+    if size < LEAST_LIMIT_SHARE * total:
+        yield Finding(
+            "memory-limit",
+            Severity.high if size < SMALL_LIMIT_BYTES else Severity.medium,
+            f"{format_memory(size)} of {format_memory(total)} of memory may be used",
+            (seen, Evidence("/proc/meminfo", f"MemTotal: {total >> 10} kB")),
+            "Mapped weights count when they are read: a model that does not fit beside its KV cache is "
+            "read from disk "
+            "again in every step, or killed.",
+            f"docker run --memory {-(-total // GIB)}g (Kubernetes: resources.limits.memory)",
+        )
+
+
+def memlock(host: Host) -> Iterator[Finding]:
+    """Little memory may be locked."""
+    for line in (host.text("proc/self/limits") or "").splitlines():
+        if line.startswith("Max locked memory"):
+            size = whole_number(line.removeprefix("Max locked memory").split()[0])
+            if size is not None and size < SMALL_MEMLOCK_BYTES:
+                yield Finding(
+                    "memlock",
+                    Severity.low,
+                    f"{format_memory(size)} may be locked in memory",
+                    (host.seen("proc/self/limits", " ".join(line.split())),),
+                    "Weights cannot be kept from being dropped when memory is short; engines with "
+                    "--mlock fail.",
+                    "docker run --ulimit memlock=-1 (a shell: ulimit -l unlimited; systemd: "
+                    "LimitMEMLOCK=infinity)",
+                )
+            return
+
+
+def overcommit(host: Host) -> Iterator[Finding]:
+    """The kernel promises no more memory than it has, and has promised most of it."""
+    path = "proc/sys/vm/overcommit_memory"
+    words = host.words("proc/meminfo")
+    limit, promised = (
+        whole_number(words.get(name, "").split(" ")[0]) or 0 for name in ("CommitLimit", "Committed_AS")
+    )
+    if host.text(path) == "2" and promised > COMMIT_FULL * limit:
+        yield Finding(
+            "overcommit",
+            Severity.medium,
+            "the kernel refuses memory that is not there, and little is left to promise",
+            (
+                host.seen(path),
+                Evidence("/proc/meminfo", f"CommitLimit: {limit} kB, Committed_AS: {promised} kB"),
+            ),
+            "KV cache is reserved at once and used bit by bit: the reservation fails though memory is free.",
+            "sudo sysctl vm.overcommit_memory=0, or a larger vm.overcommit_ratio",
+        )
+
+
+def _n_nodes(host: Host) -> int:
+    """NUMA nodes with CPUs that may be used."""
+    allowed = set(host.allowed())
+    return sum(bool(allowed.intersection(node.cpus)) for node in host.machine.nodes(Kind.NUMA))

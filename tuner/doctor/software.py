@@ -1,0 +1,142 @@
+"""What software leaves unused: instruction sets, system calls of newer kernels, tuning for this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from phasewise.tuner.doctor.finding import Evidence, Finding, Severity
+from phasewise.tuner.doctor.host import Host
+
+PROMISED = (
+    ("amx", frozenset({"amx_tile", "amx_int8", "amx_bf16"})),
+    ("avx512_bf16", frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"})),
+    ("avx512_vnni", frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})),
+    ("avx512", frozenset({"avx512f", "avx512bw", "avx512vl"})),
+    ("avx2", frozenset({"avx2", "fma", "f16c"})),
+)
+"""Kernels, fastest first, and what /proc/cpuinfo lists where a CPU can run them."""
+
+AMX_MODELS = {
+    "143": "Sapphire Rapids",
+    "173": "Granite Rapids",
+    "174": "Granite Rapids",
+    "207": "Emerald Rapids",
+}
+"""Models of Intel's family 6 that have AMX in silicon."""
+
+AMX_KERNEL = (5, 16)
+OLDEST_KERNEL = (5, 3)
+"""pidfd_open, by which a rank's end is noticed; memfd_create came with 3.17."""
+
+OSRELEASE = "proc/sys/kernel/osrelease"
+
+
+def forced(host: Host) -> Iterator[Finding]:
+    """PHASEWISE_ISA names less than the machine runs."""
+    isa = host.isa
+    if isa is not None and isa.forced and isa.active != isa.usable[-1]:
+        yield Finding(
+            "isa-forced",
+            Severity.high,
+            f"kernels are held to {isa.active}; this machine runs {isa.usable[-1]}",
+            (Evidence("environment PHASEWISE_ISA", isa.forced),),
+            "Each step of the ladder is a multiple in prefill. The variable is meant for tests.",
+            "unset PHASEWISE_ISA",
+        )
+
+
+def unused(host: Host) -> Iterator[Finding]:
+    """The CPU lists an instruction set that the kernels cannot use here."""
+    promised = next((name for name, needs in PROMISED if needs <= host.machine.cpu.features), None)
+    usable = host.isa.usable if host.isa is not None else _by_kernel(host)
+    if promised is None or promised in usable:
+        return
+    release = host.text(OSRELEASE) or "unknown"
+    is_old = promised == "amx" and (_version(release) or AMX_KERNEL) < AMX_KERNEL
+    yield Finding(
+        "isa-unused",
+        Severity.high if promised == "amx" else Severity.medium,
+        f"the CPU has {promised}, and the kernels cannot use it",
+        (Evidence("/proc/cpuinfo", f"flags list {promised}"), Evidence(f"/{OSRELEASE}", release)),
+        "The system does not save the registers, or refuses the permission to use them; prefill runs on "
+        "a slower set.",
+        f"a kernel of {AMX_KERNEL[0]}.{AMX_KERNEL[1]} or later"
+        if is_old
+        else "docker run --security-opt seccomp=unconfined: arch_prctl must be allowed",
+    )
+
+
+def hidden(host: Host) -> Iterator[Finding]:
+    """A virtual machine whose CPU model has more than the hypervisor shows."""
+    cpu = host.machine.cpu
+    name = AMX_MODELS.get(cpu.model or "") if (cpu.vendor, cpu.family) == ("GenuineIntel", "6") else None
+    if name is not None and "amx_tile" not in cpu.features:
+        yield Finding(
+            "isa-hidden",
+            Severity.medium,
+            f"the CPU ({name}) has AMX, and this system does not see it",
+            (Evidence("/proc/cpuinfo", f"cpu family {cpu.family}, model {cpu.model}, no amx_tile in flags"),),
+            "Prefill in bf16 and 8 bits would be several times as fast on its tiles.",
+            "a virtual machine with the host's CPU model (libvirt: <cpu mode='host-passthrough'/>, QEMU: "
+            "-cpu host), "
+            "or an instance type that exposes AMX",
+        )
+
+
+def old_kernel(host: Host) -> Iterator[Finding]:
+    """A kernel without calls that ranks need."""
+    release = host.text(OSRELEASE)
+    version = _version(release or "")
+    refused = [
+        Evidence(f"{call}()", answer)
+        for call, answer in (host.refused_calls or {}).items()
+        if call in {"memfd_create", "pidfd_open"}
+    ]
+    if (version is not None and version < OLDEST_KERNEL) or refused:
+        yield Finding(
+            "kernel-old",
+            Severity.high,
+            "the kernel lacks, or a filter refuses, calls that ranks need",
+            (host.seen(OSRELEASE), *refused),
+            "Ranks share memory by memfd_create and watch each other by pidfd_open; plans of several "
+            "ranks fail.",
+            f"Linux {OLDEST_KERNEL[0]}.{OLDEST_KERNEL[1]} or later; "
+            "docker run --security-opt seccomp=unconfined",
+        )
+
+
+def untuned(host: Host) -> Iterator[Finding]:
+    """Nothing in the database was found on this kind of machine."""
+    tuned = host.tuned
+    if tuned is None or (tuned.service_plans and tuned.measurements):
+        return
+    lacking = []
+    if not tuned.service_plans:
+        lacking.append(("service plans", "Both phases run on all cores.", "phasewise tune-config MODEL"))
+    if not tuned.measurements:
+        lacking.append(
+            ("kernel timings", "Kernels run by their default schedules.", "phasewise tune-kernels MODEL")
+        )
+    what, meanings, remedies = zip(*lacking, strict=True)
+    counts = f"{tuned.service_plans} service plans, {tuned.measurements} kernel timings of this machine"
+    yield Finding(
+        "untuned",
+        Severity.medium,
+        f"no {' and no '.join(what)} for this machine",
+        (Evidence(f"database {tuned.name}", counts),),
+        " ".join(meanings),
+        "; ".join(remedies),
+    )
+
+
+def _by_kernel(host: Host) -> tuple[str, ...]:
+    """Of a snapshot: everything, but AMX on kernels that do not know it."""
+    version = _version(host.text(OSRELEASE) or "")
+    is_old = version is not None and version < AMX_KERNEL
+    return tuple(name for name, _ in PROMISED if not (is_old and name == "amx"))
+
+
+def _version(release: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d{1,3})\.(\d{1,4})", release)
+    return (int(found[1]), int(found[2])) if found else None

@@ -1,0 +1,184 @@
+"""From clusters of CPUs to what a search may try: `group(n, t, d)` of the fundamental tree.
+
+A level of clusters is proposed only if it is symmetric and tiled by a stride (assumptions A.1 and A.2), which
+is asked of the tree itself: every group that it allows is formed, and its nodes are compared with the
+clusters. What the system shows already needs no group; it is named instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from phasewise.tuner.probe.clusters import Level, Matrix, Partition, agreement, cluster_levels
+from phasewise.tuner.topotree import TopoTree, single_groups
+
+Source = Literal["latency", "memory", "cache"]
+
+LATENCY_GAP = 1.25
+"""Ratio of latencies from which on two scales are told apart: twice what a quiet pair scatters."""
+
+LATENCY_QUANTILE = 0.25
+"""Whatever disturbs a line on its way makes it later, never earlier."""
+
+LOST_GAP = 0.1
+"""The same of the share of bandwidth that two readers take from each other."""
+
+LEAST_COMPARED = 2 / 3
+"""Of the comparisons that the best known PU had; whoever had fewer would look alone."""
+
+LEAST_AGREEMENT = 0.9
+"""Of the pairs together in a cluster or in a group, so many are in both: a core in twenty may be misjudged.
+"""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One measurement that shows a level: medians within clusters and to the nearest other, ns or shares
+    lost.
+    """
+
+    source: Source
+    within: float
+    between: float
+
+    @property
+    def contrast(self) -> float:
+        """How far both sides are apart, in gaps of their rule: 1 is just enough."""
+        if self.source == "latency":
+            return math.log(self.between / self.within) / math.log(LATENCY_GAP)
+        return (self.within - self.between) / LOST_GAP
+
+
+@dataclass(frozen=True)
+class GroupHint:
+    """A group worth trying first: `n` nodes, `t` siblings apart, at depth `d` of the fundamental tree."""
+
+    n: int
+    t: int
+    d: int
+    agreement: float = 1.0
+    """Of the measured clusters with this group; 1 is exact."""
+    evidence: tuple[Evidence, ...] = field(default=())
+
+    @property
+    def notation(self) -> str:
+        return f"group({self.n},{self.t},{self.d})"
+
+    def apply(self, tree: TopoTree) -> TopoTree:
+        """The tree with this group. TopoTreeError where it is not the tree that was probed."""
+        return tree.group(self.n, self.t, self.d)
+
+
+@dataclass(frozen=True)
+class ClusterLevel:
+    """Clusters of PUs that a measurement shows. At most one of `known_as` and `hint` is set, else `why_not`
+    is.
+    """
+
+    clusters: Partition
+    evidence: Evidence
+    known_as: str | None = None
+    """The level of the machine that the system shows as this."""
+    hint: GroupHint | None = None
+    why_not: str | None = None
+
+
+def latency_levels(tree: TopoTree, pus: Sequence[int], latency_ns: Matrix) -> tuple[ClusterLevel, ...]:
+    """What latencies show, the finest level first. Row and column i are of `pus[i]`."""
+    kept, latency = _compared(pus, latency_ns)
+    found = cluster_levels(np.log(latency), math.log(LATENCY_GAP), LATENCY_QUANTILE)
+    return tuple(
+        _named(tree, kept, level, Evidence("latency", math.exp(level.within), math.exp(level.between)))
+        for level in found
+    )
+
+
+def interference_levels(
+    tree: TopoTree, pus: Sequence[int], lost: Matrix, source: Source
+) -> tuple[ClusterLevel, ...]:
+    """What readers lose to each other. `lost[i, j]`: the share of pus[i]'s rate that is gone while pus[j]
+    reads.
+    """
+    kept, mutual = _compared(pus, (lost + lost.T) / 2)
+    found = cluster_levels(1.0 - mutual, LOST_GAP)
+    return tuple(
+        _named(tree, kept, level, Evidence(source, 1 - level.within, 1 - level.between)) for level in found
+    )
+
+
+def _compared(pus: Sequence[int], matrix: Matrix) -> tuple[list[int], Matrix]:
+    """Without the PUs that the time did not suffice for, next to those that were compared most."""
+    compared = (~np.isnan(matrix)).sum(axis=1)
+    known = np.flatnonzero((compared > 0) & (compared >= LEAST_COMPARED * compared.max(initial=0)))
+    return [pus[int(place)] for place in known], matrix[np.ix_(known, known)]
+
+
+def hints_of(levels: Sequence[ClusterLevel]) -> tuple[GroupHint, ...]:
+    """Each group once with all its evidence: what most measurements show first, then what stands out most."""
+    found: dict[tuple[int, int, int], list[GroupHint]] = {}
+    for level in levels:
+        if level.hint is not None:
+            found.setdefault((level.hint.n, level.hint.t, level.hint.d), []).append(level.hint)
+    joined = [
+        GroupHint(
+            *place,
+            agreement=min(hint.agreement for hint in hints),
+            evidence=tuple(one for hint in hints for one in hint.evidence),
+        )
+        for place, hints in found.items()
+    ]
+    return tuple(sorted(joined, key=_worth, reverse=True))
+
+
+def _worth(hint: GroupHint) -> tuple[int, float]:
+    return len({one.source for one in hint.evidence}), max(one.contrast for one in hint.evidence)
+
+
+def _named(tree: TopoTree, pus: Sequence[int], level: Level, evidence: Evidence) -> ClusterLevel:
+    clusters = tuple(tuple(sorted(pus[index] for index in cluster)) for cluster in level.clusters)
+    measured = frozenset(pus)
+    shown = ((kind, agreement(clusters, parts)) for kind, parts in _shown(tree, measured))
+    known_as, likeness = max(shown, key=lambda pair: pair[1], default=("", 0.0))
+    if likeness >= LEAST_AGREEMENT:
+        return ClusterLevel(clusters, evidence, known_as=known_as)
+    best = max(_groups(tree, measured, clusters, evidence), key=lambda hint: hint.agreement, default=None)
+    if best is not None and best.agreement >= LEAST_AGREEMENT:
+        return ClusterLevel(clusters, evidence, hint=best)
+    return ClusterLevel(clusters, evidence, why_not=_why_not(clusters, best))
+
+
+def _why_not(clusters: Partition, nearest: GroupHint | None) -> str:
+    sizes = sorted({len(cluster) for cluster in clusters})
+    if len(sizes) > 1:
+        return f"not symmetric (A.1): clusters of {', '.join(map(str, sizes[:6]))} PUs"
+    if nearest is None:
+        return "the tree allows no group"
+    return f"not tiled by a stride (A.2): {nearest.notation} is nearest, alike in {nearest.agreement:.0%}"
+
+
+def _shown(tree: TopoTree, measured: frozenset[int]) -> Iterator[tuple[str, Partition]]:
+    """The levels of the tree, each with the measured PUs of its nodes, where it divides them."""
+    for depth, kind in enumerate(tree.kinds, start=1):
+        parts = _nodes(tree, depth, measured)
+        if 1 < len(parts) < len(measured):
+            yield str(kind), parts
+
+
+def _groups(
+    tree: TopoTree, measured: frozenset[int], clusters: Partition, evidence: Evidence
+) -> Iterator[GroupHint]:
+    """Every group that the tree allows, with its likeness to the clusters."""
+    for grouped in single_groups(tree, power_of_two=False):
+        n, t, d = grouped.groups[-1]
+        yield GroupHint(n, t, d, agreement(clusters, _nodes(grouped, d, measured)), (evidence,))
+
+
+def _nodes(tree: TopoTree, depth: int, measured: frozenset[int]) -> Partition:
+    """The measured PUs of the nodes at a depth."""
+    kept = (tuple(sorted(measured.intersection(node))) for node in tree.nodes(depth))
+    return tuple(sorted(part for part in kept if part))
