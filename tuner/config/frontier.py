@@ -231,7 +231,7 @@ class Frontier:
         heapq.heappush(self._queue, entry)
 
     def _meet_again(self, strand: _Strand) -> None:
-        """An equal configuration has its answer. Without hashing nobody notices, and it is asked for again."""
+        """An equal configuration has its answer. Without hashing it is asked for all the same."""
         if not self._rules.hashing:
             self._repeated.append(strand)
         self._judge(strand)
