@@ -222,6 +222,7 @@ def settings_fields(found: Found) -> dict[str, Any]:
             "seed": wish.seed,
             "ranks": wish.ranks,
             "cores": wish.cores,
+            "hints": [tree.notation for tree in subject.hints],
             "hidden": None if wish.hidden_file is None else str(wish.hidden_file),
             "resume": wish.resume,
         },

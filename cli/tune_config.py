@@ -46,7 +46,7 @@ from phasewise.tuner.plans import (
     parse_cores,
     plans_for,
 )
-from phasewise.tuner.topotree import OperatorLimits, fundamental
+from phasewise.tuner.topotree import OperatorLimits, TopoTree, fundamental
 
 if TYPE_CHECKING:
     from phasewise.cli.measured import Cost
@@ -70,6 +70,7 @@ class Wish:
     evaluator: EvaluatorKind = "measured"
     machine_file: Path | None = None
     hidden_file: Path | None = None
+    hints_file: Path | None = None
     requests: str | None = None
     """A trace file or a distribution; None: the built-in lengths."""
     cores: str | None = None
@@ -107,6 +108,8 @@ class Subject:
     """Of the model."""
     ranks: int | None
     """How many a plan must have; None: as many as is best."""
+    hints: tuple[TopoTree, ...]
+    """Groupings of the machine's tree that a probe suggests, the best first."""
     trace: Trace
     objective: Objective
     model: PackedModel | None = None
@@ -157,6 +160,7 @@ def open_subject(wish: Wish) -> Subject:
         model_key=name,
         limits=limits,
         ranks=wish.ranks,
+        hints=_hints(wish.hints_file, machine),
         trace=_requests(wish, model),
         objective=wish.objective,
         model=model,
@@ -210,6 +214,16 @@ def _check_ranks(ranks: int, limits: OperatorLimits, shape: ModelShape, machine:
         raise PlanError(f"--ranks {ranks}: there are only {len(machine.allowed_pus)} CPUs for them")
 
 
+def _hints(probe_file: Path | None, machine: Machine) -> tuple[TopoTree, ...]:
+    """ProbeError for a file that is no probe's, TopoTreeError for one of another machine."""
+    if probe_file is None:
+        return ()
+    from phasewise.tuner.probe import read_groups
+
+    tree = fundamental(machine).tree
+    return tuple(hint.apply(tree) for hint in read_groups(probe_file))
+
+
 def _requests(wish: Wish, model: PackedModel | None) -> Trace:
     """As many as stand for the trace, no longer than the model's context where its weights are here."""
     if wish.requests is None:
@@ -256,7 +270,7 @@ def space_of(subject: Subject) -> Space:
         limits = ExactRanks(
             limits.n_heads, limits.n_kv_heads, limits.head_dim, limits.ffn, ranks=subject.ranks
         )
-    return Space(fundamental(subject.machine).tree, limits)
+    return Space(fundamental(subject.machine).tree, limits, subject.hints)
 
 
 def search(

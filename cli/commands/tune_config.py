@@ -84,6 +84,10 @@ def tune_config(
         Path | None,
         typer.Option(metavar="FILE.json", help="resources that a modelled machine shares without showing"),
     ] = None,
+    hints: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="groups that `topo --probe --json` found, tried first"),
+    ] = None,
     cores: Annotated[
         str | None, typer.Option(metavar="LIST", help="use no CPUs but these, e.g. 0-3,8")
     ] = None,
@@ -131,6 +135,7 @@ def tune_config(
         evaluator=evaluator.value,
         machine_file=machine,
         hidden_file=hidden,
+        hints_file=hints,
         requests=_one_of(trace, lengths),
         cores=cores,
         ranks=ranks,

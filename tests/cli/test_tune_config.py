@@ -139,6 +139,7 @@ def test_wrong_usage_is_exit_code_two_and_creates_nothing(
         (("--slo", "fast"), "ttft=200,tpot=50"),
         (("--lengths", "zipf:2"), "zipf"),
         (("--trace", __file__), "test_tune_config.py"),
+        (("--hints", __file__), "is not JSON: write it by `phasewise topo --probe --json`"),
     ],
 )
 def test_an_impossible_request_is_one_line_and_creates_nothing(
@@ -218,6 +219,19 @@ def test_only_so_many_ranks_and_only_these_cores(db: Path, llama: str, tmp_path:
     for plan in fields["plans"].values():
         assert len(plan["ranks"]) == 2
         assert {core for rank in plan["ranks"] for core in rank["cores"]} <= {0, 1, 4, 5}
+
+
+def test_hinted_groups_are_among_the_settings_and_of_this_machine(
+    db: Path, llama: str, tmp_path: Path
+) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 1, 8)
+    (tmp_path / "probe.json").write_text(json.dumps({"groups": [{"n": 4, "t": 1, "d": 1}]}))
+    fields = fields_of(modelled(llama, machine, "--hints", tmp_path / "probe.json", "--json"))
+    other = modelled(llama, EIGHT, "--hints", tmp_path / "probe.json")
+
+    assert fields["settings"]["hints"] == ["fundamental | group(4,1,1)"]
+    assert getattr(other.exception, "exit_code", None) == 1
+    assert "\n" not in str(other.exception)
 
 
 def test_a_phase_alone_has_no_other(db: Path, llama: str) -> None:
