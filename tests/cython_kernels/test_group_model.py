@@ -1,4 +1,4 @@
-"""No interleaving breaks the group or the all-reduces; the walk that says so finds what would (group_model.c)."""
+"""No interleaving breaks groups and all-reduces; the walk that says so finds what would (group_model.c)."""
 
 from __future__ import annotations
 
