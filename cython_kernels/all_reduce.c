@@ -16,8 +16,8 @@
 #include <string.h>
 
 enum {
-    LINE_FLOATS = 16,      /* of a cache line: ranks that wrote to one line would take it from one another */
-    SMALLEST_CHUNK = 128,  /* floats; below it, fetching one more line costs less than sharing the work */
+    LINE_FLOATS = 16,     /* of a cache line: ranks that wrote to one line would take it from one another */
+    SMALLEST_CHUNK = 256, /* floats; below it, to share the work costs more than it saves (decision 0013) */
 };
 
 /* One call, as one rank sees it. */
@@ -111,7 +111,7 @@ static int ring(const reduction *r) {
     return await(r, right, shown); /* it has read what it copies from here */
 }
 
-/* ---- doors ------------------------------------------------------------------------------------------------------ */
+/* ---- one call --------------------------------------------------------------------------------------------------- */
 
 int pw_all_reduce(pw_group *group, int rank, int n_ranks, float *const *buffers, int64_t floats,
                   pw_all_reduce_kind kind, long timeout_ns) {
@@ -121,9 +121,4 @@ int pw_all_reduce(pw_group *group, int rank, int n_ranks, float *const *buffers,
     if (kind == PW_MASTER_COPIES) return master_copies(&r);
     if (kind == PW_RING) return ring(&r);
     return rank_shifted(&r);
-}
-
-void pw_sum_parts(const float *const *parts, int n_parts, const float *base, float *out, int64_t floats) {
-    pw_sum sum = {.parts = parts, .base = base, .outs = &out, .n_parts = n_parts, .n_outs = 1};
-    pw_active()->ops.sum(&sum, 0, floats);
 }

@@ -86,8 +86,4 @@ typedef enum {
 int pw_all_reduce(pw_group *group, int rank, int n_ranks, float *const *buffers, int64_t floats,
                   pw_all_reduce_kind kind, long timeout_ns);
 
-/* out[i] = base[i] + (((parts[0][i] + parts[1][i]) + parts[2][i]) + ...), n_parts >= 1; base may be NULL (then nothing
- * is added), `out` may be base or a part. */
-void pw_sum_parts(const float *const *parts, int n_parts, const float *base, float *out, int64_t floats);
-
 #endif

@@ -35,7 +35,6 @@ cdef extern from "group.h" nogil:
 
     int pw_all_reduce(pw_group *group, int rank, int n_ranks, float *const *buffers, int64_t floats,
                       pw_all_reduce_kind kind, long timeout_ns)
-    void pw_sum_parts(const float *const *parts, int n_parts, const float *base, float *out, int64_t floats)
 
 
 ALL_REDUCE_KINDS = ("rank-shifted", "master-copies", "ring")
@@ -112,17 +111,6 @@ cdef int64_t _now_ns() noexcept nogil:
     cdef timespec now
     clock_gettime(CLOCK_MONOTONIC, &now)
     return now.tv_sec * <int64_t>1000000000 + now.tv_nsec
-
-
-def sum_parts(parts, float[::1] out, base=None):
-    """out = base + ((parts[0] + parts[1]) + ...), float32; without a base, the sum alone."""
-    cdef _Rows rows = _Rows(parts)
-    cdef _Rows origin = _Rows([out] if base is None else [out, base])
-    if origin.floats != rows.floats:
-        raise ValueError(f"a sum of {rows.floats} floats does not fit into {origin.floats}")
-    cdef const float *start = NULL if base is None else origin.pointers[1]
-    with nogil:
-        pw_sum_parts(<const float *const *>rows.pointers, rows.count, start, origin.pointers[0], rows.floats)
 
 
 # ---- the group -----------------------------------------------------------------------------------------------------

@@ -34,11 +34,9 @@ typedef struct {
     float *top, *sum, *values;
 } pw_partial;
 
-/* Rows of floats to be added up: (parts[0] + parts[1]) + ..., that sum added to `base` where there is one, and the
- * result written to every one of `outs`, which may be parts or base themselves. */
+/* Rows of floats to be added up, (parts[0] + parts[1]) + ..., and where the sum is written: `outs` may be parts. */
 typedef struct {
     const float *const *parts;
-    const float *base;
     float *const *outs;
     int32_t n_parts, n_outs;
 } pw_sum;

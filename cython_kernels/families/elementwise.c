@@ -22,7 +22,6 @@ PW_INLINE int64_t sum_of_any(const pw_sum *sum, int64_t i, int64_t end) {
     for (; i + LANES <= end; i += LANES) {
         vf v = v_load(sum->parts[0] + i);
         for (int p = 1; p < sum->n_parts; ++p) v = v_add(v, v_load(sum->parts[p] + i));
-        if (sum->base) v = v_add(v_load(sum->base + i), v);
         for (int o = 0; o < sum->n_outs; ++o) v_store(sum->outs[o] + i, v);
     }
     return i;
@@ -31,13 +30,12 @@ PW_INLINE int64_t sum_of_any(const pw_sum *sum, int64_t i, int64_t end) {
 static void ISA(sum)(const pw_sum *sum, int64_t begin, int64_t end) {
     float *const *outs = sum->outs;
     const float *const *parts = sum->parts;
-    int in_place = sum->n_parts == 2 && sum->n_outs == 2 && outs[0] == parts[0] && outs[1] == parts[1] && !sum->base;
+    int in_place = sum->n_parts == 2 && sum->n_outs == 2 && outs[0] == parts[0] && outs[1] == parts[1];
     int64_t i = in_place ? sum_of_two(outs[0], outs[1], begin, end) : sum_of_any(sum, begin, end);
     int rest = (int)(end - i);
     if (rest <= 0) return;
     vf v = v_load_n(parts[0] + i, rest);
     for (int p = 1; p < sum->n_parts; ++p) v = v_add(v, v_load_n(parts[p] + i, rest));
-    if (sum->base) v = v_add(v_load_n(sum->base + i, rest), v);
     for (int o = 0; o < sum->n_outs; ++o) v_store_n(outs[o] + i, v, rest);
 }
 
