@@ -38,7 +38,12 @@ class RankProcesses:
         self.name = name
         self._processes = [
             subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=descriptors
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=descriptors,
+                start_new_session=True,  # Ctrl-C is for the one who asks: ranks end when nobody asks any more
             )
             for command in commands
         ]
