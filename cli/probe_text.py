@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise.cli.alone import measuring_alone
+from phasewise.cli.commands.tune_kernels import parse_budget
 from phasewise.cli.present import fail, note, print_json, write_atomically
 from phasewise.topology.cpusets import format_list
 
@@ -61,18 +62,6 @@ def run_probe(
     else:
         for line in probe_lines(machine, found):
             print(line)
-
-
-def parse_budget(text: str) -> float:
-    """Seconds of `30`, `30s`, `2m` or `1h`."""
-    factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 1.0)
-    try:
-        seconds = float(text.rstrip("smh")) * factor
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < 1e6:
-        fail(f"--budget {text!r:.40} is no time: write it like 30s or 2m", exit_code=2)
-    return seconds
 
 
 def probe_lines(machine: Machine, probe: Probe) -> list[str]:

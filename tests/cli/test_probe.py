@@ -18,11 +18,12 @@ from paper_machines import build, epyc, kunpeng, tag_clusters
 from planted_pairs import measured, nested_latencies
 
 from phasewise.cli.probe_svg import draw_probe
-from phasewise.cli.probe_text import parse_budget, probe_lines
+from phasewise.cli.probe_text import probe_lines
 from phasewise.topology import Kind, Machine
-from phasewise.tuner.probe import Interference, Probe
+from phasewise.tuner.config.space import Space
+from phasewise.tuner.probe import Interference, Probe, read_groups
 from phasewise.tuner.probe.groups import hints_of, latency_levels
-from phasewise.tuner.topotree import fundamental
+from phasewise.tuner.topotree import OperatorLimits, fundamental
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
 
@@ -117,16 +118,26 @@ def test_a_proposed_group_colours_the_tree() -> None:
     assert "group(" not in without
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("30", 30), ("30s", 30), ("2m", 120), ("0.5h", 1800)])
-def test_budgets_are_read(text: str, seconds: float) -> None:
-    assert parse_budget(text) == seconds
+def test_what_a_probe_proposes_is_tried_first(tmp_path: Path) -> None:
+    """The file of `--json` gives the search of `tune-config --hints` the grouping that it begins with."""
+    machine, probe = _kunpeng()
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps({"schema_version": 1, **probe.fields()}))
+    tree = fundamental(machine).tree
+
+    hints = tuple(hint.apply(tree) for hint in read_groups(path))
+
+    assert hints == (tree.group(4, 1, tree.depth),)
+    space = Space(tree, OperatorLimits(32, 32, 128, 11008), hints)
+    with_one_latent_level = list(space.generations())[1]
+    assert with_one_latent_level[0] == hints[0]
 
 
-@pytest.mark.parametrize("text", ["", "s", "soon", "-3s", "0", "nan", "inf", "1e9h"])
+@pytest.mark.parametrize("text", ["soon", "0", "-3s"])
 def test_a_budget_that_is_no_time_is_wrong_usage(text: str) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse_budget(text)
-    assert end.value.code == 2
+    done = _phasewise("--probe", "--budget", text)
+
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_this_machine_is_probed_as_json_and_drawn(tmp_path: Path) -> None:
