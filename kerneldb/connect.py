@@ -127,17 +127,41 @@ def use_write_ahead_log(engine: Engine) -> None:
 
 
 def check_file(file: Path) -> bool:
-    """Whether an existing database file can be written as well as read. Refuses what cannot be a database."""
+    """Whether an existing database file can be written as well as read. Refuses what cannot be a database.
+
+    A file that this process has open is not looked into again: closing any descriptor of a file drops all of a
+    process's POSIX locks on it, SQLite's too, and then another process may take the write-ahead log away.
+    """
     try:
-        if not stat.S_ISREG(file.stat().st_mode):
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
             raise ForeignDatabaseError(f"database {file} is not a file")
-        with file.open("rb") as stream:
-            head = stream.read(len(_SQLITE_MAGIC))
+        head = b"" if _is_open_here(found) else _head(file)
     except OSError as error:
         raise KernelDbError(f"database {file} cannot be read: {error.strerror}") from None
     if head and head != _SQLITE_MAGIC:
         raise ForeignDatabaseError(f"{file} is not a database; name another with --db, or move it away")
     return os.access(file, os.W_OK) and os.access(file.parent, os.W_OK | os.X_OK)
+
+
+def _head(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(len(_SQLITE_MAGIC))
+
+
+def _is_open_here(file: os.stat_result) -> bool:
+    """Whether a descriptor of this process is of that file; never, where the system does not list them."""
+    try:
+        descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return False
+    for descriptor in descriptors:
+        try:
+            if os.path.samestat(os.fstat(descriptor), file):
+                return True
+        except OSError:  # the one that listed them
+            continue
+    return False
 
 
 def make_room(location: Location) -> None:

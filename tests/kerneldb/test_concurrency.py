@@ -179,3 +179,24 @@ def fill_first_schema(url: str) -> None:
 def assert_upgraded(store: Store) -> None:
     assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
     assert store.plans() == [PLAN]
+
+
+def test_opening_a_database_again_does_not_give_up_the_first_ones_locks(tmp_path: Path) -> None:
+    """Else the last other process to close it takes the write-ahead log away from under the first."""
+    file = tmp_path / "shared.db"
+    with open_store(file) as first:
+        first.add_plan(PLAN)
+        with open_store(file) as second:
+            assert second.plans() == [PLAN]
+        other = SPAWN.Process(target=add_plan_once, args=(str(file),))
+        other.start()
+        other.join(60)
+        assert other.exitcode == 0
+        assert file.with_name("shared.db-wal").exists()
+        first.add_plan(PLAN)
+        assert len(first.plans()) == 3
+
+
+def add_plan_once(db: str) -> None:
+    with open_store(db) as store:
+        store.add_plan(PLAN)
