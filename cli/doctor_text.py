@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from phasewise.topology.outline import count_words
-from phasewise.tuner.doctor import CHECKS
+from phasewise.tuner.doctor import CHECKS, not_examined
 
 if TYPE_CHECKING:
     from phasewise.tuner.doctor import Finding, Host
@@ -23,6 +23,7 @@ def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
         "source": host.machine.source,
         "findings": [asdict(finding) | {"severity": finding.severity.name} for finding in findings],
         "checks": list(CHECKS),
+        "not_examined": list(not_examined(host)),
     }
 
 
@@ -39,6 +40,9 @@ def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list
         ]
     else:
         lines += [f"Nothing found that keeps it from its limit ({len(CHECKS)} checks)."]
+    missing = not_examined(host)
+    if missing:
+        lines += _wrap("", f"Not told here, so not examined: {', '.join(missing)}.")
     return [line.encode(encoding, "replace").decode(encoding) for line in lines]
 
 

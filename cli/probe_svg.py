@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MARGIN, HEAD, LABEL = 18.0, 46.0, 30.0
 MAP_PIXELS, LEAST_CELL, MOST_CELL = 560.0, 2.0, 34.0
-LEAST_WIDTH = 330.0
+LEAST_WIDTH = 370.0
 """Of the map's half: its title has to fit."""
 
 NUMBER_PIXELS = 24.0

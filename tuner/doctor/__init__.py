@@ -2,8 +2,8 @@
 remedy.
 """
 
-from phasewise.tuner.doctor.examine import CHECKS, examine
+from phasewise.tuner.doctor.examine import CHECKS, examine, not_examined
 from phasewise.tuner.doctor.finding import Evidence, Finding, Severity
 from phasewise.tuner.doctor.host import Host, IsaUse, Tuned
 
-__all__ = ["CHECKS", "Evidence", "Finding", "Host", "IsaUse", "Severity", "Tuned", "examine"]
+__all__ = ["CHECKS", "Evidence", "Finding", "Host", "IsaUse", "Severity", "Tuned", "examine", "not_examined"]

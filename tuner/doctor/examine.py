@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from phasewise.tuner.doctor import cores, memory, processor_time, software
+from phasewise.tuner.doctor.cores import CPU
 from phasewise.tuner.doctor.finding import Finding
 from phasewise.tuner.doctor.host import Host
 
@@ -41,3 +42,18 @@ def examine(host: Host) -> tuple[Finding, ...]:
     """Every finding, the severest first; equals in the order of the checks."""
     found = [finding for check in CHECKS.values() for finding in check(host)]
     return tuple(sorted(found, key=lambda finding: -finding.severity))
+
+
+def not_examined(host: Host) -> tuple[str, ...]:
+    """What the host, mostly a snapshot, does not tell, in words; the checks that need it found nothing."""
+    told = {
+        "load of this moment": host.conditions,
+        "instruction sets in use": host.isa,
+        "system calls that are refused": host.refused_calls,
+        "the tuning database": host.tuned,
+        "limits of the process (proc/self)": host.text("proc/self/status"),
+        "memory (proc/meminfo)": host.text("proc/meminfo"),
+        "kernel settings (proc/sys)": host.text("proc/sys/kernel/osrelease"),
+        "clocks (cpufreq)": host.text(f"{CPU}/cpu{host.machine.tree.cpus[0]}/cpufreq/scaling_governor"),
+    }
+    return tuple(name for name, value in told.items() if value is None)

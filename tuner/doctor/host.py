@@ -12,7 +12,9 @@ from phasewise.topology.limits import cgroup_files
 from phasewise.tuner.conditions import Conditions, parse_ticks
 from phasewise.tuner.doctor.finding import Evidence
 
-MAX_FILE_BYTES = 4 << 20
+MAX_FILE_BYTES = 1 << 20
+"""More than any file here holds; /proc/sys refuses a read of 4 MiB and more."""
+
 MAX_VALUE_CHARS = 160
 
 

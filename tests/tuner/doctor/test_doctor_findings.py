@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from fake_host import CGROUP, CPU, FLAGS, MEMINFO, MOUNTS, Plant, clean_host, found_in
 
+from phasewise.topology import read_machine
 from phasewise.tuner.conditions import Conditions
-from phasewise.tuner.doctor import CHECKS, IsaUse, Severity, Tuned, examine
+from phasewise.tuner.doctor import CHECKS, Host, IsaUse, Severity, Tuned, examine, not_examined
 
 LADDER = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 V1_MOUNTS = """31 23 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
@@ -341,3 +342,24 @@ def test_damaged_files_are_no_finding_and_no_crash(tmp_path: Path, text: str) ->
     host = clean_host(tmp_path, Plant(damaged, told={"conditions": None, "refused_calls": None}))
 
     assert {finding.id for finding in examine(host)} <= {"memory-limit"}
+
+
+def test_what_a_snapshot_does_not_tell_is_listed(tmp_path: Path) -> None:
+    whole = clean_host(tmp_path / "whole", Plant())
+    bare = clean_host(tmp_path / "bare", Plant({"proc/meminfo": None}, told={"tuned": None, "isa": None}))
+
+    assert not_examined(whole) == ()
+    assert not_examined(bare) == (
+        "instruction sets in use",
+        "the tuning database",
+        "memory (proc/meminfo)",
+    )
+
+
+def test_kernel_settings_of_the_running_host_are_read() -> None:
+    """/proc/sys is no ordinary folder: it refuses large reads."""
+    release = Path("/proc/sys/kernel/osrelease")
+    if not release.exists():
+        pytest.skip("this system shows no /proc/sys")
+
+    assert Host(Path("/"), read_machine()).text("proc/sys/kernel/osrelease") == release.read_text().strip()
