@@ -127,9 +127,9 @@ def use_write_ahead_log(engine: Engine) -> None:
 
 
 def check_file(file: Path) -> bool:
-    """Whether an existing database file can be written as well as read. Refuses what cannot be a database.
+    """Whether an existing database file can be written as well as read; refuses what cannot be a database.
 
-    A file that this process has open is not looked into again: closing any descriptor of a file drops all of a
+    A file that this process has open is not looked into: closing any descriptor of a file drops all of a
     process's POSIX locks on it, SQLite's too, and then another process may take the write-ahead log away.
     """
     try:
