@@ -102,7 +102,7 @@ class Torch:
         if cell.format == "f32" and torch.backends.mkl.is_available():
             product, reorder_mkl = torch.ops.mkl._mkl_linear, torch.ops.mkl._mkl_reorder_linear_weight
             packed = [reorder_mkl(w, cell.m) for _ in range(cell.copies)]
-            # The weight as it was goes along, and a single row is multiplied with that: it must be cold as well.
+            # The weight as it was goes along, and a single row is multiplied with that: it must be cold too.
             plain = [w.clone() for _ in range(cell.copies)]
             yield Setting("MKL packed", lambda i: product(x, packed[i], plain[i], None, cell.m), self._row)
         packed = [w.clone() for _ in range(cell.copies)]
