@@ -2,8 +2,8 @@
 state, and what a modelled evaluator needs to know of them.
 
 Rates are assumptions of the right size, from data sheets; no such machine was measured. Those of the
-Kunpeng's tag arrays and of its slower nodes were chosen so that the paper's Fig. 3 (a) can happen at all: that its
-orderings come out shows the mechanism at work, and predicts nothing.
+Kunpeng's tag arrays and of its slower nodes were chosen so that the paper's Fig. 3 (a) can happen at all:
+that its orderings come out shows the mechanism at work, and predicts nothing.
 """
 
 from __future__ import annotations
