@@ -2,9 +2,9 @@
 
     python benchmarks/neighbours.py [--db DB] [--threads 2] [--most 40] [--json]
 
-For each pair of neighbouring m that were tuned for a weight, the m half-way between runs with the schedule
-that lookup gives it, in a paired duel with the kernels' own default; a gain above 1 means that the
-neighbour's is faster. It loses only if the whole confidence interval lies below 1.
+For each m that was tuned for a weight, the m farthest from it to which lookup gives its schedule runs with
+that in a paired duel with the kernels' own default; a gain above 1 means that the neighbour's is faster. It
+loses only if the whole confidence interval lies below 1.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Comparison, Problem, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
-from phasewise.tuner.lookup import ScheduleTable
-from phasewise.tuner.native import NativeEvaluator
+from phasewise.tuner.lookup import Choice, ScheduleTable
+from phasewise.tuner.native import NativeEvaluator, is_default_for
 from phasewise.tuner.weights import cold_bytes
 
 
@@ -45,15 +45,23 @@ class Between:
 
 
 def neighbours(problems: Sequence[Problem], table: ScheduleTable) -> Iterator[tuple[Problem, Schedule, str]]:
-    """Half-way between every two tuned m of a weight, where lookup knows a neighbour."""
+    """Of every two tuned m of a weight, what is as far from one as a neighbour may be."""
     for first, second in itertools.pairwise(problems):
-        m = (first.m + second.m) // 2
         key = (second.family, second.format, second.n, second.k)
         if key != (first.family, first.format, first.n, first.k) or second.family != "gemm":
             continue
-        choice = table.choice(key, m)
-        if choice.kind == "neighbour" and choice.schedule is not None:
-            yield Problem(*key, m), choice.schedule, choice.why
+        between = [(m, table.choice(key, m)) for m in range(first.m + 1, second.m)]
+        near = [(m, choice) for m, choice in between if choice.kind == "neighbour"]
+        ends = [one for side in (first.m, second.m) for one in _farthest(near, side)]
+        for m, choice in ends:
+            if choice.schedule is not None:
+                yield Problem(*key, m), choice.schedule, choice.why
+
+
+def _farthest(near: Sequence[tuple[int, Choice]], tuned: int) -> Sequence[tuple[int, Choice]]:
+    """The one farthest from a tuned m among those that run with its schedule; none if there are none."""
+    own = [(m, choice) for m, choice in near if choice.why.endswith(f"m={tuned}")]
+    return sorted(own, key=lambda one: abs(one[0] - tuned))[-1:]
 
 
 def parse() -> argparse.Namespace:
@@ -75,7 +83,8 @@ def main() -> None:
         in_use = [
             row for row in store.promoted_measurements(machine_key(machine, cores)) if row.kernel_abi == abi
         ]
-    between = list(neighbours([row.problem for row in in_use], ScheduleTable(in_use)))
+    table = ScheduleTable(in_use, is_default_for(len(cores)))
+    between = list(neighbours([row.problem for row in in_use], table))
     if not between:
         sys.exit("no two near m of one weight are tuned for these cores; run phasewise tune-kernels first")
     evaluator = NativeEvaluator(cores, cold_bytes(machine))

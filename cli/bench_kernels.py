@@ -27,7 +27,7 @@ from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.conditions import Watch
 from phasewise.tuner.limits import StreamingRead, peak_flops
 from phasewise.tuner.lookup import ScheduleTable, read_table
-from phasewise.tuner.native import arithmetic_of, default_schedule, kernel_fields
+from phasewise.tuner.native import arithmetic_of, default_schedule, is_default_for, kernel_fields
 from phasewise.tuner.roofline import peak_kinds
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.weights import copies_of, format_name, random_weight
@@ -102,7 +102,7 @@ def _tuned(db: str | None, cores: Sequence[int]) -> ScheduleTable:
     machine = read_machine()
     with open_store(db, note) as store:
         key = MachineKey(core_signature(machine), placement_signature(machine, cores))
-        return read_table(store, key, _native.kernel_abi)
+        return read_table(store, key, _native.kernel_abi, is_default_for(len(cores)))
 
 
 @dataclass(frozen=True)

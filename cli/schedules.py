@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from phasewise.cli.present import note
 from phasewise.cython_kernels.division import columns, share
 from phasewise.kerneldb.location import locate
-from phasewise.kerneldb.records import MachineKey, Measurement
+from phasewise.kerneldb.records import MachineKey
 from phasewise.serving.forward import attention_problem
 from phasewise.serving.schedules import RowRange
 from phasewise.topology import Machine, core_signature, placement_signature
@@ -62,23 +62,22 @@ def schedules_for(
     db: str | os.PathLike[str] | None, machine: Machine, plans: Plans
 ) -> Mapping[Phase, KernelSchedules]:
     """What is in use on each plan's cores with this build of the kernels; nothing without a database."""
-    in_use = {phase: [] for phase in plans} if locate(db).is_absent else _in_use(db, machine, plans)
-    return {phase: KernelSchedules(PhaseSchedules(ScheduleTable(rows))) for phase, rows in in_use.items()}
+    absent = locate(db).is_absent
+    tables = {phase: ScheduleTable([]) for phase in plans} if absent else _tables(db, machine, plans)
+    return {phase: KernelSchedules(PhaseSchedules(table)) for phase, table in tables.items()}
 
 
-def _in_use(
-    db: str | os.PathLike[str] | None, machine: Machine, plans: Plans
-) -> dict[Phase, list[Measurement]]:
+def _tables(db: str | os.PathLike[str] | None, machine: Machine, plans: Plans) -> dict[Phase, ScheduleTable]:
     from phasewise.cython_kernels._native import kernel_abi
     from phasewise.kerneldb.store import open_store
+    from phasewise.tuner.lookup import read_table
+    from phasewise.tuner.native import is_default_for
 
     with open_store(db, note) as store:
         return {
-            phase: [
-                row
-                for row in store.promoted_measurements(tuned_on(machine, plan))
-                if row.kernel_abi == kernel_abi(row.problem.family)
-            ]
+            phase: read_table(
+                store, tuned_on(machine, plan), kernel_abi, is_default_for(len(plan.ranks[0].cores))
+            )
             for phase, plan in plans.items()
         }
 

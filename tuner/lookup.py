@@ -5,12 +5,13 @@ Only what is in use counts: schedules that won a duel against the one before the
 Results must not depend on how many rows are computed at once, so that all schedules of a weight share one
 arithmetic, that of the newest of them; those of another one are left out.
 
-A neighbour is near enough if its m is within a quarter, which is as far apart as the tuner's grid goes; and
-a slice that was tuned for many rows serves any larger number of them, since more rows only repeat it. Its
-tiles are made even for the rows at hand: 9 rows on tiles of 8 would be 8 and 1, so tiles of 5 are taken.
-Between two tuned m both must have come to the same tile and thread grid: where they disagree, one of them
-was a close win at its own m, and has been seen to lose between them. Where nothing is near, or neighbours
-disagree, the default is used; it needs no tuning.
+A neighbour is near enough if its m is within a twentieth; and a slice that was tuned for many rows serves
+any larger number of them, since more rows only repeat it. Its tiles are made even for the rows at hand: 9
+rows on tiles of 8 would be 8 and 1, so tiles of 5 are taken. Between two tuned m both must have come to the
+same tile and thread grid: where they disagree, one of them was a close win at its own m, and has been seen
+to lose between them. And where the default itself was found best, it is the default again that runs, made
+for the rows at hand. Where nothing is near, or neighbours disagree, the default is used; it needs no
+tuning.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
 from phasewise.cython_kernels.packing import PackedWeight
-from phasewise.kerneldb.records import MachineKey, Measurement, Schedule
+from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
 from phasewise.tuner.search.space import Arithmetic, pieces
 from phasewise.tuner.weights import format_name
 
 Kind = Literal["exact", "neighbour", "default"]
 WeightKey: TypeAlias = tuple[str, str, int, int]
 """Family, format, n and k."""
+IsDefault: TypeAlias = Callable[[Problem, Schedule], bool]
+"""Whether a schedule is the kernels' own for a problem; `native.is_default_for` knows."""
 
-NEAR = 1.25
-"""The largest ratio of an m and its neighbour's."""
+NEAR = 1.05
+"""The largest ratio of an m and its neighbour's. Farther off, schedules have been seen to lose."""
 REPEAT_FROM = 128
 """A schedule tuned for so many rows or more serves any larger m that has no nearer one."""
 NEIGHBOURS = ", and its neighbours"
@@ -60,6 +63,8 @@ class _Weight:
 
     arithmetic: Arithmetic
     tuned: dict[int, Schedule]
+    own: frozenset[int]
+    """The m where the kernels' own schedule is in use."""
 
     def at(self, m: int) -> Choice:
         exact = self.tuned.get(m)
@@ -68,6 +73,8 @@ class _Weight:
         nearest = self._nearest(m)
         if max(nearest / m, m / nearest) > NEAR and not REPEAT_FROM <= nearest < m:
             return Choice(m, None, "default", f"default: nothing tuned near, nearest is m={nearest}")
+        if nearest in self.own:
+            return Choice(m, None, "default", f"default: nothing was faster at m={nearest}")
         around = self._around(m)
         if len({_manner(even_tiles(self.tuned[one], m)) for one in around}) > 1:
             both = " and ".join(f"m={one}" for one in around)
@@ -92,13 +99,13 @@ class _Weight:
 class ScheduleTable:
     """The schedules in use on one kind of machine, of one build of the kernels."""
 
-    def __init__(self, in_use: Iterable[Measurement]) -> None:
+    def __init__(self, in_use: Iterable[Measurement], is_default: IsDefault = lambda *_: False) -> None:
         """`in_use`: `Store.promoted_measurements` of one machine key, those of this build of the kernels."""
         rows: dict[WeightKey, list[Measurement]] = {}
         for row in in_use:
             problem = row.problem
             rows.setdefault((problem.family, problem.format, problem.n, problem.k), []).append(row)
-        self._weights = {key: _weight(of_weight) for key, of_weight in rows.items()}
+        self._weights = {key: _weight(of_weight, is_default) for key, of_weight in rows.items()}
 
     def arithmetic(self, key: WeightKey) -> Arithmetic | None:
         """The way of computing that its schedules share; None: the default one, nothing is tuned."""
@@ -133,10 +140,15 @@ class ScheduleStore(Protocol):
     def promoted_measurements(self, machine: MachineKey) -> list[Measurement]: ...
 
 
-def read_table(store: ScheduleStore, machine: MachineKey, abi_of: Callable[[str], str]) -> ScheduleTable:
+def read_table(
+    store: ScheduleStore,
+    machine: MachineKey,
+    abi_of: Callable[[str], str],
+    is_default: IsDefault = lambda *_: False,
+) -> ScheduleTable:
     """What a store knows for this kind of machine and this build; `abi_of` is `_native.kernel_abi`."""
     rows = store.promoted_measurements(machine)
-    return ScheduleTable(row for row in rows if row.kernel_abi == abi_of(row.problem.family))
+    return ScheduleTable((row for row in rows if row.kernel_abi == abi_of(row.problem.family)), is_default)
 
 
 @dataclass(frozen=True)
@@ -170,11 +182,13 @@ def _manner(schedule: Schedule) -> tuple[int, ...]:
     return (schedule.mr, schedule.panels, schedule.threads_m, schedule.threads_n, schedule.threads_k)
 
 
-def _weight(rows: Sequence[Measurement]) -> _Weight:
+def _weight(rows: Sequence[Measurement], is_default: IsDefault) -> _Weight:
     newest = max(rows, key=lambda row: row.origin.created_at_ms)
     arithmetic = _arithmetic(newest)
-    tuned = {row.problem.m: row.sample.schedule for row in rows if _arithmetic(row) == arithmetic}
-    return _Weight(arithmetic, tuned)
+    used = [row for row in rows if _arithmetic(row) == arithmetic]
+    tuned = {row.problem.m: row.sample.schedule for row in used}
+    own = frozenset(row.problem.m for row in used if is_default(row.problem, row.sample.schedule))
+    return _Weight(arithmetic, tuned, own)
 
 
 def _arithmetic(row: Measurement) -> Arithmetic:

@@ -10,7 +10,7 @@ Every candidate is checked: on one arithmetic its result must equal the default 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -61,6 +61,18 @@ def kernel_fields(schedule: Schedule) -> dict[str, int]:
         "grid_k": schedule.threads_k,
         "rows_outside": int(schedule.loop_order == "mn"),
     }
+
+
+def is_default_for(threads: int) -> Callable[[Problem, Schedule], bool]:
+    """Whether a schedule of a product is the kernels' own; False for attention."""
+
+    def is_default(problem: Problem, schedule: Schedule) -> bool:
+        if problem.family != "gemm":
+            return False
+        weight = blank_weight(problem.format, problem.n, problem.k)
+        return schedule == default_schedule(weight, problem.m, threads, arithmetic_of(schedule))
+
+    return is_default
 
 
 def default_schedule(weight: PackedWeight, m: int, threads: int, arithmetic: Arithmetic) -> Schedule:

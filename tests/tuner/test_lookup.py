@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.cython_kernels._native import compute_paths
 from phasewise.cython_kernels.packing import PackedWeight, pack_dense
 from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem, Sample, Schedule
 from phasewise.tuner.lookup import (
@@ -19,7 +21,9 @@ from phasewise.tuner.lookup import (
     even_tiles,
     read_table,
 )
+from phasewise.tuner.native import default_schedule, is_default_for
 from phasewise.tuner.search.space import Arithmetic
+from phasewise.tuner.weights import blank_weight
 
 KEY = ("gemm", "bf16", 576, 576)
 SCHEDULE = Schedule(
@@ -74,7 +78,7 @@ def test_a_neighbour_is_near_or_only_repeats_a_slice_of_many_rows(tuned: list[in
         assert choice.schedule is not None
 
 
-@given(m=st.integers(65, 79), panels=st.sampled_from([1, 2]))
+@given(m=st.sampled_from([65, 66, 67, 77, 78, 79]), panels=st.sampled_from([1, 2]))
 def test_between_neighbours_that_disagree_the_default_runs(m: int, panels: int) -> None:
     """A close win of another tile at one m has been seen to lose at the next."""
     other = replace(SCHEDULE, panels=panels)
@@ -82,6 +86,27 @@ def test_between_neighbours_that_disagree_the_default_runs(m: int, panels: int) 
 
     assert (table.choice(KEY, m).kind == "default") == (other.panels != SCHEDULE.panels)
     assert table.choice(KEY, 80).schedule == other
+
+
+@given(m=st.sampled_from([65, 66, 67, 77, 78, 79]))
+def test_next_to_a_default_that_was_found_best_the_default_runs(m: int) -> None:
+    """It is the default for m rows that is meant, not that of its neighbour cut to m rows."""
+    table = ScheduleTable([row(64, SCHEDULE), row(80, SCHEDULE)], lambda problem, _: problem.m == 64)
+
+    nearest = 64 if m / 64 <= 80 / m else 80
+    assert table.choice(KEY, m).kind == ("default" if nearest == 64 else "neighbour")
+    assert table.choice(KEY, 64).schedule == SCHEDULE
+
+
+@pytest.mark.parametrize("weight_format", ["f32", "bf16", "int8", "int8c", "int4m"])
+def test_the_kernels_own_schedule_is_recognised(weight_format: str) -> None:
+    weight = blank_weight(weight_format, 960, 576)
+    own = default_schedule(weight, 40, 2, Arithmetic(compute_paths(weight.kind, weight.group)[0]))
+    problem = Problem("gemm", weight_format, 960, 576, 40)
+
+    assert is_default_for(2)(problem, own)
+    assert not is_default_for(2)(problem, replace(own, threads_m=2, threads_n=1))
+    assert not is_default_for(2)(replace(problem, family="attention"), own)
 
 
 def test_where_nothing_is_tuned_the_default_runs() -> None:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 SLICES = 5
 """Of a trace. A hopeless configuration is known after two."""
 
-POLL_S = 0.2
-"""How often a process looks whether another one has finished what it waits for."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.2
+"""Between two looks whether another process has finished; each pause is twice the last."""
 
 MAX_NAME_CHARS = 400
 
@@ -237,6 +237,7 @@ class _Search:
         """Costs of a batch: what the study holds, what others are timing now, and the rest timed here."""
         waiting = {candidate.configuration.key: candidate for candidate in ask.candidates}
         self._candidates.update(waiting)
+        pause_s = FIRST_PAUSE_S
         while True:
             elsewhere = self._take(waiting)
             if not waiting:
@@ -245,7 +246,8 @@ class _Search:
                 raise _Ended
             free = [candidate for key, candidate in waiting.items() if key not in elsewhere]
             if not free:
-                time.sleep(POLL_S)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             # From the other end where somebody is at work already, or both would reach for the same ones.
             elif claim := self._trials.claim(self._entry(free[-1 if elsewhere else 0])):
                 self._evaluate(claim, self._candidates[claim.key])

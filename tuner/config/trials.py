@@ -11,14 +11,16 @@ heartbeat; whoever sees it marks the trial as failed, and the configuration may 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from phasewise.tuner.config.storage import clear_storage_errors, quiet
+from phasewise.tuner.config.storage import HEARTBEAT_S, clear_storage_errors, quiet
 
 if TYPE_CHECKING:
     import optuna
@@ -77,6 +79,8 @@ class Trials:
         self._location_name = location_name
         self._study_id = storage.get_study_id_from_name(study.study_name)
         self._first_own = len(self._all())
+        self._last_beat = (-1, -math.inf)
+        self._buried_s = -math.inf
 
     def look(self) -> tuple[dict[str, Known], set[str]]:
         """What is known, by configuration, and which ones a live process is timing.
@@ -186,6 +190,9 @@ class Trials:
             if _is_running(trial) and _is_gone(str(trial.user_attrs.get(_CLAIM))):
                 trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, trial.number)
                 self._fail(trial_id, _ABANDONED, "its process died")
+        if time.monotonic() - self._buried_s < HEARTBEAT_S:
+            return
+        self._buried_s = time.monotonic()
         with clear_storage_errors(self._location_name), quiet():
             optuna.storages.fail_stale_trials(self._study)
 
@@ -201,9 +208,16 @@ class Trials:
                 pass  # Another process has seen the same, and was quicker.
 
     def _beat(self, claim: Claim) -> None:
-        """Tell other machines that the trial is alive. A storage of this process alone need not know."""
+        """Tell other machines that the trial is alive, not oftener than they look for it.
+
+        A storage of this process alone need not know.
+        """
+        (trial_id, beat_s), now_s = self._last_beat, time.monotonic()
+        if trial_id == claim.trial_id and now_s - beat_s < HEARTBEAT_S:
+            return
         if hasattr(self._storage, "record_heartbeat"):
             self._storage.record_heartbeat(claim.trial_id)
+            self._last_beat = (claim.trial_id, now_s)
 
     def _all(self) -> list[FrozenTrial]:
         """In the order of their numbers."""
