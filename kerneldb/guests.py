@@ -3,12 +3,16 @@
 Optuna keeps its studies beside our tables, under its own names and its own Alembic history (ours has a table
 of another name, see `schema.VERSION_TABLE`). It brings its own engine; here is what that engine needs so that
 several processes may write to one SQLite file: the same waiting for a lock, and the lock taken when a
-transaction begins, since reading first and writing later would let two processes claim the same row.
+transaction begins, since reading first and writing later would let two processes claim the same row. What
+only reads says so (`only_reading`), and then waits for nobody.
 """
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from sqlalchemy import Connection, Engine, event
@@ -35,10 +39,23 @@ def engine_arguments(location: Location) -> tuple[str, dict[str, Any]]:
     return "sqlite://", {"creator": connect, "poolclass": QueuePool}
 
 
+_is_reading: ContextVar[bool] = ContextVar("_is_reading", default=False)
+
+
+@contextmanager
+def only_reading() -> Iterator[None]:
+    """Nothing inside writes: its transactions need no lock."""
+    token = _is_reading.set(True)
+    try:
+        yield
+    finally:
+        _is_reading.reset(token)
+
+
 def lock_when_beginning(engine: Engine) -> None:
-    """Let every transaction of a guest's engine begin with SQLite's write lock."""
+    """Let every transaction of a guest's engine begin with SQLite's write lock, unless it only reads."""
     if engine.dialect.name == "sqlite":
 
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            connection.exec_driver_sql("BEGIN" if _is_reading.get() else "BEGIN IMMEDIATE")

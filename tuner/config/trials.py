@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from phasewise.kerneldb.guests import only_reading
 from phasewise.tuner.config.storage import HEARTBEAT_S, clear_storage_errors, quiet
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ class Trials:
         with clear_storage_errors(self._location_name):
             self._beat(claim)
             claim.trial.report(mean_ms, slice_number)
-            return claim.trial.should_prune()
+            with only_reading():
+                return claim.trial.should_prune()
 
     def complete(self, claim: Claim, cost_ms: float) -> None:
         """It was timed to the end."""
@@ -221,7 +223,7 @@ class Trials:
 
     def _all(self) -> list[FrozenTrial]:
         """In the order of their numbers."""
-        with clear_storage_errors(self._location_name):
+        with clear_storage_errors(self._location_name), only_reading():
             return self._storage.get_all_trials(self._study_id, deepcopy=False)
 
 
