@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import rank_processes
-from test_group import LONG_S, yield_at_random
+from test_process_group import LONG_S, yield_at_random
 
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import ALL_REDUCE_KINDS, Group, group_bytes
