@@ -102,15 +102,20 @@ class _Search:
         self._trees: set[str] = set()
         self._best_ms: float | None = None
         self._lines = 0
+        self._decision: str | None = None
 
     def line(self, event: Event) -> str | None:
         """What an event is worth, None for nothing."""
-        if isinstance(event, Tried):
-            return self._tried_line(event)
-        if self._lines >= MOST_TREE_LINES:
+        return self._tried_line(event) if isinstance(event, Tried) else self._decision_line(event)
+
+    def _decision_line(self, event: Cut | Stopped) -> str | None:
+        """None also for what the last one said: trees of other groupings often fall for the same reason."""
+        words = _cut_words(event) if isinstance(event, Cut) else _stopped_words(event)
+        if self._lines >= MOST_TREE_LINES or words == self._decision:
             return None
         self._lines += 1
-        return f"{self._phase:8}{_cut_words(event) if isinstance(event, Cut) else _stopped_words(event)}"
+        self._decision = words
+        return f"{self._phase:8}{words}"
 
     def where(self, event: Tried) -> str:
         """E.g. `prefill: 12 of at most 40 in 0:34, at most 1:20 left, best 38.1 ms`."""
