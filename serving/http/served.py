@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from phasewise.serving.pools.contract import Estimate
+
+
+class PromptFacts(NamedTuple):
+    """What is known of a request before it is answered, and may tell how long its answer becomes.
+
+    `n_messages`: of the conversation; 1 for a completion. `system_prompt_id`: the same for the same system
+    prompt, and tells nothing else of it; None where there is none.
+    """
+
+    token_ids: Sequence[int]
+    temperature: float
+    max_tokens: int | None
+    n_messages: int
+    system_prompt_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +42,8 @@ class ServedModel:
     piece: Callable[[int], bytes]
     """What a token adds to a text; maybe no whole character."""
     render_chat: Callable[[Sequence[dict[str, Any]]], str] | None
+    estimate: Callable[[PromptFacts], Estimate] | None = None
+    """How long an answer will be, asked on the thread that prepares a request; None where nobody knows."""
 
     @property
     def model_id(self) -> str:
