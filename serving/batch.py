@@ -22,6 +22,17 @@ class SequenceSlice(NamedTuple):
     slot_base: int
     wants_logits: bool
     """Whether the logits after the last token of this slice are wanted."""
+    table: tuple[int, ...] | None = None
+    """None: contiguous from `slot_base`. Else slots at which the runs of KV_CHUNK positions begin, and
+    `slot_base` is not read."""
+
+
+class KvCopy(NamedTuple):
+    """Keys and values of `n_slots` slots, to be had at `target_slot` too. The ranges may overlap."""
+
+    source_slot: int
+    target_slot: int
+    n_slots: int
 
 
 class Batch(NamedTuple):
@@ -31,6 +42,8 @@ class Batch(NamedTuple):
     slices: tuple[SequenceSlice, ...]
     request_ids: tuple[str, ...] = ()
     """Whose each slice is, in the same order. For the scheduler and the sampler; ranks do not read it."""
+    copies: tuple[KvCopy, ...] = ()
+    """Done in this order before anything is computed; by the engine, through `Ranks.copy_kv`."""
 
     @property
     def n_tokens(self) -> int:

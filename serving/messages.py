@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise.serving.batch import Phase
 from phasewise.serving.request import FinishReason
 from phasewise.serving.sampling import SampledToken, SamplingParams
+
+if TYPE_CHECKING:
+    from phasewise.serving.guides import Guide
+    from phasewise.serving.pools.contract import Estimate, PoolStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,10 @@ class Submit:
     stop: tuple[str, ...] = ()
     """The answer ends before the first of these; none of it is given out."""
     ignore_eos: bool = False
+    estimate: Estimate | None = None
+    """How long the answer will be; made before the engine's thread sees the request."""
+    guide: Guide | None = None
+    """What the answer must look like. Each answer runs a `fresh()` one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,13 @@ class EngineLoad(NamedTuple):
     n_running: int
     kv_slots_used: int
     kv_slots: int
+    pool: PoolStats | None = None
+    preemptions: int = 0
+    """Running requests that gave their slots back and were queued again. Since the start, like those below."""
+    prefix_hits: int = 0
+    """Requests that took over keys and values of a prompt computed before."""
+    prefix_tokens_reused: int = 0
+    phase_switches: int = 0
 
 
 class Delivery(NamedTuple):
