@@ -1,0 +1,154 @@
+"""What every KV pool promises, whatever its policy. Integers only; no clock, no tensor, no thread.
+
+Positions of the cache are slots. Every block that a pool hands out begins at a multiple of `ALIGNMENT` slots and
+is a multiple of it long. Four promises, which `tests/serving/pools` holds against every policy:
+
+- no slot has two owners, and free + used = all, after every call;
+- an empty pool takes any request of at most `longest` positions and lets it grow to its end;
+- what a call answers with None has changed nothing;
+- the copies of successive growths may be carried out later, in their order, as long as nothing is computed in
+  between: a copy's source is given back by the very call that returns it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from phasewise.serving.batch import KvCopy
+
+ALIGNMENT = 16
+"""Slots of a panel of keys: blocks begin and end at its multiples."""
+
+KV_CHUNK = 128
+"""Positions of a run in a placement by table (PW_CHUNK of the kernels)."""
+
+
+class PoolError(AssertionError):
+    """The pool was misused or has lost count: a bug in its caller, never a user's mistake."""
+
+
+class Estimate(NamedTuple):
+    """How long an answer is thought to become."""
+
+    output_tokens: float
+    uncertainty: float
+    """0: sure; 1: no idea."""
+
+
+class Demand(NamedTuple):
+    """What a request needs of the pool. `held_tokens <= most_tokens`."""
+
+    held_tokens: int
+    """Positions needed at once: the prompt, and the answer so far where the request ran before."""
+    most_tokens: int
+    """Prompt and max_tokens: never exceeded."""
+    prompt_tokens: int
+    estimate: Estimate | None = None
+
+
+class Placement(NamedTuple):
+    """Where a request's positions are: slot `base + position`, or by `table`."""
+
+    base: int
+    n_slots: int
+    """Positions that it can hold."""
+    table: tuple[int, ...] | None = None
+    """Slots at which its runs of `KV_CHUNK` positions begin; None where all are one run."""
+
+
+class Growth(NamedTuple):
+    """A placement with more room."""
+
+    placement: Placement
+    copy: KvCopy | None
+    """The migration, if there is one: what the old block held, from there to here."""
+
+
+class BucketStats(NamedTuple):
+    """One size of block that new requests get."""
+
+    name: str
+    bound_tokens: int
+    """Longest answer it is meant for; for policies that count prompt and answer together, both."""
+    blocks_used: int
+    slots_used: int
+    slots_wasted: int
+    """Reserved and not known to be needed: the blocks less what their requests held when they last asked."""
+
+
+class PoolStats(NamedTuple):
+    """The state of a pool, and what has happened in it. Counts never fall."""
+
+    policy: str
+    slots_used: int
+    slots_free: int
+    largest_reservable: int
+    buckets: tuple[BucketStats, ...] = ()
+    migrations: int = 0
+    """Growths that moved a request."""
+    overflows: int = 0
+    """Requests that outgrew their first block."""
+    to_large: int = 0
+    """Requests sent to the large bucket at once: no estimate, one too unsure, or longer than every bound."""
+    mispredicted: int = 0
+    """Requests with an estimate whose answer fell into another bucket than theirs."""
+    refreshes: int = 0
+    """Times that new bounds came into use."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """Settings of all policies; each reads its own."""
+
+    longest_request: int
+    """Positions of the longest request that may come: the model's context, or less."""
+    n_buckets: int = 4
+    """odma: at most so many learnt buckets below the large one."""
+    alpha: float = 0.25
+    """odma: an estimate of uncertainty u counts 1 + alpha u times."""
+    tau: float = 0.9
+    """odma: an estimate less sure than this is none."""
+    window: int = 1024
+    """odma: realised lengths that the bounds are learnt from."""
+    refresh_every: int = 64
+    """odma: new realised lengths before bounds are learnt again."""
+    answer_tokens: int | None = None
+    """fixed: longest answer that the buckets, chosen beforehand, are cut from; None: the longest request."""
+    n_fixed: int = 10
+    """fixed: how many buckets of equal width."""
+    page_slots: int = KV_CHUNK
+    """paged: positions of a page."""
+
+
+class KvPool(Protocol):
+    """`n_slots` KV slots under one policy. One thread calls all of it but `refresh`."""
+
+    @property
+    def n_slots(self) -> int: ...
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest request that the empty pool holds to its end."""
+
+    def reserve(self, owner: str, demand: Demand) -> Placement | None:
+        """Room for `demand.held_tokens` at least, or None: not now. One placement per owner."""
+
+    def grow(self, owner: str, n_positions: int) -> Growth | None:
+        """Room for `n_positions` (at most the demand's `most_tokens`), or None: not now."""
+
+    def release(self, owner: str, answer_tokens: int | None = None) -> None:
+        """Give back all that `owner` holds. `answer_tokens`: how long its answer became, to learn from;
+        None where it did not end by itself."""
+
+    def placements(self) -> dict[str, Placement]:
+        """Who holds what, as a copy."""
+
+    def stats(self) -> PoolStats: ...
+
+    def check(self) -> None:
+        """Raise PoolError, with the numbers, unless every slot is either free or has exactly one owner."""
+
+    def refresh(self) -> bool:
+        """Learn from what was released, for requests to come; whether anything changed. Cheap where there is
+        nothing new. May be called from one other thread at any time (`serving.maintenance`)."""
