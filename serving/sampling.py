@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels._native import argmax
 from phasewise.serving.errors import RequestError, StepFailed
+from phasewise.serving.guides import Guide
 
 FloatVector = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
@@ -92,10 +93,21 @@ class SampledToken(NamedTuple):
 
 
 class Sampler:
-    """The state that one request's choice of tokens depends on: its generator and the tokens seen."""
+    """The state that one request's choice of tokens depends on: its generator, the tokens seen, its guide.
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+    `cut_short` says that the guide could not go on, so the last token is an end token that nobody chose.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        guide: Guide | None = None,
+    ) -> None:
         self.params = params
+        self.guide = guide
+        self.cut_short = False
         self._check_ids(vocab_size)
         seed = secrets.randbits(64) if params.seed is None else params.seed % _MAX_SEED
         self._rng = None if params.is_greedy else np.random.Generator(np.random.PCG64(seed))
@@ -106,16 +118,30 @@ class Sampler:
         """Choose from `logits` (float32 [vocab], not changed). StepFailed if none of them is a number."""
         params = self.params
         shaped = self._reshape(logits) if params.reshapes_logits else logits
-        token_id = int(shaped.argmax())
-        _require_finite(float(shaped[token_id]))
-        if self._rng is not None:
-            token_id = _draw(shaped, params, float(self._rng.random()))
+        token_id = self._choose(shaped) if self.guide is None else self._choose_guided(shaped, self.guide)
         if params.reshapes_logits:
             self._answer[token_id] += 1
             self._seen.add(token_id)
         if params.top_logprobs is None:
             return SampledToken(token_id)
         return _with_logprobs(logits, token_id, params.top_logprobs)
+
+    def _choose(self, shaped: FloatVector) -> int:
+        token_id = int(shaped.argmax())
+        _require_finite(float(shaped[token_id]))
+        if self._rng is not None:
+            token_id = _draw(shaped, self.params, float(self._rng.random()))
+        return token_id
+
+    def _choose_guided(self, shaped: FloatVector, guide: Guide) -> int:
+        _require_finite(float(shaped.max()))
+        allowed = shaped.copy()
+        if not guide.forbid(allowed):
+            self.cut_short = True
+            return guide.end_token_id
+        token_id = self._choose(allowed)
+        guide.advance(token_id)
+        return token_id
 
     def _reshape(self, logits: FloatVector) -> FloatVector:
         params, shaped = self.params, logits.astype(np.float32, copy=True)
@@ -142,7 +168,7 @@ class Sampler:
 
 def sample_rows(logits: npt.NDArray[np.float32], samplers: Sequence[Sampler]) -> list[SampledToken]:
     """One token for each row of `logits` (float32 [n, vocab]) by the sampler of the same index."""
-    if all(sampler.params.is_plain_greedy for sampler in samplers):
+    if all(sampler.guide is None and sampler.params.is_plain_greedy for sampler in samplers):
         return _greedy_rows(logits)
     return [sampler.sample(row) for sampler, row in zip(samplers, logits, strict=True)]
 
