@@ -7,7 +7,9 @@ ServingError
  ├─ QueueFull           the server has as many requests waiting as it allows
  ├─ Stopping            the server ends before the answer does
  ├─ StepFailed          a forward step failed; only the requests in it are lost
- └─ RanksError          a plan cannot be run in this process, its memory is not there, or a rank has died
+ └─ RanksError          a plan cannot be run in this process, or its memory is not there
+     ├─ RankLost        a rank has died; the ranks can be opened again, without their keys and values
+     └─ EngineLost      they died again and again, or could not be opened again: nothing is computed any more
 """
 
 from __future__ import annotations
@@ -50,4 +52,14 @@ class StepFailed(ServingError):
 
 
 class RanksError(ServingError):
-    """Ranks cannot be set up (a plan that does not fit here, too little memory), or one of them has died."""
+    """Ranks cannot be set up: a plan that does not fit here, or too little memory."""
+
+
+class RankLost(RanksError):
+    """One of the ranks has died, and keys and values with it. `Ranks.reopen` may start them anew."""
+
+
+class EngineLost(RanksError):
+    """The engine has given up. Whoever supervises the process must start it again."""
+
+    exit_code: ClassVar[int] = 70  # EX_SOFTWARE of sysexits.h

@@ -19,6 +19,9 @@ from phasewise.serving.schedules import ScheduleLookup
 
 Parts = list[tuple[PackedWeight, int]]
 
+PATIENCE_S = 30.0
+"""Ranks meet after every op, which takes milliseconds: one that is so late hangs, and is as good as dead."""
+
 _ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
 
 
@@ -97,16 +100,18 @@ def build_program(
     schedules: Sequence[ScheduleLookup] = (),
     division: Division | None = None,
     memory: Callable[[int], memoryview] | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> Program:
     """A sealed program. ModelError if the model does not fit the kernels or the memory.
 
     check_memory(model name, bytes, KV slots) may refuse before anything large is allocated. schedules: one
     lookup for each table that a run may name, at most two; the first one says how every weight is computed.
     division: over ranks, None for one. memory(bytes) gives what several ranks share (Program.seal_shared).
+    patience_s: how long a rank waits for another within a step.
     """
     try:
         config = model.config
-        program = Program(_shape(config), _room(model, capacity), config.rope.inv_freq(), division)
+        program = Program(_shape(config), _room(model, capacity), config.rope.inv_freq(), division, patience_s)
         linears = _Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows), division)
         arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
         program.embed(_weight(model, "embed"), arena.hidden, arena.hidden_stride)

@@ -7,7 +7,7 @@ ranks and cores each of them has. Teams that would use the same cores are one te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -51,6 +51,19 @@ class Ranks(Protocol):
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
         """Where each phase's threads, rank by rank, were last seen working; -1 before their first step."""
+        ...
+
+    @property
+    def lost(self) -> str | None:
+        """In one line, why these ranks are of no more use until `reopen`; None while all is well."""
+        ...
+
+    def watch(self, on_loss: Callable[[], None]) -> None:
+        """`on_loss` is called, on any thread, when a rank has died."""
+        ...
+
+    def reopen(self) -> None:
+        """Start the ranks anew, with the same plans and weights; keys and values are lost."""
         ...
 
     def close(self) -> None:
@@ -108,6 +121,18 @@ class LocalRanks(FirstRank):
                 team.close()
             raise
         super().__init__(program, teams, capacity)
+
+    @property
+    def lost(self) -> str | None:
+        """Never: this rank dies with its process."""
+        return None
+
+    def watch(self, on_loss: Callable[[], None]) -> None:
+        """Nothing to watch."""
+
+    def reopen(self) -> None:
+        """RanksError: there is nothing that could be started anew."""
+        raise RanksError("the only rank is this process; it cannot be started anew")
 
 
 def _only_rank(plan: ServicePlan) -> tuple[int, ...]:
