@@ -19,8 +19,9 @@ from phasewise.serving.schedules import ScheduleLookup
 
 Parts = list[tuple[PackedWeight, int]]
 
-PATIENCE_S = 30.0
-"""Ranks meet after every op, which takes milliseconds: one that is so late hangs, and is as good as dead."""
+PATIENCE_S = 60.0
+"""Ranks meet after every op, which takes milliseconds, or seconds while weights come from a slow disk. One that
+is so late hangs, and is as good as dead."""
 
 _ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
 
