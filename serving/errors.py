@@ -40,7 +40,11 @@ class ContextLengthExceeded(RequestError):
 
 
 class QueueFull(ServingError):
-    """No more requests can wait. Try again later."""
+    """No more requests can wait. Try again later, where known in `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Stopping(ServingError):

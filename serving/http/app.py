@@ -55,7 +55,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    errors.install(app)
+    errors.install(app, metrics.refused)
     _add_health(app, engine_is_alive, metrics)
     _add_models(app, model)
     service = _Service(model, client, limits, engine_is_alive)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,24 +23,42 @@ RETRY_AFTER_S = 1
 
 
 class ApiError(Exception):
-    """An answer other than 200. `code` is OpenAI's machine-readable reason, where it has one."""
+    """An answer other than 200. `code` is OpenAI's machine-readable reason, where it has one.
+
+    `retry_after_s`: when to try again, for 429 and 503. `closes`: the connection ends with this answer.
+    """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        closes: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
+        self.closes = closes
 
     def body(self) -> dict[str, Any]:
         kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        headers = {429: {"Retry-After": str(RETRY_AFTER_S)}, 401: {"WWW-Authenticate": "Bearer"}}
-        return JSONResponse(self.body(), self.status, headers.get(self.status))
+        headers = {}
+        if self.status in (429, 503):
+            headers["Retry-After"] = str(self.retry_after_s or RETRY_AFTER_S)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.closes:
+            headers["Connection"] = "close"
+        return JSONResponse(self.body(), self.status, headers)
 
 
 _TYPE_OF_STATUS = {
@@ -89,7 +108,7 @@ def from_engine(error: Exception) -> ApiError:
         case RequestError():
             return bad_request(str(error), error.param)
         case QueueFull():
-            return ApiError(429, str(error), code="queue_full")
+            return ApiError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s)
         case Stopping():
             return ApiError(503, str(error), code="server_stopping")
         case StepFailed():
@@ -100,11 +119,12 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
 
 
-def install(app: FastAPI) -> None:
-    """Make every error of `app`, ours or the framework's, come out in the one shape."""
+def install(app: FastAPI, refused: Callable[[ApiError], None]) -> None:
+    """Make every error of `app`, ours or the framework's, come out in the one shape. `refused` sees ours."""
 
     @app.exception_handler(ApiError)
     async def _api_error(_request: Request, error: ApiError) -> JSONResponse:
+        refused(error)
         return error.response()
 
     @app.exception_handler(HTTPException)

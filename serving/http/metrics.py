@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from phasewise.serving.http.errors import ApiError
 from phasewise.serving.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60)
@@ -34,6 +35,9 @@ class Metrics:
         self.http = Counter("phasewise_http_responses", "answers", ["path", "status"], registry=registry)
         self._ended = Counter(
             "phasewise_requests", "requests ended, by finish reason", ["reason"], registry=registry
+        )
+        self._refused = Counter(
+            "phasewise_requests_rejected", "requests refused, by reason", ["reason"], registry=registry
         )
         self._prompt = Counter("phasewise_prompt_tokens", "tokens in prompts", registry=registry)
         self._generated = Counter("phasewise_generated_tokens", "tokens generated", registry=registry)
@@ -63,6 +67,10 @@ class Metrics:
         """Its client left before it ended."""
         if self._lives.pop(request_id, None) is not None:
             self._ended.labels("aborted").inc()
+
+    def refused(self, error: ApiError) -> None:
+        """An error of ours is being answered."""
+        self._refused.labels(error.code or f"status_{error.status}").inc()
 
     def exposition(self) -> bytes:
         """All of it, in Prometheus's text format."""

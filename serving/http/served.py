@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from phasewise.serving.guides import GuideCompiler
     from phasewise.serving.pools.contract import Estimate
 
 
@@ -42,8 +43,12 @@ class ServedModel:
     piece: Callable[[int], bytes]
     """What a token adds to a text; maybe no whole character."""
     render_chat: Callable[[Sequence[dict[str, Any]]], str] | None
+    max_prompt_tokens: int | None = None
+    """Longer prompts are refused; None: the context alone limits them."""
     estimate: Callable[[PromptFacts], Estimate] | None = None
     """How long an answer will be, asked on the thread that prepares a request; None where nobody knows."""
+    guides: GuideCompiler | None = None
+    """Compiles what an answer must look like; None where answers cannot be guided."""
 
     @property
     def model_id(self) -> str:
@@ -58,3 +63,20 @@ class HttpLimits:
     max_body_bytes: int = 4 * 1024 * 1024
     max_live_requests: int = 256
     """Answers in progress or waiting, each of the `n` choices counted; beyond it, 429."""
+    max_waiting_requests: int = 224
+    """Of these, so many may wait while the engine has no room for them."""
+    max_connections: int = 8192
+    """Further ones are told to come back, and closed."""
+    max_header_bytes: int = 32 * 1024
+    header_s: float = 10.0
+    """A connection that has not sent the head of its request by then is closed."""
+    body_s: float = 60.0
+    """The same for the body, from the end of the head."""
+    keep_alive_s: float = 75.0
+    """How long a connection may be idle between two requests."""
+    max_pieces_unread: int = 1024
+    """A streamed answer that its reader is further behind is aborted, and the connection closed."""
+    stalled_write_s: float = 30.0
+    """A connection whose reader takes nothing for so long is closed."""
+    drain_s: float = 30.0
+    """What answers in progress get once the server has been told to end."""
