@@ -28,21 +28,29 @@ def is_hopeless(own: Mapping[int, float], rival: Mapping[int, float]) -> bool:
 
 
 class TransformationTreePruner(optuna.pruners.BasePruner):
-    """`is_hopeless` over the trials of a study."""
+    """`is_hopeless` over the trials of one study. Reading them takes longer than a modelled step, and a
+    finished trial never changes, so each rival is looked for once.
+    """
+
+    def __init__(self) -> None:
+        self._rivals: dict[str, optuna.trial.FrozenTrial] = {}
 
     def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
         """Against the trial of the configuration that this one names as its rival, else the best trial."""
         if len(trial.intermediate_values) < MIN_SLICES:
             return False
-        states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-        finished = study.get_trials(deepcopy=False, states=states)
-        rival = self._rival(finished, trial.user_attrs.get(RIVAL))
+        rival = self._rival(study, trial.user_attrs.get(RIVAL))
         return rival is not None and is_hopeless(trial.intermediate_values, rival.intermediate_values)
 
-    def _rival(
-        self, finished: list[optuna.trial.FrozenTrial], key: str | None
-    ) -> optuna.trial.FrozenTrial | None:
-        if key is not None:
-            return next((one for one in finished if one.user_attrs.get(KEY) == key), None)
-        complete = [one for one in finished if one.state is optuna.trial.TrialState.COMPLETE]
-        return min(complete, key=lambda one: one.value or 0.0, default=None)
+    def _rival(self, study: optuna.Study, key: str | None) -> optuna.trial.FrozenTrial | None:
+        if key is not None and key in self._rivals:
+            return self._rivals[key]
+        states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+        finished = study.get_trials(deepcopy=False, states=states)
+        if key is None:
+            complete = [one for one in finished if one.state is optuna.trial.TrialState.COMPLETE]
+            return min(complete, key=lambda one: one.value or 0.0, default=None)
+        for one in finished:
+            if one.user_attrs.get(KEY) == key:
+                return self._rivals.setdefault(key, one)
+        return None
