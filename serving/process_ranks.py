@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import Program, place_on_node
@@ -20,9 +21,9 @@ from phasewise.cython_kernels.division import share
 from phasewise.cython_kernels.errors import GroupFailed
 from phasewise.serving.batch import Batch, Phase
 from phasewise.serving.crew import Crew
-from phasewise.serving.errors import RanksError
+from phasewise.serving.errors import RankLost, RanksError
 from phasewise.serving.first_rank import FirstRank, Logits, room_for
-from phasewise.serving.forward import Capacity, build_program, kv_bytes_per_slot
+from phasewise.serving.forward import PATIENCE_S, Capacity, build_program, kv_bytes_per_slot
 from phasewise.serving.memory import check_memory
 from phasewise.serving.model import PackedModel
 from phasewise.serving.rank_instructions import Instructions
@@ -31,20 +32,42 @@ from phasewise.serving.rank_teams import TABLES, open_teams
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.serving.segments import Segment
 from phasewise.serving.shared_weights import SharedWeights, share_weights
-from phasewise.serving.worker_processes import WorkerProcesses
+from phasewise.serving.worker_processes import START_S, WorkerProcesses
 from phasewise.serving.written_schedules import WrittenSchedules
 from phasewise.tuner.plans import PHASES, ServicePlan, list_cores
 
 LEARN_S = 5.0
 """How long after a failed step its cause may take to be known."""
+LEAST_RESTART_S = 20.0
+RESTART_FACTOR = 5.0
+"""Ranks that are opened again may take so many times as long as they took at first; see LEAST_RESTART_S."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What the ranks are started from, however often."""
+
+    crew: Crew
+    capacities: tuple[Capacity, ...]
+    lookups: tuple[ScheduleLookup, ...]
+    pinned: bool
+    shared: SharedWeights
+
+
+@dataclass
+class _Listener:
+    """Who is told of a loss. Outlives the processes that are lost."""
+
+    on_loss: Callable[[], None] = lambda: None
 
 
 class ProcessRanks:
     """Ranks in processes of their own. What the arguments mean, and what may go wrong: `ranks.open_ranks`.
 
-    A rank that dies ends every wait of the others: the step under way, and all later ones, raise RanksError.
+    A rank that dies ends every wait of the others: the step under way, and all later ones, raise RankLost
+    until they are opened again.
     """
 
     def __init__(
@@ -59,67 +82,81 @@ class ProcessRanks:
     ) -> None:
         self.kv_slots = kv_slots
         self.kv_bytes_per_slot = kv_bytes_per_slot(model)
-        self._crew = Crew(plans)
+        self._crew = crew = Crew(plans)
         self._owner = os.getpid()
         self._warned = not pinned
-        self._crew.check_divides(model)
-        lookups = [schedules[phase] for phase in PHASES] if schedules else []
-        capacities = [
-            room_for(kv_slots, max_batch_tokens, max_sequences, self._crew.threads(rank))
-            for rank in range(self._crew.n_ranks)
-        ]
+        self._listener = _Listener()
+        self._former_native_ns = 0
+        crew.check_divides(model)
+        capacities = tuple(
+            room_for(kv_slots, max_batch_tokens, max_sequences, crew.threads(rank))
+            for rank in range(crew.n_ranks)
+        )
+        lookups = tuple(schedules[phase] for phase in PHASES) if schedules else ()
+        began = time.monotonic()
+        self._life = ExitStack()
+        """What ends with these processes; `_close` also ends what the next ones are started from."""
         with ExitStack() as ending:
-            self._open(model, capacities, lookups, pinned, ending)
+            with preferring(crew.node(0)):
+                shared = ending.enter_context(share_weights(model, crew.division(0), spread=crew.spans_nodes))
+            self._setup: _Setup | None = _Setup(crew, capacities, lookups, pinned, shared)
+            ending.callback(self._life.close)
+            warn_of_refusals(self._start(self._setup, START_S, shared.copied_bytes))
             self._close = weakref.finalize(self, ending.pop_all().close)
+        self._restart_s = max(LEAST_RESTART_S, RESTART_FACTOR * (time.monotonic() - began))
 
-    def _open(
-        self,
-        model: PackedModel,
-        capacities: Sequence[Capacity],
-        lookups: Sequence[ScheduleLookup],
-        pinned: bool,
-        ending: ExitStack,
-    ) -> None:
-        """Weights, the first rank, then the others. What must be undone at the end is put on `ending`."""
-        crew, node = self._crew, self._crew.node(0)
-        with ExitStack() as descriptors:
-            with preferring(node) as answer:
-                shared = descriptors.enter_context(
-                    share_weights(model, crew.division(0), spread=crew.spans_nodes)
-                )
-                program, step = _first_program(shared, crew, capacities[0], lookups)
+    def _start(self, setup: _Setup, within_s: float, n_bytes_to_copy: int) -> dict[int, int]:
+        """Start the first rank, then the others; what the kernel said to each one's memory policy."""
+        crew = setup.crew
+        with ExitStack() as ending, ExitStack() as descriptors:
+            with preferring(crew.node(0)) as answer:
+                program, step = _first_program(setup, n_bytes_to_copy)
                 descriptors.callback(step.close)
-                teams = open_teams(crew.cores(0), pinned)
-            self._first = FirstRank(program, teams, capacities[0])
-            ending.callback(self._first.close)
-            told = [
-                _instructions(crew, rank, capacity, shared, step, lookups, pinned)
-                for rank, capacity in enumerate(capacities)
-                if rank > 0
-            ]
-            self._workers = WorkerProcesses(told, program.fail)
-            ending.callback(_end, self._owner, program, self._workers)
-            answers = self._workers.wait_until_ready()
-        warn_of_refusals({0: answer, **answers})
+                teams = open_teams(crew.cores(0), setup.pinned)
+            first = FirstRank(program, teams, setup.capacities[0])
+            ending.callback(first.close)
+            told = [_instructions(setup, rank, step) for rank in range(1, crew.n_ranks)]
+            workers = WorkerProcesses(told, _on_death(program, self._listener), within_s)
+            ending.callback(_end, self._owner, program, workers)
+            answers = workers.wait_until_ready()
+            self._life.push(ending.pop_all())
+        self._first, self._workers = first, workers
+        return {0: answer, **answers}
+
+    @property
+    def lost(self) -> str | None:
+        """In one line, why these ranks are of no more use until `reopen`; None while all is well."""
+        return self._workers.lost
+
+    def watch(self, on_loss: Callable[[], None]) -> None:
+        """`on_loss` is called, on a thread of the ranks', when one has died."""
+        self._listener.on_loss = on_loss
+
+    def reopen(self) -> None:
+        """End what is left of the ranks and start them anew: same plans and weights, no keys and values.
+
+        RanksError if a rank cannot be started, or not in time; it may be tried again then. Logits still held
+        keep the former memory mapped.
+        """
+        self._check_process()
+        if self._setup is None:
+            raise RanksError("the ranks have been closed")
+        with suppress(RanksError):  # closed already by an attempt that failed
+            self._former_native_ns += self._first.native_ns
+        self._workers.kill()
+        self._life.close()
+        self._start(self._setup, self._restart_s, 0)
 
     def forward(self, batch: Batch) -> Logits:
-        """As LocalRanks.forward. RanksError, naming the rank, once one has died."""
-        self._check_process()
-        try:
-            logits = self._first.forward(batch)
-        except GroupFailed as error:
-            self._explain(error)
+        """As LocalRanks.forward. RankLost, naming the rank, once one has died."""
+        logits = self._step(self._first.forward, batch)
         if not self._warned:
             self._check_places(batch.phase)
         return logits
 
     def all_logits(self, batch: Batch) -> Logits:
-        """As LocalRanks.all_logits. RanksError, naming the rank, once one has died."""
-        self._check_process()
-        try:
-            return self._first.all_logits(batch)
-        except GroupFailed as error:
-            self._explain(error)
+        """As LocalRanks.all_logits. RankLost, naming the rank, once one has died."""
+        return self._step(self._first.all_logits, batch)
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
         """As LocalRanks.copy_kv; the first rank does it alone."""
@@ -137,7 +174,7 @@ class ProcessRanks:
     @property
     def native_ns(self) -> int:
         """Time that the first rank spent computing steps outside Python. RanksError after `close`."""
-        return self._first.native_ns
+        return self._former_native_ns + self._first.native_ns
 
     @property
     def pids(self) -> dict[int, int]:
@@ -147,6 +184,7 @@ class ProcessRanks:
     def close(self) -> None:
         """End threads and processes. Logits still held stay valid. Twice is harmless."""
         self._close()
+        self._setup = None
 
     def _check_process(self) -> None:
         if os.getpid() != self._owner:
@@ -161,31 +199,46 @@ class ProcessRanks:
                 list_cores(self.observed_cpus()[phase]),
             )
 
-    def _explain(self, error: GroupFailed) -> NoReturn:
-        raise RanksError(self._workers.reason(LEARN_S) or str(error)) from error
+    def _step(self, compute: Callable[[Batch], Logits], batch: Batch) -> Logits:
+        self._check_process()
+        try:
+            return compute(batch)
+        except GroupFailed as error:
+            said = str(error)
+        # Not within the handler: a cause would hold frames that keep the lost ranks' memory mapped.
+        raise RankLost(self._workers.reason(LEARN_S) or said)
 
 
-def _first_program(
-    shared: SharedWeights, crew: Crew, capacity: Capacity, lookups: Sequence[ScheduleLookup]
-) -> tuple[Program, Segment]:
+def _first_program(setup: _Setup, n_bytes_to_copy: int) -> tuple[Program, Segment]:
     """The first rank's program, and the memory that it shares with the others."""
     segments: list[Segment] = []
+    crew, shared = setup.crew, setup.shared
 
     def memory(n_bytes: int) -> memoryview:
         segments.append(Segment.create(n_bytes, "step"))
         return memoryview(segments[0].memory)
 
     def check(name: str, needed: int, kv_slots: int) -> None:
-        check_memory(name, needed + shared.copied_bytes, kv_slots)
+        check_memory(name, needed + n_bytes_to_copy, kv_slots)
 
     try:
-        program = build_program(shared.model, capacity, check, lookups, crew.division(0), memory)
+        program = build_program(
+            shared.model, setup.capacities[0], check, setup.lookups, crew.division(0), memory, PATIENCE_S
+        )
     except BaseException:
         for segment in segments:
             segment.close()
         raise
     _place_kv(program, shared.model, crew, segments[0])
     return program, segments[0]
+
+
+def _on_death(program: Program, listener: _Listener) -> Callable[[], None]:
+    def on_death() -> None:
+        program.fail()
+        listener.on_loss()
+
+    return on_death
 
 
 def _place_kv(program: Program, model: PackedModel, crew: Crew, step: Segment) -> None:
@@ -205,15 +258,8 @@ def _place_kv(program: Program, model: PackedModel, crew: Crew, step: Segment) -
                     place_on_node(step.memory, offset, offset + n_bytes, node)
 
 
-def _instructions(
-    crew: Crew,
-    rank: int,
-    capacity: Capacity,
-    shared: SharedWeights,
-    step: Segment,
-    lookups: Sequence[ScheduleLookup],
-    pinned: bool,
-) -> Instructions:
+def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
+    crew, capacity, shared = setup.crew, setup.capacities[rank], setup.shared
     model = shared.model
     most_rows = max(capacity.step_tokens, capacity.logit_rows)
     return Instructions(
@@ -226,7 +272,7 @@ def _instructions(
         capacity=capacity,
         teams=crew.teams,
         cores=crew.cores(rank),
-        pinned=pinned,
+        pinned=setup.pinned,
         numa_node=crew.node(rank),
         step_fd=step.fd,
         step_bytes=step.n_bytes,
@@ -234,7 +280,7 @@ def _instructions(
         weights_source=shared.source,
         schedules=tuple(
             WrittenSchedules.of(lookup, crew.division(rank), table, model, most_rows)
-            for table, lookup in enumerate(lookups)
+            for table, lookup in enumerate(setup.lookups)
         ),
     )
 

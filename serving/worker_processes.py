@@ -50,13 +50,21 @@ class _Outcome:
     """All are ready, or something is lost."""
     lost: str | None = None
     """In one line: why these ranks are of no more use."""
+    followed: bool = False
+    """`lost` is about a rank that ended because of another one, of which nothing is known yet."""
 
 
 class WorkerProcesses:
-    """A process for each of `instructions`. `on_death` is called, on another thread, when one is lost."""
+    """A process for each of `instructions`. `on_death` is called, on another thread, when one is lost.
 
-    def __init__(self, instructions: Sequence[Instructions], on_death: Callable[[], None]) -> None:
+    start_s: one that is not ready by then never will be.
+    """
+
+    def __init__(
+        self, instructions: Sequence[Instructions], on_death: Callable[[], None], start_s: float = START_S
+    ) -> None:
         self._told = instructions
+        self._start_s = start_s
         self._on_death = on_death
         self._owner = os.getpid()
         self._workers: list[_Worker] = []
@@ -83,11 +91,22 @@ class WorkerProcesses:
         return {worker.rank: worker.report.policy_errno for worker in self._workers if worker.report}
 
     def reason(self, wait_s: float) -> str | None:
-        """`lost`, once the thread has learnt of a death that others have felt already."""
+        """`lost`, once the thread has learnt of a death that others have felt already.
+
+        Where nobody dies for `wait_s`, those who are still there hang: all others leave a group that failed.
+        """
         deadline = time.monotonic() + wait_s
-        while self._outcome.lost is None and time.monotonic() < deadline:
+        while (self._outcome.lost is None or self._outcome.followed) and time.monotonic() < deadline:
             time.sleep(0.005)
-        return self._outcome.lost
+        if self._outcome.lost is not None and not self._outcome.followed:
+            return self._outcome.lost
+        hanging = ", ".join(worker.name for worker in self._workers if worker.process.poll() is None)
+        return f"{hanging} did not come to meet the other ranks" if hanging else self._outcome.lost
+
+    def kill(self) -> None:
+        """End the processes at once, stopped ones too. `close` follows."""
+        for worker in self._workers:
+            worker.process.kill()
 
     def close(self) -> None:
         """Wait for workers that were told to stop, kill those that do not end. Twice is harmless."""
@@ -116,7 +135,7 @@ class WorkerProcesses:
 
     def _watch(self) -> None:
         """Until `close`, whatever happens to the workers."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self._start_s
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._closing, selectors.EVENT_READ)
             for worker in self._workers:
@@ -132,7 +151,7 @@ class WorkerProcesses:
                 for key, _ in ready:
                     if not self._hear(key.data):
                         waiting.unregister(key.fileobj)
-                        self._lose(_last_words(key.data))
+                        self._bury(key.data)
 
     def _hear(self, worker: _Worker) -> bool:
         """Take what a worker has said. False: it has died, or said that it cannot start."""
@@ -147,14 +166,22 @@ class WorkerProcesses:
 
     def _lose_the_late(self) -> None:
         late = ", ".join(worker.name for worker in self._workers if worker.report is None)
-        self._lose(f"{late} did not start within {START_S:.0f} s")
+        self._lose(f"{late} did not start within {self._start_s:.0f} s")
 
-    def _lose(self, reason: str) -> None:
+    def _bury(self, worker: _Worker) -> None:
+        """A worker has ended, or is about to. One that ends in peace has felt that the group failed."""
+        words = _last_words(worker)
+        self._lose(words, followed=worker.process.poll() == 0)
+
+    def _lose(self, reason: str, followed: bool = False) -> None:
         """The first reason is the one that counts: others follow from it."""
-        if self._outcome.lost is None:
-            self._outcome.lost = reason
+        outcome = self._outcome
+        first = outcome.lost is None
+        if first or (outcome.followed and not followed):
+            outcome.lost, outcome.followed = reason, followed
+        if first:
             self._on_death()
-        self._outcome.settled.set()
+        outcome.settled.set()
 
 
 def _nothing_more() -> None:
@@ -190,7 +217,7 @@ def _last_words(worker: _Worker) -> str:
     how = f"ended with exit code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
     if worker.report is None:
         return f"{worker.name} {how} while it started"
-    return f"{worker.name} {how}; keys and values are lost: open the model again"
+    return f"{worker.name} {how}"
 
 
 def _signal_name(number: int) -> str:
