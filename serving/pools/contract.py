@@ -1,7 +1,7 @@
 """What every KV pool promises, whatever its policy. Integers only; no clock, no tensor, no thread.
 
-Positions of the cache are slots. Every block that a pool hands out begins at a multiple of `ALIGNMENT` slots and
-is a multiple of it long. Four promises, which `tests/serving/pools` holds against every policy:
+Positions of the cache are slots. Every block that a pool hands out begins at a multiple of `ALIGNMENT` slots
+and is a multiple of it long. Four promises, which `tests/serving/pools` holds against every policy:
 
 - no slot has two owners, and free + used = all, after every call;
 - an empty pool takes any request of at most `longest` positions and lets it grow to its end;
@@ -12,6 +12,7 @@ is a multiple of it long. Four promises, which `tests/serving/pools` holds again
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -66,15 +67,20 @@ class Growth(NamedTuple):
 
 
 class BucketStats(NamedTuple):
-    """One size of block that new requests get."""
+    """One size of block that new requests get, and what became of those that ended by themselves."""
 
     name: str
+    """"1" is the smallest; the last is "large". Bounds move under a name as they are learnt."""
     bound_tokens: int
-    """Longest answer it is meant for; for policies that count prompt and answer together, both."""
+    """Longest answer it is meant for."""
     blocks_used: int
+    blocks_idle: int
+    """Free, and waiting for the bucket's next request; the arena has them back when it needs them."""
     slots_used: int
+    slots_ended: int
+    """Of all blocks given back so far by requests that ended by themselves. Never falls."""
     slots_wasted: int
-    """Reserved and not known to be needed: the blocks less what their requests held when they last asked."""
+    """Of those, slots that no prompt and no answer filled. Never falls."""
 
 
 class PoolStats(NamedTuple):
@@ -91,8 +97,10 @@ class PoolStats(NamedTuple):
     """Requests that outgrew their first block."""
     to_large: int = 0
     """Requests sent to the large bucket at once: no estimate, one too unsure, or longer than every bound."""
+    estimated: int = 0
+    """Requests with an estimate that ended by themselves."""
     mispredicted: int = 0
-    """Requests with an estimate whose answer fell into another bucket than theirs."""
+    """Of those, answers that belonged in another bucket than their estimate."""
     refreshes: int = 0
     """Times that new bounds came into use."""
 
@@ -109,6 +117,12 @@ class PoolSettings:
     """odma: an estimate of uncertainty u counts 1 + alpha u times."""
     tau: float = 0.9
     """odma: an estimate less sure than this is none."""
+    top_level: float = 0.98
+    """odma: share of the answers that the buckets hold; the large one has the rest."""
+    large_level: float = 0.9
+    """odma: the large bucket hands out this quantile of the answers that lasted as long as this one has."""
+    unknown_level: float = 0.5
+    """odma: the same for a request without an estimate, when it begins."""
     window: int = 1024
     """odma: realised lengths that the bounds are learnt from."""
     refresh_every: int = 64
@@ -119,6 +133,14 @@ class PoolSettings:
     """fixed: how many buckets of equal width."""
     page_slots: int = KV_CHUNK
     """paged: positions of a page."""
+
+
+def check_demand(owner: str, demand: Demand, owners: Container[str]) -> None:
+    """Raise unless this can be a new owner's demand."""
+    if owner in owners:
+        raise PoolError(f"{owner!r} holds slots already")
+    if not 1 <= demand.held_tokens <= demand.most_tokens or demand.prompt_tokens > demand.held_tokens:
+        raise PoolError(f"no request of {owner!r} can need {demand}")
 
 
 class KvPool(Protocol):

@@ -1,0 +1,46 @@
+"""A pool by the name of its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from phasewise.serving.pools.buckets import LearntSizes
+from phasewise.serving.pools.contiguous import ContiguousPool
+from phasewise.serving.pools.contract import KvPool, PoolError, PoolSettings
+from phasewise.serving.pools.fixed import FixedSizes
+from phasewise.serving.pools.paged import PagedPool
+from phasewise.serving.pools.static import StaticSizes
+
+DEFAULT_POLICY = "odma"
+
+
+def open_pool(policy: str, n_slots: int, settings: PoolSettings) -> KvPool:
+    """`n_slots` slots (rounded down to whole blocks) under one of `POLICIES`."""
+    if policy not in POLICIES:
+        raise PoolError(f"no KV policy is called {policy!r}: there are {', '.join(POLICIES)}")
+    return POLICIES[policy](n_slots, settings)
+
+
+def _odma(n_slots: int, settings: PoolSettings) -> KvPool:
+    return ContiguousPool(n_slots, LearntSizes(settings))
+
+
+def _static(n_slots: int, settings: PoolSettings) -> KvPool:
+    return ContiguousPool(n_slots, StaticSizes(settings.longest_request))
+
+
+def _fixed(n_slots: int, settings: PoolSettings) -> KvPool:
+    longest = settings.answer_tokens or settings.longest_request
+    return ContiguousPool(n_slots, FixedSizes(longest, settings.n_fixed))
+
+
+def _paged(n_slots: int, settings: PoolSettings) -> KvPool:
+    return PagedPool(n_slots, settings.page_slots)
+
+
+POLICIES: Mapping[str, Callable[[int, PoolSettings], KvPool]] = {
+    "odma": _odma,
+    "static": _static,
+    "fixed": _fixed,
+    "paged": _paged,
+}

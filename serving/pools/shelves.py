@@ -1,0 +1,67 @@
+"""Free lists of blocks over one arena: a block that a bucket gave back waits there for its next request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from phasewise.serving.pools.arena import Arena, Block, aligned
+
+Bucket: TypeAlias = int | None
+"""Its index among the bounds; None: the large bucket."""
+
+
+class Shelves:
+    """One free list for each bucket and length of block. They never withhold: whenever the arena has no room
+    for a block, all that lies here goes back to it first."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._idle: dict[tuple[Bucket, int], list[Block]] = {}
+        self._n_idle_slots = 0
+
+    @property
+    def n_free(self) -> int:
+        return self.arena.n_free + self._n_idle_slots
+
+    def take(self, bucket: Bucket, n_slots: int) -> Block | None:
+        """A block of so many slots (rounded up), of this bucket's list if one waits there."""
+        idle = self._idle.get((bucket, aligned(n_slots)))
+        if idle:
+            self._n_idle_slots -= idle[-1].n_slots
+            return idle.pop()
+        found = self.arena.take(n_slots)
+        if found is None and self._n_idle_slots:
+            self.clear()
+            found = self.arena.take(n_slots)
+        return found
+
+    def keep(self, bucket: Bucket, block: Block) -> None:
+        """`block` waits for the next request of this bucket."""
+        self._idle.setdefault((bucket, block.n_slots), []).append(block)
+        self._n_idle_slots += block.n_slots
+
+    def clear(self) -> None:
+        """All idle blocks go back to the arena."""
+        for block in self.blocks():
+            self.arena.give(block)
+        self._idle.clear()
+        self._n_idle_slots = 0
+
+    def blocks(self) -> Iterator[Block]:
+        """Those that wait."""
+        for idle in self._idle.values():
+            yield from idle
+
+    def largest_free(self) -> int:
+        """The longest block that could be taken now."""
+        longest = run = end = 0
+        for block in sorted([*self.arena.gaps(), *self.blocks()]):
+            run = run + block.n_slots if block.base == end else block.n_slots
+            end = block.end
+            longest = max(longest, run)
+        return longest
+
+    def n_idle(self, bucket: Bucket) -> int:
+        """How many blocks wait for this bucket's requests."""
+        return sum(len(idle) for (whose, _), idle in self._idle.items() if whose == bucket)
