@@ -1,38 +1,60 @@
 """The engine's own thread: messages in through a queue, deliveries out through a callback. It sleeps
-when there is nothing to compute, and refuses everything once nothing can be computed any more."""
+when there is nothing to compute, has ranks that died started anew, and refuses everything once that fails.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from typing import Literal
 
 from phasewise.serving.engine import Engine
-from phasewise.serving.errors import RanksError, ServingError, StepFailed, Stopping
+from phasewise.serving.errors import EngineLost, RankLost, RanksError, ServingError, StepFailed, Stopping
 from phasewise.serving.messages import Abort, Delivery, Failure, Submit
+from phasewise.serving.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
 Message = Submit | Abort
+EngineState = Literal["starting", "running", "replacing", "lost"]
 
 
 class EngineThread:
-    """Runs `engine` until `stop`. `deliver` is called on this thread and must only hand the delivery on."""
+    """Runs `engine` until `stop`. `deliver` is called on this thread and must only hand the delivery on.
 
-    def __init__(self, engine: Engine, deliver: Callable[[Delivery], None]) -> None:
+    on_lost: called on this thread once the engine has given up; whatever is sent then is refused.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[Delivery], None],
+        on_lost: Callable[[], None] = lambda: None,
+        restarts: Restarts | None = None,
+    ) -> None:
         self._engine = engine
         self._deliver = deliver
-        self._lost: RanksError | None = None
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: stop
+        self._on_lost = on_lost
+        self._restarts = restarts or Restarts()
+        self.state: EngineState = "starting"
+        self.lost: EngineLost | None = None
+        """Why nothing is computed any more; None while there is hope."""
+        self.n_ranks_replaced = 0
+        self.n_requests_rerun = 0
+        self._inbox: queue.SimpleQueue[Message | Literal["look", "stop"]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phasewise-engine", daemon=True)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still answer."""
-        return self._thread.is_alive() and self._lost is None
+        """Whether it can still answer, now or once its ranks are there again."""
+        return self._thread.is_alive() and self.state != "lost"
 
     def start(self) -> None:
+        self._engine.ranks.watch(lambda: self._inbox.put("look"))
         self._thread.start()
 
     def send(self, message: Message) -> None:
@@ -41,28 +63,39 @@ class EngineThread:
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End every request and the thread. False: the step in progress takes longer than `timeout_s`."""
-        self._inbox.put(None)
+        self._stopping.set()
+        self._inbox.put("stop")
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._give_up(RanksError(f"its thread failed: {error!r}"))
+            raise
+
+    def _work(self) -> None:
+        self.state = "running"
         self._deliver(Delivery((), None, self._engine.load()))
-        while True:
+        while self._take_messages():
             try:
-                if not self._take_messages():
-                    break
-                delivery = (
-                    self._engine.step()
-                )  # empty after a message that leaves nothing to do: tells the load
+                self._deliver(self._turn())
+            except RankLost as error:
+                self._replace_ranks(error)
             except RanksError as error:
-                log.error("%s", error)
-                self._lost = error
-                delivery = self._engine.fail_everything(error)
+                self._give_up(error)
             except Exception as error:  # a bug in our own bookkeeping: nothing in progress can be trusted
                 log.error("the engine failed between steps", exc_info=error)
-                delivery = self._engine.fail_everything(StepFailed(f"the engine failed: {error}"))
-            self._deliver(delivery)
+                self._deliver(self._engine.fail_everything(StepFailed(f"the engine failed: {error}")))
         self._deliver(self._engine.fail_everything(Stopping("the server is stopping")))
+
+    def _turn(self) -> Delivery:
+        """A step; empty after a message that leaves nothing to do: that tells the load."""
+        reason = self._engine.ranks.lost
+        if reason is not None and self.lost is None:
+            raise RankLost(reason)
+        return self._engine.step()
 
     def _take_messages(self) -> bool:
         """Handle what has arrived, waiting for it while there is nothing to compute. False: stop."""
@@ -72,20 +105,54 @@ class EngineThread:
                 message = self._inbox.get(block=wait)
             except queue.Empty:
                 return True
-            if message is None:
-                return False
-            self._handle(message)
             wait = False
+            if message == "stop":
+                return False
+            if message != "look":
+                self._handle(message)
 
     def _handle(self, message: Message) -> None:
         match message:
             case Submit():
                 try:
-                    if self._lost is not None:
-                        raise self._lost
+                    if self.lost is not None:
+                        raise self.lost
                     self._engine.submit(message)
                 except ServingError as error:
                     refusal = Failure(message.request_id, error)
                     self._deliver(Delivery((refusal,), None, self._engine.load()))
             case Abort(request_id):
                 self._engine.abort(request_id)
+
+    # ---- ranks that died ---------------------------------------------------------------------------------
+
+    def _replace_ranks(self, loss: RankLost) -> None:
+        """Tell the answers that had begun, then start the ranks anew for all others."""
+        self.state = "replacing"
+        delivery = self._engine.recover(loss)
+        n_again = delivery.load.n_waiting
+        self.n_requests_rerun += n_again
+        log.error("%s; %d requests end, %d run again", loss, len(delivery.outs), n_again)
+        self._deliver(delivery)
+        reason: RanksError = loss
+        while (pause_s := self._restarts.pause_s(time.monotonic())) is not None:
+            if self._stopping.wait(pause_s):
+                return
+            try:
+                self._engine.ranks.reopen()
+            except RanksError as error:
+                log.error("the ranks cannot be started: %s", error)
+                reason = error
+            else:
+                self.n_ranks_replaced += 1
+                self.state = "running"
+                log.warning("the ranks were started anew")
+                return
+        self._give_up(reason)
+
+    def _give_up(self, reason: RanksError) -> None:
+        self.lost = EngineLost(f"the engine has given up: {reason}; start the server again")
+        log.error("%s", self.lost)
+        self.state = "lost"
+        self._deliver(self._engine.fail_everything(self.lost))
+        self._on_lost()

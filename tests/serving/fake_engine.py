@@ -9,6 +9,7 @@ import numpy as np
 from phasewise.serving.batch import Batch
 from phasewise.serving.blocks import BlockPool
 from phasewise.serving.engine import Engine, Vocabulary
+from phasewise.serving.errors import RankLost
 from phasewise.serving.messages import Answer, Failure, Submit
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
 
@@ -63,11 +64,18 @@ class FakeRanks:
         self.batches: list[Batch] = []
         self.fail_with: Exception | None = None
         self.closed = False
+        self.lost: str | None = None
+        self.on_loss: Callable[[], object] = lambda: None
+        self.reopen_errors: list[Exception] = []
+        """Of the next attempts to reopen, which fail."""
+        self.n_reopened = 0
         self.kv = np.full(kv_slots, -1, dtype=np.int64)
         self.before_step: Callable[[], object] = lambda: None
 
     def forward(self, batch: Batch) -> np.ndarray:
         self.before_step()
+        if self.lost is not None:
+            raise RankLost(self.lost)
         if self.fail_with is not None:
             raise self.fail_with
         self.batches.append(batch)
@@ -80,6 +88,21 @@ class FakeRanks:
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
         self.kv[target_slot : target_slot + n_slots] = self.kv[source_slot : source_slot + n_slots]
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        self.on_loss = on_loss
+
+    def lose(self, reason: str = "rank 1 (pid 7) was killed by SIGKILL") -> None:
+        """A rank dies."""
+        self.lost = reason
+        self.on_loss()
+
+    def reopen(self) -> None:
+        if self.reopen_errors:
+            raise self.reopen_errors.pop(0)
+        self.lost = None
+        self.n_reopened += 1
+        self.kv[:] = -1
 
     def close(self) -> None:
         self.closed = True

@@ -1,0 +1,27 @@
+"""How often ranks are started anew before they are given up, and how long that waits. The time is told."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Restarts:
+    """At most `most` within `window_s`. The first waits for nothing, each further one twice as long."""
+
+    most: int = 5
+    window_s: float = 300.0
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 10.0
+    _at_s: deque[float] = field(default_factory=deque)
+
+    def pause_s(self, now_s: float) -> float | None:
+        """How long the next restart should wait; it counts from now on. None: there were too many."""
+        while self._at_s and now_s - self._at_s[0] >= self.window_s:
+            self._at_s.popleft()
+        n_before = len(self._at_s)
+        if n_before >= self.most:
+            return None
+        self._at_s.append(now_s)
+        return min(self.longest_pause_s, self.first_pause_s * 2 ** (n_before - 1)) if n_before else 0.0

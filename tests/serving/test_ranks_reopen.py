@@ -1,0 +1,215 @@
+"""ProcessRanks opened again after a death: the same tokens, whenever it came, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference_forward import tiny_config, tiny_model
+from test_ranks_processes import (
+    BOUND_S,
+    ONE,
+    TWO,
+    alive,
+    descriptors,
+    eventually,
+    opened,
+    shared_mappings,
+    token_by_token,
+)
+from tiny_models import TinyShape, write_tiny_gguf
+
+from phasewise.serving import process_ranks
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.errors import RankLost, RanksError
+from phasewise.serving.loaders import load_model
+from phasewise.serving.model import PackedModel
+from phasewise.serving.process_ranks import ProcessRanks
+
+STEP = Batch("decode", (SequenceSlice([1], 0, 0, True),))
+
+
+@pytest.fixture(scope="module")
+def in_memory() -> PackedModel:
+    return tiny_model(tiny_config(n_heads=8, n_kv_heads=4, hidden=128, ffn=176))
+
+
+@pytest.fixture(scope="module")
+def in_file(tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+    folder = tmp_path_factory.mktemp("eight")
+    shape = TinyShape(hidden=128, ffn=224, n_heads=16, n_kv_heads=8)
+    path = write_tiny_gguf(folder / "eight.gguf", types="Q8_0", shape=shape)
+    return load_model(str(path), "native", folder / "cache")
+
+
+@pytest.fixture
+def two(in_memory: PackedModel) -> Iterator[ProcessRanks]:
+    ranks = open_two(in_memory)
+    yield ranks
+    ranks.close()
+
+
+def open_two(model: PackedModel) -> ProcessRanks:
+    ranks = opened(model, ONE, TWO)
+    assert isinstance(ranks, ProcessRanks)
+    return ranks
+
+
+def kill(ranks: ProcessRanks, how: signal.Signals = signal.SIGKILL) -> None:
+    """The ranks of other processes; what comes of it is known when this returns."""
+    for pid in ranks.pids.values():
+        os.kill(pid, how)
+    assert eventually(lambda: ranks.lost is not None)
+
+
+def tokens(ranks: ProcessRanks) -> np.ndarray:
+    return token_by_token(ranks, ("decode", "prefill"), 6)
+
+
+@pytest.mark.parametrize("model_name", ["in_memory", "in_file"])
+def test_ranks_opened_again_compute_the_same(model_name: str, request: pytest.FixtureRequest) -> None:
+    """Twice, for what the first opening kept must survive the second."""
+    ranks = open_two(request.getfixturevalue(model_name))
+    wanted, pids = tokens(ranks), [ranks.pids]
+    for _ in range(2):
+        kill(ranks)
+        with pytest.raises(RankLost, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
+            ranks.forward(STEP)
+        ranks.reopen()
+        pids.append(ranks.pids)
+        assert ranks.lost is None
+        assert (tokens(ranks) == wanted).all()
+    ranks.close()
+
+    assert len({pid for by_rank in pids for pid in by_rank.values()}) == 3
+
+
+def test_the_packed_file_may_be_gone_by_then(in_file: PackedModel, tmp_path: Path) -> None:
+    """What the first processes inherited is kept, not looked up again."""
+    assert in_file.file is not None
+    hidden = tmp_path / "elsewhere"
+    ranks = open_two(in_file)
+    wanted = tokens(ranks)
+    in_file.file.path.rename(hidden)
+    try:
+        kill(ranks)
+        ranks.reopen()
+        assert (tokens(ranks) == wanted).all()
+    finally:
+        hidden.rename(in_file.file.path)
+        ranks.close()
+
+
+def test_ranks_that_live_may_be_opened_again_too(two: ProcessRanks) -> None:
+    wanted, before = tokens(two), two.pids
+    two.reopen()
+
+    assert (tokens(two) == wanted).all()
+    assert not any(map(alive, before.values()))
+
+
+def step_until_late(ranks: ProcessRanks, n_copied: int) -> None:
+    """With a migration of so many slots before each step."""
+    deadline = time.monotonic() + BOUND_S
+    while time.monotonic() < deadline:
+        ranks.copy_kv(0, 256, n_copied)
+        ranks.forward(STEP)
+
+
+@pytest.mark.parametrize("what", ["forward", "copy_kv"])
+def test_killed_at_any_time_of_a_step(two: ProcessRanks, what: str) -> None:
+    """At moments that no test can choose: spread over the time that steps take."""
+    wanted = tokens(two)
+    for delay_s in np.linspace(0.0, 0.004, 5):
+        killer = threading.Timer(delay_s, lambda: os.kill(two.pids[1], signal.SIGKILL))
+        killer.start()
+        with pytest.raises(RankLost):
+            step_until_late(two, n_copied=200 if what == "copy_kv" else 0)
+        killer.join()
+        two.reopen()
+        assert (tokens(two) == wanted).all()
+
+
+def test_a_rank_that_hangs_is_taken_for_dead(in_memory: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_ranks, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(process_ranks, "LEARN_S", 0.3)
+    ranks = open_two(in_memory)
+    wanted, pid = tokens(ranks), ranks.pids[1]
+    os.kill(pid, signal.SIGSTOP)
+
+    with pytest.raises(RankLost, match=rf"rank 1 \(pid {pid}\) did not come to meet the other ranks"):
+        ranks.forward(STEP)
+    ranks.reopen()
+    assert not alive(pid)
+    assert (tokens(ranks) == wanted).all()
+    ranks.close()
+
+
+def test_killed_while_it_starts_again_is_an_error_and_not_the_end(two: ProcessRanks) -> None:
+    wanted, first = tokens(two), set(children())
+    kill(two)
+    stop = threading.Event()
+
+    def kill_what_starts() -> None:
+        while not stop.wait(0.01):
+            for pid in set(children()) - first:
+                os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_what_starts)
+    killer.start()
+    with pytest.raises(RanksError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL while it started"):
+        two.reopen()
+    stop.set()
+    killer.join()
+    two.reopen()
+    assert (tokens(two) == wanted).all()
+
+
+def children() -> list[int]:
+    own = Path("/proc/self/task")
+    return [int(pid) for task in own.iterdir() for pid in (task / "children").read_text().split()]
+
+
+def test_whoever_watches_is_told_once_for_each_death(two: ProcessRanks) -> None:
+    told: list[str | None] = []
+    two.watch(lambda: told.append(two.lost))
+    kill(two)
+    two.reopen()
+    kill(two)
+
+    assert eventually(lambda: len(told) == 2)
+    assert all(reason and "SIGKILL" in reason for reason in told)
+
+
+def test_closed_ranks_are_not_opened_again(two: ProcessRanks) -> None:
+    two.close()
+    with pytest.raises(RanksError, match="closed"):
+        two.reopen()
+
+
+def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
+    """Descriptors, mappings of what was shared, processes and threads are as many after each of them."""
+    ranks = open_two(in_memory)
+    held = []
+    for _ in range(4):
+        tokens(ranks)
+        kill(ranks)
+        with pytest.raises(RankLost) as caught:
+            ranks.forward(STEP)
+        ranks.reopen()
+        gc.collect()
+        held.append((len(descriptors()), len(shared_mappings()), len(children()), threading.active_count()))
+        assert caught.value.__cause__ is None
+    ranks.close()
+    ranks.close()
+    gc.collect()
+
+    assert len(set(held)) == 1, held
+    assert not children()
