@@ -5,6 +5,7 @@ when there is nothing to compute, has ranks that died started anew, and refuses 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -19,6 +20,9 @@ from phasewise.serving.restarts import Restarts
 log = logging.getLogger(__name__)
 
 Message = Submit | Abort
+CHECK = "PHASEWISE_CHECK"
+"""An environment variable: where it is not empty, scheduler and KV pool are checked after every step."""
+
 EngineState = Literal["starting", "running", "replacing", "lost"]
 
 
@@ -39,6 +43,7 @@ class EngineThread:
         self._deliver = deliver
         self._on_lost = on_lost
         self._restarts = restarts or Restarts()
+        self._checks = bool(os.environ.get(CHECK))
         self.state: EngineState = "starting"
         self.lost: EngineLost | None = None
         """Why nothing is computed any more; None while there is hope."""
@@ -81,6 +86,8 @@ class EngineThread:
         while self._take_messages():
             try:
                 self._deliver(self._turn())
+                if self._checks:
+                    self._engine.scheduler.check()
             except RankLost as error:
                 self._replace_ranks(error)
             except RanksError as error:
