@@ -6,22 +6,26 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.answer_text import AnswerText, TokenStream
 from phasewise.serving.batch import Batch
-from phasewise.serving.errors import RanksError, RequestError, ServingError, StepFailed
+from phasewise.serving.errors import RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
+from phasewise.serving.pacing import Pacing
 from phasewise.serving.request import Request, TokenOut
 from phasewise.serving.sampling import SampledToken, Sampler, sample_rows
 from phasewise.serving.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from phasewise.serving.pools.contract import PoolStats
+
 log = logging.getLogger(__name__)
 
-_LEAST_DEFAULT_ANSWER_TOKENS = 256
+_MOST_RERUNS = 2  # of one request: it may be what kills the ranks
 
 
 class Ranks(Protocol):
@@ -35,6 +39,15 @@ class Ranks(Protocol):
         ...
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None: ...
+
+    @property
+    def lost(self) -> str | None:
+        """Why nothing can be computed until `reopen`; None while all is well."""
+        ...
+
+    def watch(self, on_loss: Callable[[], None]) -> None: ...
+
+    def reopen(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -52,19 +65,45 @@ class Vocabulary:
 class _Live:
     """A request on its way: what its tokens are chosen with, and the text they have made so far."""
 
+    message: Submit
+    max_tokens: int
     sampler: Sampler
     text: AnswerText
     end_token_ids: frozenset[int]
+    has_begun: bool = False
+    """Whether text or tokens of it were given out, so that it cannot be run again from the start."""
+    n_reruns: int = 0
+
+    @property
+    def request(self) -> Request:
+        """As the scheduler sees it."""
+        message = self.message
+        ids = message.prompt_token_ids
+        return Request(message.request_id, ids, self.max_tokens, self.end_token_ids, message.estimate)
 
 
 class Engine:
-    """Requests in (`submit`, `abort`), pieces of answers out (`step`). One thread calls all of it."""
+    """Requests in (`submit`, `abort`), pieces of answers out (`step`). One thread calls all of it.
 
-    def __init__(self, ranks: Ranks, vocabulary: Vocabulary, scheduler: Scheduler) -> None:
+    pacing: how many prompt tokens a step may have; None: as many as the scheduler's limits allow.
+    default_answer_tokens: the most for requests that name none; None: the rest of the context.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        vocabulary: Vocabulary,
+        scheduler: Scheduler,
+        pacing: Pacing | None = None,
+        default_answer_tokens: int | None = None,
+    ) -> None:
         self.ranks = ranks
         self.vocabulary = vocabulary
         self.scheduler = scheduler
-        self._live: dict[str, _Live] = {}
+        self.pacing = pacing
+        self._default_answer_tokens = default_answer_tokens
+        self._live: dict[str, _Live] = {}  # in order of arrival
+        self._pool_stats: tuple[int, PoolStats] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -75,12 +114,9 @@ class Engine:
         ids = message.prompt_token_ids
         if ids and (min(ids) < 0 or max(ids) >= self.vocabulary.size):
             raise RequestError(f"the prompt's token ids must be 0 to {self.vocabulary.size - 1}", "prompt")
-        end_token_ids = frozenset() if message.ignore_eos else self.vocabulary.end_token_ids
-        max_tokens = message.max_tokens or self._default_max_tokens(len(ids))
-        sampler = Sampler(message.sampling, ids, self.vocabulary.size)
-        self.scheduler.add(Request(message.request_id, ids, max_tokens, end_token_ids))
-        text = AnswerText(self.vocabulary.open_stream(), message.stop)
-        self._live[message.request_id] = _Live(sampler, text, end_token_ids)
+        live = self._begin(message, message.max_tokens or self._default_max_tokens(len(ids)))
+        self.scheduler.add(live.request)
+        self._live[message.request_id] = live
 
     def abort(self, request_id: str) -> None:
         """Free what a request holds; one that has ended already is no mistake."""
@@ -93,20 +129,38 @@ class Engine:
         RanksError if nothing can be computed any more: a rank has died, and keys and values with it.
         """
         started_ns = time.perf_counter_ns()
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(self._chunk_tokens())
         if batch is None:
             return Delivery((), None, self.load())
         outs: tuple[Answer | Failure, ...]
         try:
-            sampled = self._compute(batch)
+            tokens = self._compute(batch)
         except RanksError:
             raise
         except Exception as error:
             outs = self._fail(batch, error)
         else:
-            outs = self._commit(batch, sampled)
+            outs = self._commit(batch, tokens)
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
+        if self.pacing is not None:
+            self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns)
         return Delivery(outs, stats, self.load())
+
+    def recover(self, lost: RankLost) -> Delivery:
+        """Keys and values are lost. Answers that have begun end with `lost`, the others are queued again."""
+        lives = tuple(self._live.values())
+        self._live.clear()
+        self.scheduler.clear()
+        failures = []
+        for live in lives:
+            if live.has_begun or live.n_reruns >= _MOST_RERUNS:
+                failures.append(Failure(live.message.request_id, lost))
+                continue
+            again = self._begin(live.message, live.max_tokens)
+            again.n_reruns = live.n_reruns + 1
+            self.scheduler.requeue(again.request)
+            self._live[live.message.request_id] = again
+        return Delivery(tuple(failures), None, self.load())
 
     def fail_everything(self, error: Exception) -> Delivery:
         """End every request with `error`."""
@@ -117,27 +171,53 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """How much is held and waited for."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        return EngineLoad(scheduler.n_waiting, scheduler.n_running, pool.n_used, pool.n_slots)
+        scheduler, counts = self.scheduler, self.scheduler.counts
+        if self._pool_stats is None or self._pool_stats[0] != scheduler.n_pool_changes:
+            self._pool_stats = scheduler.n_pool_changes, scheduler.pool.stats()
+        stats = self._pool_stats[1]
+        return EngineLoad(
+            scheduler.n_waiting,
+            scheduler.n_running,
+            stats.slots_used,
+            scheduler.pool.n_slots,
+            stats,
+            counts.preemptions,
+            counts.prefix_hits,
+            counts.prefix_tokens_reused,
+            counts.phase_switches,
+        )
 
     def close(self) -> None:
         self.ranks.close()
 
-    def _compute(self, batch: Batch) -> dict[str, SampledToken]:
-        logits = self.ranks.forward(batch)
-        wanting = [
-            name for name, piece in zip(batch.request_ids, batch.slices, strict=True) if piece.wants_logits
-        ]
-        rows = sample_rows(logits, [self._live[name].sampler for name in wanting])
-        return dict(zip(wanting, rows, strict=True))
+    def _begin(self, message: Submit, max_tokens: int) -> _Live:
+        guide = None if message.guide is None else message.guide.fresh()
+        sampler = Sampler(message.sampling, message.prompt_token_ids, self.vocabulary.size, guide)
+        text = AnswerText(self.vocabulary.open_stream(), message.stop)
+        end_token_ids = frozenset() if message.ignore_eos else self.vocabulary.end_token_ids
+        return _Live(message, max_tokens, sampler, text, end_token_ids)
 
-    def _commit(self, batch: Batch, sampled: dict[str, SampledToken]) -> tuple[Answer, ...]:
-        token_ids = [token.token_id for token in sampled.values()]
+    def _chunk_tokens(self) -> int | None:
+        if self.pacing is None:
+            return None
+        return self.pacing.chunk_tokens(is_answering=self.scheduler.is_answering)
+
+    def _compute(self, batch: Batch) -> list[SampledToken]:
+        """A token for each slice that wants logits."""
+        for copy in batch.copies:
+            self.ranks.copy_kv(*copy)
+        logits = self.ranks.forward(batch)
+        samplers = [
+            self._live[name].sampler
+            for name, piece in zip(batch.request_ids, batch.slices, strict=True)
+            if piece.wants_logits
+        ]
+        return sample_rows(logits, samplers)
+
+    def _commit(self, batch: Batch, tokens: list[SampledToken]) -> tuple[Answer, ...]:
         now_ns = time.perf_counter_ns()
-        return tuple(
-            self._answer(out, sampled[out.request_id], now_ns)
-            for out in self.scheduler.commit(batch, token_ids)
-        )
+        outs = self.scheduler.commit(batch, [token.token_id for token in tokens])
+        return tuple(self._answer(out, token, now_ns) for out, token in zip(outs, tokens, strict=True))
 
     def _answer(self, out: TokenOut, token: SampledToken, now_ns: int) -> Answer:
         live = self._live[out.request_id]
@@ -146,10 +226,14 @@ class Engine:
         else:
             live.text.push(token)
         text, tokens = live.text.take(finished=out.finish_reason is not None)
+        live.has_begun = live.has_begun or bool(text or tokens)
         reason = "stop" if live.text.stopped else out.finish_reason
         if reason is not None:
-            self.abort(out.request_id)
-        return Answer(out.request_id, text, tokens, out.index + 1, now_ns, reason)
+            self.scheduler.finish(out.request_id)
+            del self._live[out.request_id]
+            if live.sampler.cut_short:  # its guide could not go on: the answer is not whole
+                reason = "length"
+        return Answer(out.request_id, text, tokens, out.n_generated, now_ns, reason)
 
     def _fail(self, batch: Batch, error: Exception) -> tuple[Failure, ...]:
         if not isinstance(error, ServingError):
@@ -161,7 +245,6 @@ class Engine:
         return tuple(Failure(request_id, error) for request_id in batch.request_ids)
 
     def _default_max_tokens(self, n_prompt: int) -> int:
-        """An equal share of the KV pool per sequence, within the context; `add` judges the prompt."""
-        limits, pool = self.scheduler.limits, self.scheduler.pool
-        share = max(pool.n_slots // limits.max_sequences - n_prompt, _LEAST_DEFAULT_ANSWER_TOKENS)
-        return max(1, min(share, min(limits.context_length, pool.n_slots) - n_prompt))
+        """`add` judges the prompt."""
+        room = min(self.scheduler.limits.context_length, self.scheduler.pool.longest) - n_prompt
+        return max(1, room if self._default_answer_tokens is None else min(room, self._default_answer_tokens))

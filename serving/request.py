@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from phasewise.serving.blocks import SlotRange
+from phasewise.serving.pools.contract import Demand, Estimate, Placement
 
 FinishReason = Literal["stop", "length"]
 
@@ -19,21 +19,38 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     """The model's end tokens; empty where the request ignores them."""
+    estimate: Estimate | None = None
+    """How long its answer is thought to become."""
 
     @property
-    def n_slots(self) -> int:
-        """KV slots that hold the request to its very end."""
+    def most_tokens(self) -> int:
+        """Positions that hold the request to its very end."""
         return len(self.prompt_token_ids) + self.max_tokens
 
 
-@dataclass(slots=True)
-class RunningSequence:
-    """A request that owns KV slots. The first `n_computed` of its tokens have keys and values there."""
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """A request between its arrival and its last token: it waits, or it runs and owns KV slots.
+
+    Of its tokens (the prompt and the answer so far) the first `n_computed` have keys and values.
+    """
 
     request: Request
-    slots: SlotRange
+    arrival: int
+    """Serial: of two, the lower one came first. This is what age means here."""
+    placement: Placement | None = None
+    """None: it waits."""
     n_computed: int = 0
     generated: list[int] = field(default_factory=list)
+    n_preempted: int = 0
+    has_started: bool = False
+    """Whether anything of it has been computed or copied since it was placed."""
+    runs: tuple[int, ...] | None = None
+    """`prefixes.chain` of its tokens when it was placed; None: not asked for yet."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     @property
     def n_tokens(self) -> int:
@@ -42,26 +59,45 @@ class RunningSequence:
 
     @property
     def n_pending(self) -> int:
-        """Tokens known but not yet computed: the rest of the prompt, or the token sampled last."""
+        """Tokens known but not yet computed. The logits after the last of them give the next token."""
         return self.n_tokens - self.n_computed
 
     @property
     def is_prefilling(self) -> bool:
-        return not self.generated
+        """Whether more is pending than the token sampled last: a prompt, or what a preemption undid."""
+        return not self.generated or self.n_pending > 1
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (*self.request.prompt_token_ids, *self.generated)
+
+    def pending_ids(self, n_tokens: int) -> tuple[int, ...]:
+        """The first of the pending tokens."""
+        start, prompt = self.n_computed, self.request.prompt_token_ids
+        end = start + n_tokens
+        if end <= len(prompt):
+            return prompt[start:end]
+        answer = self.generated[max(0, start - len(prompt)) : end - len(prompt)]
+        return (*prompt[start:], *answer)
+
+    def demand(self, *, in_full: bool) -> Demand:
+        """What it needs of the pool to run now, or `in_full`: to its very end."""
+        most = self.request.most_tokens
+        held = most if in_full else self.n_tokens
+        return Demand(held, most, len(self.request.prompt_token_ids), self.request.estimate)
 
     def finish_reason(self) -> FinishReason | None:
-        """Why this sequence ends with the token sampled last; None while it goes on."""
+        """Why it ends with the token sampled last; None while it goes on."""
         if self.generated and self.generated[-1] in self.request.stop_token_ids:
             return "stop"
         return "length" if len(self.generated) >= self.request.max_tokens else None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOut:
+class TokenOut(NamedTuple):
     """One new token of one request. The request holds nothing any more once `finish_reason` is set."""
 
     request_id: str
     token_id: int
-    index: int
-    """0 for the first token of the answer."""
+    n_generated: int
+    """Tokens of the answer so far, with this one."""
     finish_reason: FinishReason | None

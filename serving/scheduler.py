@@ -1,22 +1,30 @@
 """Continuous batching, first come first served. Pure: integers in, a batch out; no clock, no tensors.
 
-A step is of one phase, so that each phase keeps its own plan. Prompts are computed in chunks of at most
-`max_batch_tokens`, several prompts to a batch; between two chunks every running answer gets one token, so a
-long prompt delays the others by one chunk at most. A request is admitted only when its whole KV range (prompt
-+ max_tokens) is free, and nobody overtakes the head of the queue: no preemption, no starvation.
+A step is of one phase, so that each phase keeps its own plan. While answers run and prompts wait the phases
+take turns: one chunk of prompts, one token for every running answer. How large a chunk may be is said by
+whoever knows the time (`pacing`). Whatever must be chosen, age chooses: the order of arrival.
+
+A request is admitted when the pool has room for the tokens it has, not for all it may get; nobody overtakes
+the head of the queue. An answer that outgrows its block gets a larger one. Where there is none the request
+that came last gives its block back and waits again, with the answer it has; what it had computed is computed
+again later. So the oldest always goes on. Who was preempted `MOST_PREEMPTIONS` times gets a block for its
+whole answer, and gives it back to the oldest alone; after that it runs as the oldest itself. Decision 0021.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from bisect import insort
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from phasewise.serving.batch import Batch, Phase, SequenceSlice
-from phasewise.serving.blocks import BlockPool
+from phasewise.serving.batch import Batch, KvCopy, Phase, SequenceSlice
 from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError
-from phasewise.serving.request import Request, RunningSequence, TokenOut
+from phasewise.serving.pools.contract import KvPool, Placement
+from phasewise.serving.prefixes import PrefixIndex, chain, copies_between
+from phasewise.serving.request import LiveSequence, Request, TokenOut
+
+MOST_PREEMPTIONS = 3
+"""After so many a request is preempted for the oldest one only, and that once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,17 @@ class SchedulerLimits:
     max_batch_tokens: int = 2048  # Splitwise's knee: more tokens per prefill batch no longer raise throughput
     max_sequences: int = 32
     max_waiting: int | None = None
+    prefix_reuse: bool = True
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """What has happened since the start. They never fall."""
+
+    preemptions: int = 0
+    prefix_hits: int = 0
+    prefix_tokens_reused: int = 0
+    phase_switches: int = 0
 
 
 class SchedulerError(AssertionError):
@@ -36,13 +55,19 @@ class SchedulerError(AssertionError):
 class Scheduler:
     """Owns every request between `add` and its last token, and the KV pool they live in."""
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+    def __init__(self, pool: KvPool, limits: SchedulerLimits) -> None:
         self.pool = pool
         self.limits = limits
-        self._waiting: deque[Request] = deque()
-        self._running: dict[str, RunningSequence] = {}  # in order of admission
-        self._last_phase: Phase = "decode"
-        self._in_flight: Batch | None = None
+        self.counts = SchedulerCounts()
+        self.n_pool_changes = 0
+        """Calls that changed the pool: whoever reads its figures need not read the same ones again."""
+        self._live: dict[str, LiveSequence] = {}
+        self._waiting: list[LiveSequence] = []  # by arrival, as are the running ones
+        self._running: list[LiveSequence] = []
+        self._prefixes = PrefixIndex(pool.n_slots) if limits.prefix_reuse else None
+        self._arrivals = 0
+        self._last_phase: Phase | None = None
+        self._in_flight: tuple[Batch, tuple[LiveSequence, ...]] | None = None
 
     @property
     def n_waiting(self) -> int:
@@ -54,142 +79,287 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._live)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether somebody waits for the next token of an answer."""
+        return any(not one.is_prefilling for one in self._running)
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise why it can never run (RequestError) or cannot wait (QueueFull)."""
-        self._refuse_impossible(request)
         if self.limits.max_waiting is not None and len(self._waiting) >= self.limits.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests are waiting already; try again later")
-        self._waiting.append(request)
+        self.requeue(request)
 
-    def next_batch(self) -> Batch | None:
-        """What to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`."""
+    def requeue(self, request: Request) -> None:
+        """Queue a request that had been accepted before, however many wait."""
+        self._refuse_impossible(request)
+        self._arrivals += 1
+        sequence = LiveSequence(request, self._arrivals)
+        self._live[request.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def next_batch(self, chunk_tokens: int | None = None) -> Batch | None:
+        """What to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
+
+        chunk_tokens: the most prompt tokens of this step; None: as many as the limits allow.
+        """
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
         self._admit()
-        prefilling = [one for one in self._running.values() if one.is_prefilling]
-        decoding = [one for one in self._running.values() if not one.is_prefilling]
-        if decoding and (not prefilling or self._last_phase == "prefill"):
-            self._in_flight = _batch("decode", [(one, 1) for one in decoding])
-        elif prefilling:
-            self._in_flight = _batch("prefill", self._chunks(prefilling))
-        if self._in_flight is not None:
-            self._last_phase = self._in_flight.phase
-        return self._in_flight
+        most_tokens = self.limits.max_batch_tokens
+        chunk = most_tokens if chunk_tokens is None else max(1, min(chunk_tokens, most_tokens))
+        if self._last_phase == "prefill":
+            batch = self._decode_batch() or self._prefill_batch(chunk)
+        else:
+            batch = self._prefill_batch(chunk) or self._decode_batch()
+        if batch is not None and batch.phase != self._last_phase:
+            self.counts.phase_switches += self._last_phase is not None
+            self._last_phase = batch.phase
+        return batch
 
     def commit(self, batch: Batch, token_ids: Tokens[int]) -> list[TokenOut]:
         """Record a computed batch. `token_ids`: one sampled token per slice that wants logits, in order."""
-        if batch is not self._in_flight:
-            raise SchedulerError("only the batch that next_batch gave last can be committed")
-        self._in_flight = None
+        sequences = self._take_flight(batch)
         sampled = iter(token_ids)
         outs = []
-        for request_id, piece in zip(batch.request_ids, batch.slices, strict=True):
+        for sequence, piece in zip(sequences, batch.slices, strict=True):
             token_id = next(sampled) if piece.wants_logits else None
-            sequence = self._running.get(request_id)
-            if sequence is None:  # aborted while its step was computed
+            if sequence.placement is None:  # aborted while its step was computed
                 continue
             sequence.n_computed += len(piece.token_ids)
+            if batch.phase == "prefill" and self._prefixes is not None:
+                self._prefixes.advance(sequence.request_id, sequence.n_computed)
             if token_id is not None:
                 outs.append(self._append(sequence, token_id))
         return outs
 
     def discard(self, batch: Batch) -> tuple[str, ...]:
         """The step of `batch` failed: its requests are dropped, their slots freed. Returns who they were."""
-        self._in_flight = None
-        return tuple(request_id for request_id in batch.request_ids if self.abort(request_id))
+        dropped = [one for one in self._take_flight(batch) if one.placement is not None]
+        for sequence in dropped:
+            if self._prefixes is not None:
+                self._prefixes.drop(sequence.request_id)  # nobody knows how far the step came
+            self._end(sequence, None)
+        return tuple(sequence.request_id for sequence in dropped)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its slots at once. False if it has ended or was never here."""
-        if self._running.pop(request_id, None) is not None:
-            self.pool.release(request_id)
-            return True
-        for request in self._waiting:
-            if request.request_id == request_id:
-                self._waiting.remove(request)
-                return True
-        return False
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._end(sequence, None)
+        return sequence is not None
+
+    def finish(self, request_id: str) -> None:
+        """The answer is whole for a reason that token ids do not show. One that has ended is no mistake."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._end(sequence, len(sequence.generated))
 
     def clear(self) -> None:
-        """Drop every request, also those of a batch that is neither committed nor discarded."""
+        """Drop every request, also those of a batch that is neither committed nor discarded, and all that
+        is known of keys and values."""
         self._in_flight = None
         for request_id in self.request_ids():
             self.abort(request_id)
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def request_ids(self) -> tuple[str, ...]:
-        """All requests that have not ended: running ones first."""
-        return (*self._running, *(request.request_id for request in self._waiting))
+        """All requests that have not ended: running ones first, each kind by arrival."""
+        return tuple(sequence.request_id for sequence in (*self._running, *self._waiting))
 
     def check(self) -> None:
         """Raise, with the numbers, unless the pool keeps its law and the running requests alone own slots."""
         self.pool.check()
-        owned = {owner: block.length for owner, block in self.pool.owners().items()}
-        needed = {name: sequence.request.n_slots for name, sequence in self._running.items()}
-        if owned != needed:
-            raise SchedulerError(f"slots owned {owned} are not the slots that running requests need {needed}")
-        for name, sequence in self._running.items():
-            counts = (0, sequence.n_computed, sequence.n_tokens, sequence.slots.length)
+        placements = {one.request_id: one.placement for one in self._running}
+        owned = self.pool.placements()
+        if owned != placements:
+            raise SchedulerError(f"the pool says {owned}, running requests say {placements}")
+        for queue in (self._running, self._waiting):
+            arrivals = [sequence.arrival for sequence in queue]
+            if arrivals != sorted(arrivals):
+                raise SchedulerError(f"arrivals {arrivals} are not in order")
+        if sorted(self.request_ids()) != sorted(self._live):
+            raise SchedulerError(f"{sorted(self._live)} live, {self.request_ids()} run or wait")
+        for sequence in self._running:
+            self._check_running(sequence)
+
+    def _check_running(self, sequence: LiveSequence) -> None:
+        name, placement = sequence.request_id, sequence.placement
+        assert placement is not None
+        for counts in (
+            (0, sequence.n_computed, sequence.n_tokens, sequence.request.most_tokens),
+            (0, sequence.n_computed, placement.n_slots, self.pool.n_slots),
+            (0, sequence.n_preempted, MOST_PREEMPTIONS + 1),
+        ):
             if list(counts) != sorted(counts):
-                raise SchedulerError(f"{name}: (0, computed, known, slots) = {counts} do not ascend")
+                raise SchedulerError(f"{name}: {counts} of {sequence} do not ascend")
+        if self._prefixes is not None and sequence.has_started:
+            self._prefixes.check(name, placement, sequence.n_computed)
 
     def _refuse_impossible(self, request: Request) -> None:
         if not request.prompt_token_ids:
             raise RequestError("the prompt has no tokens", "prompt")
         if request.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
-        room = min(self.limits.context_length, self.pool.n_slots)
-        if request.n_slots > room:
+        room = min(self.limits.context_length, self.pool.longest)
+        if request.most_tokens > room:
             whose = "model's context" if room == self.limits.context_length else "KV cache"
             raise ContextLengthExceeded(
-                f"the {whose} holds {room} tokens, but {request.n_slots} are asked for: "
+                f"the {whose} holds {room} tokens, but {request.most_tokens} are asked for: "
                 f"{len(request.prompt_token_ids)} in the prompt and {request.max_tokens} for the answer",
                 "prompt",
             )
-        if request.request_id in self._running or any(
-            request.request_id == other.request_id for other in self._waiting
-        ):
+        if request.request_id in self._live:
             raise SchedulerError(f"request {request.request_id!r} is here already")
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.limits.max_sequences:
-            request = self._waiting[0]
-            slots = self.pool.reserve(request.request_id, request.n_slots)
-            if slots is None:
+            sequence = self._waiting[0]
+            times = sequence.n_preempted
+            if times > MOST_PREEMPTIONS and self._running and self._running[0].arrival < sequence.arrival:
                 return
-            self._running[request.request_id] = RunningSequence(request, slots)
-            self._waiting.popleft()
-
-    def _chunks(self, prefilling: list[RunningSequence]) -> Iterator[tuple[RunningSequence, int]]:
-        budget = self.limits.max_batch_tokens
-        for sequence in prefilling:
-            n_tokens = min(sequence.n_pending, budget)
-            if n_tokens == 0:
+            demand = sequence.demand(in_full=times >= MOST_PREEMPTIONS)
+            placement = self.pool.reserve(sequence.request_id, demand)
+            if placement is None:
                 return
-            budget -= n_tokens
-            yield sequence, n_tokens
+            self.n_pool_changes += 1
+            sequence.placement = placement
+            insort(self._running, self._waiting.pop(0), key=_arrival)
 
-    def _append(self, sequence: RunningSequence, token_id: int) -> TokenOut:
+    def _decode_batch(self) -> Batch | None:
+        decoding = [one for one in self._running if not one.is_prefilling]
+        copies: list[KvCopy] = []
+        for sequence in decoding:
+            if sequence.placement is not None and sequence.n_tokens > sequence.placement.n_slots:
+                self._grow(sequence, copies)
+        going_on: list[tuple[LiveSequence, Tokens[int]]] = [
+            (one, one.generated[-1:]) for one in decoding if one.placement is not None
+        ]
+        return self._fly("decode", going_on, copies) if going_on else None
+
+    def _grow(self, sequence: LiveSequence, copies: list[KvCopy]) -> None:
+        """Room for its next token, at the price of whoever came last: perhaps of itself."""
+        while sequence.placement is not None:
+            growth = self.pool.grow(sequence.request_id, sequence.n_tokens)
+            if growth is None:
+                self._preempt(self._last_to_come(sequence))
+                continue
+            self.n_pool_changes += 1
+            sequence.placement = growth.placement
+            if self._prefixes is not None:
+                self._prefixes.moved(sequence.request_id, growth.placement)
+            if growth.copy is not None:
+                copies.append(growth.copy)
+            return
+
+    def _last_to_come(self, growing: LiveSequence) -> LiveSequence:
+        """Who must give way, so that `growing` or somebody older can go on."""
+        is_oldest = self._running[0] is growing
+        for other in reversed(self._running):
+            if other is growing:
+                break
+            if is_oldest or other.n_preempted < MOST_PREEMPTIONS:
+                return other
+        if is_oldest:
+            raise SchedulerError(f"the pool has no room for {growing} alone: {self.pool.stats()}")
+        return growing
+
+    def _preempt(self, sequence: LiveSequence) -> None:
+        self.counts.preemptions += 1
+        self._leave_pool(sequence, None)
+        sequence.n_preempted += 1
+        insort(self._waiting, sequence, key=_arrival)
+
+    def _prefill_batch(self, room: int) -> Batch | None:
+        parts: list[tuple[LiveSequence, Tokens[int]]] = []
+        copies: list[KvCopy] = []
+        for sequence in self._running:
+            if room == 0:
+                break
+            if not sequence.is_prefilling or not (sequence.has_started or self._start(sequence, copies)):
+                continue
+            piece = sequence.pending_ids(min(sequence.n_pending, room))
+            parts.append((sequence, piece))
+            room -= len(piece)
+        return self._fly("prefill", parts, copies) if parts else None
+
+    def _start(self, sequence: LiveSequence, copies: list[KvCopy]) -> bool:
+        """Begin to write its block, with keys and values that others have computed. False: they soon will."""
+        prefixes, placement = self._prefixes, _placed(sequence)
+        if prefixes is not None:
+            token_ids = sequence.token_ids
+            if sequence.runs is None:
+                sequence.runs = chain(token_ids)
+            match = prefixes.find(token_ids, sequence.runs)
+            if 2 * (match.n_coming - match.n_ready) >= len(token_ids) - match.n_ready:
+                return False
+            prefixes.start(sequence.request_id, (token_ids, sequence.runs), placement)
+            if match.source is not None:
+                self._reuse(sequence, copies_between(match.source, placement, match.n_ready), copies)
+        sequence.has_started = True
+        return True
+
+    def _reuse(self, sequence: LiveSequence, brought: tuple[int, list[KvCopy]], copies: list[KvCopy]) -> None:
+        n_tokens, needed = brought
+        copies += needed
+        sequence.n_computed = n_tokens
+        assert self._prefixes is not None
+        self._prefixes.advance(sequence.request_id, n_tokens)
+        self.counts.prefix_hits += n_tokens > 0
+        self.counts.prefix_tokens_reused += n_tokens
+
+    def _fly(
+        self, phase: Phase, parts: list[tuple[LiveSequence, Tokens[int]]], copies: list[KvCopy]
+    ) -> Batch:
+        slices = []
+        for sequence, token_ids in parts:
+            base, _, table = _placed(sequence)
+            is_last = len(token_ids) == sequence.n_pending
+            slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table))
+        sequences = tuple(sequence for sequence, _ in parts)
+        names = tuple(sequence.request_id for sequence in sequences)
+        batch = Batch(phase, tuple(slices), names, tuple(copies))
+        self._in_flight = batch, sequences
+        return batch
+
+    def _take_flight(self, batch: Batch) -> tuple[LiveSequence, ...]:
+        if self._in_flight is None or batch is not self._in_flight[0]:
+            raise SchedulerError("only the batch that next_batch gave last can be committed or discarded")
+        sequences = self._in_flight[1]
+        self._in_flight = None
+        return sequences
+
+    def _append(self, sequence: LiveSequence, token_id: int) -> TokenOut:
         sequence.generated.append(token_id)
-        request_id = sequence.request.request_id
         reason = sequence.finish_reason()
         if reason is not None:
-            self.abort(request_id)
-        return TokenOut(request_id, token_id, len(sequence.generated) - 1, reason)
+            self._end(sequence, len(sequence.generated))
+        return TokenOut(sequence.request_id, token_id, len(sequence.generated), reason)
+
+    def _end(self, sequence: LiveSequence, answer_tokens: int | None) -> None:
+        del self._live[sequence.request_id]
+        if sequence.placement is None:
+            self._waiting.remove(sequence)
+        else:
+            self._leave_pool(sequence, answer_tokens)
+
+    def _leave_pool(self, sequence: LiveSequence, answer_tokens: int | None) -> None:
+        self.pool.release(sequence.request_id, answer_tokens)
+        self.n_pool_changes += 1
+        self._running.remove(sequence)
+        if self._prefixes is not None and sequence.has_started:
+            self._prefixes.retire(sequence.request_id, sequence.token_ids[: sequence.n_computed])
+        sequence.placement, sequence.runs = None, None
+        sequence.n_computed, sequence.has_started = 0, False
 
 
-def _batch(phase: Phase, parts: Iterable[tuple[RunningSequence, int]]) -> Batch:
-    slices, request_ids = [], []
-    for sequence, n_tokens in parts:
-        slices.append(_slice(sequence, n_tokens))
-        request_ids.append(sequence.request.request_id)
-    return Batch(phase, tuple(slices), tuple(request_ids))
+def _arrival(sequence: LiveSequence) -> int:
+    return sequence.arrival
 
 
-def _slice(sequence: RunningSequence, n_tokens: int) -> SequenceSlice:
-    start = sequence.n_computed
-    prompt = sequence.request.prompt_token_ids
-    token_ids: Tokens[int] = (
-        prompt[start : start + n_tokens] if sequence.is_prefilling else sequence.generated[-1:]
-    )
-    return SequenceSlice(token_ids, start, sequence.slots.base, wants_logits=n_tokens == sequence.n_pending)
+def _placed(sequence: LiveSequence) -> Placement:
+    assert sequence.placement is not None, f"{sequence} waits"
+    return sequence.placement

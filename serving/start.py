@@ -10,12 +10,14 @@ from functools import cached_property
 from typing import Any
 
 from phasewise.serving.batch import Phase
-from phasewise.serving.blocks import BlockPool
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
 from phasewise.serving.forward import kv_bytes_per_slot
 from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
+from phasewise.serving.pacing import DEFAULT_TPOT_MS, Pacing
+from phasewise.serving.pools.contract import ALIGNMENT, KvPool, PoolSettings
+from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
 from phasewise.serving.ranks import STEP_TOKENS, open_ranks
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
 from phasewise.serving.schedules import ScheduleLookup
@@ -27,6 +29,7 @@ Plans = Mapping[Phase, ServicePlan]
 KV_SHARE_OF_FREE_MEMORY = 0.25
 KV_SHARE_OF_WEIGHTS = 4
 _KV_BYTES_ALWAYS_WORTH_IT = 1 << 30
+_LEAST_ANSWER_TOKENS = 256
 
 
 class ModelText:
@@ -62,16 +65,24 @@ class ModelText:
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """How much an engine can hold. `kv_slots`: positions of all sequences together.
-
-    Ranks compute at most STEP_TOKENS rows at once, so larger prefill batches gain nothing, while running
-    answers, aborts and signals wait for the end of a batch.
-    """
+    """How much an engine can hold, and how it works. `kv_slots`: positions of all sequences together."""
 
     context_length: int
     kv_slots: int
     max_sequences: int
-    max_batch_tokens: int = STEP_TOKENS
+    max_batch_tokens: int = 2048
+    """Of one prefill step. While answers run, and where the machine is slow, it is less: `pacing`."""
+    kv_policy: str = DEFAULT_POLICY
+    """One of `pools.opening.POLICIES`."""
+    tpot_ms: float = DEFAULT_TPOT_MS
+    """Time per output token that prefill steps leave to running answers."""
+    prefix_reuse: bool = True
+    """Whether keys and values of equal beginnings of prompts are copied rather than computed again."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Rows that pass through the model at once, at most."""
+        return max(min(self.max_batch_tokens, STEP_TOKENS), self.max_sequences)
 
     @classmethod
     def for_one(cls, model: PackedModel, n_prompt: int, max_tokens: int) -> EngineSize:
@@ -82,7 +93,8 @@ class EngineSize:
                 f"{model.name} has a context of {context} tokens, but {n_prompt + max_tokens} are asked for: "
                 f"{n_prompt} in the prompt and {max_tokens} for the answer"
             )
-        return cls(context, n_prompt + max_tokens, 1, max(1, min(STEP_TOKENS, n_prompt)))
+        kv_slots = -(-(n_prompt + max_tokens) // ALIGNMENT) * ALIGNMENT
+        return cls(context, kv_slots, 1, max(1, min(STEP_TOKENS, n_prompt)), "static", prefix_reuse=False)
 
     @classmethod
     def for_many(
@@ -98,8 +110,12 @@ class EngineSize:
         per_slot = kv_bytes_per_slot(model)
         budget = _default_kv_bytes(model) if kv_bytes is None else kv_bytes
         kv_slots = min(budget // per_slot, max_sequences * context)
-        if kv_slots < 1:
-            raise ServingError(f"a KV budget of {budget} bytes holds no token: each needs {per_slot} bytes")
+        if kv_slots < ALIGNMENT:
+            raise ServingError(
+                f"a KV budget of {budget} bytes is too small: {ALIGNMENT} tokens, the least block, "
+                f"need {ALIGNMENT * per_slot} bytes"
+            )
+        kv_slots -= kv_slots % ALIGNMENT
         return cls(min(context, kv_slots), kv_slots, max_sequences)
 
 
@@ -139,10 +155,34 @@ def open_engine(
     text = text or ModelText(model)
     step_tokens = max(size.max_batch_tokens, size.max_sequences)  # a decode step has a token of each sequence
     ranks = open_ranks(model, plans, size.kv_slots, step_tokens, size.max_sequences, schedules, pinned)
-    limits = SchedulerLimits(size.context_length, size.max_batch_tokens, size.max_sequences)
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
-    engine = Engine(ranks, vocabulary, Scheduler(BlockPool(size.kv_slots), limits))
+    pool = open_pool(size.kv_policy, size.kv_slots, PoolSettings(longest_request=size.context_length))
+    engine = Engine(ranks, vocabulary, scheduler_of(size, pool), *_habits(size))
     return OpenEngine(model, text, plans, size, engine)
+
+
+def scheduler_of(size: EngineSize, pool: KvPool) -> Scheduler:
+    """The scheduler that an engine of this size has."""
+    return Scheduler(
+        pool,
+        SchedulerLimits(
+            size.context_length,
+            size.max_batch_tokens,
+            size.max_sequences,
+            prefix_reuse=size.prefix_reuse,
+        ),
+    )
+
+
+def _habits(size: EngineSize) -> tuple[Pacing, int | None]:
+    """The pacing, and how long an answer may be that nobody limited.
+
+    Where every request gets its whole block at once that is an equal share of the slots; else the context.
+    """
+    pacing = Pacing(int(size.tpot_ms * 1e6), size.max_batch_tokens)
+    if size.kv_policy != "static":
+        return pacing, None
+    return pacing, max(size.kv_slots // size.max_sequences, _LEAST_ANSWER_TOKENS)
 
 
 @contextmanager

@@ -13,7 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("phasewise", "cli", "serving", "tuner", "kerneldb", "migrations", "topology", "cython_kernels")
 
 # Integers in, decisions out: no tensors, sockets or clock, so that a simulator can run the same code.
-PURE = ("serving.request", "serving.blocks", "serving.pools", "serving.batch", "serving.errors", "tuner.plans")
+PURE = (
+    "serving.request",
+    "serving.prefixes",
+    "serving.pools",
+    "serving.batch",
+    "serving.errors",
+    "tuner.plans",
+)
 
 # Longest matching prefix decides. A module may always import its own room unless its row says less.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -21,9 +28,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cli": ("",),
     "serving": ("serving", "tuner.plans", "kerneldb", "topology", "cython_kernels"),
     "serving.request": PURE,
-    "serving.blocks": PURE,
     "serving.pools": PURE,
     "serving.scheduler": PURE,
+    "serving.prefixes": PURE,
+    "serving.pacing": PURE,
     "tuner": ("tuner", "kerneldb", "topology", "cython_kernels"),
     "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
     "tuner.search": ("tuner.search", "kerneldb.records", "topology"),

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from phasewise.serving.batch import Batch
-from phasewise.serving.blocks import BlockPool
+from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import RankLost
 from phasewise.serving.messages import Answer, Failure, Submit
+from phasewise.serving.pools.contract import KV_CHUNK, PoolSettings
+from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
 
 END = 256
@@ -81,9 +82,11 @@ class FakeRanks:
         self.batches.append(batch)
         rows = []
         for piece in batch.slices:
-            self._write(batch, piece.slot_base + piece.start, piece.token_ids)
+            assert batch.phase == "prefill" or len(piece.token_ids) == 1
+            slots = slots_of(piece)
+            self.kv[slots[piece.start :]] = piece.token_ids
             if piece.wants_logits:
-                rows.append(self._logits(piece.token_ids[-1]))
+                rows.append(self._logits(self.successor(self.choose_by(self.kv[slots]))))
         return np.array(rows, dtype=np.float32).reshape(-1, VOCAB_SIZE)
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
@@ -107,14 +110,31 @@ class FakeRanks:
     def close(self) -> None:
         self.closed = True
 
-    def _write(self, batch: Batch, slot: int, token_ids: Sequence[int]) -> None:
-        assert batch.phase == "prefill" or len(token_ids) == 1
-        self.kv[slot : slot + len(token_ids)] = token_ids
+    def choose_by(self, seen: np.ndarray) -> int:
+        """What of the tokens that attention sees decides the next one: the last."""
+        return int(seen[-1])
 
-    def _logits(self, last: int) -> np.ndarray:
-        wanted = self.successor(last)
+    def _logits(self, wanted: int) -> np.ndarray:
         distance = np.abs(np.arange(VOCAB_SIZE) - wanted)
         return (-0.5 * distance).astype(np.float32)
+
+
+class AttentiveRanks(FakeRanks):
+    """The next token depends on every token that attention sees, in order: what is read from a wrong slot,
+    or was written over, shows."""
+
+    def choose_by(self, seen: np.ndarray) -> int:
+        assert (seen >= 0).all(), "attention sees a slot that nobody wrote"
+        weights = np.arange(1, len(seen) + 1) * 2654435761 % 1000003
+        return int((seen * weights).sum() % END)
+
+
+def slots_of(piece: SequenceSlice) -> np.ndarray:
+    """The slots that hold a sequence up to the end of this slice."""
+    positions = np.arange(piece.start + len(piece.token_ids))
+    if piece.table is None:
+        return piece.slot_base + positions
+    return np.array(piece.table)[positions // KV_CHUNK] + positions % KV_CHUNK
 
 
 def make_engine(
@@ -125,10 +145,13 @@ def make_engine(
     max_batch_tokens: int = 64,
     max_sequences: int = 4,
     max_waiting: int | None = None,
+    kv_policy: str = "odma",
+    prefix_reuse: bool = True,
 ) -> Engine:
-    limits = SchedulerLimits(context_length, max_batch_tokens, max_sequences, max_waiting)
+    limits = SchedulerLimits(context_length, max_batch_tokens, max_sequences, max_waiting, prefix_reuse)
     vocabulary = Vocabulary(VOCAB_SIZE, frozenset({END}), ByteStream)
-    return Engine(ranks or FakeRanks(), vocabulary, Scheduler(BlockPool(kv_slots), limits))
+    pool = open_pool(kv_policy, kv_slots, PoolSettings(longest_request=context_length))
+    return Engine(ranks or FakeRanks(), vocabulary, Scheduler(pool, limits))
 
 
 def run_all(engine: Engine, *messages: Submit, max_steps: int = 10_000) -> dict[str, list[Answer | Failure]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from fake_engine import END, VOCAB_SIZE, FakeRanks, encode, make_engine, piece
 
 from phasewise.serving.engine import Engine
@@ -17,8 +17,12 @@ from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.app import create_app
 from phasewise.serving.http.client import EngineClient
+from phasewise.serving.http.connection import Connections
+from phasewise.serving.http.life import Life
+from phasewise.serving.http.listening import Address, TcpAddress
+from phasewise.serving.http.metrics import Gauges, Metrics
 from phasewise.serving.http.served import HttpLimits, ServedModel
-from phasewise.serving.http.server import bind, url_of
+from phasewise.serving.http.server import HttpServer, Service
 
 CONTEXT = 500
 
@@ -38,6 +42,10 @@ class FakeServer:
     ranks: FakeRanks
     client: EngineClient
     thread: EngineThread
+    server: HttpServer
+    connections: Connections
+    life: Life
+    said: list[str]
     app: Any = field(repr=False, default=None)
 
     def wait_until_idle(self, timeout_s: float = 10.0) -> None:
@@ -49,17 +57,35 @@ class FakeServer:
             )
             time.sleep(0.005)
         self.engine.scheduler.check()
-        assert self.engine.scheduler.pool.n_used == 0
+        assert self.engine.scheduler.pool.stats().slots_used == 0
 
 
 @contextlib.contextmanager
-def fake_server(limits: HttpLimits | None = None, *, has_template: bool = True) -> Iterator[FakeServer]:
+def fake_server(
+    limits: HttpLimits | None = None,
+    *,
+    has_template: bool = True,
+    address: Address | None = None,
+    tls: ssl.SSLContext | None = None,
+    model: Callable[[ServedModel], ServedModel] = lambda model: model,
+) -> Iterator[FakeServer]:
+    """`model`: what the served model is to be, made from the one that this server has."""
     ranks = FakeRanks()
     engine = make_engine(ranks, context_length=CONTEXT, kv_slots=4 * CONTEXT)
     limits = limits or HttpLimits()
-    client = EngineClient(lambda message: thread.send(message), limits.max_live_requests)
+    client = EngineClient(lambda message: thread.send(message), limits)
     thread = EngineThread(engine, client.deliver)
-    model = ServedModel(
+    life = Life(thread)
+    metrics = Metrics(
+        Gauges(
+            load=lambda: client.load,
+            n_connections=lambda: len(connections.open),
+            is_ready=lambda: life.is_ready,
+            n_ranks_replaced=lambda: thread.n_ranks_replaced,
+        )
+    )
+    connections = Connections(limits, metrics)
+    served = ServedModel(
         ("fake", "alias"),
         1_700_000_000,
         CONTEXT,
@@ -69,18 +95,20 @@ def fake_server(limits: HttpLimits | None = None, *, has_template: bool = True) 
         piece,
         render_chat if has_template else None,
     )
-    app = create_app(model, client, limits, lambda: thread.is_alive)
-    listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
-    web = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    url = url_of(listener)
-    thread.start()
-    web.start()
-    while not server.started:
-        time.sleep(0.005)
-    try:
-        yield FakeServer(url, engine, ranks, client, thread, app)
-    finally:
-        server.should_exit = True
-        thread.stop()
-        web.join(20)
+    app = create_app(model(served), client, limits, life, metrics)
+    said: list[str] = []
+    with address or TcpAddress("127.0.0.1", 0) as place:
+        server = HttpServer(Service(app, client, life, connections, said.append), place, tls)
+        web = threading.Thread(target=server.run)
+        thread.start()
+        web.start()
+        while not server.started:
+            time.sleep(0.005)
+        running = FakeServer(place.url, engine, ranks, client, thread, server, connections, life, said, app)
+        try:
+            yield running
+        finally:
+            server.end(at_once=True)
+            web.join(20)
+            thread.stop()
+            assert not web.is_alive()

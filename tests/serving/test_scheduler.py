@@ -1,68 +1,15 @@
-"""Continuous batching: tokens are conserved, slots have one owner, the first to come is the first to run."""
+"""Continuous batching: tokens are conserved, slots have one owner, age decides, everybody ends."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from scheduled import POLICIES, Turns, make, request, turn
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.blocks import BlockPool
 from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError
-from phasewise.serving.request import Request, TokenOut
-from phasewise.serving.scheduler import Scheduler, SchedulerError, SchedulerLimits
+from phasewise.serving.scheduler import SchedulerError
 
 STOP = 7
-
-
-def make(n_slots: int = 1000, context: int = 500, tokens: int = 32, sequences: int = 4) -> Scheduler:
-    return Scheduler(BlockPool(n_slots), SchedulerLimits(context, tokens, sequences))
-
-
-def request(name: str, n_prompt: int = 5, max_tokens: int = 3, stop: int | None = None) -> Request:
-    stops = frozenset() if stop is None else frozenset({stop})
-    return Request(name, tuple(range(100, 100 + n_prompt)), max_tokens, stops)
-
-
-def turn(scheduler: Scheduler, token_id: int = 1) -> tuple[Batch | None, list[TokenOut]]:
-    batch = scheduler.next_batch()
-    outs = [] if batch is None else scheduler.commit(batch, [token_id] * batch.n_logits)
-    scheduler.check()
-    return batch, outs
-
-
-@given(
-    asked=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 20)), min_size=1, max_size=12),
-    n_slots=st.integers(110, 400),
-    max_batch_tokens=st.integers(1, 64),
-    max_sequences=st.integers(1, 5),
-)
-def test_every_token_is_computed_once_in_place_and_every_request_ends(
-    asked: list[tuple[int, int]], n_slots: int, max_batch_tokens: int, max_sequences: int
-) -> None:
-    scheduler = make(n_slots, 110, max_batch_tokens, max_sequences)
-    for index, (n_prompt, max_tokens) in enumerate(asked):
-        scheduler.add(request(str(index), n_prompt, max_tokens))
-    computed: dict[str, int] = {}
-    got: dict[str, int] = {}
-
-    for _ in range(5000):
-        batch, outs = turn(scheduler)
-        if batch is None:
-            break
-        assert batch.n_tokens <= max(max_batch_tokens, max_sequences)
-        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
-            assert piece.start == computed.get(name, 0)
-            computed[name] = piece.start + len(piece.token_ids)
-        for out in outs:
-            assert out.index == got.get(out.request_id, 0)
-            got[out.request_id] = out.index + 1
-
-    assert not scheduler.has_work
-    assert scheduler.pool.n_free == n_slots
-    assert got == {str(index): max_tokens for index, (_, max_tokens) in enumerate(asked)}
-    # The token sampled last is never computed: nothing follows it.
-    assert computed == {str(index): sum(both) - 1 for index, both in enumerate(asked)}
 
 
 def test_prompts_share_a_batch_up_to_its_tokens_and_a_long_one_is_cut() -> None:
@@ -73,7 +20,7 @@ def test_prompts_share_a_batch_up_to_its_tokens_and_a_long_one_is_cut() -> None:
     first, _ = turn(scheduler)
     assert first is not None
     assert [(len(piece.token_ids), piece.wants_logits) for piece in first.slices] == [(20, True), (12, False)]
-    assert list(first.slices[1].token_ids) == list(range(100, 112))
+    assert list(first.slices[1].token_ids) == list(request("b", 30).prompt_token_ids[:12])
 
     second, _ = turn(scheduler)
     third, _ = turn(scheduler)
@@ -81,7 +28,7 @@ def test_prompts_share_a_batch_up_to_its_tokens_and_a_long_one_is_cut() -> None:
     assert third is not None
     assert (second.phase, second.request_ids) == ("decode", ("a",))
     assert (third.phase, third.request_ids) == ("prefill", ("b",))
-    assert list(third.slices[0].token_ids) == list(range(112, 130))
+    assert list(third.slices[0].token_ids) == list(request("b", 30).prompt_token_ids[12:])
 
 
 def test_running_answers_get_a_token_between_two_chunks_of_a_prompt() -> None:
@@ -93,10 +40,25 @@ def test_running_answers_get_a_token_between_two_chunks_of_a_prompt() -> None:
     phases = [batch.phase for batch, _ in (turn(scheduler) for _ in range(8)) if batch is not None]
 
     assert phases == ["decode", "prefill"] * 4
+    assert scheduler.counts.phase_switches == 8
+
+
+def test_a_chunk_is_as_large_as_it_is_told_and_no_larger_than_the_limit() -> None:
+    scheduler = make(tokens=32)
+    scheduler.add(request("a", 100))
+
+    sizes = []
+    for chunk_tokens in (7, 1000, 0, None):
+        batch = scheduler.next_batch(chunk_tokens)
+        assert batch is not None
+        sizes.append(batch.n_tokens)
+        scheduler.commit(batch, [1] * batch.n_logits)
+
+    assert sizes == [7, 32, 1, 32]
 
 
 def test_nobody_overtakes_the_head_of_the_queue() -> None:
-    scheduler = make(n_slots=100, context=100)
+    scheduler = make("static", n_slots=112, context=100)
     scheduler.add(request("a", 50, 10))
     scheduler.add(request("big", 50, 10))
     scheduler.add(request("small", 5, 5))
@@ -115,21 +77,22 @@ def test_a_stop_token_ends_a_request_in_its_step_and_frees_it() -> None:
     _, second = turn(scheduler, STOP)
 
     assert [out.finish_reason for out in first + second] == [None, "stop"]
-    assert scheduler.pool.n_used == 0
+    assert scheduler.pool.stats().slots_used == 0
     assert scheduler.next_batch() is None
 
 
 @pytest.mark.parametrize("n_steps", [0, 1, 2])
-def test_an_abort_frees_at_once_wherever_the_request_is(n_steps: int) -> None:
+@pytest.mark.parametrize("end", ["abort", "finish"])
+def test_an_end_frees_at_once_wherever_the_request_is(n_steps: int, end: str) -> None:
     scheduler = make(sequences=1)
     scheduler.add(request("a", 50, 50))
     scheduler.add(request("b"))
     for _ in range(n_steps):
         turn(scheduler)
 
-    assert scheduler.abort("a")
+    getattr(scheduler, end)("a")
     scheduler.check()
-    assert scheduler.pool.n_used == 0
+    assert scheduler.pool.stats().slots_used == 0
     assert not scheduler.abort("a")
     batch, _ = turn(scheduler)
     assert batch is not None
@@ -162,10 +125,47 @@ def test_a_failed_step_loses_its_own_requests_only() -> None:
     assert scheduler.request_ids() == ("c",)
 
 
-def test_what_can_never_run_is_refused_with_the_numbers() -> None:
-    scheduler = make(n_slots=50, context=100)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_oldest_goes_on_and_whoever_came_last_gives_way(policy: str) -> None:
+    """Every decode step gives the oldest answer a token, however short of slots the others are."""
+    scheduler = make(policy, n_slots=512, context=512, sequences=8)
+    turns = Turns(scheduler)
+    for name in "abcdefgh":
+        scheduler.add(request(name, 60, 300))
 
-    with pytest.raises(ContextLengthExceeded, match="KV cache holds 50 tokens, but 51 are asked"):
+    while scheduler.has_work:
+        oldest = min(scheduler.request_ids())
+        before = turns.got.get(oldest, 0)
+        batch = turns.take()
+        if batch is not None and batch.phase == "decode" and before:
+            assert turns.got[oldest] == before + 1
+
+    assert turns.got == dict.fromkeys("abcdefgh", 300)
+    assert list(turns.ended) == sorted(turns.ended)
+    if policy in ("paged", "odma"):
+        assert scheduler.counts.preemptions > 0
+
+
+def test_what_was_preempted_goes_on_with_the_answer_it_had() -> None:
+    scheduler = make("paged", n_slots=384, context=384, sequences=2)
+    turns = Turns(scheduler)
+    scheduler.add(request("old", 100, 200))
+    scheduler.add(request("young", 100, 200))
+
+    while not scheduler.counts.preemptions:
+        turns.take()
+    n_before = turns.got["young"]
+    assert 0 < n_before < 200
+    assert scheduler.request_ids() == ("old", "young")
+
+    turns.run()
+    assert turns.got == {"old": 200, "young": 200}
+
+
+def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+    scheduler = make(n_slots=48, context=100)
+
+    with pytest.raises(ContextLengthExceeded, match="KV cache holds 48 tokens, but 51 are asked"):
         scheduler.add(request("a", 41, 10))
     with pytest.raises(ContextLengthExceeded, match="model's context holds 20"):
         make(context=20).add(request("a", 20, 1))
@@ -176,12 +176,14 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
     assert not scheduler.has_work
 
 
-def test_a_full_queue_refuses() -> None:
-    scheduler = Scheduler(BlockPool(100), SchedulerLimits(100, max_waiting=1))
+def test_a_full_queue_refuses_but_what_was_accepted_before() -> None:
+    scheduler = make(max_waiting=1)
     scheduler.add(request("a"))
 
     with pytest.raises(QueueFull):
         scheduler.add(request("b"))
+    scheduler.requeue(request("c"))
+    assert scheduler.request_ids() == ("a", "c")
 
 
 def test_misuse_is_told() -> None:

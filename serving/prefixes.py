@@ -1,0 +1,237 @@
+"""Keys and values that need not be computed again: whose block holds those of a prompt's beginning.
+
+Tokens are looked up in runs of `RUN_TOKENS`, by a chain of hashes, so that one look says how much of a prompt
+somebody else has; the tokens themselves are compared before anything is believed. The pool knows nothing of
+this: what a block held stays readable after its release, until its slots are written again. Each panel of
+slots carries the serial of the sequence that wrote it last, and a run is there as long as its panel carries
+its sequence's. So what is kept costs no request its place.
+
+Integers only. Copies are asked for in the order in which they must be done, before anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from phasewise.serving.batch import KvCopy
+from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Placement
+
+RUN_TOKENS = ALIGNMENT
+"""One panel of keys: copies move whole panels, and a sibling computes 16 tokens at most."""
+
+MOST_RETIRED = 1024
+"""Sequences that are remembered after their end. What they held is usually written over long before."""
+
+
+class PrefixError(AssertionError):
+    """A sequence is remembered that is not where it is said to be: a bug."""
+
+
+class Match(NamedTuple):
+    """How much of a sequence's beginning others have: whole runs, and never its last token."""
+
+    n_ready: int
+    """Tokens that can be copied now."""
+    source: Placement | None
+    """From there; None where nothing is ready."""
+    n_coming: int
+    """Tokens that a running sequence will have computed soon; at least `n_ready`."""
+
+
+NOTHING = Match(0, None, 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """What is known of one sequence: the first `n_ready` of its tokens have keys and values."""
+
+    serial: int
+    token_ids: tuple[int, ...]
+    chain: tuple[int, ...]
+    placement: Placement
+    n_ready: int
+    is_live: bool = True
+
+
+def chain(token_ids: Sequence[int], known: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """For each whole run, a hash of all tokens up to its end. `known`: that of the first runs."""
+    hashes = list(known)
+    last = hashes[-1] if hashes else 0
+    for start in range(len(hashes) * RUN_TOKENS, len(token_ids) - RUN_TOKENS + 1, RUN_TOKENS):
+        last = hash((last, tuple(token_ids[start : start + RUN_TOKENS])))
+        hashes.append(last)
+    return tuple(hashes)
+
+
+class PrefixIndex:
+    """Sequences by the runs that they begin with. Owners are named by the caller."""
+
+    def __init__(self, n_slots: int) -> None:
+        self._stamps = [0] * (n_slots // RUN_TOKENS)
+        self._serial = 0
+        self._by_chain: dict[int, _Source] = {}
+        self._live: dict[str, _Source] = {}
+        self._retired: dict[_Source, None] = {}  # the one that ended longest ago first
+
+    def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...]) -> Match:
+        """The best that is there for a sequence of these tokens and this `chain`."""
+        best = NOTHING
+        for n_runs in range(min(len(runs), (len(token_ids) - 1) // RUN_TOKENS), 0, -1):
+            n_tokens = n_runs * RUN_TOKENS
+            if n_tokens <= best.n_ready:
+                break
+            source = self._by_chain.get(runs[n_runs - 1])
+            if source is None or source.token_ids[:n_tokens] != token_ids[:n_tokens]:
+                continue
+            n_ready = self._n_there(source, min(n_tokens, source.n_ready))
+            n_coming = max(best.n_coming, n_tokens if source.is_live else n_ready)
+            if n_ready > best.n_ready:
+                best = Match(n_ready, source.placement, n_coming)
+            else:
+                best = best._replace(n_coming=n_coming)
+        return best
+
+    def start(
+        self, owner: str, sequence: tuple[tuple[int, ...], tuple[int, ...]], placement: Placement
+    ) -> None:
+        """`owner` begins to write a block: what was there is gone. sequence: its tokens and their chain."""
+        self._serial += 1
+        token_ids, runs = sequence
+        source = _Source(self._serial, token_ids, runs, placement, 0)
+        self._live[owner] = source
+        self._stamp(source)
+        self._enter(source, 0)
+
+    def moved(self, owner: str, placement: Placement) -> None:
+        """`owner` has a larger block; its keys and values are in it, or will be before they are read."""
+        source = self._live.get(owner)
+        if source is not None:
+            source.placement = placement
+            self._stamp(source)
+
+    def advance(self, owner: str, n_ready: int) -> None:
+        """The first `n_ready` tokens of `owner` have keys and values now."""
+        source = self._live.get(owner)
+        if source is not None:
+            source.n_ready = n_ready
+
+    def retire(self, owner: str, token_ids: tuple[int, ...]) -> None:
+        """`owner` gives its block back. What it has computed, `token_ids`, may be copied while it lasts."""
+        source = self._live.pop(owner, None)
+        if source is None:
+            return
+        n_known = min(len(source.chain), len(token_ids) // RUN_TOKENS)
+        self._leave(source, n_known)
+        source.is_live, source.n_ready, source.token_ids = False, len(token_ids), token_ids
+        source.chain = chain(token_ids, source.chain[:n_known])
+        self._enter(source, n_known)
+        self._retired[source] = None
+        if len(self._retired) > MOST_RETIRED:
+            self._forget(next(iter(self._retired)))
+
+    def drop(self, owner: str) -> None:
+        """Nobody knows what the block of `owner` holds."""
+        source = self._live.pop(owner, None)
+        if source is not None:
+            self._forget(source)
+
+    def clear(self) -> None:
+        """Keys and values are lost."""
+        for known in (self._by_chain, self._live, self._retired):
+            known.clear()
+
+    def check(self, owner: str, placement: Placement, n_computed: int) -> None:
+        """Raise unless a started owner's block carries its serial, and no more is ready than was computed."""
+        source = self._live[owner]
+        n_there = self._n_there(source, source.n_ready)
+        if (
+            source.placement != placement
+            or source.n_ready > n_computed
+            or n_there <= source.n_ready - RUN_TOKENS
+        ):
+            raise PrefixError(
+                f"{owner!r}: {source.n_ready} tokens said to be at {source.placement}, {n_there} are; "
+                f"{n_computed} computed at {placement}"
+            )
+
+    def _enter(self, source: _Source, n_known: int) -> None:
+        for one in source.chain[n_known:]:
+            self._by_chain[one] = source
+
+    def _forget(self, source: _Source) -> None:
+        self._retired.pop(source, None)
+        self._leave(source, 0)
+
+    def _leave(self, source: _Source, n_kept: int) -> None:
+        for one in source.chain[n_kept:]:
+            if self._by_chain.get(one) is source:
+                del self._by_chain[one]
+
+    def _stamp(self, source: _Source) -> None:
+        for begin, end in _pieces(source.placement, source.placement.n_slots):
+            first, last = begin // RUN_TOKENS, -(-end // RUN_TOKENS)
+            self._stamps[first:last] = [source.serial] * (last - first)
+
+    def _n_there(self, source: _Source, n_tokens: int) -> int:
+        """How many of the first tokens nobody has written over, in whole runs."""
+        n_there = 0
+        for begin, end in _pieces(source.placement, n_tokens // RUN_TOKENS * RUN_TOKENS):
+            for stamp in self._stamps[begin // RUN_TOKENS : end // RUN_TOKENS]:
+                if stamp != source.serial:
+                    return n_there
+                n_there += RUN_TOKENS
+        return n_there
+
+
+def copies_between(source: Placement, target: Placement, n_tokens: int) -> tuple[int, list[KvCopy]]:
+    """Copies that bring the first tokens from one block to another, and how many tokens they bring.
+
+    Fewer than asked where the blocks share slots in another order, and a copy would destroy the source of
+    one after it. Nothing is copied where it is.
+    """
+    copies: list[KvCopy] = []
+    done = 0
+    for (begin, end), (target_begin, _) in zip(
+        _cut(source, target, n_tokens), _cut(target, source, n_tokens), strict=True
+    ):
+        if any(begin < copy.target_slot + copy.n_slots and copy.target_slot < end for copy in copies):
+            break
+        if begin != target_begin:
+            copies.append(KvCopy(begin, target_begin, end - begin))
+        done += end - begin
+    return done, _joined(copies)
+
+
+def _cut(placement: Placement, other: Placement, n_tokens: int) -> list[tuple[int, int]]:
+    """Where the first tokens are: by runs of KV_CHUNK where either is placed by a table."""
+    if placement.table is None and other.table is None:
+        return [(placement.base, placement.base + n_tokens)]
+    if placement.table is not None:
+        return _pieces(placement, n_tokens)
+    base = placement.base
+    return [(base + start, base + min(start + KV_CHUNK, n_tokens)) for start in range(0, n_tokens, KV_CHUNK)]
+
+
+def _pieces(placement: Placement, n_tokens: int) -> list[tuple[int, int]]:
+    """Ranges of slots that hold the first tokens, in order."""
+    if placement.table is None:
+        return [(placement.base, placement.base + n_tokens)]
+    return [
+        (slot, slot + min(KV_CHUNK, n_tokens - start))
+        for slot, start in zip(placement.table, range(0, n_tokens, KV_CHUNK), strict=False)
+    ]
+
+
+def _joined(copies: list[KvCopy]) -> list[KvCopy]:
+    """Neighbours made one, where source and target both go on."""
+    joined: list[KvCopy] = []
+    for copy in copies:
+        if joined:
+            source, target, n_slots = joined[-1]
+            if (source + n_slots, target + n_slots) == (copy.source_slot, copy.target_slot):
+                joined[-1] = KvCopy(source, target, n_slots + copy.n_slots)
+                continue
+        joined.append(copy)
+    return joined
