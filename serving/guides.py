@@ -1,18 +1,56 @@
-"""What an answer may say: a grammar that forbids, token by token, whatever would break it."""
+"""What an answer may say: a grammar that forbids, token by token, whatever would break it.
+
+llguidance does the parsing; here is what surrounds it: our vocabulary as it wants to see it, the bounds that
+a grammar from outside is held to, the compiled grammars kept, and the masks put on logits.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from phasewise.serving.errors import QueueFull, RequestError
+from phasewise.serving.grammar_limits import checked_choices, checked_pattern, checked_schema
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+_MOST_COMPILED = 32
+_COMPILE_S = 2.0  # llguidance cannot be interrupted; the limits below end almost everything before
+_WAIT_S = 1.0
+_STACK_BYTES = 64 * 1024 * 1024  # llguidance follows references by recursion
+_LONGEST_TOKEN_BYTES = 64
+
+_LIMITS = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 10_000,  # 1 to 2 kB each, for every answer
+    "max_grammar_size": 50_000,
+}
+_JSON_OPTIONS = {
+    # A small model that may write any amount of space sometimes writes nothing else.
+    "whitespace_pattern": r"( |\n[ \t]{0,32})",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": True,
+    "lenient": False,
+}
 
 
 class Guide(Protocol):
     """The place that one answer has reached in its grammar. Used by one thread at a time."""
 
     def fresh(self) -> Guide:
-        """The same grammar at its beginning. May be asked of a guide that is never advanced, by any thread."""
+        """The same grammar at its beginning. Any thread may ask a guide that is never advanced."""
         ...
 
     def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
@@ -27,3 +65,257 @@ class Guide(Protocol):
     def end_token_id(self) -> int:
         """The token that ends an answer where nothing else can come."""
         ...
+
+
+class Grammar(NamedTuple):
+    """What an answer must be: JSON that a schema describes, or a text that a pattern matches as a whole."""
+
+    kind: Literal["json_schema", "regex"]
+    text: str
+
+    @classmethod
+    def of_schema(cls, schema: object) -> Grammar:
+        """RequestError where the schema is too large."""
+        return cls("json_schema", checked_schema(schema))
+
+    @classmethod
+    def of_pattern(cls, pattern: str) -> Grammar:
+        """RequestError where the pattern is too large."""
+        return cls("regex", checked_pattern(pattern))
+
+    @classmethod
+    def of_choices(cls, choices: list[str]) -> Grammar:
+        """Exactly one of these texts."""
+        return cls("regex", checked_choices(choices))
+
+
+ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """A vocabulary as grammars see it. `vocab_size`: columns of the logits; ids without a name are empty."""
+
+    vocab_size: int
+    end_token_ids: frozenset[int]
+    special_ids: frozenset[int]
+    piece: Callable[[int], bytes]
+    encode: Callable[[str, bool], list[int]]
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        return [self.piece(token_id) for token_id in range(self.vocab_size)]
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """The tokens that spell exactly these bytes in mid-text, cut as the model itself would cut them.
+
+        No special token is among them: a text that names one is data here, and must not end an answer.
+        """
+        try:
+            ids = self._encode_within(text.decode())
+        except UnicodeDecodeError:
+            ids = []
+        spelled = b"".join(self.pieces[token_id] for token_id in ids)
+        if spelled == text and not self.special_ids.intersection(ids):
+            return ids
+        return self._longest_first(text)
+
+    def _encode_within(self, text: str) -> list[int]:
+        if not self._opening:
+            return self.encode(text, False)
+        ids = self.encode(f"\n{text}", False)
+        return ids[len(self._opening) :] if ids[: len(self._opening)] == self._opening else []
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        """What a line's end becomes, where the vocabulary puts a space before a text; else nothing."""
+        spelled = b"".join(self.pieces[token_id] for token_id in self.encode("a", False))
+        return [] if spelled == b"a" else self.encode("\n", False)
+
+    @cached_property
+    def _id_of_piece(self) -> dict[bytes, int]:
+        plain = (at for at in range(self.vocab_size) if at not in self.special_ids and self.pieces[at])
+        return {self.pieces[token_id]: token_id for token_id in plain}
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(text):
+            for end in range(min(len(text), at + _LONGEST_TOKEN_BYTES), at, -1):
+                token_id = self._id_of_piece.get(text[at:end])
+                if token_id is not None:
+                    ids.append(token_id)
+                    break
+            else:
+                return ids  # the vocabulary cannot spell it
+            at = end
+        return ids
+
+
+class GuideCompiler:
+    """From grammars to guides, for one vocabulary. Any thread may ask; nothing is loaded before the first."""
+
+    def __init__(self, tokens: TokenView) -> None:
+        self._tokens = tokens
+        self._first_use = threading.Lock()
+        self._compiling = threading.Lock()
+        self._cache_lock = threading.Lock()
+        self._cache: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()
+
+    def load(self) -> None:
+        """What the first grammar would have to wait for. Stalls other threads for some tenths of a second."""
+        with self._first_use:
+            _ = self._tokenizer
+
+    def compile(self, grammar: Grammar) -> Guide:
+        """A guide at the beginning of `grammar`, to be copied by `fresh`. Blocks: not for the event loop.
+
+        RequestError where the grammar is refused, QueueFull where others' take too long.
+        """
+        if not self._tokens.end_token_ids:
+            raise RequestError("this model names no end token, so its answers cannot be held to a grammar")
+        found = self._known(grammar)
+        if found is None:
+            found = self._compile_in_turn(grammar)
+        if isinstance(found, str):
+            raise RequestError(found)
+        return _MatcherGuide(found, self._tokens.vocab_size, min(self._tokens.end_token_ids))
+
+    def _known(self, grammar: Grammar) -> LLMatcher | str | None:
+        with self._cache_lock:
+            found = self._cache.get(grammar)
+            if found is not None:
+                self._cache.move_to_end(grammar)
+            return found
+
+    def _keep(self, grammar: Grammar, found: LLMatcher | str) -> None:
+        with self._cache_lock:
+            self._cache[grammar] = found
+            while len(self._cache) > _MOST_COMPILED:
+                self._cache.popitem(last=False)
+
+    def _compile_in_turn(self, grammar: Grammar) -> LLMatcher | str:
+        """One at a time, so that grammars never take more than one core from answers."""
+        self.load()
+        if not self._compiling.acquire(timeout=_WAIT_S):
+            raise QueueFull("grammars of other requests are being compiled; try again later")
+        found = self._known(grammar)
+        if found is not None:
+            self._compiling.release()
+            return found
+        outcome: Future[LLMatcher | str] = Future()
+        _start_with_stack(lambda: self._work(grammar, outcome))
+        try:
+            return outcome.result(_COMPILE_S)
+        except TimeoutError:
+            return f"the grammar takes more than {_COMPILE_S:g} s to compile; make it simpler"
+
+    def _work(self, grammar: Grammar, outcome: Future[LLMatcher | str]) -> None:
+        try:
+            found = _compiled(grammar, self._tokenizer, self._tokens.vocab_size)
+            self._keep(grammar, found)
+            outcome.set_result(found)
+        except BaseException as error:  # the one who waits gets it
+            outcome.set_exception(error)
+        finally:
+            self._compiling.release()
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        ends = sorted(self._tokens.end_token_ids)
+        return LLTokenizer(_Wrapped(self._tokens, ends[0]), self._tokens.vocab_size, ends)  # type: ignore[arg-type]
+
+
+class _Wrapped:
+    """A TokenView with the names that llguidance looks for."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: TokenView, end_token_id: int) -> None:
+        self.eos_token_id = end_token_id
+        self.tokens = tokens.pieces
+        self.special_token_ids = sorted(tokens.special_ids)
+        self._tokens_of = tokens.tokens_of
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokens_of(text.encode() if isinstance(text, str) else text)
+
+
+class _MatcherGuide:
+    """A `Guide` over a matcher of llguidance."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_id: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._mask = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
+        self.end_token_id = end_token_id
+
+    def fresh(self) -> _MatcherGuide:
+        return _MatcherGuide(self._matcher.deep_copy(), self._vocab_size, self.end_token_id)
+
+    def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
+        allowed = _allowed(self._matcher, self._mask, self._vocab_size)
+        n_allowed = 0 if self._matcher.is_error() else np.count_nonzero(allowed)
+        if n_allowed == 0:
+            return False
+        if 2 * n_allowed < self._vocab_size:
+            ids = np.flatnonzero(allowed)
+            kept = logits[ids]
+            logits.fill(-np.inf)
+            logits[ids] = kept
+        else:
+            logits[np.flatnonzero(allowed == 0)] = -np.inf
+        return True
+
+    def advance(self, token_id: int) -> None:
+        self._matcher.consume_token(token_id)  # where it fails, the next `forbid` says so
+
+
+def _allowed(matcher: LLMatcher, mask: npt.NDArray[np.uint32], vocab_size: int) -> npt.NDArray[np.uint8]:
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    return np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size)
+
+
+def _compiled(grammar: Grammar, tokenizer: LLTokenizer, vocab_size: int) -> LLMatcher | str:
+    """The grammar's matcher, its first mask computed, or why there is none."""
+    from llguidance import LLMatcher
+
+    try:
+        matcher = LLMatcher(tokenizer, _for_llguidance(grammar), log_level=0, limits=_limits())
+    except ValueError as error:  # JSON that Rust does not read, such as half a surrogate pair
+        return f"the grammar cannot be used: {_in_one_line(str(error))}"
+    if not matcher.is_error():
+        allowed = _allowed(matcher, np.zeros((vocab_size + 31) // 32, dtype=np.uint32), vocab_size)
+        if not matcher.is_error() and allowed.any():
+            return matcher
+    return f"the grammar cannot be used: {_in_one_line(matcher.get_error()) or 'no text is allowed by it'}"
+
+
+def _for_llguidance(grammar: Grammar) -> str:
+    from llguidance import LLMatcher
+
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
+
+
+def _in_one_line(message: str) -> str:
+    if message.startswith("panic"):
+        return "it is too complex"
+    return " ".join(message.replace("<non-verbose/>", "").split())[:300]
+
+
+def _start_with_stack(work: Callable[[], None]) -> None:
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        threading.Thread(target=work, name="grammar", daemon=True).start()
+    finally:
+        threading.stack_size(before)

@@ -1,0 +1,156 @@
+"""How large a grammar from outside may be. Checked before anything is built of it, in time linear in it.
+
+The bounds keep what follows short: compiling one is a matter of milliseconds, a step of it of a few, and no
+reference can nest so deep that the compiler's stack ends.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from phasewise.serving.errors import RequestError
+
+MOST_SCHEMA_BYTES = 64 * 1024
+MOST_SCHEMA_DEPTH = 64
+MOST_SCHEMA_VALUES = 5000
+MOST_REFERENCES = 256
+MOST_PROPERTIES = 400  # of one object; the parser's rows hold four items for each that may be left out
+MOST_TEXT_CHARACTERS = 4096  # of one key, value or pattern inside a schema
+MOST_PATTERN_CHARACTERS = 4096  # with its repetitions written out: (a{10}){3} counts 30
+MOST_CHOICES = 1000
+
+_ESCAPE = re.compile(r"\\[pPxu]\{[^}]*\}|\\.?", re.DOTALL)
+_QUANTIFIER = re.compile(r"\{(\d{0,18})(,?)(\d{0,18})\}")
+
+
+def checked_schema(schema: Any) -> str:
+    """The schema as compact JSON, or RequestError saying which bound it breaks."""
+    if not isinstance(schema, dict):
+        raise RequestError("a schema must be a JSON object")
+    depth = 0
+    level = [schema]
+    n_values = n_pattern_characters = 0
+    references: set[str] = set()
+    while level:
+        depth += 1
+        if depth > MOST_SCHEMA_DEPTH:
+            raise RequestError(
+                f"the schema is nested deeper than {MOST_SCHEMA_DEPTH} levels; make it flatter"
+            )
+        n_values += len(level)
+        if n_values > MOST_SCHEMA_VALUES:
+            raise RequestError(f"the schema has more than {MOST_SCHEMA_VALUES} values; make it smaller")
+        for value in level:
+            n_pattern_characters += _check_value(value, references)
+        if n_pattern_characters > MOST_PATTERN_CHARACTERS:
+            raise RequestError(
+                f"the schema's patterns, repetitions written out, have more than {MOST_PATTERN_CHARACTERS} "
+                "characters together; make them shorter"
+            )
+        level = [child for value in level for child in _children(value)]
+    if len(references) > MOST_REFERENCES:
+        raise RequestError(f"the schema has more than {MOST_REFERENCES} different references; use fewer")
+    return _written(schema)
+
+
+def checked_pattern(pattern: str) -> str:
+    """The pattern, or RequestError where it is too long, its repetitions written out."""
+    if pattern_weight(pattern) > MOST_PATTERN_CHARACTERS:
+        raise RequestError(
+            f"the pattern, its repetitions written out, has more than {MOST_PATTERN_CHARACTERS} characters; "
+            "make it shorter"
+        )
+    return pattern
+
+
+def checked_choices(choices: list[str]) -> str:
+    """The pattern that allows exactly these texts."""
+    if len(choices) > MOST_CHOICES:
+        raise RequestError(f"there are {len(choices)} choices; at most {MOST_CHOICES} can be offered")
+    n_characters = sum(map(len, choices))
+    if n_characters > MOST_SCHEMA_BYTES:
+        raise RequestError(f"the choices have {n_characters} characters; at most {MOST_SCHEMA_BYTES} can be")
+    return "|".join(f"(?:{re.escape(choice)})" for choice in choices)
+
+
+def pattern_weight(pattern: str) -> int:
+    """Characters of a regular expression after its counted repetitions were written out; never too few."""
+    sums, last = [0], 0  # of the groups that are open; the weight of the atom that a quantifier would repeat
+    at = 0
+    while at < len(pattern):
+        character = pattern[at]
+        found = _QUANTIFIER.match(pattern, at) if character == "{" else None
+        if found is not None:
+            times = max(int(found[1] or 0), int(found[3] or 0), 1)
+            sums[-1] += last * (times - 1)
+            last *= times
+            at = found.end()
+            continue
+        if character == "(":
+            sums.append(0)
+            at += 1
+            continue
+        last = max(1, sums.pop()) if character == ")" and len(sums) > 1 else 1
+        sums[-1] += last
+        at = _atom_end(pattern, at)
+    return sum(sums)
+
+
+def _atom_end(pattern: str, at: int) -> int:
+    """Behind the character, escape or class that begins at `at`."""
+    if pattern[at] == "\\":
+        found = _ESCAPE.match(pattern, at)
+        return found.end() if found else at + 1
+    if pattern[at] != "[":
+        return at + 1
+    at += 3 if pattern[at + 1 : at + 2] == "^" else 2  # a ] that comes first is itself
+    while at < len(pattern) and pattern[at] != "]":
+        at += 2 if pattern[at] == "\\" else 1
+    return at + 1
+
+
+def _children(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def _check_value(value: Any, references: set[str]) -> int:
+    """Check one value of the schema by itself; the characters of the patterns that it names."""
+    if isinstance(value, str):
+        _check_text(value)
+    if not isinstance(value, dict):
+        return 0
+    for key in value:
+        _check_text(key)
+    reference, pattern = value.get("$ref"), value.get("pattern")
+    if isinstance(reference, str):
+        references.add(reference)
+    properties, patterns = value.get("properties"), value.get("patternProperties")
+    if isinstance(properties, dict) and len(properties) > MOST_PROPERTIES:
+        raise RequestError(
+            f"an object of the schema has {len(properties)} properties; at most {MOST_PROPERTIES} can be kept"
+        )
+    named = [pattern] if isinstance(pattern, str) else []
+    if isinstance(patterns, dict):
+        named += patterns
+    return sum(map(pattern_weight, named))
+
+
+def _check_text(text: str) -> None:
+    if len(text) > MOST_TEXT_CHARACTERS:
+        raise RequestError(f"a text in the schema is longer than {MOST_TEXT_CHARACTERS} characters")
+
+
+def _written(schema: Any) -> str:
+    try:
+        text = json.dumps(schema, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:
+        raise RequestError(f"the schema is not JSON: {error}") from error
+    if len(text) > MOST_SCHEMA_BYTES:
+        raise RequestError(f"the schema is larger than {MOST_SCHEMA_BYTES} bytes; make it smaller")
+    return text
