@@ -1,4 +1,4 @@
-"""Small line charts as SVG: panels side by side, both axes logarithmic, a legend for all of them on top.
+"""Small line charts as SVG: panels side by side, axes logarithmic (or a share upwards), a legend for all on top.
 
 The picture brings its own background, as that of `phasewise topo` does, and is legible on an A4 page.
 """
@@ -29,12 +29,14 @@ MARKS = ("circle", "square", "diamond", "triangle", "cross", "plus", "ring")
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: points (x, y), all positive, in ascending x, a line a name."""
+    """One plot: points (x, y), in ascending x, a line a name; positive, but a share may be 0."""
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     limit: Sequence[tuple[float, float]]
-    """What no line can pass, drawn dashed; may be empty."""
+    """What no line can pass, or is to reach, drawn dashed; may be empty."""
+    x_name: str | None = None
+    """Where it differs from the chart's."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Chart:
     emphasised: str | None
     """The line that is drawn boldly."""
     panels: Sequence[Panel]
+    y_is_share: bool = False
+    """Upwards from 0 to 1, evenly, written as percentages."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,20 @@ class _Scale:
     def at(self, value: float) -> float:
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return self.start + share * (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """An even axis from 0 to 1 on pixels from `start` to `end`."""
+
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        return self.start + value * (self.end - self.start)
+
+
+SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def draw_chart(chart: Chart) -> str:
@@ -89,21 +107,21 @@ def draw_chart(chart: Chart) -> str:
 def _panel(x: float, y: float, panel: Panel, chart: Chart, names: Sequence[str]) -> list[str]:
     points = [point for line in (*panel.lines.values(), panel.limit) for point in line]
     across = _Scale(*_span([px for px, _ in points], 2), x, x + PLOT_WIDTH)
-    up = _Scale(*_span([py for _, py in points], 10), y + PLOT_HEIGHT, y)
+    up, up_ticks = _upwards([py for _, py in points], y, is_share=chart.y_is_share)
     elements = [
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{PLOT_WIDTH}" height="{PLOT_HEIGHT}" fill="#ffffff" '
         f'stroke="{FAINT_INK}"/>',
         _text(x, y - 10, panel.title, "t"),
-        _text(x + PLOT_WIDTH / 2, y + PLOT_HEIGHT + 34, chart.x_name, "m"),
+        _text(x + PLOT_WIDTH / 2, y + PLOT_HEIGHT + 34, panel.x_name or chart.x_name, "m"),
         f'<text class="m" transform="translate({x - 44:.1f} {y + PLOT_HEIGHT / 2:.1f}) rotate(-90)">'
         f"{escape(chart.y_name)}</text>",
     ]
     for value in _ticks(across, 2):
         elements.append(_rule(across.at(value), y, across.at(value), y + PLOT_HEIGHT))
         elements.append(_text(across.at(value), y + PLOT_HEIGHT + 15, _number(value), "m"))
-    for value in _ticks(up, 10):
+    for value, label in up_ticks:
         elements.append(_rule(x, up.at(value), x + PLOT_WIDTH, up.at(value)))
-        elements.append(_text(x - 6, up.at(value) + 4, _number(value), "e"))
+        elements.append(_text(x - 6, up.at(value) + 4, label, "e"))
     if panel.limit:
         path = " ".join(f"{across.at(px):.1f},{up.at(py):.1f}" for px, py in panel.limit)
         elements.append(
@@ -115,6 +133,16 @@ def _panel(x: float, y: float, panel: Panel, chart: Chart, names: Sequence[str])
             places = [(across.at(px), up.at(py)) for px, py in panel.lines[name]]
             elements += _line(places, names.index(name), name == chart.emphasised)
     return elements
+
+
+def _upwards(
+    values: Sequence[float], y: float, *, is_share: bool
+) -> tuple[_Scale | _Share, list[tuple[float, str]]]:
+    """The axis of a panel whose top is at `y`, and its ticks with their labels."""
+    if is_share:
+        return _Share(y + PLOT_HEIGHT, y), [(share, f"{share:.0%}") for share in SHARES]
+    scale = _Scale(*_span(values, 10), y + PLOT_HEIGHT, y)
+    return scale, [(value, _number(value)) for value in _ticks(scale, 10)]
 
 
 def _span(values: Sequence[float], base: float) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise.cli.commands.bench_serve import serve
 from phasewise.cli.options import (
     DbOption,
     ExplainOption,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.limits import MachineLimits
 
 app = typer.Typer(no_args_is_help=True, help="Measure speeds and the machine's limits.")
+app.command("serve")(serve)
 
 MAX_M = 1 << 16
 MAX_SIDE = 1 << 20
