@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from phasewise.serving.pools.contract import ALIGNMENT
@@ -40,6 +40,8 @@ class Bounds(NamedTuple):
     """Longest answers of the buckets, ascending, multiples of the alignment. None learnt yet: empty."""
     lengths: tuple[int, ...] = ()
     """Those they were learnt from, in order of size."""
+    sums: tuple[int, ...] = ()
+    """Of the first none, one, two ... of the lengths."""
 
     def bucket_for(self, answer_tokens: float) -> int | None:
         """The smallest bucket that holds such an answer; None where only the large one does."""
@@ -47,15 +49,21 @@ class Bounds(NamedTuple):
         return index if index < len(self.buckets) else None
 
     def outlived(self, answer_tokens: int, level: float) -> int | None:
-        """Quantile `level` of the answers longer than this; None where no recent one was."""
-        start = bisect_right(self.lengths, answer_tokens)
-        longer = self.lengths[start:]
-        return quantile(longer, level) if longer else None
+        """Quantile `level` of the answers that were at least so long; None where no recent one was."""
+        start = bisect_left(self.lengths, answer_tokens)
+        n_longer = len(self.lengths) - start
+        return self.lengths[start + _rank(n_longer, level)] if n_longer else None
+
+    def mean_outlived(self, answer_tokens: int) -> float | None:
+        """Mean of the answers that were at least so long; None where no recent one was."""
+        start = bisect_left(self.lengths, answer_tokens)
+        n_longer = len(self.lengths) - start
+        return (self.sums[-1] - self.sums[start]) / n_longer if n_longer else None
 
 
-def quantile(ordered: Sequence[int], level: float) -> int:
-    """The least of the values that a share `level` of them does not exceed."""
-    return ordered[min(len(ordered), max(1, math.ceil(level * len(ordered)))) - 1]
+def _rank(n: int, level: float) -> int:
+    """Where, among `n` ordered values, the least is that a share `level` of them does not exceed."""
+    return min(n, max(1, math.ceil(level * n))) - 1
 
 
 def learnt(lengths: tuple[int, ...], n_buckets: int, top_level: float) -> Bounds:
@@ -63,5 +71,5 @@ def learnt(lengths: tuple[int, ...], n_buckets: int, top_level: float) -> Bounds
     if len(lengths) < FEWEST:
         return Bounds()
     levels = (top_level * (at + 1) / n_buckets for at in range(n_buckets))
-    bounds = {-(-max(1, quantile(lengths, level)) // ALIGNMENT) * ALIGNMENT for level in levels}
-    return Bounds(tuple(sorted(bounds)), lengths)
+    bounds = {-(-max(1, lengths[_rank(len(lengths), level)]) // ALIGNMENT) * ALIGNMENT for level in levels}
+    return Bounds(tuple(sorted(bounds)), lengths, (0, *accumulate(lengths)))

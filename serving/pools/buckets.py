@@ -1,9 +1,13 @@
-"""ODMA's buckets: their bounds follow the answers of late (Zou et al., section III).
+"""ODMA's buckets: their bounds follow the answers of late (Zou et al., section III), and blocks climb them.
 
 An estimate of uncertainty u counts 1 + alpha u times, and the smallest bucket that holds it is its request's.
 The large bucket takes requests without an estimate, those whose u exceeds tau, and answers that outgrow their
-block. It has no one size: it hands out a quantile of what answers of late became that were as long as this
+bucket. It has no one size: it hands out a quantile of what answers of late became that were as long as this
 one is already, so that a high max_tokens that few answers reach costs nothing.
+
+A request of a bucket begins with a block for the smallest bound, and gets the next larger one when it is
+full, up to its own: a block is as long as it has to be by then, not as long as it will have to be. The pool
+above lets a request in by what all are thought to need.
 """
 
 from __future__ import annotations
@@ -26,12 +30,10 @@ class LearntSizes:
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
-        self._news: deque[int] = (
-            deque()
-        )  # ended, and not looked at by `refresh`; appended and popped by two threads
+        self._news: deque[int] = deque()  # ended, not yet looked at; one thread appends, one pops
         self._lengths = Lengths(settings.window)  # refresh's own
-        self._learnt = Bounds()
-        self._to_large = self._estimated = self._mispredicted = self._refreshes = 0
+        self._learnt = Bounds()  # swapped as a whole by refresh
+        self._estimated = self._mispredicted = self._refreshes = 0
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -39,48 +41,41 @@ class LearntSizes:
 
     @property
     def large_bound(self) -> int:
-        learnt = self._learnt
-        return learnt.lengths[-1] if learnt.lengths else self._settings.longest_request
+        lengths = self._learnt.lengths
+        return lengths[-1] if lengths else self._settings.longest_request
+
+    @property
+    def reserve_share(self) -> float:
+        return self._settings.reserve_share if self._settings.climbs else 0.0
 
     def first(self, demand: Demand) -> Size:
-        answered = demand.held_tokens - demand.prompt_tokens
-        expected = self._expected(demand)
-        if expected is None or expected <= answered:
-            self._to_large += 1
-            return self._large(demand, answered + 1, self._settings.unknown_level)
-        bucket = self._learnt.bucket_for(expected)
-        if bucket is not None:
-            return self._size(demand, self._learnt.buckets[bucket], bucket)
-        self._to_large += 1
-        return self._large(demand, math.ceil(expected), self._settings.large_level)
+        return self._size(demand, demand.held_tokens - demand.prompt_tokens + 1)
 
     def next(self, demand: Demand, n_positions: int) -> Size:
-        return self._large(demand, n_positions - demand.prompt_tokens, self._settings.large_level)
+        return self._size(demand, n_positions - demand.prompt_tokens)
 
     def ended(self, demand: Demand, answer_tokens: int) -> None:
         self._news.append(answer_tokens)
         expected = self._expected(demand)
         if expected is not None:
+            found = self._learnt
             self._estimated += 1
-            learnt = self._learnt
-            self._mispredicted += learnt.bucket_for(expected) != learnt.bucket_for(answer_tokens)
+            self._mispredicted += found.bucket_for(expected) != found.bucket_for(answer_tokens)
 
     def refresh(self) -> bool:
         if len(self._news) < self._settings.refresh_every:
             return False
         for _ in range(len(self._news)):
             self._lengths.add(self._news.popleft())
-        before = self._learnt
+        before = self._learnt.buckets
         found = learnt(self._lengths.frozen(), self._settings.n_buckets, self._settings.top_level)
-        if found.buckets == before.buckets:
-            found = found._replace(buckets=before.buckets)  # the same object: nothing goes back to the arena
-        self._learnt = found
-        self._refreshes += found.buckets is not before.buckets
-        return found.buckets is not before.buckets
+        is_new = found.buckets != before
+        self._learnt = found if is_new else found._replace(buckets=before)  # the same object: no change
+        self._refreshes += is_new
+        return is_new
 
     def counts(self) -> dict[str, int]:
         return {
-            "to_large": self._to_large,
             "estimated": self._estimated,
             "mispredicted": self._mispredicted,
             "refreshes": self._refreshes,
@@ -93,12 +88,32 @@ class LearntSizes:
             return None
         return estimate.output_tokens * (1 + self._settings.alpha * estimate.uncertainty)
 
-    def _large(self, demand: Demand, at_least: int, level: float) -> Size:
-        """What answers of at least so many tokens became; twice as many where none of late was as long."""
-        became = self._learnt.outlived(at_least - 1, level)
-        if became is None:
-            became = max(2 * at_least, UNLEARNT_ANSWER_TOKENS)
-        return self._size(demand, became, None)
+    def _size(self, demand: Demand, needed: int) -> Size:
+        """Of a block for an answer of `needed` tokens at least."""
+        found = self._learnt
+        expected = self._expected(demand)
+        if expected is not None and expected < needed:  # it has been outgrown and tells nothing any more
+            expected = None
+        bucket = None if expected is None else found.bucket_for(expected)
+        if bucket is not None:
+            whole = found.buckets[bucket]
+        else:
+            whole = self._large(max(needed, math.ceil(expected or 0)))
+        if not self._settings.climbs:
+            return _limited(demand, whole, whole, bucket)
+        end = math.ceil(expected or found.mean_outlived(needed) or whole)
+        rung = found.bucket_for(needed)
+        block = whole if rung is None else found.buckets[rung]
+        return _limited(demand, block if expected is None else min(block, end), end, bucket)
 
-    def _size(self, demand: Demand, answer_tokens: int, bucket: int | None) -> Size:
-        return Size(min(demand.most_tokens, demand.prompt_tokens + answer_tokens), bucket)
+    def _large(self, at_least: int) -> int:
+        """What answers of at least so many tokens became; twice as many where none of late was as long."""
+        became = self._learnt.outlived(at_least, self._settings.large_level)
+        return max(2 * at_least, UNLEARNT_ANSWER_TOKENS) if became is None else became
+
+
+def _limited(demand: Demand, answer_tokens: int, end_tokens: int, bucket: int | None) -> Size:
+    """No more than the request can ever fill."""
+    most = demand.most_tokens
+    prompt = demand.prompt_tokens
+    return Size(min(most, prompt + answer_tokens), min(most, prompt + end_tokens), bucket)

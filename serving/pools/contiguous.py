@@ -1,8 +1,13 @@
-"""A pool of contiguous blocks. How long a block is, and the next one when it is full, its `Sizes` say."""
+"""A pool of contiguous blocks. How long a block is, and the next one when it is full, its `Sizes` say.
+
+Blocks may be shorter than what their requests will need. So a request is let in only if the most slots that
+all are thought to hold at any one time, were each to go on to its expected end, fit beside the reserve: `peak`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,10 +26,12 @@ from phasewise.serving.pools.shelves import Bucket, Shelves
 
 
 class Size(NamedTuple):
-    """Of a block: how many positions are wanted, and the bucket that it belongs to."""
+    """Of a block, and of what its request is thought to need in the end."""
 
     n_positions: int
+    end_positions: int
     bucket: Bucket
+    """The bucket that the request belongs to."""
 
 
 class Sizes(Protocol):
@@ -41,11 +48,15 @@ class Sizes(Protocol):
     def large_bound(self) -> int:
         """Of the large bucket."""
 
+    @property
+    def reserve_share(self) -> float:
+        """Of all slots: kept out of what is promised to requests."""
+
     def first(self, demand: Demand) -> Size:
-        """Of a request that begins."""
+        """Of a request that begins, or begins again."""
 
     def next(self, demand: Demand, n_positions: int) -> Size:
-        """Of one that has outgrown its block and needs so many now."""
+        """Of one whose block is full and that needs so many positions now."""
 
     def ended(self, demand: Demand, answer_tokens: int) -> None:
         """A request ended by itself."""
@@ -60,11 +71,16 @@ class Sizes(Protocol):
 @dataclass(slots=True)
 class _Holding:
     block: Block
-    bucket: Bucket
+    size: Size
     bounds: tuple[int, ...]
     """Of the buckets when the block was taken."""
     demand: Demand
-    outgrown: bool = False
+    overflowed: bool = False
+
+    @property
+    def n_to_come(self) -> int:
+        """Positions beyond the block that are thought to be needed."""
+        return max(0, self.size.end_positions - self.block.n_slots)
 
 
 class ContiguousPool:
@@ -76,9 +92,10 @@ class ContiguousPool:
         self._sizes = sizes
         self._bounds = sizes.bounds
         self._held: dict[str, _Holding] = {}
-        self._ended: Counter[Bucket] = Counter()
-        self._wasted: Counter[Bucket] = Counter()
-        self._migrations = self._overflows = 0
+        self._is_pressed = False  # a growth found no room, and no request has ended since
+        self._slots_ended: Counter[Bucket] = Counter()
+        self._slots_wasted: Counter[Bucket] = Counter()
+        self._migrations = self._overflows = self._to_large = 0
 
     @property
     def n_slots(self) -> int:
@@ -92,11 +109,15 @@ class ContiguousPool:
         check_demand(owner, demand, self._held)
         self._follow_bounds()
         size = self._sizes.first(demand)
-        block = self._shelves.take(size.bucket, self._possible(size, demand.held_tokens))
+        n_positions = self._possible(size, demand.held_tokens)
+        if self._held and (self._is_pressed or not self._is_room_for(size, n_positions)):
+            return None
+        block = self._shelves.take(size.bucket, n_positions)
         if block is None:
             return None
-        self._held[owner] = _Holding(block, size.bucket, self._bounds, demand)
-        return Placement(block.base, block.n_slots)
+        self._held[owner] = _Holding(block, size, self._bounds, demand)
+        self._to_large += bool(self._bounds) and size.bucket is None
+        return Placement(*block)
 
     def grow(self, owner: str, n_positions: int) -> Growth | None:
         held = self._holding(owner)
@@ -104,28 +125,27 @@ class ContiguousPool:
             raise PoolError(f"{owner!r} asks for {n_positions} positions, more than its {held.demand}")
         before = held.block
         if n_positions > before.n_slots and not self._enlarge(held, n_positions):
+            self._is_pressed = True
             return None
         copy = None
         if held.block.base != before.base:
             self._migrations += 1
             copy = KvCopy(before.base, held.block.base, before.n_slots)
-        return Growth(Placement(held.block.base, held.block.n_slots), copy)
+        return Growth(Placement(*held.block), copy)
 
     def release(self, owner: str, answer_tokens: int | None = None) -> None:
         held = self._holding(owner)
         del self._held[owner]
         self._follow_bounds()
-        if held.bounds is self._bounds and held.bucket is not None:
-            self._shelves.keep(held.bucket, held.block)
+        if held.bounds is self._bounds and held.size.bucket is not None:
+            self._shelves.keep(held.size.bucket, held.block)
         else:
             self._arena.give(held.block)
         if answer_tokens is not None:
-            self._sizes.ended(held.demand, answer_tokens)
-            self._ended[held.bucket] += held.block.n_slots
-            self._wasted[held.bucket] += held.block.n_slots - held.demand.prompt_tokens - answer_tokens
+            self._end(held, answer_tokens)
 
     def placements(self) -> dict[str, Placement]:
-        return {owner: Placement(held.block.base, held.block.n_slots) for owner, held in self._held.items()}
+        return {owner: Placement(*held.block) for owner, held in self._held.items()}
 
     def refresh(self) -> bool:
         return self._sizes.refresh()
@@ -136,9 +156,10 @@ class ContiguousPool:
             slots_used=self.n_slots - self._shelves.n_free,
             slots_free=self._shelves.n_free,
             largest_reservable=self._shelves.largest_free(),
-            buckets=tuple(self._bucket_stats()),
+            buckets=self._bucket_stats(),
             migrations=self._migrations,
             overflows=self._overflows,
+            to_large=self._to_large,
             **self._sizes.counts(),
         )
 
@@ -149,23 +170,42 @@ class ContiguousPool:
         if n_used + self._shelves.n_free != self.n_slots:
             raise PoolError(f"{self._shelves.n_free} free + {n_used} used slots are not {self.n_slots}")
 
+    def _is_room_for(self, size: Size, n_positions: int) -> bool:
+        promised = peak(
+            [
+                (size.end_positions - n_positions, n_positions),
+                *((held.n_to_come, held.block.n_slots) for held in self._held.values()),
+            ]
+        )
+        return promised <= self.n_slots * (1 - self._sizes.reserve_share)
+
     def _enlarge(self, held: _Holding, n_positions: int) -> bool:
         """In place if the slots behind are free, else by moving; as long as wanted, else the shortest."""
         size = self._sizes.next(held.demand, n_positions)
         wanted = self._possible(size, n_positions)
-        for clear in (False, True):
-            if clear:
-                self._shelves.clear()
-            for length in (wanted, n_positions) if clear else (wanted,):
-                block = self._arena.extend(held.block, length) or self._arena.move(held.block, length)
-                if block is not None:
-                    self._overflows += not held.outgrown
-                    held.block, held.bucket, held.outgrown = block, size.bucket, True
-                    return True
-        return False
+        block = self._longer(held.block, wanted)
+        if block is None:
+            self._shelves.clear()
+            block = self._longer(held.block, wanted) or self._longer(held.block, n_positions)
+        if block is None:
+            return False
+        if size.bucket is None and held.size.bucket is not None:
+            self._overflows += 1
+        held.block, held.size, held.bounds = block, size, self._sizes.bounds
+        return True
+
+    def _longer(self, block: Block, n_positions: int) -> Block | None:
+        return self._arena.extend(block, n_positions) or self._arena.move(block, n_positions)
 
     def _possible(self, size: Size, at_least: int) -> int:
         return max(at_least, min(size.n_positions, self.n_slots))
+
+    def _end(self, held: _Holding, answer_tokens: int) -> None:
+        self._is_pressed = False
+        self._sizes.ended(held.demand, answer_tokens)
+        self._slots_ended[held.size.bucket] += held.block.n_slots
+        filled = held.demand.prompt_tokens + answer_tokens
+        self._slots_wasted[held.size.bucket] += max(0, held.block.n_slots - filled)
 
     def _follow_bounds(self) -> None:
         """Blocks that wait for buckets of old bounds go back to the arena."""
@@ -179,25 +219,35 @@ class ContiguousPool:
         except KeyError:
             raise PoolError(f"{owner!r} holds no slots") from None
 
-    def _bucket_stats(self) -> list[BucketStats]:
+    def _bucket_stats(self) -> tuple[BucketStats, ...]:
         bounds = self._sizes.bounds
-        blocks: Counter[Bucket] = Counter()
+        blocks: Counter[Bucket] = Counter(held.size.bucket for held in self._held.values())
         slots: Counter[Bucket] = Counter()
         for held in self._held.values():
-            bucket = held.bucket if held.bucket is None or held.bucket < len(bounds) else None
-            blocks[bucket] += 1
-            slots[bucket] += held.block.n_slots
+            slots[held.size.bucket] += held.block.n_slots
         named: list[tuple[str, Bucket, int]] = [(str(at + 1), at, bound) for at, bound in enumerate(bounds)]
-        named.append(("large", None, self._sizes.large_bound))
-        return [
+        return tuple(
             BucketStats(
                 name,
                 bound,
                 blocks[bucket],
                 self._shelves.n_idle(bucket),
                 slots[bucket],
-                self._ended[bucket],
-                self._wasted[bucket],
+                self._slots_ended[bucket],
+                self._slots_wasted[bucket],
             )
-            for name, bucket, bound in named
-        ]
+            for name, bucket, bound in [*named, ("large", None, self._sizes.large_bound)]
+        )
+
+
+def peak(requests: Iterable[tuple[int, int]]) -> int:
+    """Most slots held at any one time by requests of (slots to come, slots held) that grow at one pace, and
+    give back all at their end.
+
+    Just before a request ends, those with more to come have each grown by what it has grown.
+    """
+    most = held = 0
+    for count, (to_come, slots) in enumerate(sorted(requests, reverse=True), 1):
+        held += slots
+        most = max(most, held + max(0, to_come) * count)
+    return most

@@ -96,7 +96,7 @@ class PoolStats(NamedTuple):
     overflows: int = 0
     """Requests that outgrew their first block."""
     to_large: int = 0
-    """Requests sent to the large bucket at once: no estimate, one too unsure, or longer than every bound."""
+    """Requests that began in the large bucket: no estimate, one too unsure, or longer than every bound."""
     estimated: int = 0
     """Requests with an estimate that ended by themselves."""
     mispredicted: int = 0
@@ -111,8 +111,10 @@ class PoolSettings:
 
     longest_request: int
     """Positions of the longest request that may come: the model's context, or less."""
-    n_buckets: int = 4
+    n_buckets: int = 8
     """odma: at most so many learnt buckets below the large one."""
+    climbs: bool = True
+    """odma: blocks climb the bounds as answers get longer; False, as in the paper: whole at once."""
     alpha: float = 0.25
     """odma: an estimate of uncertainty u counts 1 + alpha u times."""
     tau: float = 0.9
@@ -121,8 +123,8 @@ class PoolSettings:
     """odma: share of the answers that the buckets hold; the large one has the rest."""
     large_level: float = 0.9
     """odma: the large bucket hands out this quantile of the answers that lasted as long as this one has."""
-    unknown_level: float = 0.5
-    """odma: the same for a request without an estimate, when it begins."""
+    reserve_share: float = 0.25
+    """odma, climbing: share of the slots that is promised to nobody: the large bucket's reserve."""
     window: int = 1024
     """odma: realised lengths that the bounds are learnt from."""
     refresh_every: int = 64

@@ -16,6 +16,7 @@ class FixedSizes:
     """`n_buckets` buckets up to answers of `longest_answer` tokens."""
 
     policy = "fixed"
+    reserve_share = 0.0
 
     def __init__(self, longest_answer: int, n_buckets: int) -> None:
         self.bounds = tuple(-(-longest_answer * at // n_buckets) for at in range(1, n_buckets + 1))
@@ -47,7 +48,8 @@ class FixedSizes:
         return min(bisect_left(self.bounds, answer_tokens), len(self.bounds) - 1)
 
     def _size(self, demand: Demand, answer_tokens: int, bucket: int | None) -> Size:
-        return Size(min(demand.most_tokens, demand.prompt_tokens + answer_tokens), bucket)
+        n_positions = min(demand.most_tokens, demand.prompt_tokens + answer_tokens)
+        return Size(n_positions, n_positions, bucket)
 
 
 def _expected(demand: Demand, longest: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ class Shelves:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._idle: dict[tuple[Bucket, int], list[Block]] = {}
+        self._idle: dict[tuple[Bucket, int], deque[Block]] = {}
         self._n_idle_slots = 0
 
     @property
@@ -25,11 +26,12 @@ class Shelves:
         return self.arena.n_free + self._n_idle_slots
 
     def take(self, bucket: Bucket, n_slots: int) -> Block | None:
-        """A block of so many slots (rounded up), of this bucket's list if one waits there."""
+        """A block of so many slots (rounded up), of this bucket's list if one waits there: the one that has
+        waited longest, so that what it held can be read as long as possible."""
         idle = self._idle.get((bucket, aligned(n_slots)))
         if idle:
-            self._n_idle_slots -= idle[-1].n_slots
-            return idle.pop()
+            self._n_idle_slots -= idle[0].n_slots
+            return idle.popleft()
         found = self.arena.take(n_slots)
         if found is None and self._n_idle_slots:
             self.clear()
@@ -38,7 +40,7 @@ class Shelves:
 
     def keep(self, bucket: Bucket, block: Block) -> None:
         """`block` waits for the next request of this bucket."""
-        self._idle.setdefault((bucket, block.n_slots), []).append(block)
+        self._idle.setdefault((bucket, block.n_slots), deque()).append(block)
         self._n_idle_slots += block.n_slots
 
     def clear(self) -> None:

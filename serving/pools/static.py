@@ -11,15 +11,16 @@ class StaticSizes:
 
     policy = "static"
     bounds: tuple[int, ...] = ()
+    reserve_share = 0.0
 
     def __init__(self, longest_request: int) -> None:
         self.large_bound = longest_request
 
     def first(self, demand: Demand) -> Size:
-        return Size(self.large_bound, None)
+        return Size(self.large_bound, self.large_bound, None)
 
     def next(self, demand: Demand, n_positions: int) -> Size:
-        return Size(n_positions, None)
+        return Size(n_positions, n_positions, None)
 
     def ended(self, demand: Demand, answer_tokens: int) -> None:
         """Nothing is learnt."""
