@@ -1,4 +1,4 @@
-"""`phasewise bench serve` between its options and its figures: find out what is served, warm it up, load it."""
+"""`phasewise bench serve` between its options and its figures: what is served, a warm-up, the load."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Report:
 
 
 def bench_serve(asked: Asked) -> Report:
-    """Run it on a loop of its own. ServeBenchError where there is nothing to measure; Ctrl-C ends it early."""
+    """Run it on a loop of its own. ServeBenchError: nothing can be measured. Ctrl-C ends it early."""
     return asyncio.run(_bench(asked))
 
 

@@ -1,7 +1,7 @@
 """The client of `phasewise bench serve`: one request out, one outcome back, whatever the server does.
 
-It shares its cores with the server it measures, so it does little: bodies are bytes, events are read as they come,
-and nothing is kept that no figure needs.
+It shares its cores with the server it measures, so it does little: bodies are bytes, events are read as they
+come, and nothing is kept that no figure needs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -67,7 +67,7 @@ class Target:
 
 
 def base_of(url: str) -> str:
-    """`http://host:8000` of that, or of `http://host:8000/v1/`; ServeBenchError for what is no such address."""
+    """`http://host:8000` of that, or of `http://host:8000/v1/`; ServeBenchError for anything else."""
     address = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(address)
@@ -105,7 +105,7 @@ class Client:
                             break
                 else:
                     await _refusal(outcome, response)
-        except (OSError, ValueError, asyncio.TimeoutError, aiohttp.ClientError) as error:
+        except (TimeoutError, OSError, ValueError, aiohttp.ClientError) as error:
             if outcome.failure is None and not stream.is_finished:
                 outcome.failure, outcome.error = _kind(error), _why(error)
         stream.close()
@@ -126,7 +126,7 @@ class Client:
             async with self._session.get(where, timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as response:
                 listed = await _json(response)
                 status = response.status
-        except (OSError, ValueError, asyncio.TimeoutError, aiohttp.ClientError) as error:
+        except (TimeoutError, OSError, ValueError, aiohttp.ClientError) as error:
             raise ServeBenchError(f"{where} does not answer: {_why(error)}") from error
         cards = listed.get("data") if isinstance(listed, dict) else None
         if status != 200 or not isinstance(cards, list):
@@ -140,7 +140,7 @@ class Client:
             async with self._post(body, self.target.timeout_s) as response:
                 answer = await _json(response)
                 usage = answer.get("usage") if response.status == 200 and isinstance(answer, dict) else None
-        except (OSError, ValueError, asyncio.TimeoutError, aiohttp.ClientError):
+        except (TimeoutError, OSError, ValueError, aiohttp.ClientError):
             return None
         count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         return count if type(count) is int and count > 0 else None
@@ -183,10 +183,8 @@ async def _refusal(outcome: Outcome, response: aiohttp.ClientResponse) -> None:
 def _reason(body: bytes) -> str:
     """The message of an error in OpenAI's shape, else the body itself."""
     text = body.decode("utf-8", "replace")
-    try:
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
         text = str(json.loads(text)["error"]["message"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pass
     return " ".join(text.split())
 
 

@@ -1,7 +1,7 @@
-"""What `phasewise bench serve` sends, and when: lengths and arrivals, drawn with a seed before anything is sent.
+"""What `phasewise bench serve` sends, and when: lengths and arrivals, drawn with a seed.
 
-Arrivals follow vLLM's benchmark: gaps are gamma distributed with shape B (burstiness) and mean 1/rate, so B = 1 is
-a Poisson process and larger B is steadier; they are then scaled so that the last request comes at n/rate exactly.
+Arrivals follow vLLM's benchmark: gaps are gamma distributed with shape B (burstiness) and mean 1/rate, so
+B = 1 is a Poisson process and larger B is steadier; they are scaled so that the last request comes at n/rate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Arrivals(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """When requests are sent. Without rate and instants: a client sends its next as soon as it has its answer.
+    """When requests are sent. Without rate and instants a client sends its next when it has its answer.
 
     `instants_s`: those of a trace, which no rate changes. `most_at_once`: None for no limit.
     """

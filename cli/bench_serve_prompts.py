@@ -1,7 +1,7 @@
 """Prompts of a wished number of tokens, different for every request so that no cache has seen them.
 
-Where a server takes token ids they are drawn at random, and the number is exact. Else they are common words, and the
-server's own count of two probes says how many tokens a word has.
+Where a server takes token ids they are drawn at random, and the number is exact. Else they are common words,
+and the server's own count of two probes says how many tokens a word has.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from phasewise.cli.bench_serve_client import Prompt
 ID_RANGE = (1000, 30000)
 """Plain tokens in the vocabularies of all common models: neither special ones nor beyond the end."""
 
-WORDS = (
-    "the of and to in is that for it was on with as be by at this had not are but from or have an they which one "
-    "you were all her she there would their we him been has when who will no more if out so what up its about into "
-    "than them can only other time new some could these two may first then do any like my now over such our man me "
-    "even most made after also did many off before must well back through years where much your way down should "
-    "because long each just state those people too make world own see men work how still good"
-).split()
+_TEXT = """
+the of and to in is that for it was on with as be by at this had not are but from or have an they which
+one you were all her she there would their we him been has when who will no more if out so what up its
+about into than them can only other time new some could these two may first then do any like my now over
+such our man me even most made after also did many off before must well back through years where much
+your way down should because long each just state those people too make world own see men work how still
+good
+"""
+WORDS = tuple(_TEXT.split())
 """One token each, with the space before, in almost every vocabulary that knows English."""
 
 FEW, MANY = 32, 96

@@ -1,4 +1,4 @@
-"""Sending a load: at given instants, or by clients that wait for their answers, until all is answered or told to stop."""
+"""Sending a load: at given instants, or by clients that wait for their answers, until the end or a stop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A streamed answer of the OpenAI API, read event by event: when its tokens came, and how it ended.
 
-Servers are strangers: lines are bounded, and whatever is no stream of completions becomes a failure with a reason.
+Servers are strangers: lines are bounded, and whatever is no stream of completions is a failure with a reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_ERROR_CHARS = 200
 
 
 class AnswerStream:
-    """Feed it bytes with the instant they came at; it fills in `outcome`, whose `start_s` is on the same clock."""
+    """Feed it bytes with the instant they came at; it fills in `outcome`, which began on the same clock."""
 
     def __init__(self, outcome: Outcome, *, keeps_text: bool) -> None:
         self._outcome = outcome

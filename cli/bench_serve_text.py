@@ -1,4 +1,4 @@
-"""A report of `phasewise bench serve` as a table, as CSV, as JSON with vLLM's flat fields, and as a picture."""
+"""A report of `phasewise bench serve` as tables, CSV, JSON with vLLM's flat fields, and as a picture."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], right: Sequenc
 
 
 def draw_report(report: Report) -> str:
-    """Attainment over the rate, where there was a search, and over the scale of the promises (Fig. 9 and 12)."""
+    """Attainment over the rate, where there was a search, and over the promises' scale (Fig. 9 and 12)."""
     assert report.slo is not None
     panels = [_rates_panel(report)] if report.probes else []
     if report.measured.outcomes:

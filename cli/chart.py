@@ -1,4 +1,4 @@
-"""Small line charts as SVG: panels side by side, axes logarithmic (or a share upwards), a legend for all on top.
+"""Small line charts as SVG: panels side by side, axes logarithmic (or a share upwards), one legend on top.
 
 The picture brings its own background, as that of `phasewise topo` does, and is legible on an A4 page.
 """
