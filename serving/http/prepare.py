@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from phasewise.serving.errors import ContextLengthExceeded, ServingError
+from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
+from phasewise.serving.guides import ANY_OBJECT, Grammar, Guide
 from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
-from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from phasewise.serving.http.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    StructuredOutputs,
+)
 from phasewise.serving.http.served import ServedModel
 from phasewise.serving.messages import Submit
 from phasewise.serving.sampling import SamplingParams
@@ -58,7 +66,15 @@ def _choices(
 ) -> Sequence[Submit]:
     _refuse_too_long(prompt, max_tokens, model)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    first = Submit(f"{request_id}-0", prompt, max_tokens, sampling, stop, body.ignore_eos)
+    first = Submit(
+        f"{request_id}-0",
+        prompt,
+        max_tokens,
+        sampling,
+        stop,
+        body.ignore_eos,
+        guide=_guide(body, model),
+    )
     return [first] + [
         replace(first, request_id=f"{request_id}-{choice}", sampling=_reseeded(sampling, choice))
         for choice in range(1, body.n or 1)
@@ -81,6 +97,13 @@ def _refuse(body: CompletionRequest | ChatRequest, model: ServedModel) -> None:
 
 
 def _refuse_too_long(prompt: tuple[int, ...], max_tokens: int | None, model: ServedModel) -> None:
+    most = model.max_prompt_tokens
+    if most is not None and len(prompt) > most:
+        raise bad_request(
+            f"the prompt has {len(prompt)} tokens; this server takes at most {most}",
+            "prompt",
+            "prompt_too_long",
+        )
     n_needed = len(prompt) + (max_tokens or 1)
     if n_needed > model.context_length:
         raise ContextLengthExceeded(
@@ -118,6 +141,46 @@ def _rendered(body: ChatRequest, model: ServedModel) -> str:
         return model.render_chat([message.for_template() for message in body.messages])
     except ServingError as error:
         raise ApiError(400, str(error), param="messages") from error
+
+
+def _guide(body: GenerationRequest, model: ServedModel) -> Guide | None:
+    """What the answer must look like, compiled; None where it may be anything."""
+    field = "structured_outputs" if body.structured_outputs is not None else "response_format"
+    try:
+        grammar = _grammar(body)
+        if grammar is None:
+            return None
+        if body.ignore_eos:
+            raise bad_request(f"ignore_eos cannot be kept together with {field}", "ignore_eos")
+        if model.guides is None:
+            raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+        return model.guides.compile(grammar)
+    except RequestError as error:
+        raise bad_request(f"{field}: {error}", field) from error
+
+
+def _grammar(body: GenerationRequest) -> Grammar | None:
+    if body.structured_outputs is None:
+        match body.response_format:
+            case JsonObjectFormat():
+                return ANY_OBJECT
+            case JsonSchemaFormat(json_schema=named):
+                return Grammar.of_schema(named.schema_)
+            case _:
+                return None
+    if body.response_format is not None:
+        raise RequestError("response_format says the same thing; give one of the two")
+    return _structured(body.structured_outputs)
+
+
+def _structured(wanted: StructuredOutputs) -> Grammar:
+    if wanted.n_given != 1:
+        raise RequestError("give exactly one of json, json_object, regex and choice")
+    if wanted.regex is not None:
+        return Grammar.of_pattern(wanted.regex)
+    if wanted.choice is not None:
+        return Grammar.of_choices(wanted.choice)
+    return ANY_OBJECT if wanted.json_ is None else Grammar.of_schema(wanted.json_)
 
 
 def _sampling(body: GenerationRequest, top_logprobs: int | None) -> SamplingParams:

@@ -23,10 +23,71 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(
+        False, description="an extension: the usage so far in every event of the stream"
+    )
+
+
+class NamedSchema(Strict):
+    """`strict` makes no difference: an answer always keeps the schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field: what the answer must look like, by exactly one of these."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json", description="a JSON schema")
+    json_object: bool | None = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[list[StopText], Field(min_length=1)] | None = None
+
+    @property
+    def n_given(self) -> int:
+        """How many ways of saying it were used."""
+        given = (self.json_ is not None, bool(self.json_object), self.regex is not None, bool(self.choice))
+        return sum(given)
+
+
+_NOT_OFFERED = (
+    *("tools", "functions", "audio", "web_search_options", "prediction", "suffix", "echo"),
+    *("use_beam_search", "prompt_logprobs", "prompt_embeds", "stop_token_ids", "min_tokens", "bad_words"),
+    *(
+        "allowed_token_ids",
+        "length_penalty",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    ),
+    *("continue_final_message", "logits_processors", "return_token_ids"),
+)
+"""Fields of OpenAI or vLLM that would change the answer. Others that are not known here are ignored."""
 
 
 class GenerationRequest(Strict):
-    """What completions and chat have in common. The last five fields are extensions."""
+    """What completions and chat have in common. The last six fields are extensions."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -40,24 +101,29 @@ class GenerationRequest(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 and -1: no limit")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     ignore_eos: bool = False
 
+    def unsupported(self) -> str | None:
+        """The name of a field that asks for what is not offered."""
+        given = self.model_extra or {}
+        return next((name for name in _NOT_OFFERED if given.get(name)), None)
+
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None
-    best_of: int | None = None
-    suffix: str | None = None
+    best_of: int | None = Field(None, description="the same as n, or absent")
 
     def unsupported(self) -> str | None:
         """The name of a field that asks for what is not offered."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             return "best_of"
-        return "echo" if self.echo else "suffix" if self.suffix else None
+        return super().unsupported()
 
 
 class ContentPart(Strict):
@@ -78,21 +144,9 @@ class ChatMessage(Strict):
         return {**(self.model_extra or {}), "role": self.role, "content": text}
 
 
-class ResponseFormat(Strict):
-    type: str
-
-
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-
-    def unsupported(self) -> str | None:
-        """The name of a field that asks for what is not offered."""
-        if self.response_format is not None and self.response_format.type != "text":
-            return "response_format"
-        return "tools" if self.tools else "functions" if self.functions else None
+    modalities: list[Literal["text"]] | None = None
