@@ -82,7 +82,7 @@ def bench_rows(opened: OpenRanks, workloads: Sequence[Workload], repetitions: in
 def _row(opened: OpenRanks, limits: Limits, timed: Throughput) -> BenchRow:
     model, workload = opened.model, timed.workload
     cores = opened.cores("prefill" if workload.n_prompt else "decode")
-    kv_type = "f32" if model.format == "f32" else "f16"
+    kv_type = opened.ranks.kv_format
     machine = read_machine()
     flops_per_s = flops(model, workload) / timed.median_s
     streamed = streamed_bytes(model, workload, opened.ranks.kv_bytes_per_slot) if workload.n_gen else 0.0

@@ -25,10 +25,10 @@ _NATIVE_OF_A_CONFIG = {"float32": "f32", "float16": "f32", "bfloat16": "bf16"}
 
 def shape_of_model(model: PackedModel) -> ModelShape:
     """Of a model in memory."""
-    from phasewise.serving.forward import kv_element_bytes
+    from phasewise.serving.forward import resolve_kv_format
 
     read = {name: weight.nbytes for name, weight in model.weights.items()}
-    return _shape(model.name, model.config, read, kv_element_bytes(model))
+    return _shape(model.name, model.config, read, 4 if resolve_kv_format(model) == "f32" else 2)
 
 
 def shape_of_reference(reference: str, weight_format: WeightFormat) -> ModelShape:

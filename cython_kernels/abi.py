@@ -19,7 +19,7 @@ from pathlib import Path
 
 FAMILIES = {
     "gemm": ("gemm.h", "families/gemm*", "families/quantise.c"),
-    "attention": ("families/attention*", "families/softmax.c", "families/exp.h"),
+    "attention": ("families/attention*", "families/softmax.c", "families/exp.h", "families/quantise.c"),
 }
 """The families whose schedules are tuned, and their own files."""
 

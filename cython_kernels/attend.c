@@ -4,8 +4,9 @@
  * last chunk of a head merges them all in order. Any other step stores its keys and values first and is then split by
  * (block of rows, KV head). Both do the same arithmetic in the same order for a row (families/attention.c).
  *
- * Sixteen slots share a panel of keys. Where a sequence does not begin on a multiple of 16, a thread may read a panel
- * while another stores a key into it for other positions: those lanes of the scores are thrown away. */
+ * Positions lie in runs of PW_CHUNK slots: one behind the other, or where a slice's table says. Sixteen slots share a
+ * panel of keys. Where a sequence does not begin on a multiple of 16, a thread may read a panel while another stores a
+ * key into it for other positions: those lanes of the scores are thrown away. */
 #include <math.h>
 #include <string.h>
 
@@ -21,7 +22,7 @@ typedef struct {
 } workspace;
 
 static int32_t group_of(const pw_shape *shape) { return shape->n_heads / shape->n_kv_heads; }
-static int32_t value_dim_of(const pw_shape *shape) { return (shape->head_dim + 15) / 16 * 16; }
+static int32_t value_dim_of(const pw_shape *shape) { return (int32_t)pw_value_dim(shape->head_dim); }
 static int64_t block_tokens(const pw_shape *shape) {
     int64_t tokens = BLOCK_ROWS / group_of(shape);
     return tokens < 1 ? 1 : tokens;
@@ -50,12 +51,14 @@ int64_t pw_attend_scratch_floats(const pw_shape *shape) {
 
 int64_t pw_partial_floats(const pw_shape *shape) { return (int64_t)shape->n_heads * (value_dim_of(shape) + 2); }
 
+int64_t pw_kv_head_bytes(const pw_program *program) {
+    return program->capacity.kv_slots * pw_kv_slot_bytes(program->capacity.kv_format, program->shape.head_dim);
+}
+
 pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head) {
-    const pw_shape *shape = &program->shape;
-    int32_t value_dim = value_dim_of(shape), bytes = program->capacity.kv_bytes;
-    int64_t keys = program->capacity.kv_slots * shape->head_dim, values = program->capacity.kv_slots * value_dim;
-    char *at = program->kv + (layer * shape->n_kv_heads + kv_head) * (keys + values) * bytes;
-    return (pw_kv_head){at, at + keys * bytes, bytes, shape->head_dim, value_dim};
+    int64_t heads_before = layer * program->shape.n_kv_heads + kv_head;
+    return pw_kv_head_at(program->kv + heads_before * pw_kv_head_bytes(program), program->capacity.kv_slots,
+                         program->capacity.kv_format, program->shape.head_dim);
 }
 
 /* ---- planning --------------------------------------------------------------------------------------------------- */
@@ -215,8 +218,7 @@ static void store_row(const attending *a, int64_t row, int64_t kv_head) {
 }
 
 /* The queries of rows [row, row + tokens) that share a KV head. */
-static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_t row, int64_t tokens,
-                               int64_t kv_head) {
+static pw_queries load_queries(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
     const pw_program *program = a->run->program;
     const pw_shape *shape = &program->shape;
     int32_t group = group_of(shape), n = 0;
@@ -229,7 +231,7 @@ static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_
             a->work.last[n] = program->step.positions[token];
             a->work.first[n] = first_seen(shape, a->work.last[n]);
         }
-    return (pw_queries){a->work.q, a->work.first, a->work.last, slice->slot_base, n, program->step.tile_rows};
+    return (pw_queries){a->work.q, a->work.first, a->work.last, n, program->step.tile_rows};
 }
 
 static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
@@ -247,15 +249,16 @@ static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t
 /* ---- pieces ----------------------------------------------------------------------------------------------------- */
 
 /* Chunks [first, first + count) of loaded queries, merged in order and finished: all that tokens of a row see. */
-static void attend_whole(const attending *a, const pw_queries *queries, int64_t first, int64_t count,
-                         int64_t kv_head) {
+static void attend_whole(const attending *a, const pw_slice *slice, const pw_queries *queries, int64_t first,
+                         int64_t count, int64_t kv_head) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
     int32_t value_dim = value_dim_of(&program->shape);
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
     ops->begin(queries->rows, value_dim, a->work.into);
     for (int64_t chunk = first; chunk < first + count; ++chunk) {
-        ops->attend_chunk(&head, queries, chunk, a->work.chunk, a->work.part);
+        int64_t slot = pw_chunk_slot(&program->step, slice, chunk);
+        ops->attend_chunk(&head, queries, chunk, slot, a->work.chunk, a->work.part);
         ops->merge(queries->rows, value_dim, a->work.part, a->work.into);
     }
 }
@@ -263,9 +266,9 @@ static void attend_whole(const attending *a, const pw_queries *queries, int64_t 
 static void attend_block(const attending *a, const pw_piece *piece, int64_t kv_head) {
     const pw_slice *slice = &a->run->program->step.slices[piece->slice];
     int64_t row = slice->first_row + piece->first;
-    pw_queries queries = load_queries(a, slice, row, piece->count, kv_head);
+    pw_queries queries = load_queries(a, row, piece->count, kv_head);
     int64_t first = queries.first[0] / PW_CHUNK, last = queries.last[queries.rows - 1] / PW_CHUNK;
-    attend_whole(a, &queries, first, last - first + 1, kv_head);
+    attend_whole(a, slice, &queries, first, last - first + 1, kv_head);
     finish_rows(a, row, piece->count, kv_head);
 }
 
@@ -293,17 +296,18 @@ static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_
     run_of_chunks seen = chunks_of(program, piece->slice);
     int64_t row = slice->first_row, before = piece->first - seen.first;
     if (before + piece->count == seen.count) store_row(a, row, kv_head);
-    pw_queries queries = load_queries(a, slice, row, 1, kv_head);
+    pw_queries queries = load_queries(a, row, 1, kv_head);
     if (piece->count == seen.count) {
-        attend_whole(a, &queries, seen.first, seen.count, kv_head);
+        attend_whole(a, slice, &queries, seen.first, seen.count, kv_head);
         finish_rows(a, row, 1, kv_head);
         return;
     }
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
-    for (int64_t i = 0; i < piece->count; ++i)
-        a->run->kernels->ops.attend_chunk(&head, &queries, piece->first + i, a->work.chunk,
-                                          partial_of(program, program->step.first_part[piece->slice] + before + i,
-                                                     kv_head));
+    for (int64_t i = 0; i < piece->count; ++i) {
+        int64_t chunk = piece->first + i, part = program->step.first_part[piece->slice] + before + i;
+        a->run->kernels->ops.attend_chunk(&head, &queries, chunk, pw_chunk_slot(&program->step, slice, chunk),
+                                          a->work.chunk, partial_of(program, part, kv_head));
+    }
     atomic_long *merged = &program->merged[piece->slice * program->shape.n_kv_heads + kv_head];
     long finished = atomic_fetch_add_explicit(merged, piece->count, memory_order_acq_rel) + piece->count;
     if (finished % seen.count) return; /* every layer adds as many as the slice sees */

@@ -2,6 +2,7 @@
 #ifndef PHASEWISE_OPS_H
 #define PHASEWISE_OPS_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 enum {
@@ -11,20 +12,47 @@ enum {
     PW_TILE_ROWS = 12,      /* most rows that any ISA's attention tile holds */
 };
 
+/* How an element of a key or value is stored. In int8, each key and each value has a scale of its own. */
+typedef enum { PW_KV_F32, PW_KV_F16, PW_KV_BF16, PW_KV_INT8, PW_KV_FORMATS } pw_kv_format;
+
+static inline int64_t pw_kv_element_bytes(int32_t format) {
+    return format == PW_KV_F32 ? 4 : format == PW_KV_INT8 ? 1 : 2;
+}
+
 /* One KV head of one layer. Keys lie in panels of 16 slots, [slot / 16][head_dim][16], so that a vector holds one
  * dimension of consecutive keys; values lie row by row, [slot][value_dim], value_dim = head_dim rounded up to 16. */
 typedef struct {
     void *keys, *values;
-    int32_t bytes;      /* of one element: 2 (float16) or 4 (float32) */
+    float *key_scales, *value_scales; /* [slot], in int8; else NULL */
+    int32_t format;                   /* pw_kv_format */
     int32_t head_dim;
     int32_t value_dim;
 } pw_kv_head;
 
-/* Rows of queries, all of one sequence; slot of position p = slot_base + p. */
+static inline int64_t pw_value_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+
+/* Bytes of one slot of a KV head. */
+static inline int64_t pw_kv_slot_bytes(int32_t format, int64_t head_dim) {
+    int64_t scales = format == PW_KV_INT8 ? 2 * (int64_t)sizeof(float) : 0;
+    return (head_dim + pw_value_dim(head_dim)) * pw_kv_element_bytes(format) + scales;
+}
+
+/* A head whose `slots` slots (a multiple of 16) begin at `memory`. */
+static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t format, int32_t head_dim) {
+    int64_t value_dim = pw_value_dim(head_dim), bytes = pw_kv_element_bytes(format);
+    char *values = memory + slots * head_dim * bytes, *scales = values + slots * value_dim * bytes;
+    pw_kv_head head = {memory, values, NULL, NULL, format, head_dim, (int32_t)value_dim};
+    if (format == PW_KV_INT8) {
+        head.key_scales = (float *)(void *)scales;
+        head.value_scales = head.key_scales + slots;
+    }
+    return head;
+}
+
+/* Rows of queries, all of one sequence. */
 typedef struct {
     const float *q;     /* [rows][PW_ROW_STRIDE], rotated and scaled by 1 / sqrt(head_dim) */
     const int64_t *first, *last; /* positions that each row sees, inclusive */
-    int64_t slot_base;
     int32_t rows;
     int32_t tile_rows; /* rows that are computed together, as far as an ISA can; 0: as it likes */
 } pw_queries;
@@ -67,14 +95,15 @@ typedef struct {
 
     void (*exponential)(int64_t n, const float *x, float *y);
 
-    /* Stores one head's key or value of a slot; float16 saturates at 65504 instead of overflowing. */
+    /* Stores one head's key or value of a slot. float16 saturates at 65504 instead of overflowing; int8 is rounded to
+     * multiples of a 127th of the largest magnitude, and of an infinity or a NaN the whole row becomes NaN. */
     void (*store_key)(const pw_kv_head *head, int64_t slot, const float *key);
     void (*store_value)(const pw_kv_head *head, int64_t slot, const float *value);
 
-    /* One chunk of positions for all rows: `out` is overwritten; rows that see nothing in it change nothing in a merge.
-     * scratch: pw_attention_scratch floats. */
-    void (*attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, float *scratch,
-                         pw_partial out);
+    /* One chunk of positions, in the slots from `slot` on, for all rows: `out` is overwritten; rows that see nothing in
+     * it change nothing in a merge. scratch: pw_attention_scratch floats. */
+    void (*attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, int64_t slot,
+                         float *scratch, pw_partial out);
 
     /* A partial that has seen nothing. */
     void (*begin)(int32_t rows, int32_t value_dim, pw_partial out);
@@ -98,8 +127,7 @@ typedef struct {
 
 /* Floats of scratch for attend_chunk: a tile of scores and a chunk of keys and values as float32. */
 static inline int64_t pw_attention_scratch(int32_t head_dim) {
-    int64_t width = (head_dim + 15) / 16 * 16;
-    return (int64_t)PW_TILE_ROWS * PW_ROW_STRIDE + 2 * (PW_CHUNK + 16) * width;
+    return (int64_t)PW_TILE_ROWS * PW_ROW_STRIDE + 2 * (PW_CHUNK + 16) * pw_value_dim(head_dim);
 }
 
 #endif

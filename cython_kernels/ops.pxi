@@ -35,13 +35,14 @@ cdef extern from "ops.h" nogil:
     ctypedef struct pw_kv_head:
         void *keys
         void *values
-        int32_t bytes, head_dim, value_dim
+        float *key_scales
+        float *value_scales
+        int32_t format, head_dim, value_dim
 
     ctypedef struct pw_queries:
         const float *q
         const int64_t *first
         const int64_t *last
-        int64_t slot_base
         int32_t rows, tile_rows
 
     ctypedef struct pw_partial:
@@ -58,8 +59,8 @@ cdef extern from "ops.h" nogil:
         void (*exponential)(int64_t n, const float *x, float *y) noexcept nogil
         void (*store_key)(const pw_kv_head *head, int64_t slot, const float *key) noexcept nogil
         void (*store_value)(const pw_kv_head *head, int64_t slot, const float *value) noexcept nogil
-        void (*attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, float *scratch,
-                             pw_partial out) noexcept nogil
+        void (*attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, int64_t slot,
+                             float *scratch, pw_partial out) noexcept nogil
         void (*begin)(int32_t rows, int32_t value_dim, pw_partial out) noexcept nogil
         void (*merge)(int32_t rows, int32_t value_dim, pw_partial part, pw_partial into) noexcept nogil
         void (*finish)(int32_t head_dim, float sum, const float *values, float *out) noexcept nogil
@@ -68,6 +69,8 @@ cdef extern from "ops.h" nogil:
         int64_t (*top_k)(int64_t n, const float *x, int64_t k, float *heap, int64_t *index) noexcept nogil
 
     int64_t pw_attention_scratch(int32_t head_dim)
+    int64_t pw_kv_slot_bytes(int32_t format, int64_t head_dim)
+    pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t format, int32_t head_dim)
 
 
 cdef extern from "dispatch.h" nogil:
@@ -273,19 +276,34 @@ def top_k(const float[::1] x, int64_t k):
     return values, indices
 
 
-def attend_one_head(q, keys, values, first, last, int64_t slot_base=0, bint half=False):
+KV_FORMATS = ("f32", "f16", "bf16", "int8")
+
+
+cdef int32_t kv_format_code(str name) except -1:
+    """pw_kv_format."""
+    if name not in KV_FORMATS:
+        raise ProgramError(f"keys and values in {name!r}: {', '.join(KV_FORMATS)} are supported")
+    return KV_FORMATS.index(name)
+
+
+def kv_slot_bytes(str kv_format, int64_t head_dim):
+    """Bytes of one slot of a KV head."""
+    return pw_kv_slot_bytes(kv_format_code(kv_format), head_dim)
+
+
+def attend_one_head(q, keys, values, first, last, table, str kv_format="f32"):
     """Attention of rows over one KV head, chunk by chunk: float32 [rows, head_dim].
 
-    q [rows, head_dim] already scaled; keys and values [positions, head_dim]; row r sees first[r]..last[r].
-    Slots that hold no position are NaN, so that nothing may depend on them.
+    q [rows, head_dim] already scaled; keys and values [positions, head_dim]; row r sees first[r]..last[r]. table: the
+    slot of the first of every PW_CHUNK positions. What holds no position is NaN, so that nothing may depend on it.
     """
     rows, dim = q.shape
-    wide, slots = -(-dim // 16) * 16, -(-(slot_base + len(keys)) // 16) * 16
+    wide, slots = -(-dim // 16) * 16, -(-(max(table) + PW_CHUNK) // 16) * 16
     if rows < 1 or dim > PW_MAX_HEAD_DIM or keys.shape[1] != dim or keys.shape != values.shape:
         raise ValueError("queries, keys and values do not fit together")
-    dtype = np.float16 if half else np.float32
-    key_cache, value_cache = np.full(slots * dim, np.nan, dtype), np.zeros((slots, wide), dtype)
-    value_cache[:, :dim] = np.nan
+    if min(table) < 0 or len(table) * PW_CHUNK < len(keys):
+        raise ValueError("the table does not fit the keys")
+    cache = np.full(slots * kv_slot_bytes(kv_format, dim), 0xFF, np.uint8)  # NaN in every format, or its scale is
     padded = np.zeros((rows, PW_ROW_STRIDE), np.float32)
     padded[:, :dim] = q
     work = np.zeros(2 * rows * (wide + 2) + pw_attention_scratch(dim), np.float32)
@@ -296,24 +314,22 @@ def attend_one_head(q, keys, values, first, last, int64_t slot_base=0, bint half
     cdef const float[:, ::1] v_rows = np.ascontiguousarray(values, np.float32)
     cdef const int64_t[::1] firsts = np.ascontiguousarray(first, np.int64)
     cdef const int64_t[::1] lasts = np.ascontiguousarray(last, np.int64)
-    cdef pw_kv_head head
+    cdef const int64_t[::1] chunk_slots = np.ascontiguousarray(table, np.int64)
+    cdef pw_kv_head head = pw_kv_head_at(<char *><size_t>cache.ctypes.data, slots, kv_format_code(kv_format), dim)
     cdef pw_queries queries
     cdef pw_partial part, into
     cdef int64_t n = rows, r, chunk
-    head.keys = <void *><size_t>key_cache.ctypes.data
-    head.values = <void *><size_t>value_cache.ctypes.data
-    head.bytes, head.head_dim, head.value_dim = dtype().itemsize, dim, wide
     queries.q, queries.first, queries.last = &q_rows[0, 0], &firsts[0], &lasts[0]
-    queries.slot_base, queries.rows, queries.tile_rows = slot_base, rows, 0
+    queries.rows, queries.tile_rows = rows, 0
     part.top, part.sum, part.values = &memory[0], &memory[n], &memory[2 * n]
     into.top = part.values + n * head.value_dim
     into.sum, into.values = into.top + n, into.top + 2 * n
     for r in range(k_rows.shape[0]):
-        _ops().store_key(&head, slot_base + r, &k_rows[r, 0])
-        _ops().store_value(&head, slot_base + r, &v_rows[r, 0])
+        _ops().store_key(&head, chunk_slots[r // PW_CHUNK] + r % PW_CHUNK, &k_rows[r, 0])
+        _ops().store_value(&head, chunk_slots[r // PW_CHUNK] + r % PW_CHUNK, &v_rows[r, 0])
     _ops().begin(head_rows(n), head.value_dim, into)
     for chunk in range(min(first) // PW_CHUNK, max(last) // PW_CHUNK + 1):
-        _ops().attend_chunk(&head, &queries, chunk, into.values + n * head.value_dim, part)
+        _ops().attend_chunk(&head, &queries, chunk, chunk_slots[chunk], into.values + n * head.value_dim, part)
         _ops().merge(head_rows(n), head.value_dim, part, into)
     for r in range(n):
         _ops().finish(head.head_dim, into.sum[r], into.values + r * head.value_dim, &result[r, 0])

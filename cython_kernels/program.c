@@ -16,6 +16,8 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* ---- building --------------------------------------------------------------------------------------------------- */
 
+int64_t pw_runs_each(const pw_program *program) { return (program->capacity.kv_slots + PW_CHUNK - 1) / PW_CHUNK; }
+
 static bool open_step(pw_program *program) {
     const pw_capacity *room = &program->capacity;
     pw_step *step = &program->step;
@@ -26,12 +28,14 @@ static bool open_step(pw_program *program) {
     step->slots = calloc((size_t)room->max_tokens, sizeof *step->slots);
     step->logit_rows = calloc((size_t)room->max_logit_rows, sizeof *step->logit_rows);
     step->slices = calloc((size_t)room->max_slices, sizeof *step->slices);
+    step->runs = calloc((size_t)(room->max_slices * pw_runs_each(program)), sizeof *step->runs);
+    step->written = calloc((size_t)room->max_tokens, sizeof *step->written);
     step->first_part = calloc((size_t)room->max_slices, sizeof *step->first_part);
     step->pieces = calloc((size_t)pieces, sizeof *step->pieces);
     step->tail_pieces = calloc((size_t)room->max_logit_rows, sizeof *step->tail_pieces);
     program->merged = calloc((size_t)(room->max_slices * program->shape.n_kv_heads), sizeof *program->merged);
-    return step->tokens && step->positions && step->slots && step->logit_rows && step->slices && step->first_part &&
-           step->pieces && step->tail_pieces && program->merged;
+    return step->tokens && step->positions && step->slots && step->logit_rows && step->slices && step->runs &&
+           step->written && step->first_part && step->pieces && step->tail_pieces && program->merged;
 }
 
 pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq) {
@@ -56,6 +60,7 @@ static void free_what_is_told(pw_step *step) {
     free(step->tokens);
     free(step->logit_rows);
     free(step->slices);
+    free(step->runs);
 }
 
 void pw_program_close(pw_program *program) {
@@ -69,7 +74,7 @@ void pw_program_close(pw_program *program) {
     }
     void *owned[] = {program->ops,      program->inv_freq,       program->tickets,  program->merged,
                      program->region_tickets, step->positions,   step->slots,       step->first_part,
-                     step->pieces,      step->tail_pieces};
+                     step->pieces,      step->tail_pieces,       step->written};
     for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) {
         free(program->attention[table].ranges);
         for (int32_t i = 0; i < program->n_ops; ++i)
@@ -223,16 +228,14 @@ static int64_t split_floats(const pw_program *program) {
 /* Byte offsets: of what ranks share, within the shared memory (or program->rows, where nothing comes before the
  * arena), and of a process's own within program->memory. */
 typedef struct {
-    int64_t orders, tokens, logit_rows, slices, arena, cosines, sines, prepared, rows_end, kv, shared_end;
+    int64_t orders, tokens, logit_rows, slices, runs, arena, cosines, sines, prepared, rows_end, kv, shared_end;
     int64_t partials, own_prepared, split, scratch, end;
     int64_t split_each, private_row, prepared_each, own_prepared_each, scratch_each;
     int32_t forms;
 } layout;
 
 static int64_t kv_bytes(const pw_program *program) {
-    const pw_shape *shape = &program->shape;
-    pw_kv_head first = pw_kv_head_of(program, 0, 0), second = pw_kv_head_of(program, 0, 1);
-    return shape->n_layers * (int64_t)shape->n_kv_heads * ((char *)second.keys - (char *)first.keys);
+    return program->shape.n_layers * (int64_t)program->shape.n_kv_heads * pw_kv_head_bytes(program);
 }
 
 static void lay_out_step(const pw_program *program, layout *l) {
@@ -242,7 +245,8 @@ static void lay_out_step(const pw_program *program, layout *l) {
     l->tokens = l->orders + aligned(pw_orders_bytes(program));
     l->logit_rows = l->tokens + aligned(room->max_tokens * (int64_t)sizeof(int32_t));
     l->slices = l->logit_rows + aligned(room->max_logit_rows * (int64_t)sizeof(int64_t));
-    l->arena = whole_pages(l->slices + room->max_slices * (int64_t)sizeof(pw_slice));
+    l->runs = l->slices + aligned(room->max_slices * (int64_t)sizeof(pw_slice));
+    l->arena = whole_pages(l->runs + room->max_slices * pw_runs_each(program) * (int64_t)sizeof(int32_t));
 }
 
 static layout lay_out(const pw_program *program) {
@@ -296,6 +300,7 @@ static void seal_shared(pw_program *program, const layout *l, char *shared) {
     step->tokens = (int32_t *)(shared + l->tokens);
     step->logit_rows = (int64_t *)(shared + l->logit_rows);
     step->slices = (pw_slice *)(shared + l->slices);
+    step->runs = (int32_t *)(shared + l->runs);
     program->rows = shared;
     program->kv = shared + l->kv;
     if (program->rank == 0) pw_group_init(program->group, program->n_ranks);
@@ -336,39 +341,102 @@ bool pw_program_seal(pw_program *program, char *shared) {
 
 /* ---- a step ----------------------------------------------------------------------------------------------------- */
 
+/* The slots of positions [position, end) of a slice, as far as they lie one behind the other. */
+static pw_slots slots_from(const pw_step *step, const pw_slice *slice, int64_t position, int64_t end) {
+    int64_t chunk = position / PW_CHUNK, slot = pw_chunk_slot(step, slice, chunk) + position % PW_CHUNK;
+    int64_t run_end = slice->first_run < 0 ? end : (chunk + 1) * PW_CHUNK;
+    return (pw_slots){slot, slot + (run_end < end ? run_end : end) - position};
+}
+
+static const char *check_table(const pw_program *program, const pw_slice *slice) {
+    int64_t end = slice->start + slice->n_rows, slots = program->capacity.kv_slots;
+    int64_t room = program->capacity.max_slices * pw_runs_each(program);
+    if (slice->n_runs < 0 || slice->n_runs > room || slice->first_run > room - slice->n_runs)
+        return "a table lies outside the step";
+    if (slice->n_runs * PW_CHUNK < end) return "a table has too few runs for its slice's positions";
+    for (int64_t position = 0; position < end; position += PW_CHUNK) {
+        int64_t run = program->step.runs[slice->first_run + position / PW_CHUNK];
+        if (run % 16) return "a run of a table does not begin at a multiple of 16 slots";
+        if (run < 0 || run + (end - position < PW_CHUNK ? end - position : PW_CHUNK) > slots)
+            return "a slice lies outside the KV slots";
+    }
+    return NULL;
+}
+
+static const char *check_places(const pw_program *program, const pw_slice *slice) {
+    int64_t slots = program->capacity.kv_slots;
+    if (slice->start < 0 || slice->start > slots || slice->start + slice->n_rows > slots)
+        return "a slice lies outside the KV slots";
+    if (slice->first_run >= 0) return check_table(program, slice);
+    if (slice->slot_base < 0 || slice->slot_base > slots - slice->start - slice->n_rows)
+        return "a slice lies outside the KV slots";
+    return NULL;
+}
+
+static void place_rows(pw_step *step, const pw_slice *slice) {
+    int64_t row = slice->first_row, end = slice->start + slice->n_rows;
+    for (int64_t position = slice->start; position < end;) {
+        pw_slots run = slots_from(step, slice, position, end);
+        step->written[step->n_written++] = run;
+        for (int64_t slot = run.begin; slot < run.end; ++slot, ++position, ++row) {
+            step->positions[row] = position;
+            step->slots[row] = slot;
+        }
+    }
+}
+
 static const char *check_slices(pw_program *program) {
     pw_step *step = &program->step;
-    int64_t row = 0, slots = program->capacity.kv_slots;
+    int64_t row = 0;
+    step->n_written = 0;
     for (int64_t s = 0; s < step->n_slices; ++s) {
         const pw_slice *slice = &step->slices[s];
         if (slice->n_rows < 1) return "a slice has no tokens";
-        if (slice->first_row != row || row + slice->n_rows > step->n_tokens)
+        if (slice->first_row != row || slice->n_rows > step->n_tokens - row)
             return "slices do not cover the step's rows";
-        if (slice->start < 0 || slice->slot_base < 0 || slice->start > slots || slice->slot_base > slots ||
-            slice->slot_base + slice->start + slice->n_rows > slots)
-            return "a slice lies outside the KV slots";
-        for (int64_t i = 0; i < slice->n_rows; ++i, ++row) {
-            step->positions[row] = slice->start + i;
-            step->slots[row] = slice->slot_base + slice->start + i;
-        }
+        const char *problem = check_places(program, slice);
+        if (problem) return problem;
+        place_rows(step, slice);
+        row += slice->n_rows;
     }
     return row == step->n_tokens ? NULL : "slices do not cover the step's rows";
 }
 
-/* Every slot is written once; `split` stays true only if no slice reads a slot that another writes in this step. */
-static const char *check_overlaps(pw_step *step) {
-    step->split = step->n_tokens == step->n_slices;
-    for (int64_t s = 0; s < step->n_slices; ++s) {
-        const pw_slice *a = &step->slices[s];
-        int64_t begin = a->slot_base + a->start, end = begin + a->n_rows;
-        for (int64_t t = 0; t < step->n_slices; ++t) {
-            const pw_slice *b = &step->slices[t];
-            int64_t written = b->slot_base + b->start, seen_end = written + b->n_rows;
-            if (s == t || seen_end <= begin || b->slot_base >= end) continue;
-            step->split = false;
-            if (written < end) return "two slices write the same KV slot";
-        }
+static int by_begin(const void *a, const void *b) {
+    int64_t first = ((const pw_slots *)a)->begin, second = ((const pw_slots *)b)->begin;
+    return (first > second) - (first < second);
+}
+
+/* How many of a step's written slots come before `slot`, where each was written by a token of its own. */
+static int64_t written_before(const pw_step *step, int64_t slot) {
+    int64_t low = 0, high = step->n_written;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (step->written[middle].begin < slot) low = middle + 1;
+        else high = middle;
     }
+    return low;
+}
+
+/* Whether of all slots that a slice of one token reads, this step writes the token's own alone, and once. */
+static bool reads_what_was_there(const pw_step *step, const pw_slice *slice) {
+    int64_t end = slice->start + 1, written = 0;
+    for (int64_t position = 0; position < end;) {
+        pw_slots run = slots_from(step, slice, position, end);
+        written += written_before(step, run.end) - written_before(step, run.begin);
+        position += run.end - run.begin;
+    }
+    return written == 1;
+}
+
+/* Every slot is written once; `split` stays true only if no token reads a slot that another writes in this step. */
+static const char *check_overlaps(pw_step *step) {
+    qsort(step->written, (size_t)step->n_written, sizeof *step->written, by_begin);
+    for (int64_t i = 1; i < step->n_written; ++i)
+        if (step->written[i].begin < step->written[i - 1].end) return "two tokens write the same KV slot";
+    step->split = step->n_tokens == step->n_slices;
+    for (int64_t s = 0; s < step->n_slices && step->split; ++s)
+        step->split = reads_what_was_there(step, &step->slices[s]);
     return NULL;
 }
 
@@ -423,36 +491,65 @@ typedef struct {
     char *line; /* [members][slots] elements */
 } moving;
 
-/* One dimension of `slots` keys: 16 of them lie side by side, then comes the next panel. */
-static void move_keys(const moving *move, const pw_kv_head *head, int64_t dimension, char *line) {
-    int64_t bytes = head->bytes, panel = 16 * head->head_dim;
+/* Slots of rows, values or scales, which lie one behind the other. */
+static void move_rows(const moving *move, void *rows, int64_t row_bytes) {
+    char *first = rows;
+    memmove(first + move->target * row_bytes, first + move->source * row_bytes, (size_t)(move->slots * row_bytes));
+}
+
+/* One dimension of keys: 16 of them lie side by side, then comes the next panel. */
+static void move_dimension(const pw_kv_head *head, pw_slots from, int64_t target, int64_t dimension, char *line) {
+    int64_t bytes = pw_kv_element_bytes(head->format), panel = 16 * head->head_dim, slots = from.end - from.begin;
     char *keys = (char *)head->keys + dimension * 16 * bytes;
     for (int pass = 0; pass < 2; ++pass) /* out of the cache, then back into it: the ranges may overlap */
-        for (int64_t done = 0, run; done < move->slots; done += run) {
-            int64_t slot = (pass ? move->target : move->source) + done;
+        for (int64_t done = 0, run; done < slots; done += run) {
+            int64_t slot = (pass ? target : from.begin) + done;
             run = 16 - slot % 16;
-            if (run > move->slots - done) run = move->slots - done;
+            if (run > slots - done) run = slots - done;
             char *at = keys + (slot / 16 * panel + slot % 16) * bytes;
             memcpy(pass ? at : line + done * bytes, pass ? line + done * bytes : at, (size_t)(run * bytes));
         }
+}
+
+static void move_keys(const pw_kv_head *head, pw_slots from, int64_t target, char *line) {
+    for (int64_t dimension = 0; dimension < head->head_dim; ++dimension)
+        move_dimension(head, from, target, dimension, line);
+}
+
+/* Whole panels at once where both ranges begin with one; what is left of the last panel must not be overwritten by the
+ * others before it is moved, nor overwrite them. */
+static void move_panels(const moving *move, const pw_kv_head *head, char *line) {
+    int64_t slot_bytes = head->head_dim * pw_kv_element_bytes(head->format), whole = move->slots / 16 * 16;
+    pw_slots rest = {move->source + whole, move->source + move->slots};
+    char *keys = head->keys;
+    if (move->target > move->source) move_keys(head, rest, move->target + whole, line);
+    memmove(keys + move->target * slot_bytes, keys + move->source * slot_bytes, (size_t)(whole * slot_bytes));
+    if (move->target < move->source) move_keys(head, rest, move->target + whole, line);
+}
+
+static void move_head(const moving *move, const pw_kv_head *head, char *line) {
+    pw_slots all = {move->source, move->source + move->slots};
+    move_rows(move, head->values, head->value_dim * pw_kv_element_bytes(head->format));
+    if (head->key_scales) move_rows(move, head->key_scales, sizeof(float));
+    if (head->value_scales) move_rows(move, head->value_scales, sizeof(float));
+    if (move->source % 16 || move->target % 16) move_keys(head, all, move->target, line);
+    else move_panels(move, head, line);
 }
 
 static void move_share(void *context, int member) {
     const moving *move = context;
     const pw_shape *shape = &move->program->shape;
     int64_t heads = (int64_t)shape->n_layers * shape->n_kv_heads;
+    char *line = move->line + member * move->slots * pw_kv_element_bytes(move->program->capacity.kv_format);
     for (int64_t i = heads * member / move->members; i < heads * (member + 1) / move->members; ++i) {
         pw_kv_head head = pw_kv_head_of(move->program, i / shape->n_kv_heads, i % shape->n_kv_heads);
-        int64_t row = (int64_t)head.value_dim * head.bytes;
-        char *values = head.values, *line = move->line + member * move->slots * head.bytes;
-        memmove(values + move->target * row, values + move->source * row, (size_t)(move->slots * row));
-        for (int64_t dimension = 0; dimension < head.head_dim; ++dimension) move_keys(move, &head, dimension, line);
+        move_head(move, &head, line);
     }
 }
 
 int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots) {
     int members = pw_team_size(team);
-    char *line = malloc((size_t)(slots * program->capacity.kv_bytes * members));
+    char *line = malloc((size_t)(slots * pw_kv_element_bytes(program->capacity.kv_format) * members));
     if (!line) return PW_TEAM_NO_MEMORY;
     moving move = {program, source, target, slots, members, line};
     int status = pw_team_run(team, move_share, &move);

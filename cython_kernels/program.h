@@ -97,7 +97,7 @@ typedef struct {
     int64_t max_tokens;      /* rows of one step */
     int64_t max_slices;
     int64_t max_logit_rows;
-    int32_t kv_bytes;        /* 2: float16, 4: float32 */
+    int32_t kv_format;       /* pw_kv_format */
     int32_t max_threads;
 } pw_capacity;
 
@@ -107,11 +107,19 @@ typedef struct {
     int32_t first_thread, own_threads, n_threads; /* this rank's threads among those of all ranks; own 0: takes no part */
 } pw_division;
 
+/* Position p lies in slot slot_base + p; or, where first_run is not negative, as a table of n_runs in step->runs says:
+ * in slot runs[first_run + p / PW_CHUNK] + p % PW_CHUNK. Runs begin at multiples of 16. */
 typedef struct {
     int64_t first_row, n_rows; /* rows of the step */
     int64_t start;             /* position of the first */
     int64_t slot_base;
+    int64_t first_run, n_runs;
 } pw_slice;
+
+/* Slots [begin, end). */
+typedef struct {
+    int64_t begin, end;
+} pw_slots;
 
 /* A share of attention's work: rows [first, first + count) of a slice, or as many chunks of its positions. */
 typedef struct {
@@ -125,6 +133,7 @@ typedef struct {
     int32_t *tokens;      /* [max_tokens] */
     int64_t *logit_rows;  /* [max_logit_rows], ascending */
     pw_slice *slices;     /* [max_slices] */
+    int32_t *runs;        /* [max_slices][pw_runs_each]: the tables of slices, in any order */
     bool split;           /* one token per slice: pieces are runs of chunks, merged afterwards */
     int64_t n_pieces;
     pw_piece *pieces;
@@ -134,6 +143,8 @@ typedef struct {
     int32_t tile_rows;    /* of attention */
     int64_t *positions;   /* [max_tokens] */
     int64_t *slots;       /* [max_tokens] */
+    int64_t n_written;
+    pw_slots *written;    /* [max_tokens], ascending: what the step writes */
 } pw_step;
 
 typedef struct pw_orders pw_orders;
@@ -174,6 +185,9 @@ typedef struct {
  * `patience_ns` and, by pw_division_of, `divisions` before it adds ops. */
 pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq);
 void pw_program_close(pw_program *program);
+
+/* Entries that the longest table of a slice has. */
+int64_t pw_runs_each(const pw_program *program);
 
 /* Ranks with so many threads each, as `rank` sees them. */
 pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank);
@@ -239,6 +253,12 @@ pw_range pw_rows_of(const pw_run *run, int64_t rows, int member);
 /* The tickets of an op's products: [PW_MAX_PARTS][max_threads]. */
 pw_ticket *pw_region_tickets(const pw_program *program, int64_t op);
 
+/* Slot of the first position of a chunk of a checked slice. */
+static inline int64_t pw_chunk_slot(const pw_step *step, const pw_slice *slice, int64_t chunk) {
+    return slice->first_run < 0 ? slice->slot_base + chunk * PW_CHUNK : step->runs[slice->first_run + chunk];
+}
+
+int64_t pw_kv_head_bytes(const pw_program *program); /* of one layer */
 pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head);
 int64_t pw_attend_scratch_floats(const pw_shape *shape);
 int64_t pw_partial_floats(const pw_shape *shape); /* of one chunk, all heads */

@@ -63,16 +63,17 @@ cdef extern from "program.h" nogil:
 
     ctypedef struct pw_capacity:
         int64_t kv_slots, max_tokens, max_slices, max_logit_rows
-        int32_t kv_bytes, max_threads
+        int32_t kv_format, max_threads
 
     ctypedef struct pw_slice:
-        int64_t first_row, n_rows, start, slot_base
+        int64_t first_row, n_rows, start, slot_base, first_run, n_runs
 
     ctypedef struct pw_step:
         int64_t n_tokens, n_slices, n_logit_rows
         int32_t *tokens
         int64_t *logit_rows
         pw_slice *slices
+        int32_t *runs
 
     ctypedef struct pw_division:
         int32_t ranks, own_threads
@@ -99,6 +100,8 @@ cdef extern from "program.h" nogil:
     bint pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
                              const pw_row_range *ranges)
     pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank)
+    int64_t pw_runs_each(const pw_program *program)
+    int64_t pw_kv_head_bytes(const pw_program *program)
     pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head)
     int64_t pw_program_bytes(const pw_program *program)
     int64_t pw_program_shared_bytes(const pw_program *program)
@@ -168,8 +171,8 @@ cdef int _check_run(int status) except -1:
 cdef class Program:
     """A model's forward step as ops over an arena of floats. Build with embed/linear/attend, seal, then run.
 
-    shape and capacity are mappings with the fields of pw_shape and pw_capacity (program.h); inv_freq is float64
-    [head_dim / 2]. Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
+    shape and capacity are mappings with the fields of pw_shape and pw_capacity (program.h), kv_format by its name;
+    inv_freq is float64 [head_dim / 2]. Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
     The buffer protocol gives the logits, float32 [max_logit_rows, vocab], of the last run.
 
     division: how the steps of each table are divided over ranks, and which rank this process is (None: one rank
@@ -188,13 +191,13 @@ cdef class Program:
 
     def __cinit__(self, shape, capacity, inv_freq, division=None, double patience_s=60.0):
         cdef pw_shape s = shape
-        cdef pw_capacity c = capacity
+        cdef pw_capacity c = {**capacity, "kv_format": kv_format_code(capacity["kv_format"])}
         if not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
             raise ProgramError(
                 f"attention heads of {s.head_dim} dimensions: even numbers up to {PW_MAX_HEAD_DIM} are supported")
         if min(s.n_layers, s.n_heads, s.n_kv_heads, s.hidden, s.ffn, s.vocab) < 1 or s.n_heads % s.n_kv_heads:
             raise ProgramError(f"a model of this shape cannot be: {shape}")
-        if min(c.kv_slots, c.max_tokens, c.max_slices, c.max_logit_rows, c.max_threads) < 1 or c.kv_bytes not in (2, 4):
+        if min(c.kv_slots, c.max_tokens, c.max_slices, c.max_logit_rows, c.max_threads) < 1:
             raise ProgramError(f"a program needs room for something: {capacity}")
         if max(c.kv_slots, c.max_tokens, c.max_slices, c.max_logit_rows) > 1 << 30:
             raise ProgramError(f"more than 2^30 slots, tokens or rows: {capacity}")
@@ -423,8 +426,9 @@ cdef class Program:
         table: which schedules the products run by, 0 or 1 (set_schedules). resting: the team that ran the step
         before, if it is another one: its threads leave their cores at once.
 
-        slices: objects with token_ids, start, slot_base and wants_logits. ValueError when a token, a position or a
-        slot is out of range; then nothing has been written. Of several ranks, rank 0 runs it for all; GroupFailed
+        slices: objects with token_ids, start, slot_base, wants_logits and table (None, or the slots where every
+        PW_CHUNK positions begin; then slot_base is not read). ValueError when a token, a position or a slot is out
+        of range; then nothing has been written. Of several ranks, rank 0 runs it for all; GroupFailed
         when one of them fails or does not come.
         """
         cdef pw_team *members = team._open()
@@ -518,7 +522,7 @@ cdef class Program:
         if not (0 <= layer < shape.n_layers and 0 <= kv_head < shape.n_kv_heads):
             raise ValueError(f"KV head {kv_head} of layer {layer}: {shape.n_layers} x {shape.n_kv_heads} are there")
         at = <char *>pw_kv_head_of(self.program, layer, kv_head).keys - self.program.shared
-        return at, self.program.kv_bytes // (shape.n_layers * shape.n_kv_heads)
+        return at, pw_kv_head_bytes(self.program)
 
     cdef int _check_shared(self) except -1:
         self._check_sealed()
@@ -530,7 +534,7 @@ cdef class Program:
         cdef pw_step *step = &self.program.step
         cdef pw_capacity *room = &self.program.capacity
         cdef pw_slice *out
-        cdef int64_t row = 0, token
+        cdef int64_t row = 0, token, n_runs = 0
         cdef int64_t vocab = self.program.shape.vocab
         step.n_tokens = step.n_slices = step.n_logit_rows = 0
         try:
@@ -538,7 +542,7 @@ cdef class Program:
                 if step.n_slices == room.max_slices:
                     raise ValueError(f"a step holds at most {room.max_slices} slices")
                 out = &step.slices[step.n_slices]
-                out.first_row, out.start, out.slot_base = row, piece.start, piece.slot_base
+                out.first_row, out.start, out.slot_base, out.first_run = row, piece.start, 0, -1
                 for token in piece.token_ids:
                     if row == room.max_tokens:
                         raise ValueError(f"a step holds at most {room.max_tokens} tokens")
@@ -549,12 +553,31 @@ cdef class Program:
                     if every_row:
                         self._want(row - 1)
                 out.n_rows = row - out.first_row
+                if piece.table is None:
+                    out.slot_base = piece.slot_base
+                else:
+                    self._copy_table(out, piece.table, n_runs)
+                    n_runs += out.n_runs
                 step.n_slices += 1
                 if piece.wants_logits and not every_row and out.n_rows:
                     self._want(row - 1)
         except OverflowError:
             raise ValueError("a token, position or slot does not fit in 64 bits") from None
         step.n_tokens = row
+        return 0
+
+    cdef int _copy_table(self, pw_slice *slice, table, int64_t first_run) except -1:
+        """As many runs of it as the slice's positions need; `runs` has room for them behind those of other slices."""
+        cdef int64_t slots = self.program.capacity.kv_slots
+        cdef int64_t positions = slice.start + slice.n_rows if 0 <= slice.start <= slots else 0
+        cdef int64_t needed = min(-(-positions // PW_CHUNK), pw_runs_each(self.program)), i
+        cdef int64_t slot
+        slice.first_run, slice.n_runs = first_run, min(needed, len(table))
+        for i in range(slice.n_runs):
+            slot = table[i]
+            if not 0 <= slot < slots:
+                raise ValueError(f"this step cannot be run: a table's run begins at slot {slot}")
+            self.program.step.runs[first_run + i] = <int32_t>slot
         return 0
 
     cdef int _want(self, int64_t row) except -1:

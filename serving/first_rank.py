@@ -16,7 +16,7 @@ import numpy.typing as npt
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.serving.batch import Batch, Phase, SequenceSlice
 from phasewise.serving.errors import RanksError
-from phasewise.serving.forward import Capacity
+from phasewise.serving.forward import AUTO, Capacity
 from phasewise.serving.rank_teams import TABLES
 from phasewise.tuner.plans import list_cores
 
@@ -32,7 +32,9 @@ ALL_LOGITS_ROWS = 64
 _log = logging.getLogger(__name__)
 
 
-def room_for(kv_slots: int, max_batch_tokens: int, max_sequences: int, threads: int) -> Capacity:
+def room_for(
+    kv_slots: int, max_batch_tokens: int, max_sequences: int, threads: int, kv_format: str = AUTO
+) -> Capacity:
     """What a program must have room for. `threads`: the most that a rank has in any phase."""
     step_tokens = min(max_batch_tokens, STEP_TOKENS)
     return Capacity(
@@ -41,6 +43,7 @@ def room_for(kv_slots: int, max_batch_tokens: int, max_sequences: int, threads: 
         sequences=max_sequences,
         logit_rows=min(max(max_sequences, ALL_LOGITS_ROWS), max(step_tokens, max_sequences)),
         threads=threads,
+        kv_format=kv_format,
     )
 
 
@@ -152,6 +155,7 @@ def _steps(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterator[list[S
                     piece.start + done,
                     piece.slot_base,
                     piece.wants_logits and last,
+                    piece.table,
                 )
             )
             done, room = done + count, room - count

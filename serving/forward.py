@@ -12,12 +12,15 @@ from typing import Any
 from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.errors import KernelError
+from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.model import ModelConfig, PackedModel
 from phasewise.serving.schedules import ScheduleLookup
 
 Parts = list[tuple[PackedWeight, int]]
+
+AUTO = "auto"
 
 PATIENCE_S = 60.0
 """Ranks meet after every op, which takes milliseconds, or seconds while weights come from a slow disk. One that
@@ -36,6 +39,8 @@ class Capacity:
     logit_rows: int
     threads: int
     """Of the largest team of this process."""
+    kv_format: str = AUTO
+    """How keys and values are stored: `resolve_kv_format`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +86,22 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> _Arena:
     )
 
 
-def kv_element_bytes(model: PackedModel) -> int:
-    """2 (float16), or 4 where every weight of the layers is float32: then nothing is rounded anywhere."""
+def resolve_kv_format(model: PackedModel, kv_format: str = AUTO) -> str:
+    """`auto` is f16, or f32 where every weight of the layers is float32: then nothing is rounded anywhere."""
+    if kv_format != AUTO:
+        return kv_format
     layers = (weight for name, weight in model.weights.items() if name.startswith("layers."))
-    return 4 if all(weight.kind == "f32" for weight in layers) else 2
+    return "f32" if all(weight.kind == "f32" for weight in layers) else "f16"
 
 
-def kv_bytes_per_slot(model: PackedModel) -> int:
-    """Bytes of the keys and values of one position, all layers."""
+def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO) -> int:
+    """Bytes of the keys and values of one position, all layers. ModelError for a format that there is not."""
     config = model.config
-    per_head = config.head_dim + _rounded(config.head_dim)
-    return config.n_layers * config.n_kv_heads * per_head * kv_element_bytes(model)
+    try:
+        per_head = kv_slot_bytes(resolve_kv_format(model, kv_format), config.head_dim)
+    except KernelError as error:
+        raise ModelError(f"{model.name}: {error}") from error
+    return config.n_layers * config.n_kv_heads * per_head
 
 
 def build_program(
@@ -112,7 +122,9 @@ def build_program(
     """
     try:
         config = model.config
-        program = Program(_shape(config), _room(model, capacity), config.rope.inv_freq(), division, patience_s)
+        program = Program(
+            _shape(config), _room(model, capacity), config.rope.inv_freq(), division, patience_s
+        )
         linears = _Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows), division)
         arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
         program.embed(_weight(model, "embed"), arena.hidden, arena.hidden_stride)
@@ -152,7 +164,7 @@ def _room(model: PackedModel, capacity: Capacity) -> dict[str, int]:
         "max_slices": capacity.sequences,
         "max_logit_rows": capacity.logit_rows,
         "max_threads": capacity.threads,
-        "kv_bytes": kv_element_bytes(model),
+        "kv_format": resolve_kv_format(model, capacity.kv_format),
     }
 
 
@@ -238,19 +250,22 @@ def _schedule_attention(
     for table, lookup in enumerate(lookups):
         own = kv_heads if division is None else division.heads(kv_heads, table)
         if own:
-            ranges = lookup.attention(*attention_problem(model, own), capacity.step_tokens)
+            problem = attention_problem(model, own, capacity.kv_format)
+            ranges = lookup.attention(*problem, capacity.step_tokens)
             program.set_attention_schedules([(rows.last_m, rows.schedule) for rows in ranges], table)
 
 
-def attention_problem(model: PackedModel, kv_heads: int | None = None) -> tuple[str, int, int]:
+def attention_problem(
+    model: PackedModel, kv_heads: int | None = None, kv_format: str = AUTO
+) -> tuple[str, int, int]:
     """Under what attention's schedules are kept: KV format, dimensions of query and of KV heads.
 
     Those of all heads, or of so many KV heads and what queries them.
     """
-    kv_format = "f16" if kv_element_bytes(model) == 2 else "f32"
     config = model.config
     own = config.n_kv_heads if kv_heads is None else kv_heads
-    return kv_format, config.q_rows // config.n_kv_heads * own, config.head_dim * own
+    stored = resolve_kv_format(model, kv_format)
+    return stored, config.q_rows // config.n_kv_heads * own, config.head_dim * own
 
 
 def _weight(model: PackedModel, name: str) -> PackedWeight:

@@ -23,7 +23,14 @@ from phasewise.serving.batch import Batch, Phase
 from phasewise.serving.crew import Crew
 from phasewise.serving.errors import RankLost, RanksError
 from phasewise.serving.first_rank import FirstRank, Logits, room_for
-from phasewise.serving.forward import PATIENCE_S, Capacity, build_program, kv_bytes_per_slot
+from phasewise.serving.forward import (
+    AUTO,
+    PATIENCE_S,
+    Capacity,
+    build_program,
+    kv_bytes_per_slot,
+    resolve_kv_format,
+)
 from phasewise.serving.memory import check_memory
 from phasewise.serving.model import PackedModel
 from phasewise.serving.rank_instructions import Instructions
@@ -79,9 +86,11 @@ class ProcessRanks:
         max_sequences: int,
         schedules: Mapping[Phase, ScheduleLookup] | None = None,
         pinned: bool = True,
+        kv_format: str = AUTO,
     ) -> None:
         self.kv_slots = kv_slots
-        self.kv_bytes_per_slot = kv_bytes_per_slot(model)
+        self.kv_format = resolve_kv_format(model, kv_format)
+        self.kv_bytes_per_slot = kv_bytes_per_slot(model, self.kv_format)
         self._crew = crew = Crew(plans)
         self._owner = os.getpid()
         self._warned = not pinned
@@ -89,7 +98,7 @@ class ProcessRanks:
         self._former_native_ns = 0
         crew.check_divides(model)
         capacities = tuple(
-            room_for(kv_slots, max_batch_tokens, max_sequences, crew.threads(rank))
+            room_for(kv_slots, max_batch_tokens, max_sequences, crew.threads(rank), self.kv_format)
             for rank in range(crew.n_ranks)
         )
         lookups = tuple(schedules[phase] for phase in PHASES) if schedules else ()
@@ -261,7 +270,6 @@ def _place_kv(program: Program, model: PackedModel, crew: Crew, step: Segment) -
 def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
     crew, capacity, shared = setup.crew, setup.capacities[rank], setup.shared
     model = shared.model
-    most_rows = max(capacity.step_tokens, capacity.logit_rows)
     return Instructions(
         rank=rank,
         parent_pid=os.getpid(),
@@ -279,7 +287,7 @@ def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
         weights=shared.weights,
         weights_source=shared.source,
         schedules=tuple(
-            WrittenSchedules.of(lookup, crew.division(rank), table, model, most_rows)
+            WrittenSchedules.of(lookup, crew.division(rank), table, model, capacity)
             for table, lookup in enumerate(setup.lookups)
         ),
     )

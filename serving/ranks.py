@@ -16,7 +16,7 @@ import numpy.typing as npt
 from phasewise.serving.batch import Batch, Phase
 from phasewise.serving.errors import RanksError
 from phasewise.serving.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, room_for
-from phasewise.serving.forward import build_program, kv_bytes_per_slot
+from phasewise.serving.forward import AUTO, build_program, kv_bytes_per_slot, resolve_kv_format
 from phasewise.serving.memory import check_memory
 from phasewise.serving.model import PackedModel
 from phasewise.serving.rank_teams import open_teams
@@ -30,6 +30,8 @@ class Ranks(Protocol):
     """What computes the steps of a model. Calls are for one thread at a time, which may be pinned by them."""
 
     kv_slots: int
+    kv_format: str
+    """How keys and values are stored: `forward.resolve_kv_format`."""
     kv_bytes_per_slot: int
 
     @property
@@ -79,19 +81,23 @@ def open_ranks(
     max_sequences: int,
     schedules: Mapping[Phase, ScheduleLookup] | None = None,
     pinned: bool = True,
+    kv_format: str = AUTO,
 ) -> Ranks:
     """The ranks that `plans` ask for: in this process where every phase has one, else a process each.
 
     kv_slots: positions that all sequences together may hold. schedules: a lookup for each phase; prefill's
-    says by which arithmetic every weight is computed, in both. Not pinned: the system may move the threads,
+    says by which arithmetic every weight is computed, in both. kv_format: how keys and values are stored
+    (`forward.resolve_kv_format`). Not pinned: the system may move the threads,
     so that there may be more of them than cores (for tests). RanksError if a plan cannot be run here or the
     memory is not there; ModelError if no kernel computes this model.
     """
     if all(len(plan.ranks) == 1 for plan in plans.values()):
-        return LocalRanks(model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned)
+        return LocalRanks(
+            model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned, kv_format
+        )
     from phasewise.serving.process_ranks import ProcessRanks
 
-    return ProcessRanks(model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned)
+    return ProcessRanks(model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned, kv_format)
 
 
 class LocalRanks(FirstRank):
@@ -106,12 +112,14 @@ class LocalRanks(FirstRank):
         max_sequences: int,
         schedules: Mapping[Phase, ScheduleLookup] | None = None,
         pinned: bool = True,
+        kv_format: str = AUTO,
     ) -> None:
         cores = {phase: _only_rank(plan) for phase, plan in plans.items()}
-        self.kv_bytes_per_slot = kv_bytes_per_slot(model)
+        self.kv_format = resolve_kv_format(model, kv_format)
+        self.kv_bytes_per_slot = kv_bytes_per_slot(model, self.kv_format)
         self.kv_slots = kv_slots
         threads = max(len(members) for members in cores.values())
-        capacity = room_for(kv_slots, max_batch_tokens, max_sequences, threads)
+        capacity = room_for(kv_slots, max_batch_tokens, max_sequences, threads, self.kv_format)
         lookups = [schedules[phase] for phase in PHASES] if schedules else []
         teams = open_teams(cores, pinned)
         try:

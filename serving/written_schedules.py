@@ -8,7 +8,7 @@ from typing import Any
 
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.packing import PackedWeight
-from phasewise.serving.forward import attention_problem
+from phasewise.serving.forward import Capacity, attention_problem
 from phasewise.serving.model import PackedModel
 from phasewise.serving.schedules import RowRange, ScheduleLookup
 
@@ -23,13 +23,14 @@ class WrittenSchedules:
 
     @classmethod
     def of(
-        cls, lookup: ScheduleLookup, division: Division, table: int, model: PackedModel, max_m: int
+        cls, lookup: ScheduleLookup, division: Division, table: int, model: PackedModel, capacity: Capacity
     ) -> WrittenSchedules:
         """What `lookup`, that of a table, says of a whole model, and of a rank's part of it."""
         parts = [division.weight(weight, table) for weight in model.weights.values()]
         whole_and_parts = [*model.weights.values(), *(part for part in parts if part is not None)]
         weights = {_weight_key(weight): weight for weight in whole_and_parts}
-        shapes = _attention_shapes(model, division.heads(model.config.n_kv_heads, table))
+        max_m = max(capacity.step_tokens, capacity.logit_rows)
+        shapes = _attention_shapes(model, division.heads(model.config.n_kv_heads, table), capacity.kv_format)
         return cls(
             {key: lookup.arithmetic(weight) for key, weight in weights.items()},
             {key: lookup.products(weight, max_m) for key, weight in weights.items()},
@@ -58,9 +59,10 @@ class WrittenSchedules:
         )
 
 
-def _attention_shapes(model: PackedModel, kv_heads: int) -> set[tuple[str, int, int]]:
+def _attention_shapes(model: PackedModel, kv_heads: int, kv_format: str) -> set[tuple[str, int, int]]:
     """KV format and dimensions of query and KV heads: of all, and of some."""
-    return {attention_problem(model)} | ({attention_problem(model, kv_heads)} if kv_heads else set())
+    counts = [None, kv_heads] if kv_heads else [None]
+    return {attention_problem(model, count, kv_format) for count in counts}
 
 
 def _row_ranges(fields: Sequence[Mapping[str, Any]]) -> tuple[RowRange, ...]:

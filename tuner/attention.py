@@ -24,7 +24,7 @@ MOST_LAYERS = 512
 MOST_HEAD_DIM = 128
 
 ARITHMETIC = Arithmetic("fma", 1)
-KV_BYTES = {"f16": 2, "f32": 4}
+KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
 
 
 def head_dim_of(n: int, k: int) -> int:
@@ -100,7 +100,7 @@ class TeamAttention:
             "max_slices": 1,
             "max_logit_rows": 1,
             "max_threads": team.size,
-            "kv_bytes": kv_bytes,
+            "kv_format": problem.format,
         }
         head_dim = head_dim_of(n, k)
         self._program = _native.Program(
@@ -133,4 +133,4 @@ class TeamAttention:
 
 
 def _slice(start: int, rows: int) -> Any:
-    return SimpleNamespace(token_ids=[0] * rows, start=start, slot_base=0, wants_logits=False)
+    return SimpleNamespace(token_ids=[0] * rows, start=start, slot_base=0, wants_logits=False, table=None)

@@ -9,12 +9,19 @@
  *
  * Error against float64, with S = max |q| |k| (2-norms), over n positions: each weight is off by a factor
  * 1 + d, |d| <= ((head_dim + 4) S + 4) * 2^-23, hence |error| <= (2 d + (n + 2 n / PW_CHUNK + 4) * 2^-23) * max |v_j|.
- * Keys and values stored as float16 are off by up to 2^-11 of themselves before that. */
+ * Keys and values stored as float16 are off by up to 2^-11 of themselves before that, as bfloat16 by 2^-8.
+ *
+ * int8: a key is scale * c, c integers up to 127, scale = max |k| / 127, and so is a value. The chain runs over c; scores
+ * are multiplied by their key's scale and weights, once summed, by their value's. That rounds once more each: head_dim +
+ * 5 and n + 1 above, for keys and values as they are stored. Those are off by up to e = 0.5001 scale in every element: a
+ * score by d_k = e_k sum |q_i|, the result by (exp(2 max d_k) - 1) max |v_j| + max e_v. */
+#include "families/attention_stored.h"
+
 #if defined(__AVX512F__)
 enum { ATTEND_ROWS = 12, ATTEND_PANELS = 2 }; /* 24 sums, 2 vectors of keys and one of queries: 27 of 32 registers */
 #define FOR_EACH_ATTEND(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
-#define ATTEND_OF(ROWS) ATTEND(ROWS, 1, 2) ATTEND(ROWS, 1, 4) ATTEND(ROWS, 2, 2) ATTEND(ROWS, 2, 4)
-#define ATTEND_NAMES(ROWS) {{attend_##ROWS##_1_2, attend_##ROWS##_1_4}, {attend_##ROWS##_2_2, attend_##ROWS##_2_4}},
+#define ATTEND_OF(ROWS) ATTEND_FORMATS(ROWS, 1) ATTEND_FORMATS(ROWS, 2)
+#define ATTEND_NAMES(ROWS) {{ATTEND_FORMAT_NAMES(ROWS, 1)}, {ATTEND_FORMAT_NAMES(ROWS, 2)}},
 #elif defined(__AVX2__)
 enum { ATTEND_ROWS = 6, ATTEND_PANELS = 1 }; /* 12 sums, 2 vectors of keys and one of queries: 15 of 16 registers */
 #define FOR_EACH_ATTEND(X) X(1) X(2) X(3) X(4) X(5) X(6)
@@ -26,8 +33,8 @@ enum { ATTEND_ROWS = 2, ATTEND_PANELS = 1 };
 #define FOR_EACH_ATTEND(X) X(1) X(2)
 #endif
 #ifndef ATTEND_OF
-#define ATTEND_OF(ROWS) ATTEND(ROWS, 1, 2) ATTEND(ROWS, 1, 4)
-#define ATTEND_NAMES(ROWS) {{attend_##ROWS##_1_2, attend_##ROWS##_1_4}},
+#define ATTEND_OF(ROWS) ATTEND_FORMATS(ROWS, 1)
+#define ATTEND_NAMES(ROWS) {{ATTEND_FORMAT_NAMES(ROWS, 1)}},
 #endif
 
 enum { LEAD = PW_PANEL }; /* floats before a row of scores: a chunk may begin inside a panel */
@@ -37,33 +44,29 @@ typedef struct {
     const void *data;
     int64_t step;       /* elements from one k to the next */
     int64_t panel_step; /* elements from one panel of 16 columns to the next */
-    const char *wanted; /* keys in float16: the values of their positions, to be asked for meanwhile; else NULL */
+    const char *wanted; /* keys in fewer bits than 32: the values of their positions, to be asked for meanwhile */
 } matrix;
 
 typedef void (*attend_function)(int64_t steps, const float *a, const matrix *b, float *c, int64_t c_stride);
 
-PW_INLINE vf load_element(const char *data, int64_t at, const int bytes) {
-    const void *p = data + at * bytes;
-    return bytes == 2 ? v_load_f16(p) : v_load(p);
-}
-
 /* c[r][column] = sum over k of a[r][k] * b[k][column]; rows of a are PW_ROW_STRIDE floats apart. */
-PW_INLINE void attend_product(const int rows, const int panels, const int bytes, int64_t steps, const float *a,
+PW_INLINE void attend_product(const int rows, const int panels, const int format, int64_t steps, const float *a,
                               const matrix *b, float *c, int64_t c_stride) {
     enum { PER_PANEL = PW_PANEL / LANES };
+    const int64_t bytes = pw_kv_element_bytes(format), asked = PW_PANEL * panels * bytes;
     vf sum[ATTEND_ROWS][ATTEND_PANELS * PER_PANEL];
     int64_t step = b->step, panel_step = b->panel_step;
     const char *data = b->data, *wanted = b->wanted, *next = data + panels * panel_step * bytes;
     PW_UNROLL for (int r = 0; r < rows; ++r)
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) sum[r][v] = v_zero();
     for (int64_t k = 0; k < steps; ++k, data += step * bytes) {
-        if (bytes == 2 && wanted) { /* 32 bytes of the next tile's keys, and as many values, for each panel here */
-            __builtin_prefetch(next + k * 32 * panels);
-            __builtin_prefetch(wanted + k * 32 * panels);
+        if (format != PW_KV_F32 && wanted) { /* as much of the next tile's keys, and of values, as is read here */
+            __builtin_prefetch(next + k * asked);
+            __builtin_prefetch(wanted + k * asked);
         }
         vf x[ATTEND_PANELS * PER_PANEL];
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v)
-            x[v] = load_element(data, v / PER_PANEL * panel_step + v % PER_PANEL * LANES, bytes);
+            x[v] = v_load_stored(data + (v / PER_PANEL * panel_step + v % PER_PANEL * LANES) * bytes, format);
         PW_UNROLL for (int r = 0; r < rows; ++r) {
             vf factor = v_set1(a[r * PW_ROW_STRIDE + k]);
             PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) sum[r][v] = v_fma(factor, x[v], sum[r][v]);
@@ -73,19 +76,26 @@ PW_INLINE void attend_product(const int rows, const int panels, const int bytes,
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) v_store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-#define ATTEND(ROWS, PANELS, BYTES)                                                                            \
-    static void attend_##ROWS##_##PANELS##_##BYTES(int64_t steps, const float *a, const matrix *b, float *c,   \
-                                                   int64_t c_stride) {                                         \
-        attend_product(ROWS, PANELS, BYTES, steps, a, b, c, c_stride);                                         \
+#define ATTEND(ROWS, PANELS, FORMAT)                                                                           \
+    static void attend_##ROWS##_##PANELS##_##FORMAT(int64_t steps, const float *a, const matrix *b, float *c,  \
+                                                    int64_t c_stride) {                                        \
+        attend_product(ROWS, PANELS, PW_KV_##FORMAT, steps, a, b, c, c_stride);                                \
     }
+#define ATTEND_FORMATS(ROWS, PANELS) \
+    ATTEND(ROWS, PANELS, F32) ATTEND(ROWS, PANELS, F16) ATTEND(ROWS, PANELS, BF16) ATTEND(ROWS, PANELS, INT8)
+#define ATTEND_FORMAT_NAMES(ROWS, PANELS) \
+    attend_##ROWS##_##PANELS##_F32, attend_##ROWS##_##PANELS##_F16, attend_##ROWS##_##PANELS##_BF16, \
+        attend_##ROWS##_##PANELS##_INT8
 FOR_EACH_ATTEND(ATTEND_OF)
-static const attend_function attend_tiles[ATTEND_ROWS][ATTEND_PANELS][2] = {FOR_EACH_ATTEND(ATTEND_NAMES)};
+static const attend_function attend_tiles[ATTEND_ROWS][ATTEND_PANELS][PW_KV_FORMATS] = {
+    FOR_EACH_ATTEND(ATTEND_NAMES)};
 
-static void attend_multiply(int rows, int64_t panels, int bytes, int64_t steps, const float *a, matrix b, float *c,
+static void attend_multiply(int rows, int64_t panels, int format, int64_t steps, const float *a, matrix b, float *c,
                             int64_t c_stride) {
+    int64_t bytes = pw_kv_element_bytes(format);
     for (int64_t done = 0; done < panels;) {
         int now = panels - done < ATTEND_PANELS ? (int)(panels - done) : ATTEND_PANELS;
-        attend_tiles[rows - 1][now - 1][bytes == 4](steps, a, &b, c + done * PW_PANEL, c_stride);
+        attend_tiles[rows - 1][now - 1][format](steps, a, &b, c + done * PW_PANEL, c_stride);
         b.data = (const char *)b.data + now * b.panel_step * bytes;
         if (b.wanted) b.wanted += now * b.panel_step * bytes;
         done += now;
@@ -153,71 +163,93 @@ static void weigh(float *scores, const span *own, int rows, span all, float *top
     for (int r = 0; r < rows; ++r) sum[r] = v_sum(total[r]);
 }
 
+/* x[r][i] *= scales[i], for `n` columns of rows of scores. */
+static void scale_positions(int rows, int64_t n, const float *scales, float *x) {
+    for (int r = 0; r < rows; ++r) {
+        float *row = x + r * PW_ROW_STRIDE;
+        int64_t i = 0;
+        for (; i + LANES <= n; i += LANES) v_store(row + i, v_mul(v_load(row + i), v_load(scales + i)));
+        for (; i < n; ++i) row[i] *= scales[i];
+    }
+}
+
 /* Where a chunk's keys and values are: the cache itself, or float32 copies that begin at the same slots. */
 typedef struct {
     matrix keys, values;     /* the panel of the first slot needed; the row of the first slot needed */
     int64_t first_slot;
-    int bytes;
+    int format;              /* as they lie there; scales are never in it */
 } chunk_data;
 
+/* origin: slot of the chunk's first position. */
 static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int row, int rows, int64_t chunk,
-                        const chunk_data *data, float *scores, pw_partial out) {
+                        int64_t origin, const chunk_data *data, float *scores, pw_partial out) {
+    int64_t bytes = pw_kv_element_bytes(data->format);
     span own[ATTEND_ROWS], all = NOTHING;
     for (int r = 0; r < rows; ++r) all = seen_by_either(all, own[r] = seen_by_row(queries, row + r, chunk));
-    int64_t origin = queries->slot_base + chunk * PW_CHUNK; /* slot of the chunk's first position */
     matrix keys = data->keys, values = data->values;
-    values.data = (const char *)values.data + (origin + all.begin - data->first_slot) * values.step * data->bytes;
+    values.data = (const char *)values.data + (origin + all.begin - data->first_slot) * values.step * bytes;
     if (all.begin < all.end) {
         int64_t panel = (origin + all.begin) / PW_PANEL, end_panel = (origin + all.end - 1) / PW_PANEL + 1;
         int64_t panels_before = panel - data->first_slot / PW_PANEL;
-        keys.data = (const char *)keys.data + panels_before * keys.panel_step * data->bytes;
-        keys.wanted = data->bytes == 2 ? values.data : NULL;
-        attend_multiply(rows, end_panel - panel, data->bytes, head->head_dim,
-                        queries->q + (int64_t)row * PW_ROW_STRIDE, keys, scores + panel * PW_PANEL - origin,
-                        PW_ROW_STRIDE);
+        keys.data = (const char *)keys.data + panels_before * keys.panel_step * bytes;
+        keys.wanted = data->format == PW_KV_F32 ? NULL : values.data;
+        float *first = scores + panel * PW_PANEL - origin;
+        attend_multiply(rows, end_panel - panel, data->format, head->head_dim,
+                        queries->q + (int64_t)row * PW_ROW_STRIDE, keys, first, PW_ROW_STRIDE);
+        if (head->key_scales)
+            scale_positions(rows, (end_panel - panel) * PW_PANEL, head->key_scales + panel * PW_PANEL, first);
     }
     weigh(scores, own, rows, all, out.top + row, out.sum + row);
-    attend_multiply(rows, head->value_dim / PW_PANEL, data->bytes, all.end - all.begin, scores + all.begin, values,
+    if (head->value_scales)
+        scale_positions(rows, all.end - all.begin, head->value_scales + origin + all.begin, scores + all.begin);
+    attend_multiply(rows, head->value_dim / PW_PANEL, data->format, all.end - all.begin, scores + all.begin, values,
                     out.values + (int64_t)row * head->value_dim, head->value_dim);
 }
 
 /* ---- chunks ----------------------------------------------------------------------------------------------------- */
 
-static void widen(int64_t n, const uint16_t *from, float *to) { /* n is a multiple of 16 */
-    for (int64_t i = 0; i < n; i += LANES) v_store(to + i, v_load_f16(from + i));
+#define WIDEN(FORMAT) \
+    case PW_KV_##FORMAT: \
+        for (int64_t i = 0; i < n; i += LANES, p += LANES * pw_kv_element_bytes(PW_KV_##FORMAT)) \
+            v_store(to + i, v_load_stored(p, PW_KV_##FORMAT)); \
+        break;
+/* n is a multiple of 16 */
+static void widen(int format, int64_t n, const void *from, float *to) {
+    const char *p = from;
+    switch (format) { WIDEN(F16) WIDEN(BF16) WIDEN(INT8) }
 }
 
-/* Several tiles of rows read a chunk: its float16 is converted once. */
+/* Several tiles of rows read a chunk: what is no float32 is converted once. */
 static chunk_data widened(const pw_kv_head *head, chunk_data from, int64_t slots, float *keys, float *values) {
     int64_t lead = from.first_slot % PW_PANEL, panels = (lead + slots + PW_PANEL - 1) / PW_PANEL;
-    widen(panels * PW_PANEL * head->head_dim, from.keys.data, keys);
-    widen(slots * head->value_dim, from.values.data, values);
+    widen(from.format, panels * PW_PANEL * head->head_dim, from.keys.data, keys);
+    widen(from.format, slots * head->value_dim, from.values.data, values);
     from.keys.data = keys;
     from.values.data = values;
-    from.bytes = 4;
+    from.format = PW_KV_F32;
     return from;
 }
 
-static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, float *scratch,
-                              pw_partial out) {
+static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, int64_t origin,
+                              float *scratch, pw_partial out) {
     span all = NOTHING;
+    int64_t bytes = pw_kv_element_bytes(head->format);
     for (int row = 0; row < queries->rows; ++row) all = seen_by_either(all, seen_by_row(queries, row, chunk));
-    int64_t slot = queries->slot_base + chunk * PW_CHUNK + all.begin;
+    int64_t slot = origin + all.begin;
     chunk_data data = {
-        .keys = {(const char *)head->keys + slot / PW_PANEL * PW_PANEL * head->head_dim * head->bytes, PW_PANEL,
+        .keys = {(const char *)head->keys + slot / PW_PANEL * PW_PANEL * head->head_dim * bytes, PW_PANEL,
                  (int64_t)PW_PANEL * head->head_dim, NULL},
-        .values = {(const char *)head->values + slot * head->value_dim * head->bytes, head->value_dim, PW_PANEL,
-                   NULL},
+        .values = {(const char *)head->values + slot * head->value_dim * bytes, head->value_dim, PW_PANEL, NULL},
         .first_slot = slot,
-        .bytes = head->bytes,
+        .format = head->format,
     };
     float *keys = scratch + ATTEND_ROWS * PW_ROW_STRIDE, *values = keys + (PW_CHUNK + PW_PANEL) * head->head_dim;
-    if (head->bytes == 2 && queries->rows > ATTEND_ROWS && all.begin < all.end)
+    if (head->format != PW_KV_F32 && queries->rows > ATTEND_ROWS && all.begin < all.end)
         data = widened(head, data, all.end - all.begin, keys, values);
     int most = queries->tile_rows > 0 && queries->tile_rows < ATTEND_ROWS ? queries->tile_rows : ATTEND_ROWS;
     for (int row = 0; row < queries->rows; row += most) {
         int rows = queries->rows - row < most ? queries->rows - row : most;
-        attend_tile(head, queries, row, rows, chunk, &data, scratch + LEAD, out);
+        attend_tile(head, queries, row, rows, chunk, origin, &data, scratch + LEAD, out);
     }
 }
 
@@ -265,29 +297,57 @@ static void ISA(finish)(int32_t head_dim, float sum, const float *values, float 
 
 PW_INLINE vf saturated(vf x) { return v_min(v_set1(65504.0f), v_max(v_set1(-65504.0f), x)); }
 
-/* head_dim values as stored; at most LANES - 1 more are written to `out`. */
-static void to_half(int32_t n, const float *x, uint16_t *out) {
+/* One head's key or value of a slot, as it is stored but for the order of a key's elements. */
+typedef union {
+    float f32[PW_MAX_HEAD_DIM];
+    uint16_t half[PW_MAX_HEAD_DIM + LANES];
+    int8_t bytes[PW_MAX_HEAD_DIM + LANES];
+} stored_row;
+
+static void to_f16(int32_t n, const float *x, uint16_t *out) {
     for (int32_t i = 0; i < n; i += LANES)
         v_store_f16(out + i, saturated(v_load_n(x + i, n - i < LANES ? n - i : LANES)));
 }
 
+/* Returns the scale (families/quantise.c: byte_scale_of). */
+static float to_int8(int32_t n, const float *x, int8_t *out) {
+    float last[LANES] = {0};
+    int32_t whole = n / LANES * LANES;
+    memcpy(last, x + whole, sizeof(float) * (size_t)(n - whole));
+    byte_scale s = byte_scale_of(largest_magnitude(n, x));
+    quantise_values(whole, x, s, out);
+    quantise_values(LANES, last, s, out + whole);
+    return s.scale;
+}
+
+/* Returns the scale of int8. */
+static float stored(int32_t format, int32_t n, const float *x, stored_row *out) {
+    if (format == PW_KV_INT8) return to_int8(n, x, out->bytes);
+    if (format == PW_KV_F16) to_f16(n, x, out->half);
+    else if (format == PW_KV_BF16)
+        for (int32_t i = 0; i < n; ++i) out->half[i] = pw_to_bf16(x[i]);
+    else memcpy(out->f32, x, sizeof(float) * (size_t)n);
+    return 1.0f;
+}
+
 static void ISA(store_key)(const pw_kv_head *head, int64_t slot, const float *key) {
-    int64_t at = slot / PW_PANEL * PW_PANEL * head->head_dim + slot % PW_PANEL;
-    if (head->bytes == 4) {
-        for (int32_t i = 0; i < head->head_dim; ++i) ((float *)head->keys)[at + (int64_t)i * PW_PANEL] = key[i];
-        return;
+    stored_row row;
+    float scale = stored(head->format, head->head_dim, key, &row);
+    int64_t at = slot / PW_PANEL * PW_PANEL * head->head_dim + slot % PW_PANEL, n = head->head_dim;
+    if (head->key_scales) {
+        head->key_scales[slot] = scale;
+        for (int64_t i = 0; i < n; ++i) ((int8_t *)head->keys)[at + i * PW_PANEL] = row.bytes[i];
+    } else if (head->format == PW_KV_F32) {
+        for (int64_t i = 0; i < n; ++i) ((float *)head->keys)[at + i * PW_PANEL] = row.f32[i];
+    } else {
+        for (int64_t i = 0; i < n; ++i) ((uint16_t *)head->keys)[at + i * PW_PANEL] = row.half[i];
     }
-    uint16_t half[PW_MAX_HEAD_DIM + LANES];
-    to_half(head->head_dim, key, half);
-    for (int32_t i = 0; i < head->head_dim; ++i) ((uint16_t *)head->keys)[at + (int64_t)i * PW_PANEL] = half[i];
 }
 
 static void ISA(store_value)(const pw_kv_head *head, int64_t slot, const float *value) {
-    if (head->bytes == 4) {
-        memcpy((float *)head->values + slot * head->value_dim, value, sizeof(float) * (size_t)head->head_dim);
-        return;
-    }
-    uint16_t half[PW_MAX_HEAD_DIM + LANES];
-    to_half(head->head_dim, value, half);
-    memcpy((uint16_t *)head->values + slot * head->value_dim, half, sizeof(uint16_t) * (size_t)head->head_dim);
+    stored_row row;
+    float scale = stored(head->format, head->head_dim, value, &row);
+    int64_t bytes = pw_kv_element_bytes(head->format);
+    memcpy((char *)head->values + slot * head->value_dim * bytes, &row, (size_t)(head->head_dim * bytes));
+    if (head->value_scales) head->value_scales[slot] = scale;
 }

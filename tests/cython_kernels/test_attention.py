@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.cython_kernels import _native, isa
+from phasewise.cython_kernels import _native, isa, packing
+from phasewise.cython_kernels.kv_formats import KV_FORMATS, kv_slot_bytes
 
+CHUNK = 128
 DIMS = (2, 8, 16, 40, 64, 80, 96, 128, 256)
 LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 300)
 
@@ -35,11 +37,39 @@ class Problem:
     def rows(self, chosen: slice) -> Problem:
         return Problem(self.q[chosen], self.keys, self.values, self.first[chosen], self.last[chosen])
 
-    def run(self, slot_base: int = 0, half: bool = False) -> np.ndarray:
+    def run(
+        self, slot_base: int = 0, kv_format: str = "f32", table: Sequence[int] | None = None
+    ) -> np.ndarray:
+        """One run of slots from `slot_base` on, or those of a table."""
+        if table is None:
+            table = range(slot_base, slot_base + len(self.keys), CHUNK)
         out: np.ndarray = _native.attend_one_head(
-            self.q, self.keys, self.values, self.first, self.last, slot_base, half
+            self.q, self.keys, self.values, self.first, self.last, table, kv_format
         )
         return out
+
+    def as_stored(self, kv_format: str) -> Problem:
+        """With the keys and values that a cache of this format holds."""
+        return replace(self, keys=stored(self.keys, kv_format), values=stored(self.values, kv_format))
+
+
+def stored(rows: np.ndarray, kv_format: str) -> np.ndarray:
+    """float64: exactly what the bits stand for."""
+    if kv_format == "f16":
+        return rows.astype(np.float16).astype(np.float64)
+    if kv_format == "bf16":
+        return packing.from_bf16(packing.to_bf16(rows)).astype(np.float64)
+    if kv_format == "int8":
+        codes, scales = quantised(rows)
+        return codes * scales.astype(np.float64)
+    return rows.astype(np.float64)
+
+
+def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes up to 127, and for every row its scale: the float32 steps of families/quantise.c."""
+    largest = np.abs(rows).max(axis=1, keepdims=True)
+    codes = np.rint(rows * (np.float32(127) / largest))
+    return codes, largest / np.float32(127)
 
 
 def problem(rows: int, dim: int, positions: int, window: int | None = None, seed: int = 0) -> Problem:
@@ -51,10 +81,10 @@ def problem(rows: int, dim: int, positions: int, window: int | None = None, seed
     return Problem(q / np.float32(np.sqrt(dim)), keys, values, first, last)
 
 
-def expected(p: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """In float64, and the bound of families/attention.c."""
+def expected(p: Problem, extra_roundings: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """In float64, and the bound of families/attention.c; int8 rounds a score and a weight once more."""
     q, keys, values = (array.astype(np.float64) for array in (p.q, p.keys, p.values))
-    dim, positions = q.shape[1], np.arange(len(keys))
+    dim, positions = q.shape[1] + extra_roundings, np.arange(len(keys))
     scores = q @ keys.T
     seen = (positions >= p.first[:, None]) & (positions <= p.last[:, None])
     scores = np.where(seen, scores, -np.inf)
@@ -62,7 +92,7 @@ def expected(p: Problem) -> tuple[np.ndarray, np.ndarray]:
     out = weights / weights.sum(axis=1, keepdims=True) @ values
     largest = np.linalg.norm(q, axis=1, keepdims=True) * np.linalg.norm(keys, axis=1).max()
     weight_error = ((dim + 4) * largest + 4) * 2.0**-23
-    n = len(keys)
+    n = len(keys) + extra_roundings
     return out, (2 * weight_error + (n + 2 * n / 128 + 4) * 2.0**-23) * np.abs(values).max()
 
 
@@ -84,28 +114,73 @@ def test_a_window_hides_what_lies_before_it(window: int) -> None:
     assert (np.abs(p.run() - want) <= bound).all()
 
 
-def test_float16_storage_is_the_only_loss() -> None:
-    """Against the rounded keys and values the bound is that of float32."""
-    for rows in (1, 3, 30):
-        p = problem(rows, 64, 260)
-        stored = Problem(
-            p.q,
-            p.keys.astype(np.float16).astype(np.float32),
-            p.values.astype(np.float16).astype(np.float32),
-            p.first,
-            p.last,
-        )
-        want, bound = expected(stored)
+@pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8"])
+@pytest.mark.parametrize("dim", [2, 40, 64, 128, 256])
+def test_storage_is_the_only_loss(dim: int, kv_format: str) -> None:
+    """Against the rounded keys and values the bound is that of float32, or of int8."""
+    for rows in (1, 3, 13, 30):
+        p = problem(rows, dim, 260, seed=rows)
+        rounded = p.as_stored(kv_format)
+        want, bound = expected(rounded, extra_roundings=int(kv_format == "int8"))
 
-        assert (np.abs(p.run(half=True) - want) <= bound).all()
-        assert (p.run(half=True) == stored.run()).all()
+        assert (np.abs(p.run(kv_format=kv_format) - want) <= bound).all()
+        if kv_format != "int8":
+            assert (p.run(kv_format=kv_format) == replace_f32(rounded).run()).all()
+
+
+def replace_f32(p: Problem) -> Problem:
+    return replace(p, keys=p.keys.astype(np.float32), values=p.values.astype(np.float32))
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("positions", [1, 16, 129, 300])
+def test_int8_keeps_the_bound_of_its_scales(positions: int, window: int | None) -> None:
+    """Against keys and values before they were rounded, of very different sizes."""
+    p = problem(14, 64, positions, window, seed=positions)
+    sizes = np.float32(2.0) ** np.random.default_rng(3).integers(-20, 3, (positions, 1))
+    p = replace(p, keys=p.keys / 8, values=p.values * sizes.astype(np.float32))
+    want, bound = expected(p, extra_roundings=1)
+    key_scales, value_scales = (quantised(rows)[1].max() for rows in (p.keys, p.values))
+    score_error = 0.5001 * key_scales * np.abs(p.q).sum(axis=1, keepdims=True)
+    rounding = (np.exp(2 * score_error) - 1) * np.abs(p.values).max() + 0.5001 * value_scales
+
+    assert (np.abs(p.run(kv_format="int8") - want) <= bound + rounding).all()
+
+
+def test_an_int8_row_of_nothing_is_nothing() -> None:
+    p = problem(3, 16, 20)
+
+    out = replace(p, keys=p.keys * 0, values=p.values * np.float32(1e-40)).run(kv_format="int8")
+
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_int8_hides_no_infinity(bad: float) -> None:
+    """Whoever sees it gets NaN, and whoever does not gets what there was without it."""
+    p = problem(2, 16, 20)
+    values = p.values.copy()
+    values[-1, 3] = bad
+    alone, spoilt = p.rows(slice(0, 1)), replace(p, values=values)
+    assert alone.last[0] < 19
+
+    assert (spoilt.rows(slice(0, 1)).run(kv_format="int8") == alone.run(kv_format="int8")).all()
+    assert np.isnan(spoilt.rows(slice(1, 2)).run(kv_format="int8")).all()
+
+
+@pytest.mark.parametrize("kv_format", ["f32", "f16", "bf16", "int8"])
+def test_what_a_slot_takes(kv_format: str) -> None:
+    """Keys as they are, values in whole panels of 16; two scales in int8."""
+    element = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}[kv_format]
+
+    assert kv_slot_bytes(kv_format, 40) == (40 + 48) * element + 8 * (kv_format == "int8")
 
 
 def test_float16_saturates_instead_of_overflowing() -> None:
     keys, values = np.full((3, 8), 1e9, np.float32), np.full((3, 8), -1e9, np.float32)
     nothing, last = np.zeros(1, np.int64), np.full(1, 2)
 
-    out = Problem(np.full((1, 8), 1e-6, np.float32), keys, values, nothing, last).run(half=True)
+    out = Problem(np.full((1, 8), 1e-6, np.float32), keys, values, nothing, last).run(kv_format="f16")
 
     assert np.allclose(out, -65504.0)
 
@@ -117,21 +192,25 @@ def test_float16_saturates_instead_of_overflowing() -> None:
     base=st.integers(0, 70),
     dim=st.sampled_from((16, 40, 64)),
     window=st.sampled_from((None, 3, 100)),
-    half=st.booleans(),
+    kv_format=st.sampled_from(KV_FORMATS),
     data=st.data(),
 )
 def test_a_row_alone_equals_the_row_in_company(
-    rows: int, positions: int, base: int, dim: int, window: int | None, half: bool, data: st.DataObject
+    rows: int, positions: int, base: int, dim: int, window: int | None, kv_format: str, data: st.DataObject
 ) -> None:
     """Bit for bit, wherever the slots begin; every slot that holds nothing is NaN and must not matter."""
     p = problem(rows, dim, positions, window, seed=rows)
-    together = p.run(half=half)
+    together = p.run(kv_format=kv_format)
     cut = data.draw(st.integers(0, rows))
+    table = np.array(data.draw(st.permutations(range(3)))) * (CHUNK + 16) + 16
 
-    pieces = [p.rows(piece).run(base, half) for piece in (slice(0, cut), slice(cut, rows)) if len(p.q[piece])]
-    alone = [p.rows(slice(r, r + 1)).run(half=half) for r in range(0, rows, 7)]
+    halves = [p.rows(half) for half in (slice(0, cut), slice(cut, rows)) if len(p.q[half])]
+    pieces = [half.run(base, kv_format) for half in halves]
+    in_runs = [half.run(kv_format=kv_format, table=table) for half in halves]
+    alone = [p.rows(slice(r, r + 1)).run(kv_format=kv_format) for r in range(0, rows, 7)]
 
     assert (np.concatenate(pieces) == together).all()
+    assert (np.concatenate(in_runs) == together).all()
     assert (np.concatenate(alone) == together[::7]).all()
 
 

@@ -16,7 +16,8 @@ SHAPE = {
     "window": 0, "norm_eps": 1e-5,
 }  # fmt: skip
 ROOM = {
-    "kv_slots": 30, "max_tokens": 8, "max_slices": 2, "max_logit_rows": 2, "kv_bytes": 2, "max_threads": 1,
+    "kv_slots": 30, "max_tokens": 8, "max_slices": 2, "max_logit_rows": 2, "kv_format": "f16",
+    "max_threads": 1,
 }  # fmt: skip
 ANGLES = np.ones(4)
 
@@ -38,7 +39,7 @@ def program(**changes: Any) -> Program:
         ({"head_dim": 10}, "4 rotation frequencies for heads of 10"),
         ({"n_heads": 3, "n_kv_heads": 2}, "cannot be"),
         ({"vocab": 0}, "cannot be"),
-        ({"kv_bytes": 3}, "room for something"),
+        ({"kv_format": "f8"}, "f32, f16, bf16, int8 are supported"),
         ({"max_threads": 0}, "room for something"),
         ({"kv_slots": 1 << 40}, "more than 2"),
     ],
@@ -134,7 +135,7 @@ def test_only_a_sealed_program_runs_and_it_takes_no_more_ops() -> None:
 
 def test_a_team_larger_than_the_program_is_refused() -> None:
     class Slice:
-        token_ids, start, slot_base, wants_logits = (1,), 0, 0, True
+        token_ids, start, slot_base, wants_logits, table = (1,), 0, 0, True, None
 
     built = program()
     built.embed(weight(20, 16), 0, 16)

@@ -20,13 +20,14 @@ SHAPE = {
     "window": 0, "norm_eps": 1e-5,
 }  # fmt: skip
 ROOM = {
-    "kv_slots": 30, "max_tokens": 8, "max_slices": 2, "max_logit_rows": 2, "kv_bytes": 2, "max_threads": 2,
+    "kv_slots": 30, "max_tokens": 8, "max_slices": 2, "max_logit_rows": 2, "kv_format": "f16",
+    "max_threads": 2,
 }  # fmt: skip
 TWO_RANKS = ((1, 1), (1, 1))
 
 
 class OneToken:
-    token_ids, start, slot_base, wants_logits = (1,), 0, 0, True
+    token_ids, start, slot_base, wants_logits, table = (1,), 0, 0, True, None
 
 
 def program(teams: Any = TWO_RANKS, rank: int = 0, patience_s: float = 10.0, vocab: int = 20) -> Program:

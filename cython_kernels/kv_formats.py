@@ -1,0 +1,13 @@
+"""How keys and values may be stored: by name, and what one position of one KV head then takes."""
+
+from __future__ import annotations
+
+from phasewise.cython_kernels import _native
+
+KV_FORMATS: tuple[str, ...] = _native.KV_FORMATS
+"""`f32`, `f16`, `bf16`; `int8` with a scale for each key and each value."""
+
+
+def kv_slot_bytes(kv_format: str, head_dim: int) -> int:
+    """Bytes of one position's key and value of one KV head."""
+    return int(_native.kv_slot_bytes(kv_format, head_dim))
