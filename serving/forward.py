@@ -157,7 +157,7 @@ def _shape(config: ModelConfig) -> dict[str, int | float]:
     }
 
 
-def _room(model: PackedModel, capacity: Capacity) -> dict[str, int]:
+def _room(model: PackedModel, capacity: Capacity) -> dict[str, int | str]:
     return {
         "kv_slots": capacity.kv_slots,
         "max_tokens": capacity.step_tokens,

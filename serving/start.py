@@ -12,7 +12,7 @@ from typing import Any
 from phasewise.serving.batch import Phase
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
-from phasewise.serving.forward import kv_bytes_per_slot
+from phasewise.serving.forward import AUTO, kv_bytes_per_slot
 from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
 from phasewise.serving.pacing import DEFAULT_TPOT_MS, Pacing
@@ -78,6 +78,8 @@ class EngineSize:
     """Time per output token that prefill steps leave to running answers."""
     prefix_reuse: bool = True
     """Whether keys and values of equal beginnings of prompts are copied rather than computed again."""
+    kv_format: str = AUTO
+    """How keys and values are stored: `forward.resolve_kv_format`."""
 
     @property
     def step_tokens(self) -> int:
@@ -98,7 +100,12 @@ class EngineSize:
 
     @classmethod
     def for_many(
-        cls, model: PackedModel, max_sequences: int, context_length: int | None, kv_bytes: int | None
+        cls,
+        model: PackedModel,
+        max_sequences: int,
+        context_length: int | None,
+        kv_bytes: int | None,
+        kv_format: str = AUTO,
     ) -> EngineSize:
         """As many slots as `kv_bytes` pays for, and no more than `max_sequences` full contexts can use.
 
@@ -107,7 +114,7 @@ class EngineSize:
         one is asked for.
         """
         context = _context(model, context_length)
-        per_slot = kv_bytes_per_slot(model)
+        per_slot = kv_bytes_per_slot(model, kv_format)
         budget = _default_kv_bytes(model) if kv_bytes is None else kv_bytes
         kv_slots = min(budget // per_slot, max_sequences * context)
         if kv_slots < ALIGNMENT:
@@ -116,7 +123,7 @@ class EngineSize:
                 f"need {ALIGNMENT * per_slot} bytes"
             )
         kv_slots -= kv_slots % ALIGNMENT
-        return cls(min(context, kv_slots), kv_slots, max_sequences)
+        return cls(min(context, kv_slots), kv_slots, max_sequences, kv_format=kv_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +138,7 @@ class OpenEngine:
 
     @property
     def kv_bytes(self) -> int:
-        return self.size.kv_slots * kv_bytes_per_slot(self.model)
+        return self.size.kv_slots * kv_bytes_per_slot(self.model, self.size.kv_format)
 
     def __enter__(self) -> OpenEngine:
         return self
@@ -154,7 +161,9 @@ def open_engine(
     """
     text = text or ModelText(model)
     step_tokens = max(size.max_batch_tokens, size.max_sequences)  # a decode step has a token of each sequence
-    ranks = open_ranks(model, plans, size.kv_slots, step_tokens, size.max_sequences, schedules, pinned)
+    ranks = open_ranks(
+        model, plans, size.kv_slots, step_tokens, size.max_sequences, schedules, pinned, size.kv_format
+    )
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
     pool = open_pool(size.kv_policy, size.kv_slots, PoolSettings(longest_request=size.context_length))
     engine = Engine(ranks, vocabulary, scheduler_of(size, pool), *_habits(size))
