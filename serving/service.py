@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import socket
+import ssl
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 
 from phasewise.serving.engine_thread import EngineThread
+from phasewise.serving.guides import GuideCompiler, TokenView
 from phasewise.serving.http.app import create_app
-from phasewise.serving.http.client import EngineClient, Message
-from phasewise.serving.http.served import HttpLimits, ServedModel
-from phasewise.serving.http.server import run
+from phasewise.serving.http.client import EngineClient
+from phasewise.serving.http.connection import Connections
+from phasewise.serving.http.lengths import LengthObserver, RealisedLength
+from phasewise.serving.http.life import Life
+from phasewise.serving.http.listening import Address
+from phasewise.serving.http.metrics import Gauges, Metrics
+from phasewise.serving.http.served import HttpLimits, PromptFacts, ServedModel
+from phasewise.serving.http.server import HttpServer, Service
+from phasewise.serving.length_log import LengthLog
+from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.start import OpenEngine
 
 _SWITCH_INTERVAL_S = 0.0005
@@ -22,39 +34,108 @@ _SWITCH_INTERVAL_S = 0.0005
 _LAST_STEP_S = 2.0
 
 
+@dataclass(frozen=True)
+class Predictor:
+    """Tells how long answers will be, and learns from how long they became. Both are quick."""
+
+    estimate: Callable[[PromptFacts], Estimate]
+    learn: Callable[[PromptFacts, int], None]
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """How one model is served. `names`: what requests may call it, its id first.
+
+    `length_log`: the file that the token ids of prompts, and the lengths of their answers, are appended to.
+    """
+
+    names: tuple[str, ...]
+    limits: HttpLimits
+    tls: ssl.SSLContext | None = None
+    max_prompt_tokens: int | None = None
+    predictor: Predictor | None = None
+    length_log: Path | None = None
+
+
 def run_service(
-    opened: OpenEngine,
-    names: tuple[str, ...],
-    limits: HttpLimits,
-    listener: socket.socket,
-    report: Callable[[str], None],
+    opened: OpenEngine, settings: ServiceSettings, address: Address, report: Callable[[str], None]
 ) -> None:
-    """Serve until a signal ends it. `names`: what requests may call the model, its id first."""
-
-    def send(message: Message) -> None:
-        thread.send(message)
-
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that left in mid-stream
+    """Serve until a signal ends it. EngineLost where the engine has given up before."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    client = EngineClient(send, limits.max_live_requests)
-    thread = EngineThread(opened.engine, client.deliver)
-    app = create_app(_served(opened, names), client, limits, lambda: thread.is_alive)
-    thread.start()
-    try:
-        run(app, listener, client, report)
-    finally:
-        if not thread.stop(_LAST_STEP_S):
-            os._exit(0)  # a step cannot be interrupted, and nobody waits for it any more
+    with ExitStack() as stack:
+        client = EngineClient(lambda message: thread.send(message), settings.limits)
+        thread = EngineThread(opened.engine, client.deliver, lambda: server.end(at_once=True))
+        log = None
+        if settings.length_log is not None:
+            log = stack.enter_context(LengthLog(settings.length_log, opened.model.name, report))
+            client.observe(LengthObserver(log.put))
+        if settings.predictor is not None:
+            client.observe(LengthObserver(_learning(settings.predictor)))
+        life = Life(thread)
+        metrics = Metrics(_gauges(client, thread, life, log, lambda: len(connections.open)))
+        connections = Connections(settings.limits, metrics)
+        app = create_app(_served(opened, settings), client, settings.limits, life, metrics)
+        service = Service(app, client, life, connections, report, log.reopen if log else None)
+        server = HttpServer(service, address, settings.tls)
+        thread.start()
+        try:
+            server.run()
+        finally:
+            stopped = thread.stop(_LAST_STEP_S)
+    if thread.lost is not None:
+        raise thread.lost
+    if not stopped:
+        address.__exit__()
+        os._exit(0)  # a step cannot be interrupted, and nobody waits for it any more
 
 
-def _served(opened: OpenEngine, names: tuple[str, ...]) -> ServedModel:
+def _learning(predictor: Predictor) -> Callable[[RealisedLength], None]:
+    """On a thread of its own: the event loop has others waiting."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="phasewise-predictor")
+    return lambda length: executor.submit(predictor.learn, length.facts, length.output_tokens) and None
+
+
+def _gauges(
+    client: EngineClient,
+    thread: EngineThread,
+    life: Life,
+    log: LengthLog | None,
+    n_connections: Callable[[], int],
+) -> Gauges:
+    return Gauges(
+        load=lambda: client.load,
+        n_connections=n_connections,
+        is_ready=lambda: life.is_ready,
+        n_ranks_replaced=lambda: thread.n_ranks_replaced,
+        n_requests_rerun=lambda: thread.n_requests_rerun,
+        n_lengths_lost=lambda: log.n_lost if log else 0,
+    )
+
+
+def _served(opened: OpenEngine, settings: ServiceSettings) -> ServedModel:
+    config = opened.model.config
     return ServedModel(
-        names=names,
+        names=settings.names,
         created_s=int(time.time()),
         context_length=opened.size.context_length,
-        vocab_size=opened.model.config.vocab_size,
-        end_token_ids=frozenset(opened.model.config.eos_token_ids),
+        vocab_size=config.vocab_size,
+        end_token_ids=frozenset(config.eos_token_ids),
         encode=opened.text.encode,
         piece=opened.text.tokenizer.piece,
         render_chat=opened.text.render_chat,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        estimate=settings.predictor.estimate if settings.predictor else None,
+        guides=_guides(opened),
     )
+
+
+def _guides(opened: OpenEngine) -> GuideCompiler:
+    """Loaded beside the start: the first request that needs it would stall the others."""
+    tokenizer, config = opened.text.tokenizer, opened.model.config
+    ends = frozenset(config.eos_token_ids)
+    guides = GuideCompiler(
+        TokenView(config.vocab_size, ends, tokenizer.special_ids, tokenizer.piece, tokenizer.encode)
+    )
+    if ends:
+        threading.Thread(target=guides.load, name="grammar-load", daemon=True).start()
+    return guides

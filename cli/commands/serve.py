@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import stat
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,12 +20,32 @@ from phasewise.cli.options import (
     ThreadsOption,
     WeightFormat,
 )
-from phasewise.cli.present import note
+from phasewise.cli.present import fail, note
 
 if TYPE_CHECKING:
+    import ssl
+
+    from phasewise.serving.http.listening import Address
+    from phasewise.serving.http.served import HttpLimits
+    from phasewise.serving.service import ServiceSettings
     from phasewise.serving.start import OpenEngine
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+_FEW_CONNECTIONS = 1024
+
+_LISTENING = "Where it listens"
+_ACCEPTING = "What it accepts"
+_ENGINE = "Engine and memory"
+
+
+class KvPolicy(StrEnum):
+    """How KV slots are given to requests."""
+
+    odma = "odma"
+    static = "static"
+    fixed = "fixed"
+    paged = "paged"
 
 
 def parse_bytes(text: str) -> int:
@@ -34,66 +58,279 @@ def parse_bytes(text: str) -> int:
 
 def serve(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(envvar="PHASEWISE_HOST", help="address to listen on")] = "127.0.0.1",
+    host: Annotated[
+        str,
+        typer.Option(
+            envvar="PHASEWISE_HOST", help="address to listen on", metavar="HOST", rich_help_panel=_LISTENING
+        ),
+    ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, envvar="PHASEWISE_PORT", help="0: any free port")
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            envvar="PHASEWISE_PORT",
+            help="0: any free port",
+            metavar="N",
+            rich_help_panel=_LISTENING,
+        ),
     ] = 8000,
+    unix_socket: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PHASEWISE_UNIX_SOCKET",
+            metavar="PATH",
+            help="listen on this Unix socket, mode 0660, instead of a port",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PHASEWISE_TLS_CERT",
+            metavar="FILE",
+            help="PEM certificate chain: serve HTTPS",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PHASEWISE_TLS_KEY",
+            metavar="FILE",
+            help="its PEM key; without it, in the same file",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            envvar="PHASEWISE_API_KEY", help="a key that requests must carry; may be given several times"
+            envvar="PHASEWISE_API_KEY",
+            metavar="KEY",
+            help="a key that requests must carry; may be given several times",
+            rich_help_panel=_ACCEPTING,
         ),
     ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PHASEWISE_API_KEY_FILE",
+            metavar="FILE",
+            help="more keys, one a line",
+            rich_help_panel=_ACCEPTING,
+        ),
+    ] = None,
+    max_sequences: Annotated[
+        int,
+        typer.Option(
+            min=1, max=512, metavar="N", help="answers computed at a time", rich_help_panel=_ACCEPTING
+        ),
+    ] = 32,
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="answers that may wait; beyond it, 429",
+            rich_help_panel=_ACCEPTING,
+        ),
+    ] = 224,
+    max_prompt: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="tokens of the longest prompt; without it, the context's",
+            rich_help_panel=_ACCEPTING,
+        ),
+    ] = None,
+    max_body: Annotated[
+        str,
+        typer.Option(metavar="BYTES", help="largest request body, e.g. 512K", rich_help_panel=_ACCEPTING),
+    ] = "4M",
+    drain: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=86400,
+            metavar="S",
+            help="seconds that answers in progress get at the end",
+            rich_help_panel=_ACCEPTING,
+        ),
+    ] = 30,
     weight_format: FormatOption = WeightFormat.native,
     threads: ThreadsOption = None,
     context: Annotated[
-        int | None, typer.Option(min=1, help="tokens of a prompt and its answer [default: the model's]")
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="tokens of a prompt and its answer; without it, the model's",
+            rich_help_panel=_ENGINE,
+        ),
     ] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, max=512, help="answers computed at a time")] = 32,
     kv_budget: Annotated[
         str | None,
         typer.Option(
+            envvar="PHASEWISE_KV_BUDGET",
             metavar="BYTES",
-            help="memory for the KV, e.g. 4G [default: a quarter of what is free, or 4 x the weights]",
+            help="memory for keys and values, e.g. 4G; without it, a quarter of what is free",
+            rich_help_panel=_ENGINE,
         ),
     ] = None,
-    max_waiting: Annotated[int, typer.Option(min=0, help="answers that may wait; beyond it, 429")] = 224,
+    kv_policy: Annotated[
+        KvPolicy,
+        typer.Option(
+            envvar="PHASEWISE_KV_POLICY", help="how requests get their memory", rich_help_panel=_ENGINE
+        ),
+    ] = KvPolicy.odma,
+    max_batch_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=65536,
+            metavar="N",
+            help="tokens of a prefill step; fewer while answers run",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = 2048,
+    tpot: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            metavar="MS",
+            help="time per token that running answers are promised",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = 100,
+    no_prefix_reuse: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-reuse",
+            help="compute beginnings of prompts that were computed before again",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = False,
+    length_log: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PHASEWISE_LENGTH_LOG",
+            metavar="FILE",
+            help="append prompts (token ids) and answer lengths, for predict-len; nothing of a prompt "
+            "is kept otherwise",
+        ),
+    ] = None,
     db: DbOption = None,
     explain: ExplainOption = False,
 ) -> None:
     """Serve MODEL through the OpenAI API.
 
-    Completions and chat, /v1/models, /health, and /metrics for Prometheus.
+    Completions and chat, /v1/models, /health, /ready, and /metrics for
+    Prometheus.
 
-    Ctrl-C or SIGTERM ends it: answers in progress get 5 seconds, and none
-    after a second signal.
+    Ctrl-C or SIGTERM ends it: /ready is 503 at once, new requests get 503,
+    and answers in progress have --drain seconds, or none after a second
+    signal. The exit code is 0 then, and 70 where the ranks died too often
+    to be started again. SIGHUP opens the length log anew.
     """
-    from phasewise.serving.http.served import HttpLimits
-    from phasewise.serving.http.server import bind
-    from phasewise.serving.service import run_service
+    from phasewise.serving.service import ServiceSettings, run_service
     from phasewise.serving.start import EngineSize, keeping_affinity, open_engine
 
-    if "" in (api_key or ()):
-        raise typer.BadParameter("an API key must not be empty")
+    limits, tls = _limits(api_key, api_key_file, max_sequences, max_waiting, max_body, drain), None
     kv_bytes = None if kv_budget is None else parse_bytes(kv_budget)
-    with bind(host, port) as listener:  # before the model: a port in use is told at once
+    if tls_cert is not None or tls_key is not None:
+        tls = _tls(tls_cert, tls_key, unix_socket)
+    with _address(
+        host, port, unix_socket, secure=tls is not None
+    ) as address:  # told before the model is read
         found = open_model(model, weight_format, threads, db)
-        size = EngineSize.for_many(found.model, max_sequences, context, kv_bytes)
+        size = replace(
+            EngineSize.for_many(found.model, max_sequences, context, kv_bytes),
+            max_batch_tokens=max_batch_tokens,
+            kv_policy=kv_policy.value,
+            prefix_reuse=not no_prefix_reuse,
+            tpot_ms=tpot,
+        )
         if explain:
-            found.explain(size.max_batch_tokens, size.max_sequences)
+            found.explain(size.step_tokens, size.max_sequences)
         with keeping_affinity():
             opened = open_engine(found.model, found.plans, size, schedules=found.schedules)
-        note(_describe(opened))
-        limits = HttpLimits(tuple(api_key or ()), max_live_requests=max_sequences + max_waiting)
+        settings = ServiceSettings(
+            names=(opened.model.name, model),
+            limits=limits,
+            tls=tls,
+            max_prompt_tokens=max_prompt,
+            length_log=length_log,
+        )
         with opened:
-            run_service(opened, (opened.model.name, model), limits, listener, note)
+            _tell(opened, settings)
+            run_service(opened, settings, address, note)
 
 
-def _describe(opened: OpenEngine) -> str:
-    size = opened.size
-    lines = [
-        f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens",
-        f"KV cache: {size.kv_slots} tokens in {opened.kv_bytes / (1 << 20):.0f} MiB",
-        *(plan.describe() for plan in opened.plans.values()),
-    ]
-    return "\n".join(lines)
+def _limits(
+    keys: list[str] | None,
+    key_file: Path | None,
+    max_sequences: int,
+    max_waiting: int,
+    max_body: str,
+    drain_s: float,
+) -> HttpLimits:
+    from phasewise.serving.http.listening import allow_many_connections
+    from phasewise.serving.http.served import HttpLimits
+
+    all_keys = (*(keys or ()), *(_keys_in(key_file) if key_file else ()))
+    if "" in all_keys:
+        raise typer.BadParameter("an API key must not be empty")
+    return HttpLimits(
+        api_keys=all_keys,
+        max_body_bytes=parse_bytes(max_body),
+        max_live_requests=max_sequences + max_waiting,
+        max_waiting_requests=max_waiting,
+        max_connections=allow_many_connections(),
+        drain_s=drain_s,
+    )
+
+
+def _keys_in(path: Path) -> list[str]:
+    """One a line; empty lines and those that begin with # are none. Ends the command where there is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        mode = path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"the API key file {path} cannot be read: {error}", 1)
+    if mode & stat.S_IROTH:
+        note(f"warning: everybody on this machine can read the API keys in {path}; chmod 600 it")
+    lines = (line.strip() for line in text.splitlines())
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        fail(f"the API key file {path} has no key; write one a line, or leave the option out", 1)
+    return keys
+
+
+def _tls(certificate: Path | None, key: Path | None, unix_socket: Path | None) -> ssl.SSLContext:
+    from phasewise.serving.http.listening import tls_context
+
+    if certificate is None:
+        raise typer.BadParameter("--tls-key needs --tls-cert")
+    if unix_socket is not None:
+        raise typer.BadParameter("TLS is for ports; leave --tls-cert out, or --unix-socket")
+    return tls_context(certificate, key)
+
+
+def _address(host: str, port: int, unix_socket: Path | None, *, secure: bool) -> Address:
+    from phasewise.serving.http.listening import TcpAddress, UnixAddress
+
+    return TcpAddress(host, port, secure=secure) if unix_socket is None else UnixAddress(unix_socket)
+
+
+def _tell(opened: OpenEngine, settings: ServiceSettings) -> None:
+    size, limits = opened.size, settings.limits
+    note(f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens")
+    kv_mib = opened.kv_bytes / (1 << 20)
+    note(f"KV cache: {size.kv_slots} tokens in {kv_mib:.0f} MiB, policy {size.kv_policy}")
+    for plan in opened.plans.values():
+        note(plan.describe())
+    if settings.length_log is not None:
+        note(f"length log: token ids of every prompt are kept in {settings.length_log}")
+    if limits.max_connections < _FEW_CONNECTIONS:
+        note(f"warning: room for {limits.max_connections} connections only; raise the limit on open files")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,59 +16,59 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.http import errors
 from phasewise.serving.http.body import read_body
 from phasewise.serving.http.client import EngineClient
-from phasewise.serving.http.errors import ApiError, from_engine, unknown_model
+from phasewise.serving.http.errors import from_engine, unknown_model
+from phasewise.serving.http.lengths import estimated, facts_of
+from phasewise.serving.http.life import Life
 from phasewise.serving.http.metrics import Metrics
 from phasewise.serving.http.middleware import CountAnswers, RequireKey
 from phasewise.serving.http.prepare import chat_requests, completion_requests
 from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering
 from phasewise.serving.http.respond import Reply, respond
 from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from phasewise.serving.http.served import HttpLimits, ServedModel
+from phasewise.serving.http.served import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.messages import Submit
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
-_PATHS = frozenset({"/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"})
+_PATHS = frozenset({"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"})
 
 
 def create_app(
-    model: ServedModel, client: EngineClient, limits: HttpLimits, engine_is_alive: Callable[[], bool]
+    model: ServedModel, client: EngineClient, limits: HttpLimits, life: Life, metrics: Metrics
 ) -> FastAPI:
-    """The application that serves one model. `client` is attached to the loop that runs it."""
-    metrics = Metrics(lambda: client.load)
+    """The application that serves one model. `client` must be attached to the loop that runs it."""
     client.observe(metrics)
     layers = [Middleware(CountAnswers, metrics=metrics, paths=_PATHS)]
     if limits.api_keys:
-        layers.append(Middleware(RequireKey, keys=limits.api_keys))
-
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        client.attach(asyncio.get_running_loop())
-        yield
+        layers.append(Middleware(RequireKey, keys=limits.api_keys, metrics=metrics))
 
     app = FastAPI(
         title="phasewise",
-        lifespan=lifespan,
         middleware=layers,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
     errors.install(app, metrics.refused)
-    _add_health(app, engine_is_alive, metrics)
+    _add_health(app, life, metrics)
     _add_models(app, model)
-    service = _Service(model, client, limits, engine_is_alive)
+    service = _Service(model, client, limits, life)
     _add_completions(app, service)
     _add_chat(app, service)
     return app
 
 
-def _add_health(app: FastAPI, engine_is_alive: Callable[[], bool], metrics: Metrics) -> None:
+def _add_health(app: FastAPI, life: Life, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """200 while the engine runs."""
-        alive = engine_is_alive()
+        """200 while the engine can answer, now or once its ranks are there again; else restart the server."""
+        alive = life.is_healthy
         return JSONResponse({"status": "ok" if alive else "engine stopped"}, 200 if alive else 503)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """200 while requests should be sent here; 503 while starting, stopping, or replacing ranks."""
+        return JSONResponse({"status": life.state}, 200 if life.is_ready else 503)
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -106,50 +105,67 @@ class _Service:
     model: ServedModel
     client: EngineClient
     limits: HttpLimits
-    engine_is_alive: Callable[[], bool]
+    life: Life
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        self.refuse_unless_open()
+        return await read_body(request, kind, self.limits.max_body_bytes)
 
     async def answer(self, reply: Reply, request: Request) -> Response:
-        if not self.engine_is_alive():
-            raise ApiError(503, "the engine has stopped; restart the server", code="engine_stopped")
+        self.refuse_unless_open()
         try:
             return await respond(self.client, reply, request)
         except ServingError as error:
             raise from_engine(error) from error
+
+    def refuse_unless_open(self) -> None:
+        refusal = self.life.refusal()
+        if refusal is not None:
+            raise refusal
 
 
 def _add_completions(app: FastAPI, service: _Service) -> None:
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
-        body = await read_body(request, CompletionRequest, service.limits.max_body_bytes)
-        requests = await _prepared(completion_requests, body, service.model)
+        body = await service.read(request, CompletionRequest)
+        requests, facts = await _prepared(completion_requests, body, service.model)
         rendering = CompletionRendering(_response_id(requests), service.model)
-        return await service.answer(_reply(body, requests, rendering), request)
+        return await service.answer(_reply(body, requests, facts, rendering), request)
 
 
 def _add_chat(app: FastAPI, service: _Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        body = await read_body(request, ChatRequest, service.limits.max_body_bytes)
-        requests = await _prepared(chat_requests, body, service.model)
+        body = await service.read(request, ChatRequest)
+        requests, facts = await _prepared(chat_requests, body, service.model)
         rendering = ChatRendering(_response_id(requests), service.model)
-        return await service.answer(_reply(body, requests, rendering), request)
+        return await service.answer(_reply(body, requests, facts, rendering), request)
 
 
 async def _prepared(
     prepare: Callable[[Body, ServedModel], list[Submit]], body: Body, model: ServedModel
-) -> list[Submit]:
+) -> tuple[list[Submit], list[PromptFacts]]:
     """Tokenising a long prompt takes longer than other requests may wait, so it has a thread."""
+
+    def work() -> tuple[list[Submit], list[PromptFacts]]:
+        requests = prepare(body, model)
+        facts = facts_of(requests, body)
+        return estimated(requests, facts, model), facts
+
     try:
-        return await asyncio.to_thread(prepare, body, model)
+        return await asyncio.to_thread(work)
     except ServingError as error:
         raise from_engine(error) from error
 
 
-def _reply(body: GenerationRequest, requests: list[Submit], rendering: Rendering) -> Reply:
+def _reply(
+    body: GenerationRequest, requests: list[Submit], facts: list[PromptFacts], rendering: Rendering
+) -> Reply:
     return Reply(
         requests=requests,
+        facts=facts,
         n_choices_per_prompt=body.n or 1,
         rendering=rendering,
         streamed=bool(body.stream),

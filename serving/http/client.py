@@ -4,49 +4,96 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from phasewise.serving.errors import QueueFull, RequestError, Stopping
+from phasewise.serving.http.served import HttpLimits, PromptFacts
 from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Submit
 
 Message = Submit | Abort
 
+_RATE_OF_LAST = 64
+_LONGEST_RETRY_S = 300
+
 
 class AnswerStream:
-    """The pieces of one HTTP answer: (index of the request among those sent, piece)."""
+    """The pieces of one HTTP answer: (index of the request among those sent, piece).
 
-    def __init__(self, client: EngineClient, requests: Sequence[Submit]) -> None:
+    `most_unread`: so many pieces may wait here; with one more the stream closes itself and calls
+    `on_overflow`. None: whoever reads this keeps up.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        requests: Sequence[Submit],
+        most_unread: int | None = None,
+        on_overflow: Callable[[], None] = lambda: None,
+    ) -> None:
         self._client = client
         self._index = {request.request_id: index for index, request in enumerate(requests)}
         self._open = set(self._index)
-        self._arrived: asyncio.Queue[Answer | Failure] = asyncio.Queue()
+        self._arrived: deque[Answer | Failure] = deque()
+        self._something = asyncio.Event()
+        self._most_unread = most_unread
+        self._on_overflow = on_overflow
+        self.closed = False
 
     def put(self, out: Answer | Failure) -> None:
-        self._arrived.put_nowait(out)
+        if self.closed:
+            return
+        if self._most_unread is not None and len(self._arrived) >= self._most_unread:
+            self.close()
+            self._on_overflow()
+            return
+        self._arrived.append(out)
+        self._something.set()
 
-    async def next(self) -> tuple[int, Answer] | None:
-        """The next piece; None after the last. Raises what the engine says where a request fails."""
-        if not self._open:
-            return None
-        out = await self._arrived.get()
-        if isinstance(out, Failure):
-            self._open.discard(out.request_id)
-            raise out.error
-        if out.finish_reason is not None:
-            self._open.discard(out.request_id)
-        return self._index[out.request_id], out
+    async def take(self) -> list[tuple[int, Answer]]:
+        """All pieces that have come, at least one; none after the last, and once the stream is closed.
+
+        Raises what the engine says where a request fails.
+        """
+        while not self._arrived:
+            if not self._open or self.closed:
+                return []
+            self._something.clear()
+            await self._something.wait()
+        pieces: list[tuple[int, Answer]] = []
+        while self._arrived:
+            out = self._arrived[0]
+            if isinstance(out, Failure):
+                if pieces:  # they came before it
+                    break
+                self._arrived.popleft()
+                self._open.discard(out.request_id)
+                raise out.error
+            self._arrived.popleft()
+            if out.finish_reason is not None:
+                self._open.discard(out.request_id)
+            pieces.append((self._index[out.request_id], out))
+        return pieces
 
     def close(self) -> None:
         """Stop listening; what has not ended is aborted. Closing twice does nothing more."""
-        self._client.forget(self._index, self._open)
+        if self.closed:
+            return
+        self.closed = True
+        ended = {out.request_id for out in self._arrived if isinstance(out, Failure) or out.finish_reason}
+        self._arrived.clear()
+        self._client.forget(self, self._index, self._open - ended)
         self._open = set()
+        self._something.set()
 
 
 class Observer(Protocol):
-    """Sees the traffic, for metrics."""
+    """Sees the traffic, for metrics and for the length log."""
 
-    def sent(self, request: Submit) -> None: ...
+    def sent(self, request: Submit, facts: PromptFacts) -> None: ...
 
     def delivered(self, delivery: Delivery) -> None: ...
 
@@ -56,10 +103,13 @@ class Observer(Protocol):
 class EngineClient:
     """Routes each piece that the engine delivers to the HTTP answer that waits for it."""
 
-    def __init__(self, send: Callable[[Message], None], max_live: int) -> None:
+    def __init__(self, send: Callable[[Message], None], limits: HttpLimits) -> None:
         self._send = send
-        self._max_live = max_live
+        self._limits = limits
         self._streams: dict[str, AnswerStream] = {}
+        self._answers: set[AnswerStream] = set()
+        self._ends_s: deque[float] = deque(maxlen=_RATE_OF_LAST)
+        self._started_s: dict[str, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._observers: list[Observer] = []
         self.load: EngineLoad | None = None
@@ -70,6 +120,11 @@ class EngineClient:
         """Requests sent and not ended."""
         return len(self._streams)
 
+    @property
+    def n_answers(self) -> int:
+        """HTTP answers that are not sent to their end."""
+        return len(self._answers)
+
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop the HTTP answers live. Deliveries before are lost: nobody has asked yet."""
         self._loop = loop
@@ -78,27 +133,38 @@ class EngineClient:
         """`observer` sees all that is sent and delivered, on the event loop."""
         self._observers.append(observer)
 
-    def open(self, requests: Sequence[Submit]) -> AnswerStream:
-        """Send requests to the engine. QueueFull at once where there are too many."""
-        if len(requests) > self._max_live:
-            raise RequestError(f"this server computes at most {self._max_live} choices at a time", "n")
-        if self.n_live + len(requests) > self._max_live:
-            raise QueueFull(
-                f"{self.n_live} requests are in progress or waiting and at most {self._max_live} may be; "
-                "try again later"
-            )
-        stream = AnswerStream(self, requests)
-        for request in requests:
+    def open(
+        self,
+        requests: Sequence[Submit],
+        facts: Sequence[PromptFacts],
+        on_overflow: Callable[[], None] | None = None,
+    ) -> AnswerStream:
+        """Send requests to the engine, `facts` being what is known of each. QueueFull: not now.
+
+        on_overflow: their reader may be slow; called when it is too far behind, and all is aborted.
+        """
+        self._refuse_too_many(len(requests))
+        if on_overflow is None:
+            stream = AnswerStream(self, requests)
+        else:
+            stream = AnswerStream(self, requests, self._limits.max_pieces_unread, on_overflow)
+        self._answers.add(stream)
+        now_s = time.monotonic()
+        if not self._streams:  # how fast answers ended before a pause says nothing of now
+            self._ends_s.clear()
+        for request, known in zip(requests, facts, strict=True):
             self._streams[request.request_id] = stream
+            self._started_s[request.request_id] = now_s
             for observer in self._observers:
-                observer.sent(request)
+                observer.sent(request, known)
             self._send(request)
         return stream
 
-    def forget(self, request_ids: Iterable[str], unfinished: set[str]) -> None:
+    def forget(self, stream: AnswerStream, request_ids: Iterable[str], unfinished: set[str]) -> None:
         """Nobody reads these any more; those unfinished are aborted."""
+        self._answers.discard(stream)
         for request_id in request_ids:
-            self._streams.pop(request_id, None)
+            self._end(request_id)
         for request_id in unfinished:
             self._send(Abort(request_id))
             for observer in self._observers:
@@ -117,12 +183,49 @@ class EngineClient:
         for request_id, stream in list(self._streams.items()):
             stream.put(Failure(request_id, Stopping("the server is stopping")))
 
+    def retry_after_s(self, n_too_many: int) -> int:
+        """When so many places will be free, if answers go on ending at the rate at which the last did.
+
+        Before any has ended: the age of the oldest, for it has at least begun.
+        """
+        now_s = time.monotonic()
+        if len(self._ends_s) > 1:
+            # To now, not to the last end: an engine that has stopped ending answers is slow.
+            wait_s = n_too_many * (now_s - self._ends_s[0]) / len(self._ends_s)
+        else:
+            wait_s = now_s - min(self._started_s.values(), default=now_s)
+        return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
+
+    def _refuse_too_many(self, n_new: int) -> None:
+        most = self._limits.max_live_requests
+        if n_new > most:
+            raise RequestError(f"this server computes at most {most} choices at a time", "n")
+        n_too_many = max(self.n_live + n_new - most, self._n_too_many_waiting(n_new))
+        if n_too_many > 0:
+            after_s = self.retry_after_s(n_too_many)
+            raise QueueFull(
+                f"{self.n_live} requests are in progress or waiting and no more may be; "
+                f"try again in {after_s} s",
+                after_s,
+            )
+
+    def _n_too_many_waiting(self, n_new: int) -> int:
+        """Where the engine has no room even for those that wait already, how many more than may wait."""
+        if self.load is None or self.load.n_waiting == 0:
+            return 0
+        return self.n_live - self.load.n_running + n_new - self._limits.max_waiting_requests
+
     def _route(self, delivery: Delivery) -> None:
         for observer in self._observers:
             observer.delivered(delivery)
         for out in delivery.outs:
             stream = self._streams.get(out.request_id)
+            if isinstance(out, Failure) or out.finish_reason is not None:
+                self._end(out.request_id)
             if stream is not None:
                 stream.put(out)
-            if isinstance(out, Failure) or out.finish_reason is not None:
-                self._streams.pop(out.request_id, None)
+
+    def _end(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            del self._started_s[request_id]
+            self._ends_s.append(time.monotonic())

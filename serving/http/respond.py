@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from phasewise.serving.errors import ServingError
+from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.client import AnswerStream, EngineClient
+from phasewise.serving.http.connection import EXTENSION
 from phasewise.serving.http.errors import from_engine
 from phasewise.serving.http.render import Choice, Json, Rendering, usage
+from phasewise.serving.http.served import PromptFacts
 from phasewise.serving.messages import Answer, Submit
-
-T = TypeVar("T")
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 _CLIENT_LEFT = 499  # nginx's; nobody reads it
+_TOKENS_WORTH_A_THREAD = 256
+"""Writing out the log-probabilities of more takes longer than other answers may wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Reply:
     """One HTTP answer to be: the messages it takes, `n` of them to a prompt, and how it looks."""
 
     requests: Sequence[Submit]
+    facts: Sequence[PromptFacts]
     n_choices_per_prompt: int
     rendering: Rendering
     streamed: bool
@@ -38,94 +40,141 @@ class Reply:
 
 async def respond(client: EngineClient, reply: Reply, request: Request) -> Response:
     """Send the messages and answer with what comes back. A client that leaves frees its KV slots."""
-    stream = client.open(reply.requests)
     try:
         if reply.streamed:
-            # Headers wait for the first piece, so that an early failure still gets its own status.
-            first = await _unless_gone(stream.next(), request)
-            assert first is not None, "a reply asks for at least one answer"
-            return _EventStream(_events(stream, reply, first), stream)
-        return JSONResponse(await _unless_gone(_whole(stream, reply), request))
-    except BaseException as error:
+            return await _streamed(client, reply, request)
+        return await _whole(client, reply, request)
+    except _ClientLeft:
+        return Response(status_code=_CLIENT_LEFT)
+
+
+async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Response:
+    connection = request.scope.get("extensions", {}).get(EXTENSION)
+    stream = client.open(reply.requests, reply.facts, connection.cut if connection else lambda: None)
+    leaving = _closing_when_gone(stream, request)
+    try:
+        # Headers wait for the first piece, so that an early failure still gets its own status.
+        first = await stream.take()
+        if stream.closed:
+            raise _ClientLeft
+    except BaseException:
+        leaving.cancel()
         stream.close()
-        if isinstance(error, _ClientLeft):
-            return Response(status_code=_CLIENT_LEFT)
         raise
+    return _EventStream(_events(stream, reply, first), stream, leaving)
 
 
-class _EventStream(StreamingResponse):
+async def _whole(client: EngineClient, reply: Reply, request: Request) -> Response:
+    try:
+        choices = await _choices(client, reply, request)
+    except RankLost:  # nothing of it was sent, so it may run again, from the start
+        choices = await _choices(client, reply, request)
+    n_scored = sum(len(choice.tokens) for choice in choices if choice.tokens and choice.tokens[0].top)
+    if n_scored > _TOKENS_WORTH_A_THREAD:
+        body = await asyncio.to_thread(_written, reply, choices)
+    else:
+        body = _written(reply, choices)
+    return Response(body, media_type="application/json")
+
+
+async def _choices(client: EngineClient, reply: Reply, request: Request) -> list[Choice]:
+    stream = client.open(reply.requests, reply.facts)
+    leaving = _closing_when_gone(stream, request)
+    choices = [Choice() for _ in reply.requests]
+    try:
+        while pieces := await stream.take():
+            for index, piece in pieces:
+                choices[index].add(piece)
+        if stream.closed:
+            raise _ClientLeft
+    finally:
+        leaving.cancel()
+        stream.close()
+    return choices
+
+
+def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
+    """Choice by choice: a thread that writes a long text gives way to none while it does."""
+    whole = [_encode(reply.rendering.whole(index, choice)) for index, choice in enumerate(choices)]
+    head = _encode(reply.rendering.head(streamed=False))
+    total = _encode(usage(reply.requests, choices, reply.n_choices_per_prompt))
+    return f'{head[:-1]},"choices":[{",".join(whole)}],"usage":{total}}}'.encode()
+
+
+class _EventStream(Response):
     """Server-sent events. However the sending ends, the engine's side of it ends too."""
 
-    def __init__(self, events: AsyncIterator[bytes], stream: AnswerStream) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[bytes], stream: AnswerStream, leaving: asyncio.Task[None]
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache"})
+        self._events = events
         self._stream = stream
+        self._leaving = leaving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for events in self._events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            self._leaving.cancel()
             self._stream.close()
 
 
-async def _whole(stream: AnswerStream, reply: Reply) -> Json:
+async def _events(
+    stream: AnswerStream, reply: Reply, pieces: list[tuple[int, Answer]]
+) -> AsyncIterator[bytes]:
+    """Those of all pieces that have come in one write: a reader that is behind costs no more than one."""
+    head = _encode(reply.rendering.head(streamed=True))[:-1]
     choices = [Choice() for _ in reply.requests]
-    while (pair := await stream.next()) is not None:
-        index, piece = pair
-        choices[index].add(piece)
-    stream.close()
-    return {
-        **reply.rendering.head(streamed=False),
-        "choices": [reply.rendering.whole(index, choice) for index, choice in enumerate(choices)],
-        "usage": usage(reply.requests, choices, reply.n_choices_per_prompt),
-    }
-
-
-async def _events(stream: AnswerStream, reply: Reply, first: tuple[int, Answer]) -> AsyncIterator[bytes]:
-    head = reply.rendering.head(streamed=True)
-    choices = [Choice() for _ in reply.requests]
-    for index in range(len(choices)):
-        opening = reply.rendering.opening(index)
-        if opening is not None:
-            yield _event({**head, "choices": [opening]})
+    openings = [reply.rendering.opening(index) for index in range(len(choices))]
+    begin = b"".join(_event(head, opening) for opening in openings if opening is not None)
     try:
-        pair: tuple[int, Answer] | None = first
-        while pair is not None:
-            index, piece = pair
-            if piece.text or piece.tokens or piece.finish_reason:
-                yield _event({**head, "choices": [reply.rendering.delta(index, piece, choices[index])]})
-            choices[index].add(piece)
-            pair = await stream.next()
+        while pieces:
+            said = begin + b"".join(_delta(head, reply, choices, index, piece) for index, piece in pieces)
+            begin = b""
+            if said:
+                yield said
+            pieces = await stream.take()
     except ServingError as error:
-        yield _event(from_engine(error).body())
+        yield b"data: " + _encode(from_engine(error).body()).encode() + b"\n\n"
+        return
+    if stream.closed:
         return
     if reply.include_usage:
-        total = usage(reply.requests, choices, reply.n_choices_per_prompt)
-        yield _event({**head, "choices": [], "usage": total})
+        total = _encode(usage(reply.requests, choices, reply.n_choices_per_prompt))
+        yield f'data: {head},"choices":[],"usage":{total}}}\n\n'.encode()
     yield b"data: [DONE]\n\n"
 
 
-def _event(fields: Json) -> bytes:
-    return b"data: " + _encode(fields).encode() + b"\n\n"
+def _delta(head: str, reply: Reply, choices: list[Choice], index: int, piece: Answer) -> bytes:
+    said = b""
+    if piece.text or piece.tokens or piece.finish_reason:
+        said = _event(head, reply.rendering.delta(index, piece, choices[index]))
+    choices[index].add(piece)
+    return said
+
+
+def _event(head: str, choice: Json) -> bytes:
+    return f'data: {head},"choices":[{_encode(choice)}]}}\n\n'.encode()
 
 
 class _ClientLeft(Exception):
     """The connection closed before there was anything to send."""
 
 
-async def _unless_gone(work: Coroutine[Any, Any, T], request: Request) -> T:
-    """The result of `work`, which is cancelled where the client closes the connection first."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise _ClientLeft
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+def _closing_when_gone(stream: AnswerStream, request: Request) -> asyncio.Task[None]:
+    """Closes `stream`, and so frees its slots, as soon as the client closes the connection."""
 
+    async def wait() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        stream.close()
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    return asyncio.ensure_future(wait())

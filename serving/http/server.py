@@ -1,91 +1,88 @@
-"""Running the application: the socket, readiness, and an end that is told to those who wait."""
+"""Running the application: the socket, the signals, and an end that is told to those who wait."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
+import logging
+import signal
 import socket
+import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from signal import SIGINT, SIGTERM
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from signal import SIGHUP, SIGINT, SIGTERM
 
 import uvicorn
 from fastapi import FastAPI
 
-from phasewise.serving.errors import ServingError
 from phasewise.serving.http.client import EngineClient
+from phasewise.serving.http.connection import Connections
+from phasewise.serving.http.life import Life
+from phasewise.serving.http.listening import Address
+from phasewise.serving.http.served import HttpLimits
 
-_BACKLOG = 2048
-DRAIN_S = 5.0
 _LAST_WORDS_S = 0.5
+_LOOK_EVERY_S = 0.02
 
 
-class CannotListen(ServingError):
-    """The address cannot be served on."""
+@dataclass(frozen=True)
+class Service:
+    """What one server runs, and whom it tells. `on_hangup`: what SIGHUP does; None leaves it as it is."""
+
+    app: FastAPI
+    client: EngineClient
+    life: Life
+    connections: Connections
+    report: Callable[[str], None]
+    on_hangup: Callable[[], None] | None = None
+
+    @property
+    def limits(self) -> HttpLimits:
+        return self.connections.limits
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket with its address (port 0: any free one), or CannotListen saying why not. `listen` follows."""
-    try:
-        family, kind, protocol, _name, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise CannotListen(f"host {host!r} is no address of this machine: {error}") from error
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise CannotListen(_why(error, host, port)) from error
-    return listener
-
-
-def listen(listener: socket.socket) -> None:
-    """Let connections come. CannotListen where another process was faster."""
-    try:
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        host, port = listener.getsockname()[:2]
-        raise CannotListen(_why(error, host, port)) from error
-
-
-def url_of(listener: socket.socket) -> str:
-    """`http://host:port` of a bound socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def run(app: FastAPI, listener: socket.socket, client: EngineClient, report: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM. Answers in progress then have DRAIN_S seconds, or until a second signal.
-
-    `report` gets one line when the server is ready and one when it stops.
+class HttpServer(uvicorn.Server):
+    """Serves until SIGINT, SIGTERM or `end`. Then readiness is false at once and new requests get 503, while
+    answers in progress have `drain_s`, or until a second signal. `report` gets a line at both ends.
     """
-    listen(listener)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        server_header=False,
-        timeout_graceful_shutdown=None,
-        timeout_keep_alive=75,
-    )
-    server = _Server(config, client, report, url_of(listener))
-    server.run(sockets=[listener])
 
-
-class _Server(uvicorn.Server):
-    def __init__(
-        self, config: uvicorn.Config, client: EngineClient, report: Callable[[str], None], url: str
-    ) -> None:
-        super().__init__(config)
-        self._client = client
-        self._report = report
-        self._url = url
+    def __init__(self, service: Service, address: Address, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(_config(service))
+        # What clients do wrong is answered and counted, and what they send is in no log.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # warns of every client that left in mid-stream
+        self._service = service
+        self._address = address
+        self._tls = tls
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
+        self._until_s = 0.0
+        """When waiting ends, on `time.monotonic`."""
+
+    def end(self, *, at_once: bool = False) -> None:
+        """As a signal does; from any thread. at_once: as two of them."""
+        assert self._loop is not None, "end follows the start"
+        with suppress(RuntimeError):  # the loop has closed: it has ended
+            self._loop.call_soon_threadsafe(self._end, at_once)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """In place of uvicorn's: handshakes have a time limit too."""
+        self._loop = asyncio.get_running_loop()
+        self._service.client.attach(self._loop)
+        listener = self._address.listen()
+        self.servers = [
+            await self._loop.create_server(
+                self._connection,
+                sock=listener,
+                ssl=self._tls,
+                backlog=self.config.backlog,
+                ssl_handshake_timeout=self._service.limits.header_s if self._tls else None,
+            )
+        ]
+        self.started = True
+        self._service.report(f"listening on {self._address.url}")
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -94,46 +91,66 @@ class _Server(uvicorn.Server):
             yield
             return
         loop = asyncio.get_running_loop()
-        for one in (SIGINT, SIGTERM):
-            loop.add_signal_handler(one, self._on_signal)
+        handlers = {SIGINT: self._end, SIGTERM: self._end}
+        if self._service.on_hangup is not None:
+            handlers[SIGHUP] = self._service.on_hangup
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for one in (SIGINT, SIGTERM):
-                loop.remove_signal_handler(one)
+            for number in handlers:
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)  # one more must not break what is being cleaned up
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._report(f"listening on {self._url}")
+    def _connection(self) -> asyncio.Protocol:
+        return self._service.connections.new(self.config, self.server_state)
 
-    def _on_signal(self) -> None:
-        if self.should_exit:
-            self._drain = asyncio.ensure_future(self._end_late_answers(after_s=0))
+    def _end(self, at_once: bool = False) -> None:
+        client, limit_s = self._service.client, self._service.limits.drain_s
+        if at_once or self._drain is not None:
+            client.end_everything()
+            self._until_s = time.monotonic() + _LAST_WORDS_S
+        else:
+            self._until_s = time.monotonic() + limit_s
+        if self._drain is not None:
             return
-        self.should_exit = True
-        n_live = self._client.n_live
-        waiting = f": {n_live} in progress have {DRAIN_S:g} s; signal again to end them now" if n_live else ""
-        self._report(f"stopping{waiting}")
-        self._drain = asyncio.ensure_future(self._end_late_answers(after_s=DRAIN_S))
+        self._service.life.drain(limit_s)
+        n_live = client.n_live
+        waiting = f": {n_live} in progress have {limit_s:g} s; signal again to end them now" if n_live else ""
+        self._service.report(f"stopping{waiting}")
+        self._drain = asyncio.ensure_future(self._end_in_peace())
 
-    async def _end_late_answers(self, after_s: float) -> None:
-        """Tell whoever still waits, then close on those who do not read."""
-        await asyncio.sleep(after_s)
-        self._client.end_everything()
-        await asyncio.sleep(_LAST_WORDS_S)
-        for connection in list(self.server_state.connections):
+    async def _end_in_peace(self) -> None:
+        """Answers in progress end by themselves, or are told; what they say is sent to those who read."""
+        client = self._service.client
+        await self._wait_while(lambda: client.n_answers > 0)
+        client.end_everything()
+        self.should_exit = True
+        self._until_s = max(self._until_s, time.monotonic() + _LAST_WORDS_S)
+        await self._wait_while(self._has_something_to_send)
+        for connection in list(self._service.connections.open):
             connection.transport.abort()
         self.force_exit = True
 
+    async def _wait_while(self, unfinished: Callable[[], bool]) -> None:
+        while unfinished() and time.monotonic() < self._until_s:
+            await asyncio.sleep(_LOOK_EVERY_S)
 
-def _why(error: OSError, host: str, port: int) -> str:
-    match error.errno:
-        case errno.EADDRINUSE:
-            return f"port {port} on {host} is in use; choose another with --port, or end what uses it"
-        case errno.EACCES:
-            return f"port {port} needs privileges; choose one above 1023 with --port"
-        case errno.EADDRNOTAVAIL:
-            return f"host {host!r} is no address of this machine; choose another with --host"
-        case _:
-            return f"cannot listen on {host} port {port}: {error.strerror}"
+    def _has_something_to_send(self) -> bool:
+        return any(connection.is_answering for connection in self._service.connections.open)
+
+
+def _config(service: Service) -> uvicorn.Config:
+    limits = service.limits
+    return uvicorn.Config(
+        service.app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=None,
+        timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+    )

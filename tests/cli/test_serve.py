@@ -206,7 +206,7 @@ def test_what_keeps_it_from_starting_is_one_line(model: Path, environment: dict[
     with serving(model, environment, "--port", 0):  # so that the model is packed and says nothing more
         pass
     assert "context" in refused(model, environment, "--port", 0, "--context", 1_000_000)
-    assert "holds no token" in refused(model, environment, "--port", 0, "--kv-budget", 10)
+    assert "too small" in refused(model, environment, "--port", 0, "--kv-budget", 10)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_server import CONTEXT, FakeServer, fake_server
 
-from phasewise.serving.http.server import CannotListen, bind, listen
+from phasewise.serving.http.listening import CannotListen, TcpAddress
 
 
 @pytest.fixture(scope="module")
@@ -218,23 +218,27 @@ def test_a_body_that_never_comes_holds_nothing(server: FakeServer) -> None:
 
 
 def test_a_port_in_use_is_one_line() -> None:
-    with bind("127.0.0.1", 0) as taken:
-        listen(taken)
+    with TcpAddress("127.0.0.1", 0) as taken:
+        taken.listen()
         with pytest.raises(CannotListen, match="is in use") as caught:
-            bind("127.0.0.1", taken.getsockname()[1])
+            TcpAddress("127.0.0.1", port_of(taken))
 
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 1
 
 
 def test_of_two_that_bind_at_once_one_listens() -> None:
-    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", first.getsockname()[1]) as second:
-        listen(first)
+    with TcpAddress("127.0.0.1", 0) as first, TcpAddress("127.0.0.1", port_of(first)) as second:
+        first.listen()
         with pytest.raises(CannotListen, match="is in use"):
-            listen(second)
+            second.listen()
+
+
+def port_of(address: TcpAddress) -> int:
+    return urlsplit(address.url).port or 0
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "", "a b", "x" * 300])
 def test_a_host_that_is_not_ours_is_one_line(host: str) -> None:
     with pytest.raises(CannotListen, match="address"):
-        bind(host, 0)
+        TcpAddress(host, 0)

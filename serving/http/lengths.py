@@ -1,0 +1,81 @@
+"""What is known of a request beforehand, asked for its length; what became of it, told to whoever learns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from phasewise.serving.http.schemas import ChatRequest, GenerationRequest
+from phasewise.serving.http.served import PromptFacts, ServedModel
+from phasewise.serving.messages import Delivery, Failure, Submit
+
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+_ID_BYTES = 8
+
+
+class RealisedLength(NamedTuple):
+    """An answer that has ended by itself. `at_s`: Unix time."""
+
+    facts: PromptFacts
+    output_tokens: int
+    finish_reason: str
+    at_s: float
+
+
+class LengthObserver:
+    """Tells `learn` of each answer that ends by itself; of those that fail or are left, nothing is known."""
+
+    def __init__(self, learn: Callable[[RealisedLength], None]) -> None:
+        self._learn = learn
+        self._facts: dict[str, PromptFacts] = {}
+
+    def sent(self, request: Submit, facts: PromptFacts) -> None:
+        self._facts[request.request_id] = facts
+
+    def delivered(self, delivery: Delivery) -> None:
+        for out in delivery.outs:
+            if isinstance(out, Failure):
+                self.forgotten(out.request_id)
+            elif out.finish_reason is not None:
+                facts = self._facts.pop(out.request_id, None)
+                if facts is not None:
+                    self._learn(RealisedLength(facts, out.n_generated, out.finish_reason, time.time()))
+
+    def forgotten(self, request_id: str) -> None:
+        self._facts.pop(request_id, None)
+
+
+def facts_of(requests: Sequence[Submit], body: GenerationRequest) -> list[PromptFacts]:
+    """Of each request that `body` became. The choices of one prompt share theirs."""
+    n_messages, system_prompt_id = _conversation(body)
+    facts: list[PromptFacts] = []
+    for request in requests:
+        if not facts or facts[-1].token_ids is not request.prompt_token_ids:
+            temperature = request.sampling.temperature
+            known = (request.prompt_token_ids, temperature, request.max_tokens, n_messages, system_prompt_id)
+            facts.append(PromptFacts(*known))
+        else:
+            facts.append(facts[-1])
+    return facts
+
+
+def estimated(requests: Sequence[Submit], facts: Sequence[PromptFacts], model: ServedModel) -> list[Submit]:
+    """The requests with how long their answers will be, where the model can tell. A prompt is asked once."""
+    if model.estimate is None:
+        return list(requests)
+    known = {id(one): model.estimate(one) for one in {id(one): one for one in facts}.values()}
+    return [replace(request, estimate=known[id(one)]) for request, one in zip(requests, facts, strict=True)]
+
+
+def _conversation(body: GenerationRequest) -> tuple[int, str | None]:
+    if not isinstance(body, ChatRequest):
+        return 1, None
+    texts = [json.dumps(one.for_template()) for one in body.messages if one.role in _SYSTEM_ROLES]
+    if not texts:
+        return len(body.messages), None
+    digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=_ID_BYTES)
+    return len(body.messages), digest.hexdigest()

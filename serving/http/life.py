@@ -1,0 +1,67 @@
+"""Whether requests may come: what the engine can do, and whether the server has been told to end."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Literal
+
+from phasewise.serving.engine_thread import EngineState, EngineThread
+from phasewise.serving.http.errors import ApiError
+
+ServiceState = Literal["starting", "running", "replacing", "lost", "draining"]
+
+_SAYS = {
+    "starting": "the server is starting",
+    "lost": "the engine has stopped; restart the server",
+}
+
+
+class Life:
+    """One server's, from start to drain. The engine's thread has been started."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
+        self._ends_at_s: float | None = None
+
+    @property
+    def state(self) -> ServiceState:
+        return self._engine_state if self._ends_at_s is None else "draining"
+
+    @property
+    def is_draining(self) -> bool:
+        return self._ends_at_s is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests should be sent here."""
+        return self.state == "running"
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether a restart would help nobody. False: nothing can be computed any more."""
+        return self._engine_state != "lost"
+
+    @property
+    def _engine_state(self) -> EngineState:
+        return self._engine.state if self._engine.is_alive else "lost"
+
+    def drain(self, within_s: float) -> None:
+        """From now on nothing new is taken on."""
+        self._ends_at_s = time.monotonic() + within_s
+
+    def refusal(self) -> ApiError | None:
+        """What a request that comes now is told; None: it may come. While ranks are replaced it waits."""
+        if self._ends_at_s is not None:
+            left_s = math.ceil(max(1.0, self._ends_at_s - time.monotonic()))
+            return ApiError(
+                503,
+                "the server is stopping and takes no new requests",
+                code="server_stopping",
+                retry_after_s=left_s,
+                closes=True,
+            )
+        says = _SAYS.get(state := self._engine_state)
+        if says is None:
+            return None
+        return ApiError(503, says, code="server_starting" if state == "starting" else "engine_stopped")
