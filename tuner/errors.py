@@ -4,6 +4,7 @@ TunerError
 ├── PlanError          a service plan that cannot run on this machine, or that makes no sense
 ├── EvaluationError    a configuration or a step that cannot be timed here
 ├── TraceError         a trace file, a distribution or an objective that makes no sense
+├── PredictorError     a predictor's file or log cannot be read, or there is too little to learn from
 ├── ProbeError         a probe cannot be made here, or a file is not what one wrote
 └── TopoTreeError      a transformation that a tree does not allow, or a notation that cannot be read
 """
@@ -37,3 +38,7 @@ class TopoTreeError(TunerError):
 
 class ProbeError(TunerError):
     """The machine cannot be probed, or a probe's file cannot be read."""
+
+
+class PredictorError(TunerError):
+    """A length predictor, or a log of answers' lengths, cannot be read or made."""

@@ -1,0 +1,79 @@
+"""What is thought of one answer's length: a share for each bin of lengths, read within the request's limit.
+
+How much room to give is a trade: more slots for one answer are fewer for others. At a price per token the best room
+is the length c that maximises P(length <= c) - price x c, a corner of the upper hull of the distribution function.
+With many unlike requests this holds more answers in the same memory than one quantile for all: a long chance
+in one request is not worth what it costs, a short step in another is. The dearer the tokens, the less room, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class LengthDistribution:
+    """Bin i holds lengths above `bounds[i - 1]` up to `bounds[i]`; the last, open one what runs to its limit.
+
+    Whatever would be longer than `limit` ends there.
+    """
+
+    bounds: Array
+    shares: Array
+    limit: int
+
+    def room(self, price: float) -> int:
+        """The best room for the answer where a token costs so much; at no cost, the limit."""
+        lengths, prices = self._hull
+        at = int(np.searchsorted(-prices, -price, side="right"))  # prices fall along the hull
+        return int(lengths[at])
+
+    def price_of(self, output_tokens: int) -> float:
+        """The highest price at which there is still room for so many tokens."""
+        lengths, prices = self._hull
+        at = int(np.searchsorted(lengths, min(output_tokens, self.limit)))
+        return float(prices[at - 1]) if at else float("inf")
+
+    @cached_property
+    def _hull(self) -> tuple[Array, Array]:
+        """Corners of the upper hull from (0, 0) to (limit, 1): their lengths, and the slopes between them."""
+        n_within = int(np.searchsorted(self.bounds, self.limit))
+        lengths = [0.0, *self.bounds[:n_within], float(self.limit)]
+        reached = [0.0, *np.cumsum(self.shares[:n_within]), 1.0]
+        corners = [0]
+        for at in range(1, len(lengths)):
+            while len(corners) > 1 and _slope(lengths, reached, corners[-2], corners[-1]) <= _slope(
+                lengths, reached, corners[-1], at
+            ):
+                corners.pop()
+            corners.append(at)
+        slopes = [_slope(lengths, reached, one, other) for one, other in zip(corners, corners[1:], strict=False)]
+        return np.array([lengths[at] for at in corners]), np.array(slopes)
+
+    def share_within(self, output_tokens: float) -> float:
+        """P(length <= output_tokens), bins being even."""
+        if output_tokens >= self.limit:
+            return 1.0
+        lengths = np.concatenate([[0.0], self.bounds])
+        return float(np.interp(output_tokens, lengths, np.concatenate([[0.0], np.cumsum(self.shares[:-1])])))
+
+    @property
+    def uncertainty(self) -> float:
+        """Entropy over the bins, those that the limit cuts as one: 0 sure, 1 no idea."""
+        at = int(np.searchsorted(self.bounds, self.limit))
+        merged = np.append(self.shares[:at], self.shares[at:].sum())
+        merged = merged[merged > 0]
+        entropy = -float((merged * np.log(merged)).sum())
+        return min(1.0, max(0.0, entropy / float(np.log(len(self.shares)))))
+
+
+def _slope(lengths: list[float], reached: list[float], one: int, other: int) -> float:
+    """Share gained per token from one corner to the other."""
+    return (reached[other] - reached[one]) / (lengths[other] - lengths[one])

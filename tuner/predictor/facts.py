@@ -1,0 +1,62 @@
+"""What is known of a request before it is answered, and one that has been."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_ANSWER_TOKENS = 1 << 20
+"""An answer without a limit is taken to have this one."""
+
+
+class PromptFacts(NamedTuple):
+    """`n_messages`: of the conversation; 1 for a completion. `system_prompt_id`: the same for the same system
+    prompt; None where there is none. `max_tokens`: None where only the context limits the answer."""
+
+    token_ids: Sequence[int]
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    n_messages: int = 1
+    system_prompt_id: str | None = None
+
+    @property
+    def limit(self) -> int:
+        """The longest answer there can be."""
+        return MAX_ANSWER_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+@dataclass(frozen=True)
+class Example:
+    """A request and how long its answer became. `was_cut`: it ended at its limit, and would have gone on."""
+
+    facts: PromptFacts
+    output_tokens: int
+    was_cut: bool
+
+    @cached_property
+    def prompt_key(self) -> bytes:
+        """The same for the same prompt, whatever else was asked of it."""
+        return hashlib.blake2b(np.asarray(self.facts.token_ids, dtype="<i8").tobytes(), digest_size=16).digest()
+
+
+def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """(kept, held out): about `share` of the prompts, chosen by the prompt alone, are in the second list.
+
+    So no prompt is ever in both, however often it was asked, and a prompt stays where it is as a log grows.
+    """
+    kept: list[Example] = []
+    out: list[Example] = []
+    for one in examples:
+        (out if place_of(one, seed) < share else kept).append(one)
+    return kept, out
+
+
+def place_of(example: Example, seed: int) -> float:
+    """From 0 to below 1, evenly over prompts, and the same for the same prompt."""
+    salted = hashlib.blake2b(example.prompt_key, digest_size=6, salt=seed.to_bytes(16, "little")).digest()
+    return int.from_bytes(salted, "little") / (1 << 48)

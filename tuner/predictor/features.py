@@ -1,0 +1,119 @@
+"""A prompt as numbers: a bag of hashed pieces of its text, and a few figures about the request.
+
+Pieces are tokens, pairs of neighbours, and the first and last tokens that tell prompts apart, each hashed into its own
+region of one table. A piece weighs as much as it is rare among prompts (its inverse document frequency), so that
+what every prompt has, such as a chat template's tokens, weighs nothing. All of it is arrays over the whole prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.tuner.predictor.facts import PromptFacts
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+REGION_BITS = 13
+REGION_ROWS = 1 << REGION_BITS
+TOKENS, PAIRS, FIRST, LAST, SYSTEM = range(5)
+"""Regions of the table of pieces."""
+N_ROWS = REGION_ROWS * 5
+EDGE_TOKENS = 4
+"""How many telling tokens count as the first ones, and as the last."""
+TELLING = 0.5
+"""Inverse document frequency from which a token tells prompts apart."""
+MAX_TOKENS_READ = 4096
+"""Of a longer prompt only both ends are read."""
+N_FIGURES = 7
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiplicative hashing (Knuth, vol. 3, 6.4)
+
+
+class Bag(NamedTuple):
+    """Rows of the table and what each weighs; the weights' squares add up to 1, or there are none."""
+
+    rows: Ints
+    weights: Floats
+
+
+def pieces_of(facts: PromptFacts, rarity: Floats) -> Ints:
+    """The rows of all of a prompt's pieces. `rarity`: by row; it decides which tokens are telling."""
+    tokens = _read(facts.token_ids)
+    words = _rows(TOKENS, tokens)
+    pairs = _rows(PAIRS, tokens[:-1] * np.uint64(1_000_003) + tokens[1:])
+    telling = tokens[rarity[words] >= TELLING]
+    first, last = telling[:EDGE_TOKENS], telling[-EDGE_TOKENS:][::-1]
+    system = [] if facts.system_prompt_id is None else [_text_number(facts.system_prompt_id)]
+    return np.concatenate(
+        [
+            words,
+            pairs,
+            _rows(FIRST, first * np.uint64(31) + np.arange(len(first), dtype=np.uint64)),
+            _rows(LAST, last * np.uint64(31) + np.arange(len(last), dtype=np.uint64)),
+            _rows(SYSTEM, np.array(system, dtype=np.uint64)),
+        ]
+    )
+
+
+def bag_of(facts: PromptFacts, rarity: Floats) -> Bag:
+    """A prompt's pieces with their weights."""
+    rows = pieces_of(facts, rarity)
+    weights = rarity[rows]
+    length = float(np.sqrt(np.dot(weights, weights)))
+    return Bag(rows, weights / np.float32(length)) if length else Bag(rows[:0], weights[:0])
+
+
+def learn_rarity(prompts: Sequence[PromptFacts]) -> Floats:
+    """log((N + 1) / (prompts with the piece + 1)) for each row: 0 where every prompt has it."""
+    plain = _rarity(prompts, np.zeros(N_ROWS, np.float32))
+    return _rarity(prompts, plain)  # the second time the first and last telling tokens are known
+
+
+def _rarity(prompts: Sequence[PromptFacts], known: Floats) -> Floats:
+    having = np.zeros(N_ROWS, np.int64)
+    for facts in prompts:
+        having[np.unique(pieces_of(facts, known))] += 1
+    return np.log((len(prompts) + 1) / (having + 1)).astype(np.float32)
+
+
+def figures_of(facts: PromptFacts) -> Floats:
+    """What is known beside the text: [N_FIGURES], not yet on one scale."""
+    n_tokens = len(facts.token_ids)
+    n_different = len(set(facts.token_ids[:MAX_TOKENS_READ]))
+    return np.array(
+        [
+            np.log1p(n_tokens),
+            n_tokens / 512,
+            n_different / max(1, min(n_tokens, MAX_TOKENS_READ)),
+            facts.temperature,
+            facts.temperature == 0,
+            np.log(facts.limit),
+            np.log(max(1, facts.n_messages)),
+        ],
+        dtype=np.float32,
+    )
+
+
+def _read(token_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
+    if len(token_ids) > MAX_TOKENS_READ:
+        half = MAX_TOKENS_READ // 2
+        token_ids = [*token_ids[:half], *token_ids[-half:]]
+    return np.array(token_ids, dtype=np.uint64)
+
+
+def _rows(region: int, numbers: npt.NDArray[np.uint64]) -> Ints:
+    mixed = (numbers + np.uint64(region + 1)) * _MULTIPLIER
+    return (mixed >> np.uint64(64 - REGION_BITS)).astype(np.int64) + region * REGION_ROWS
+
+
+def _text_number(text: str) -> int:
+    """FNV-1a, 64 bits."""
+    number = 0xCBF29CE484222325
+    for byte in text.encode("utf-8", "surrogatepass")[:256]:
+        number = (number ^ byte) * 0x100000001B3 % (1 << 64)
+    return number

@@ -1,0 +1,136 @@
+"""A predictor as one safetensors file. What is read is checked as if a stranger had made it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import platformdirs
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from phasewise.tuner.errors import PredictorError
+from phasewise.tuner.predictor.features import N_FIGURES, N_ROWS
+from phasewise.tuner.predictor.model import LengthPredictor, Scaling
+from phasewise.tuner.predictor.network import Params
+
+KIND = "phasewise length predictor"
+SCHEMA_VERSION = 1
+METADATA_KEY = "phasewise"
+SUFFIX = ".predictor.safetensors"
+MAX_FILE_BYTES = 256 << 20
+MAX_MEMBERS = 64
+
+
+def default_file(model_name: str) -> Path:
+    """Where the predictor of a model is kept: below the XDG data directory."""
+    safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in model_name)
+    return platformdirs.user_data_path("phasewise") / "predictors" / f"{safe.lstrip('.') or 'model'}{SUFFIX}"
+
+
+def save_predictor(predictor: LengthPredictor, path: Path) -> None:
+    """The whole file or none of it; the same predictor gives the same bytes."""
+    about = {
+        "kind": KIND,
+        "schema_version": SCHEMA_VERSION,
+        "model": predictor.model_name,
+        "members": len(predictor.members),
+        "trained_on": dict(predictor.trained_on),
+    }
+    data = save(_arrays(predictor), metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise PredictorError(f"predictor {path} cannot be written: {error.strerror}") from None
+
+
+def load_predictor(path: str | os.PathLike[str]) -> LengthPredictor:
+    """PredictorError, one line, for whatever is no predictor of ours."""
+    try:
+        if os.path.getsize(path) > MAX_FILE_BYTES:
+            raise PredictorError(f"predictor {path} is larger than {MAX_FILE_BYTES >> 20} MiB: it is none of ours")
+        with safe_open(os.fspath(path), framework="np") as file:
+            about = _about(file.metadata())
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
+        return _predictor(about, arrays)
+    except OSError as error:
+        raise PredictorError(f"predictor {path} cannot be read: {error.strerror or error}") from None
+    except (SafetensorError, TypeError, AttributeError) as error:
+        raise PredictorError(f"predictor {path} is no safetensors file that can be read: {error}") from None
+    except _Unfit as error:
+        raise PredictorError(f"predictor {path} {error}: make it anew with `phasewise predict-len train`") from None
+
+
+class _Unfit(Exception):
+    """What is wrong with a file, to follow its name."""
+
+
+def _arrays(predictor: LengthPredictor) -> dict[str, npt.NDArray[Any]]:
+    members = {
+        f"members.{at}.{name}": array
+        for at, params in enumerate(predictor.members)
+        for name, array in params.arrays().items()
+    }
+    whole = {
+        "rarity": predictor.rarity,
+        "bounds": predictor.bounds,
+        "prices": predictor.prices,
+        "figures.mean": predictor.scaling.mean,
+        "figures.inverse_deviation": predictor.scaling.inverse_deviation,
+    }
+    return {name: np.ascontiguousarray(array, np.float32) for name, array in (whole | members).items()}
+
+
+def _about(metadata: dict[str, str] | None) -> dict[str, Any]:
+    try:
+        about = json.loads((metadata or {})[METADATA_KEY])
+        version = about["schema_version"]
+        if about["kind"] != KIND or not isinstance(about["model"], str):
+            raise ValueError
+        if not isinstance(about["trained_on"], dict) or not 1 <= about["members"] <= MAX_MEMBERS:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _Unfit("does not say that it is a length predictor") from None
+    if version != SCHEMA_VERSION:
+        raise _Unfit(f"has schema version {version!r:.20}; this phasewise reads {SCHEMA_VERSION}")
+    return dict(about)
+
+
+def _predictor(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> LengthPredictor:
+    def take(name: str, *shape: int | None) -> npt.NDArray[np.float32]:
+        array = arrays.get(name)
+        if array is None or array.dtype != np.float32 or array.ndim != len(shape):
+            raise _Unfit(f"lacks {name}, or has it in an unknown form")
+        if any(size not in (None, got) for size, got in zip(shape, array.shape, strict=True)):
+            raise _Unfit(f"has {name} of shape {array.shape}")
+        if not np.isfinite(array).all():
+            raise _Unfit(f"has numbers in {name} that are none")
+        return array
+
+    bounds, prices = take("bounds", None), take("prices", None)
+    if not len(bounds) or bounds[0] <= 0 or (np.diff(bounds) <= 0).any():
+        raise _Unfit("has bounds of bins that do not ascend")
+    if (np.diff(prices) < 0).any() or (prices < 0).any():
+        raise _Unfit("has prices that do not ascend")
+    members = []
+    for at in range(about["members"]):
+        table = take(f"members.{at}.table", N_ROWS, None)
+        w1 = take(f"members.{at}.w1", table.shape[1] + N_FIGURES, None)
+        shapes = {"b1": (w1.shape[1],), "w2": (w1.shape[1], len(bounds) + 1), "b2": (len(bounds) + 1,)}
+        shapes |= {"w3": (w1.shape[1],), "b3": (1,)}
+        rest = {name: take(f"members.{at}.{name}", *shape) for name, shape in shapes.items()}
+        members.append(Params(table=table, w1=w1, **rest))
+    scaling = Scaling(take("figures.mean", N_FIGURES), take("figures.inverse_deviation", N_FIGURES))
+    return LengthPredictor(
+        about["model"], take("rarity", N_ROWS), scaling, bounds, tuple(members), prices, about["trained_on"]
+    )

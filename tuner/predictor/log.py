@@ -1,0 +1,120 @@
+"""Logs of answers' lengths: JSON lines, one for each answer, written by `predict-len collect` or by the server.
+
+{"schema_version": 1, "model": .., "prompt_token_ids": [..], "temperature": .., "max_tokens": .., "n_messages": ..,
+ "system_prompt_id": .., "output_tokens": .., "finish_reason": "stop" | "length", "at_s": ..}
+
+A line may have "prompt", a text, instead of token ids; then an encoder is needed. Only "output_tokens" and one of these
+two must be there. A log may come from a stranger: sizes and types are checked, and an error names the file and the line.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from phasewise.tuner.errors import PredictorError
+from phasewise.tuner.predictor.facts import MAX_ANSWER_TOKENS, Example, PromptFacts
+
+MAX_LINE_CHARS = 16 << 20
+MAX_LINES = 2_000_000
+MAX_TOKEN_ID = 1 << 31
+
+Encode = Callable[[str], Sequence[int]]
+"""A user's message as the prompt that the model is given."""
+
+
+def read_log(path: str | os.PathLike[str], encode: Encode | None = None) -> list[Example]:
+    """Every answer that ended by itself or at its limit. PredictorError for anything unusual."""
+    name = os.fspath(path)
+    examples = []
+    for at, line in lines_of(path):
+        try:
+            example = _example(line, encode)
+        except PredictorError as error:
+            raise PredictorError(f"{name}, line {at}: {error}") from None
+        if example is not None:
+            examples.append(example)
+    if not examples:
+        raise PredictorError(f"{name} holds no answer")
+    return examples
+
+
+def lines_of(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, blank ones left out; a name that ends in .xz is unpacked on the way."""
+    name = os.fspath(path)
+    try:
+        with _opened(Path(path)) as file:
+            at = 0
+            while line := file.readline(MAX_LINE_CHARS + 1):
+                at += 1
+                if len(line) > MAX_LINE_CHARS:
+                    raise PredictorError(f"{name}, line {at}: longer than {MAX_LINE_CHARS} characters")
+                if at > MAX_LINES:
+                    raise PredictorError(f"{name} has more than {MAX_LINES} lines: cut a part of it out")
+                if line.strip():
+                    yield at, line
+    except (lzma.LZMAError, EOFError):
+        raise PredictorError(f"{name} is not whole, or no xz file") from None
+    except UnicodeDecodeError:
+        raise PredictorError(f"{name} is not UTF-8 text") from None
+    except OSError as error:
+        raise PredictorError(f"{name} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise PredictorError(f"{name!r:.80} names no file: {error}") from None
+
+
+def _opened(path: Path) -> IO[str]:
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8")
+    return open(path, encoding="utf-8")
+
+
+def _example(line: str, encode: Encode | None) -> Example | None:
+    """None for an answer that was broken off: it has no length."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise PredictorError("not JSON") from None
+    if not isinstance(row, dict):
+        raise PredictorError("a JSON object is expected")
+    output_tokens = _whole(row, "output_tokens", 0, MAX_ANSWER_TOKENS)
+    if not output_tokens or row.get("finish_reason", "stop") not in ("stop", "length"):
+        return None
+    limited = row.get("max_tokens") is not None
+    max_tokens = _whole(row, "max_tokens", 1, MAX_ANSWER_TOKENS) if limited else None
+    n_messages = _whole(row, "n_messages", 1, 1 << 20) if row.get("n_messages") is not None else 1
+    system = row.get("system_prompt_id")
+    if system is not None and not isinstance(system, str):
+        raise PredictorError(f"system_prompt_id must be a text, not {system!r:.40}")
+    facts = PromptFacts(_token_ids(row, encode), _temperature(row), max_tokens, n_messages, system)
+    return Example(facts, min(output_tokens, facts.limit), row.get("finish_reason") == "length")
+
+
+def _token_ids(row: dict[str, Any], encode: Encode | None) -> tuple[int, ...]:
+    ids = row.get("prompt_token_ids")
+    if ids is None and isinstance(row.get("prompt"), str):
+        if encode is None:
+            raise PredictorError("it has the prompt's text: say with --model whose tokens it becomes")
+        return tuple(encode(row["prompt"]))
+    if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < MAX_TOKEN_ID for one in ids):
+        raise PredictorError("neither prompt_token_ids, a list of token ids, nor prompt, a text")
+    return tuple(ids)
+
+
+def _whole(row: dict[str, Any], name: str, least: int, most: int) -> int:
+    value = row.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise PredictorError(f"{name} must be a number from {least} to {most}, not {value!r:.40}")
+    return value
+
+
+def _temperature(row: dict[str, Any]) -> float:
+    value = row.get("temperature", 0.0)
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise PredictorError(f"temperature must be a number from 0 on, not {value!r:.40}")
+    return float(value)

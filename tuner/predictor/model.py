@@ -1,0 +1,117 @@
+"""A trained predictor: asked for one prompt at a time, in well under a millisecond."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.tuner.predictor.calibration import RunningPrice, price_holding
+from phasewise.tuner.predictor.distribution import LengthDistribution
+from phasewise.tuner.predictor.facts import PromptFacts
+from phasewise.tuner.predictor.features import bag_of, figures_of
+from phasewise.tuner.predictor.network import Batch, Outputs, Params, forward, softmax
+
+Floats = npt.NDArray[np.float32]
+
+DEFAULT_HOLD = 0.99
+"""The share of answers that an estimate is to hold, where nobody says."""
+
+FARTHEST = 3.0
+"""Standard deviations: a figure beyond what training saw counts as this far away."""
+
+
+class Scaling(NamedTuple):
+    """What brings a request's figures to one scale. A figure that never varied in training counts nothing."""
+
+    mean: Floats
+    inverse_deviation: Floats
+
+    @classmethod
+    def of(cls, figures: Floats) -> Scaling:
+        deviation = figures.std(axis=0)
+        varied = deviation > 1e-3
+        return cls(figures.mean(axis=0), np.where(varied, 1 / np.where(varied, deviation, 1), 0).astype(np.float32))
+
+    def apply(self, figures: Floats) -> Floats:
+        scaled: Floats = np.clip((figures - self.mean) * self.inverse_deviation, -FARTHEST, FARTHEST)
+        return scaled
+
+
+class Forecast(NamedTuple):
+    """`output_tokens` is to hold the share of answers that was asked for, `likely_tokens` is the length head's
+    best single guess; both within the request's max_tokens. `uncertainty`: 0 sure, 1 no idea."""
+
+    output_tokens: int
+    likely_tokens: int
+    uncertainty: float
+
+
+@dataclass(frozen=True)
+class LengthPredictor:
+    """What training leaves: see `features` for `rarity`, `network` for what members are.
+
+    bounds: of the length bins, ascending. members: networks whose forecasts are averaged. prices: those that
+    answers could pay which their network had not learnt from, ascending (see `calibration`). trained_on: counts
+    and settings, never texts.
+    """
+
+    model_name: str
+    rarity: Floats
+    scaling: Scaling
+    bounds: Floats
+    members: tuple[Params, ...]
+    prices: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
+    trained_on: Mapping[str, float] = field(default_factory=dict)
+
+    def distribution(self, facts: PromptFacts) -> LengthDistribution:
+        """All that is thought of the answer's length."""
+        return self._read(self._run(facts), facts)
+
+    def forecast(self, facts: PromptFacts, price: float) -> Forecast:
+        """price: of a token of room, e.g. `price_holding(self.prices, 0.99)`."""
+        outputs = self._run(facts)
+        thought = self._read(outputs, facts)
+        likely = math.exp(min(20.0, float(np.mean([out.log_lengths[0] for out in outputs]))))
+        return Forecast(thought.room(price), round(min(max(likely, 1), facts.limit)), thought.uncertainty)
+
+    def price(self, hold: float) -> float:
+        """At which estimates hold a share `hold` of answers like those of training."""
+        return price_holding([*self.prices.tolist()], hold)
+
+    def _run(self, facts: PromptFacts) -> list[Outputs]:
+        bag = bag_of(facts, self.rarity)
+        figures = self.scaling.apply(figures_of(facts))[None]
+        batch = Batch(bag.rows, bag.weights, np.array([0, len(bag.rows)]), figures)
+        return [forward(params, batch) for params in self.members]
+
+    def _read(self, outputs: Sequence[Outputs], facts: PromptFacts) -> LengthDistribution:
+        shares = np.mean([softmax(out.scores[0].astype(np.float64)) for out in outputs], axis=0)
+        return LengthDistribution(self.bounds, shares, facts.limit)
+
+
+class LiveEstimator:
+    """A predictor that serves: estimates, and follows what answers become. For any threads."""
+
+    def __init__(self, predictor: LengthPredictor, hold: float = DEFAULT_HOLD) -> None:
+        self.predictor = predictor
+        self._running = RunningPrice(predictor.prices.tolist(), hold)
+        self._lock = Lock()
+
+    def __call__(self, facts: PromptFacts) -> tuple[float, float]:
+        """(length of the answer, uncertainty)"""
+        with self._lock:
+            price = self._running.price
+        forecast = self.predictor.forecast(facts, price)
+        return float(forecast.output_tokens), forecast.uncertainty
+
+    def observe(self, facts: PromptFacts, output_tokens: int) -> None:
+        """An answer ended, by itself or at its limit, after so many tokens."""
+        price = self.predictor.distribution(facts).price_of(output_tokens)
+        with self._lock:
+            self._running.observe(price)

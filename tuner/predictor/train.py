@@ -1,0 +1,233 @@
+"""From logged answers to a predictor: several networks by Adam, each stopped where other prompts gain nothing more.
+
+The prompts are dealt into as many folds as there are networks. Each network learns from the other folds, and its own
+says when to stop XX The same examples and seed give the same bits on one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.tuner.errors import PredictorError
+from phasewise.tuner.predictor.facts import Example, place_of
+from phasewise.tuner.predictor.features import N_FIGURES, N_ROWS, bag_of, figures_of, learn_rarity
+from phasewise.tuner.predictor.model import LengthPredictor, Scaling
+from phasewise.tuner.predictor.network import Batch, Params, Targets, loss_and_gradient
+
+FEWEST_EXAMPLES = 40
+FEWEST_PROMPTS = 20
+MOST_PRICES = 8192
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What may be chosen."""
+
+    seed: int = 0
+    members: int = 5
+    """Networks whose forecasts are averaged."""
+    n_bins: int = 24
+    width: int = 8
+    hidden: int = 32
+    batch: int = 64
+    epochs: int = 30
+    patience: int = 4
+    """Epochs without a gain before a network stops."""
+    learning_rate: float = 3e-3
+    decay: float = 0.1
+    kept_pieces: float = 0.7
+    """Share of the prompts' pieces that an epoch looks at."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """How far a network is: its mean losses on what it learns from, and on the fold that it does not see."""
+
+    member: int
+    number: int
+    loss: float
+    unseen_loss: float
+
+
+def train(
+    examples: Sequence[Example],
+    model_name: str,
+    options: TrainOptions = TrainOptions(),
+    report: Callable[[Epoch], None] = lambda _: None,
+    bounds: Sequence[int] | None = None,
+) -> LengthPredictor:
+    """A predictor of these answers' lengths. PredictorError where there are too few of them.
+
+    bounds: of the length bins, ascending; None: learnt, so that equally many answers fall into each.
+    """
+    folds = np.array([int(place_of(one, options.seed) * options.members) for one in examples])
+    n_prompts = len({one.prompt_key for one in examples})
+    if len(examples) < FEWEST_EXAMPLES or n_prompts < FEWEST_PROMPTS or len(set(folds)) < options.members:
+        raise PredictorError(
+            f"{len(examples)} answers to {n_prompts} prompts are too few to learn from: at least "
+            f"{FEWEST_EXAMPLES} answers to {FEWEST_PROMPTS} prompts are needed; collect more"
+        )
+    edges = _bin_bounds(examples, options.n_bins) if bounds is None else np.array(bounds, np.float32)
+    untrained = _untrained(examples, model_name, edges)
+    samples = _Samples.of(untrained, examples)
+    members: list[Params] = []
+    prices: list[float] = []
+    for member in range(options.members):
+        unseen = np.flatnonzero(folds == member)
+        fit = _Fit(samples.pick(np.flatnonzero(folds != member)), samples.pick(unseen), options)
+        members.append(fit.run(member, untrained.bounds, report))
+        alone = replace(untrained, members=(members[-1],))
+        prices += [alone.distribution(examples[at].facts).price_of(examples[at].output_tokens) for at in unseen]
+    counts = {"answers": len(examples), "prompts": n_prompts, "cut": sum(one.was_cut for one in examples)}
+    return replace(untrained, members=tuple(members), prices=_thinned(prices), trained_on=counts)
+
+
+def _untrained(examples: Sequence[Example], model_name: str, bounds: Floats) -> LengthPredictor:
+    """What can be counted, without a network."""
+    prompts = {one.prompt_key: one.facts for one in examples}
+    return LengthPredictor(
+        model_name,
+        rarity=learn_rarity(list(prompts.values())),
+        scaling=Scaling.of(np.stack([figures_of(one.facts) for one in examples])),
+        bounds=bounds,
+        members=(),
+    )
+
+
+def _bin_bounds(examples: Sequence[Example], n_bins: int) -> Floats:
+    """Bounds that equally many answers of known length fall between, the longest of them the last one."""
+    known = [one.output_tokens for one in examples if not one.was_cut]
+    if not known:
+        raise PredictorError("every answer was cut at its max_tokens, so that none has a length: allow more")
+    levels = np.arange(1, n_bins) / (n_bins - 1)
+    return np.unique(np.quantile(np.array(known), levels, method="higher")).astype(np.float32)
+
+
+def _thinned(prices: Sequence[float]) -> Floats:
+    """In order, every k-th of them where they are many."""
+    ordered = np.sort(np.array(prices, np.float32))
+    return ordered[:: -(-len(ordered) // MOST_PRICES)]
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Examples as arrays."""
+
+    batch: Batch
+    targets: Targets
+
+    @classmethod
+    def of(cls, predictor: LengthPredictor, examples: Sequence[Example]) -> _Samples:
+        bags = [bag_of(one.facts, predictor.rarity) for one in examples]
+        lengths = np.array([one.output_tokens for one in examples], dtype=np.float32)
+        batch = Batch(
+            rows=np.concatenate([bag.rows for bag in bags]),
+            weights=np.concatenate([bag.weights for bag in bags]),
+            starts=np.cumsum([0, *(len(bag.rows) for bag in bags)]),
+            figures=np.stack([predictor.scaling.apply(figures_of(one.facts)) for one in examples]),
+        )
+        was_cut = np.array([one.was_cut for one in examples])
+        return cls(batch, Targets(np.searchsorted(predictor.bounds, lengths), np.log(lengths), was_cut))
+
+    def __len__(self) -> int:
+        return len(self.targets.bins)
+
+    def pick(self, chosen: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_] | None = None) -> _Samples:
+        """Some samples; of their pieces only those `kept`."""
+        whole = self.batch
+        lengths = np.diff(whole.starts)[chosen]
+        firsts = np.cumsum(lengths) - lengths
+        places = np.arange(int(lengths.sum())) + np.repeat(whole.starts[chosen] - firsts, lengths)
+        owners = np.repeat(np.arange(len(chosen)), lengths)
+        if kept is not None:
+            places, owners = places[kept[places]], owners[kept[places]]
+        starts = np.searchsorted(owners, np.arange(len(chosen) + 1))
+        batch = Batch(whole.rows[places], whole.weights[places], starts, whole.figures[chosen])
+        return _Samples(batch, Targets(*(column[chosen] for column in vars(self.targets).values())))
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The fitting of one network."""
+
+    seen: _Samples
+    unseen: _Samples
+    options: TrainOptions
+
+    def run(self, member: int, bounds: Floats, report: Callable[[Epoch], None]) -> Params:
+        """The weights of the epoch at which the unseen fold was foretold best."""
+        rng = np.random.default_rng([self.options.seed, member])
+        adam = _Adam(self._start(len(bounds) + 1, rng), self.options)
+        best, best_loss, best_number = adam.params(), np.inf, 0
+        for number in range(1, self.options.epochs + 1):
+            losses = [adam.step(part) for part in self._batches(rng)]
+            params = adam.params()
+            unseen_loss, _ = loss_and_gradient(params, self.unseen.batch, self.unseen.targets)
+            report(Epoch(member, number, float(np.mean(losses)), unseen_loss))
+            if unseen_loss < best_loss:
+                best, best_loss, best_number = params, unseen_loss, number
+            elif number - best_number >= self.options.patience:
+                break
+        return best
+
+    def _start(self, n_bins: int, rng: np.random.Generator) -> Params:
+        """A network that foretells the same for every prompt."""
+        width, hidden = self.options.width, self.options.hidden
+        w1 = rng.standard_normal((width + N_FIGURES, hidden), dtype=np.float32)
+        return Params(
+            table=np.zeros((N_ROWS, width), np.float32),  # a piece that training never saw says nothing
+            w1=w1 / np.float32(np.sqrt(width + N_FIGURES)),
+            b1=np.zeros(hidden, np.float32),
+            w2=np.zeros((hidden, n_bins), np.float32),
+            b2=np.zeros(n_bins, np.float32),
+            w3=np.zeros(hidden, np.float32),
+            b3=self.seen.targets.log_lengths.mean(keepdims=True),
+        )
+
+    def _batches(self, rng: np.random.Generator) -> Iterator[_Samples]:
+        order = rng.permutation(len(self.seen))
+        kept = rng.random(len(self.seen.batch.rows)) < self.options.kept_pieces
+        for start in range(0, len(order), self.options.batch):
+            yield self.seen.pick(order[start : start + self.options.batch], kept)
+
+
+class _Adam:
+    """Adam with decoupled decay (Loshchilov and Hutter 2019). Of the table only the rows of a batch move."""
+
+    MOMENTUM, MEMORY, EPSILON = 0.9, 0.999, 1e-8
+
+    def __init__(self, params: Params, options: TrainOptions) -> None:
+        self._now = params.arrays()
+        self._first = {name: np.zeros_like(array) for name, array in self._now.items()}
+        self._second = {name: np.zeros_like(array) for name, array in self._now.items()}
+        self._options = options
+        self._n_steps = 0
+
+    def step(self, samples: _Samples) -> float:
+        """One step downhill; the loss before it."""
+        self._n_steps += 1
+        loss, gradient = loss_and_gradient(Params(**self._now), samples.batch, samples.targets)
+        for name, (rows, by) in gradient.items():
+            self._move(name, rows, by)
+        return loss
+
+    def params(self) -> Params:
+        """As they are now, to keep."""
+        return Params(**{name: array.copy() for name, array in self._now.items()})
+
+    def _move(self, name: str, rows: Any, by: npt.NDArray[Any]) -> None:
+        first, second, now = self._first[name], self._second[name], self._now[name]
+        first[rows] = self.MOMENTUM * first[rows] + (1 - self.MOMENTUM) * by
+        second[rows] = self.MEMORY * second[rows] + (1 - self.MEMORY) * by * by
+        mean = first[rows] / (1 - self.MOMENTUM**self._n_steps)
+        deviation = np.sqrt(second[rows] / (1 - self.MEMORY**self._n_steps))
+        decay = 0.0 if name.startswith("b") else self._options.decay
+        change = mean / (deviation + self.EPSILON) + decay * now[rows]
+        now[rows] -= (self._options.learning_rate * change).astype(now.dtype)
