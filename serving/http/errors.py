@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from phasewise.serving.errors import (
     ContextLengthExceeded,
     QueueFull,
+    RankLost,
     RanksError,
     RequestError,
     StepFailed,
@@ -113,6 +114,9 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="server_stopping")
         case StepFailed():
             return ApiError(500, str(error), code="engine_error")
+        case RankLost():
+            message = f"{error}; the ranks are started anew, send the request again"
+            return ApiError(503, message, code="rank_lost", retry_after_s=1)
         case RanksError():
             return ApiError(503, str(error), code="engine_stopped")
         case _:
