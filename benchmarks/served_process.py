@@ -1,0 +1,158 @@
+"""`phasewise serve` as a process of its own, and what the kernel and /metrics tell about it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import raw_http
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_MODEL = "smollm2-135m-instruct"
+TINY = "tiny"
+PHASEWISE = (sys.executable, "-m", "phasewise")
+START_LIMIT_S = 120.0
+_PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def model_reference(name: str, folder: Path) -> str:
+    """What `serve` is to be given: a name that it knows, or the file of a tiny model, written to `folder`."""
+    if name != TINY:
+        return name
+    sys.path.insert(0, str(ROOT / "tests" / "serving"))
+    from tiny_models import TinyShape, write_tiny_gguf
+
+    shape = TinyShape(n_layers=4, hidden=128, ffn=256, n_heads=8, n_kv_heads=4, context_length=4096)
+    path = folder / "tiny.gguf"
+    return str(path if path.exists() else write_tiny_gguf(path, shape=shape))
+
+
+class ServerProcess:
+    """A server on a free port of 127.0.0.1, ready when `with` has been entered; killed when it is left.
+
+    before: what the command line begins with (`unshare` and the like, ending in `exec`).
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
+    ) -> None:
+        self.port = free_port()
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
+        command = [*before, *PHASEWISE, "serve", model, "--port", str(self.port), *arguments]
+        self.process = subprocess.Popen(
+            command, stdout=self.log, stderr=self.log, env={**os.environ, **(environment or {})}
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def __enter__(self) -> ServerProcess:
+        try:
+            self.wait_until(lambda: self.status("/health") == 200, START_LIMIT_S, "does not become healthy")
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self.log.close()
+
+    # ---- what it says ------------------------------------------------------------------------------------
+
+    def ask(self, method: str, path: str, body: object = None) -> raw_http.Reply:
+        return asyncio.run(raw_http.ask(self.port, method, path, body))
+
+    def status(self, path: str) -> int | None:
+        """Of a GET; None while nobody answers."""
+        try:
+            return self.ask("GET", path).status
+        except (ConnectionError, OSError):
+            return None
+
+    def metrics(self) -> dict[str, float]:
+        """By name with labels, as /metrics writes them."""
+        text = self.ask("GET", "/metrics").body.decode()
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
+        return {name: float(value) for name, value in lines}
+
+    def said(self) -> str:
+        """All that it has written so far."""
+        self.log.seek(0)
+        return self.log.read()
+
+    # ---- what the kernel says ----------------------------------------------------------------------------
+
+    def rank_pids(self) -> list[int]:
+        """The processes of its other ranks."""
+        tasks = Path(f"/proc/{self.pid}/task")
+        return [int(pid) for task in tasks.iterdir() for pid in _read(task / "children").split()]
+
+    def n_descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def n_shared_mappings(self) -> int:
+        return _read(Path(f"/proc/{self.pid}/maps")).count("memfd:phasewise-")
+
+    def n_threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/task"))
+
+    def rss_mib(self) -> float:
+        """Resident memory of the server's own process."""
+        return int(_read(Path(f"/proc/{self.pid}/statm")).split()[1]) * _PAGE_MIB
+
+    # ---- what is done to it ------------------------------------------------------------------------------
+
+    def wait_until(self, holds: Callable[[], bool], limit_s: float, otherwise: str) -> float:
+        """Seconds until `holds`. RuntimeError saying `otherwise`, and the log, if that takes too long."""
+        began = time.monotonic()
+        while not holds():
+            if self.process.poll() is not None:
+                raise RuntimeError(
+                    f"the server ended with exit code {self.process.returncode}: {self.said()}"
+                )
+            if time.monotonic() - began > limit_s:
+                raise RuntimeError(f"the server {otherwise} within {limit_s:g} s: {self.said()}")
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def exit_code(self, limit_s: float = 60.0) -> int:
+        return self.process.wait(limit_s)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return ""
