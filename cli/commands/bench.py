@@ -53,6 +53,14 @@ class Table(StrEnum):
     json = "json"
 
 
+class Part(StrEnum):
+    """Which requests of a trace `bench kv` replays."""
+
+    all = "all"
+    first = "first"
+    second = "second"
+
+
 def _counts(text: str) -> list[int]:
     """`128,512` as integers; a clear usage error otherwise."""
     try:
@@ -208,6 +216,89 @@ def _kinds(text: str) -> list[str]:
     if not set(kinds) <= set(_native.ALL_REDUCE_KINDS):
         raise typer.BadParameter(f"--kinds {text!r} is not a list of {', '.join(_native.ALL_REDUCE_KINDS)}")
     return list(dict.fromkeys(kinds))
+
+
+@app.command("kv")
+def kv(
+    traces: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TRACE...", help="files or distributions, one after the other", show_default=False
+        ),
+    ],
+    column: Annotated[
+        str | None, typer.Option("--column", help="of a CSV file without prompts: lengths of answers")
+    ] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=1, max=MAX_M, help="of each request of such a file")
+    ] = 48,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="requests of each trace")] = 2000,
+    part: Annotated[
+        Part, typer.Option("--part", help="a half drawn with the seed, to find settings on or to judge them")
+    ] = Part.all,
+    max_tokens: Annotated[
+        str,
+        typer.Option(
+            "--max-tokens", help="where answers end; final:SHARE or live:SHARE: where static has it"
+        ),
+    ] = "512",
+    estimate: Annotated[
+        str, typer.Option("--estimate", help="none, exact, constant, error:SIGMA or a predictor's file")
+    ] = "none",
+    seed: Annotated[int, typer.Option("--seed", help="of samples, halves and errors")] = 0,
+    slots: Annotated[int, typer.Option("--slots", min=16, help="KV slots of the pool")] = 8192,
+    max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="requests at once")] = 256,
+    step_ms: Annotated[
+        float | None,
+        typer.Option("--step-ms", min=0.001, help="by arrival, a step as long [default: all wait at once]"),
+    ] = None,
+    policies: Annotated[
+        str, typer.Option("--policies", metavar="LIST", help="of odma, odma-whole, static, fixed, paged")
+    ] = "odma,odma-whole,static,fixed,paged",
+    n_buckets: Annotated[int | None, typer.Option("--buckets", min=1, max=64, help="odma: at most")] = None,
+    alpha: Annotated[float | None, typer.Option("--alpha", min=0, help="odma: inflation by u")] = None,
+    tau: Annotated[float | None, typer.Option("--tau", min=0, max=1, help="odma: u of no use")] = None,
+    window: Annotated[int | None, typer.Option("--window", min=16, help="odma: answers learnt from")] = None,
+    refresh_every: Annotated[
+        int | None, typer.Option("--refresh-every", min=1, help="odma: answers between two lessons")
+    ] = None,
+    reserve_share: Annotated[
+        float | None, typer.Option("--reserve", min=0, max=0.9, help="odma: share promised to nobody")
+    ] = None,
+    page_slots: Annotated[int | None, typer.Option("--page-slots", min=16, help="paged: of a page")] = None,
+    n_fixed: Annotated[int | None, typer.Option("--fixed-buckets", min=1, help="fixed: how many")] = None,
+    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
+) -> None:
+    """Replay lengths of requests against KV policies, through the scheduler and the pools, without a model.
+
+    live/reserved: tokens of the slots that requests hold, over time. live/pool: of all slots, while requests
+    wait. final/reserved: prompt and answer of the block at the end. A step is one batch of the scheduler.
+    """
+    from phasewise.cli.bench_kv import KV_POLICIES, Load, replay_of, replayed
+    from phasewise.cli.kv_formats import FORMATS
+    from phasewise.cli.kv_trace import Asked
+
+    names = [name.strip() for name in policies.split(",")]
+    if not set(names) <= set(KV_POLICIES):
+        raise typer.BadParameter(f"--policies {policies!r} is not a list of {', '.join(KV_POLICIES)}")
+    if page_slots is not None and page_slots % 16:
+        raise typer.BadParameter(f"--page-slots {page_slots}: a page is a multiple of 16 slots")
+    settings = {
+        "n_buckets": n_buckets,
+        "alpha": alpha,
+        "tau": tau,
+        "window": window,
+        "refresh_every": refresh_every,
+        "reserve_share": reserve_share,
+        "page_slots": page_slots,
+        "n_fixed": n_fixed,
+    }
+    load = Load(traces, Asked(column, prompt_tokens, count, part.value, seed), max_tokens, estimate, step_ms)
+    replay, story = replay_of(
+        load, slots, max_sequences, {name: value for name, value in settings.items() if value is not None}
+    )
+    note(story)
+    print(FORMATS[output.value](list(replayed(replay, names))), end="")
 
 
 @app.command("kernels")
