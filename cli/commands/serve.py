@@ -48,6 +48,16 @@ class KvPolicy(StrEnum):
     paged = "paged"
 
 
+class KvFormat(StrEnum):
+    """How keys and values are held. `auto`: f32 beside f32 weights, else f16."""
+
+    auto = "auto"
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+    int8 = "int8"
+
+
 def parse_bytes(text: str) -> int:
     """`512M`, `1.5GiB` or `4000000`: bytes, units being powers of 1024."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
@@ -178,6 +188,12 @@ def serve(
             rich_help_panel=_ENGINE,
         ),
     ] = None,
+    kv_format: Annotated[
+        KvFormat,
+        typer.Option(
+            envvar="PHASEWISE_KV_FORMAT", help="of keys and values in memory", rich_help_panel=_ENGINE
+        ),
+    ] = KvFormat.auto,
     kv_policy: Annotated[
         KvPolicy,
         typer.Option(
@@ -245,7 +261,7 @@ def serve(
     ) as address:  # told before the model is read
         found = open_model(model, weight_format, threads, db)
         size = replace(
-            EngineSize.for_many(found.model, max_sequences, context, kv_bytes),
+            EngineSize.for_many(found.model, max_sequences, context, kv_bytes, kv_format.value),
             max_batch_tokens=max_batch_tokens,
             kv_policy=kv_policy.value,
             prefix_reuse=not no_prefix_reuse,
@@ -324,10 +340,13 @@ def _address(host: str, port: int, unix_socket: Path | None, *, secure: bool) ->
 
 
 def _tell(opened: OpenEngine, settings: ServiceSettings) -> None:
+    from phasewise.serving.forward import resolve_kv_format
+
     size, limits = opened.size, settings.limits
     note(f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens")
     kv_mib = opened.kv_bytes / (1 << 20)
-    note(f"KV cache: {size.kv_slots} tokens in {kv_mib:.0f} MiB, policy {size.kv_policy}")
+    kv_format = resolve_kv_format(opened.model, size.kv_format)
+    note(f"KV cache: {size.kv_slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
     for plan in opened.plans.values():
         note(plan.describe())
     if settings.length_log is not None:

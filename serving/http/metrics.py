@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -53,6 +59,7 @@ class Metrics:
     """Observes the traffic with the engine; `http` counts the answers, `gauges` gives the rest."""
 
     def __init__(self, gauges: Gauges) -> None:
+        disable_created_metrics()  # a second line for each count, which nobody reads
         self.registry = registry = CollectorRegistry()
         registry.register(_Read(gauges))
         self.http = self._counter("http_responses", "answers", "path", "status")
