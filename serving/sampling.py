@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,26 @@ FloatVector = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
 
 _BLOCK = 256  # weights summed at a time
+_LEAST_WEIGHTS = (1e-2, 1e-4, 1e-6)  # of the likeliest's: a nucleus seldom reaches below the first
+_FOLDED_TO = 64  # columns for each of the k largest that are looked for
 _GREEDY_BELOW = 1e-4  # temperatures under this are 0: logits divided by less overflow
 _MAX_SEED = 2**64
+
+
+class _Scratch(threading.local):
+    """Rows to work in, kept by each thread: fresh memory of this size costs more than what is done in it."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, FloatVector] = {}
+
+    def row(self, name: str, size: int) -> FloatVector:
+        row = self._rows.get(name)
+        if row is None or row.size < size:
+            row = self._rows[name] = np.empty(size, dtype=np.float32)
+        return row[:size]
+
+
+_scratch = _Scratch()
 
 
 def _require(holds: bool, name: str, wanted: str, got: object) -> None:
@@ -111,8 +129,10 @@ class Sampler:
         self._check_ids(vocab_size)
         seed = secrets.randbits(64) if params.seed is None else params.seed % _MAX_SEED
         self._rng = None if params.is_greedy else np.random.Generator(np.random.PCG64(seed))
-        self._answer: Counter[int] = Counter()
-        self._seen = set(prompt_token_ids) if params.repetition_penalty != 1.0 else set()
+        self._answer = _Tally(())
+        self._seen = _Tally(prompt_token_ids if params.repetition_penalty != 1.0 else ())
+        self._biased = np.fromiter(params.logit_bias.keys(), dtype=np.int64, count=len(params.logit_bias))
+        self._biases = np.fromiter(params.logit_bias.values(), dtype=np.float32, count=self._biased.size)
 
     def sample(self, logits: FloatVector) -> SampledToken:
         """Choose from `logits` (float32 [vocab], not changed). StepFailed if none of them is a number."""
@@ -120,7 +140,7 @@ class Sampler:
         shaped = self._reshape(logits) if params.reshapes_logits else logits
         token_id = self._choose(shaped) if self.guide is None else self._choose_guided(shaped, self.guide)
         if params.reshapes_logits:
-            self._answer[token_id] += 1
+            self._answer.add(token_id)
             self._seen.add(token_id)
         if params.top_logprobs is None:
             return SampledToken(token_id)
@@ -135,7 +155,7 @@ class Sampler:
 
     def _choose_guided(self, shaped: FloatVector, guide: Guide) -> int:
         _require_finite(float(shaped.max()))
-        allowed = shaped.copy()
+        allowed = shaped if self.params.reshapes_logits else _copied(shaped)
         if not guide.forbid(allowed):
             self.cut_short = True
             return guide.end_token_id
@@ -144,18 +164,15 @@ class Sampler:
         return token_id
 
     def _reshape(self, logits: FloatVector) -> FloatVector:
-        params, shaped = self.params, logits.astype(np.float32, copy=True)
-        if params.repetition_penalty != 1.0 and self._seen:
-            ids = np.fromiter(self._seen, dtype=np.int64, count=len(self._seen))
-            seen = shaped[ids]
+        params, shaped = self.params, _copied(logits)
+        if params.repetition_penalty != 1.0:
+            seen = shaped[self._seen.ids]
             penalty = np.float32(params.repetition_penalty)
-            shaped[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
-        if self._answer and (params.frequency_penalty or params.presence_penalty):
-            ids = np.fromiter(self._answer.keys(), dtype=np.int64, count=len(self._answer))
-            counts = np.fromiter(self._answer.values(), dtype=np.float32, count=len(self._answer))
-            shaped[ids] -= params.frequency_penalty * counts + params.presence_penalty
-        for token_id, bias in params.logit_bias.items():
-            shaped[token_id] += bias
+            shaped[self._seen.ids] = np.where(seen > 0, seen / penalty, seen * penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            said = self._answer
+            shaped[said.ids] -= params.frequency_penalty * said.counts + params.presence_penalty
+        shaped[self._biased] += self._biases
         return shaped
 
     def _check_ids(self, vocab_size: int) -> None:
@@ -164,6 +181,35 @@ class Sampler:
                 raise RequestError(
                     f"logit_bias names token {token_id}, but ids are 0 to {vocab_size - 1}", "logit_bias"
                 )
+
+
+class _Tally:
+    """Which tokens there were, and how often, as arrays that grow with them."""
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self._place: dict[int, int] = {}
+        self._ids = np.empty(64, dtype=np.int64)
+        self._counts = np.empty(64, dtype=np.float32)
+        for token_id in token_ids:
+            self.add(token_id)
+
+    @property
+    def ids(self) -> TokenIds:
+        return self._ids[: len(self._place)]
+
+    @property
+    def counts(self) -> FloatVector:
+        return self._counts[: len(self._place)]
+
+    def add(self, token_id: int) -> None:
+        place = self._place.get(token_id)
+        if place is None:
+            place = self._place[token_id] = len(self._place)
+            if place == self._ids.size:
+                self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.empty_like(self._counts)])
+            self._ids[place], self._counts[place] = token_id, 0
+        self._counts[place] += 1
 
 
 def sample_rows(logits: npt.NDArray[np.float32], samplers: Sequence[Sampler]) -> list[SampledToken]:
@@ -180,33 +226,73 @@ def _greedy_rows(logits: npt.NDArray[np.float32]) -> list[SampledToken]:
     return [SampledToken(token_id) for token_id in token_ids]
 
 
+def _copied(logits: FloatVector) -> FloatVector:
+    """A copy that may be changed, until the next one."""
+    copy = _scratch.row("logits", logits.size)
+    np.copyto(copy, logits)
+    return copy
+
+
 def _draw(logits: FloatVector, params: SamplingParams, uniform: float) -> int:
     """The token at `uniform` in [0, 1) of the filtered distribution, laid out by token id."""
     ids: TokenIds | None = None  # None: all of them
     if params.top_k is not None and params.top_k < logits.size:
         ids = _largest(logits, params.top_k)
         logits = logits[ids]
-    weights = np.exp((logits - logits.max()) / np.float32(params.temperature))
+    weights = _weights(logits, params.temperature)
     if params.top_p < 1.0 or params.min_p > 0.0:
         kept = _nucleus(weights, params.top_p, params.min_p)
         ids = kept if ids is None else ids[kept]
         weights = weights[kept]
-    place = _place(weights, uniform, "right")
+    place = _place(weights, uniform)
     return place if ids is None else int(ids[place])
+
+
+def _weights(logits: FloatVector, temperature: float) -> FloatVector:
+    """exp(logit / temperature), the largest of them 1. In a scratch row."""
+    weights = _scratch.row("weights", logits.size)
+    np.subtract(logits, logits.max(), out=weights)
+    if temperature != 1.0:
+        np.multiply(weights, np.float32(1 / temperature), out=weights)
+    return np.exp(weights, out=weights)
 
 
 def _nucleus(weights: FloatVector, top_p: float, min_p: float) -> TokenIds:
     """The places that top-p and then min-p leave, ascending. The largest weight is 1."""
-    falling = np.sort(weights)[::-1]
-    if top_p < 1.0:
-        falling = falling[: _place(falling, top_p, "left") + 1]
+    if top_p == 1.0:
+        return np.flatnonzero(weights >= np.float32(min_p))
+    share = top_p * float(_block_sums(weights).sum())
+    for least in (*_LEAST_WEIGHTS, 0.0):
+        places = np.flatnonzero(weights >= np.float32(least))
+        if float(weights[places].sum(dtype=np.float64)) >= share:
+            break
+    falling = np.sort(weights[places])[::-1]
+    sums = np.cumsum(falling, dtype=np.float64)
+    n_kept = min(int(np.searchsorted(sums, share, side="left")) + 1, falling.size)
     if min_p > 0.0:
-        falling = falling[: max(1, int(np.count_nonzero(falling >= min_p)))]
-    return _at_least(weights, falling[-1], falling.size)
+        n_kept = min(n_kept, max(1, int(np.count_nonzero(falling >= np.float32(min_p)))))
+    return places[_at_least(weights[places], falling[n_kept - 1], n_kept)]
 
 
 def _largest(values: FloatVector, n: int) -> TokenIds:
-    return _at_least(values, np.partition(values, values.size - n)[values.size - n], n)
+    """The places of the `n` largest values, ascending; among equals at the border the first stay."""
+    near = np.flatnonzero(values >= _below_largest(values, n))
+    values = values[near]
+    return near[_at_least(values, np.partition(values, values.size - n)[values.size - n], n)]
+
+
+def _below_largest(values: FloatVector, n: int) -> np.float32:
+    """A value that at least `n` others reach, and not many more.
+
+    The maxima of columns: `n` of them are `n` values of different places.
+    """
+    columns, size = values, values.size
+    folded = _scratch.row("columns", size)
+    while size >= 2 * n * _FOLDED_TO:
+        size //= 2
+        np.maximum(columns[:size], columns[size : 2 * size], out=folded[:size])
+        columns = folded
+    return np.float32(np.partition(columns[:size], size - n)[size - n])
 
 
 def _at_least(values: FloatVector, least: np.float32, n: int) -> TokenIds:
@@ -218,29 +304,39 @@ def _at_least(values: FloatVector, least: np.float32, n: int) -> TokenIds:
     return places
 
 
-def _place(weights: FloatVector, share: float, side: Literal["left", "right"]) -> int:
-    """Where the running sum of `weights` reaches ("left") or passes ("right") `share` of the whole.
+def _block_sums(weights: FloatVector) -> npt.NDArray[np.float64]:
+    """Sums of blocks of weights, the last one being what is left."""
+    n_whole = weights.size // _BLOCK
+    whole = np.einsum("ij->i", weights[: n_whole * _BLOCK].reshape(n_whole, _BLOCK))
+    rest = weights[n_whole * _BLOCK :].sum(keepdims=True)
+    return np.concatenate([whole, rest]).astype(np.float64)
+
+
+def _place(weights: FloatVector, share: float) -> int:
+    """Where the running sum of `weights` passes `share` of the whole; always at a weight that is not 0.
 
     In two steps, blocks and then one block: one running sum over a vocabulary takes as long as all the rest.
     """
-    sums = np.cumsum(np.add.reduceat(weights, np.arange(0, weights.size, _BLOCK), dtype=np.float64))
-    wanted = share * sums[-1]
-    block = min(int(np.searchsorted(sums, wanted, side=side)), sums.size - 1)
+    sums = np.cumsum(_block_sums(weights))
+    wanted = share * float(sums[-1])
+    block = _passing(sums, wanted)
     inner = np.cumsum(weights[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)
-    if block:
-        inner += sums[block - 1]
-    return block * _BLOCK + min(int(np.searchsorted(inner, wanted, side=side)), inner.size - 1)
+    return block * _BLOCK + _passing(inner, wanted - float(sums[block - 1]) if block else wanted)
+
+
+def _passing(sums: npt.NDArray[np.float64], wanted: float) -> int:
+    """The first place whose running sum is above `wanted`; where rounding leaves none, the last that adds."""
+    last = int(np.searchsorted(sums, sums[-1], side="left"))
+    return min(int(np.searchsorted(sums, wanted, side="right")), last)
 
 
 def _with_logprobs(logits: FloatVector, token_id: int, n_top: int) -> SampledToken:
-    scores = logits.astype(np.float64)
-    peak = scores.max()
-    normaliser = peak + math.log(np.exp(scores - peak).sum())
-    n_top = min(n_top, scores.size)
-    ids = np.argpartition(-scores, n_top - 1)[:n_top] if n_top else np.empty(0, dtype=np.int64)
-    ids = ids[np.lexsort((ids, -scores[ids]))]
-    top = tuple((int(one), float(scores[one] - normaliser)) for one in ids)
-    return SampledToken(token_id, float(scores[token_id] - normaliser), top)
+    peak = float(logits.max())
+    normaliser = peak + math.log(float(_block_sums(_weights(logits, 1.0)).sum()))
+    ids = _largest(logits, min(n_top, logits.size)) if n_top else np.empty(0, dtype=np.int64)
+    ids = ids[np.lexsort((ids, -logits[ids]))]
+    top = tuple((int(one), float(logits[one]) - normaliser) for one in ids)
+    return SampledToken(token_id, float(logits[token_id]) - normaliser, top)
 
 
 def _require_finite(largest_logit: float) -> None:
