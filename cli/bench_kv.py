@@ -82,8 +82,8 @@ def replay_of(load: Load, n_slots: int, max_sequences: int, settings: dict[str, 
     shares = static_shares(trace, limit)
     story = (
         f"{describe(trace)}; max_tokens {limit}, with which static pre-allocation fills "
-        f"{shares['final']:.1%} of its blocks in the end and {shares['live']:.1%} over time; seed {load.asked.seed}; "
-        f"{describe_estimates(trace, estimates)}"
+        f"{shares['final']:.1%} of its blocks in the end and {shares['live']:.1%} over time; "
+        f"seed {load.asked.seed}; {describe_estimates(trace, estimates)}"
     )
     pool = PoolSettings(longest_request=longest, answer_tokens=limit, **settings)
     step_s = None if load.step_ms is None else load.step_ms / 1000
