@@ -1,10 +1,12 @@
-"""Perplexity of a model in several weight formats, and what each format costs beside float32.
+"""Perplexity of a model in several formats of weights, or of keys and values, and what each costs.
 
     python benchmarks/perplexity.py smollm2-135m-instruct --formats f32,bf16,int8,native
+    python benchmarks/perplexity.py smollm2-135m-instruct --formats native --kv-formats f32,f16,bf16,int8
 
 The text is the beginning of Alice's Adventures in Wonderland (Lewis Carroll, 1865; in the public domain), cut
 into windows of 512 tokens that do not overlap; every token of a window but the first is predicted from those
-before it. `f32` means the weights that the file holds, dequantised: the yardstick for the other formats.
+before it. `f32` means the weights that the file holds, dequantised. The last columns set each line beside the
+first one: its perplexity, and after how many tokens the likeliest next one is the same.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,30 +61,48 @@ def perplexity(losses: Iterable[npt.NDArray[np.float64]]) -> float:
     return math.exp(np.concatenate(list(losses)).mean())
 
 
-def model_perplexity(model: PackedModel, threads: int | None, n_tokens: int = N_TOKENS) -> float:
-    """Perplexity of a loaded model, every window computed as one prefill from an empty cache."""
+@dataclass(frozen=True)
+class Reading:
+    """What a model made of the text."""
+
+    perplexity: float
+    likeliest: npt.NDArray[np.int64]
+    """After every token."""
+
+
+def read_text(
+    model: PackedModel, threads: int | None, n_tokens: int = N_TOKENS, kv_format: str = "auto"
+) -> Reading:
+    """By a loaded model, every window computed as one prefill from an empty cache."""
     from phasewise.serving.batch import Batch, SequenceSlice
     from phasewise.serving.tokenizer import Tokenizer
 
     ids = Tokenizer.from_json(model.tokenizer_json, model.config).encode(english_text(), add_special=False)
-    ranks = _open_ranks(model, threads)
+    losses, likeliest = [], []
+    ranks = _open_ranks(model, threads, kv_format)
     try:
-        return perplexity(
-            token_losses(ranks.all_logits(Batch("prefill", (SequenceSlice(window, 0, 0, True),))), window)
-            for window in windows(ids, n_tokens)
-        )
+        for window in windows(ids, n_tokens):
+            logits = ranks.all_logits(Batch("prefill", (SequenceSlice(window, 0, 0, True),)))
+            losses.append(token_losses(logits, window))
+            likeliest.append(logits.argmax(axis=1))
     finally:
         ranks.close()
+    return Reading(perplexity(losses), np.concatenate(likeliest))
 
 
-def _open_ranks(model: PackedModel, threads: int | None) -> Any:
+def model_perplexity(model: PackedModel, threads: int | None, n_tokens: int = N_TOKENS) -> float:
+    """Perplexity of a loaded model."""
+    return read_text(model, threads, n_tokens).perplexity
+
+
+def _open_ranks(model: PackedModel, threads: int | None, kv_format: str) -> Any:
     from phasewise.serving.ranks import LocalRanks
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import default_plan
 
     machine = read_machine()
     plans = {phase: default_plan(machine, phase, threads=threads) for phase in ("prefill", "decode")}
-    return LocalRanks(model, plans, kv_slots=WINDOW_TOKENS, max_batch_tokens=WINDOW_TOKENS, max_sequences=1)
+    return LocalRanks(model, plans, WINDOW_TOKENS, WINDOW_TOKENS, max_sequences=1, kv_format=kv_format)
 
 
 def main() -> None:
@@ -92,16 +113,20 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--formats", default="f32,bf16,int8,native", help="the first is the yardstick")
+    parser.add_argument("--kv-formats", default="auto", help="auto, f32, f16, bf16, int8")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--tokens", type=int, default=N_TOKENS, help=f"of the text, {N_TOKENS} by default")
     options = parser.parse_args()
-    yardstick = math.nan
-    print(f"{'format':8} {'perplexity':>11} {'against the first':>18}")
+    first: Reading | None = None
+    print(f"{'format':8} {'KV':5} {'perplexity':>11} {'against the first':>18} {'same next token':>16}")
     for name in options.formats.split(","):
         model = load_model(options.model, name, report=lambda line: print(line, file=sys.stderr))
-        found = model_perplexity(model, options.threads, options.tokens)
-        yardstick = found if math.isnan(yardstick) else yardstick
-        print(f"{name:8} {found:11.5f} {100 * (found / yardstick - 1):+17.3f}%", flush=True)
+        for kv_format in options.kv_formats.split(","):
+            found = read_text(model, options.threads, options.tokens, kv_format)
+            first = first or found
+            loss, same = found.perplexity / first.perplexity - 1, (found.likeliest == first.likeliest).mean()
+            row = f"{name:8} {kv_format:5} {found.perplexity:11.5f} {100 * loss:+17.3f}% {100 * same:15.2f}%"
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Limits:
 
 
 @contextmanager
-def open_ranks(found: OpenModel, workloads: Sequence[Workload]) -> Iterator[OpenRanks]:
+def open_ranks(found: OpenModel, workloads: Sequence[Workload], kv_format: str) -> Iterator[OpenRanks]:
     """The model on its ranks, with room for the largest of `workloads`."""
     ranks = open_planned(
         found.model,
@@ -59,6 +59,7 @@ def open_ranks(found: OpenModel, workloads: Sequence[Workload]) -> Iterator[Open
         max_batch_tokens=MAX_BATCH_TOKENS,
         max_sequences=max(workload.n_sequences for workload in workloads),
         schedules=found.schedules,
+        kv_format=kv_format,
     )
     try:
         yield OpenRanks(found.model, found.plans, ranks)
@@ -82,7 +83,6 @@ def bench_rows(opened: OpenRanks, workloads: Sequence[Workload], repetitions: in
 def _row(opened: OpenRanks, limits: Limits, timed: Throughput) -> BenchRow:
     model, workload = opened.model, timed.workload
     cores = opened.cores("prefill" if workload.n_prompt else "decode")
-    kv_type = opened.ranks.kv_format
     machine = read_machine()
     flops_per_s = flops(model, workload) / timed.median_s
     streamed = streamed_bytes(model, workload, opened.ranks.kv_bytes_per_slot) if workload.n_gen else 0.0
@@ -104,8 +104,8 @@ def _row(opened: OpenRanks, limits: Limits, timed: Throughput) -> BenchRow:
         cpu_mask=hex(sum(1 << core for core in cores)),
         cpu_strict=True,
         poll=0,
-        type_k=kv_type,
-        type_v=kv_type,
+        type_k=opened.ranks.kv_format,
+        type_v=opened.ranks.kv_format,
         n_gpu_layers=0,
         n_cpu_moe=0,
         split_mode="none",

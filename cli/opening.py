@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phasewise.cli.options import WeightFormat
+from phasewise.cli.options import KvFormat, WeightFormat
 from phasewise.cli.present import note
 
 if TYPE_CHECKING:
@@ -28,13 +28,14 @@ class OpenModel:
         for plan in self.plans.values():
             note(plan.describe())
 
-    def explain(self, prefill_rows: int, decode_rows: int) -> list[ScheduleUse]:
+    def explain(
+        self, prefill_rows: int, decode_rows: int, kv_format: KvFormat = KvFormat.auto
+    ) -> list[ScheduleUse]:
         """By which schedules steps of up to so many rows run; also told on stderr."""
         from phasewise.cli.schedules import explain, uses_text
 
-        uses = explain(
-            self.model, self.plans, self.schedules, {"prefill": prefill_rows, "decode": decode_rows}
-        )
+        most_rows: dict[Phase, int] = {"prefill": prefill_rows, "decode": decode_rows}
+        uses = explain(self.model, self.plans, self.schedules, most_rows, kv_format.value)
         note(uses_text(uses))
         return uses
 

@@ -18,12 +18,26 @@ class WeightFormat(StrEnum):
     int4 = "int4"
 
 
+class KvFormat(StrEnum):
+    """How keys and values are stored. `auto`: f16, or f32 beside weights of float32."""
+
+    auto = "auto"
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+    int8 = "int8"
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="a known name, a GGUF file, a Hugging Face directory or a hub name"),
 ]
 FormatOption = Annotated[
     WeightFormat, typer.Option("--format", envvar="PHASEWISE_FORMAT", help="weight format in memory")
+]
+KvFormatOption = Annotated[
+    KvFormat,
+    typer.Option("--kv-format", help="format of keys and values; auto: f16, or f32 beside f32 weights"),
 ]
 ThreadsOption = Annotated[
     int | None,

@@ -114,6 +114,7 @@ def explain(
     plans: Plans,
     lookups: Mapping[Phase, KernelSchedules],
     most_rows: Mapping[Phase, int],
+    kv_format: str,
 ) -> list[ScheduleUse]:
     """Every distinct shape of `model` and its attention, up to `most_rows` of each phase.
 
@@ -132,7 +133,7 @@ def explain(
             uses += [_product_use(phase, names, weight, arithmetic, threads[0], rows) for rows in cut]
         heads = share(model.config.n_kv_heads, threads, 0)[1]
         if heads:
-            problem = attention_problem(model, heads)
+            problem = attention_problem(model, heads, kv_format)
             ranges = lookups[phase].attention(*problem, max(most_rows.values()))
             uses += [_attention_use(phase, problem, rows) for rows in _cut(ranges, most_rows[phase])]
     return uses

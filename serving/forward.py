@@ -23,8 +23,8 @@ Parts = list[tuple[PackedWeight, int]]
 AUTO = "auto"
 
 PATIENCE_S = 60.0
-"""Ranks meet after every op, which takes milliseconds, or seconds while weights come from a slow disk. One that
-is so late hangs, and is as good as dead."""
+"""Ranks meet after every op, which takes milliseconds, or seconds while weights come from a slow disk. One
+that is so late hangs, and is as good as dead."""
 
 _ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
 

@@ -15,6 +15,8 @@ from phasewise.cli.options import (
     ExplainOption,
     FormatOption,
     JsonOption,
+    KvFormat,
+    KvFormatOption,
     ModelArgument,
     ThreadsOption,
     WeightFormat,
@@ -128,6 +130,7 @@ def run(
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000)] = 5,
     output: Annotated[Output, typer.Option("-o", "--output", help="form of the rows")] = Output.md,
     weight_format: FormatOption = WeightFormat.native,
+    kv_format: KvFormatOption = KvFormat.auto,
     threads: ThreadsOption = None,
     db: DbOption = None,
     explain: ExplainOption = False,
@@ -149,8 +152,8 @@ def run(
     found = open_model(model, weight_format, threads, db)
     found.tell_plans()
     if explain:
-        found.explain(STEP_TOKENS, max(workload.n_sequences for workload in workloads))
-    with open_ranks(found, workloads) as opened:
+        found.explain(STEP_TOKENS, max(workload.n_sequences for workload in workloads), kv_format)
+    with open_ranks(found, workloads, kv_format.value) as opened:
         rows = list(bench_rows(opened, workloads, repetitions))
     print(FORMATS[output.value](rows), end="")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,8 @@ from phasewise.cli.options import (
     ExplainOption,
     FormatOption,
     JsonOption,
+    KvFormat,
+    KvFormatOption,
     ModelArgument,
     ThreadsOption,
     WeightFormat,
@@ -34,6 +37,7 @@ def generate(
     prompt: PromptOption,
     n_tokens: Annotated[int, typer.Option("-n", "--n-tokens", min=1, help="most tokens to generate")] = 64,
     weight_format: FormatOption = WeightFormat.native,
+    kv_format: KvFormatOption = KvFormat.auto,
     threads: ThreadsOption = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="of the k likeliest tokens only")] = None,
@@ -70,8 +74,8 @@ def generate(
     packed = found.model
     model_text = ModelText(packed)
     prompt_ids = tuple(model_text.chat_prompt(text) if chat else model_text.encode(text, True))
-    size = EngineSize.for_one(packed, len(prompt_ids), n_tokens)
-    uses = found.explain(size.max_batch_tokens, size.max_sequences) if explain else None
+    size = replace(EngineSize.for_one(packed, len(prompt_ids), n_tokens), kv_format=kv_format.value)
+    uses = found.explain(size.max_batch_tokens, size.max_sequences, kv_format) if explain else None
     answer = OneAnswer(Submit("generate", prompt_ids, n_tokens, sampling, tuple(stop or ()), ignore_eos))
     with open_engine(packed, found.plans, size, model_text, found.schedules) as opened:
         for piece in answer.pieces(opened.engine):

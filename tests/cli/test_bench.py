@@ -49,6 +49,12 @@ def test_json_rows_hold_what_was_asked_and_agree_with_themselves(tiny: str) -> N
         assert row["peak_fraction"] == pytest.approx(row["flops_per_s"] / row["peak_flops_per_s"])
 
 
+def test_keys_and_values_are_stored_as_asked(tiny: str) -> None:
+    rows = json.loads(bench(tiny, "-o", "json", "--kv-format", "int8"))
+
+    assert {(row["type_k"], row["type_v"]) for row in rows} == {("int8", "int8")}
+
+
 def test_every_form_has_every_row(tiny: str) -> None:
     table = bench(tiny, "-o", "md")
     assert [name in table for name in ("pp8 ", "tg4 ", "pp8 x2", "tg4 x2")] == [True] * 4
