@@ -13,6 +13,7 @@ from phasewise.serving.batch import Phase
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
 from phasewise.serving.forward import AUTO, kv_bytes_per_slot
+from phasewise.serving.maintenance import Maintenance
 from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
 from phasewise.serving.pacing import DEFAULT_TPOT_MS, Pacing
@@ -95,7 +96,7 @@ class EngineSize:
                 f"{model.name} has a context of {context} tokens, but {n_prompt + max_tokens} are asked for: "
                 f"{n_prompt} in the prompt and {max_tokens} for the answer"
             )
-        kv_slots = -(-(n_prompt + max_tokens) // ALIGNMENT) * ALIGNMENT
+        kv_slots = _whole_blocks(n_prompt + max_tokens)
         return cls(context, kv_slots, 1, max(1, min(STEP_TOKENS, n_prompt)), "static", prefix_reuse=False)
 
     @classmethod
@@ -116,7 +117,7 @@ class EngineSize:
         context = _context(model, context_length)
         per_slot = kv_bytes_per_slot(model, kv_format)
         budget = _default_kv_bytes(model) if kv_bytes is None else kv_bytes
-        kv_slots = min(budget // per_slot, max_sequences * context)
+        kv_slots = min(budget // per_slot, max_sequences * _whole_blocks(context))
         if kv_slots < ALIGNMENT:
             raise ServingError(
                 f"a KV budget of {budget} bytes is too small: {ALIGNMENT} tokens, the least block, "
@@ -135,6 +136,8 @@ class OpenEngine:
     plans: Plans
     size: EngineSize
     engine: Engine
+    maintenance: Maintenance
+    """Keeps the pool's buckets up to date beside the engine."""
 
     @property
     def kv_bytes(self) -> int:
@@ -145,6 +148,7 @@ class OpenEngine:
 
     def __exit__(self, *_error: object) -> None:
         self.engine.close()
+        self.maintenance.close()
 
 
 def open_engine(
@@ -154,10 +158,12 @@ def open_engine(
     text: ModelText | None = None,
     schedules: Mapping[Phase, ScheduleLookup] | None = None,
     pinned: bool = True,
+    pool: KvPool | None = None,
 ) -> OpenEngine:
     """Start the ranks and put the model into them; without schedules all runs by default ones.
 
-    pinned: as `open_ranks` has it. Raises ServingError where this machine cannot.
+    pinned: as `open_ranks` has it. pool: in place of the size's own. Raises ServingError where this machine
+    cannot.
     """
     text = text or ModelText(model)
     step_tokens = max(size.max_batch_tokens, size.max_sequences)  # a decode step has a token of each sequence
@@ -165,9 +171,12 @@ def open_engine(
         model, plans, size.kv_slots, step_tokens, size.max_sequences, schedules, pinned, size.kv_format
     )
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
-    pool = open_pool(size.kv_policy, size.kv_slots, PoolSettings(longest_request=size.context_length))
+    if pool is None:
+        pool = open_pool(size.kv_policy, size.kv_slots, PoolSettings(longest_request=size.context_length))
     engine = Engine(ranks, vocabulary, scheduler_of(size, pool), *_habits(size))
-    return OpenEngine(model, text, plans, size, engine)
+    maintenance = Maintenance(pool.refresh)
+    maintenance.start()
+    return OpenEngine(model, text, plans, size, engine, maintenance)
 
 
 def scheduler_of(size: EngineSize, pool: KvPool) -> Scheduler:
@@ -202,6 +211,10 @@ def keeping_affinity() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def _whole_blocks(n_slots: int) -> int:
+    return -(-n_slots // ALIGNMENT) * ALIGNMENT
 
 
 def _context(model: PackedModel, asked: int | None) -> int:

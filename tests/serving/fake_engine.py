@@ -10,7 +10,7 @@ from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import RankLost
 from phasewise.serving.messages import Answer, Failure, Submit
-from phasewise.serving.pools.contract import KV_CHUNK, PoolSettings
+from phasewise.serving.pools.contract import KV_CHUNK, KvPool, PoolSettings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
 
@@ -147,10 +147,12 @@ def make_engine(
     max_waiting: int | None = None,
     kv_policy: str = "odma",
     prefix_reuse: bool = True,
+    pool: KvPool | None = None,
 ) -> Engine:
     limits = SchedulerLimits(context_length, max_batch_tokens, max_sequences, max_waiting, prefix_reuse)
     vocabulary = Vocabulary(VOCAB_SIZE, frozenset({END}), ByteStream)
-    pool = open_pool(kv_policy, kv_slots, PoolSettings(longest_request=context_length))
+    if pool is None:
+        pool = open_pool(kv_policy, kv_slots, PoolSettings(longest_request=context_length))
     return Engine(ranks or FakeRanks(), vocabulary, Scheduler(pool, limits))
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from restless_pool import RestlessPool
+
 from phasewise.serving.batch import Batch
-from phasewise.serving.pools.contract import PoolSettings
+from phasewise.serving.pools.contract import KvPool, PoolSettings
 from phasewise.serving.pools.opening import POLICIES as _BY_NAME
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.request import Request, TokenOut
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
 
-POLICIES = tuple(_BY_NAME)
+POLICIES = (*_BY_NAME, "restless")
 
 
 def make(
@@ -23,8 +25,15 @@ def make(
     sequences: int = 4,
     max_waiting: int | None = None,
 ) -> Scheduler:
-    pool = open_pool(policy, n_slots, PoolSettings(longest_request=context))
-    return Scheduler(pool, SchedulerLimits(context, tokens, sequences, max_waiting))
+    return Scheduler(
+        any_pool(policy, n_slots, context), SchedulerLimits(context, tokens, sequences, max_waiting)
+    )
+
+
+def any_pool(policy: str, n_slots: int, context: int) -> KvPool:
+    if policy == "restless":
+        return RestlessPool(n_slots)
+    return open_pool(policy, n_slots, PoolSettings(longest_request=context))
 
 
 def request(name: str, n_prompt: int = 5, max_tokens: int = 3, stop: int | None = None) -> Request:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import run_all
+from scheduled import POLICIES, any_pool
 from tiny_models import tiny_gguf
 
 from phasewise.serving.loaders import load_model
@@ -105,3 +106,30 @@ def test_seeded_sampling_is_the_same_in_company(model: PackedModel) -> None:
         by_itself |= answers(model, [request], max_sequences=1)
 
     assert answers(model, requests(sampling), max_batch_tokens=16, max_sequences=3) == by_itself
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_growth_preemption_and_reuse_change_nothing(model: PackedModel, policy: str) -> None:
+    """Slots for two at most, prompts that begin alike, chunks of seven: the same tokens as alone."""
+    beginning = tuple(3 + byte for byte in b"You are a helpful assistant. " * 2)
+    asked = [
+        Submit(
+            str(index), (*beginning, *(3 + byte for byte in prompt.encode())), 150, GREEDY, ignore_eos=True
+        )
+        for index, prompt in enumerate(["a", "hello there", "To be, or not to be", "hello there", "the end"])
+    ]
+    by_itself: dict[str, list[int]] = {}
+    for request in asked:
+        by_itself |= answers(model, [request], max_sequences=1)
+    size = start.EngineSize(256, 512, 8, 7)
+
+    pool = any_pool(policy, 512, 256)
+    with start.open_engine(model, plans(), size, pool=pool) as opened:
+        together = {name: tokens(outs) for name, outs in run_all(opened.engine, *asked).items()}
+        counts = opened.engine.scheduler.counts
+        migrations = opened.engine.load().pool.migrations
+
+    assert together == by_itself
+    assert counts.prefix_hits > 0
+    assert counts.preemptions > 0 or policy not in ("paged", "restless")
+    assert migrations > 0 or policy != "restless"
