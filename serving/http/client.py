@@ -147,7 +147,8 @@ class EngineClient:
         if on_overflow is None:
             stream = AnswerStream(self, requests)
         else:
-            stream = AnswerStream(self, requests, self._limits.max_pieces_unread, on_overflow)
+            most_unread = self._limits.max_pieces_unread * len(requests)
+            stream = AnswerStream(self, requests, most_unread, on_overflow)
         self._answers.add(stream)
         now_s = time.monotonic()
         if not self._streams:  # how fast answers ended before a pause says nothing of now

@@ -6,6 +6,7 @@ uvicorn's protocol knows one timeout, for idle connections that were answered be
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +23,8 @@ from phasewise.serving.http.served import HttpLimits
 EXTENSION = "phasewise.connection"
 """In a request's `scope["extensions"]`: the connection that it came on."""
 
+_SEND_BUFFER_BYTES = 256 * 1024
+"""The kernel's, for each connection; left alone it lets a slow reader have megabytes."""
 _RETRY_FULL_S = 5
 _FULL = ApiError(
     503,
@@ -84,6 +87,7 @@ class Connection(H11Protocol):
             self._refuse(_FULL)
             return
         self._others.open.add(self)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._watch_the_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,0 +1,49 @@
+"""Clients that do what a good client does not: requests byte by byte, and sockets that are never read."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+
+def connect(url: str, *, receive_bytes: int | None = None) -> socket.socket:
+    """receive_bytes: room for so much that is not read; the kernel's own choice is megabytes."""
+    address = urlsplit(url)
+    raw = socket.socket()
+    if receive_bytes is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    raw.settimeout(10)
+    raw.connect((address.hostname or "", address.port or 0))
+    return raw
+
+
+def completion(**fields: object) -> bytes:
+    """A whole request, head and body."""
+    body = json.dumps({"model": "fake", "prompt": "a", "ignore_eos": True, **fields}).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+def read_to_end(raw: socket.socket) -> bytes:
+    """Until the other side closes; b"" where it resets at once."""
+    said = b""
+    try:
+        while part := raw.recv(65536):
+            said += part
+    except ConnectionResetError:
+        pass
+    return said
+
+
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def n_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
