@@ -31,6 +31,9 @@ from phasewise.kerneldb.location import MEMORY_URL, Location
 BUSY_TIMEOUT_S = 15.0
 """How long to wait for another writer, which holds the lock for milliseconds, or seconds to upgrade."""
 
+LEAST_ROOM_BYTES = 64 << 10
+"""Of the file system, to open a database for writing: SQLite puts 32 KiB beside it, and its log."""
+
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _BEGIN = "sqlite_begin"
 
@@ -142,6 +145,15 @@ def check_file(file: Path) -> bool:
     if head and head != _SQLITE_MAGIC:
         raise ForeignDatabaseError(f"{file} is not a database; name another with --db, or move it away")
     return os.access(file, os.W_OK) and os.access(file.parent, os.W_OK | os.X_OK)
+
+
+def has_room(file: Path) -> bool:
+    """Whether a database file can be opened for writing at all; yes where the system does not say."""
+    try:
+        system = os.statvfs(file)
+    except OSError:
+        return True
+    return system.f_bavail * system.f_frsize >= LEAST_ROOM_BYTES
 
 
 def _head(file: Path) -> bytes:

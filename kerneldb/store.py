@@ -23,7 +23,12 @@ from sqlalchemy import Delete, Engine, delete, func, select, text
 from sqlalchemy.orm import Session
 
 from phasewise.kerneldb import connect, queries
-from phasewise.kerneldb.errors import ReadOnlyDatabaseError, RecordError
+from phasewise.kerneldb.errors import (
+    DatabaseFullError,
+    KernelDbError,
+    ReadOnlyDatabaseError,
+    RecordError,
+)
 from phasewise.kerneldb.location import Location, locate
 from phasewise.kerneldb.models import (
     Base,
@@ -104,15 +109,17 @@ def open_store(db: str | os.PathLike[str] | None = None, report: Report = _log.w
     Raises KernelDbError, in one clear line, when the database cannot be used.
     """
     location = locate(db)
-    writable = True
+    obstacle = None
     if location.file is not None:
         if location.is_absent:
             connect.make_room(location)
-        else:
-            writable = connect.check_file(location.file)
-    engine = connect.engine_for(location, read_only=not writable)
+        elif not connect.check_file(location.file):
+            obstacle = ReadOnlyDatabaseError(f"database {location.name} is read-only")
+        elif not connect.has_room(location.file):
+            obstacle = DatabaseFullError(f"database {location.name} cannot grow: the disk is full")
+    engine = connect.engine_for(location, read_only=obstacle is not None)
     try:
-        yield Store(engine, location, writable, report)
+        yield Store(engine, location, obstacle, report)
     finally:
         engine.dispose()
 
@@ -120,9 +127,12 @@ def open_store(db: str | os.PathLike[str] | None = None, report: Report = _log.w
 class Store:
     """An open database. See the module's promises; made by `open_store`."""
 
-    def __init__(self, engine: Engine, location: Location, writable: bool, report: Report) -> None:
+    def __init__(
+        self, engine: Engine, location: Location, obstacle: KernelDbError | None, report: Report
+    ) -> None:
         self.name = location.name
-        self.writable = writable
+        self.writable = obstacle is None
+        self._obstacle = obstacle
         self._engine = engine
         self._write_engine = connect.for_writing(engine)
         self._file = location.file
@@ -138,7 +148,7 @@ class Store:
             if before != HEAD:
                 state = f"has schema {before}, older than {HEAD}," if before else "is empty"
                 raise ReadOnlyDatabaseError(f"database {self.name} {state} and cannot be written")
-            self._report(f"database {self.name} is read-only: it is used, and nothing new is kept")
+            self._report(f"{self._obstacle}: it is used, and nothing new is kept")
             return SchemaChange(HEAD, HEAD)
         if before == HEAD:
             return SchemaChange(HEAD, HEAD)
@@ -349,8 +359,8 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[Session]:
-        if not self.writable:
-            raise ReadOnlyDatabaseError(f"database {self.name} is read-only: nothing can be added")
+        if self._obstacle is not None:
+            raise type(self._obstacle)(f"{self._obstacle}: nothing can be added")
         with connect.clear_errors(self.name), Session(self._write_engine) as session, session.begin():
             yield session
 

@@ -377,6 +377,21 @@ def test_a_full_disk_keeps_what_was_committed(file: Path) -> None:
     _assert_one_line(caught.value, file, "disk is full")
 
 
+def test_a_database_on_a_full_disk_is_read_and_not_written(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite could not even open it: the memory that its processes share is a file beside it."""
+    monkeypatch.setattr(connect, "LEAST_ROOM_BYTES", 1 << 80)
+    remarks: list[str] = []
+    with open_store(file, remarks.append) as store:
+        assert store.plans() == [PLAN]
+        with pytest.raises(DatabaseFullError) as caught:
+            store.add_plan(PLAN)
+
+    _assert_one_line(caught.value, file, "disk is full")
+    assert remarks == [f"database {file} cannot grow: the disk is full: it is used, and nothing new is kept"]
+
+
 def test_a_disk_too_full_to_create_the_database_is_one_clear_line(tmp_path: Path) -> None:
     def limit(dbapi: sqlite3.Connection, _: object) -> None:
         dbapi.execute("PRAGMA max_page_count = 3")
