@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
 from starlette.middleware import Middleware
 
 from phasewise.serving.errors import ServingError
-from phasewise.serving.http import errors
+from phasewise.serving.http import errors, openapi
 from phasewise.serving.http.body import read_body
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.errors import from_engine, unknown_model
@@ -55,6 +54,7 @@ def create_app(
     service = _Service(model, client, limits, life)
     _add_completions(app, service)
     _add_chat(app, service)
+    openapi.describe(app)
     return app
 
 
@@ -125,7 +125,7 @@ class _Service:
 
 
 def _add_completions(app: FastAPI, service: _Service) -> None:
-    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
         body = await service.read(request, CompletionRequest)
@@ -135,7 +135,7 @@ def _add_completions(app: FastAPI, service: _Service) -> None:
 
 
 def _add_chat(app: FastAPI, service: _Service) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, ChatRequest)
@@ -170,15 +170,10 @@ def _reply(
         rendering=rendering,
         streamed=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
     )
 
 
 def _response_id(requests: list[Submit]) -> str:
     """`cmpl-HEX` of the engine's `cmpl-HEX-0-0`."""
     return "-".join(requests[0].request_id.split("-")[:2])
-
-
-def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The body is read by hand, for the limit and for our errors; the OpenAPI document still describes it."""
-    content = {"application/json": {"schema": model.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}

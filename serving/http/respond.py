@@ -36,6 +36,8 @@ class Reply:
     rendering: Rendering
     streamed: bool
     include_usage: bool
+    continuous_usage: bool = False
+    """The usage so far in every event."""
 
 
 async def respond(client: EngineClient, reply: Reply, request: Request) -> Response:
@@ -154,15 +156,19 @@ async def _events(
 
 
 def _delta(head: str, reply: Reply, choices: list[Choice], index: int, piece: Answer) -> bytes:
-    said = b""
+    delta = None
     if piece.text or piece.tokens or piece.finish_reason:
-        said = _event(head, reply.rendering.delta(index, piece, choices[index]))
+        delta = reply.rendering.delta(index, piece, choices[index])
     choices[index].add(piece)
-    return said
+    if delta is None:
+        return b""
+    so_far = usage(reply.requests, choices, reply.n_choices_per_prompt) if reply.continuous_usage else None
+    return _event(head, delta, so_far)
 
 
-def _event(head: str, choice: Json) -> bytes:
-    return f'data: {head},"choices":[{_encode(choice)}]}}\n\n'.encode()
+def _event(head: str, choice: Json, so_far: Json | None = None) -> bytes:
+    counted = "" if so_far is None else f',"usage":{_encode(so_far)}'
+    return f'data: {head},"choices":[{_encode(choice)}]{counted}}}\n\n'.encode()
 
 
 class _ClientLeft(Exception):

@@ -1,0 +1,177 @@
+"""The OpenAPI document: what every route takes and gives, refusals included.
+
+Bodies are read by hand, for the limits and for our errors, so the framework knows neither them nor the
+answers; this says it. Its schemas of what is taken are those that check it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+
+from phasewise import __version__
+from phasewise.serving.http.schemas import ChatRequest, CompletionRequest
+
+Json = dict[str, Any]
+
+_REFUSALS = {
+    400: "the request is not one that can be answered",
+    401: "the key that this server asks for is missing or wrong",
+    404: "there is no such path or model here",
+    405: "the path does not take this method",
+    408: "the request did not come in time",
+    413: "the body is larger than this server takes",
+    429: "too much is waiting already; Retry-After says when to come again",
+    431: "the head of the request is too large",
+    500: "the computation failed",
+    503: "the server is starting, stopping or full, or has lost its engine; Retry-After says when",
+}
+
+
+def describe(app: FastAPI) -> None:
+    """Make `app` answer /openapi.json with the document."""
+    document = _document()
+    app.openapi = lambda: document  # type: ignore[method-assign]
+
+
+def _document() -> Json:
+    _, bodies = models_json_schema(
+        [(CompletionRequest, "validation"), (ChatRequest, "validation")],
+        ref_template="#/components/schemas/{model}",
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "phasewise", "version": __version__},
+        "paths": {
+            "/health": _get("health", "Whether the engine can still answer", _answer(_ref("Status")), 503),
+            "/ready": _get("ready", "Whether requests should be sent here", _answer(_ref("Status")), 503),
+            "/metrics": _get("metrics", "Metrics in Prometheus's text format", _text("text/plain")),
+            "/v1/models": _get("list_models", "The one model that is served", _answer(_ref("ModelList"))),
+            "/v1/models/{name}": {
+                **_get("show_model", "The model, by its id or name", _answer(_ref("Model")), 404),
+                "parameters": [_NAME],
+            },
+            "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
+            "/v1/chat/completions": _post("chat", "Answer a conversation", "ChatCompletion", "Chat"),
+        },
+        "components": {
+            "schemas": {**bodies["$defs"], **_answers()},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def _get(name: str, summary: str, answer: Json, *refusals: int) -> Json:
+    responses = {"200": answer, **_refusals(401, *refusals)}
+    if 503 in refusals:
+        responses["503"] = {**answer, "description": _REFUSALS[503]}
+    return {"get": {"operationId": name, "summary": summary, "responses": responses}}
+
+
+def _post(name: str, summary: str, answer: str, body: str | None = None) -> Json:
+    content = {"application/json": {"schema": _ref(f"{body or answer}Request")}}
+    whole = {
+        "description": "the answer; as server-sent events where `stream` is true",
+        "content": {
+            "application/json": {"schema": _ref(answer)},
+            "text/event-stream": {"schema": {"type": "string"}},
+        },
+    }
+    refusals = _refusals(400, 401, 404, 408, 413, 429, 431, 500, 503)
+    return {
+        "post": {
+            "operationId": name,
+            "summary": summary,
+            "requestBody": {"required": True, "content": content},
+            "responses": {"200": whole, **refusals},
+        }
+    }
+
+
+def _refusals(*statuses: int) -> Json:
+    return {
+        str(status): {"description": _REFUSALS[status], **_content("application/json", _ref("Refusal"))}
+        for status in (*statuses, 405)
+    }
+
+
+def _answer(schema: Json) -> Json:
+    return {"description": "the answer", **_content("application/json", schema)}
+
+
+def _text(media_type: str) -> Json:
+    return {"description": "the answer", **_content(media_type, {"type": "string"})}
+
+
+def _content(media_type: str, schema: Json) -> Json:
+    return {"content": {media_type: {"schema": schema}}}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _object(**properties: Json) -> Json:
+    """All of these are there."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+_TEXT, _COUNT, _NUMBER = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "number"}
+_REASON = {"enum": ["stop", "length", None]}
+
+
+def _answers() -> Json:
+    """Schemas of what is given."""
+    refusal = _object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))
+    card = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT)
+    usage = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+    return {
+        "Refusal": _object(error=refusal),
+        "Status": _object(status=_TEXT),
+        "Model": card,
+        "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
+        "Usage": usage,
+        "Completion": _whole("text_completion", _completion_choice()),
+        "ChatCompletion": _whole("chat.completion", _chat_choice()),
+    }
+
+
+def _whole(kind: str, choice: Json) -> Json:
+    return _object(
+        id=_TEXT,
+        object={"const": kind},
+        created=_COUNT,
+        model=_TEXT,
+        choices=_list(choice),
+        usage=_ref("Usage"),
+    )
+
+
+def _completion_choice() -> Json:
+    top = {"type": "object", "additionalProperties": _NUMBER}
+    logprobs = _object(
+        tokens=_list(_TEXT), token_logprobs=_list(_NUMBER), top_logprobs=_list(top), text_offset=_list(_COUNT)
+    )
+    return _object(index=_COUNT, text=_TEXT, logprobs=_or_null(logprobs), finish_reason=_REASON)
+
+
+def _chat_choice() -> Json:
+    token = {"token": _TEXT, "logprob": _NUMBER, "bytes": _list(_COUNT)}
+    scored = _object(**token, top_logprobs=_list(_object(**token)))
+    logprobs = _object(content=_list(scored), refusal={"type": "null"})
+    message = _object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"})
+    return _object(index=_COUNT, message=message, logprobs=_or_null(logprobs), finish_reason=_REASON)
