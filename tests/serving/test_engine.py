@@ -12,17 +12,20 @@ from fake_engine import END, FakeRanks, encode, make_engine, next_letter, run_al
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phasewise.serving.batch import Phase
 from phasewise.serving.engine import Engine
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import (
     ContextLengthExceeded,
     EngineLost,
     QueueFull,
+    RankLost,
     RanksError,
     RequestError,
     StepFailed,
 )
 from phasewise.serving.messages import Abort, Answer, Delivery, Failure, Submit
+from phasewise.serving.pacing import Pacing
 from phasewise.serving.sampling import GREEDY, SamplingParams
 
 
@@ -169,6 +172,82 @@ def test_step_statistics_tell_what_ran() -> None:
     assert stats is not None
     assert (stats.phase, stats.n_sequences, stats.n_tokens) == ("prefill", 4, 12)
     assert (load.n_running, load.n_waiting, load.kv_slots_used) == (4, 1, 64)
+
+
+def test_after_lost_ranks_what_was_not_heard_of_runs_again() -> None:
+    """In order of arrival, with the same seeds; whoever has read a token gets an error."""
+    engine = make_engine(max_sequences=1, max_waiting=3)
+    sampling = SamplingParams(temperature=1.5, seed=5)
+    asked = [ask(name, name * 3, 6, sampling=sampling) for name in "abc"]
+    alone = {message.request_id: run_all(make_engine(), message)[message.request_id] for message in asked}
+    for message in asked:
+        engine.submit(message)
+    engine.step()
+    loss = RankLost("rank 1 died")
+
+    delivery = engine.recover(loss)
+
+    assert delivery.outs == (Failure("a", loss),)
+    assert (delivery.load.n_waiting, delivery.load.n_running) == (2, 0)
+    engine.scheduler.check()
+    outs = run_all(engine)
+    assert list(outs) == ["b", "c"]
+    assert all(text_of(outs[name]) == text_of(alone[name]) for name in "bc")
+
+
+def test_a_request_that_loses_its_ranks_every_time_is_not_run_for_ever() -> None:
+    engine = make_engine()
+    engine.submit(ask("a"))
+
+    outs = [engine.recover(RankLost("rank 1 died")).outs for _ in range(3)]
+
+    assert [len(failures) for failures in outs] == [0, 0, 1]
+    assert not engine.has_work
+
+
+def test_an_answer_that_its_guide_ends_too_early_was_cut_off() -> None:
+    class DeadEnd:
+        end_token_id = END
+
+        def fresh(self) -> DeadEnd:
+            return DeadEnd()
+
+        def forbid(self, logits: object) -> bool:
+            return False
+
+        def advance(self, token_id: int) -> None: ...
+
+    last = run_all(make_engine(), ask("a", guide=DeadEnd()))["a"][-1]
+
+    assert isinstance(last, Answer)
+    assert last.finish_reason == "length"
+
+
+class ThreeWhileAnswering(Pacing):
+    """Chunks of three tokens while answers run. Keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 64)
+        self.told: list[tuple[str, int]] = []
+
+    def observe(self, phase: Phase, n_tokens: int, duration_ns: int) -> None:
+        assert duration_ns > 0
+        self.told.append((phase, n_tokens))
+
+    def chunk_tokens(self, *, is_answering: bool) -> int:
+        return 3 if is_answering else 64
+
+
+def test_chunks_are_paced_while_answers_run() -> None:
+    engine = make_engine(max_batch_tokens=64)
+    engine.pacing = pacing = ThreeWhileAnswering()
+    run_all(engine, ask("a", "a" * 10, 9))
+    engine.submit(ask("b", "b" * 10, 9))
+    engine.step()
+    run_all(engine, ask("c", "c" * 7, 2))
+
+    prefills = [n_tokens for phase, n_tokens in pacing.told if phase == "prefill"]
+    assert prefills == [10, 10, 3, 3, 1]
 
 
 class Listener:
