@@ -290,6 +290,9 @@ def arguments() -> argparse.Namespace:
         "--scale", type=float, default=16.0, help="prompts are so many times shorter than the trace's"
     )
     parser.add_argument("--answer-scale", type=float, default=2.0, help="the same for answers")
+    parser.add_argument(
+        "--kv-budget", help="[default: 16M for the tiny model, else 128M: all of it gets used]"
+    )
     parser.add_argument("--classes", type=int, default=256)
     parser.add_argument("--connections", type=int, default=128)
     parser.add_argument("--leavers", type=float, default=0.01, help="share of clients that leave")
@@ -303,10 +306,11 @@ def main() -> int:
     dice = random.Random(asked.seed)
     trace = scaled(load_trace(asked.trace, asked.requests), asked.scale, asked.answer_scale)
     at_s = arrivals(trace, asked.requests, asked.minutes * 60)
+    budget = asked.kv_budget or ("16M" if asked.model == TINY else "128M")
     with tempfile.TemporaryDirectory() as folder:
         model = model_reference(asked.model, Path(folder))
         environment = {"PHASEWISE_CHECK": "1", "PHASEWISE_DB": f"{folder}/tuning.db"}
-        with ServerProcess(model, *asked.serve, environment=environment) as server:
+        with ServerProcess(model, "--kv-budget", budget, *asked.serve, environment=environment) as server:
             soak = Soak(server, asked.model, make_classes(trace, asked.classes, dice), asked.leavers)
             asyncio.run(soak.learn())
             print(

@@ -1,0 +1,31 @@
+"""A real server and what can go wrong with it: rows of benchmarks/faults.py, on a tiny model.
+
+The others (signals, slow readers, idle connections) are tested one by one beside what they concern.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAULTS = Path(__file__).parent.parent.parent / "benchmarks" / "faults.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["killed_in_each_phase", "killed_under_migration", "disk_full"])
+def test_a_server_holds_what_it_promises(row: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(FAULTS), "--model", "tiny", "--quick", "--only", row],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.stdout.startswith("skip"):
+        pytest.skip(done.stdout.strip())
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"ok   {row}: ")
