@@ -1,7 +1,8 @@
 """A pool of contiguous blocks. How long a block is, and the next one when it is full, its `Sizes` say.
 
 Blocks may be shorter than what their requests will need. So a request is let in only if the most slots that
-all are thought to hold at any one time, were each to go on to its expected end, fit beside the reserve: `peak`.
+all are thought to hold at any one time, were each to go on to its expected end, fit beside the reserve
+(`peak`).
 """
 
 from __future__ import annotations
