@@ -1,6 +1,6 @@
-"""Which price of a token makes estimates hold the wanted share of answers, and how it follows what answers become.
+"""How estimates follow what answers really become, without training anew.
 
-Each realised length tells the highest price at which its own forecast would still have had room for it. The price
+`RunningRatio` keeps the mean of estimates right. `RunningPrice` keeps the share of answers right that estimates hold: each realised length tells the highest price at which its own forecast would still have had room for it. The price
 to use is one that the wanted share of recent answers could have paid: a running conformal correction. Forecasts that
 were too short drive it down, towards room for the request's whole limit; forecasts that were too long drive it up.
 """
@@ -11,27 +11,25 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
+from random import Random
 
-WINDOW = 512
+WINDOW = 1024
 FEWEST = 64
-"""Answers before the trained prices are left."""
+"""Answers before means are corrected."""
 
 
 class RunningPrice:
     """The price to use now. Not for several threads at once."""
 
     def __init__(self, trained: Sequence[float], hold: float, window: int = WINDOW) -> None:
-        """trained: the prices that answers of training could pay, ascending. hold: the share to hold."""
+        """trained: the prices that answers of training could pay. hold: the share of answers to hold."""
         self._hold = hold
-        self._trained = price_holding(trained, hold)
         self._window = window
-        self._recent: deque[float] = deque()
-        self._ordered: list[float] = []
+        self._recent: deque[float] = deque(_some(trained, window))  # until as many real ones have ended
+        self._ordered = sorted(self._recent)
 
     @property
     def price(self) -> float:
-        if len(self._recent) < FEWEST:
-            return self._trained
         return price_holding(self._ordered, self._hold)
 
     def observe(self, price: float) -> None:
@@ -40,6 +38,42 @@ class RunningPrice:
         insort(self._ordered, price)
         if len(self._recent) > self._window:
             del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
+
+
+def _some(trained: Sequence[float], window: int) -> list[float]:
+    """As many as the window takes, evenly chosen, in an order that has nothing to do with their size."""
+    ordered = sorted(trained)
+    n = min(window, len(ordered))
+    evenly = [ordered[(2 * at + 1) * len(ordered) // (2 * n)] for at in range(n)]
+    Random(0).shuffle(evenly)
+    return evenly
+
+
+class RunningRatio:
+    """What to multiply means by, so that the last answers' would have been right. Not for several threads at once."""
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self._window = window
+        self._recent: deque[tuple[float, int]] = deque()
+        self._expected = 0.0
+        self._became = 0
+
+    @property
+    def ratio(self) -> float:
+        """Between a quarter and four, since the worst that it may follow is a few odd answers."""
+        if len(self._recent) < FEWEST:
+            return 1.0
+        return min(4.0, max(0.25, self._became / self._expected))
+
+    def observe(self, expected: float, became: int) -> None:
+        """An answer that was expected to have so many tokens, by a mean not multiplied yet, and what it had."""
+        self._recent.append((expected, became))
+        self._expected += expected
+        self._became += became
+        if len(self._recent) > self._window:
+            oldest, had = self._recent.popleft()
+            self._expected -= oldest
+            self._became -= had
 
 
 def price_holding(ordered: Sequence[float], hold: float) -> float:

@@ -65,6 +65,13 @@ class LengthDistribution:
         return float(np.interp(output_tokens, lengths, np.concatenate([[0.0], np.cumsum(self.shares[:-1])])))
 
     @property
+    def mean(self) -> float:
+        """The expected length, bins being even."""
+        lengths = np.minimum(np.concatenate([[0.0], self.bounds]), self.limit)
+        within = float(np.dot(self.shares[:-1], (lengths[:-1] + lengths[1:]) / 2))
+        return max(1.0, within + float(self.shares[-1]) * self.limit)
+
+    @property
     def uncertainty(self) -> float:
         """Entropy over the bins, those that the limit cuts as one: 0 sure, 1 no idea."""
         at = int(np.searchsorted(self.bounds, self.limit))

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.facts import MAX_ANSWER_TOKENS, Example, PromptFacts
@@ -28,20 +28,30 @@ Encode = Callable[[str], Sequence[int]]
 """A user's message as the prompt that the model is given."""
 
 
-def read_log(path: str | os.PathLike[str], encode: Encode | None = None) -> list[Example]:
+class Log(NamedTuple):
+    """`model_names`: whose answers they are, as far as the lines say."""
+
+    examples: list[Example]
+    model_names: frozenset[str]
+
+
+def read_log(path: str | os.PathLike[str], encode: Encode | None = None) -> Log:
     """Every answer that ended by itself or at its limit. PredictorError for anything unusual."""
     name = os.fspath(path)
-    examples = []
+    examples: list[Example] = []
+    model_names: set[str] = set()
     for at, line in lines_of(path):
         try:
-            example = _example(line, encode)
+            row = _row(line)
+            example = _example(row, encode)
         except PredictorError as error:
             raise PredictorError(f"{name}, line {at}: {error}") from None
         if example is not None:
             examples.append(example)
+            model_names |= {row["model"]} if isinstance(row.get("model"), str) else set()
     if not examples:
         raise PredictorError(f"{name} holds no answer")
-    return examples
+    return Log(examples, frozenset(model_names))
 
 
 def lines_of(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
@@ -74,14 +84,18 @@ def _opened(path: Path) -> IO[str]:
     return open(path, encoding="utf-8")
 
 
-def _example(line: str, encode: Encode | None) -> Example | None:
-    """None for an answer that was broken off: it has no length."""
+def _row(line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         raise PredictorError("not JSON") from None
     if not isinstance(row, dict):
         raise PredictorError("a JSON object is expected")
+    return row
+
+
+def _example(row: dict[str, Any], encode: Encode | None) -> Example | None:
+    """None for an answer that was broken off: it has no length."""
     output_tokens = _whole(row, "output_tokens", 0, MAX_ANSWER_TOKENS)
     if not output_tokens or row.get("finish_reason", "stop") not in ("stop", "length"):
         return None

@@ -11,16 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.tuner.predictor.calibration import RunningPrice, price_holding
+from phasewise.tuner.predictor.calibration import RunningPrice, RunningRatio, price_holding
 from phasewise.tuner.predictor.distribution import LengthDistribution
 from phasewise.tuner.predictor.facts import PromptFacts
 from phasewise.tuner.predictor.features import bag_of, figures_of
 from phasewise.tuner.predictor.network import Batch, Outputs, Params, forward, softmax
 
 Floats = npt.NDArray[np.float32]
-
-DEFAULT_HOLD = 0.99
-"""The share of answers that an estimate is to hold, where nobody says."""
 
 FARTHEST = 3.0
 """Standard deviations: a figure beyond what training saw counts as this far away."""
@@ -44,12 +41,15 @@ class Scaling(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """`output_tokens` is to hold the share of answers that was asked for, `likely_tokens` is the length head's
-    best single guess; both within the request's max_tokens. `uncertainty`: 0 sure, 1 no idea."""
+    """What is said of an answer; all lengths within the request's max_tokens."""
 
-    output_tokens: int
+    room_tokens: int
+    """Is to hold as many answers as was asked for."""
+    mean_tokens: float
     likely_tokens: int
+    """The length head's: a robust guess, seldom far off by a factor."""
     uncertainty: float
+    """0: sure; 1: no idea."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class LengthPredictor:
         outputs = self._run(facts)
         thought = self._read(outputs, facts)
         likely = math.exp(min(20.0, float(np.mean([out.log_lengths[0] for out in outputs]))))
-        return Forecast(thought.room(price), round(min(max(likely, 1), facts.limit)), thought.uncertainty)
+        guess = round(min(max(likely, 1), facts.limit))
+        return Forecast(thought.room(price), thought.mean, guess, thought.uncertainty)
 
     def price(self, hold: float) -> float:
         """At which estimates hold a share `hold` of answers like those of training."""
@@ -98,20 +99,28 @@ class LengthPredictor:
 class LiveEstimator:
     """A predictor that serves: estimates, and follows what answers become. For any threads."""
 
-    def __init__(self, predictor: LengthPredictor, hold: float = DEFAULT_HOLD) -> None:
+    def __init__(self, predictor: LengthPredictor, hold: float | None = None) -> None:
+        """hold: estimates are to hold that share of answers; None: they are means."""
         self.predictor = predictor
-        self._running = RunningPrice(predictor.prices.tolist(), hold)
+        self._running = None if hold is None else RunningPrice(predictor.prices.tolist(), hold)
+        self._ratio = RunningRatio()
         self._lock = Lock()
 
     def __call__(self, facts: PromptFacts) -> tuple[float, float]:
         """(length of the answer, uncertainty)"""
+        thought = self.predictor.distribution(facts)
         with self._lock:
-            price = self._running.price
-        forecast = self.predictor.forecast(facts, price)
-        return float(forecast.output_tokens), forecast.uncertainty
+            if self._running is None:
+                length = min(thought.mean * self._ratio.ratio, facts.limit)
+            else:
+                length = thought.room(self._running.price)
+        return float(length), thought.uncertainty
 
     def observe(self, facts: PromptFacts, output_tokens: int) -> None:
         """An answer ended, by itself or at its limit, after so many tokens."""
-        price = self.predictor.distribution(facts).price_of(output_tokens)
+        thought = self.predictor.distribution(facts)
         with self._lock:
-            self._running.observe(price)
+            if self._running is None:
+                self._ratio.observe(thought.mean, output_tokens)
+            else:
+                self._running.observe(thought.price_of(output_tokens))

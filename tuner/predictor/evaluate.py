@@ -1,0 +1,230 @@
+"""Predictors and buckets held against answers that they never saw (decision 0022 defines the figures).
+
+Every method gives a request one block for its answer before anything is decoded, knowing the prompt alone. It is
+right where the answer fits: output_tokens <= block. An answer that outgrows its block overflows, so accuracy is one
+minus overflow. Blocks are never longer than max_tokens, so what is sent to the large bucket always fits, and costs most.
+Accuracy alone can be bought with memory; so methods are compared at equal mean block lengths as well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.tuner.predictor.calibration import RunningPrice
+from phasewise.tuner.predictor.distribution import LengthDistribution
+from phasewise.tuner.predictor.facts import Example
+from phasewise.tuner.predictor.model import LengthPredictor
+
+Ints = npt.NDArray[np.int64]
+LearnBounds = Callable[[Sequence[int]], Sequence[int]]
+"""Bounds of buckets, ascending, from the realised lengths of late."""
+
+S3_BUCKETS = 10
+REFRESH_EVERY = 64
+WINDOW = 1024
+PRICE_STEPS = 40
+
+
+class Given(NamedTuple):
+    """A method's blocks for a run of answers. `is_bucket`: the answer fell into the very bucket that was given."""
+
+    blocks: Ints
+    is_bucket: npt.NDArray[np.bool_]
+
+    @property
+    def mean(self) -> float:
+        return float(self.blocks.mean())
+
+
+@dataclass(frozen=True)
+class Score:
+    """Shares are from 0 to 1; `block_tokens` is the mean block, `utilisation` the share of blocks that answers filled."""
+
+    method: str
+    accuracy: float
+    overflow: float
+    exact_bucket: float
+    block_tokens: float
+    utilisation: float
+    whole_limit: float
+    """Share of the requests that were given max_tokens."""
+
+
+def score(method: str, examples: Sequence[Example], given: Given) -> Score:
+    """What a method's blocks were worth."""
+    lengths, limits = _lengths(examples), np.array([one.facts.limit for one in examples])
+    accuracy = float((lengths <= given.blocks).mean())
+    return Score(
+        method,
+        accuracy=accuracy,
+        overflow=1 - accuracy,
+        exact_bucket=float(given.is_bucket.mean()),
+        block_tokens=given.mean,
+        utilisation=float(np.minimum(lengths, given.blocks).sum() / given.blocks.sum()),
+        whole_limit=float((given.blocks >= limits).mean()),
+    )
+
+
+@dataclass(frozen=True)
+class FixedBuckets:
+    """S3: buckets of equal width up to `longest`, and a classifier trained on them whose likeliest bucket is taken."""
+
+    classifier: LengthPredictor
+    longest: int
+
+    @staticmethod
+    def inner_bounds(longest: int) -> list[int]:
+        """All bounds but the last one."""
+        return [-(-longest * at // S3_BUCKETS) for at in range(1, S3_BUCKETS)]
+
+    def give(self, examples: Sequence[Example], up: int = 0) -> Given:
+        """`up`: so many buckets larger than the likeliest one."""
+        likeliest = [int(self.classifier.distribution(one.facts).shares.argmax()) for one in examples]
+        return _given(examples, np.array(likeliest) + up, [*self.inner_bounds(self.longest), self.longest])
+
+    def give_within(self, examples: Sequence[Example], block_tokens: float) -> tuple[Given, int]:
+        """As many whole buckets more as a mean block allows; and how many those are."""
+        affordable = [(self.give(examples, up), up) for up in range(S3_BUCKETS)]
+        return max((one for one in affordable if one[0].mean <= block_tokens), key=lambda one: one[1], default=affordable[0])
+
+
+def constant(examples: Sequence[Example], block_tokens: float) -> Given:
+    """The same block for everybody."""
+    bounds = [max(1, int(block_tokens)), max(one.facts.limit for one in examples)]
+    return _given(examples, np.zeros(len(examples), np.int64), bounds)
+
+
+def _given(examples: Sequence[Example], buckets: Ints, bounds: Sequence[int]) -> Given:
+    edges = np.array(bounds)
+    limits, lengths = np.array([one.facts.limit for one in examples]), _lengths(examples)
+    taken = np.minimum(buckets, len(edges) - 1)
+    return Given(np.minimum(edges[taken], limits), np.searchsorted(edges, lengths) == taken)
+
+
+@dataclass(frozen=True)
+class LearntBuckets:
+    """ODMA: the smallest of the learnt buckets that holds the predicted room; else the large one, max_tokens.
+
+    Bounds and price are those of the moment: answers are taken in their order, each learnt from once it has ended.
+    `first_lengths`: realised ones of training, which fill the window at the beginning.
+    """
+
+    predictor: LengthPredictor
+    first_lengths: Sequence[int]
+    learn: LearnBounds
+
+    def give(self, examples: Sequence[Example], hold: float, adaptive: bool = True) -> Given:
+        """Blocks that are to hold a share of answers. Not adaptive: bounds and price stay those of training."""
+        running = RunningPrice(self.predictor.prices.tolist(), hold)
+        return self._replay(examples, self._thoughts(examples), running, adaptive)
+
+    def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
+        """Blocks that hold the most answers within a mean block. Only forecasts are looked at to find the price."""
+        thoughts = self._thoughts(examples)
+        low, high = 0.0, 1.0
+        for _ in range(PRICE_STEPS):
+            middle = (low + high) / 2
+            if self._replay(examples, thoughts, _FixedPrice(middle), False).mean > block_tokens:
+                low = middle
+            else:
+                high = middle
+        return self._replay(examples, thoughts, _FixedPrice(high), False)
+
+    def _thoughts(self, examples: Sequence[Example]) -> list[LengthDistribution]:
+        return [self.predictor.distribution(one.facts) for one in examples]
+
+    def _replay(
+        self,
+        examples: Sequence[Example],
+        thoughts: Sequence[LengthDistribution],
+        running: RunningPrice | _FixedPrice,
+        adaptive: bool,
+    ) -> Given:
+        recent = deque(self.first_lengths, WINDOW)
+        bounds = self.learn(recent)
+        blocks, is_bucket = [], []
+        for at, (one, thought) in enumerate(zip(examples, thoughts, strict=True), 1):
+            edges = np.array([bound for bound in bounds if bound < one.facts.limit] + [one.facts.limit])
+            bucket = int(np.searchsorted(edges, thought.room(running.price)))
+            blocks.append(int(edges[bucket]))
+            is_bucket.append(bucket == int(np.searchsorted(edges, one.output_tokens)))
+            if adaptive:
+                running.observe(thought.price_of(one.output_tokens))
+                recent.append(one.output_tokens)
+                if at % REFRESH_EVERY == 0:
+                    bounds = self.learn(recent)
+        return Given(np.array(blocks), np.array(is_bucket))
+
+
+class _FixedPrice(NamedTuple):
+    price: float
+
+    def observe(self, price: float) -> None:
+        """Nothing is learnt."""
+
+
+@dataclass(frozen=True)
+class Decile:
+    """The answers of a tenth, by uncertainty: how sure the forecasts were, and how right."""
+
+    uncertainty: float
+    held: float
+    """Share of answers within the room that was to hold `hold` of them."""
+    room_tokens: float
+    mean_error_tokens: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """`coverage`: for each tenth of probability, the share of answers within that quantile of their forecast."""
+
+    deciles: tuple[Decile, ...]
+    coverage: tuple[float, ...]
+    mean_error_tokens: float
+    constant_error_tokens: float
+    """Of the median of training, said of every answer."""
+
+
+def calibration(
+    predictor: LengthPredictor, examples: Sequence[Example], hold: float, first_lengths: Sequence[int], seed: int = 0
+) -> Calibration:
+    """Whether uncertain forecasts err more, and whether shares are what they say."""
+    price = predictor.price(hold)
+    forecasts = [predictor.forecast(one.facts, price) for one in examples]
+    unsure = np.array([one.uncertainty for one in forecasts])
+    room = np.array([one.room_tokens for one in forecasts])
+    lengths = _lengths(examples)
+    error = np.abs(np.array([one.likely_tokens for one in forecasts]) - lengths)
+    deciles = [
+        Decile(*(float(x[part].mean()) for x in (unsure, lengths <= room, room, error)))
+        for part in np.array_split(np.argsort(unsure, kind="stable"), 10)
+        if len(part)
+    ]
+    reached = _reached(predictor, examples, seed)
+    median = float(np.median(first_lengths))
+    return Calibration(
+        tuple(deciles),
+        tuple(float((reached <= tenth / 10).mean()) for tenth in range(1, 10)),
+        float(error.mean()),
+        float(np.abs(median - lengths).mean()),
+    )
+
+
+def _reached(predictor: LengthPredictor, examples: Sequence[Example], seed: int) -> npt.NDArray[np.float64]:
+    """Where in its forecast each answer lies: even from 0 to 1 where forecasts are right; drawn within a step."""
+    rng = np.random.default_rng(seed)
+    thoughts = [predictor.distribution(one.facts) for one in examples]
+    pairs = list(zip(thoughts, examples, strict=True))
+    below = np.array([thought.share_within(one.output_tokens - 1) for thought, one in pairs])
+    within = np.array([thought.share_within(one.output_tokens) for thought, one in pairs])
+    return below + rng.random(len(pairs)) * (within - below)
+
+
+def _lengths(examples: Sequence[Example]) -> Ints:
+    return np.array([one.output_tokens for one in examples])
