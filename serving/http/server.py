@@ -138,7 +138,8 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _has_something_to_send(self) -> bool:
-        return any(connection.is_answering for connection in self._service.connections.open)
+        answering = (connection.is_answering for connection in self._service.connections.open)
+        return self._service.client.n_answers > 0 or any(answering)
 
 
 def _config(service: Service) -> uvicorn.Config:

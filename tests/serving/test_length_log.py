@@ -1,0 +1,142 @@
+"""The length log: what it holds, who may read it, and what becomes of it when the disk does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIG_IGN, SIGXFSZ, signal
+from typing import Any
+
+import pytest
+from fake_server import fake_server
+from raw_http import completion, connect, until
+
+from phasewise.serving.errors import ServingError
+from phasewise.serving.http.lengths import LengthObserver, RealisedLength
+from phasewise.serving.http.served import PromptFacts
+from phasewise.serving.length_log import LengthLog
+
+LENGTH = RealisedLength(PromptFacts((1, 2, 3), 0.7, 64, 2, "abcd"), 9, "stop", 1_700_000_000.25)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def test_a_line_holds_what_predict_len_reads_and_only_the_owner_reads_it(
+    tmp_path: Path, said: list[str]
+) -> None:
+    path = tmp_path / "lengths.jsonl"
+    with LengthLog(path, "fake", said.append) as log:
+        log.put(LENGTH)
+        log.put(LENGTH)
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert lines_of(path) == 2 * [
+        {
+            "schema_version": 1,
+            "model": "fake",
+            "prompt_token_ids": [1, 2, 3],
+            "temperature": 0.7,
+            "max_tokens": 64,
+            "n_messages": 2,
+            "system_prompt_id": "abcd",
+            "output_tokens": 9,
+            "finish_reason": "stop",
+            "at_s": 1_700_000_000.25,
+        }
+    ]
+    assert (log.n_lost, said) == (0, [])
+
+
+def test_it_is_appended_to(tmp_path: Path, said: list[str]) -> None:
+    path = tmp_path / "lengths.jsonl"
+    for _ in range(2):
+        with LengthLog(path, "fake", said.append) as log:
+            log.put(LENGTH)
+
+    assert len(lines_of(path)) == 2
+
+
+def test_one_that_cannot_be_opened_is_told_at_the_start(tmp_path: Path, said: list[str]) -> None:
+    with pytest.raises(ServingError, match="No such file or directory"):
+        LengthLog(tmp_path / "missing" / "lengths.jsonl", "fake", said.append)
+
+
+def test_after_a_hangup_it_goes_on_in_a_new_file(tmp_path: Path, said: list[str]) -> None:
+    path, old = tmp_path / "lengths.jsonl", tmp_path / "lengths.jsonl.1"
+    with LengthLog(path, "fake", said.append) as log:
+        log.put(LENGTH)
+        until(lambda: path.stat().st_size > 0, "nothing is written")
+        path.rename(old)
+        log.reopen()
+        log.put(LENGTH)
+
+    assert (len(lines_of(old)), len(lines_of(path))) == (1, 1)
+
+
+@contextmanager
+def files_of_at_most(n_bytes: int) -> Iterator[None]:
+    """A disk that is full, as far as one file can tell."""
+    before = signal(SIGXFSZ, SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal(SIGXFSZ, before)
+
+
+def test_a_full_disk_costs_lines_and_one_warning_and_no_half_line(tmp_path: Path, said: list[str]) -> None:
+    path = tmp_path / "lengths.jsonl"
+    with LengthLog(path, "fake", said.append) as log:
+        with files_of_at_most(300):
+            for _ in range(5):
+                log.put(LENGTH)
+            until(lambda: log.n_lost == 4, "all are written")
+        log.put(LENGTH)
+
+    assert len(lines_of(path)) == 2
+    assert len(said) == 1
+    assert str(path) in said[0]
+
+
+def test_the_disk_may_stand_still_and_nobody_waits_for_it(tmp_path: Path, said: list[str]) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with LengthLog(path, "fake", said.append) as log:
+        for _ in range(10_000):
+            log.put(LENGTH)
+        assert log.n_lost > 0
+        assert len(said) == 1
+        os.close(reader)
+
+
+def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
+    known: list[RealisedLength] = []
+    observer = LengthObserver(known.append)
+    with fake_server() as server:
+        server.client.observe(observer)
+        with connect(server.url) as left:
+            left.sendall(completion(max_tokens=400, stream=True))
+            left.recv(1)
+        with connect(server.url) as raw:
+            raw.sendall(completion(max_tokens=7, temperature=0.5))
+            raw.recv(1)
+        server.wait_until_idle()
+
+    assert [(length.output_tokens, length.finish_reason) for length in known] == [(7, "length")]
+    assert known[0].facts == PromptFacts((97,), 0.5, 7, 1, None)
+    assert observer._facts == {}
