@@ -109,7 +109,7 @@ def open_store(db: str | os.PathLike[str] | None = None, report: Report = _log.w
     Raises KernelDbError, in one clear line, when the database cannot be used.
     """
     location = locate(db)
-    obstacle = None
+    obstacle: KernelDbError | None = None
     if location.file is not None:
         if location.is_absent:
             connect.make_room(location)

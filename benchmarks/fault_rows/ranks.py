@@ -119,7 +119,8 @@ def in_decode(setting: Setting, server: ServerProcess) -> str:
 
 def killed_under_migration(setting: Setting) -> str:
     """With little KV and answers that grow; then once more while the ranks start again."""
-    bodies = [setting.body(f"Story {i}: " * (1 + i % 3), 40 + 37 * (i % 7)) for i in range(24)]
+    n_stories = 12 if setting.quick else 24
+    bodies = [setting.body(f"Story {i}: " * (1 + i % 3), 40 + 37 * (i % 7)) for i in range(n_stories)]
     with setting.server("--kv-budget", small_budget(setting), ranks=2) as server:
         wanted = [text_alone(server, body) for body in bodies]
         before = held(server)
