@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -230,6 +231,7 @@ def servers_of(arguments: argparse.Namespace) -> list[Server]:
 def main() -> None:
     arguments = parsed()
     servers = servers_of(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left behind
     started_s = time.monotonic()
     runs, rates = measure(servers, arguments)
     print(f"{arguments.rounds} rounds, {time.monotonic() - started_s:.0f} s", file=sys.stderr)

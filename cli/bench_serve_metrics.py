@@ -18,8 +18,8 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 GOAL = 0.9
 """Share of the requests that must keep a promise, e.g. P90 of TTFT (Sandwich, section 8)."""
 
-SCALES = tuple(2.0 ** (step / 2) for step in range(-8, 9))
-"""Of the promises, for attainment over scale: a sixteenth to sixteen times."""
+SCALES = tuple(2.0 ** (step / 4) for step in range(-12, 13))
+"""Of the promises, for attainment over scale: an eighth to eight times."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from phasewise.cli.present import SCHEMA_VERSION
 
 STATISTICS = ("mean", "median", "std", "p50", "p90", "p99")
 MOST_REASON_CHARS = 100
+TABLED_SCALES = {2.0**step for step in range(-3, 4)}
 
 
 def fields_of(report: Report, *, is_detailed: bool = False) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def _probes(report: Report) -> str:
 def _scales(report: Report) -> str:
     assert report.slo is not None
     found = attainment_by_scale(report.measured.outcomes, report.slo)
-    rows = [[f"{scale:.3g}", f"{share:.1%}"] for scale, share in found.items()]
+    rows = [[f"{scale:g}", f"{share:.1%}"] for scale, share in found.items() if scale in TABLED_SCALES]
     return _table(rows, ["SLO scale", "attainment"])
 
 
@@ -235,12 +236,12 @@ def draw_report(report: Report) -> str:
         panels.append(_scales_panel(report))
     return draw_chart(
         Chart(
-            title=f"SLO attainment of {report.target.model}",
+            title=f"SLO attainment of {_short(report)}",
             caption=f"promises: {report.slo.describe()} ms; {report.date:%Y-%m-%d}",
             x_name="SLO scale",
             y_name="requests that keep them",
             limit_name=f"goal: {GOAL:.0%}",
-            emphasised=report.target.model,
+            emphasised=_short(report),
             panels=panels,
             y_is_share=True,
         )
@@ -250,7 +251,7 @@ def draw_report(report: Report) -> str:
 def _rates_panel(report: Report) -> Panel:
     points = sorted((probe.rate, probe.attainment) for probe in report.probes)
     return Panel(
-        "attainment over the rate", {report.target.model: points}, _goal(points), x_name="requests/s"
+        "attainment over the rate", {_short(report): points}, _goal(points), x_name="requests/s"
     )
 
 
@@ -258,8 +259,13 @@ def _scales_panel(report: Report) -> Panel:
     assert report.slo is not None
     points = list(attainment_by_scale(report.measured.outcomes, report.slo).items())
     rate = report.pace.rate
-    at = "" if rate is None else f" at {rate:.3g} requests/s"
-    return Panel(f"attainment over the SLO scale{at}", {report.target.model: points}, _goal(points))
+    at = "" if rate is None else f", {rate:.3g} requests/s"
+    return Panel(f"attainment over the scale{at}", {_short(report): points}, _goal(points))
+
+
+def _short(report: Report) -> str:
+    """The model's name; some servers call it by its file's path."""
+    return report.target.model.rstrip("/").rpartition("/")[2]
 
 
 def _goal(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

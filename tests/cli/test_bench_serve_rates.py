@@ -1,0 +1,78 @@
+"""The search for the highest rate, on landscapes whose answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.cli.bench_serve_rates import LEAST_RATE, MOST_RATE, RateSearch, find_rate
+
+
+def searched(keeps: Callable[[float], bool], search: RateSearch) -> tuple[float | None, dict[float, bool]]:
+    """What is found, and what was asked."""
+    asked: dict[float, bool] = {}
+    rates = find_rate(search)
+    try:
+        rate = next(rates)
+        while True:
+            asked[rate] = keeps(rate)
+            rate = rates.send(asked[rate])
+    except StopIteration as end:
+        return end.value, asked
+
+
+@given(edge=st.floats(0.05, 5000), start=st.floats(0.05, 5000), resolution=st.floats(0.01, 0.3))
+def test_one_edge_is_found_within_the_resolution(edge: float, start: float, resolution: float) -> None:
+    """Wherever it begins, and never above the edge."""
+    search = RateSearch(start, 2.0, resolution, most_probes=100, least_share=1e-9)
+
+    found, _ = searched(lambda rate: rate <= edge, search)
+
+    assert found is not None
+    assert edge * (1 - resolution) - 1e-9 <= found <= edge
+
+
+@given(verdicts=st.lists(st.booleans(), min_size=30, max_size=30), most=st.integers(1, 20))
+def test_whatever_the_landscape_the_answer_was_kept_when_asked(verdicts: list[bool], most: int) -> None:
+    """A noisy server may contradict itself; the search ends, and claims only what it saw."""
+    answers = iter(verdicts)
+
+    found, asked = searched(lambda _rate: next(answers), RateSearch(most_probes=most))
+
+    assert len(asked) <= most
+    assert found is None or asked[found]
+    assert (found is None) == (not any(asked.values()))
+
+
+def test_a_server_that_keeps_nothing_is_left_alone_soon() -> None:
+    found, asked = searched(lambda _rate: False, RateSearch(start=8.0, most_probes=50))
+
+    assert found is None
+    assert min(asked) == pytest.approx(8.0 / 64)
+    assert len(asked) == 7
+
+
+def test_a_server_without_a_limit_ends_at_the_highest_rate() -> None:
+    found, _ = searched(lambda _rate: True, RateSearch(most_probes=100))
+
+    assert found == MOST_RATE
+
+
+def test_no_rate_is_out_of_range() -> None:
+    _, asked = searched(lambda _rate: False, RateSearch(start=1e-9, most_probes=100))
+
+    assert min(asked) >= LEAST_RATE
+
+
+def test_probes_are_spent_between_what_was_kept_and_what_was_missed() -> None:
+    _, asked = searched(lambda rate: rate <= 11, RateSearch(start=1.0, most_probes=100))
+
+    rates = list(asked)
+    assert rates[:5] == [1, 2, 4, 8, 16]
+    for at, rate in enumerate(rates[5:], 5):
+        kept = max(one for one in rates[:at] if asked[one])
+        missed = min(one for one in rates[:at] if not asked[one])
+        assert kept < rate < missed
