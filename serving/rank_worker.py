@@ -29,6 +29,9 @@ from phasewise.serving.shared_weights import Holding, copy_panels
 
 PR_SET_PDEATHSIG = 1
 
+FOR_THE_ENGINE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Terminals and supervisors send them to all of a service; the engine ends its ranks when it is done."""
+
 
 @dataclass(frozen=True)
 class WorkerRank:
@@ -44,7 +47,8 @@ class WorkerRank:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which ends its ranks
+    for number in FOR_THE_ENGINE:
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     with os.fdopen(os.dup(sys.stdin.fileno()), "rb") as told:
         instructions = Instructions.read(told.read())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import subprocess
 import time
 from collections import Counter
@@ -14,17 +15,20 @@ from typing import Any
 import raw_http
 from served_process import ServerProcess
 
-from fault_rows.ranks import small_budget
+from fault_rows.ranks import kill, small_budget
 from fault_rows.setting import Setting, Skipped, Wrong, expect, text_alone, wait_until_free
 
 AT_ONCE_S = 5.0
 
 
 def drained(setting: Setting) -> str:
-    """SIGTERM in the middle of a batch: not ready and nothing new at once; what runs is finished."""
+    """SIGTERM in the middle of a batch: not ready and nothing new at once; what runs is finished.
+
+    The ranks get it too, as those of a service do.
+    """
     n_tokens = 300 if setting.quick else 600
     bodies = [setting.body(f"Answer {i}", n_tokens) for i in range(6)]
-    with setting.server() as server:
+    with setting.server(ranks=2) as server:
         wanted = [text_alone(server, body) for body in bodies]
 
         async def storm() -> tuple[list[Any], int, raw_http.Reply]:
@@ -34,6 +38,7 @@ def drained(setting: Setting) -> str:
             answers = [asyncio.create_task(answer) for answer in asked]
             await _until_running(server, len(bodies))
             server.signal()
+            kill(server, signal.SIGTERM)
             await asyncio.sleep(0.05)
             ready = (await idle.ask("GET", "/ready")).status
             new = await _refused(server, bodies[0])

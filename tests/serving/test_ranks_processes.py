@@ -240,10 +240,10 @@ def test_one_dead_rank_takes_the_others_along(three_heads: PackedModel) -> None:
     ranks = opened(three_heads, ONE, (1, 1, 1))
     assert isinstance(ranks, ProcessRanks)
     pids = ranks.pids
-    os.kill(pids[2], signal.SIGTERM)
+    os.kill(pids[2], signal.SIGABRT)
 
     assert eventually(lambda: not any(map(alive, pids.values())))
-    with pytest.raises(RanksError, match=rf"rank 2 \(pid {pids[2]}\) was killed by SIGTERM"):
+    with pytest.raises(RanksError, match=rf"rank 2 \(pid {pids[2]}\) was killed by SIGABRT"):
         token_by_token(ranks, ("decode",), 1)
     ranks.close()
 

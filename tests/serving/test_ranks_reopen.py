@@ -152,6 +152,15 @@ def test_a_rank_that_hangs_is_taken_for_dead(in_memory: PackedModel, monkeypatch
     ranks.close()
 
 
+def test_signals_for_a_whole_service_are_the_engines_to_answer(two: ProcessRanks) -> None:
+    wanted = tokens(two)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(two.pids[1], number)
+
+    assert (tokens(two) == wanted).all()
+    assert two.lost is None
+
+
 def test_killed_while_it_starts_again_is_an_error_and_not_the_end(two: ProcessRanks) -> None:
     wanted, first = tokens(two), set(children())
     kill(two)
