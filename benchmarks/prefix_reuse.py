@@ -1,7 +1,7 @@
 """What it costs when prompts begin alike: computing the beginning again, copying it, or sharing it.
 
-Run as `python benchmarks/prefix_reuse.py [MODEL] [-b 8] [--prefix 64 256 1024]`, on a quiet machine. For each length
-of a common beginning, medians of several rounds in turns:
+Run as `python benchmarks/prefix_reuse.py [MODEL] [-b 8] [--prefix 128 512 1024]`, on a quiet machine. For
+each length of a common beginning, medians of several rounds in turns:
 
 - computed: its prefill, which every sibling would repeat;
 - copied: `copy_kv` of it into a sibling's block, which is what phasewise does;
@@ -9,8 +9,8 @@ of a common beginning, medians of several rounds in turns:
 - decode, shared: the same step, the siblings reading one copy through tables. Sharing would save the copy and
   its slots, and make every step what this column says.
 
-Then whole requests (the longest beginning, 32 tokens of one's own, 16 answered) through the engine, with reuse
-and without.
+Then whole requests (the longest beginning, 32 tokens of one's own, 16 answered) through the engine, with
+reuse and without.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def prefill(n_tokens: int) -> Batch:
 
 
 def decode(n_prefix: int, n_siblings: int, shared: bool) -> Batch:
-    """A step at the position after the beginning. Each sibling's block: the beginning, then a run of its own."""
+    """A step after the beginning. Each sibling's block: the beginning, then a run of its own."""
     block = n_prefix + KV_CHUNK
     slices = []
     for sibling in range(n_siblings):

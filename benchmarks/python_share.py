@@ -1,11 +1,11 @@
 """Python's share of a decode step.
 
-Run as `python benchmarks/python_share.py [MODEL] [-n 128] [-b 1] [--format native] [--http]`. A step is what lies
-between two results of `forward`. Counted is everything in it that is neither the native forward pass nor the
-native argmax over its logits: choosing the batch, describing it, sampling (greedy), detokenising, making the
-message; and with --http, where the sequences are streams to as many clients in another process, taking messages,
-handing deliveries to the event loop and waiting for Python's lock while it writes. The median step is printed, of
-those that had all sequences in them.
+Run as `python benchmarks/python_share.py [MODEL] [-n 128] [-b 1] [--format native] [--http]`. A step is what
+lies between two results of `forward`. Counted is everything in it that is neither the native forward pass nor
+the native argmax over its logits: choosing the batch, describing it, sampling (greedy), detokenising, making
+the message; and with --http, where the sequences are streams to as many clients in another process, taking
+messages, handing deliveries to the event loop and waiting for Python's lock while it writes. The median step
+is printed, of those that had all sequences in them.
 """
 
 from __future__ import annotations
@@ -106,9 +106,18 @@ def serve(opened: OpenEngine, n_gen: int, n_sequences: int) -> None:
 
 
 async def be_clients(port: int, n_gen: int, n_sequences: int) -> None:
+    while not await is_there(port):
+        await asyncio.sleep(0.05)
     body = {"model": "model", "prompt": PROMPT, "max_tokens": n_gen, "temperature": 0, "ignore_eos": True}
     streams = [raw_http.stream(port, "/v1/completions", body | {"stream": True}) for _ in range(n_sequences)]
     await asyncio.gather(*streams)
+
+
+async def is_there(port: int) -> bool:
+    try:
+        return (await raw_http.ask(port, "GET", "/health")).status == 200
+    except OSError:
+        return False
 
 
 def main() -> None:
