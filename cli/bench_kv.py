@@ -19,10 +19,11 @@ from phasewise.cli.kv_trace import (
     Asked,
     Estimates,
     describe_estimates,
-    estimator,
+    estimates_for,
     limit_for,
     limited,
-    read_lengths,
+    read_samples,
+    requests_of,
     static_shares,
 )
 from phasewise.serving.errors import RequestError
@@ -71,13 +72,14 @@ class Load:
 
 def replay_of(load: Load, n_slots: int, max_sequences: int, settings: dict[str, Any]) -> tuple[Replay, str]:
     """The replay, and a line for people about it. `settings`: fields of PoolSettings."""
-    parts = [read_lengths(text, load.asked) for text in load.traces]
-    whole = tuple(one for part in parts for one in part)
+    samples = tuple(one for text in load.traces for one in read_samples(text, load.asked))
+    whole = requests_of(samples)
     if load.step_ms is not None and any(one.arrival_s is None for one in whole):
         raise TraceError(f"{', '.join(load.traces)}: no arrivals, so leave --step-ms out")
     limit = int(load.max_tokens) if load.max_tokens.isdecimal() else limit_for(whole, load.max_tokens)
-    trace = limited(whole, limit)
-    estimates = estimator(load.estimate, load.asked.seed)(trace)
+    samples = limited(samples, limit)
+    trace = requests_of(samples)
+    estimates = estimates_for(load.estimate, samples, load.asked.seed)
     longest = max(one.prompt_tokens for one in trace) + limit
     shares = static_shares(trace, limit)
     story = (

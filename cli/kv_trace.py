@@ -1,18 +1,18 @@
 """What `bench kv` replays: requests by their lengths, from files of several kinds, and estimates of answers.
 
 Beside the traces that `tuner.config.trace` reads: CSV with a column of answer lengths (no prompts: each gets
-a stated length), and the server's length log (JSON lines with prompt_token_ids and output_tokens).
+a stated length), and logs of answers' lengths, the server's or those of `predict-len collect`.
 """
 
 from __future__ import annotations
 
 import csv
-import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeAlias
 
 from phasewise.serving.pools.arena import aligned
@@ -20,6 +20,7 @@ from phasewise.serving.pools.contract import Estimate
 from phasewise.tuner.config.lengths import Request, Trace
 from phasewise.tuner.config.trace import load_trace
 from phasewise.tuner.errors import TraceError
+from phasewise.tuner.predictor.facts import PromptFacts
 
 Estimates: TypeAlias = tuple[Estimate | None, ...]
 """One for each request of a trace."""
@@ -37,45 +38,72 @@ class Asked:
     part: str = "all"
     """`first` or `second` half of the requests, drawn with the seed; `all`."""
     seed: int = 0
+    model: str | None = None
+    """Whose tokens the prompts of a log become that has them as text."""
 
 
-def read_lengths(text: str, asked: Asked) -> Trace:
+@dataclass(frozen=True)
+class Sample:
+    """One request of a trace. `facts`: what a predictor may know of it, where the trace tells."""
+
+    request: Request
+    facts: PromptFacts | None = None
+
+
+Samples: TypeAlias = tuple[Sample, ...]
+
+
+def read_samples(text: str, asked: Asked) -> Samples:
     """`text` names a file or writes a distribution: at most `asked.count` requests of it, in their order."""
     wanted = asked.count if asked.part == "all" else 2 * asked.count
-    if text.endswith(".csv") and asked.column is not None:
-        trace = _column(text, asked)
-    elif text.endswith(".jsonl") and _is_length_log(text):
-        trace = tuple(_logged(text))
+    if text.endswith(".csv") and not _is_azure(text):
+        samples = _column(text, asked)
+    elif text.endswith((".jsonl", ".jsonl.xz")) and (asked.model is not None or _is_length_log(text)):
+        samples = _logged(text, asked.model)
     else:
-        return _part(load_trace(text, wanted, asked.seed), asked)
+        return _part(tuple(Sample(one) for one in load_trace(text, wanted, asked.seed)), asked)
     rng = random.Random(asked.seed)
-    chosen = sorted(rng.sample(range(len(trace)), min(wanted, len(trace))))
-    return _part(tuple(trace[at] for at in chosen), asked)
+    chosen = sorted(rng.sample(range(len(samples)), min(wanted, len(samples))))
+    return _part(tuple(samples[at] for at in chosen), asked)
 
 
-def estimator(text: str, seed: int) -> Callable[[Trace], Estimates]:
-    """`none`, `exact`, `constant` (the trace's mean), `error:SIGMA` (of the logarithm, with this seed)."""
+def estimates_for(text: str, samples: Samples, seed: int) -> Estimates:
+    """By `none`, `exact`, `constant` (the trace's mean), `error:SIGMA` (of the logarithm, with this seed) or
+    a predictor's file."""
     if text in _ESTIMATORS:
-        return _ESTIMATORS[text]
+        return _ESTIMATORS[text](requests_of(samples))
+    if text.endswith(".safetensors"):
+        return _predicted(text, samples)
     kind, _, sigma_text = text.partition(":")
     try:
         sigma = float(sigma_text)
     except ValueError:
         sigma = math.nan
     if kind != "error" or not 0 <= sigma <= 5:
-        raise TraceError(f"{text!r:.40} is no estimate: one of {', '.join(_ESTIMATORS)} or error:SIGMA")
-    return lambda trace: _erring(trace, sigma, random.Random(seed))
+        names = ", ".join(_ESTIMATORS)
+        raise TraceError(f"{text!r:.40} is no estimate: one of {names}, error:SIGMA or a .safetensors file")
+    return _erring(requests_of(samples), sigma, random.Random(seed))
 
 
-def limited(trace: Trace, max_tokens: int) -> Trace:
+def requests_of(samples: Samples) -> Trace:
+    return tuple(sample.request for sample in samples)
+
+
+def limited(samples: Samples, max_tokens: int) -> Samples:
     """Answers cut at `max_tokens`, as a server would."""
-    return tuple(replace(one, output_tokens=min(one.output_tokens, max_tokens)) for one in trace)
+    return tuple(
+        Sample(
+            replace(one.request, output_tokens=min(one.request.output_tokens, max_tokens)),
+            None if one.facts is None else one.facts._replace(max_tokens=max_tokens),
+        )
+        for one in samples
+    )
 
 
 def static_shares(trace: Trace, max_tokens: int) -> Mapping[str, float]:
     """What static pre-allocation makes of its slots when answers end at `max_tokens`: `final`, of blocks that
     ended, and `live`, over time."""
-    requests = limited(trace, max_tokens)
+    requests = [replace(one, output_tokens=min(one.output_tokens, max_tokens)) for one in trace]
     longest = aligned(max(one.prompt_tokens for one in requests) + max_tokens)
     steps = sum(one.output_tokens for one in requests)
     live = sum(one.output_tokens * (one.prompt_tokens + (one.output_tokens - 1) / 2) for one in requests)
@@ -101,29 +129,52 @@ def limit_for(trace: Trace, text: str) -> int:
     raise TraceError(f"no max_tokens lets static pre-allocation reach {text} on this trace")
 
 
-def _part(trace: Trace, asked: Asked) -> Trace:
+def _part(samples: Samples, asked: Asked) -> Samples:
     """Halves are drawn, not cut: both are of the same kind, and in the order of the trace."""
     if asked.part == "all":
-        return trace[: asked.count]
-    order = list(range(len(trace)))
+        return samples[: asked.count]
+    order = list(range(len(samples)))
     random.Random(asked.seed).shuffle(order)
     middle = len(order) // 2
     chosen = sorted(order[:middle] if asked.part == "first" else order[middle:])
-    return tuple(trace[at] for at in chosen)
+    return tuple(samples[at] for at in chosen)
 
 
-def _column(path: str, asked: Asked) -> Trace:
+def _is_azure(path: str) -> bool:
+    return "ContextTokens" in _first_line(path)
+
+
+def _is_length_log(path: str) -> bool:
+    return '"prompt_token_ids"' in _first_line(path)
+
+
+def _first_line(path: str) -> str:
+    """Nothing where it cannot be read: whoever reads the whole says why."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.readline(1 << 22)
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _column(path: str, asked: Asked) -> Samples:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
             if asked.column not in (rows.fieldnames or ()):
-                raise TraceError(f"{path} has no column {asked.column!r}: it has {rows.fieldnames}")
+                names = ", ".join(rows.fieldnames or ())
+                raise TraceError(
+                    f"{path} has the columns {names}: name with --column whose numbers are lengths of answers"
+                )
             lengths = [_length(row[asked.column], f"{path}, row {at}") for at, row in enumerate(rows, 2)]
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: {error}") from None
-    return tuple(Request(asked.prompt_tokens, length) for length in lengths if length)
+    samples = tuple(Sample(Request(asked.prompt_tokens, length)) for length in lengths if length)
+    if not samples:
+        raise TraceError(f"{path} holds no answer in column {asked.column}")
+    return samples
 
 
 def _length(text: str | None, where: str) -> int:
@@ -132,23 +183,26 @@ def _length(text: str | None, where: str) -> int:
     return int(text)
 
 
-def _is_length_log(path: str) -> bool:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return '"prompt_token_ids"' in file.readline(1 << 22)
-    except (OSError, UnicodeDecodeError):
-        return False  # the reader of traces says what is wrong
+def _logged(path: str, model: str | None) -> Samples:
+    from phasewise.cli.predict_len import Tokens, read_logs
+
+    logs, _ = read_logs([Path(path)], None if model is None else Tokens(model))
+    return tuple(
+        Sample(Request(len(one.facts.token_ids), one.output_tokens), one.facts)
+        for log in logs
+        for one in log.examples
+    )
 
 
-def _logged(path: str) -> Iterator[Request]:
-    with open(path, encoding="utf-8") as file:
-        for at, line in enumerate(file, 1):
-            try:
-                entry = json.loads(line)
-                request = Request(len(entry["prompt_token_ids"]), entry["output_tokens"])
-            except (ValueError, KeyError, TypeError, RecursionError, TraceError) as error:
-                raise TraceError(f"{path}, row {at}: no line of a length log: {error!r:.80}") from None
-            yield request
+def _predicted(path: str, samples: Samples) -> Estimates:
+    """What a server with this predictor would go by, had it seen no answer yet."""
+    from phasewise.tuner.predictor.files import load_predictor
+    from phasewise.tuner.predictor.model import LiveEstimator
+
+    estimate = LiveEstimator(load_predictor(path))
+    if any(one.facts is None for one in samples):
+        raise TraceError("a predictor reads prompts, and this trace has lengths only: give a length log")
+    return tuple(Estimate(*estimate(one.facts)) for one in samples if one.facts is not None)
 
 
 def _exact(trace: Trace) -> Estimates:

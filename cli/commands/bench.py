@@ -248,6 +248,10 @@ def kv(
     estimate: Annotated[
         str, typer.Option("--estimate", help="none, exact, constant, error:SIGMA or a predictor's file")
     ] = "none",
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="whose tokens prompts become, of a log that has them as text"),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="of samples, halves and errors")] = 0,
     slots: Annotated[int, typer.Option("--slots", min=16, help="KV slots of the pool")] = 8192,
     max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="requests at once")] = 256,
@@ -296,7 +300,8 @@ def kv(
         "page_slots": page_slots,
         "n_fixed": n_fixed,
     }
-    load = Load(traces, Asked(column, prompt_tokens, count, part.value, seed), max_tokens, estimate, step_ms)
+    asked = Asked(column, prompt_tokens, count, part.value, seed, model)
+    load = Load(traces, asked, max_tokens, estimate, step_ms)
     replay, story = replay_of(
         load, slots, max_sequences, {name: value for name, value in settings.items() if value is not None}
     )

@@ -83,6 +83,11 @@ class _Holding:
         """Positions beyond the block that are thought to be needed."""
         return max(0, self.size.end_positions - self.block.n_slots)
 
+    @property
+    def n_at_most_to_come(self) -> int:
+        """Positions beyond the block that could ever be needed."""
+        return max(0, self.demand.most_tokens - self.block.n_slots)
+
 
 class ContiguousPool:
     """A KvPool whose placements are one run each."""
@@ -111,7 +116,7 @@ class ContiguousPool:
         self._follow_bounds()
         size = self._sizes.first(demand)
         n_positions = self._possible(size, demand.held_tokens)
-        if self._held and (self._is_pressed or not self._is_room_for(size, n_positions)):
+        if self._held and (self._is_pressed or not self._is_room_for(size, n_positions, demand.most_tokens)):
             return None
         block = self._shelves.take(size.bucket, n_positions)
         if block is None:
@@ -171,14 +176,16 @@ class ContiguousPool:
         if n_used + self._shelves.n_free != self.n_slots:
             raise PoolError(f"{self._shelves.n_free} free + {n_used} used slots are not {self.n_slots}")
 
-    def _is_room_for(self, size: Size, n_positions: int) -> bool:
+    def _is_room_for(self, size: Size, n_positions: int, most_tokens: int) -> bool:
+        running = self._held.values()
         promised = peak(
             [
                 (size.end_positions - n_positions, n_positions),
-                *((held.n_to_come, held.block.n_slots) for held in self._held.values()),
+                *((held.n_to_come, held.block.n_slots) for held in running),
             ]
         )
-        return promised <= self.n_slots * (1 - self._sizes.reserve_share)
+        at_most = most_tokens - n_positions + sum(held.n_at_most_to_come for held in running)
+        return promised <= self.n_slots - min(self.n_slots * self._sizes.reserve_share, max(0, at_most))
 
     def _enlarge(self, held: _Holding, n_positions: int) -> bool:
         """In place if the slots behind are free, else by moving; as long as wanted, else the shortest."""

@@ -117,14 +117,15 @@ class PoolSettings:
     """odma: blocks climb the bounds as answers get longer; False, as in the paper: whole at once."""
     alpha: float = 0.25
     """odma: an estimate of uncertainty u counts 1 + alpha u times."""
-    tau: float = 0.9
+    tau: float = 0.98
     """odma: an estimate less sure than this is none."""
     top_level: float = 0.98
     """odma: share of the answers that the buckets hold; the large one has the rest."""
     large_level: float = 0.9
     """odma: the large bucket hands out this quantile of the answers that lasted as long as this one has."""
     reserve_share: float = 0.25
-    """odma, climbing: share of the slots that is promised to nobody: the large bucket's reserve."""
+    """odma, climbing: share of the slots that is promised to nobody: the large bucket's reserve. Less, where
+    all that run could not ask for so much more."""
     window: int = 1024
     """odma: realised lengths that the bounds are learnt from."""
     refresh_every: int = 64
