@@ -11,7 +11,18 @@ from typing import Annotated, Any
 import typer
 
 from phasewise._version import __version__
-from phasewise.cli.commands import bench, db, doctor, generate, models, serve, topo, tune_config, tune_kernels
+from phasewise.cli.commands import (
+    bench,
+    db,
+    doctor,
+    generate,
+    models,
+    predict_len,
+    serve,
+    topo,
+    tune_config,
+    tune_kernels,
+)
 from phasewise.cli.present import fail
 
 app = typer.Typer(
@@ -28,6 +39,7 @@ app.command("tune-config")(tune_config.tune_config)
 app.command("tune-kernels")(tune_kernels.tune_kernels)
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
+app.add_typer(predict_len.app, name="predict-len")
 app.add_typer(db.app, name="db")
 
 EXIT_FAILURE = 1

@@ -77,7 +77,9 @@ def read_logs(paths: Sequence[Path], tokens: Tokens | None) -> tuple[list[Log], 
     logs = [read_log(path, tokens.prompt if tokens else None) for path in paths]
     names = sorted(frozenset().union(*(log.model_names for log in logs)))
     if len(names) > 1:
-        raise PredictorError(f"these logs hold answers of several models ({', '.join(names[:4])}): take one's")
+        raise PredictorError(
+            f"these logs hold answers of several models ({', '.join(names[:4])}): take one's"
+        )
     if names:
         return logs, names[0]
     if tokens is None:
@@ -92,4 +94,7 @@ def predictor_file(given: Path | None, model_name: str) -> Path:
 
 def tell_epoch(epoch: Epoch) -> None:
     """One line of progress, each network's."""
-    note(f"network {epoch.member + 1}, epoch {epoch.number}: loss {epoch.loss:.3f}, unseen {epoch.unseen_loss:.3f}")
+    note(
+        f"network {epoch.member + 1}, epoch {epoch.number}: "
+        f"loss {epoch.loss:.3f}, unseen {epoch.unseen_loss:.3f}"
+    )

@@ -43,7 +43,8 @@ class Settings:
 
 
 def answers(engine: Engine, prompts: Iterable[tuple[int, ...]], settings: Settings) -> Iterator[Ended]:
-    """Each prompt's answer when it ends, in no order. The same prompt is always drawn from with the same seed."""
+    """Each prompt's answer when it ends, in no order. The same prompt is always drawn from with the same
+    seed."""
     waiting = deque(enumerate(prompts))
     asked: dict[str, tuple[int, ...]] = {}
     while waiting or engine.has_work:
@@ -104,9 +105,9 @@ class AnswerLog:
             return set()
         log = read_log(self._path)
         if log.model_names != {self._model_name}:
+            others = ", ".join(sorted(log.model_names)) or "an unknown model"
             raise PredictorError(
-                f"log {self._path} holds answers of {', '.join(sorted(log.model_names)) or 'an unknown model'}, not of "
-                f"{self._model_name}: give another file"
+                f"log {self._path} holds answers of {others}, not of {self._model_name}: give another file"
             )
         wanted = (self._settings.temperature, self._settings.max_tokens)
         return {

@@ -16,8 +16,9 @@ AUTO, OFF = "auto", "off"
 def estimator_from(text: str, model_name: str, hold: float | None = None) -> LiveEstimator | None:
     """The estimator of a file; `auto`: of the model's own file, None where there is none; `off`: None.
 
-    It is called with a prompt's facts and gives (length of the answer, uncertainty); `observe` tells it what became
-    of one. hold: estimates are to hold that share of answers; None: they are means, which is what ODMA's pool admits by.
+    It is called with a prompt's facts and gives (length of the answer, uncertainty); `observe` tells it
+    what became of one. hold: estimates are to hold that share of answers; None: they are means, which is
+    what ODMA's pool admits by.
     """
     if text == OFF:
         return None
@@ -28,7 +29,10 @@ def estimator_from(text: str, model_name: str, hold: float | None = None) -> Liv
     if text == AUTO and not default_file(model_name).exists():
         return None
     predictor = load_predictor(path)
-    note(f"answers' lengths are predicted by {path}, trained on {predictor.trained_on.get('answers', 0)} answers")
+    note(
+        f"answers' lengths are predicted by {path}, "
+        f"trained on {predictor.trained_on.get('answers', 0)} answers"
+    )
     if predictor.model_name != model_name:
         note(f"it was trained on answers of {predictor.model_name}, not of {model_name}")
     return LiveEstimator(predictor, hold)
@@ -41,5 +45,9 @@ def open_predictor(text: str, model_name: str) -> Predictor | None:
         return None
     from phasewise.serving.pools.contract import Estimate
     from phasewise.serving.service import Predictor
+    from phasewise.tuner.predictor.facts import PromptFacts
 
-    return Predictor(lambda facts: Estimate(*estimator(facts)), estimator.observe)
+    return Predictor(
+        estimate=lambda facts: Estimate(*estimator(PromptFacts(*facts))),
+        learn=lambda facts, output_tokens: estimator.observe(PromptFacts(*facts), output_tokens),
+    )

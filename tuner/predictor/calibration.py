@@ -1,8 +1,10 @@
 """How estimates follow what answers really become, without training anew.
 
-`RunningRatio` keeps the mean of estimates right. `RunningPrice` keeps the share of answers right that estimates hold: each realised length tells the highest price at which its own forecast would still have had room for it. The price
-to use is one that the wanted share of recent answers could have paid: a running conformal correction. Forecasts that
-were too short drive it down, towards room for the request's whole limit; forecasts that were too long drive it up.
+`RunningRatio` keeps the mean of estimates right. `RunningPrice` keeps the share of answers right that
+estimates hold: each realised length tells the highest price at which its own forecast would still have had
+room for it, and the price to use is one that the wanted share of recent answers could have paid (a running
+conformal correction). Forecasts that were too short drive it down, towards room for the request's whole
+limit; forecasts that were too long drive it up.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def _some(trained: Sequence[float], window: int) -> list[float]:
 
 
 class RunningRatio:
-    """What to multiply means by, so that the last answers' would have been right. Not for several threads at once."""
+    """What to multiply means by, so that the last answers' would have been right. Not for several threads
+    at once."""
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
@@ -66,7 +69,8 @@ class RunningRatio:
         return min(4.0, max(0.25, self._became / self._expected))
 
     def observe(self, expected: float, became: int) -> None:
-        """An answer that was expected to have so many tokens, by a mean not multiplied yet, and what it had."""
+        """An answer that was expected to have so many tokens, by a mean not multiplied yet, and what it
+        had."""
         self._recent.append((expected, became))
         self._expected += expected
         self._became += became

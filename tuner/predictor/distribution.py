@@ -1,15 +1,17 @@
 """What is thought of one answer's length: a share for each bin of lengths, read within the request's limit.
 
-How much room to give is a trade: more slots for one answer are fewer for others. At a price per token the best room
-is the length c that maximises P(length <= c) - price x c, a corner of the upper hull of the distribution function.
-With many unlike requests this holds more answers in the same memory than one quantile for all: a long chance
-in one request is not worth what it costs, a short step in another is. The dearer the tokens, the less room, always.
+How much room to give is a trade: more slots for one answer are fewer for others. At a price per token the
+best room is the length c that maximises P(length <= c) - price x c, a corner of the upper hull of the
+distribution function. With many unlike requests this holds more answers in the same memory than one
+quantile for all: a long chance in one request is not worth what it costs, a short step in another is. The
+dearer the tokens, the less room, always.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,7 @@ class LengthDistribution:
             ):
                 corners.pop()
             corners.append(at)
-        slopes = [_slope(lengths, reached, one, other) for one, other in zip(corners, corners[1:], strict=False)]
+        slopes = [_slope(lengths, reached, one, other) for one, other in pairwise(corners)]
         return np.array([lengths[at] for at in corners]), np.array(slopes)
 
     def share_within(self, output_tokens: float) -> float:

@@ -1,9 +1,10 @@
 """Predictors and buckets held against answers that they never saw (decision 0022 defines the figures).
 
-Every method gives a request one block for its answer before anything is decoded, knowing the prompt alone. It is
-right where the answer fits: output_tokens <= block. An answer that outgrows its block overflows, so accuracy is one
-minus overflow. Blocks are never longer than max_tokens, so what is sent to the large bucket always fits, and costs most.
-Accuracy alone can be bought with memory; so methods are compared at equal mean block lengths as well.
+Every method gives a request one block for its answer before anything is decoded, knowing the prompt alone.
+It is right where the answer fits: output_tokens <= block. An answer that outgrows its block overflows, so
+accuracy is one minus overflow. Blocks are never longer than max_tokens, so what is sent to the large bucket
+always fits, and costs most. Accuracy alone can be bought with memory; so methods are compared at equal mean
+block lengths as well.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ PRICE_STEPS = 40
 
 
 class Given(NamedTuple):
-    """A method's blocks for a run of answers. `is_bucket`: the answer fell into the very bucket that was given."""
+    """A method's blocks for a run of answers. `is_bucket`: the answer fell into the very bucket that was
+    given."""
 
     blocks: Ints
-    is_bucket: npt.NDArray[np.bool_]
+    is_bucket: npt.NDArray[np.bool_] | None = None
 
     @property
     def mean(self) -> float:
@@ -44,12 +46,14 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """Shares are from 0 to 1; `block_tokens` is the mean block, `utilisation` the share of blocks that answers filled."""
+    """Shares are from 0 to 1; `block_tokens` is the mean block, `utilisation` the share of blocks that
+    answers filled."""
 
     method: str
     accuracy: float
     overflow: float
-    exact_bucket: float
+    exact_bucket: float | None
+    """Share of answers that fell into the very bucket given (S3's own measure); None where there is but one."""
     block_tokens: float
     utilisation: float
     whole_limit: float
@@ -64,7 +68,7 @@ def score(method: str, examples: Sequence[Example], given: Given) -> Score:
         method,
         accuracy=accuracy,
         overflow=1 - accuracy,
-        exact_bucket=float(given.is_bucket.mean()),
+        exact_bucket=None if given.is_bucket is None else float(given.is_bucket.mean()),
         block_tokens=given.mean,
         utilisation=float(np.minimum(lengths, given.blocks).sum() / given.blocks.sum()),
         whole_limit=float((given.blocks >= limits).mean()),
@@ -73,7 +77,8 @@ def score(method: str, examples: Sequence[Example], given: Given) -> Score:
 
 @dataclass(frozen=True)
 class FixedBuckets:
-    """S3: buckets of equal width up to `longest`, and a classifier trained on them whose likeliest bucket is taken."""
+    """S3: buckets of equal width up to `longest`, and a classifier trained on them whose likeliest bucket
+    is taken."""
 
     classifier: LengthPredictor
     longest: int
@@ -88,16 +93,18 @@ class FixedBuckets:
         likeliest = [int(self.classifier.distribution(one.facts).shares.argmax()) for one in examples]
         return _given(examples, np.array(likeliest) + up, [*self.inner_bounds(self.longest), self.longest])
 
-    def give_within(self, examples: Sequence[Example], block_tokens: float) -> tuple[Given, int]:
-        """As many whole buckets more as a mean block allows; and how many those are."""
-        affordable = [(self.give(examples, up), up) for up in range(S3_BUCKETS)]
-        return max((one for one in affordable if one[0].mean <= block_tokens), key=lambda one: one[1], default=affordable[0])
+    def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
+        """All as many whole buckets larger as a mean block allows."""
+        tried = [self.give(examples, up) for up in range(S3_BUCKETS)]
+        return max(
+            (one for one in tried if one.mean <= block_tokens), key=lambda one: one.mean, default=tried[0]
+        )
 
 
 def constant(examples: Sequence[Example], block_tokens: float) -> Given:
     """The same block for everybody."""
-    bounds = [max(1, int(block_tokens)), max(one.facts.limit for one in examples)]
-    return _given(examples, np.zeros(len(examples), np.int64), bounds)
+    limits = np.array([one.facts.limit for one in examples])
+    return Given(np.minimum(max(1, int(block_tokens)), limits))
 
 
 def _given(examples: Sequence[Example], buckets: Ints, bounds: Sequence[int]) -> Given:
@@ -111,8 +118,8 @@ def _given(examples: Sequence[Example], buckets: Ints, bounds: Sequence[int]) ->
 class LearntBuckets:
     """ODMA: the smallest of the learnt buckets that holds the predicted room; else the large one, max_tokens.
 
-    Bounds and price are those of the moment: answers are taken in their order, each learnt from once it has ended.
-    `first_lengths`: realised ones of training, which fill the window at the beginning.
+    Bounds and price are those of the moment: answers are taken in their order, each learnt from once it has
+    ended. `first_lengths`: realised ones of training, which fill the window at the beginning.
     """
 
     predictor: LengthPredictor
@@ -120,12 +127,14 @@ class LearntBuckets:
     learn: LearnBounds
 
     def give(self, examples: Sequence[Example], hold: float, adaptive: bool = True) -> Given:
-        """Blocks that are to hold a share of answers. Not adaptive: bounds and price stay those of training."""
+        """Blocks that are to hold a share of answers. Not adaptive: bounds and price stay those of
+        training."""
         running = RunningPrice(self.predictor.prices.tolist(), hold)
         return self._replay(examples, self._thoughts(examples), running, adaptive)
 
     def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
-        """Blocks that hold the most answers within a mean block. Only forecasts are looked at to find the price."""
+        """Blocks that hold the most answers within a mean block. Only forecasts are looked at to find the
+        price."""
         thoughts = self._thoughts(examples)
         low, high = 0.0, 1.0
         for _ in range(PRICE_STEPS):
@@ -182,7 +191,8 @@ class Decile:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`coverage`: for each tenth of probability, the share of answers within that quantile of their forecast."""
+    """`coverage`: for each tenth of probability, the share of answers within that quantile of their
+    forecast."""
 
     deciles: tuple[Decile, ...]
     coverage: tuple[float, ...]
@@ -192,7 +202,11 @@ class Calibration:
 
 
 def calibration(
-    predictor: LengthPredictor, examples: Sequence[Example], hold: float, first_lengths: Sequence[int], seed: int = 0
+    predictor: LengthPredictor,
+    examples: Sequence[Example],
+    hold: float,
+    first_lengths: Sequence[int],
+    seed: int = 0,
 ) -> Calibration:
     """Whether uncertain forecasts err more, and whether shares are what they say."""
     price = predictor.price(hold)
@@ -217,13 +231,15 @@ def calibration(
 
 
 def _reached(predictor: LengthPredictor, examples: Sequence[Example], seed: int) -> npt.NDArray[np.float64]:
-    """Where in its forecast each answer lies: even from 0 to 1 where forecasts are right; drawn within a step."""
+    """Where in its forecast each answer lies: even from 0 to 1 where forecasts are right; drawn within a
+    step."""
     rng = np.random.default_rng(seed)
     thoughts = [predictor.distribution(one.facts) for one in examples]
     pairs = list(zip(thoughts, examples, strict=True))
     below = np.array([thought.share_within(one.output_tokens - 1) for thought, one in pairs])
     within = np.array([thought.share_within(one.output_tokens) for thought, one in pairs])
-    return below + rng.random(len(pairs)) * (within - below)
+    drawn: npt.NDArray[np.float64] = below + rng.random(len(pairs)) * (within - below)
+    return drawn
 
 
 def _lengths(examples: Sequence[Example]) -> Ints:

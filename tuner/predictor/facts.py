@@ -41,7 +41,9 @@ class Example:
     @cached_property
     def prompt_key(self) -> bytes:
         """The same for the same prompt, whatever else was asked of it."""
-        return hashlib.blake2b(np.asarray(self.facts.token_ids, dtype="<i8").tobytes(), digest_size=16).digest()
+        return hashlib.blake2b(
+            np.asarray(self.facts.token_ids, dtype="<i8").tobytes(), digest_size=16
+        ).digest()
 
 
 def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
@@ -52,11 +54,12 @@ def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list
     kept: list[Example] = []
     out: list[Example] = []
     for one in examples:
-        (out if place_of(one, seed) < share else kept).append(one)
+        (out if place_of(one, seed, b"held out") < share else kept).append(one)
     return kept, out
 
 
-def place_of(example: Example, seed: int) -> float:
-    """From 0 to below 1, evenly over prompts, and the same for the same prompt."""
-    salted = hashlib.blake2b(example.prompt_key, digest_size=6, salt=seed.to_bytes(16, "little")).digest()
-    return int.from_bytes(salted, "little") / (1 << 48)
+def place_of(example: Example, seed: int, purpose: bytes) -> float:
+    """From 0 to below 1, evenly over prompts, the same for the same prompt; another for another purpose."""
+    salt = seed.to_bytes(8, "little")
+    drawn = hashlib.blake2b(example.prompt_key, digest_size=6, salt=salt, person=purpose).digest()
+    return int.from_bytes(drawn, "little") / (1 << 48)

@@ -1,8 +1,9 @@
 """A prompt as numbers: a bag of hashed pieces of its text, and a few figures about the request.
 
-Pieces are tokens, pairs of neighbours, and the first and last tokens that tell prompts apart, each hashed into its own
-region of one table. A piece weighs as much as it is rare among prompts (its inverse document frequency), so that
-what every prompt has, such as a chat template's tokens, weighs nothing. All of it is arrays over the whole prompt.
+Pieces are tokens, pairs of neighbours, and the first and last tokens that tell prompts apart, each hashed
+into its own region of one table. A piece weighs as much as it is rare among prompts (its inverse document
+frequency), so that what every prompt has, such as a chat template's tokens, weighs nothing. All of it is
+arrays over the whole prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ MAX_TOKENS_READ = 4096
 """Of a longer prompt only both ends are read."""
 N_FIGURES = 7
 
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiplicative hashing (Knuth, vol. 3, 6.4)
+_MULTIPLIER = np.uint64(
+    0x9E3779B97F4A7C15
+)  # 2^64 / golden ratio: multiplicative hashing (Knuth, vol. 3, 6.4)
 
 
 class Bag(NamedTuple):
@@ -53,8 +56,8 @@ def pieces_of(facts: PromptFacts, rarity: Floats) -> Ints:
         [
             words,
             pairs,
-            _rows(FIRST, first * np.uint64(31) + np.arange(len(first), dtype=np.uint64)),
-            _rows(LAST, last * np.uint64(31) + np.arange(len(last), dtype=np.uint64)),
+            _rows(FIRST, _numbered(first)),
+            _rows(LAST, _numbered(last)),
             _rows(SYSTEM, np.array(system, dtype=np.uint64)),
         ]
     )
@@ -104,6 +107,11 @@ def _read(token_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
         half = MAX_TOKENS_READ // 2
         token_ids = [*token_ids[:half], *token_ids[-half:]]
     return np.array(token_ids, dtype=np.uint64)
+
+
+def _numbered(tokens: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Tokens with their places, as one number each."""
+    return np.array([token * EDGE_TOKENS + at for at, token in enumerate(tokens.tolist())], dtype=np.uint64)
 
 
 def _rows(region: int, numbers: npt.NDArray[np.uint64]) -> Ints:

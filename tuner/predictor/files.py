@@ -58,7 +58,9 @@ def load_predictor(path: str | os.PathLike[str]) -> LengthPredictor:
     """PredictorError, one line, for whatever is no predictor of ours."""
     try:
         if os.path.getsize(path) > MAX_FILE_BYTES:
-            raise PredictorError(f"predictor {path} is larger than {MAX_FILE_BYTES >> 20} MiB: it is none of ours")
+            raise PredictorError(
+                f"predictor {path} is larger than {MAX_FILE_BYTES >> 20} MiB: it is none of ours"
+            )
         with safe_open(os.fspath(path), framework="np") as file:
             about = _about(file.metadata())
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
@@ -68,7 +70,9 @@ def load_predictor(path: str | os.PathLike[str]) -> LengthPredictor:
     except (SafetensorError, TypeError, AttributeError) as error:
         raise PredictorError(f"predictor {path} is no safetensors file that can be read: {error}") from None
     except _Unfit as error:
-        raise PredictorError(f"predictor {path} {error}: make it anew with `phasewise predict-len train`") from None
+        raise PredictorError(
+            f"predictor {path} {error}: make it anew with `phasewise predict-len train`"
+        ) from None
 
 
 class _Unfit(Exception):

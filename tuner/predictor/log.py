@@ -1,10 +1,12 @@
-"""Logs of answers' lengths: JSON lines, one for each answer, written by `predict-len collect` or by the server.
+"""Logs of answers' lengths: JSON lines, one for each answer, by `predict-len collect` or by the server.
 
-{"schema_version": 1, "model": .., "prompt_token_ids": [..], "temperature": .., "max_tokens": .., "n_messages": ..,
- "system_prompt_id": .., "output_tokens": .., "finish_reason": "stop" | "length", "at_s": ..}
+{"schema_version": 1, "model": .., "prompt_token_ids": [..], "temperature": .., "max_tokens": ..,
+ "n_messages": .., "system_prompt_id": .., "output_tokens": .., "finish_reason": "stop" or "length",
+ "at_s": ..}
 
-A line may have "prompt", a text, instead of token ids; then an encoder is needed. Only "output_tokens" and one of these
-two must be there. A log may come from a stranger: sizes and types are checked, and an error names the file and the line.
+A line may have "prompt", a text, instead of token ids; then an encoder is needed. Only "output_tokens" and
+one of these two must be there. A log may come from a stranger: sizes and types are checked, and an error
+names the file and the line.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ class Scaling(NamedTuple):
     def of(cls, figures: Floats) -> Scaling:
         deviation = figures.std(axis=0)
         varied = deviation > 1e-3
-        return cls(figures.mean(axis=0), np.where(varied, 1 / np.where(varied, deviation, 1), 0).astype(np.float32))
+        return cls(
+            figures.mean(axis=0), np.where(varied, 1 / np.where(varied, deviation, 1), 0).astype(np.float32)
+        )
 
     def apply(self, figures: Floats) -> Floats:
         scaled: Floats = np.clip((figures - self.mean) * self.inverse_deviation, -FARTHEST, FARTHEST)
@@ -56,9 +58,9 @@ class Forecast(NamedTuple):
 class LengthPredictor:
     """What training leaves: see `features` for `rarity`, `network` for what members are.
 
-    bounds: of the length bins, ascending. members: networks whose forecasts are averaged. prices: those that
-    answers could pay which their network had not learnt from, ascending (see `calibration`). trained_on: counts
-    and settings, never texts.
+    bounds: of the length bins, ascending. members: networks whose forecasts are averaged. prices: those
+    that answers could pay which their network had not learnt from, ascending (see `calibration`).
+    trained_on: counts and settings, never texts.
     """
 
     model_name: str

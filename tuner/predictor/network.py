@@ -4,8 +4,8 @@
     h = tanh([v, figures] W1 + b1)                              (hidden)
     scores = h W2 + b2     one for each length bin;  length = h w3 + b3, a logarithm
 
-An answer that was cut is only known to be at least so long. Its bins' loss is that of all bins from its own on
-taken together, and its length's loss counts only where the guess is shorter.
+An answer that was cut is only known to be at least so long. Its bins' loss is that of all bins from its own
+on taken together, and its length's loss counts only where the guess is shorter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ LENGTH_SHARE = 0.3
 
 @dataclass(frozen=True)
 class Params:
-    """The weights. `table` [rows, width], `w1` [width + figures, hidden], `w2` [hidden, bins], `w3` [hidden]."""
+    """The weights. `table` [rows, width], `w1` [width + figures, hidden], `w2` [hidden, bins], `w3`
+    [hidden]."""
 
     table: Array
     w1: Array
@@ -46,7 +47,8 @@ class Params:
 
 @dataclass(frozen=True)
 class Batch:
-    """Bags end to end: those of sample i lie from `starts[i]` to `starts[i + 1]`; and `figures` [n, figures]."""
+    """Bags end to end: those of sample i lie from `starts[i]` to `starts[i + 1]`; and `figures` [n,
+    figures]."""
 
     rows: Ints
     weights: Array
@@ -112,7 +114,8 @@ def loss_and_gradient(params: Params, batch: Batch, targets: Targets) -> tuple[f
         "b3": by_length.sum(keepdims=True),
     }
     table = _by_row(batch.rows, by_pooled[batch.owners] * batch.weights[:, None])
-    gradient = {"table": table, **{name: (slice(None), by) for name, by in whole.items()}}
+    gradient: dict[str, tuple[Ints | slice, Array]] = {name: (slice(None), by) for name, by in whole.items()}
+    gradient["table"] = table
     return float(bins_loss.mean() + LENGTH_SHARE * length_loss.mean()), gradient
 
 

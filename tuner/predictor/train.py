@@ -1,7 +1,8 @@
-"""From logged answers to a predictor: several networks by Adam, each stopped where other prompts gain nothing more.
+"""From logged answers to a predictor: networks by Adam, each stopped where other prompts gain nothing more.
 
-The prompts are dealt into as many folds as there are networks. Each network learns from the other folds, and its own
-says when to stop XX The same examples and seed give the same bits on one machine.
+The prompts are dealt into as many folds as there are networks. Each network learns from the other folds, and
+its own says when to stop and, since that network never learnt from it, at which price of room (see
+`distribution`) how many answers are held. The same examples and seed give the same bits on one machine.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def train(
 
     bounds: of the length bins, ascending; None: learnt, so that equally many answers fall into each.
     """
-    folds = np.array([int(place_of(one, options.seed) * options.members) for one in examples])
+    folds = np.array([int(place_of(one, options.seed, b"fold") * options.members) for one in examples])
     n_prompts = len({one.prompt_key for one in examples})
     if len(examples) < FEWEST_EXAMPLES or n_prompts < FEWEST_PROMPTS or len(set(folds)) < options.members:
         raise PredictorError(
@@ -81,10 +82,11 @@ def train(
     prices: list[float] = []
     for member in range(options.members):
         unseen = np.flatnonzero(folds == member)
+        unseen_examples = [examples[int(at)] for at in unseen]
         fit = _Fit(samples.pick(np.flatnonzero(folds != member)), samples.pick(unseen), options)
         members.append(fit.run(member, untrained.bounds, report))
         alone = replace(untrained, members=(members[-1],))
-        prices += [alone.distribution(examples[at].facts).price_of(examples[at].output_tokens) for at in unseen]
+        prices += [alone.distribution(one.facts).price_of(one.output_tokens) for one in unseen_examples]
     counts = {"answers": len(examples), "prompts": n_prompts, "cut": sum(one.was_cut for one in examples)}
     return replace(untrained, members=tuple(members), prices=_thinned(prices), trained_on=counts)
 

@@ -1,0 +1,221 @@
+"""`phasewise predict-len eval`: our predictor and buckets beside S3's and a constant, on prompts nobody
+learnt from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from tabulate import tabulate
+
+from phasewise.serving.pools.bounds import learnt
+from phasewise.serving.pools.contract import PoolSettings
+from phasewise.tuner.errors import PredictorError
+from phasewise.tuner.predictor.evaluate import (
+    Calibration,
+    FixedBuckets,
+    Given,
+    LearntBuckets,
+    Score,
+    calibration,
+    constant,
+    score,
+)
+from phasewise.tuner.predictor.facts import Example, held_out
+from phasewise.tuner.predictor.model import LengthPredictor
+from phasewise.tuner.predictor.train import TrainOptions, train
+
+OURS, S3, CONSTANT, STATIC = "ours", "S3", "constant", "static"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which share of the prompts is held out, and by which seed they are chosen."""
+
+    share: float
+    seed: int
+
+    def of(self, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+        kept, out = held_out(examples, self.share, self.seed)
+        if not kept or not out:
+            raise PredictorError("a log does not divide into prompts to learn from and others: collect more")
+        return kept, out
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """All methods, learnt from the same answers."""
+
+    ours: LearntBuckets
+    s3: FixedBuckets
+    usual_bucket: int
+    """The fixed bucket that most answers of training fall into: the constant."""
+    hold: float
+
+    def own_points(self, examples: Sequence[Example]) -> dict[str, Given]:
+        """Each as it would be used."""
+        longest = max(one.facts.limit for one in examples)
+        return {
+            OURS: self.ours.give(examples, self.hold),
+            S3: self.s3.give(examples),
+            CONSTANT: constant(examples, self.usual_bucket),
+            STATIC: constant(examples, longest),
+        }
+
+    def at_ours(self, examples: Sequence[Example], ours: Given) -> dict[str, Given]:
+        """The others with as much memory as ours takes; S3 by larger buckets for all, as many as fit."""
+        return {
+            OURS: ours,
+            S3: self.s3.give_within(examples, ours.mean),
+            CONSTANT: constant(examples, ours.mean),
+        }
+
+    def at_s3(self, examples: Sequence[Example], s3: Given) -> dict[str, Given]:
+        """Ours and the constant with as much memory as S3 takes."""
+        ours = self.ours.give_within(examples, s3.mean)
+        return {OURS: ours, S3: s3, CONSTANT: constant(examples, s3.mean)}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One log's held-out answers. `scores`: by point of comparison, then by method."""
+
+    name: str
+    n_answers: int
+    scores: Mapping[str, tuple[Score, ...]]
+    calibration: Calibration | None = None
+
+    def points_gained(self, point: str) -> float:
+        """Ours above S3, in percentage points of accuracy."""
+        accuracy = {one.method: one.accuracy for one in self.scores[point]}
+        return 100 * (accuracy[OURS] - accuracy[S3])
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "log": self.name,
+            "answers": self.n_answers,
+            "points": {
+                point: {
+                    "points_gained_over_s3": self.points_gained(point),
+                    "methods": [asdict(one) for one in scores],
+                }
+                for point, scores in self.scores.items()
+            },
+            "calibration": None if self.calibration is None else asdict(self.calibration),
+        }
+
+
+def rivals_of(
+    kept: Sequence[Example], model_name: str, hold: float, seed: int, predictor: LengthPredictor | None
+) -> Rivals:
+    """Everything that learns has learnt from `kept`; ours, if given, from what its file says."""
+    longest = max(one.facts.max_tokens or one.output_tokens for one in kept)
+    options = TrainOptions(seed=seed)
+    inner = FixedBuckets.inner_bounds(longest)
+    ours = predictor or train(kept, model_name, options)
+    classifier = train(kept, model_name, options, bounds=inner)
+    lengths = [one.output_tokens for one in kept]
+    bounds = [*inner, longest]
+    usual = int(np.bincount(np.minimum(np.searchsorted(bounds, lengths), len(inner))).argmax())
+    shuffled = random.Random(seed).sample(lengths, len(lengths))  # logs lie end to end; a window is a mixture
+    learning = LearntBuckets(ours, shuffled, _learn)
+    return Rivals(learning, FixedBuckets(classifier, longest), bounds[usual], hold)
+
+
+def _learn(lengths: Sequence[int]) -> Sequence[int]:
+    """As the pool does, with its default settings."""
+    settings = PoolSettings(longest_request=max(lengths))
+    return learnt(tuple(sorted(lengths)), settings.n_buckets, settings.top_level).buckets
+
+
+def report_log(name: str, examples: Sequence[Example], rivals: Rivals) -> Report:
+    """All comparisons on one log's held-out answers."""
+    own = rivals.own_points(examples)
+    points = {
+        "own point": own,
+        "memory of ours": rivals.at_ours(examples, own[OURS]),
+        "memory of S3": rivals.at_s3(examples, own[S3]),
+    }
+    scores = {
+        point: tuple(score(method, examples, given) for method, given in methods.items())
+        for point, methods in points.items()
+    }
+    quality = calibration(rivals.ours.predictor, examples, rivals.hold, rivals.ours.first_lengths)
+    return Report(name, len(examples), scores, quality)
+
+
+def report_drift(name: str, before: Sequence[Example], after: Sequence[Example], rivals: Rivals) -> Report:
+    """What the methods, learnt from answers like `before`, give to the answers `after` them."""
+    everything = [*before, *after]
+    following = rivals.ours.give(everything, rivals.hold)
+    fixed = rivals.ours.give(everything, rivals.hold, adaptive=False)
+    methods = {
+        OURS: _last(following, len(after)),
+        "ours, fixed": _last(fixed, len(after)),
+        S3: rivals.s3.give(after),
+        CONSTANT: constant(after, rivals.usual_bucket),
+    }
+    scores = tuple(score(method, after, given) for method, given in methods.items())
+    return Report(name, len(after), {"after the change": scores})
+
+
+def _last(given: Given, n: int) -> Given:
+    return Given(given.blocks[-n:], None if given.is_bucket is None else given.is_bucket[-n:])
+
+
+def strangers(kept: Sequence[Example], others: Sequence[Example]) -> list[Example]:
+    """Those whose prompts nobody learnt from."""
+    known = {one.prompt_key for one in kept}
+    return [one for one in others if one.prompt_key not in known]
+
+
+def with_split(predictor: LengthPredictor, split: Split) -> LengthPredictor:
+    """A predictor that says which prompts it did not learn from."""
+    facts = {**predictor.trained_on, "held_out_share": split.share, "held_out_seed": split.seed}
+    return replace(predictor, trained_on=facts)
+
+
+def report_text(report: Report) -> str:
+    """One log's figures, to read."""
+    lines = [f"{report.name}: {report.n_answers} answers"]
+    headers = ["accuracy", "overflow", "exact bucket", "block", "utilisation", "given max_tokens"]
+    for point, scores in report.scores.items():
+        rows = [
+            [one.method, f"{one.accuracy:.2%}", f"{one.overflow:.2%}", _share(one.exact_bucket),
+             f"{one.block_tokens:.0f}", f"{one.utilisation:.1%}", f"{one.whole_limit:.1%}"]
+            for one in scores
+        ]  # fmt: skip
+        table = tabulate(rows, [point, *headers], tablefmt="simple", disable_numparse=True)
+        lines += ["", table, f"ours above S3: {report.points_gained(point):+.2f} points"]
+    if report.calibration is not None:
+        lines += ["", _calibration_text(report.calibration)]
+    return "\n".join(lines)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _calibration_text(found: Calibration) -> str:
+    rows = [
+        [
+            f"{one.uncertainty:.2f}",
+            f"{one.held:.1%}",
+            f"{one.room_tokens:.0f}",
+            f"{one.mean_error_tokens:.0f}",
+        ]
+        for one in found.deciles
+    ]
+    coverage = ", ".join(f"{share:.0%}" for share in found.coverage)
+    return "\n".join(
+        [
+            tabulate(rows, ["u, by deciles", "held", "room", "mean error"], disable_numparse=True),
+            f"answers within the forecast's 10 %, 20 %, .. 90 %: {coverage}",
+            f"mean error {found.mean_error_tokens:.0f} tokens; "
+            f"of a constant {found.constant_error_tokens:.0f}",
+        ]
+    )
