@@ -1,20 +1,77 @@
-"""What the OpenAI API accepts, and what phasewise adds. Types are strict; unknown fields are ignored."""
+"""What the OpenAI API accepts, and what phasewise adds. Types are strict; unknown fields are ignored.
+
+Whatever may be long stops at its first mistake, and a value that may be of several types is judged as the
+one that it looks like: a body of some megabytes would else be compared item by item with each, and every
+mistake of it written down, while all answers wait.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
-Stop = StopText | Annotated[list[StopText], Field(max_length=16)]
-TokenIds = Annotated[list[int], Field(min_length=1)]
-Prompt = (
-    str
-    | TokenIds
-    | Annotated[list[str], Field(min_length=1)]
-    | Annotated[list[TokenIds], Field(min_length=1)]
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
 )
+
+from phasewise.serving.grammar_limits import MOST_CHOICES, MOST_TEXT_CHARACTERS
+
+_MOST_PROMPTS = 1024
+_MOST_STOPS = 16
+_MOST_MESSAGES = 10_000
+_MOST_PARTS = 1024
+_MOST_BIASES = 4096
+
+
+def _kind(value: object) -> str:
+    """What a value looks like: its own type, and for a list that of its first item."""
+    if isinstance(value, list):
+        return f"list of {type(value[0]).__name__}" if value else "list of str"
+    return type(value).__name__
+
+
+def _biases(given: dict[str, Any]) -> dict[int, float]:
+    if len(given) > _MOST_BIASES:
+        raise ValueError(f"at most {_MOST_BIASES} tokens can have one")
+    biases = {}
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise ValueError(f"{token[:40]!r} is not a token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of token {token} must be a number from -100 to 100")
+        biases[int(token)] = float(bias)
+    return biases
+
+
+ChoiceText = Annotated[str, Field(min_length=1, max_length=MOST_TEXT_CHARACTERS)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+Stop = Annotated[
+    Annotated[StopText, Tag("str")]
+    | Annotated[list[StopText], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("list of str")],
+    Discriminator(_kind),
+]
+TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
+Prompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[TokenIds, Tag("list of int")]
+    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=_MOST_PROMPTS), Tag("list of str")]
+    | Annotated[
+        list[TokenIds], Field(fail_fast=True, min_length=1, max_length=_MOST_PROMPTS), Tag("list of list")
+    ],
+    Discriminator(_kind),
+]
+_BIAS_SCHEMA = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "maxProperties": _MOST_BIASES,
+}
+LogitBias = Annotated[dict[str, Any], AfterValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
 
 
 class Strict(BaseModel):
@@ -59,7 +116,9 @@ class StructuredOutputs(Strict):
     json_: dict[str, Any] | None = Field(None, alias="json", description="a JSON schema")
     json_object: bool | None = None
     regex: Annotated[str, Field(min_length=1)] | None = None
-    choice: Annotated[list[StopText], Field(min_length=1)] | None = None
+    choice: (
+        Annotated[list[ChoiceText], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)] | None
+    ) = None
 
     @property
     def n_given(self) -> int:
@@ -100,7 +159,7 @@ class GenerationRequest(Strict):
     seed: int | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 and -1: no limit")
@@ -131,11 +190,18 @@ class ContentPart(Strict):
     text: str
 
 
+Content = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=_MOST_PARTS), Tag("list of dict")],
+    Discriminator(_kind),
+]
+
+
 class ChatMessage(Strict):
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[ContentPart] | None = None
+    content: Content | None = None
 
     def for_template(self) -> dict[str, Any]:
         """As templates want it: the content as one text."""
@@ -145,8 +211,8 @@ class ChatMessage(Strict):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] | None = None
