@@ -21,6 +21,8 @@ _MOST_WAITING = 4096
 _MODE = 0o600
 _END_S = 5.0
 
+_Line = tuple[str, RealisedLength]
+
 
 class LengthLog:
     """Appends to `path`, made with mode 0600, from `with` to its end. ServingError where it cannot be opened.
@@ -28,11 +30,10 @@ class LengthLog:
     `report` gets one line when a line is lost first.
     """
 
-    def __init__(self, path: Path, model_name: str, report: Callable[[str], None]) -> None:
-        self._path = path
-        self._model_name = model_name
+    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+        self.path = path
         self._report = report
-        self._waiting: queue.Queue[RealisedLength | Literal["reopen", "end"]] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[_Line | Literal["reopen", "end"]] = queue.Queue(_MOST_WAITING)
         self._descriptor: int | None = None
         self.n_lost = 0
         """Lines that could not be written, or that came faster than the disk takes them."""
@@ -42,10 +43,10 @@ class LengthLog:
             raise ServingError(f"the length log {path} cannot be written: {error.strerror}") from error
         self._thread = threading.Thread(target=self._write, name="phasewise-length-log", daemon=True)
 
-    def put(self, length: RealisedLength) -> None:
+    def put(self, model_name: str, length: RealisedLength) -> None:
         """From any thread; never waits."""
         try:
-            self._waiting.put_nowait(length)
+            self._waiting.put_nowait((model_name, length))
         except queue.Full:
             self._lose("the disk is too slow")
 
@@ -74,7 +75,7 @@ class LengthLog:
                 if next_one == "reopen":
                     self._open()
                 else:
-                    self._append(next_one)
+                    self._append(*next_one)
             except OSError as error:
                 self._lose(error.strerror or str(error))
         if self._descriptor is not None:
@@ -85,36 +86,37 @@ class LengthLog:
             os.close(self._descriptor)
             self._descriptor = None
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(self._path, flags, _MODE)
+        self._descriptor = os.open(self.path, flags, _MODE)
 
-    def _append(self, length: RealisedLength) -> None:
+    def _append(self, model_name: str, length: RealisedLength) -> None:
         """A whole line or, where the disk fills up within it, one that the next line does not continue."""
         if self._descriptor is None:
             self._open()
         assert self._descriptor is not None
-        line = self._line(length)
+        line = _written(model_name, length)
         n_written = os.write(self._descriptor, line)
         if n_written < len(line):
             os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - n_written)
             raise OSError(0, "the disk is full")
 
-    def _line(self, length: RealisedLength) -> bytes:
-        facts = length.facts
-        fields = {
-            "schema_version": SCHEMA_VERSION,
-            "model": self._model_name,
-            "prompt_token_ids": facts.token_ids,
-            "temperature": facts.temperature,
-            "max_tokens": facts.max_tokens,
-            "n_messages": facts.n_messages,
-            "system_prompt_id": facts.system_prompt_id,
-            "output_tokens": length.output_tokens,
-            "finish_reason": length.finish_reason,
-            "at_s": round(length.at_s, 3),
-        }
-        return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-
     def _lose(self, why: str) -> None:
         self.n_lost += 1
         if self.n_lost == 1:
-            self._report(f"length log {self._path}: {why}; lines are lost, and /metrics counts them")
+            self._report(f"length log {self.path}: {why}; lines are lost, and /metrics counts them")
+
+
+def _written(model_name: str, length: RealisedLength) -> bytes:
+    facts = length.facts
+    fields = {
+        "schema_version": SCHEMA_VERSION,
+        "model": model_name,
+        "prompt_token_ids": facts.token_ids,
+        "temperature": facts.temperature,
+        "max_tokens": facts.max_tokens,
+        "n_messages": facts.n_messages,
+        "system_prompt_id": facts.system_prompt_id,
+        "output_tokens": length.output_tokens,
+        "finish_reason": length.finish_reason,
+        "at_s": round(length.at_s, 3),
+    }
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.guides import GuideCompiler, TokenView
@@ -46,7 +46,7 @@ class Predictor:
 class ServiceSettings:
     """How one model is served. `names`: what requests may call it, its id first.
 
-    `length_log`: the file that the token ids of prompts, and the lengths of their answers, are appended to.
+    `length_log`, where there is one: what the token ids of prompts, and the lengths of their answers, go to.
     """
 
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ class ServiceSettings:
     tls: ssl.SSLContext | None = None
     max_prompt_tokens: int | None = None
     predictor: Predictor | None = None
-    length_log: Path | None = None
+    length_log: LengthLog | None = None
 
 
 def run_service(
@@ -65,10 +65,10 @@ def run_service(
     with ExitStack() as stack:
         client = EngineClient(lambda message: thread.send(message), settings.limits)
         thread = EngineThread(opened.engine, client.deliver, lambda: server.end(at_once=True))
-        log = None
-        if settings.length_log is not None:
-            log = stack.enter_context(LengthLog(settings.length_log, opened.model.name, report))
-            client.observe(LengthObserver(log.put))
+        log = settings.length_log
+        if log is not None:
+            stack.enter_context(log)
+            client.observe(LengthObserver(partial(log.put, opened.model.name)))
         if settings.predictor is not None:
             client.observe(LengthObserver(_learning(settings.predictor)))
         life = Life(thread)

@@ -200,6 +200,15 @@ def serve(
             envvar="PHASEWISE_KV_POLICY", help="how requests get their memory", rich_help_panel=_ENGINE
         ),
     ] = KvPolicy.odma,
+    predictor: Annotated[
+        str,
+        typer.Option(
+            envvar="PHASEWISE_PREDICTOR",
+            metavar="auto|off|FILE",
+            help="what tells how long answers will be; auto: what predict-len trained for the model",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "auto",
     max_batch_tokens: Annotated[
         int,
         typer.Option(
@@ -249,6 +258,8 @@ def serve(
     signal. The exit code is 0 then, and 70 where the ranks died too often
     to be started again. SIGHUP opens the length log anew.
     """
+    from phasewise.cli.serve_predictor import open_predictor
+    from phasewise.serving.length_log import LengthLog
     from phasewise.serving.service import ServiceSettings, run_service
     from phasewise.serving.start import EngineSize, keeping_affinity, open_engine
 
@@ -259,7 +270,9 @@ def serve(
     with _address(
         host, port, unix_socket, secure=tls is not None
     ) as address:  # told before the model is read
+        log = None if length_log is None else LengthLog(length_log, note)
         found = open_model(model, weight_format, threads, db)
+        estimates = open_predictor(predictor, found.model.name)
         size = replace(
             EngineSize.for_many(found.model, max_sequences, context, kv_bytes, kv_format.value),
             max_batch_tokens=max_batch_tokens,
@@ -276,7 +289,8 @@ def serve(
             limits=limits,
             tls=tls,
             max_prompt_tokens=max_prompt,
-            length_log=length_log,
+            predictor=estimates,
+            length_log=log,
         )
         with opened:
             _tell(opened, settings)
@@ -350,6 +364,6 @@ def _tell(opened: OpenEngine, settings: ServiceSettings) -> None:
     for plan in opened.plans.values():
         note(plan.describe())
     if settings.length_log is not None:
-        note(f"length log: token ids of every prompt are kept in {settings.length_log}")
+        note(f"length log: token ids of every prompt are kept in {settings.length_log.path}")
     if limits.max_connections < _FEW_CONNECTIONS:
         note(f"warning: room for {limits.max_connections} connections only; raise the limit on open files")

@@ -75,7 +75,7 @@ class HttpLimits:
     keep_alive_s: float = 75.0
     """How long a connection may be idle between two requests."""
     max_pieces_unread: int = 1024
-    """A streamed answer whose reader is further behind, for each choice, is aborted, its connection closed."""
+    """Of each choice. A streamed answer whose reader is further behind is aborted, the connection closed."""
     stalled_write_s: float = 30.0
     """A connection whose reader takes nothing for so long is closed."""
     drain_s: float = 30.0

@@ -58,12 +58,15 @@ class HttpServer(uvicorn.Server):
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
+        self._ends_at_start = False
         self._until_s = 0.0
         """When waiting ends, on `time.monotonic`."""
 
     def end(self, *, at_once: bool = False) -> None:
         """As a signal does; from any thread. at_once: as two of them."""
-        assert self._loop is not None, "end follows the start"
+        if self._loop is None:
+            self._ends_at_start = True
+            return
         with suppress(RuntimeError):  # the loop has closed: it has ended
             self._loop.call_soon_threadsafe(self._end, at_once)
 
@@ -83,6 +86,8 @@ class HttpServer(uvicorn.Server):
         ]
         self.started = True
         self._service.report(f"listening on {self._address.url}")
+        if self._ends_at_start:
+            self._end(at_once=True)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

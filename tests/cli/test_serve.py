@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -100,7 +102,7 @@ def serving(model: Path, environment: dict[str, str], *arguments: object) -> Ite
     reader.start()
     try:
         assert ready.wait(60), lines
-        found = re.match(r"listening on (http://\S+)", lines[-1])
+        found = re.match(r"listening on (\S+)", lines[-1])
         assert found, lines
         yield Server(process, found[1], lines)
     finally:
@@ -155,6 +157,72 @@ def test_a_second_signal_ends_a_stream_with_an_error(
     assert [line for line in server.lines if line.startswith("stopping")] == server.lines[-1:]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_lets_answers_in_progress_end(
+    model: Path, environment: dict[str, str], number: int
+) -> None:
+    with serving(model, environment, "--port", 0) as server:
+        stream = server.api().completions.create(  # type: ignore[call-overload]
+            model="tiny", prompt="a", stream=True, max_tokens=3000, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        server.process.send_signal(number)
+        reasons = [piece.choices[0].finish_reason for piece in stream]
+
+        assert reasons[-1] == "length"
+        assert server.process.wait(timeout=20) == 0
+    assert server.lines[-1].startswith("stopping")
+
+
+def test_answers_that_take_longer_than_the_drain_are_told(model: Path, environment: dict[str, str]) -> None:
+    with serving(model, environment, "--port", 0, "--drain", 0.3) as server:
+        stream = server.stream()
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(stream)
+
+        assert server.process.wait(timeout=20) == 0
+
+
+def test_a_unix_socket_keys_from_a_file_and_a_log_of_lengths(
+    model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    path, keys, lengths = tmp_path / "s.sock", tmp_path / "keys", tmp_path / "lengths.jsonl"
+    keys.write_text("# of the team\nsesame\n\nother\n")
+    keys.chmod(0o600)
+    arguments = ("--unix-socket", path, "--api-key-file", keys, "--length-log", lengths)
+
+    with serving(model, environment, *arguments) as server:
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://phasewise", timeout=30) as client:
+            assert client.get("/ready").status_code == 200
+            assert client.get("/v1/models").status_code == 401
+            bearer = {"Authorization": "Bearer other"}
+            body = {"model": "tiny", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+            assert client.post("/v1/completions", json=body, headers=bearer).status_code == 200
+            lengths.rename(tmp_path / "old")
+            server.process.send_signal(signal.SIGHUP)
+            assert client.post("/v1/completions", json=body, headers=bearer).status_code == 200
+        assert server.end(signal.SIGTERM) == 0
+
+    assert not path.exists()
+    for one in (tmp_path / "old", lengths):
+        line = json.loads(one.read_text())
+        assert (line["output_tokens"], line["finish_reason"], line["max_tokens"]) == (3, "length", 3)
+    assert any("token ids of every prompt" in line for line in server.lines)
+
+
+def test_https(model: Path, environment: dict[str, str]) -> None:
+    tls = Path(__file__).parents[1] / "data" / "tls"
+    arguments = ("--port", 0, "--tls-cert", tls / "cert.pem", "--tls-key", tls / "key.pem")
+    with serving(model, environment, *arguments) as server:
+        trusting = ssl.create_default_context(cafile=tls / "cert.pem")
+
+        assert server.url.startswith("https://")
+        assert httpx.get(f"{server.url}/ready", verify=trusting).status_code == 200
+        assert server.end(signal.SIGTERM) == 0
+
+
 def test_killed_while_it_streams_the_client_sees_an_end_and_the_next_start_is_clean(
     model: Path, environment: dict[str, str]
 ) -> None:
@@ -197,7 +265,9 @@ def test_many_clients_get_what_each_gets_alone(model: Path, environment: dict[st
         assert [together[index] for index in range(10)] == alone
 
 
-def test_what_keeps_it_from_starting_is_one_line(model: Path, environment: dict[str, str]) -> None:
+def test_what_keeps_it_from_starting_is_one_line(
+    model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port}" in refused(model, environment, "--port", port)
@@ -206,6 +276,13 @@ def test_what_keeps_it_from_starting_is_one_line(model: Path, environment: dict[
     with serving(model, environment, "--port", 0):  # so that the model is packed and says nothing more
         pass
     assert "context" in refused(model, environment, "--port", 0, "--context", 1_000_000)
+    cert, key = Path(__file__).parents[1] / "data/tls/cert.pem", model
+    assert "cannot be read" in refused(model, environment, "--tls-cert", tmp_path / "none.pem")
+    assert "cannot be set up" in refused(model, environment, "--tls-cert", cert, "--tls-key", key)
+    assert "no socket" in refused(model, environment, "--unix-socket", model)
+    assert "cannot be read" in refused(model, environment, "--api-key-file", tmp_path / "none")
+    log = tmp_path / "missing" / "lengths.jsonl"
+    assert "No such file" in refused(model, environment, "--port", 0, "--length-log", log)
     assert "too small" in refused(model, environment, "--port", 0, "--kv-budget", 10)
 
 

@@ -37,9 +37,9 @@ def test_a_line_holds_what_predict_len_reads_and_only_the_owner_reads_it(
     tmp_path: Path, said: list[str]
 ) -> None:
     path = tmp_path / "lengths.jsonl"
-    with LengthLog(path, "fake", said.append) as log:
-        log.put(LENGTH)
-        log.put(LENGTH)
+    with LengthLog(path, said.append) as log:
+        log.put("fake", LENGTH)
+        log.put("fake", LENGTH)
 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert lines_of(path) == 2 * [
@@ -62,25 +62,25 @@ def test_a_line_holds_what_predict_len_reads_and_only_the_owner_reads_it(
 def test_it_is_appended_to(tmp_path: Path, said: list[str]) -> None:
     path = tmp_path / "lengths.jsonl"
     for _ in range(2):
-        with LengthLog(path, "fake", said.append) as log:
-            log.put(LENGTH)
+        with LengthLog(path, said.append) as log:
+            log.put("fake", LENGTH)
 
     assert len(lines_of(path)) == 2
 
 
 def test_one_that_cannot_be_opened_is_told_at_the_start(tmp_path: Path, said: list[str]) -> None:
     with pytest.raises(ServingError, match="No such file or directory"):
-        LengthLog(tmp_path / "missing" / "lengths.jsonl", "fake", said.append)
+        LengthLog(tmp_path / "missing" / "lengths.jsonl", said.append)
 
 
 def test_after_a_hangup_it_goes_on_in_a_new_file(tmp_path: Path, said: list[str]) -> None:
     path, old = tmp_path / "lengths.jsonl", tmp_path / "lengths.jsonl.1"
-    with LengthLog(path, "fake", said.append) as log:
-        log.put(LENGTH)
+    with LengthLog(path, said.append) as log:
+        log.put("fake", LENGTH)
         until(lambda: path.stat().st_size > 0, "nothing is written")
         path.rename(old)
         log.reopen()
-        log.put(LENGTH)
+        log.put("fake", LENGTH)
 
     assert (len(lines_of(old)), len(lines_of(path))) == (1, 1)
 
@@ -100,12 +100,12 @@ def files_of_at_most(n_bytes: int) -> Iterator[None]:
 
 def test_a_full_disk_costs_lines_and_one_warning_and_no_half_line(tmp_path: Path, said: list[str]) -> None:
     path = tmp_path / "lengths.jsonl"
-    with LengthLog(path, "fake", said.append) as log:
+    with LengthLog(path, said.append) as log:
         with files_of_at_most(300):
             for _ in range(5):
-                log.put(LENGTH)
+                log.put("fake", LENGTH)
             until(lambda: log.n_lost == 4, "all are written")
-        log.put(LENGTH)
+        log.put("fake", LENGTH)
 
     assert len(lines_of(path)) == 2
     assert len(said) == 1
@@ -116,9 +116,9 @@ def test_the_disk_may_stand_still_and_nobody_waits_for_it(tmp_path: Path, said: 
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with LengthLog(path, "fake", said.append) as log:
+    with LengthLog(path, said.append) as log:
         for _ in range(10_000):
-            log.put(LENGTH)
+            log.put("fake", LENGTH)
         assert log.n_lost > 0
         assert len(said) == 1
         os.close(reader)
