@@ -31,7 +31,7 @@ from phasewise.serving.pools.contract import KvPool, PoolSettings
 from phasewise.serving.pools.opening import POLICIES, open_pool
 from phasewise.serving.request import Request
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
-from phasewise.tuner.config.lengths import Trace
+from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError
 
@@ -77,6 +77,8 @@ def replay_of(load: Load, n_slots: int, max_sequences: int, settings: dict[str, 
     if load.step_ms is not None and any(one.arrival_s is None for one in whole):
         raise TraceError(f"{', '.join(load.traces)}: no arrivals, so leave --step-ms out")
     limit = int(load.max_tokens) if load.max_tokens.isdecimal() else limit_for(whole, load.max_tokens)
+    if not 1 <= limit <= MAX_TOKENS:
+        raise TraceError(f"max_tokens must be from 1 to {MAX_TOKENS}, not {limit}")
     samples = limited(samples, limit)
     trace = requests_of(samples)
     estimates = estimates_for(load.estimate, samples, load.asked.seed)

@@ -199,9 +199,9 @@ def _predicted(path: str, samples: Samples) -> Estimates:
     from phasewise.tuner.predictor.files import load_predictor
     from phasewise.tuner.predictor.model import LiveEstimator
 
-    estimate = LiveEstimator(load_predictor(path))
     if any(one.facts is None for one in samples):
         raise TraceError("a predictor reads prompts, and this trace has lengths only: give a length log")
+    estimate = LiveEstimator(load_predictor(path))
     return tuple(Estimate(*estimate(one.facts)) for one in samples if one.facts is not None)
 
 
