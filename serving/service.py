@@ -92,7 +92,11 @@ def run_service(
 def _learning(predictor: Predictor) -> Callable[[RealisedLength], None]:
     """On a thread of its own: the event loop has others waiting."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="phasewise-predictor")
-    return lambda length: executor.submit(predictor.learn, length.facts, length.output_tokens) and None
+
+    def learn(length: RealisedLength) -> None:
+        executor.submit(predictor.learn, length.facts, length.output_tokens)
+
+    return learn
 
 
 def _gauges(

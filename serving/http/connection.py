@@ -65,7 +65,7 @@ class Connection(H11Protocol):
         self._others = others
         self._limits = others.limits
         self._routes = self.app
-        self.app = self._with_connection  # type: ignore[assignment]
+        self.app = self._with_connection
         self._late: asyncio.TimerHandle | None = None
         self._awaited: tuple[float, Callable[[], None]] | None = None
         self._stalled: asyncio.TimerHandle | None = None
@@ -136,7 +136,7 @@ class Connection(H11Protocol):
 
     async def _with_connection(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["extensions"] = {EXTENSION: self}
-        await self._routes(scope, receive, send)  # type: ignore[arg-type]
+        await self._routes(scope, receive, send)
 
     def _watch_the_clock(self) -> None:
         """Start the clock of what is awaited from the client now, unless it runs already."""

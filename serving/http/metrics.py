@@ -59,7 +59,7 @@ class Metrics:
     """Observes the traffic with the engine; `http` counts the answers, `gauges` gives the rest."""
 
     def __init__(self, gauges: Gauges) -> None:
-        disable_created_metrics()  # a second line for each count, which nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each count, which nobody reads
         self.registry = registry = CollectorRegistry()
         registry.register(_Read(gauges))
         self.http = self._counter("http_responses", "answers", "path", "status")

@@ -96,7 +96,7 @@ class HttpServer(uvicorn.Server):
             yield
             return
         loop = asyncio.get_running_loop()
-        handlers = {SIGINT: self._end, SIGTERM: self._end}
+        handlers: dict[signal.Signals, Callable[[], None]] = {SIGINT: self._end, SIGTERM: self._end}
         if self._service.on_hangup is not None:
             handlers[SIGHUP] = self._service.on_hangup
         for number, handler in handlers.items():
