@@ -35,7 +35,8 @@ class AnswerText:
         """A token of the answer. Sets `stopped` when a stop string is complete."""
         self._tokens.append((self._n_given + len(self._held), token))
         self._held += self._stream.push(token.token_id)
-        self._cut_at_stop()
+        if self._stop:
+            self._cut_at_stop()
 
     def push_end(self, token: SampledToken) -> None:
         """The model's end token: it counts, but has no text."""
@@ -46,9 +47,9 @@ class AnswerText:
         if finished and not self.stopped:
             self._held += self._stream.flush()
             self._cut_at_stop()
-        n_kept = 0 if finished or self.stopped else self._n_ambiguous()
-        text = self._held[: len(self._held) - n_kept]
-        self._held = self._held[len(text) :]
+        n_kept = 0 if finished or self.stopped or not self._stop else self._n_ambiguous()
+        n_given = len(self._held) - n_kept
+        text, self._held = self._held[:n_given], self._held[n_given:]
         self._n_given += len(text)
         return text, self._begun(everything=finished and not self.stopped)
 
@@ -69,7 +70,7 @@ class AnswerText:
         return longest
 
     def _begun(self, *, everything: bool) -> tuple[SampledToken, ...]:
-        ready = []
-        while self._tokens and (everything or self._tokens[0][0] < self._n_given):
-            ready.append(self._tokens.popleft()[1])
+        tokens, ready = self._tokens, []
+        while tokens and (everything or tokens[0][0] < self._n_given):
+            ready.append(tokens.popleft()[1])
         return tuple(ready)
