@@ -131,11 +131,20 @@ class Connection(H11Protocol):
         if len(self.conn.trailing_data[0]) <= most:
             self._refuse(_NO_HTTP)
             return
-        message = f"the head of the request is larger than {most} bytes"
-        self._refuse(ApiError(431, message, code="header_too_large"))
+        self._refuse(self._head_too_large())
+
+    def _head_too_large(self) -> ApiError:
+        message = f"the head of the request is larger than {self._limits.max_header_bytes} bytes"
+        return ApiError(431, message, code="header_too_large")
 
     async def _with_connection(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A head that came in one piece is not h11's to refuse, however large."""
         scope["extensions"] = {EXTENSION: self}
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.max_header_bytes:
+            error = self._head_too_large()
+            self._others.observer.refused(error)
+            await error.response()(scope, receive, send)
+            return
         await self._routes(scope, receive, send)
 
     def _watch_the_clock(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from fake_server import FakeServer, fake_server
-from raw_http import completion, connect, n_descriptors, read_to_end, until
+from rude_clients import completion, connect, n_descriptors, read_to_end, until
 
 from phasewise.serving.http.served import HttpLimits
 
@@ -101,9 +101,10 @@ def test_slow_bytes_win_no_time(hasty: FakeServer) -> None:
     assert said == b"" or said.startswith(b"HTTP/1.1 408")
 
 
-def test_a_head_that_is_too_large(hasty: FakeServer) -> None:
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"], ids=["begun", "whole"])
+def test_a_head_that_is_too_large(hasty: FakeServer, end: bytes) -> None:
     with connect(hasty.url) as raw:
-        raw.sendall(b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 8000)
+        raw.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 8000 + end)
         head, _, body = read_to_end(raw).partition(b"\r\n\r\n")
 
     assert head.startswith(b"HTTP/1.1 431")

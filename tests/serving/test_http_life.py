@@ -9,7 +9,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from fake_server import FakeServer, fake_server
-from raw_http import completion, connect, read_to_end, until
+from rude_clients import completion, connect, read_to_end, until
 
 from phasewise.serving.errors import RanksError
 from phasewise.serving.http.served import HttpLimits, PromptFacts, ServedModel

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_server import fake_server
-from raw_http import connect, read_to_end, until
+from rude_clients import connect, read_to_end, until
 
 from phasewise.serving.http.listening import (
     CannotListen,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from fake_server import fake_server
-from raw_http import completion, connect, until
+from rude_clients import completion, connect, until
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.lengths import LengthObserver, RealisedLength
