@@ -123,7 +123,7 @@ class PoolSettings:
     """odma: share of the answers that the buckets hold; the large one has the rest."""
     large_level: float = 0.9
     """odma: the large bucket hands out this quantile of the answers that lasted as long as this one has."""
-    reserve_share: float = 0.25
+    reserve_share: float = 0.2
     """odma, climbing: share of the slots that is promised to nobody: the large bucket's reserve. Less, where
     all that run could not ask for so much more."""
     window: int = 1024
