@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.servers import Server, llama_cpp, phasewise, running, vllm
+from peers.servers import NotServing, Server, llama_cpp, phasewise, running, vllm
 from tabulate import tabulate
 
 N_INPUT, N_OUTPUT = 128, 64
@@ -73,7 +73,7 @@ def bench(url: str, server: Server, *options: str) -> dict[str, Any]:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{server.name}: {' '.join(command)}\n{done.stderr}")
+        raise NotServing(f"{server.name}: {' '.join(command)}\n{done.stderr}")
     fields: dict[str, Any] = json.loads(done.stdout)
     return fields
 
@@ -121,14 +121,17 @@ def measure(servers: Sequence[Server], arguments: argparse.Namespace) -> tuple[l
         order = servers if number % 2 == 0 else servers[::-1]
         for server in order:
             for group in _groups(server, arguments.clients):
-                with running(server, max(group), CONTEXT, arguments.threads) as url:
-                    for clients in group:
-                        runs.append(closed_loop(url, server, clients, number))
-                        _tell(runs[-1])
-                    if is_last and max(arguments.clients) in group:
-                        for scale in arguments.slo_scale:
-                            rates.append(goodput(url, server, scale, runs[-1].requests_per_s))
-                            _tell(rates[-1])
+                try:
+                    with running(server, max(group), CONTEXT, arguments.threads) as url:
+                        for clients in group:
+                            runs.append(closed_loop(url, server, clients, number))
+                            _tell(runs[-1])
+                        if is_last and max(arguments.clients) in group:
+                            for scale in arguments.slo_scale:
+                                rates.append(goodput(url, server, scale, runs[-1].requests_per_s))
+                                _tell(rates[-1])
+                except NotServing as error:  # the others are still worth their time
+                    print(error, file=sys.stderr, flush=True)
     return runs, rates
 
 
@@ -148,6 +151,8 @@ def table(runs: Sequence[Run], servers: Sequence[Server], clients: int) -> str:
     found = {server.name: _of(runs, server.name, clients) for server in servers}
     rows = []
     for name, own in found.items():
+        if not own:
+            continue
         middles = [statistics.median(values) for values in _figures(own)]
         low, high = min(_figures(own)[0]), max(_figures(own)[0])
         ratios = ["" if name in ours else _ratio(found[one], own) for one in ours]
@@ -173,7 +178,8 @@ def _figures(runs: Sequence[Run]) -> tuple[list[float], list[float], list[float]
 
 def _ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> str:
     """Of tokens/s; median and range over the rounds."""
-    ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, theirs, strict=True) if b.tokens_per_s]
+    rates = {run.round: run.tokens_per_s for run in theirs if run.tokens_per_s}
+    ratios = [run.tokens_per_s / rates[run.round] for run in ours if run.round in rates]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "no answer"
 
 

@@ -15,9 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-READY_S = 240.0
+READY_S = 300.0
 END_S = 20.0
 LOG_LINES = 15
+
+
+class NotServing(Exception):
+    """A server cannot be measured; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def _vllm(program: str, model: str, port: int, n_clients: int, context: int) -> 
 
 @contextlib.contextmanager
 def running(server: Server, n_clients: int, context: int, threads: int) -> Iterator[str]:
-    """Its address, while it runs. SystemExit with the end of its log where it does not start."""
+    """Its address, while it runs. NotServing with the end of its log where it does not start."""
     port = _free_port()
     command = server.command(port, n_clients, context, threads)
     with tempfile.TemporaryFile() as log:
@@ -112,7 +116,7 @@ def running(server: Server, n_clients: int, context: int, threads: int) -> Itera
         try:
             url = f"http://127.0.0.1:{port}"
             if not _is_ready(process, url):
-                raise SystemExit(f"{server.name} did not start: {' '.join(command)}\n{_end_of(log)}")
+                raise NotServing(f"{server.name} did not start: {' '.join(command)}\n{_end_of(log)}")
             yield url
         finally:
             _end(process)

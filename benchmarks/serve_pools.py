@@ -1,0 +1,235 @@
+"""Answer tokens per second of the real engine under each KV policy, all else equal, in turns:
+
+    python benchmarks/serve_pools.py LENGTHS.csv --column L_t0.0 --max-tokens final:0.55 --slots 4096
+    python benchmarks/serve_pools.py LENGTHS.jsonl --max-tokens final:0.55 --estimate error:0.3
+
+All requests wait from the beginning (a saturating load), prompts are random tokens, and an answer ends where
+it ended in the file: the model computes every step, but the end token is chosen for it. The pool has as many
+slots whatever the policy. Static pre-allocation gives each request the longest prompt and `--max-tokens`,
+which by `final:0.55` is so large that it fills 55 % of its blocks. Counted is the time in which requests wait
+and the pool has seen `--warm` of them end, so that buckets are learnt and the last requests' slow end is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tabulate import tabulate
+
+from phasewise.cli.bench_kv import Load, Replay, replay_of
+from phasewise.cli.kv_trace import Asked
+from phasewise.cli.opening import OpenModel, open_model
+from phasewise.cli.options import WeightFormat
+from phasewise.serving.batch import Batch
+from phasewise.serving.engine import Engine
+from phasewise.serving.messages import Answer, Submit
+from phasewise.serving.pools.opening import open_pool
+from phasewise.serving.sampling import SamplingParams
+from phasewise.serving.start import EngineSize, keeping_affinity, open_engine
+
+POLICIES = ("odma", "static", "fixed", "paged")
+PLAIN_IDS = (1000, 30000)
+"""Tokens of prompts: neither special ones nor beyond the vocabulary."""
+
+
+@dataclass(frozen=True)
+class PoolRun:
+    """One policy, once. Tokens are of answers; `running` is a mean over the counted decode steps."""
+
+    round: int
+    policy: str
+    tokens_per_s: float
+    whole_tokens_per_s: float
+    """Over the whole run, its beginning and end too."""
+    running: float
+    preemptions: int
+    migrations: int
+    failed: int
+
+
+class EndingRanks:
+    """Ranks whose logits end each answer at its length, and not before; otherwise they are `ranks`."""
+
+    def __init__(self, ranks: Any, replay: Replay, end_token_ids: frozenset[int]) -> None:
+        self._ranks = ranks
+        self._replay = replay
+        self._end_token_ids = sorted(end_token_ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+        logits: npt.NDArray[np.float32] = self._ranks.forward(batch)
+        row = 0
+        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+            if piece.wants_logits:
+                request = self._replay.trace[int(name)]
+                n_answered = piece.start + len(piece.token_ids) - request.prompt_tokens + 1
+                is_end = n_answered >= request.output_tokens
+                logits[row, self._end_token_ids] = np.float32(1e9 if is_end else -1e9)
+                row += 1
+        return logits
+
+
+class Watch:
+    """What happens while the engine runs; the counted time is that of the steps with `counts`."""
+
+    def __init__(self, n_warm: int) -> None:
+        self.n_warm = n_warm
+        self.n_ended = 0
+        self.n_failed = 0
+        self.n_tokens = 0
+        self.counted_tokens = 0
+        self.counted_s = 0.0
+        self.running: list[int] = []
+
+    def step(self, engine: Engine) -> None:
+        """One step, timed; counted where requests wait before and after it."""
+        counts = self.n_ended >= self.n_warm and engine.scheduler.n_waiting > 0
+        started_s = time.perf_counter()
+        delivery = engine.step()
+        step_s = time.perf_counter() - started_s
+        answers = [out for out in delivery.outs if isinstance(out, Answer)]
+        self.n_failed += len(delivery.outs) - len(answers)
+        self.n_ended += sum(answer.finish_reason is not None for answer in answers)
+        self.n_tokens += len(answers)
+        if counts:
+            self.counted_tokens += len(answers)
+            self.counted_s += step_s
+            if delivery.stats is not None and delivery.stats.phase == "decode":
+                self.running.append(delivery.stats.n_sequences)
+
+
+def prompts_of(replay: Replay, seed: int) -> list[tuple[int, ...]]:
+    """Random, so that no beginning is shared."""
+    rng = random.Random(seed)
+    return [tuple(rng.choices(range(*PLAIN_IDS), k=one.prompt_tokens)) for one in replay.trace]
+
+
+def run_policy(found: OpenModel, replay: Replay, policy: str, number: int, n_warm: int) -> PoolRun:
+    """All requests of `replay` through an engine of its own."""
+    size = EngineSize(
+        replay.settings.longest_request,
+        replay.n_slots,
+        replay.max_sequences,
+        kv_policy=policy,
+        prefix_reuse=False,
+    )
+    pool = open_pool(policy, replay.n_slots, replay.settings)
+    with (
+        keeping_affinity(),
+        open_engine(found.model, found.plans, size, schedules=found.schedules, pool=pool) as opened,
+    ):
+        engine = opened.engine
+        engine.ranks = EndingRanks(engine.ranks, replay, engine.vocabulary.end_token_ids)
+        for index, prompt in enumerate(prompts_of(replay, number)):
+            estimate = replay.estimates[index]
+            engine.submit(
+                Submit(
+                    str(index), prompt, replay.max_tokens, SamplingParams(temperature=0.0), estimate=estimate
+                )
+            )
+        watch, started_s = Watch(n_warm), time.perf_counter()
+        while engine.has_work:
+            watch.step(engine)
+        whole_s = time.perf_counter() - started_s
+        pool.check()
+        return _run_of(policy, number, watch, whole_s, engine)
+
+
+def _run_of(policy: str, number: int, watch: Watch, whole_s: float, engine: Engine) -> PoolRun:
+    load = engine.load()
+    return PoolRun(
+        number,
+        policy,
+        watch.counted_tokens / watch.counted_s if watch.counted_s else 0.0,
+        watch.n_tokens / whole_s,
+        statistics.fmean(watch.running) if watch.running else 0.0,
+        load.preemptions,
+        load.pool.migrations if load.pool else 0,
+        watch.n_failed,
+    )
+
+
+def table(runs: Sequence[PoolRun], policies: Sequence[str]) -> str:
+    """A row a policy; the ratio is the first policy's tokens/s over its own, round by round."""
+    by_policy = {name: [run for run in runs if run.policy == name] for name in policies}
+    first = by_policy[policies[0]]
+    rows = []
+    for name, own in by_policy.items():
+        ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(first, own, strict=True) if b.tokens_per_s]
+        rows.append(
+            [
+                name,
+                _middle(own, lambda run: run.tokens_per_s),
+                _middle(own, lambda run: run.whole_tokens_per_s),
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "",
+                f"{statistics.median(run.running for run in own):.1f}",
+                str(own[0].preemptions),
+                str(own[0].migrations),
+                str(sum(run.failed for run in own)),
+            ]
+        )
+    headers = ["policy", "tokens/s (range)", "whole run", f"{policies[0]} over it", "at once"]
+    headers += ["preemptions", "migrations", "failed"]
+    return tabulate(rows, headers, "github", disable_numparse=True) + "\n"
+
+
+def _middle(runs: Sequence[PoolRun], figure: Callable[[PoolRun], float]) -> str:
+    values = [figure(run) for run in runs]
+    return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trace", help="a file of lengths, or a distribution, as `bench kv` reads them")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--format", default="native", help="of the weights")
+    parser.add_argument("--column", help="of a CSV file without prompts")
+    parser.add_argument("--prompt-tokens", type=int, default=48, help="of each request of such a file")
+    parser.add_argument("--max-tokens", default="final:0.55", help="a number, final:SHARE or live:SHARE")
+    parser.add_argument("--estimate", default="error:0.3", help="as `bench kv` has it")
+    parser.add_argument("--slots", type=int, default=4096)
+    parser.add_argument("--requests", type=int, default=240)
+    parser.add_argument("--warm", type=int, default=80, help="requests that end before time counts")
+    parser.add_argument("--max-sequences", type=int, default=64)
+    parser.add_argument(
+        "--policies", default=",".join(POLICIES), help="the first is compared with the others"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parsed()
+    asked = Asked(arguments.column, arguments.prompt_tokens, arguments.requests)
+    wanted = Load([arguments.trace], asked, arguments.max_tokens, arguments.estimate, None)
+    replay, story = replay_of(wanted, arguments.slots, arguments.max_sequences, {})
+    print(story, file=sys.stderr)
+    found = open_model(arguments.model, WeightFormat(arguments.format), arguments.threads, None)
+    policies = arguments.policies.split(",")
+    runs = []
+    for number in range(arguments.rounds):
+        for policy in policies if number % 2 == 0 else policies[::-1]:
+            runs.append(run_policy(found, replay, policy, number, arguments.warm))
+            print(json.dumps(asdict(runs[-1])), file=sys.stderr, flush=True)
+    rows: list[Mapping[str, Any]] = [asdict(run) for run in runs]
+    print(json.dumps({"load": story, "runs": rows}) if arguments.json else table(runs, policies))
+
+
+if __name__ == "__main__":
+    main()
