@@ -74,7 +74,8 @@ class SamplingParams:
         _require(self.top_k is None or self.top_k >= 1, "top_k", "at least 1", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
-        _require(0 < self.repetition_penalty <= 100, "repetition_penalty", "above 0", self.repetition_penalty)
+        penalty = self.repetition_penalty
+        _require(0.01 <= penalty <= 100, "repetition_penalty", "between 0.01 and 100", penalty)
         for name in ("frequency_penalty", "presence_penalty"):
             _require(abs(getattr(self, name)) <= 2, name, "between -2 and 2", getattr(self, name))
         for bias in self.logit_bias.values():

@@ -15,7 +15,7 @@ _DISCARD_UP_TO_BYTES = (
     64 * 1024 * 1024
 )  # read on past the limit so far, so that the sender gets to see the answer
 
-_MOST_VALUES = 256 * 1024
+_MOST_VALUES = 160 * 1024  # token ids of a long context
 _MOST_CONTAINERS = 64 * 1024
 
 

@@ -96,7 +96,9 @@ def from_validation(error: ValidationError) -> ApiError:
     where = path[0] if path else None
     if where in _SHAPES:
         return bad_request(f"{where} must be {_SHAPES[where]}", param=where)
-    return bad_request(f"{'.'.join(path) or 'body'}: {first['msg']}", param=where)
+    return bad_request(
+        f"{'.'.join(path) or 'body'}: {first['msg'].removeprefix('Value error, ')}", param=where
+    )
 
 
 def from_engine(error: Exception) -> ApiError:

@@ -150,7 +150,7 @@ class GenerationRequest(Strict):
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | None = None
@@ -164,7 +164,7 @@ class GenerationRequest(Strict):
     structured_outputs: StructuredOutputs | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 and -1: no limit")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool = False
 
     def unsupported(self) -> str | None:
