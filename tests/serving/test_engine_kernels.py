@@ -108,28 +108,48 @@ def test_seeded_sampling_is_the_same_in_company(model: PackedModel) -> None:
     assert answers(model, requests(sampling), max_batch_tokens=16, max_sequences=3) == by_itself
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_growth_preemption_and_reuse_change_nothing(model: PackedModel, policy: str) -> None:
-    """Slots for two at most, prompts that begin alike, chunks of seven: the same tokens as alone."""
-    beginning = tuple(3 + byte for byte in b"You are a helpful assistant. " * 2)
-    asked = [
-        Submit(
-            str(index), (*beginning, *(3 + byte for byte in prompt.encode())), 150, GREEDY, ignore_eos=True
-        )
-        for index, prompt in enumerate(["a", "hello there", "To be, or not to be", "hello there", "the end"])
-    ]
-    by_itself: dict[str, list[int]] = {}
-    for request in asked:
-        by_itself |= answers(model, [request], max_sequences=1)
+def alike() -> list[Submit]:
+    """Long answers to prompts that begin alike; two of them are equal."""
+    beginning = "You are a helpful assistant. " * 2
+    prompts = ["a", "hello there", "To be, or not to be", "hello there", "the end"]
+    ids = [tuple(3 + byte for byte in (beginning + prompt).encode()) for prompt in prompts]
+    return [Submit(str(index), one, 150, GREEDY, ignore_eos=True) for index, one in enumerate(ids)]
+
+
+@pytest.fixture(scope="module")
+def alike_alone(model: PackedModel) -> dict[str, list[int]]:
+    got: dict[str, list[int]] = {}
+    for request in alike():
+        got |= answers(model, [request], max_sequences=1)
+    return got
+
+
+def in_turns(model: PackedModel, by_phase: dict[str, ServicePlan], policy: str) -> dict[str, list[int]]:
+    """All of `alike` in slots for two, in chunks of seven tokens; not without what is to be tested."""
     size = start.EngineSize(256, 512, 8, 7)
-
+    pinned = all(len(plan.ranks) == 1 for plan in by_phase.values())
     pool = any_pool(policy, 512, 256)
-    with start.open_engine(model, plans(), size, pool=pool) as opened:
-        together = {name: tokens(outs) for name, outs in run_all(opened.engine, *asked).items()}
+    with start.open_engine(model, by_phase, size, pinned=pinned, pool=pool) as opened:
+        got = {name: tokens(outs) for name, outs in run_all(opened.engine, *alike()).items()}
         counts = opened.engine.scheduler.counts
-        migrations = opened.engine.load().pool.migrations
-
-    assert together == by_itself
     assert counts.prefix_hits > 0
     assert counts.preemptions > 0 or policy not in ("paged", "restless")
-    assert migrations > 0 or policy != "restless"
+    assert pool.stats().migrations > 0 or policy != "restless"
+    return got
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_growth_preemption_and_reuse_change_nothing(
+    model: PackedModel, alike_alone: dict[str, list[int]], policy: str
+) -> None:
+    assert in_turns(model, plans(), policy) == alike_alone
+
+
+@pytest.mark.parametrize("model", ["f32"], indirect=True)
+@pytest.mark.parametrize("policy", ["paged", "restless"])
+def test_nor_do_they_where_ranks_are_processes(
+    model: PackedModel, alike_alone: dict[str, list[int]], policy: str
+) -> None:
+    two = {phase: ServicePlan(phase, (RankCores((0,)), RankCores((1,)))) for phase in PHASES}
+
+    assert in_turns(model, two, policy) == alike_alone
