@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -121,18 +121,31 @@ def measure(servers: Sequence[Server], arguments: argparse.Namespace) -> tuple[l
         order = servers if number % 2 == 0 else servers[::-1]
         for server in order:
             for group in _groups(server, arguments.clients):
+                scales = arguments.slo_scale if is_last and max(arguments.clients) in group else []
                 try:
-                    with running(server, max(group), CONTEXT, arguments.threads) as url:
-                        for clients in group:
-                            runs.append(closed_loop(url, server, clients, number))
-                            _tell(runs[-1])
-                        if is_last and max(arguments.clients) in group:
-                            for scale in arguments.slo_scale:
-                                rates.append(goodput(url, server, scale, runs[-1].requests_per_s))
-                                _tell(rates[-1])
+                    for found in visit(server, group, number, scales, arguments.threads):
+                        _tell(found)
+                        if isinstance(found, Run):
+                            runs.append(found)
+                        else:
+                            rates.append(found)
                 except NotServing as error:  # the others are still worth their time
                     print(error, file=sys.stderr, flush=True)
     return runs, rates
+
+
+def visit(
+    server: Server, group: Sequence[int], number: int, scales: Sequence[float], threads: int
+) -> Iterator[Run | Goodput]:
+    """One start of a server: each number of clients, then a search for each scale of the promises."""
+    with running(server, max(group), CONTEXT, threads) as url:
+        capacity = 0.0
+        for clients in group:
+            run = closed_loop(url, server, clients, number)
+            capacity = max(capacity, run.requests_per_s)
+            yield run
+        for scale in scales:
+            yield goodput(url, server, scale, capacity)
 
 
 def _groups(server: Server, clients: Sequence[int]) -> list[list[int]]:

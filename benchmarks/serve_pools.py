@@ -3,11 +3,12 @@
     python benchmarks/serve_pools.py LENGTHS.csv --column L_t0.0 --max-tokens final:0.55 --slots 4096
     python benchmarks/serve_pools.py LENGTHS.jsonl --max-tokens final:0.55 --estimate error:0.3
 
-All requests wait from the beginning (a saturating load), prompts are random tokens, and an answer ends where
-it ended in the file: the model computes every step, but the end token is chosen for it. The pool has as many
-slots whatever the policy. Static pre-allocation gives each request the longest prompt and `--max-tokens`,
-which by `final:0.55` is so large that it fills 55 % of its blocks. Counted is the time in which requests wait
-and the pool has seen `--warm` of them end, so that buckets are learnt and the last requests' slow end is left out.
+All requests wait from the beginning (a saturating load), prompts are random tokens, and an answer ends
+where it ended in the file: the model computes every step, but the end token is chosen for it. The pool has
+as many slots whatever the policy. Static pre-allocation gives each request the longest prompt and `--max-
+tokens`, which by `final:0.55` is so large that it fills 55 % of its blocks. Counted is the time in which
+requests wait and the pool has seen `--warm` of them end, so that buckets are learnt and the last requests'
+slow end is left out.
 """
 
 from __future__ import annotations
