@@ -48,7 +48,7 @@ def gone_mid_stream(setting: Setting) -> str:
 
 def slow_readers(setting: Setting) -> str:
     """Readers that take nothing of a long answer: others are served, and what is held for them is freed."""
-    n_readers = 2 if setting.quick else 8
+    n_readers = 2 if setting.quick else 4
     with setting.server() as server:
         body = setting.body("Once upon a time", 24)
         wanted = text_alone(server, body)

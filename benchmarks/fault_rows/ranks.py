@@ -66,7 +66,7 @@ def idle(_setting: Setting, server: ServerProcess) -> str:
 
 
 def in_prefill(setting: Setting, server: ServerProcess) -> str:
-    n_prompt = 600 if setting.quick else 3000
+    n_prompt = 600 if setting.quick else 1500
     bodies = [setting.body([5 + (i + j) % 200 for i in range(n_prompt)], 6) for j in range(6)]
     wanted = [text_alone(server, body) for body in bodies]
     before = server.metrics()["phasewise_requests_rerun_total"]
@@ -86,7 +86,7 @@ def in_prefill(setting: Setting, server: ServerProcess) -> str:
 
 
 def in_decode(setting: Setting, server: ServerProcess) -> str:
-    n_tokens = 200 if setting.quick else 1000
+    n_tokens = 200 if setting.quick else 600
     body = setting.body("The first of many", n_tokens)
     wanted = text_alone(server, body)
 

@@ -26,7 +26,7 @@ def drained(setting: Setting) -> str:
 
     The ranks get it too, as those of a service do.
     """
-    n_tokens = 300 if setting.quick else 600
+    n_tokens = 300
     bodies = [setting.body(f"Answer {i}", n_tokens) for i in range(6)]
     with setting.server(ranks=2) as server:
         wanted = [text_alone(server, body) for body in bodies]
