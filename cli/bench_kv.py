@@ -10,7 +10,7 @@ three ways:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,16 +18,17 @@ from typing import Any
 from phasewise.cli.kv_trace import (
     Asked,
     Estimates,
-    describe_estimates,
     estimates_for,
+    how_far_off,
     limit_for,
     limited,
     read_samples,
     requests_of,
     static_shares,
+    unseen_by,
 )
 from phasewise.serving.errors import RequestError
-from phasewise.serving.pools.contract import KvPool, PoolSettings
+from phasewise.serving.pools.contract import Estimate, KvPool, PoolSettings
 from phasewise.serving.pools.opening import POLICIES, open_pool
 from phasewise.serving.request import Request
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
@@ -40,6 +41,8 @@ WHOLE = "odma-whole"
 
 KV_POLICIES = (*POLICIES, WHOLE)
 
+UNESTIMATED = ("static", "paged")
+
 GOES_ON, STOPS = 0, 1
 """Tokens."""
 
@@ -49,7 +52,8 @@ class Replay:
     """What is replayed, and on what."""
 
     trace: Trace
-    estimates: Estimates
+    estimates: Mapping[str, Estimates]
+    """By the name of where they come from."""
     max_tokens: int
     n_slots: int
     settings: PoolSettings
@@ -66,13 +70,16 @@ class Load:
     asked: Asked
     max_tokens: str
     """A number, `final:SHARE` or `live:SHARE`."""
-    estimate: str
+    estimates: Sequence[str]
+    """As `kv_trace.estimates_for` has them."""
     step_ms: float | None
 
 
 def replay_of(load: Load, n_slots: int, max_sequences: int, settings: dict[str, Any]) -> tuple[Replay, str]:
     """The replay, and a line for people about it. `settings`: fields of PoolSettings."""
     samples = tuple(one for text in load.traces for one in read_samples(text, load.asked))
+    for text in load.estimates:
+        samples = unseen_by(text, samples)
     whole = requests_of(samples)
     if load.step_ms is not None and any(one.arrival_s is None for one in whole):
         raise TraceError(f"{', '.join(load.traces)}: no arrivals, so leave --step-ms out")
@@ -81,17 +88,22 @@ def replay_of(load: Load, n_slots: int, max_sequences: int, settings: dict[str, 
         raise TraceError(f"max_tokens must be from 1 to {MAX_TOKENS}, not {limit}")
     samples = limited(samples, limit)
     trace = requests_of(samples)
-    estimates = estimates_for(load.estimate, samples, load.asked.seed)
+    estimates = {text: estimates_for(text, samples, load.asked.seed) for text in load.estimates}
     longest = max(one.prompt_tokens for one in trace) + limit
-    shares = static_shares(trace, limit)
-    story = (
-        f"{describe(trace)}; max_tokens {limit}, with which static pre-allocation fills "
-        f"{shares['final']:.1%} of its blocks in the end and {shares['live']:.1%} over time; "
-        f"seed {load.asked.seed}; {describe_estimates(trace, estimates)}"
-    )
+    off = [f"{text}: {how_far_off(trace, found)}" for text, found in estimates.items() if text != "none"]
+    story = "; ".join([story_of(trace, limit, load.asked.seed), *off])
     pool = PoolSettings(longest_request=longest, answer_tokens=limit, **settings)
     step_s = None if load.step_ms is None else load.step_ms / 1000
     return Replay(trace, estimates, limit, n_slots, pool, max_sequences, step_s), story
+
+
+def story_of(trace: Trace, max_tokens: int, seed: int) -> str:
+    """What is replayed, for people."""
+    shares = static_shares(trace, max_tokens)
+    return (
+        f"{describe(trace)}; max_tokens {max_tokens}, with which static pre-allocation fills "
+        f"{shares['final']:.1%} of its blocks in the end and {shares['live']:.1%} over time; seed {seed}"
+    )
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,8 @@ class KvRow:
     """One policy on one trace."""
 
     policy: str
+    estimate: str
+    """Where estimates came from; "-" for a policy that needs none."""
     n_requests: int
     n_slots: int
     max_tokens: int
@@ -141,19 +155,21 @@ class _Sums:
 
 
 def replayed(replay: Replay, policies: Sequence[str]) -> Iterator[KvRow]:
-    """A row for each policy, of KV_POLICIES."""
+    """A row for each policy, of KV_POLICIES, and each kind of estimates that it uses."""
     for policy in policies:
         settings = replay.settings if policy != WHOLE else replace(replay.settings, climbs=False)
-        pool = open_pool("odma" if policy == WHOLE else policy, replay.n_slots, settings)
-        yield _row(policy, replay, pool)
+        for estimate in replay.estimates if policy not in UNESTIMATED else [None]:
+            pool = open_pool("odma" if policy == WHOLE else policy, replay.n_slots, settings)
+            yield _row(policy, estimate, replay, pool)
 
 
-def _row(policy: str, replay: Replay, pool: KvPool) -> KvRow:
+def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvRow:
     longest = replay.settings.longest_request
     limits = SchedulerLimits(longest, max_sequences=replay.max_sequences, prefix_reuse=False)
     scheduler = Scheduler(pool, limits)
     sums = _Sums()
-    _run(replay, scheduler, sums)
+    estimates = (None,) * len(replay.trace) if estimate is None else replay.estimates[estimate]
+    _run(replay, estimates, scheduler, sums)
     pool.check()
     stats = pool.stats()
     ended = sum(bucket.slots_ended for bucket in stats.buckets)
@@ -163,6 +179,7 @@ def _row(policy: str, replay: Replay, pool: KvPool) -> KvRow:
     waiting = max(1, sums.steps_waiting)
     return KvRow(
         policy=policy,
+        estimate=estimate or "-",
         n_requests=len(replay.trace),
         n_slots=pool.n_slots,
         max_tokens=replay.max_tokens,
@@ -188,24 +205,25 @@ def _row(policy: str, replay: Replay, pool: KvPool) -> KvRow:
     )
 
 
-def _run(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:
+def _run(replay: Replay, estimates: Estimates, scheduler: Scheduler, sums: _Sums) -> None:
     """Steps until nothing is left."""
     coming = list(enumerate(replay.trace))[::-1]
     step = 0
     while coming or scheduler.has_work:
         while coming and (replay.step_s is None or (coming[-1][1].arrival_s or 0) <= step * replay.step_s):
-            _add(scheduler, replay, coming.pop()[0])
+            at, _ = coming.pop()
+            _add(scheduler, replay, at, estimates[at])
         _step(replay, scheduler, sums)
         scheduler.pool.refresh()
         step += 1
 
 
-def _add(scheduler: Scheduler, replay: Replay, at: int) -> None:
+def _add(scheduler: Scheduler, replay: Replay, at: int, estimate: Estimate | None) -> None:
     """A request that can never run counts as failed."""
     prompt = (GOES_ON,) * replay.trace[at].prompt_tokens
     stops = frozenset({STOPS})
     with suppress(RequestError):
-        scheduler.add(Request(str(at), prompt, replay.max_tokens, stops, replay.estimates[at]))
+        scheduler.add(Request(str(at), prompt, replay.max_tokens, stops, estimate))
 
 
 def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:

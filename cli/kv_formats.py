@@ -37,7 +37,7 @@ def as_md(rows: Sequence[KvRow]) -> str:
             [list(row.values()) for row in table],
             headers=list(table[0]) if table else [],
             tablefmt="github",
-            colalign=["left", *["right"] * (len(table[0]) - 1)] if table else None,
+            colalign=["left", "left", *["right"] * (len(table[0]) - 2)] if table else None,
             disable_numparse=True,
         )
         + "\n"
@@ -50,6 +50,7 @@ FORMATS: dict[str, Callable[[Sequence[KvRow]], str]] = {"md": as_md, "csv": as_c
 def _md_row(row: KvRow) -> Mapping[str, str]:
     return {
         "policy": row.policy,
+        "estimate": row.estimate.rsplit("/", 1)[-1],
         "live/reserved": f"{row.live_reserved:.1%}",
         "live/pool": f"{row.live_pool:.1%}",
         "final/reserved": f"{row.final_reserved:.1%}",

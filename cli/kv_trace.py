@@ -85,6 +85,29 @@ def estimates_for(text: str, samples: Samples, seed: int) -> Estimates:
     return _erring(requests_of(samples), sigma, random.Random(seed))
 
 
+def unseen_by(text: str, samples: Samples) -> Samples:
+    """Where `text` is a predictor's file: only requests whose prompts it did not learn from."""
+    if not text.endswith(".safetensors"):
+        return samples
+    from phasewise.tuner.predictor.facts import Example, held_out
+    from phasewise.tuner.predictor.files import load_predictor
+
+    about = load_predictor(text).trained_on
+    share, seed = float(about.get("held_out_share", 0)), int(about.get("held_out_seed", 0))
+    if not share:  # it says nothing of prompts like these
+        return samples
+    examples = {
+        id(one): Example(one.facts, one.request.output_tokens, False)
+        for one in samples
+        if one.facts is not None
+    }
+    out = {id(example) for example in held_out([*examples.values()], share, seed)[1]}
+    unseen = tuple(one for one in samples if id(one) in examples and id(examples[id(one)]) in out)
+    if not unseen:
+        raise TraceError(f"{text} learnt from every prompt of this trace: there is nothing to judge it by")
+    return unseen
+
+
 def requests_of(samples: Samples) -> Trace:
     return tuple(sample.request for sample in samples)
 
@@ -231,10 +254,8 @@ _ESTIMATORS: Mapping[str, Callable[[Trace], Estimates]] = {
 }
 
 
-def describe_estimates(trace: Trace, estimates: Sequence[Estimate | None]) -> str:
-    """A line for people: how far off they are."""
+def how_far_off(trace: Trace, estimates: Sequence[Estimate | None]) -> str:
+    """For people."""
     pairs = [(one.output_tokens, e.output_tokens) for one, e in zip(trace, estimates, strict=True) if e]
-    if not pairs:
-        return "no estimates"
     off = sorted(abs(estimate - real) / real for real, estimate in pairs)
-    return f"estimates off by {off[len(off) // 2]:.0%} at the median, {off[len(off) * 9 // 10]:.0%} at p90"
+    return f"off by {off[len(off) // 2]:.0%} at the median, {off[len(off) * 9 // 10]:.0%} at p90"

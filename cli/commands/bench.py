@@ -246,7 +246,10 @@ def kv(
         ),
     ] = "512",
     estimate: Annotated[
-        str, typer.Option("--estimate", help="none, exact, constant, error:SIGMA or a predictor's file")
+        str,
+        typer.Option(
+            "--estimate", metavar="LIST", help="of none, exact, constant, error:SIGMA, predictors' files"
+        ),
     ] = "none",
     model: Annotated[
         str | None,
@@ -301,7 +304,8 @@ def kv(
         "n_fixed": n_fixed,
     }
     asked = Asked(column, prompt_tokens, count, part.value, seed, model)
-    load = Load(traces, asked, max_tokens, estimate, step_ms)
+    estimates = [text.strip() for text in estimate.split(",")]
+    load = Load(traces, asked, max_tokens, estimates, step_ms)
     replay, story = replay_of(
         load, slots, max_sequences, {name: value for name, value in settings.items() if value is not None}
     )

@@ -36,7 +36,7 @@ def rows_of(*args: str) -> list[dict[str, object]]:
 
 
 def load(*traces: str, count: int = 150, max_tokens: str = "256", estimate: str = "none") -> Load:
-    return Load(traces, Asked(count=count), max_tokens, estimate, None)
+    return Load(traces, Asked(count=count), max_tokens, [estimate], None)
 
 
 @pytest.mark.parametrize("estimate", ["none", "exact", "constant", "error:0.5"])
@@ -176,7 +176,7 @@ JUDGED = ["--column", "L_t0.0", "--slots", "4096", "-n", "400", "--part", "secon
 @pytest.mark.parametrize("estimate", ["none", "error:0.3"])
 @pytest.mark.parametrize("share", ["final", "live"])
 def test_odma_fills_three_quarters_where_static_fills_55_percent(share: str, estimate: str) -> None:
-    """By either way of counting; no request fails, and it is not slower than pages, and computes less again."""
+    """By either way of counting. No request fails, none waits for pages longer than for blocks."""
     static, paged, odma = rows_of(
         str(ALPACA), *JUDGED, "static,paged,odma", "--max-tokens", f"{share}:0.55", "--estimate", estimate
     )
