@@ -1,11 +1,13 @@
 """Python's share of a decode step.
 
 Run as `python benchmarks/python_share.py [MODEL] [-n 128] [-b 1] [--format native] [--http]`. A step is what
-lies between two results of `forward`. Counted is everything in it that is neither the native forward pass nor
-the native argmax over its logits: choosing the batch, describing it, sampling (greedy), detokenising, making
-the message; and with --http, where the sequences are streams to as many clients in another process, taking
-messages, handing deliveries to the event loop and waiting for Python's lock while it writes. The median step
-is printed, of those that had all sequences in them.
+lies between two results of `forward`; the median of those that had all sequences in them is printed. Python
+is everything in it that is neither the native forward pass nor the native argmax over its logits: choosing the
+batch, describing it, sampling (greedy), detokenising, making the message.
+
+With --http the same follows once more, the sequences being streams to as many clients in another process.
+Then Python is also taking messages, handing deliveries to the event loop and waiting for Python's lock; what
+the event loop's thread computes for a step is printed beside it, since it takes that from the step's cores.
 """
 
 from __future__ import annotations
@@ -14,12 +16,11 @@ import argparse
 import asyncio
 import os
 import signal
-import statistics
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import raw_http
@@ -38,40 +39,53 @@ from phasewise.serving.start import EngineSize, OpenEngine, open_engine
 PROMPT = "The history of the steam engine begins"
 
 
-@dataclass
+class End(NamedTuple):
+    """Of a step that had all sequences in it: running clocks."""
+
+    at_ns: int
+    native_ns: int
+    main_cpu_ns: int
+    """Computed by the main thread: the event loop's, where there is one."""
+
+
 class Steps:
-    """Watches ranks: when each decode step of `n_sequences` ended, and what was native until then."""
+    """Watches decode steps of `n_sequences` while `with` lasts."""
 
-    ranks: LocalRanks
-    n_sequences: int
-    argmax_ns: int = 0
-    ends: list[tuple[int, int] | None] = field(default_factory=list)
-    """(time, native time) on running clocks; None: a step of another kind."""
+    def __init__(self, ranks: LocalRanks, n_sequences: int) -> None:
+        self._ranks = ranks
+        self._n_sequences = n_sequences
+        self._argmax_ns = 0
+        self._ends: list[End | None] = []  # None: of a step of another kind
+        self._clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
 
-    def __post_init__(self) -> None:
-        self._forward, self.ranks.forward = self.ranks.forward, self.forward
-        self._argmax, sampling.argmax = sampling.argmax, self.argmax
+    def __enter__(self) -> Steps:
+        self._forward, self._ranks.forward = self._ranks.forward, self._timed_forward
+        self._argmax, sampling.argmax = sampling.argmax, self._timed_argmax
+        return self
 
-    def forward(self, batch: Batch) -> np.ndarray:
+    def __exit__(self, *_error: object) -> None:
+        self._ranks.forward, sampling.argmax = self._forward, self._argmax
+
+    def medians_us(self) -> tuple[float, float, float]:
+        """(whole step, its Python, computed by the main thread meanwhile)."""
+        pairs = zip(self._ends, self._ends[1:], strict=False)
+        steps = [(np.array(later) - earlier) / 1e3 for earlier, later in pairs if earlier and later]
+        whole, native, main = np.array(steps).T
+        return float(np.median(whole)), float(np.median(whole - native)), float(main.mean())
+
+    def _timed_forward(self, batch: Batch) -> np.ndarray:
         logits = self._forward(batch)
-        counts = batch.phase == "decode" and len(batch.slices) == self.n_sequences
-        native_ns = self.ranks.native_ns + self.argmax_ns
-        self.ends.append((time.perf_counter_ns(), native_ns) if counts else None)
+        counts = batch.phase == "decode" and len(batch.slices) == self._n_sequences
+        native_ns = self._ranks.native_ns + self._argmax_ns
+        cpu_ns = time.clock_gettime_ns(self._clock)
+        self._ends.append(End(time.perf_counter_ns(), native_ns, cpu_ns) if counts else None)
         return logits
 
-    def argmax(self, row: np.ndarray) -> int:
+    def _timed_argmax(self, row: np.ndarray) -> int:
         started_ns = time.perf_counter_ns()
         index: int = self._argmax(row)
-        self.argmax_ns += time.perf_counter_ns() - started_ns
+        self._argmax_ns += time.perf_counter_ns() - started_ns
         return index
-
-    def say(self) -> str:
-        pairs = zip(self.ends, self.ends[1:], strict=False)
-        steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairs if a is not None and b is not None]
-        step_us = statistics.median(step for step, _ in steps) / 1e3
-        python_us = statistics.median(step - native for step, native in steps) / 1e3
-        share = f"{python_us / step_us:.1%}"
-        return f"{len(steps)} decode steps of {step_us:.0f} us, Python {python_us:.0f} us: {share}"
 
 
 def run(opened: OpenEngine, n_gen: int, n_sequences: int) -> None:
@@ -138,9 +152,21 @@ def main() -> None:
     found = open_model(arguments.model, WeightFormat(arguments.format), None, None)
     size = EngineSize.for_many(found.model, arguments.b, arguments.n + 64, None)
     with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
-        steps = Steps(cast(LocalRanks, opened.engine.ranks), arguments.b)
-        (serve if arguments.http else run)(opened, arguments.n, arguments.b)
-        print(steps.say())
+        ranks = cast(LocalRanks, opened.engine.ranks)
+        with Steps(ranks, arguments.b) as steps:
+            run(opened, arguments.n, arguments.b)
+        alone_us, python_us, _ = steps.medians_us()
+        print(f"decode step {alone_us:.0f} us, Python {python_us:.0f} us: {python_us / alone_us:.1%}")
+        if arguments.http:
+            native_us = alone_us - python_us
+            with Steps(ranks, arguments.b) as steps:
+                serve(opened, arguments.n, arguments.b)
+            step_us, python_us, loop_us = steps.medians_us()
+            print(
+                f"with HTTP {step_us:.0f} us, Python {python_us:.0f} us: {python_us / step_us:.1%}; the "
+                f"event loop's thread {loop_us:.0f} us a step; beside the {native_us:.0f} us that were native "
+                f"without HTTP, all else is {1 - native_us / step_us:.1%}"
+            )
 
 
 if __name__ == "__main__":
