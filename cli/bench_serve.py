@@ -143,10 +143,11 @@ async def _measure(client: Client, asked: Asked, prompts: Prompts, stop: asyncio
 
 
 def _report(asked: Asked, prompts: Prompts, measured: Measured, *, was_stopped: bool) -> Report:
+    n_sent = len(measured.outcomes)
     return Report(
         asked.target,
         datetime.now(UTC),
-        len(asked.requests),
+        len(asked.requests) if asked.duration_s is None else n_sent,
         asked.pace,
         asked.slo,
         measured,

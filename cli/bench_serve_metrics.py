@@ -51,7 +51,7 @@ def latencies_ms(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
 
 
 def flat_result(measured: Measured, slo: Slo | None) -> dict[str, Any]:
-    """vLLM's flat fields; a metric without samples is 0, as there."""
+    """vLLM's flat fields; a metric without samples is 0, as there, and so is what only speech has (rtfx)."""
     complete, duration_s = measured.complete, measured.duration_s
     n_input = sum(one.prompt_tokens for one in complete)
     n_output = sum(one.output_tokens for one in complete)
@@ -68,6 +68,7 @@ def flat_result(measured: Measured, slo: Slo | None) -> dict[str, Any]:
         "total_token_throughput": (n_input + n_output) * per_s,
         "max_output_tokens_per_s": float(max(_events_a_second(complete), default=0)),
         "max_concurrent_requests": max(_alive_a_second(complete), default=0),
+        "rtfx": 0.0,
     }
     for name, samples in latencies_ms(complete).items():
         fields.update(_statistics(name, samples))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from phasewise.tuner.config.lengths import Trace
 
 DEFAULT_REQUESTS, DEFAULT_CLIENTS = 100, 8
+REQUESTS_OF_A_DURATION = 100_000
+"""Enough for a duration to end a load before they run out."""
 DEFAULT_INPUT, DEFAULT_OUTPUT = 128, 64
 EXIT_INTERRUPTED = 130
 
@@ -100,7 +102,7 @@ def serve(
             "--requests",
             min=1,
             max=1_000_000,
-            help="how many [default: 100, or the trace's]",
+            help="how many [default: 100, the trace's, or what --duration has time for]",
             rich_help_panel=WORK,
         ),
     ] = None,
@@ -228,7 +230,8 @@ def serve(
     from phasewise.cli.present import write_atomically
 
     slo = _slo(goodput, slo_scale, needs_one=find or plot is not None)
-    chosen = _requests(trace, lengths, (input_len, output_len), requests, seed, (time_scale, length_scale))
+    count = requests or (None if duration_s is None or trace is not None else REQUESTS_OF_A_DURATION)
+    chosen = _requests(trace, lengths, (input_len, output_len), count, seed, (time_scale, length_scale))
     asked = Asked(
         target=Target(
             base_of(url),

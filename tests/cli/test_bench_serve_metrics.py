@@ -198,7 +198,7 @@ def documented_fields() -> list[str]:
         for metric in ("ttft", "tpot", "itl", "e2el")
         for statistic in ("mean", "median", "std", "p99")
     ]
-    return [name for name in names if name != "rtfx"] + metrics  # rtfx is of speech
+    return names + metrics
 
 
 def test_json_has_vllms_field_names_flat() -> None:

@@ -272,12 +272,27 @@ def test_a_server_that_is_not_there_is_one_line_or_counted() -> None:
 
 
 def test_a_unix_socket_is_connected_to(tmp_path: Path) -> None:
-    fields = bench(
-        "http://localhost",
-        *("--unix-socket", str(tmp_path / "none.sock"), "--model", "any", "-n", "2", "--warmup", "0"),
-    )
+    path = str(tmp_path / "server.sock")
+    options = ("--unix-socket", path, "--model", "any", "-n", "2", "--warmup", "0")
 
-    assert fields["failures"] == {"refused": 2}
+    assert bench("http://localhost", *options)["failures"] == {"refused": 2}
+    with scripted_server(socket_path=path) as server:
+        assert bench(server.url, *options)["completed"] == 2
+
+
+def test_the_key_comes_with_every_request() -> None:
+    with scripted_server() as server:
+        bench(server.url, "-n", "3", "--api-key", "secret")
+
+    assert server.keys == {"Bearer secret"}
+
+
+def test_a_duration_ends_a_closed_loop_that_has_no_number() -> None:
+    """And what was not sent is neither counted nor failed."""
+    with scripted_server(timed_answer(0.02, 0.0)) as server:
+        fields = bench(server.url, "--duration", "0.3", "--output-len", "2", "--warmup", "0")
+
+    assert fields["num_prompts"] == fields["completed"] == len(server.streamed) > 0
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ VOCAB_SIZE = 40_000
 
 @dataclass
 class ScriptedServer:
-    """What was asked, as bodies of JSON, in order."""
+    """What was asked, as bodies of JSON, in order; and the keys that came with it."""
 
     url: str
+    keys: set[str | None] = field(default_factory=set)
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -82,14 +83,19 @@ def timed_answer(first_s: float, gap_s: float) -> Script:
 
 @contextlib.contextmanager
 def scripted_server(
-    script: Script = whole_answer, *, models: Sequence[str] = ("scripted",), takes_ids: bool = True
+    script: Script = whole_answer,
+    *,
+    models: Sequence[str] = ("scripted",),
+    takes_ids: bool = True,
+    socket_path: str | None = None,
 ) -> Iterator[ScriptedServer]:
-    """Serve `script` on both generating routes until the end of `with`."""
+    """Serve `script` on both generating routes until the end of `with`; on a Unix socket, if one is named."""
     found = ScriptedServer("")
 
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         found.bodies.append(body)
+        found.keys.add(request.headers.get("Authorization"))
         if not takes_ids and not isinstance(prompt_of(body), str):
             return web.json_response({"error": {"message": "texts only"}}, status=400)
         return await script(request, body)
@@ -101,13 +107,13 @@ def scripted_server(
     app.router.add_post("/v1/completions", generate)
     app.router.add_post("/v1/chat/completions", generate)
     app.router.add_get("/v1/models", list_models)
-    with _running(app) as url:
+    with _running(app, socket_path) as url:
         found.url = url
         yield found
 
 
 @contextlib.contextmanager
-def _running(app: web.Application) -> Iterator[str]:
+def _running(app: web.Application, socket_path: str | None) -> Iterator[str]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -118,8 +124,9 @@ def _running(app: web.Application) -> Iterator[str]:
     runner = web.AppRunner(app, shutdown_timeout=0.2)
     try:
         on_loop(runner.setup())
-        on_loop(web.TCPSite(runner, "127.0.0.1", 0).start())
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        site = web.UnixSite(runner, socket_path) if socket_path else web.TCPSite(runner, "127.0.0.1", 0)
+        on_loop(site.start())
+        yield "http://localhost" if socket_path else f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         on_loop(runner.cleanup())
         loop.call_soon_threadsafe(loop.stop)
