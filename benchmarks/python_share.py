@@ -2,8 +2,8 @@
 
 Run as `python benchmarks/python_share.py [MODEL] [-n 128] [-b 1] [--format native] [--http]`. A step is what
 lies between two results of `forward`; the median of those that had all sequences in them is printed. Python
-is everything in it that is neither the native forward pass nor the native argmax over its logits: choosing the
-batch, describing it, sampling (greedy), detokenising, making the message.
+is everything in it that is neither the native forward pass nor the native argmax over its logits: choosing
+the batch, describing it, sampling (greedy), detokenising, making the message.
 
 With --http the same follows once more, the sequences being streams to as many clients in another process.
 Then Python is also taking messages, handing deliveries to the event loop and waiting for Python's lock; what
@@ -164,8 +164,8 @@ def main() -> None:
             step_us, python_us, loop_us = steps.medians_us()
             print(
                 f"with HTTP {step_us:.0f} us, Python {python_us:.0f} us: {python_us / step_us:.1%}; the "
-                f"event loop's thread {loop_us:.0f} us a step; beside the {native_us:.0f} us that were native "
-                f"without HTTP, all else is {1 - native_us / step_us:.1%}"
+                f"event loop's thread {loop_us:.0f} us a step; beside the {native_us:.0f} us that were "
+                f"native without HTTP, all else is {1 - native_us / step_us:.1%}"
             )
 
 
