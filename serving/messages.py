@@ -77,7 +77,7 @@ class EngineLoad(NamedTuple):
     kv_slots: int
     pool: PoolStats | None = None
     preemptions: int = 0
-    """Running requests that gave their slots back and were queued again. Since the start, like those below."""
+    """Running requests that gave their slots back and were queued again; since the start, as below."""
     prefix_hits: int = 0
     """Requests that took over keys and values of a prompt computed before."""
     prefix_tokens_reused: int = 0
