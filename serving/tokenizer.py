@@ -88,7 +88,8 @@ class Tokenizer:
         if not text.isascii():
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         with _model_errors("the tokenizer cannot cut this text"):
-            ids = self._backend.encode(text, add_special_tokens=add_special).ids
+            # A batch, though of one: for that alone the library lets other threads run meanwhile.
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         if add_special and self._bos_first is not None:
             return [self._bos_first, *ids]
         return ids

@@ -16,6 +16,7 @@ from signal import SIGHUP, SIGINT, SIGTERM
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.requests import ClientDisconnect
 
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connection import Connections
@@ -52,6 +53,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(_config(service))
         # What clients do wrong is answered and counted, and what they send is in no log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        logging.getLogger("uvicorn.error").addFilter(_is_a_mistake_of_ours)
         logging.getLogger("asyncio").setLevel(logging.ERROR)  # warns of every client that left in mid-stream
         self._service = service
         self._address = address
@@ -145,6 +147,12 @@ class HttpServer(uvicorn.Server):
     def _has_something_to_send(self) -> bool:
         answering = (connection.is_answering for connection in self._service.connections.open)
         return self._service.client.n_answers > 0 or any(answering)
+
+
+def _is_a_mistake_of_ours(record: logging.LogRecord) -> bool:
+    """Not a request cut off at the end of the server, nor a client that left within its own."""
+    raised = record.exc_info[1] if record.exc_info else None
+    return not isinstance(raised, (asyncio.CancelledError, ClientDisconnect))
 
 
 def _config(service: Service) -> uvicorn.Config:
