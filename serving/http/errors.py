@@ -21,6 +21,8 @@ from phasewise.serving.errors import (
 )
 
 RETRY_AFTER_S = 1
+_MOST_MESSAGE = 600
+_MOST_NAME = 80  # of what the sender wrote and we repeat
 
 
 class ApiError(Exception):
@@ -41,7 +43,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]}..."
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
@@ -82,7 +84,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
-    message = f"the model {asked!r} is not served here; this server has {served!r}"
+    message = f"the model {asked[:_MOST_NAME]!r} is not served here; this server has {served!r}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -136,8 +138,8 @@ def install(app: FastAPI, refused: Callable[[ApiError], None]) -> None:
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
         what = {
-            404: f"there is no {request.url.path} here",
-            405: f"{request.method} is not allowed on {request.url.path}",
+            404: f"there is no {request.url.path[:_MOST_NAME]} here",
+            405: f"{request.method} is not allowed on {request.url.path[:_MOST_NAME]}",
         }
         response = ApiError(error.status_code, what.get(error.status_code, str(error.detail))).response()
         response.headers.update(error.headers or {})

@@ -71,7 +71,7 @@ _BIAS_SCHEMA = {
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     "maxProperties": _MOST_BIASES,
 }
-LogitBias = Annotated[dict[str, Any], AfterValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
+LogitBias = Annotated[dict[Any, Any], AfterValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
 
 
 class Strict(BaseModel):

@@ -1,0 +1,58 @@
+"""A short run of what benchmarks/fuzz_api.py does at length: bombs, and requests from our own document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import httpx
+import pytest
+from api_bombs import Bomb, bombs
+from api_fuzz import drop, generate
+from fake_engine import END, VOCAB_SIZE, encode, piece
+from fake_server import FakeServer, fake_server
+
+from phasewise.serving.guides import GuideCompiler, TokenView
+
+BOUND_S = 30.0  # against hanging; the longest take part of a second
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    guides = GuideCompiler(TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode))
+    with fake_server(model=lambda served: replace(served, guides=guides)) as running:
+        yield running
+
+
+@cache
+def kinds() -> dict[str, list[Bomb]]:
+    """By the first word of their names."""
+    found: dict[str, list[Bomb]] = {}
+    for bomb in bombs("fake"):
+        found.setdefault(bomb.name.split()[0], []).append(bomb)
+    return found
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_no_bomb_hangs_breaks_or_surprises_the_server(server: FakeServer, kind: str) -> None:
+    drop(server.url, kinds()[kind], BOUND_S)
+    server.wait_until_idle()
+
+
+def test_generated_requests_get_only_what_the_document_states(server: FakeServer) -> None:
+    tally = generate(server.url, 30, BOUND_S)
+    server.wait_until_idle()
+
+    assert tally.statuses["200"] > 0
+
+
+def test_the_document_is_valid_and_names_every_route(server: FakeServer) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    routes = {route.path.replace(":path", "") for route in server.app.routes if hasattr(route, "endpoint")}
+
+    assert routes - {"/openapi.json"} == set(document["paths"])
+    for path in document["paths"].values():
+        for name in ("get", "post"):
+            for status, answer in path.get(name, {"responses": {}})["responses"].items():
+                assert answer["description"], status
