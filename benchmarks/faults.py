@@ -20,7 +20,7 @@ from pathlib import Path
 
 from fault_rows import clients, ranks, service
 from fault_rows.setting import Setting, Skipped, Wrong
-from served_process import DEFAULT_MODEL, TINY
+from served_process import DEFAULT_MODEL, TINY, leave_no_server
 
 ROWS: dict[str, Callable[[Setting], str]] = {
     "killed_while_starting": ranks.killed_while_starting,
@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small numbers")
     parser.add_argument("--only", action="append", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
     asked = parser.parse_args()
+    leave_no_server()
     names = asked.only or [name for name in ROWS if not (asked.quick and name in SLOW)]
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(asked.model, Path(folder), asked.quick)

@@ -144,6 +144,11 @@ class ServerProcess:
         self.process.wait()
 
 
+def leave_no_server() -> None:
+    """SIGTERM ends this program as Ctrl-C does, so that its servers end too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import raw_http
-from served_process import DEFAULT_MODEL, TINY, ServerProcess, model_reference
+from served_process import DEFAULT_MODEL, TINY, ServerProcess, leave_no_server, model_reference
 
 from phasewise.tuner.config.lengths import Request as Lengths
 from phasewise.tuner.config.trace import load_trace
@@ -303,6 +303,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     asked = arguments()
+    leave_no_server()
     dice = random.Random(asked.seed)
     trace = scaled(load_trace(asked.trace, asked.requests), asked.scale, asked.answer_scale)
     at_s = arrivals(trace, asked.requests, asked.minutes * 60)
