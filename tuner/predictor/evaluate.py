@@ -53,7 +53,7 @@ class Score:
     accuracy: float
     overflow: float
     exact_bucket: float | None
-    """Share of answers that fell into the very bucket given (S3's own measure); None where there is but one."""
+    """Share of answers that fell into the very bucket given, which is S3's measure; None of a constant."""
     block_tokens: float
     utilisation: float
     whole_limit: float

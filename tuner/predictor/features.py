@@ -1,9 +1,9 @@
 """A prompt as numbers: a bag of hashed pieces of its text, and a few figures about the request.
 
 Pieces are tokens, pairs of neighbours, and the first and last tokens that tell prompts apart, each hashed
-into its own region of one table. A piece weighs as much as it is rare among prompts (its inverse document
-frequency), so that what every prompt has, such as a chat template's tokens, weighs nothing. All of it is
-arrays over the whole prompt.
+into its own region of one table. A piece weighs more the fewer prompts have it (its inverse document
+frequency, bounded), so that what every prompt has, such as a chat template's tokens, weighs nothing. All of
+it is arrays over the whole prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ EDGE_TOKENS = 4
 """How many telling tokens count as the first ones, and as the last."""
 TELLING = 0.5
 """Inverse document frequency from which a token tells prompts apart."""
-MAX_TOKENS_READ = 4096
+MOST_RARITY = 1.5
+FEWEST_PROMPTS = 2
+"""A piece of fewer prompts weighs nothing: nothing that holds for others can be learnt from it."""
+MAX_TOKENS_READ = 2048
 """Of a longer prompt only both ends are read."""
 N_FIGURES = 7
 
@@ -72,7 +75,7 @@ def bag_of(facts: PromptFacts, rarity: Floats) -> Bag:
 
 
 def learn_rarity(prompts: Sequence[PromptFacts]) -> Floats:
-    """log((N + 1) / (prompts with the piece + 1)) for each row: 0 where every prompt has it."""
+    """log((N + 1) / (prompts with the piece + 1)) for each row, bounded: 0 where every prompt has it."""
     plain = _rarity(prompts, np.zeros(N_ROWS, np.float32))
     return _rarity(prompts, plain)  # the second time the first and last telling tokens are known
 
@@ -81,7 +84,8 @@ def _rarity(prompts: Sequence[PromptFacts], known: Floats) -> Floats:
     having = np.zeros(N_ROWS, np.int64)
     for facts in prompts:
         having[np.unique(pieces_of(facts, known))] += 1
-    return np.log((len(prompts) + 1) / (having + 1)).astype(np.float32)
+    rarity = np.minimum(np.log((len(prompts) + 1) / (having + 1)), MOST_RARITY)
+    return np.where(having >= FEWEST_PROMPTS, rarity, 0).astype(np.float32)
 
 
 def figures_of(facts: PromptFacts) -> Floats:

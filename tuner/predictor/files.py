@@ -101,7 +101,9 @@ def _about(metadata: dict[str, str] | None) -> dict[str, Any]:
         version = about["schema_version"]
         if about["kind"] != KIND or not isinstance(about["model"], str):
             raise ValueError
-        if not isinstance(about["trained_on"], dict) or not 1 <= about["members"] <= MAX_MEMBERS:
+        if not isinstance(about["trained_on"], dict) or type(about["members"]) is not int:
+            raise ValueError
+        if not 1 <= about["members"] <= MAX_MEMBERS:
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
         raise _Unfit("does not say that it is a length predictor") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Lock
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from phasewise.tuner.predictor.calibration import RunningPrice, RunningRatio, pr
 from phasewise.tuner.predictor.distribution import LengthDistribution
 from phasewise.tuner.predictor.facts import PromptFacts
 from phasewise.tuner.predictor.features import bag_of, figures_of
-from phasewise.tuner.predictor.network import Batch, Outputs, Params, forward, softmax
+from phasewise.tuner.predictor.network import Outputs, Params, judge, softmax
 
 Floats = npt.NDArray[np.float32]
 
@@ -81,7 +82,7 @@ class LengthPredictor:
         thought = self._read(outputs, facts)
         likely = math.exp(min(20.0, float(np.mean([out.log_lengths[0] for out in outputs]))))
         guess = round(min(max(likely, 1), facts.limit))
-        return Forecast(thought.room(price), thought.mean, guess, thought.uncertainty)
+        return Forecast(max(1, thought.room(price)), thought.mean, guess, thought.uncertainty)
 
     def price(self, hold: float) -> float:
         """At which estimates hold a share `hold` of answers like those of training."""
@@ -89,9 +90,14 @@ class LengthPredictor:
 
     def _run(self, facts: PromptFacts) -> list[Outputs]:
         bag = bag_of(facts, self.rarity)
+        pooled = (bag.weights @ self._tables[bag.rows]).reshape(len(self.members), 1, -1)
         figures = self.scaling.apply(figures_of(facts))[None]
-        batch = Batch(bag.rows, bag.weights, np.array([0, len(bag.rows)]), figures)
-        return [forward(params, batch) for params in self.members]
+        return [judge(params, own, figures) for params, own in zip(self.members, pooled, strict=True)]
+
+    @cached_property
+    def _tables(self) -> Floats:
+        """The members' tables side by side, so that a prompt's rows are fetched once."""
+        return np.concatenate([params.table for params in self.members], axis=1)
 
     def _read(self, outputs: Sequence[Outputs], facts: PromptFacts) -> LengthDistribution:
         shares = np.mean([softmax(out.scores[0].astype(np.float64)) for out in outputs], axis=0)

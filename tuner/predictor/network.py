@@ -83,7 +83,12 @@ class Outputs:
 def forward(params: Params, batch: Batch) -> Outputs:
     """The network's answers for a batch."""
     pooled = _segment_sums(params.table[batch.rows] * batch.weights[:, None], batch.starts)
-    inputs = np.concatenate([pooled, batch.figures], axis=1)
+    return judge(params, pooled, batch.figures)
+
+
+def judge(params: Params, pooled: Array, figures: Array) -> Outputs:
+    """The network's answers from its bags' sums [n, width]."""
+    inputs = np.concatenate([pooled, figures], axis=1)
     hidden = np.tanh(inputs @ params.w1 + params.b1)
     return Outputs(inputs, hidden, hidden @ params.w2 + params.b2, hidden @ params.w3 + params.b3[0])
 

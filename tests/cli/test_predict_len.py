@@ -1,0 +1,249 @@
+"""`phasewise predict-len`: collecting from a tiny model, training, evaluating and asking."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from length_examples import made_up
+from tiny_models import tiny_gguf
+from typer.testing import CliRunner, Result
+
+from phasewise.cli.main import app
+from phasewise.tuner.predictor.facts import Example
+
+pytest.importorskip("phasewise.serving.start", reason="the kernels are not built", exc_type=ImportError)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    path.write_bytes(tiny_gguf().to_bytes())
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _own_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tmp_path_factory.getbasetemp()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base / "predict-len-cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(base / "predict-len-data"))
+    monkeypatch.setenv("PHASEWISE_DB", str(base / "none.db"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/nonexistent.toml")
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["predict-len", *map(str, arguments)])
+
+
+def run_json(*arguments: object) -> dict[str, Any]:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, (result.output, result.exception)
+    fields = dict(json.loads(result.stdout))
+    assert fields["schema_version"] == 1
+    return fields
+
+
+def write_log(path: Path, examples: list[Example], model_name: str = "tiny") -> Path:
+    lines = [
+        {
+            "schema_version": 1,
+            "model": model_name,
+            "prompt_token_ids": list(one.facts.token_ids),
+            "temperature": one.facts.temperature,
+            "max_tokens": one.facts.max_tokens,
+            "output_tokens": one.output_tokens,
+            "finish_reason": "length" if one.was_cut else "stop",
+        }
+        for one in examples
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def lines_of(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_collect_logs_every_prompt_once_and_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n\none\n")
+    rows = [{"prompt": "three"}, {"instruction": "four"}, {"question": "five"}]
+    (tmp_path / "b.jsonl.xz").write_bytes(lzma.compress("\n".join(map(json.dumps, rows)).encode()))
+    log, few = tmp_path / "log.jsonl", ["--max-tokens", 6]
+
+    first = run_json("collect", model, tmp_path / "a.txt", "-o", log, *few)
+    log.write_bytes(log.read_bytes() + b'{"model": "tiny", "prom')  # killed in the middle of a line
+    second = run_json("collect", model, tmp_path / "a.txt", tmp_path / "b.jsonl.xz", "-o", log, *few)
+    third = run_json("collect", model, tmp_path / "a.txt", tmp_path / "b.jsonl.xz", "-o", log, *few)
+
+    assert (first["prompts"], first["answered_now"]) == (2, 2)
+    assert (second["prompts"], second["answered_before"], second["answered_now"]) == (5, 2, 3)
+    assert (third["answered_before"], third["answered_now"]) == (5, 0)
+    assert all(1 <= line["output_tokens"] <= 6 and line["model"] == "tiny" for line in lines_of(log))
+    assert len({tuple(line["prompt_token_ids"]) for line in lines_of(log)}) == len(lines_of(log)) == 5
+    assert log.stat().st_mode & 0o777 == 0o600  # prompts are in it
+
+
+def test_other_settings_are_other_answers(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree\n")
+    log = tmp_path / "log.jsonl"
+    run_json("collect", model, tmp_path / "a.txt", "-o", log, "--max-tokens", 4, "--limit", 2)
+
+    fields = run_json(
+        "collect", model, tmp_path / "a.txt", "-o", log, "--max-tokens", 5, "--temperature", 0.7
+    )
+
+    assert (fields["answered_before"], fields["answered_now"]) == (0, 3)
+
+
+def test_a_prompt_that_leaves_no_room_is_counted(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 250 + "\nshort\n")
+
+    fields = run_json("collect", model, tmp_path / "a.txt", "-o", tmp_path / "log", "--max-tokens", 100)
+
+    assert (fields["answered_now"], fields["too_long"]) == (1, 1)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return write_log(tmp_path / "log.jsonl", made_up(300))
+
+
+def test_train_keeps_the_predictor_where_it_is_found_again(model: Path, log: Path) -> None:
+    fields = run_json("train", log)
+    asked = run_json("predict", model, "-p", "hello", "--max-tokens", 64, "--time")
+
+    assert fields["model"] == "tiny"
+    assert fields["trained_on"]["answers"] == 300
+    assert Path(fields["predictor"]).name == "tiny.predictor.safetensors"
+    assert 0 <= asked["uncertainty"] <= 1
+    assert all(1 <= room <= 64 for room in asked["room_tokens"].values())
+    assert asked["median_us"] > 0
+
+
+def test_the_same_log_gives_the_same_file(log: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert invoke("train", log, "-o", tmp_path / name).exit_code == 0
+
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_eval_compares_methods_at_their_own_points_and_at_equal_memory(log: Path) -> None:
+    found = run_json("eval", log)["logs"][0]
+
+    assert set(found["points"]) == {"own point", "memory of ours", "memory of S3"}
+    for point, fields in found["points"].items():
+        methods = {one["method"]: one for one in fields["methods"]}
+        gained = 100 * (methods["ours"]["accuracy"] - methods["S3"]["accuracy"])
+        assert fields["points_gained_over_s3"] == pytest.approx(gained)
+        assert all(one["accuracy"] + one["overflow"] == pytest.approx(1) for one in methods.values())
+        if point == "memory of S3":
+            assert methods["ours"]["block_tokens"] <= methods["S3"]["block_tokens"]
+    assert len(found["calibration"]["deciles"]) == 10
+    assert "ours above S3" in invoke("eval", log).stdout
+
+
+def test_eval_under_drift_and_of_a_given_predictor(log: Path, tmp_path: Path) -> None:
+    other = write_log(tmp_path / "other.jsonl", made_up(200, seed=4, kinds={100: 60, 200: 200, 300: 400}))
+    run_json("train", log, "-o", tmp_path / "p", "--split", 0.4, "--seed", 3)
+
+    drift = run_json("eval", log, other, "--drift")
+    given = run_json("eval", log, "--predictor", tmp_path / "p")
+
+    methods = [one["method"] for one in drift["logs"][0]["points"]["after the change"]["methods"]]
+    assert methods == ["ours", "ours, fixed", "S3", "constant"]
+    assert drift["logs"][0]["answers"] == 200
+    assert (given["split"], given["seed"]) == (0.4, 3)  # its own: what it has not learnt from
+
+
+def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None:
+    from phasewise.cli.serve_predictor import estimator_from, open_predictor
+    from phasewise.serving.http.served import PromptFacts
+
+    assert open_predictor("off", "tiny") is None
+    assert estimator_from("auto", "nobody") is None
+    run_json("train", log, "-o", tmp_path / "p")
+    opened = open_predictor(str(tmp_path / "p"), "tiny")
+
+    assert opened is not None
+    facts = PromptFacts(tuple(made_up(1)[0].facts.token_ids), 0.0, 200, 1, None)
+    opened.learn(facts, 20)
+    estimate = opened.estimate(facts)
+    assert 1 <= estimate.output_tokens <= 200
+    assert 0 <= estimate.uncertainty <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "absent.jsonl"], "absent.jsonl cannot be read"),
+        (["train", "few.jsonl"], "too few"),
+        (["train", "texts.jsonl"], "--model"),
+        (["train", "few.jsonl", "others.jsonl"], "several models"),
+        (["eval", "few.jsonl", "--predictor", "few.jsonl"], "no safetensors file"),
+        (["collect", "MODEL", "empty.txt", "-o", "log"], "no prompt"),
+        (["collect", "MODEL", "few.jsonl", "-o", "log"], "line 1"),
+        (["collect", "MODEL", "a.txt", "-o", "others.jsonl"], "give another file"),
+        (["collect", "MODEL", "a.txt", "-o", "no/such/folder/log"], "cannot be written"),
+        (["predict", "MODEL", "-p", "hello", "--predictor", "absent"], "absent cannot be read"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    model: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    write_log(tmp_path / "few.jsonl", made_up(5))
+    write_log(tmp_path / "others.jsonl", made_up(5), "another")
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "a", "output_tokens": 3}\n')
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "a.txt").write_text("a\n")
+    command = [str(model) if one == "MODEL" else one for one in arguments]
+
+    result = subprocess.run(
+        [sys.executable, "-m", "phasewise", "predict-len", *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    last = result.stderr.strip().splitlines()[-1]
+    assert (result.returncode, result.stdout) == (1, "")
+    assert last.startswith("phasewise: ")
+    assert said in last
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_keeps_what_has_ended_and_the_same_command_goes_on(model: Path, tmp_path: Path) -> None:
+    prompts, log = tmp_path / "a.txt", tmp_path / "log.jsonl"
+    prompts.write_text("".join(f"prompt {at}\n" for at in range(3000)))
+    command = [sys.executable, "-m", "phasewise", "predict-len", "collect", str(model), str(prompts)]
+    process = subprocess.Popen(
+        [*command, "-o", str(log), "--max-tokens", "8", "--sequences", "4"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+    for _ in range(600):
+        if log.exists() and log.stat().st_size:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+
+    assert process.returncode == 130
+    assert "goes on from there" in said
+    assert "Traceback" not in said
+    assert 0 < len(lines_of(log)) < 3000
+    done = len(lines_of(log))
+    fields = run_json("collect", model, prompts, "-o", log, "--max-tokens", 8, "--limit", done + 5)
+    assert fields["answered_before"] + fields["answered_now"] == done + 5

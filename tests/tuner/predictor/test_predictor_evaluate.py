@@ -1,0 +1,171 @@
+"""Logs, splits, and the comparison with fixed buckets."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from length_examples import made_up
+
+from phasewise.tuner.errors import PredictorError
+from phasewise.tuner.predictor.evaluate import FixedBuckets, LearntBuckets, calibration, constant, score
+from phasewise.tuner.predictor.facts import Example, held_out
+from phasewise.tuner.predictor.log import read_log
+from phasewise.tuner.predictor.train import TrainOptions, train
+
+LINE = {"model": "m", "prompt_token_ids": [1, 2], "temperature": 0.5, "max_tokens": 9, "output_tokens": 4}
+
+
+def bounds_of(lengths: object) -> list[int]:
+    return sorted({int(bound) for bound in np.quantile(np.array(list(lengths)), [0.25, 0.5, 0.75, 1])})
+
+
+@settings(max_examples=30)
+@given(share=st.floats(0.05, 0.95), seed=st.integers(0, 1000))
+def test_no_prompt_is_on_both_sides(share: float, seed: int) -> None:
+    """However often it was asked, at whatever temperature; and it stays where it is as the log grows."""
+    examples = [
+        Example(one.facts._replace(temperature=t, max_tokens=n), 1, False)
+        for one in made_up(60)
+        for t, n in ((0.0, 5), (0.7, 9))
+    ]
+    kept, out = held_out(examples, share, seed)
+
+    assert {one.prompt_key for one in kept}.isdisjoint(one.prompt_key for one in out)
+    assert len(kept) + len(out) == len(examples)
+    assert held_out(examples[:30], share, seed)[1] == [one for one in examples[:30] if one in out]
+
+
+def test_about_the_wanted_share_is_held_out_and_learnt_folds_are_all_there() -> None:
+    """A share is no fold: what is left learns in all of its folds."""
+    kept, out = held_out(made_up(2000), 0.3, 0)
+
+    assert len(out) / 2000 == pytest.approx(0.3, abs=0.05)
+    assert train(kept[:200], "m", TrainOptions(epochs=1)).members
+
+
+def test_logs_are_read_packed_or_plain(tmp_path: Path) -> None:
+    lines = [LINE, {**LINE, "finish_reason": "length", "output_tokens": 9, "max_tokens": None}]
+    text = "".join(json.dumps(line) + "\n\n" for line in lines)
+    (tmp_path / "log.jsonl").write_text(text)
+    (tmp_path / "log.jsonl.xz").write_bytes(lzma.compress(text.encode()))
+
+    log = read_log(tmp_path / "log.jsonl")
+
+    assert log == read_log(tmp_path / "log.jsonl.xz")
+    assert log.model_names == {"m"}
+    assert [one.was_cut for one in log.examples] == [False, True]
+    assert log.examples[0].facts.limit == 9
+
+
+def test_an_answer_that_was_broken_off_has_no_length(tmp_path: Path) -> None:
+    lines = [LINE, {**LINE, "finish_reason": "abort"}, {**LINE, "output_tokens": 0}]
+    (tmp_path / "log").write_text("\n".join(map(json.dumps, lines)))
+
+    assert len(read_log(tmp_path / "log").examples) == 1
+
+
+def test_a_text_needs_an_encoder(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(json.dumps({"prompt": "hi", "output_tokens": 3}))
+
+    with pytest.raises(PredictorError, match="--model"):
+        read_log(tmp_path / "log")
+    assert read_log(tmp_path / "log", lambda text: [len(text)]).examples[0].facts.token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no", "[1]", "{}", '{"output_tokens": 3}', '{"prompt_token_ids": [1]}', "[" * 100_000,
+        json.dumps({**LINE, "prompt_token_ids": [-1]}), json.dumps({**LINE, "prompt_token_ids": [True]}),
+        json.dumps({**LINE, "output_tokens": "4"}), json.dumps({**LINE, "output_tokens": 1 << 40}),
+        json.dumps({**LINE, "max_tokens": 0}), json.dumps({**LINE, "temperature": -1}),
+        json.dumps({**LINE, "system_prompt_id": 3}), json.dumps({**LINE, "n_messages": 0}),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_none_of_ours_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "log").write_text(json.dumps(LINE) + "\n" + line + "\n")
+
+    with pytest.raises(PredictorError, match="log, line 2: "):
+        read_log(tmp_path / "log")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\n")
+    (tmp_path / "a.xz").write_bytes(b"no xz")
+
+    for name in ("empty", "binary", "a.xz", "absent", "."):
+        with pytest.raises(PredictorError, match=name):
+            read_log(tmp_path / name)
+
+
+@pytest.fixture(scope="module")
+def rivals() -> tuple[LearntBuckets, FixedBuckets]:
+    """Learnt from answers of three plain kinds."""
+    known, options = made_up(900), TrainOptions(members=2, epochs=12, learning_rate=0.02)
+    ours = train(known, "made-up", options)
+    classifier = train(known, "made-up", options, bounds=FixedBuckets.inner_bounds(512))
+    return LearntBuckets(ours, [one.output_tokens for one in known], bounds_of), FixedBuckets(classifier, 512)
+
+
+def test_accuracy_is_the_share_of_answers_within_their_blocks(
+    rivals: tuple[LearntBuckets, FixedBuckets],
+) -> None:
+    examples = made_up(100, seed=3)
+    found = score("constant", examples, constant(examples, 80.9))
+
+    assert found.accuracy == np.mean([one.output_tokens <= 80 for one in examples])
+    assert found.accuracy + found.overflow == 1
+    assert found.block_tokens == 80
+    assert score("all", examples, constant(examples, 9999)).block_tokens == 512  # never above max_tokens
+
+
+def test_blocks_hold_the_share_that_was_asked_for(rivals: tuple[LearntBuckets, FixedBuckets]) -> None:
+    ours, _ = rivals
+    examples = made_up(400, seed=4)
+
+    held = {hold: score("ours", examples, ours.give(examples, hold)) for hold in (0.8, 0.95)}
+
+    assert all(one.accuracy > hold - 0.04 for hold, one in held.items())
+    assert held[0.8].block_tokens <= held[0.95].block_tokens < 400
+
+
+def test_comparisons_at_equal_memory_take_no_more(rivals: tuple[LearntBuckets, FixedBuckets]) -> None:
+    ours, s3 = rivals
+    examples = made_up(200, seed=5)
+    for budget in (100.0, 200.0, 400.0):
+        assert ours.give_within(examples, budget).mean <= budget
+    given = ours.give(examples, 0.95)
+    assert s3.give_within(examples, given.mean).mean <= max(given.mean, s3.give(examples).mean)
+
+
+def test_learnt_buckets_follow_a_drift_that_fixed_ones_do_not(
+    rivals: tuple[LearntBuckets, FixedBuckets],
+) -> None:
+    """The same prompts get much longer answers: what adapts holds them, what does not loses many."""
+    ours, _ = rivals
+    before, after = made_up(200, seed=6), made_up(1500, seed=7, kinds={100: 120, 200: 380, 300: 480})
+    late = after[-300:]
+
+    following = ours.give([*before, *after], 0.9).blocks[-300:]
+    fixed = ours.give([*before, *after], 0.9, adaptive=False).blocks[-300:]
+
+    lengths = np.array([one.output_tokens for one in late])
+    assert (lengths <= following).mean() > 0.85
+    assert (lengths <= fixed).mean() < 0.6
+
+
+def test_forecasts_of_a_known_world_are_calibrated(rivals: tuple[LearntBuckets, FixedBuckets]) -> None:
+    ours, _ = rivals
+    found = calibration(ours.predictor, made_up(1500, seed=8), 0.9, ours.first_lengths)
+
+    assert len(found.deciles) == 10
+    assert list(found.coverage) == sorted(found.coverage)
+    assert max(abs(share - tenth / 10) for tenth, share in enumerate(found.coverage, 1)) < 0.15
+    assert found.mean_error_tokens < found.constant_error_tokens / 2

@@ -1,0 +1,159 @@
+"""A predictor's file: what is saved comes back bit for bit, and what is not ours is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from length_examples import made_up
+from safetensors.numpy import load_file, save_file
+
+from phasewise.tuner.errors import PredictorError
+from phasewise.tuner.predictor.files import METADATA_KEY, default_file, load_predictor, save_predictor
+from phasewise.tuner.predictor.model import LengthPredictor, LiveEstimator
+from phasewise.tuner.predictor.train import TrainOptions, train
+
+
+@pytest.fixture(scope="module")
+def predictor() -> LengthPredictor:
+    return train(made_up(200), "made-up", TrainOptions(members=2, epochs=3))
+
+
+@pytest.fixture
+def file(predictor: LengthPredictor, tmp_path: Path) -> Path:
+    save_predictor(predictor, tmp_path / "a.safetensors")
+    return tmp_path / "a.safetensors"
+
+
+def metadata_of(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    return dict(json.loads(json.loads(data[8 : 8 + length])["__metadata__"][METADATA_KEY]))
+
+
+def rewrite(path: Path, about: Any = None, **arrays: np.ndarray | None) -> None:
+    """The same file with another metadata text or other arrays; None takes one away."""
+    held: dict[str, np.ndarray | None] = {
+        **load_file(path),
+        **{k.replace("__", "."): v for k, v in arrays.items()},
+    }
+    text = json.dumps(metadata_of(path)) if about is None else about
+    save_file({name: array for name, array in held.items() if array is not None}, path, {METADATA_KEY: text})
+
+
+def test_a_predictor_comes_back_bit_for_bit(predictor: LengthPredictor, file: Path, tmp_path: Path) -> None:
+    found = load_predictor(file)
+    save_predictor(found, tmp_path / "b.safetensors")
+
+    assert file.read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert (found.model_name, found.trained_on) == (predictor.model_name, predictor.trained_on)
+    for one in made_up(20, seed=5):
+        assert found.forecast(one.facts, 0.002) == predictor.forecast(one.facts, 0.002)
+
+
+def test_the_file_says_what_it_was_trained_on_and_no_prompt(file: Path) -> None:
+    about = metadata_of(file)
+
+    assert about["schema_version"] == 1
+    assert about["model"] == "made-up"
+    assert set(about["trained_on"]) == {"answers", "prompts", "cut"}
+    assert about["trained_on"]["answers"] == 200
+    assert os.listdir(file.parent) == [file.name]  # nothing half written is left
+
+
+def test_what_is_no_safetensors_file_is_one_line(tmp_path: Path, file: Path) -> None:
+    whole = file.read_bytes()
+    hostile = [
+        b"",
+        b"no",
+        whole[:100],
+        whole[:-5],
+        b"\xff" * 64,
+        struct.pack("<Q", 1 << 62) + b"{}",
+        os.urandom(4096),
+    ]
+    for at, data in enumerate(hostile):
+        path = tmp_path / f"{at}.safetensors"
+        path.write_bytes(data)
+        with pytest.raises(PredictorError, match=str(path)) as caught:
+            load_predictor(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_are_one_line(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(PredictorError, match=r"cannot be read|no safetensors"):
+            load_predictor(path)
+
+
+ABOUT = {
+    "kind": "phasewise length predictor",
+    "schema_version": 1,
+    "model": "a",
+    "members": 2,
+    "trained_on": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ("no json", "does not say"),
+        ("[]", "does not say"),
+        (json.dumps({**ABOUT, "model": None}), "does not say"),
+        (json.dumps({**ABOUT, "kind": "another"}), "does not say"),
+        (json.dumps({**ABOUT, "members": 1e9}), "does not say"),
+        (json.dumps({**ABOUT, "members": 1.5}), "does not say"),
+        (json.dumps({**ABOUT, "schema_version": 9}), "schema version 9"),
+        (json.dumps({**ABOUT, "members": 3}), "lacks members.2.table"),
+    ],
+)
+def test_metadata_that_do_not_fit_are_refused(file: Path, about: str, said: str) -> None:
+    rewrite(file, about)
+
+    with pytest.raises(PredictorError, match=said):
+        load_predictor(file)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"rarity": None}, "lacks rarity"),
+        ({"rarity": np.zeros(3, np.float32)}, "rarity of shape"),
+        ({"bounds": np.array([3, 2, 1], np.float32)}, "bounds"),
+        ({"prices": np.array([0.2, 0.1], np.float32)}, "prices"),
+        ({"members__0__w2": np.zeros((2, 2), np.float32)}, "w2 of shape"),
+        ({"members__1__b3": np.array([np.nan], np.float32)}, "members.1.b3"),
+        ({"members__0__table": np.zeros((4, 8), np.int32)}, "unknown form"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(file: Path, arrays: dict[str, Any], said: str) -> None:
+    rewrite(file, **arrays)
+
+    with pytest.raises(PredictorError, match=said):
+        load_predictor(file)
+
+
+def test_a_models_own_file_has_its_name_and_stays_in_its_folder() -> None:
+    assert default_file("smollm2-135m-instruct").name == "smollm2-135m-instruct.predictor.safetensors"
+    folder = default_file("a").parent
+    assert all(default_file(name).parent == folder for name in ("../../etc/passwd", "..", "", "/x", "a/b"))
+
+
+def test_a_served_predictor_follows_its_answers(predictor: LengthPredictor) -> None:
+    """Estimates are twice as long after answers that were, whichever kind of estimate it is."""
+    facts = made_up(1)[0].facts._replace(max_tokens=4096)
+    for hold in (None, 0.9):
+        estimator = LiveEstimator(predictor, hold)
+        before, uncertainty = estimator(facts)
+        for _ in range(1100):
+            estimator.observe(facts, 4096)
+        after, _ = estimator(facts)
+
+        assert 0 <= uncertainty <= 1
+        assert before < after <= 4096
