@@ -92,17 +92,16 @@ def unseen_by(text: str, samples: Samples) -> Samples:
     from phasewise.tuner.predictor.facts import Example, held_out
     from phasewise.tuner.predictor.files import load_predictor
 
+    facts = _facts_of(samples)
     about = load_predictor(text).trained_on
     share, seed = float(about.get("held_out_share", 0)), int(about.get("held_out_seed", 0))
     if not share:  # it says nothing of prompts like these
         return samples
-    examples = {
-        id(one): Example(one.facts, one.request.output_tokens, False)
-        for one in samples
-        if one.facts is not None
-    }
-    out = {id(example) for example in held_out([*examples.values()], share, seed)[1]}
-    unseen = tuple(one for one in samples if id(one) in examples and id(examples[id(one)]) in out)
+    examples = [
+        Example(known, one.request.output_tokens, False) for known, one in zip(facts, samples, strict=True)
+    ]
+    out = {id(example) for example in held_out(examples, share, seed)[1]}
+    unseen = tuple(one for one, example in zip(samples, examples, strict=True) if id(example) in out)
     if not unseen:
         raise TraceError(f"{text} learnt from every prompt of this trace: there is nothing to judge it by")
     return unseen
@@ -222,10 +221,16 @@ def _predicted(path: str, samples: Samples) -> Estimates:
     from phasewise.tuner.predictor.files import load_predictor
     from phasewise.tuner.predictor.model import LiveEstimator
 
-    if any(one.facts is None for one in samples):
-        raise TraceError("a predictor reads prompts, and this trace has lengths only: give a length log")
+    facts = _facts_of(samples)
     estimate = LiveEstimator(load_predictor(path))
-    return tuple(Estimate(*estimate(one.facts)) for one in samples if one.facts is not None)
+    return tuple(Estimate(*estimate(known)) for known in facts)
+
+
+def _facts_of(samples: Samples) -> list[PromptFacts]:
+    facts = [one.facts for one in samples if one.facts is not None]
+    if len(facts) < len(samples):
+        raise TraceError("a predictor reads prompts, and this trace has lengths only: give a length log")
+    return facts
 
 
 def _exact(trace: Trace) -> Estimates:
