@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -160,34 +160,34 @@ async def _search(client: Client, asked: Asked, prompts: Prompts, stop: asyncio.
     assert asked.search is not None
     probes: list[Probe] = []
     rates = find_rate(asked.search)
-    found = None
-    try:
+    with suppress(StopIteration):
         rate = next(rates)
-        while not stop.is_set():
+        while True:
             probe = await _probe(client, asked, prompts, rate, len(probes), stop)
-            if stop.is_set():
+            if stop.is_set():  # cut off, so it says nothing
                 break
             probes.append(probe)
             note(_probe_line(probe))
             await asyncio.sleep(SETTLE_S)
             rate = rates.send(probe.is_kept)
-    except StopIteration as end:
-        found = end.value
-    return _found(asked, prompts, probes, found, was_stopped=stop.is_set())
+    return _found(asked, prompts, probes, was_stopped=stop.is_set())
 
 
-def _found(
-    asked: Asked, prompts: Prompts, probes: Sequence[Probe], found: float | None, *, was_stopped: bool
-) -> Report:
+def _found(asked: Asked, prompts: Prompts, probes: Sequence[Probe], *, was_stopped: bool) -> Report:
+    """The probe of the highest rate that was kept; where none was, of the lowest that was tried."""
     kept = [probe for probe in probes if probe.is_kept]
     best = max(kept, key=lambda probe: probe.rate, default=None)
     shown = best or min(probes, key=lambda probe: probe.rate, default=None)
     measured = shown.measured if shown else Measured((), 0.0, 0.0)
     asked = replace(asked, pace=replace(asked.pace, rate=shown.rate if shown else None))
     report = _report(asked, prompts, measured, was_stopped=was_stopped)
-    found = best.rate if best and found is None else found
-    n_requests = len(measured.outcomes)
-    return replace(report, probes=tuple(probes), found_rate=found, is_search=True, n_requests=n_requests)
+    return replace(
+        report,
+        probes=tuple(probes),
+        found_rate=best.rate if best else None,
+        is_search=True,
+        n_requests=len(measured.outcomes),
+    )
 
 
 async def _probe(

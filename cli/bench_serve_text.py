@@ -250,9 +250,7 @@ def draw_report(report: Report) -> str:
 
 def _rates_panel(report: Report) -> Panel:
     points = sorted((probe.rate, probe.attainment) for probe in report.probes)
-    return Panel(
-        "attainment over the rate", {_short(report): points}, _goal(points), x_name="requests/s"
-    )
+    return Panel("attainment over the rate", {_short(report): points}, _goal(points), x_name="requests/s")
 
 
 def _scales_panel(report: Report) -> Panel:
