@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -128,6 +129,54 @@ def test_while_ranks_are_replaced_it_is_alive_and_not_ready() -> None:
         assert ready(server) == (503, "replacing")
         assert httpx.get(f"{server.url}/health").status_code == 200
         server.thread.state = "running"
+
+
+def test_a_reply_that_is_not_streamed_runs_again_when_a_rank_dies_and_a_stream_is_told() -> None:
+    with fake_server() as server:
+        gate = Gate(server)
+        answers: list[httpx.Response] = []
+        with connect(server.url) as stream:
+            stream.sendall(completion(max_tokens=400, stream=True, temperature=0))
+            stream.recv(1)
+            gate.shut()
+            asking = threading.Thread(target=lambda: answers.append(post(server, temperature=0)))
+            asking.start()
+            until(lambda: server.client.n_live == 2, "it was not sent on")
+            server.ranks.lose()
+            gate.lift()
+            asking.join(20)
+            stream.shutdown(socket.SHUT_WR)
+            said = stream.recv(1 << 20)
+            while part := stream.recv(1 << 20):
+                said += part
+
+        assert answers[0].status_code == 200
+        assert answers[0].json()["choices"][0]["text"].startswith("bcdefg")
+        assert answers[0].json()["usage"]["completion_tokens"] == 400
+        assert b"rank_lost" in said
+        assert "phasewise_ranks_replaced_total 1.0" in _metrics(server)
+
+
+def test_metrics_tell_what_the_pool_and_the_scheduler_count() -> None:
+    with fake_server() as server:
+        for _ in range(3):
+            post(server)
+        text = _metrics(server)
+
+    for name in (
+        "phasewise_itl_seconds_count 1197.0",
+        "phasewise_phase_switches_total",
+        "phasewise_preemptions_total",
+        "phasewise_prefix_hits_total",
+        "phasewise_kv_migrations_total",
+        "phasewise_kv_mispredictions_total",
+        'phasewise_kv_bucket_slots_used{bucket="',
+        'phasewise_kv_bucket_slots_wasted_total{bucket="',
+        "phasewise_slow_readers_cut_total 0.0",
+        "phasewise_connections 1.0",
+    ):
+        assert name in text, name
+    assert "_created" not in text
 
 
 def test_whoever_comes_too_many_is_told_when_to_come_again() -> None:
