@@ -21,9 +21,6 @@ from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Placement
 RUN_TOKENS = ALIGNMENT
 """One panel of keys: copies move whole panels, and a sibling computes 16 tokens at most."""
 
-MOST_RETIRED = 1024
-"""Sequences that are remembered after their end. What they held is usually written over long before."""
-
 
 class PrefixError(AssertionError):
     """A sequence is remembered that is not where it is said to be: a bug."""
@@ -69,11 +66,13 @@ class PrefixIndex:
     """Sequences by the runs that they begin with. Owners are named by the caller."""
 
     def __init__(self, n_slots: int) -> None:
+        self._n_slots = n_slots
         self._stamps = [0] * (n_slots // RUN_TOKENS)
         self._serial = 0
         self._by_chain: dict[int, _Source] = {}
         self._live: dict[str, _Source] = {}
         self._retired: dict[_Source, None] = {}  # the one that ended longest ago first
+        self._n_retired_tokens = 0
 
     def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...]) -> Match:
         """The best that is there for a sequence of these tokens and this `chain`."""
@@ -118,7 +117,10 @@ class PrefixIndex:
             source.n_ready = n_ready
 
     def retire(self, owner: str, token_ids: tuple[int, ...]) -> None:
-        """`owner` gives its block back. What it has computed, `token_ids`, may be copied while it lasts."""
+        """`owner` gives its block back. What it has computed, `token_ids`, may be copied while it lasts.
+
+        No more tokens are remembered than there are slots: those that ended longest ago are forgotten.
+        """
         source = self._live.pop(owner, None)
         if source is None:
             return
@@ -128,19 +130,24 @@ class PrefixIndex:
         source.chain = chain(token_ids, source.chain[:n_known])
         self._enter(source, n_known)
         self._retired[source] = None
-        if len(self._retired) > MOST_RETIRED:
-            self._forget(next(iter(self._retired)))
+        self._n_retired_tokens += len(token_ids)
+        while self._n_retired_tokens > self._n_slots:
+            oldest = next(iter(self._retired))
+            del self._retired[oldest]
+            self._n_retired_tokens -= len(oldest.token_ids)
+            self._leave(oldest, 0)
 
     def drop(self, owner: str) -> None:
         """Nobody knows what the block of `owner` holds."""
         source = self._live.pop(owner, None)
         if source is not None:
-            self._forget(source)
+            self._leave(source, 0)
 
     def clear(self) -> None:
         """Keys and values are lost."""
         for known in (self._by_chain, self._live, self._retired):
             known.clear()
+        self._n_retired_tokens = 0
 
     def check(self, owner: str, placement: Placement, n_computed: int) -> None:
         """Raise unless a started owner's block carries its serial, and no more is ready than was computed."""
@@ -159,10 +166,6 @@ class PrefixIndex:
     def _enter(self, source: _Source, n_known: int) -> None:
         for one in source.chain[n_known:]:
             self._by_chain[one] = source
-
-    def _forget(self, source: _Source) -> None:
-        self._retired.pop(source, None)
-        self._leave(source, 0)
 
     def _leave(self, source: _Source, n_kept: int) -> None:
         for one in source.chain[n_kept:]:

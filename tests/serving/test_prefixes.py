@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving import prefixes
 from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.contract import KV_CHUNK, Placement
 from phasewise.serving.prefixes import RUN_TOKENS, Match, PrefixError, PrefixIndex, chain, copies_between
@@ -101,16 +100,17 @@ def test_equal_hashes_of_other_tokens_are_not_believed() -> None:
     assert index.find((5,) * 200, chain(TOKENS)).n_ready == 0
 
 
-def test_only_so_many_of_the_ended_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "MOST_RETIRED", 2)
-    index = PrefixIndex(4096)
+def test_no_more_tokens_are_remembered_than_there_are_slots() -> None:
+    index = PrefixIndex(160)
     for at in range(4):
         tokens = (at,) * 64
-        started(index, str(at), tokens, Placement(at * 64, 64))
+        started(index, str(at), tokens, Placement(at % 2 * 64, 64))
         index.retire(str(at), tokens)
 
     assert [find(index, (at,) * 65).n_ready for at in range(4)] == [0, 0, 64, 64]
     assert len(index._by_chain) == 2 * 4
+    index.clear()
+    assert find(index, (3,) * 65).n_ready == 0
 
 
 def test_an_owner_that_is_not_where_it_should_be_is_told() -> None:
