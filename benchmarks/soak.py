@@ -7,7 +7,7 @@ their prompts, half are sampled with a seed, and a few clients leave. The server
 pool after every step (PHASEWISE_CHECK=1).
 
     python benchmarks/soak.py --model tiny --trace AzureLLMInferenceTrace_code.csv             # some minutes
-    python benchmarks/soak.py --trace AzureLLMInferenceTrace_code.csv --minutes 60 --scale 32 --answer-scale 4
+    python benchmarks/soak.py --trace AzureLLMInferenceTrace_code.csv --minutes 20 --scale 32 --answer-scale 4
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHARED_TOKENS = 48
 TOKEN_IDS = range(3, 259)
 """Ordinary tokens in every vocabulary that this is run with."""
 RETRIES = 1000
-WARM_SHARE = 0.3
+WARM_SHARE = 0.5
 """Of the run, before memory is held to be flat: KV pages count from their first use."""
 BLOCKS = 20
 """Memory is averaged over so many parts of the run, so that noise hardly hangs together; a line is fitted."""
