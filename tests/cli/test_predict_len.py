@@ -138,13 +138,13 @@ def test_the_same_log_gives_the_same_file(log: Path, tmp_path: Path) -> None:
 def test_eval_compares_methods_at_their_own_points_and_at_equal_memory(log: Path) -> None:
     found = run_json("eval", log)["logs"][0]
 
-    assert set(found["points"]) == {"own point", "memory of ours", "memory of S3"}
+    assert set(found["points"]) == {"own point", "memory of ours", "memory between", "memory of S3"}
     for point, fields in found["points"].items():
         methods = {one["method"]: one for one in fields["methods"]}
         gained = 100 * (methods["ours"]["accuracy"] - methods["S3"]["accuracy"])
         assert fields["points_gained_over_s3"] == pytest.approx(gained)
         assert all(one["accuracy"] + one["overflow"] == pytest.approx(1) for one in methods.values())
-        if point == "memory of S3":
+        if point in ("memory of S3", "memory between"):
             assert methods["ours"]["block_tokens"] <= methods["S3"]["block_tokens"]
     assert len(found["calibration"]["deciles"]) == 10
     assert "ours above S3" in invoke("eval", log).stdout
