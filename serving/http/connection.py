@@ -109,21 +109,22 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch_the_clock()
+        if self.transport.is_closing():  # it waits for its reader, and nobody waits for it
+            self._watch_the_reader()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop(self._stalled)
-        self._stalled = self.loop.call_later(self._limits.stalled_write_s, self.cut)
+        self._watch_the_reader()
 
     def resume_writing(self) -> None:
-        self._stop(self._stalled)
+        if not self.transport.is_closing():
+            self._stop(self._stalled)
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """A close waits until all is written; who has not read it by now never will."""
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
+        """A close waits until all is written."""
         super().timeout_keep_alive_handler()
+        self._watch_the_reader()
 
     def send_400_response(self, msg: str) -> None:
         """What h11 cannot read, or what it has read too much of."""
@@ -157,6 +158,19 @@ class Connection(H11Protocol):
         if awaited is not None:
             patience_s, end = awaited
             self._late = self.loop.call_later(patience_s, end)
+
+    def _watch_the_reader(self) -> None:
+        self._stop(self._stalled)
+        left = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(self._limits.stalled_write_s, self._cut_unless_taking, left)
+
+    def _cut_unless_taking(self, bytes_before: int) -> None:
+        """Slow is no fault, as long as there is less to take than before."""
+        bytes_left = self.transport.get_write_buffer_size()
+        if bytes_left and bytes_left >= bytes_before:
+            self.cut()
+        elif bytes_left:
+            self._watch_the_reader()
 
     def _what_is_awaited(self) -> tuple[float, Callable[[], None]] | None:
         if self.transport.is_closing():

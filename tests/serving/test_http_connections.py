@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -195,6 +196,28 @@ def test_a_reader_that_stands_still_is_cut() -> None:
         slow.sendall(completion(max_tokens=490, stream=True, logprobs=5, n=8, temperature=0))
         until(lambda: metric(server, "phasewise_slow_readers_cut_total") == 1, "it holds its answer")
         wait_until_nothing_is_left(server)
+
+
+@pytest.mark.parametrize("end", ["close", "keep-alive"])
+def test_an_answer_that_nobody_fetches_does_not_keep_its_connection(end: str) -> None:
+    """Whole, sent and over: what the reader has not taken must not stay in memory for ever."""
+    with fake_server(HASTY) as server, connect(server.url, receive_bytes=4096) as slow:
+        whole = completion(max_tokens=490, logprobs=5, n=8, temperature=0)
+        slow.sendall(whole.replace(b"Host: a", b"Host: a\r\nConnection: " + end.encode()))
+        wait_until_nothing_is_left(server)
+        until(lambda: not server.connections.open, "it waits for ever")
+
+
+def test_a_slow_reader_that_reads_gets_it_all() -> None:
+    with fake_server(HASTY) as server, connect(server.url, receive_bytes=65536) as slow:
+        whole = completion(max_tokens=490, logprobs=5, n=4, temperature=0)
+        slow.sendall(whole.replace(b"Host: a", b"Host: a\r\nConnection: close"))
+        said = b""
+        while part := slow.recv(65536):
+            said += part
+            time.sleep(0.02)
+
+        assert json.loads(said.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 4 * 490
 
 
 def test_connections_are_counted(server: FakeServer) -> None:
