@@ -53,6 +53,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
     "uvicorn": ("serving.http",),
+    "llguidance": ("serving.guides",),
     "aiohttp": ("cli",),
 }
 

@@ -6,12 +6,12 @@ answers; this says it. Its schemas of what is taken are those that check it.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from phasewise import __version__
 from phasewise.serving.http.schemas import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
@@ -43,7 +43,7 @@ def _document() -> Json:
     )
     return {
         "openapi": "3.1.0",
-        "info": {"title": "phasewise", "version": __version__},
+        "info": {"title": "phasewise", "version": version("phasewise")},
         "paths": {
             "/health": _get("health", "Whether the engine can still answer", _answer(_ref("Status")), 503),
             "/ready": _get("ready", "Whether requests should be sent here", _answer(_ref("Status")), 503),

@@ -161,5 +161,7 @@ def _make_answerable(case: schemathesis.Case, served: str, at: int) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         if isinstance(body.get(name), int) and not isinstance(body[name], bool) and body[name] > 0:
             body[name] = 1 + body[name] % 16
+    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+        body["max_tokens"] = 1 + at % 16
     if isinstance(body.get("n"), int) and body["n"] > 4:
         body["n"] = 1 + body["n"] % 4
