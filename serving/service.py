@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from phasewise.serving.engine_thread import EngineThread
+from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.guides import GuideCompiler, TokenView
 from phasewise.serving.http.app import create_app
 from phasewise.serving.http.client import EngineClient
@@ -124,13 +125,29 @@ def _served(opened: OpenEngine, settings: ServiceSettings) -> ServedModel:
         context_length=opened.size.context_length,
         vocab_size=config.vocab_size,
         end_token_ids=frozenset(config.eos_token_ids),
-        encode=opened.text.encode,
+        encode=_bounded(opened),
         piece=opened.text.tokenizer.piece,
         render_chat=opened.text.render_chat,
         max_prompt_tokens=settings.max_prompt_tokens,
         estimate=settings.predictor.estimate if settings.predictor else None,
         guides=_guides(opened),
     )
+
+
+def _bounded(opened: OpenEngine) -> Callable[[str, bool], list[int]]:
+    """Cutting megabytes of text takes seconds of every core, only to learn that they are too many tokens."""
+    context = opened.size.context_length
+    longest = max(len(opened.text.tokenizer.piece(one)) for one in range(opened.model.config.vocab_size))
+
+    def encode(text: str, add_special: bool) -> list[int]:
+        if len(text) > context * longest:
+            raise ContextLengthExceeded(
+                f"this model's context of {context} tokens cannot hold a text of {len(text)} characters",
+                "prompt",
+            )
+        return opened.text.encode(text, add_special)
+
+    return encode
 
 
 def _guides(opened: OpenEngine) -> GuideCompiler:
