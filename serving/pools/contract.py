@@ -128,7 +128,7 @@ class PoolSettings:
     all that run could not ask for so much more."""
     window: int = 1024
     """odma: realised lengths that the bounds are learnt from."""
-    refresh_every: int = 64
+    refresh_every: int = 16
     """odma: new realised lengths before bounds are learnt again."""
     answer_tokens: int | None = None
     """fixed: longest answer that the buckets, chosen beforehand, are cut from; None: the longest request."""
