@@ -37,6 +37,7 @@ from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.sampling import SamplingParams
 from phasewise.serving.start import EngineSize, keeping_affinity, open_engine
+from phasewise.tuner.errors import TraceError
 
 POLICIES = ("odma", "static", "fixed", "paged")
 PLAIN_IDS = (1000, 30000)
@@ -132,9 +133,10 @@ def run_policy(found: OpenModel, replay: Replay, policy: str, number: int, n_war
         open_engine(found.model, found.plans, size, schedules=found.schedules, pool=pool) as opened,
     ):
         engine = opened.engine
+        (estimates,) = replay.estimates.values()
         engine.ranks = EndingRanks(engine.ranks, replay, engine.vocabulary.end_token_ids)
         for index, prompt in enumerate(prompts_of(replay, number)):
-            estimate = replay.estimates[index]
+            estimate = estimates[index]
             engine.submit(
                 Submit(
                     str(index), prompt, replay.max_tokens, SamplingParams(temperature=0.0), estimate=estimate
@@ -202,6 +204,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=48, help="of each request of such a file")
     parser.add_argument("--max-tokens", default="final:0.55", help="a number, final:SHARE or live:SHARE")
     parser.add_argument("--estimate", default="error:0.3", help="as `bench kv` has it")
+    parser.add_argument("--prompts-of", metavar="MODEL", help="whose tokens a log's texts become")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests chosen and of errors")
     parser.add_argument("--slots", type=int, default=4096)
     parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--warm", type=int, default=80, help="requests that end before time counts")
@@ -217,9 +221,18 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed()
-    asked = Asked(arguments.column, arguments.prompt_tokens, arguments.requests)
-    wanted = Load([arguments.trace], asked, arguments.max_tokens, arguments.estimate, None)
-    replay, story = replay_of(wanted, arguments.slots, arguments.max_sequences, {})
+    asked = Asked(
+        arguments.column,
+        arguments.prompt_tokens,
+        arguments.requests,
+        seed=arguments.seed,
+        model=arguments.prompts_of,
+    )
+    wanted = Load([arguments.trace], asked, arguments.max_tokens, [arguments.estimate], None)
+    try:
+        replay, story = replay_of(wanted, arguments.slots, arguments.max_sequences, {})
+    except TraceError as error:
+        raise SystemExit(str(error)) from None
     print(story, file=sys.stderr)
     found = open_model(arguments.model, WeightFormat(arguments.format), arguments.threads, None)
     policies = arguments.policies.split(",")
