@@ -205,3 +205,23 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: object) -> No
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
     assert caught.value.param == name
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=SEEDS, size=st.integers(1, 20_000), n=st.integers(1, 50), steps=st.integers(1, 1000))
+def test_the_largest_logits_are_found_without_sorting(seed: int, size: int, n: int, steps: int) -> None:
+    """Also among many equals, where the first stay."""
+    logits = np.round(logits_of(seed, size) * steps / 100).astype(np.float32)
+    n = min(n, size)
+
+    sampled = Sampler(SamplingParams(temperature=0, top_logprobs=n), (), size).sample(logits)
+
+    assert [one for one, _ in sampled.top] == np.argsort(-logits, kind="stable")[:n].tolist()
+
+
+def test_a_token_that_cannot_come_is_never_drawn() -> None:
+    logits = np.full(5000, -np.inf, dtype=np.float32)
+    logits[[7, 4999]] = 0.0
+
+    for params in ({}, {"top_k": 40}, {"top_p": 0.99}, {"min_p": 0.01}, {"top_p": 0.9, "top_k": 3}):
+        assert set(draw(logits, 200, seed=2, **params)) <= {7, 4999}
