@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from phasewise.serving.errors import ServingError
 from phasewise.serving.pools.buckets import LearntSizes
 from phasewise.serving.pools.contiguous import ContiguousPool
 from phasewise.serving.pools.contract import KvPool, PoolError, PoolSettings
@@ -35,6 +36,11 @@ def _fixed(n_slots: int, settings: PoolSettings) -> KvPool:
 
 
 def _paged(n_slots: int, settings: PoolSettings) -> KvPool:
+    if n_slots < settings.page_slots:
+        raise ServingError(
+            f"{n_slots} KV slots are less than a page of {settings.page_slots}: give a larger KV budget or "
+            "another KV policy"
+        )
     return PagedPool(n_slots, settings.page_slots)
 
 
