@@ -22,7 +22,7 @@ Array = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Bin i holds lengths above `bounds[i - 1]` up to `bounds[i]`; the last, open one what runs to its limit.
+    """Bin i holds lengths above `bounds[i - 1]` up to `bounds[i]`; the last one, open, all that are longer.
 
     Whatever would be longer than `limit` ends there.
     """
@@ -68,10 +68,10 @@ class LengthDistribution:
 
     @property
     def mean(self) -> float:
-        """The expected length, bins being even."""
+        """The expected length, bins being even; what outlives the last bound is thought to be twice as long."""
         lengths = np.minimum(np.concatenate([[0.0], self.bounds]), self.limit)
         within = float(np.dot(self.shares[:-1], (lengths[:-1] + lengths[1:]) / 2))
-        return max(1.0, within + float(self.shares[-1]) * self.limit)
+        return max(1.0, within + float(self.shares[-1]) * min(self.limit, 2 * self.bounds[-1]))
 
     @property
     def uncertainty(self) -> float:

@@ -56,7 +56,7 @@ def test_uncertainty_and_mean_have_their_ranges(parts: list[float], limit: int) 
     thought = a_distribution(parts, limit)
 
     assert 0 <= thought.uncertainty <= 1
-    assert 1 <= thought.mean <= max(1, limit)
+    assert 1 <= thought.mean <= min(max(1, limit), 2 * thought.bounds[-1])
     assert a_distribution([1.0] * len(parts), 10_000).uncertainty == pytest.approx(1)
     assert LengthDistribution(np.array([5.0]), np.array([1.0, 0.0]), 9).uncertainty == 0
 
