@@ -68,10 +68,10 @@ class LengthDistribution:
 
     @property
     def mean(self) -> float:
-        """The expected length, bins being even; what outlives the last bound is thought to be twice as long."""
+        """The expected length, bins being even; what outlives the last bound counts as twice as long."""
         lengths = np.minimum(np.concatenate([[0.0], self.bounds]), self.limit)
         within = float(np.dot(self.shares[:-1], (lengths[:-1] + lengths[1:]) / 2))
-        return max(1.0, within + float(self.shares[-1]) * min(self.limit, 2 * self.bounds[-1]))
+        return max(1.0, within + float(self.shares[-1]) * min(self.limit, 2 * float(self.bounds[-1])))
 
     @property
     def uncertainty(self) -> float:
