@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 from api_bombs import PATTERNS, schema_bombs
-from fake_engine import END, VOCAB_SIZE, encode, piece
+from fake_engine import END, VOCAB_SIZE, encode, make_engine, piece, run_all, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_vocabs import TINY_VOCABULARIES
@@ -19,6 +19,7 @@ from tiny_vocabs import TINY_VOCABULARIES
 from phasewise.serving.errors import RequestError
 from phasewise.serving.grammar_limits import pattern_weight
 from phasewise.serving.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler, TokenView
+from phasewise.serving.messages import Submit
 from phasewise.serving.sampling import GREEDY, SampledToken, Sampler, SamplingParams, sample_rows
 from phasewise.serving.tokenizer import Tokenizer, tokenizer_from_gguf
 
@@ -157,6 +158,34 @@ def test_a_guide_that_cannot_go_on_ends_the_answer_and_says_so() -> None:
 
     assert sampler.sample(np.zeros(VOCAB_SIZE, dtype=np.float32)).token_id == END
     assert sampler.cut_short
+
+
+class StuckAfterTwo:
+    """Lets two tokens through, then none."""
+
+    end_token_id = END
+
+    def __init__(self) -> None:
+        self.n_said = 0
+
+    def fresh(self) -> StuckAfterTwo:
+        return StuckAfterTwo()
+
+    def forbid(self, logits: np.ndarray) -> bool:
+        return self.n_said < 2
+
+    def advance(self, token_id: int) -> None:
+        self.n_said += 1
+
+
+def test_the_engine_ends_an_answer_whose_guide_is_stuck_and_no_other() -> None:
+    engine = make_engine()
+    stuck = Submit("stuck", (97,), 8, GREEDY, guide=StuckAfterTwo())
+
+    outs = run_all(engine, stuck, Submit("free", (97,), 8, GREEDY))
+
+    assert (text_of(outs["stuck"]), outs["stuck"][-1].finish_reason) == ("bc", "length")  # type: ignore[union-attr]
+    assert text_of(outs["free"]) == "bcdefghi"
 
 
 @pytest.mark.parametrize("name", TINY_VOCABULARIES)
