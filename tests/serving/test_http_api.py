@@ -387,8 +387,6 @@ def test_the_openapi_document_describes_the_bodies(server: FakeServer) -> None:
     document = httpx.get(f"{server.url}/openapi.json").json()
 
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]
-    assert body["content"]["application/json"]["schema"] == {
-        "$ref": "#/components/schemas/CompletionRequest"
-    }
+    assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/CompletionRequest"}
     assert "prompt" in document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert CONTEXT == 500
