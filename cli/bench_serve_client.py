@@ -11,7 +11,7 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -23,6 +23,8 @@ from phasewise.cli.bench_serve_stream import MAX_ERROR_CHARS, AnswerStream
 
 CONNECT_S = 10.0
 KEEP_ALIVE_S = 3.0
+STALE_CONNECTIONS = 8
+"""So many kept ones may be closed already before a request counts as failed."""
 """Less than servers keep an idle connection: a reused one must not close under a request."""
 
 MAX_BODY_BYTES = 4 << 20
@@ -97,7 +99,7 @@ class Client:
         stream = AnswerStream(outcome, keeps_text=self._keeps_text)
         limit_s = min(self.target.timeout_s, timeout_s or self.target.timeout_s)
         try:
-            async with self._post(body, limit_s) as response:
+            async with self._post_again(body, limit_s) as response:
                 if response.status == 200:
                     async for chunk in response.content.iter_any():
                         stream.feed(chunk, time.perf_counter())
@@ -110,6 +112,25 @@ class Client:
                 outcome.failure, outcome.error = _kind(error), _why(error)
         stream.close()
         return outcome
+
+    @asynccontextmanager
+    async def _post_again(self, body: bytes, limit_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
+        async with AsyncExitStack() as stack:
+            yield await self._begun(stack, body, limit_s)
+
+    async def _begun(self, stack: AsyncExitStack, body: bytes, limit_s: float) -> aiohttp.ClientResponse:
+        """A kept connection may turn out to be closed when it is used again, and so may the next one."""
+        response: aiohttp.ClientResponse
+        for _ in range(STALE_CONNECTIONS):
+            try:
+                response = await stack.enter_async_context(self._post(body, limit_s))
+                return response
+            except aiohttp.ClientConnectorError:
+                raise
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                continue
+        response = await stack.enter_async_context(self._post(body, limit_s))
+        return response
 
     def _post(self, body: bytes, limit_s: float) -> Any:
         return self._session.post(
