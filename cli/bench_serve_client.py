@@ -23,9 +23,9 @@ from phasewise.cli.bench_serve_stream import MAX_ERROR_CHARS, AnswerStream
 
 CONNECT_S = 10.0
 KEEP_ALIVE_S = 3.0
+"""Less than servers keep an idle connection: a reused one must not close under a request."""
 STALE_CONNECTIONS = 8
 """So many kept ones may be closed already before a request counts as failed."""
-"""Less than servers keep an idle connection: a reused one must not close under a request."""
 
 MAX_BODY_BYTES = 4 << 20
 MAX_RETRY_AFTER_S = 3600.0
