@@ -80,7 +80,7 @@ def _post(name: str, summary: str, answer: str, body: str | None = None) -> Json
         "description": "the answer; as server-sent events where `stream` is true",
         "content": {
             "application/json": {"schema": _ref(answer)},
-            "text/event-stream": {"schema": {"type": "string"}},
+            "text/event-stream": {},  # events, for which this version of OpenAPI has no schema
         },
     }
     refusals = _refusals(400, 401, 404, 408, 413, 429, 431, 500, 503)
