@@ -281,8 +281,13 @@ def kv(
 ) -> None:
     """Replay lengths of requests against KV policies, through the scheduler and the pools, without a model.
 
-    live/reserved: tokens of the slots that requests hold, over time. live/pool: of all slots, while requests
-    wait. final/reserved: prompt and answer of the block at the end. A step is one batch of the scheduler.
+    live/reserved: tokens of the slots that requests hold, over time.
+
+    live/pool: the same tokens of all slots, while requests wait.
+
+    final/reserved: prompt and answer of the block at the end.
+
+    A step is one batch of the scheduler.
     """
     from phasewise.cli.bench_kv import KV_POLICIES, Load, replay_of, replayed
     from phasewise.cli.kv_formats import FORMATS

@@ -220,8 +220,10 @@ def serve(
 ) -> None:
     """Load a server of the OpenAI API and measure what its clients see: TTFT, TPOT, ITL, end to end, goodput.
 
-    Without --rate and --trace, --concurrency clients (8) send their next request when they have their answer.
-    Failed requests are counted by kind. Fields have the names and the meaning of vLLM's bench serve. Ctrl-C
+    Without --rate and --trace, --concurrency clients (8) send their next
+    request when they have their answer. Failed requests are counted by kind.
+
+    Fields have the names and the meaning of vLLM's bench serve. Ctrl-C
     prints what was measured.
     """
     from phasewise.cli.bench_serve import Asked, bench_serve
