@@ -18,8 +18,11 @@ def print_json(fields: dict[str, Any]) -> None:
 
 
 def note(message: str) -> None:
-    """One line of progress or remark on stderr."""
-    print(message, file=sys.stderr, flush=True)
+    """One line of progress or remark on stderr; where nobody reads that any more, it is dropped."""
+    try:
+        print(message, file=sys.stderr, flush=True)
+    except OSError:  # the terminal has gone: a server ends in order all the same
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process)
 
 
 def fail(message: str, exit_code: int) -> NoReturn:

@@ -256,7 +256,8 @@ def serve(
     Ctrl-C or SIGTERM ends it: /ready is 503 at once, new requests get 503,
     and answers in progress have --drain seconds, or none after a second
     signal. The exit code is 0 then, and 70 where the ranks died too often
-    to be started again. SIGHUP opens the length log anew.
+    to be started again. SIGHUP opens the length log anew; without one it
+    ends the server as SIGTERM does, unless it is ignored (nohup).
     """
     from phasewise.cli.serve_predictor import open_predictor
     from phasewise.serving.length_log import LengthLog

@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http import errors, openapi
-from phasewise.serving.http.body import read_body
+from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.errors import from_engine, unknown_model
 from phasewise.serving.http.lengths import estimated, facts_of
@@ -51,7 +51,7 @@ def create_app(
     errors.install(app, metrics.refused)
     _add_health(app, life, metrics)
     _add_models(app, model)
-    service = _Service(model, client, limits, life)
+    service = _Service(model, client, BodyReader(limits.max_body_bytes), life)
     _add_completions(app, service)
     _add_chat(app, service)
     openapi.describe(app)
@@ -104,12 +104,12 @@ class _Service:
 
     model: ServedModel
     client: EngineClient
-    limits: HttpLimits
+    bodies: BodyReader
     life: Life
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         self.refuse_unless_open()
-        return await read_body(request, kind, self.limits.max_body_bytes)
+        return await self.bodies.read(request, kind)
 
     async def answer(self, reply: Reply, request: Request) -> Response:
         self.refuse_unless_open()

@@ -30,7 +30,7 @@ _LOOK_EVERY_S = 0.02
 
 @dataclass(frozen=True)
 class Service:
-    """What one server runs, and whom it tells. `on_hangup`: what SIGHUP does; None leaves it as it is."""
+    """What one server runs, and whom it tells. `on_hangup`: what SIGHUP does; None: it ends the server."""
 
     app: FastAPI
     client: EngineClient
@@ -101,6 +101,8 @@ class HttpServer(uvicorn.Server):
         handlers: dict[signal.Signals, Callable[[], None]] = {SIGINT: self._end, SIGTERM: self._end}
         if self._service.on_hangup is not None:
             handlers[SIGHUP] = self._service.on_hangup
+        elif signal.getsignal(SIGHUP) is not signal.SIG_IGN:  # under nohup it is, and stays so
+            handlers[SIGHUP] = self._hang_up
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
         try:
@@ -112,6 +114,11 @@ class HttpServer(uvicorn.Server):
 
     def _connection(self) -> asyncio.Protocol:
         return self._service.connections.new(self.config, self.server_state)
+
+    def _hang_up(self) -> None:
+        """The terminal has gone. Both the shell and the kernel may say so: twice is no more than once."""
+        if self._drain is None:
+            self._end()
 
     def _end(self, at_once: bool = False) -> None:
         client, limit_s = self._service.client, self._service.limits.drain_s

@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serving(model: Path, environment: dict[str, str], *arguments: object) -> Iterator[Server]:
+def serving(
+    model: Path, environment: dict[str, str], *arguments: object, preexec_fn: Callable[[], None] | None = None
+) -> Iterator[Server]:
     command = [
         sys.executable,
         "-m",
@@ -86,7 +88,9 @@ def serving(model: Path, environment: dict[str, str], *arguments: object) -> Ite
         "256M",
         *map(str, arguments),
     ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=preexec_fn
+    )
     lines: list[str] = []
     ready = threading.Event()
 
@@ -174,6 +178,41 @@ def test_one_signal_lets_answers_in_progress_end(
         assert reasons[-1] == "length"
         assert server.process.wait(timeout=20) == 0
     assert server.lines[-1].startswith("stopping")
+
+
+def test_a_terminal_that_goes_ends_it_in_order(model: Path, environment: dict[str, str]) -> None:
+    """What it says at the end reaches nobody, and two hangups cut nothing short."""
+    command = [sys.executable, "-m", "phasewise", "serve", str(model), "--kv-budget", "64M", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    try:
+        url = next(line.split()[-1] for line in process.stderr if line.startswith("listening on"))
+        process.stderr.close()
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
+            lines = stream.iter_lines()
+            said = [next(lines)]
+            process.send_signal(signal.SIGHUP)
+            process.send_signal(signal.SIGHUP)
+            said += lines
+
+        assert "data: [DONE]" in said
+        assert not any('"error"' in line for line in said)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_under_nohup_it_stays(model: Path, environment: dict[str, str]) -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    with serving(model, environment, "--port", 0, preexec_fn=ignore) as server:
+        server.process.send_signal(signal.SIGHUP)
+
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        assert server.end(signal.SIGTERM) == 0
 
 
 def test_answers_that_take_longer_than_the_drain_are_told(model: Path, environment: dict[str, str]) -> None:
