@@ -24,6 +24,7 @@ from phasewise.tuner import timing
 from phasewise.tuner.attention import TeamAttention, default_attention
 from phasewise.tuner.conditions import Conditions, Watch
 from phasewise.tuner.errors import TunerError
+from phasewise.tuner.rounds import Times, shuffled_rounds
 from phasewise.tuner.run import Duel
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
@@ -204,6 +205,11 @@ class NativeEvaluator:
             old.sample(sum((samples for samples, _ in taken), ()), conditions),
             new.sample(sum((samples for _, samples in taken), ()), conditions),
         )
+
+    def rounds(self, problem: Problem, schedules: Sequence[Schedule], count: int) -> Times:
+        """Nanoseconds [count, schedules] of one short turn of each schedule in so many shuffled rounds."""
+        contestants = [self._contestant(problem, schedule) for schedule in schedules]
+        return shuffled_rounds([one.take for one in contestants], count)
 
     def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
         """What a duel with the incumbent says; None: with the kernels' own schedule."""

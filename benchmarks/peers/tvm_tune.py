@@ -1,9 +1,16 @@
-"""TVM's MetaSchedule on one f32 product: how fast is what it finds, and how long does it look?
+"""TVM's MetaSchedule on one f32 product: how fast is what it has found, after how long?
 
-Run as `python tvm_tune.py M N K THREADS TRIALS [RECORDS]` by an interpreter that has apache-tvm and xgboost.
-Prints one line of JSON: `tuning_s`, and `ns` of a product whose weights rotate through COLD_BYTES. RECORDS is
-a folder that keeps what was found, for the peer `tvm` of `phasewise bench kernels`.
+Run as `python tvm_tune.py M N K THREADS TRIALS SECONDS [RECORDS]` by an interpreter that has apache-tvm and
+xgboost. It ends after the first batch of trials that is over after SECONDS. Prints one line of JSON:
+`tuning_s`, `trials`, `progress` ([seconds, nanoseconds of the best so far by TVM's own timing, weights warm]
+after each batch), and `ns` of a product whose weights rotate through COLD_BYTES. RECORDS is a folder that
+keeps what was found, for the peer `tvm` of `phasewise bench kernels`.
+
+TVM's own builder starts its processes anew for each batch, and each loads TVM: minutes, on two cores. Here
+candidates are built in this process.
 """
+
+from __future__ import annotations
 
 import contextlib
 import json
@@ -12,33 +19,93 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cli"))
 import kernel_peer_worker as worker
 
 COLD_BYTES = 256 << 20
 ROUNDS, ROUND_NS = 9, 20_000_000
-BUILD_LIMIT_S = 120.0  # its workers load TVM first
+BATCH = 16
 
 
-def tune(m: int, n: int, k: int, threads: int, trials: int, records: str) -> float:
-    """Seconds that the search took; what it found is in `records`."""
+class TimeIsUpError(Exception):
+    """Raised out of TVM's tuning, whose records are kept."""
+
+
+@dataclass
+class Progress:
+    """The best so far by TVM's own timing, after each batch."""
+
+    limit_s: float
+    started_s: float = field(default_factory=time.perf_counter)
+    trials: int = 0
+    best_ns: float = float("inf")
+    steps: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started_s
+
+    def add(self, run_ns: list[float]) -> None:
+        """TimeIsUpError when it is."""
+        self.trials += len(run_ns)
+        self.best_ns = min([self.best_ns, *run_ns])
+        self.steps.append((round(self.elapsed_s, 2), round(self.best_ns)))
+        print(f"{self.trials} trials, {self.elapsed_s:.1f} s: {self.best_ns / 1e3:.1f} us", file=sys.stderr)
+        if self.elapsed_s > self.limit_s:
+            raise TimeIsUpError
+
+
+def tune(m: int, n: int, k: int, threads: int, trials: int, records: str, progress: Progress) -> None:
+    """What is found is in `records`."""
     from tvm.s_tir import meta_schedule
 
-    started_s = time.perf_counter()
-    product, target = worker.tvm_product(m, n, k), worker.tvm_target(threads)
-    batch = min(64, trials)
-    meta_schedule.tune_tir(
-        product,
-        target,
-        records,
-        trials,
-        num_trials_per_iter=batch,
-        builder=meta_schedule.builder.LocalBuilder(timeout_sec=BUILD_LIMIT_S),
-        num_tuning_cores=threads,
-    )
-    return time.perf_counter() - started_s
+    callbacks = meta_schedule.measure_callback.MeasureCallback.create("default")
+    with contextlib.suppress(TimeIsUpError):
+        meta_schedule.tune_tir(
+            worker.tvm_product(m, n, k),
+            worker.tvm_target(threads),
+            records,
+            trials,
+            num_trials_per_iter=min(BATCH, trials),
+            builder=builder_in_this_process(),
+            measure_callbacks=[*callbacks, reporter(progress)],
+            num_tuning_cores=threads,
+        )
+
+
+def builder_in_this_process() -> Any:
+    from tvm.ir.utils import derived_object
+    from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder
+    from tvm.s_tir.meta_schedule.builder.local_builder import default_build, default_export
+
+    def built(candidate: Any) -> Any:
+        try:
+            return BuilderResult(default_export(default_build(candidate.mod, candidate.target, None)), None)
+        except Exception as error:
+            return BuilderResult(None, str(error))
+
+    @derived_object  # type: ignore[untyped-decorator]
+    class Builder(PyBuilder):  # type: ignore[misc]
+        def build(self, build_inputs: list[Any]) -> list[Any]:
+            return [built(candidate) for candidate in build_inputs]
+
+    return Builder()
+
+
+def reporter(progress: Progress) -> Any:
+    from tvm.ir.utils import derived_object
+    from tvm.s_tir.meta_schedule.measure_callback import PyMeasureCallback
+
+    @derived_object  # type: ignore[untyped-decorator]
+    class Reporter(PyMeasureCallback):  # type: ignore[misc]
+        def apply(self, scheduler: Any, task: int, candidates: Any, built: Any, results: Any) -> None:
+            progress.add([1e9 * min(map(float, r.run_secs)) for r in results if r.run_secs])
+
+    return Reporter()
 
 
 def time_best(m: int, n: int, k: int, threads: int) -> dict[str, float]:
@@ -54,17 +121,20 @@ def time_best(m: int, n: int, k: int, threads: int) -> dict[str, float]:
 
 def main() -> None:
     m, n, k, threads, trials = map(int, sys.argv[1:6])
+    progress = Progress(float(sys.argv[6]))
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(sys.stderr):
-        records = sys.argv[6] if len(sys.argv) > 6 else scratch
+        records = sys.argv[7] if len(sys.argv) > 7 else scratch
         os.environ |= {"TVM_NUM_THREADS": str(threads), "PHASEWISE_TVM_RECORDS": records}
-        tuning_s = tune(m, n, k, threads, trials, records)
+        tune(m, n, k, threads, trials, records, progress)
+        tuning_s = progress.elapsed_s
         try:
             timed = time_best(m, n, k, threads)
         except LookupError:
             raise SystemExit(
-                f"MetaSchedule found nothing in {trials} trials; its log above says why"
+                f"MetaSchedule found nothing in {progress.trials} trials; its log above says why"
             ) from None
-    print(json.dumps({"tuning_s": tuning_s, **timed}))
+    found = {"tuning_s": tuning_s, "trials": progress.trials, "progress": progress.steps}
+    print(json.dumps({**found, **timed}))
 
 
 if __name__ == "__main__":

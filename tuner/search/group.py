@@ -39,6 +39,7 @@ from phasewise.tuner.search.protocol import (
     cost,
     fastest,
     referenced,
+    side_by_side,
 )
 from phasewise.tuner.search.sandwich import sandwich_samples
 from phasewise.tuner.search.space import (
@@ -194,10 +195,10 @@ def _settle(history: _History, space: Space, ranked: Sequence[Schedule]) -> Sear
     """
     finalists = list(dict.fromkeys(ranked[: history.options.finals]))
     if not history.winners:
-        history.add(space, fastest((yield finalists)).schedule)
+        history.add(space, fastest((yield from side_by_side(finalists, history.options.final_laps))).schedule)
         return
     previous = history.transferred(space)
-    samples = yield list(dict.fromkeys((previous, *finalists)))
+    samples = yield from side_by_side(list(dict.fromkeys((previous, *finalists))), history.options.final_laps)
     best = fastest(samples)
     history.confirm(space, best, previous_cost=cost(samples[0]))
     stays = cost(samples[0]) <= (1 + history.options.stay_within) * cost(best)

@@ -19,6 +19,8 @@ class SearchOptions:
     """Micro-kernels and grids slower than the best of their batch by more than this share are dropped."""
     kept_kernels: int = 4
     """Micro-kernels that get a fast start."""
+    lines: int = 2
+    """Micro-kernels whose slices are tried with every length of a pass over k."""
     finalists: int = 2
     """Pairs of micro-kernel and grid that are finetuned."""
     patience: int = 1
@@ -36,7 +38,9 @@ class SearchOptions:
     reuse_within: float = 0.03
     """.. or if theirs is slower by at most this share. The default must not beat a fixed one by more."""
     finals: int = 4
-    """The default and the fastest schedules of each m, timed again side by side before one is chosen."""
+    """The default and the fastest schedules of each m, timed again side by side before one is chosen, .."""
+    final_laps: int = 3
+    """.. so many times."""
     stay_within: float = 0.01
     """The previous slice is kept if it is slower by at most this share."""
     probes: int = 4

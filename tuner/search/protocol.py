@@ -10,6 +10,7 @@ itself.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
@@ -100,6 +101,32 @@ def beside_the_best(schedules: list[Schedule], known: Mapping[Schedule, Sample])
 
 def _scaled(sample: Sample, factor: float) -> Sample:
     return replace(sample, estimate_ns=max(1, round(sample.estimate_ns * factor)))
+
+
+def side_by_side(schedules: Sequence[Schedule], laps: int) -> Search[list[Sample]]:
+    """New samples of a few schedules, timed together `laps` times; in their order.
+
+    A sample's estimate is the geometric mean over laps of its cost beside the lap's, so that a lap at another
+    pace of the machine counts as much as the others.
+    """
+    taken: list[list[Sample]] = []
+    for _ in range(laps):
+        taken.append((yield list(schedules)))  # noqa: PERF401 - a comprehension cannot yield
+    pace_ns = [statistics.geometric_mean(map(cost, lap)) for lap in taken]
+    middle_ns = statistics.geometric_mean(pace_ns)
+    return [
+        replace(
+            first,
+            samples_ns=tuple(ns for lap in taken for ns in lap[at].samples_ns),
+            estimate_ns=_mean_ratio([cost(lap[at]) for lap in taken], pace_ns, middle_ns),
+        )
+        for at, first in enumerate(taken[0])
+    ]
+
+
+def _mean_ratio(costs_ns: Sequence[int], pace_ns: Sequence[float], middle_ns: float) -> int:
+    ratios = (own / pace for own, pace in zip(costs_ns, pace_ns, strict=True))
+    return max(1, round(statistics.geometric_mean(ratios) * middle_ns))
 
 
 def drive(search: Search[T], time: Callable[[list[Schedule]], list[Sample]]) -> T:

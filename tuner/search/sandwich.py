@@ -10,12 +10,16 @@ away, and are finished under each grid. Why these steps:
   doublings gain so much that nothing finer is worth a measurement. A step without a gain is rolled back and
   its axis is left; no step makes a slice larger than what an axis leaves for each thread, so every grid stays
   possible.
-- *Finetune.* Every grid of all threads, split-K included, is tried on what the fast start found; the better
-  ones climb by single rungs (either way: under another grid the slice may have to shrink), over the loop
-  order and the prefetch distance too, until no neighbour gains.
+- *Finetune.* Every grid of all threads, split-K included, is tried on what the fast start found and on the
+  model's slices. Those of the best micro-kernels are tried with every length of a pass over k, because that
+  falls in cliffs which no neighbour announces: where a tile's weights fit L1, where one pass is all. The
+  better ones climb by single rungs (either way: under another grid the slice may have to shrink), over the
+  loop order and the prefetch distance too, until no neighbour gains.
+- *Finals.* The fastest few are timed again side by side; only these samples choose among them.
 
 Both ends count: whatever was measured on the way, the model's schedules and the caller's seeds included, can
-win. Cost: one sample for each micro-kernel, about 15 for each fast start and for each climb.
+win. Cost: one sample for each micro-kernel, about 15 for each fast start, 25 for lines over k, 15 for each
+climb and 12 for the finals.
 """
 
 from __future__ import annotations
@@ -26,14 +30,15 @@ from dataclasses import replace
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Search, cost, fastest, referenced, together
+from phasewise.tuner.search.protocol import Search, cost, fastest, referenced, side_by_side, together
 from phasewise.tuner.search.space import AXES, Axis, MicroKernel, Space, grid_of, kernel_of, pieces, resized
 
 
 def sandwich(space: Space, options: SearchOptions, seeds: Sequence[Schedule] = ()) -> Search[Schedule]:
     """Search one product. `seeds`: schedules to begin with besides the model's, e.g. of a similar product."""
     samples = yield from sandwich_samples(space, options, seeds)
-    return samples[0].schedule
+    finalists = [sample.schedule for sample in samples[: options.finals]]
+    return fastest((yield from side_by_side(finalists, options.final_laps))).schedule
 
 
 def sandwich_samples(
@@ -51,25 +56,47 @@ def _phases(space: Space, options: SearchOptions, seeds: Sequence[Schedule]) -> 
     kept = _within(screened, options.keep_within)[: options.kept_kernels]
     starts = [_start(space, sample.schedule, seeds) for sample in kept]
     grown = yield from together([fast_start(space, start, options) for start in starts])
-    candidates = yield from _regrid(space, [fastest(pair) for pair in zip(kept, grown, strict=True)])
-    finalists = _within(candidates, options.keep_within)[: options.finalists]
-    yield from together([climb(space, sample, options) for sample in finalists])
+    slices = yield from _on_best_grids(space, [*kept, *grown])
+    fastest_kernels = [kernel_of(one.schedule) for one in _of_each_kernel(slices)][: options.lines]
+    candidates = [one for one in slices if kernel_of(one.schedule) in fastest_kernels]
+    candidates = yield from _every_pass(space, candidates)
+    yield from together([climb(space, sample, options) for sample in candidates[: options.finalists]])
+
+
+def _every_pass(space: Space, samples: Sequence[Sample]) -> Search[list[Sample]]:
+    """Of each slice, over every length of a pass over k: the fastest; fastest first.
+
+    All at once, because what a pass costs falls in cliffs: where a tile's weights fit L1, and where one pass
+    is all and no sums are stored.
+    """
+    lines = [
+        [
+            space.fitted(resized(one.schedule, "block_k", size))
+            for size in space.ladder("block_k", one.schedule)
+        ]
+        for one in samples
+    ]
+    return sorted((yield from _fastest_of_each(lines)), key=cost)
 
 
 def _screen(space: Space, seeds: Sequence[Schedule]) -> Search[list[Sample]]:
     """The best sample of every micro-kernel, fastest first."""
     first = [model_schedule(space, kernel) for kernel in space.kernels]
-    samples = yield [*seeds, *first]
-    best: dict[MicroKernel, Sample] = {}
-    for sample in sorted(samples, key=cost):
-        best.setdefault(kernel_of(sample.schedule), sample)
-    return list(best.values())
+    return _of_each_kernel((yield [*seeds, *first]))
 
 
 def _within(samples: Sequence[Sample], share: float) -> list[Sample]:
     """The samples near the fastest one, fastest first."""
     ranked = sorted(samples, key=cost)
     return [sample for sample in ranked if sample.estimate_ns <= (1 + share) * ranked[0].estimate_ns]
+
+
+def _of_each_kernel(samples: Sequence[Sample]) -> list[Sample]:
+    """The fastest of every micro-kernel, fastest first."""
+    best: dict[MicroKernel, Sample] = {}
+    for sample in sorted(samples, key=cost):
+        best.setdefault(kernel_of(sample.schedule), sample)
+    return list(best.values())
 
 
 def _start(space: Space, screened: Schedule, seeds: Sequence[Schedule]) -> Schedule:
@@ -113,15 +140,24 @@ def parallel_limit(space: Space, schedule: Schedule, axis: Axis) -> int:
     return unit * max(1, pieces(extent, unit) // space.threads)
 
 
-def _regrid(space: Space, samples: Sequence[Sample]) -> Search[list[Sample]]:
-    """Each of the slices under every grid of all threads."""
-    return (
-        yield [
-            space.regridded(sample.schedule, grid)
-            for sample in samples
-            for grid in space.grids(kernel_of(sample.schedule))
-        ]
-    )
+def _on_best_grids(space: Space, samples: Sequence[Sample]) -> Search[list[Sample]]:
+    """Each of the slices under every grid of all threads: the fastest of each slice."""
+    spread = [
+        [space.regridded(one.schedule, grid) for grid in space.grids(kernel_of(one.schedule))]
+        for one in samples
+    ]
+    return (yield from _fastest_of_each(spread))
+
+
+def _fastest_of_each(groups: Sequence[Sequence[Schedule]]) -> Search[list[Sample]]:
+    every = list(dict.fromkeys(schedule for group in groups for schedule in group))
+    timed = dict(zip(every, (yield every), strict=True))
+    return [fastest([timed[schedule] for schedule in group]) for group in groups]
+
+
+def _whole(space: Space, schedule: Schedule, axis: Axis) -> Schedule:
+    """The slice that takes all of its region along an axis."""
+    return space.fitted(resized(schedule, axis, space.ladder(axis, schedule)[-1]))
 
 
 def climb(space: Space, start: Sample, options: SearchOptions) -> Search[Sample]:
@@ -138,12 +174,16 @@ def climb(space: Space, start: Sample, options: SearchOptions) -> Search[Sample]
 
 
 def neighbours(space: Space, schedule: Schedule, distance: int = 1) -> list[Schedule]:
-    """The schedules that differ in one number by some rungs, or in the order of the loops."""
+    """The schedules that differ in one number by some rungs, or in the order of the loops.
+
+    Those with all of an axis in one piece are among them: what the last cut costs shows on no rung below.
+    """
     moved = [
         resized(schedule, axis, size)
         for axis in AXES
         for size in _beside(space.ladder(axis, schedule), getattr(schedule, axis), distance)
     ]
+    moved += [_whole(space, schedule, axis) for axis in AXES]
     moved += [
         replace(schedule, prefetch_bytes=ahead)
         for ahead in _beside(space.prefetches, schedule.prefetch_bytes, distance)
