@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
-from tabulate import tabulate
-
+from phasewise.cli import row_forms
 from phasewise.cli.all_reduce_rank import COPY
-from phasewise.cli.present import SCHEMA_VERSION
 
 
 @dataclass(frozen=True)
@@ -41,31 +35,21 @@ class AllReduceRow:
 
 def as_json(rows: Sequence[AllReduceRow]) -> str:
     """A list of objects, each with the version of our schema."""
-    return json.dumps([{"schema_version": SCHEMA_VERSION, **asdict(row)} for row in rows], indent=2) + "\n"
+    return row_forms.as_json(rows)
 
 
 def as_csv(rows: Sequence[AllReduceRow]) -> str:
     """Scalars only, a line for each system."""
-    scalars = [f.name for f in fields(AllReduceRow) if f.type in {"str", "int", "float"}]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(scalars)
-    writer.writerows([getattr(row, name) for name in scalars] for row in rows)
-    return out.getvalue()
+    scalars = row_forms.scalar_names(AllReduceRow)
+    return row_forms.as_csv(scalars, ([getattr(row, name) for name in scalars] for row in rows))
 
 
 def as_md(rows: Sequence[AllReduceRow]) -> str:
     """A line for each size: the first system, and every other one's time over its."""
     points = dict.fromkeys((row.ranks, row.message_bytes) for row in rows)
-    table = [_md_row([row for row in rows if (row.ranks, row.message_bytes) == point]) for point in points]
-    text = tabulate(
-        [list(row.values()) for row in table],
-        headers=list(table[0]) if table else [],
-        tablefmt="github",
-        colalign=["right"] * len(table[0]) if table else None,
-        disable_numparse=True,
+    return row_forms.as_md(
+        [_md_row([row for row in rows if (row.ranks, row.message_bytes) == point]) for point in points]
     )
-    return text + "\n"
 
 
 FORMATS: dict[str, Callable[[Sequence[AllReduceRow]], str]] = {"md": as_md, "csv": as_csv, "json": as_json}
@@ -77,21 +61,13 @@ def _md_row(systems: Sequence[AllReduceRow]) -> Mapping[str, str]:
         "ranks": str(first.ranks),
         "bytes": size_text(first.message_bytes),
         f"{first.system}, us": f"{first.median_ns / 1e3:.2f}",
-        "spread": f"{_spread(first.samples_ns):.0%}",
+        "spread": f"{row_forms.spread(first.samples_ns):.0%}",
         "GB/s": f"{first.gbps:.2f}",
         "of copying": f"{first.copy_fraction:.0%}",
         **{
             row.system: f"{row.median_ns / first.median_ns:.2f}x" for row in systems[1:] if row.system != COPY
         },
     }
-
-
-def _spread(samples_ns: Sequence[int]) -> float:
-    """Half the distance between the quartiles, over the median."""
-    if len(samples_ns) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(samples_ns, n=4)
-    return (high - low) / 2 / middle
 
 
 def size_text(size: int) -> str:

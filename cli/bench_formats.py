@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
 
-from tabulate import tabulate
-
-from phasewise.cli.present import SCHEMA_VERSION
+from phasewise.cli import row_forms
 
 
 @dataclass(frozen=True)
@@ -72,25 +67,22 @@ class BenchRow:
     samples_ts: list[float] = field(default_factory=list)
 
 
-SCALARS = [f.name for f in fields(BenchRow) if not f.name.startswith("samples_")]
+SCALARS = row_forms.scalar_names(BenchRow)
 SQL_TYPES = {"str": "TEXT", "int": "INTEGER", "bool": "INTEGER", "float": "REAL"}
 
 
 def as_json(rows: Sequence[BenchRow]) -> str:
     """A list of objects, as llama-bench prints, each with the version of our schema."""
-    return json.dumps([_json_fields(row) for row in rows], indent=2) + "\n"
+    return row_forms.as_json(rows)
 
 
 def as_jsonl(rows: Sequence[BenchRow]) -> str:
-    return "".join(json.dumps(_json_fields(row)) + "\n" for row in rows)
+    return "".join(json.dumps(row_forms.json_fields(row)) + "\n" for row in rows)
 
 
 def as_csv(rows: Sequence[BenchRow]) -> str:
     """A header, then every value in double quotes; truth values as 0 and 1."""
-    out = io.StringIO()
-    out.write(",".join(SCALARS) + "\n")
-    csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(_scalars(row) for row in rows)
-    return out.getvalue()
+    return row_forms.as_csv(SCALARS, map(_scalars, rows), quoted=True)
 
 
 def as_sql(rows: Sequence[BenchRow]) -> str:
@@ -110,7 +102,7 @@ def as_md(rows: Sequence[BenchRow]) -> str:
         {
             "model": row.model_type,
             "size": f"{row.model_size / 2**20:.0f} MiB",
-            "threads": row.n_threads,
+            "threads": str(row.n_threads),
             "test": _test_name(row),
             "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
             "peak": f"{row.peak_fraction:.0%}",
@@ -118,8 +110,7 @@ def as_md(rows: Sequence[BenchRow]) -> str:
         }
         for row in rows
     ]
-    aligned = ("left", "right", "right", "right", "right", "right", "right")
-    return tabulate(table, headers="keys", tablefmt="github", colalign=aligned, disable_numparse=True) + "\n"
+    return row_forms.as_md(table, left=("model",))
 
 
 FORMATS: dict[str, Callable[[Sequence[BenchRow]], str]] = {
@@ -129,10 +120,6 @@ FORMATS: dict[str, Callable[[Sequence[BenchRow]], str]] = {
     "jsonl": as_jsonl,
     "sql": as_sql,
 }
-
-
-def _json_fields(row: BenchRow) -> dict[str, Any]:
-    return {"schema_version": SCHEMA_VERSION, **asdict(row)}
 
 
 def _scalars(row: BenchRow) -> list[str | int | float]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from tabulate import tabulate
-
+from phasewise.cli import row_forms
 from phasewise.cli.chart import Chart, Panel, draw_chart
-from phasewise.cli.present import SCHEMA_VERSION
 
 LARGE_M = 128
 """From here on a product is held against the peak."""
@@ -124,8 +120,7 @@ def _low_and_middle(shares: Sequence[float]) -> tuple[float, float] | None:
 
 def as_json(rows: Sequence[KernelRow]) -> str:
     """A list of objects, each with the version of our schema."""
-    objects = [{"schema_version": SCHEMA_VERSION, **asdict(row)} for row in rows]
-    return json.dumps(objects, indent=2) + "\n"
+    return row_forms.as_json(rows)
 
 
 def rows_from_json(text: str) -> list[KernelRow]:
@@ -137,25 +132,29 @@ def rows_from_json(text: str) -> list[KernelRow]:
 def as_csv(rows: Sequence[KernelRow]) -> str:
     """Scalars, the schedule in one cell, and a column of nanoseconds for every peer of the run."""
     peers = _peer_names(rows)
-    scalars = [f.name for f in fields(KernelRow) if f.type in {"str", "int", "float"}]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*scalars, "schedule", *(f"{peer}_ns" for peer in peers)])
-    for row in rows:
-        values = [getattr(row, name) for name in scalars]
-        writer.writerow([*values, schedule_text(row.schedule), *(row.peers.get(peer, "") for peer in peers)])
-    return out.getvalue()
+    scalars = row_forms.scalar_names(KernelRow)
+    lines = (
+        [
+            *(getattr(row, name) for name in scalars),
+            schedule_text(row.schedule),
+            *(row.peers.get(peer, "") for peer in peers),
+        ]
+        for row in rows
+    )
+    return row_forms.as_csv([*scalars, "schedule", *(f"{peer}_ns" for peer in peers)], lines)
 
 
 def as_md(rows: Sequence[KernelRow]) -> str:
     """A table of the points, peers as the ratio of our speed to theirs, and a table of the summaries."""
     points = [_md_row(row, _peer_names(rows)) for row in rows]
-    return _md_table(points, left=("format", "schedule")) + "\n" + summary_table(rows)
+    return row_forms.as_md(points, left=("format", "schedule")) + "\n" + summary_table(rows)
 
 
 def summary_table(rows: Sequence[KernelRow]) -> str:
     """What the rows come down to, by format, as Markdown."""
-    return _md_table([_md_summary(summary) for summary in summarise(rows)], left=("format", "worst point"))
+    return row_forms.as_md(
+        [_md_summary(summary) for summary in summarise(rows)], left=("format", "worst point")
+    )
 
 
 FORMATS: dict[str, Callable[[Sequence[KernelRow]], str]] = {"md": as_md, "csv": as_csv, "json": as_json}
@@ -232,7 +231,7 @@ def _md_row(row: KernelRow, peers: Sequence[str]) -> dict[str, str]:
         "m": str(row.m),
         "threads": str(row.threads),
         "us": f"{row.median_ns / 1e3:.1f}",
-        "spread": f"{_spread(row.samples_ns):.0%}",
+        "spread": f"{row_forms.spread(row.samples_ns):.0%}",
         "GFLOP/s": f"{row.gflops:.0f}",
         "GB/s": f"{row.gbps:.1f}",
         "peak": f"{row.peak_fraction:.0%}",
@@ -240,14 +239,6 @@ def _md_row(row: KernelRow, peers: Sequence[str]) -> dict[str, str]:
         **{peer: f"{row.peers[peer] / row.median_ns:.2f}x" if peer in row.peers else "" for peer in peers},
         "schedule": f"{row.schedule_source}: {schedule_text(row.schedule)}",
     }
-
-
-def _spread(samples_ns: Sequence[int]) -> float:
-    """Half the distance between the quartiles, over the median."""
-    if len(samples_ns) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(samples_ns, n=4)
-    return (high - low) / 2 / middle
 
 
 def _md_summary(summary: Summary) -> dict[str, str]:
@@ -267,15 +258,3 @@ def _md_summary(summary: Summary) -> dict[str, str]:
         "bandwidth, m = 1, 4 MB and more": shares(summary.bandwidth_large),
         "below 4 MB": shares(summary.bandwidth_small),
     }
-
-
-def _md_table(rows: Sequence[Mapping[str, str]], left: Sequence[str]) -> str:
-    aligned = ["left" if name in left else "right" for name in rows[0]] if rows else []
-    table = tabulate(
-        [list(row.values()) for row in rows],
-        headers=list(rows[0]) if rows else [],
-        tablefmt="github",
-        colalign=aligned,
-        disable_numparse=True,
-    )
-    return table + "\n"

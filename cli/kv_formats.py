@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 
-from tabulate import tabulate
-
+from phasewise.cli import row_forms
 from phasewise.cli.bench_kv import KvRow
-from phasewise.cli.present import SCHEMA_VERSION
 
 
 def as_json(rows: Sequence[KvRow]) -> str:
     """A list of objects, each with the version of our schema."""
-    return json.dumps([{"schema_version": SCHEMA_VERSION, **asdict(row)} for row in rows], indent=2) + "\n"
+    return row_forms.as_json(rows)
 
 
 def as_csv(rows: Sequence[KvRow]) -> str:
     """A line for each policy."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
     names = [field.name for field in fields(KvRow)]
-    writer.writerow(names)
-    writer.writerows([getattr(row, name) for name in names] for row in rows)
-    return out.getvalue()
+    return row_forms.as_csv(names, ([getattr(row, name) for name in names] for row in rows))
 
 
 def as_md(rows: Sequence[KvRow]) -> str:
     """A line for each policy."""
-    table = [_md_row(row) for row in rows]
-    return (
-        tabulate(
-            [list(row.values()) for row in table],
-            headers=list(table[0]) if table else [],
-            tablefmt="github",
-            colalign=["left", "left", *["right"] * (len(table[0]) - 2)] if table else None,
-            disable_numparse=True,
-        )
-        + "\n"
-    )
+    return row_forms.as_md([_md_row(row) for row in rows], left=("policy", "estimate"))
 
 
 FORMATS: dict[str, Callable[[Sequence[KvRow]], str]] = {"md": as_md, "csv": as_csv, "json": as_json}
