@@ -57,6 +57,16 @@ class PoolRun:
     preemptions: int
     migrations: int
     failed: int
+    prompt_tokens: int
+    """Of all prompts, once."""
+    prefill_tokens: int
+    """Computed in prefill steps: prompts, and again what preemptions undid."""
+    prefill_s: float
+    decode_s: float
+    copy_s: float
+    """Of both, moving keys and values. All times are of the whole run."""
+    decode_step_ms: float
+    """Median, of counted steps."""
 
 
 class EndingRanks:
@@ -66,9 +76,15 @@ class EndingRanks:
         self._ranks = ranks
         self._replay = replay
         self._end_token_ids = sorted(end_token_ids)
+        self.copy_s = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ranks, name)
+
+    def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
+        started_s = time.perf_counter()
+        self._ranks.copy_kv(source_slot, target_slot, n_slots)
+        self.copy_s += time.perf_counter() - started_s
 
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         logits: npt.NDArray[np.float32] = self._ranks.forward(batch)
@@ -94,6 +110,9 @@ class Watch:
         self.counted_tokens = 0
         self.counted_s = 0.0
         self.running: list[int] = []
+        self.decode_steps_ms: list[float] = []
+        self.phase_s = {"prefill": 0.0, "decode": 0.0}
+        self.prefill_tokens = 0
 
     def step(self, engine: Engine) -> None:
         """One step, timed; counted where requests wait before and after it."""
@@ -105,11 +124,15 @@ class Watch:
         self.n_failed += len(delivery.outs) - len(answers)
         self.n_ended += sum(answer.finish_reason is not None for answer in answers)
         self.n_tokens += len(answers)
+        if delivery.stats is not None:
+            self.phase_s[delivery.stats.phase] += step_s
+            self.prefill_tokens += delivery.stats.n_tokens * (delivery.stats.phase == "prefill")
         if counts:
             self.counted_tokens += len(answers)
             self.counted_s += step_s
             if delivery.stats is not None and delivery.stats.phase == "decode":
                 self.running.append(delivery.stats.n_sequences)
+                self.decode_steps_ms.append(1e3 * step_s)
 
 
 def prompts_of(replay: Replay, seed: int) -> list[tuple[int, ...]]:
@@ -147,11 +170,14 @@ def run_policy(found: OpenModel, replay: Replay, policy: str, number: int, n_war
             watch.step(engine)
         whole_s = time.perf_counter() - started_s
         pool.check()
-        return _run_of(policy, number, watch, whole_s, engine)
+        return _run_of(policy, number, watch, whole_s, engine, replay)
 
 
-def _run_of(policy: str, number: int, watch: Watch, whole_s: float, engine: Engine) -> PoolRun:
+def _run_of(
+    policy: str, number: int, watch: Watch, whole_s: float, engine: Engine, replay: Replay
+) -> PoolRun:
     load = engine.load()
+    assert isinstance(engine.ranks, EndingRanks)
     return PoolRun(
         number,
         policy,
@@ -161,6 +187,12 @@ def _run_of(policy: str, number: int, watch: Watch, whole_s: float, engine: Engi
         load.preemptions,
         load.pool.migrations if load.pool else 0,
         watch.n_failed,
+        sum(one.prompt_tokens for one in replay.trace),
+        watch.prefill_tokens,
+        watch.phase_s["prefill"],
+        watch.phase_s["decode"],
+        engine.ranks.copy_s,
+        statistics.median(watch.decode_steps_ms) if watch.decode_steps_ms else 0.0,
     )
 
 
@@ -210,6 +242,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--warm", type=int, default=80, help="requests that end before time counts")
     parser.add_argument("--max-sequences", type=int, default=64)
+    parser.add_argument("--reserve", type=float, help="odma: share of the slots promised to nobody")
     parser.add_argument(
         "--policies", default=",".join(POLICIES), help="the first is compared with the others"
     )
@@ -230,7 +263,8 @@ def main() -> None:
     )
     wanted = Load([arguments.trace], asked, arguments.max_tokens, [arguments.estimate], None)
     try:
-        replay, story = replay_of(wanted, arguments.slots, arguments.max_sequences, {})
+        settings = {} if arguments.reserve is None else {"reserve_share": arguments.reserve}
+        replay, story = replay_of(wanted, arguments.slots, arguments.max_sequences, settings)
     except TraceError as error:
         raise SystemExit(str(error)) from None
     print(story, file=sys.stderr)

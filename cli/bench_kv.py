@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phasewise.cli.kv_speeds import Speeds
 from phasewise.cli.kv_trace import (
     Asked,
     Estimates,
@@ -60,6 +61,7 @@ class Replay:
     max_sequences: int
     step_s: float | None
     """How long a step takes where requests come by arrival; None: all wait from the beginning."""
+    speeds: Speeds | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Load:
     estimates: Sequence[str]
     """As `kv_trace.estimates_for` has them."""
     step_ms: float | None
+    speeds: Speeds | None = None
 
 
 def replay_of(load: Load, n_slots: int, max_sequences: int, settings: dict[str, Any]) -> tuple[Replay, str]:
@@ -94,7 +97,7 @@ def replay_of(load: Load, n_slots: int, max_sequences: int, settings: dict[str, 
     story = "; ".join([story_of(trace, limit, load.asked.seed), *off])
     pool = PoolSettings(longest_request=longest, answer_tokens=limit, **settings)
     step_s = None if load.step_ms is None else load.step_ms / 1000
-    return Replay(trace, estimates, limit, n_slots, pool, max_sequences, step_s), story
+    return Replay(trace, estimates, limit, n_slots, pool, max_sequences, step_s, load.speeds), story
 
 
 def story_of(trace: Trace, max_tokens: int, seed: int) -> str:
@@ -126,6 +129,8 @@ class KvRow:
     peak_running: int
     failed: int
     migrations: int
+    moved_slots: int
+    """Copied so that blocks could grow, or lie elsewhere."""
     overflows: int
     preemptions: int
     recomputed_tokens: int
@@ -138,6 +143,8 @@ class KvRow:
     output_tokens: int
     tokens_a_step: float
     """Of answers, over decode steps."""
+    tokens_per_s: float | None
+    """Of answers while requests wait, by the speeds that were given."""
 
 
 @dataclass(slots=True)
@@ -150,6 +157,9 @@ class _Sums:
     decode_steps: int = 0
     prefill_steps: int = 0
     prefill_tokens: int = 0
+    moved_slots: int = 0
+    waiting_tokens: int = 0
+    waiting_s: float = 0.0
     peak_running: int = 0
     ended: set[str] = field(default_factory=set)
 
@@ -191,6 +201,7 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
         peak_running=sums.peak_running,
         failed=len(replay.trace) - len(sums.ended),
         migrations=stats.migrations,
+        moved_slots=sums.moved_slots,
         overflows=stats.overflows,
         preemptions=scheduler.counts.preemptions,
         recomputed_tokens=sums.prefill_tokens - prompts,
@@ -202,6 +213,7 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
         prefill_steps=sums.prefill_steps,
         output_tokens=output,
         tokens_a_step=output / max(1, sums.decode_steps),
+        tokens_per_s=sums.waiting_tokens / sums.waiting_s if sums.waiting_s else None,
     )
 
 
@@ -235,6 +247,10 @@ def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:
     else:
         sums.prefill_steps += 1
         sums.prefill_tokens += batch.n_tokens
+    sums.moved_slots += sum(copy.n_slots for copy in batch.copies)
+    if scheduler.n_waiting and replay.speeds is not None:
+        sums.waiting_tokens += batch.n_logits
+        sums.waiting_s += replay.speeds.step_s(batch)
     tokens = []
     for request_id, piece in zip(batch.request_ids, batch.slices, strict=True):
         if piece.wants_logits:

@@ -143,6 +143,13 @@ class PrefixIndex:
         if source is not None:
             self._leave(source, 0)
 
+    def forget_ended(self) -> None:
+        """Nobody knows whether what has ended is where it was said to be."""
+        for source in self._retired:
+            self._leave(source, 0)
+        self._retired.clear()
+        self._n_retired_tokens = 0
+
     def clear(self) -> None:
         """Keys and values are lost."""
         for known in (self._by_chain, self._live, self._retired):

@@ -80,6 +80,10 @@ class LiveSequence:
         answer = self.generated[max(0, start - len(prompt)) : end - len(prompt)]
         return (*prompt[start:], *answer)
 
+    def begin_again(self) -> None:
+        """Nothing of it has keys and values any more."""
+        self.n_computed, self.has_started, self.runs = 0, False, None
+
     def demand(self, *, in_full: bool) -> Demand:
         """What it needs of the pool to run now, or `in_full`: to its very end."""
         most = self.request.most_tokens

@@ -16,10 +16,12 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from phasewise.serving.batch import Batch, KvCopy, Phase, SequenceSlice
 from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError
-from phasewise.serving.pools.contract import KvPool, Placement
+from phasewise.serving.pools.arena import aligned
+from phasewise.serving.pools.contract import Grant, KvPool, Placement
 from phasewise.serving.prefixes import PrefixIndex, chain, copies_between
 from phasewise.serving.request import LiveSequence, Request, TokenOut
 
@@ -48,6 +50,16 @@ class SchedulerCounts:
     phase_switches: int = 0
 
 
+class _Flight(NamedTuple):
+    """A batch that is being computed."""
+
+    batch: Batch
+    sequences: tuple[LiveSequence, ...]
+    """Of its slices, in order."""
+    moved: frozenset[str]
+    """Requests, also of other batches, whose keys and values it copies."""
+
+
 class SchedulerError(AssertionError):
     """The scheduler was misused or broke its own law: a bug, never a user's mistake."""
 
@@ -65,9 +77,11 @@ class Scheduler:
         self._waiting: list[LiveSequence] = []  # by arrival, as are the running ones
         self._running: list[LiveSequence] = []
         self._prefixes = PrefixIndex(pool.n_slots) if limits.prefix_reuse else None
+        self._copies: list[KvCopy] = []  # that the next batch brings, in their order
+        self._moved: set[str] = set()  # whom they move
         self._arrivals = 0
         self._last_phase: Phase | None = None
-        self._in_flight: tuple[Batch, tuple[LiveSequence, ...]] | None = None
+        self._in_flight: _Flight | None = None
 
     @property
     def n_waiting(self) -> int:
@@ -121,7 +135,7 @@ class Scheduler:
 
     def commit(self, batch: Batch, token_ids: Tokens[int]) -> list[TokenOut]:
         """Record a computed batch. `token_ids`: one sampled token per slice that wants logits, in order."""
-        sequences = self._take_flight(batch)
+        sequences = self._take_flight(batch).sequences
         sampled = iter(token_ids)
         outs = []
         for sequence, piece in zip(sequences, batch.slices, strict=True):
@@ -136,12 +150,23 @@ class Scheduler:
         return outs
 
     def discard(self, batch: Batch) -> tuple[str, ...]:
-        """The step of `batch` failed: its requests are dropped, their slots freed. Returns who they were."""
-        dropped = [one for one in self._take_flight(batch) if one.placement is not None]
+        """The step of `batch` failed: its requests are dropped, their slots freed. Returns who they were.
+
+        Whoever else was to be moved before it is computed again: nobody knows which copies were made.
+        """
+        flight = self._take_flight(batch)
+        dropped = [one for one in flight.sequences if one.placement is not None]
         for sequence in dropped:
             if self._prefixes is not None:
                 self._prefixes.drop(sequence.request_id)  # nobody knows how far the step came
             self._end(sequence, None)
+        for sequence in self._running:
+            if sequence.request_id in flight.moved:
+                if self._prefixes is not None:
+                    self._prefixes.drop(sequence.request_id)
+                sequence.begin_again()
+        if batch.copies and self._prefixes is not None:
+            self._prefixes.forget_ended()
         return tuple(sequence.request_id for sequence in dropped)
 
     def abort(self, request_id: str) -> bool:
@@ -161,6 +186,8 @@ class Scheduler:
         """Drop every request, also those of a batch that is neither committed nor discarded, and all that
         is known of keys and values."""
         self._in_flight = None
+        self._copies.clear()
+        self._moved.clear()
         for request_id in self.request_ids():
             self.abort(request_id)
         if self._prefixes is not None:
@@ -222,38 +249,45 @@ class Scheduler:
             if times > MOST_PREEMPTIONS and self._running and self._running[0].arrival < sequence.arrival:
                 return
             demand = sequence.demand(in_full=times >= MOST_PREEMPTIONS)
-            placement = self.pool.reserve(sequence.request_id, demand)
-            if placement is None:
+            grant = self.pool.reserve(sequence.request_id, demand)
+            if grant is None:
                 return
-            self.n_pool_changes += 1
-            sequence.placement = placement
+            self._accept(sequence, grant)
             insort(self._running, self._waiting.pop(0), key=_arrival)
+
+    def _accept(self, sequence: LiveSequence, grant: Grant) -> None:
+        """Take note of where everybody lies now. What they have written is copied with the next batch."""
+        self.n_pool_changes += 1
+        sequence.placement = grant.placement
+        for owner, placement, (source, target, _) in grant.moves:
+            mover = self._live[owner]
+            mover.placement = placement
+            if mover.n_computed:
+                self._copies.append(KvCopy(source, target, aligned(mover.n_computed)))
+                self._moved.add(owner)
+            if self._prefixes is not None:
+                self._prefixes.moved(owner, placement)
+        if self._prefixes is not None:
+            self._prefixes.moved(sequence.request_id, grant.placement)
 
     def _decode_batch(self) -> Batch | None:
         decoding = [one for one in self._running if not one.is_prefilling]
-        copies: list[KvCopy] = []
         for sequence in decoding:
             if sequence.placement is not None and sequence.n_tokens > sequence.placement.n_slots:
-                self._grow(sequence, copies)
+                self._grow(sequence)
         going_on: list[tuple[LiveSequence, Tokens[int]]] = [
             (one, one.generated[-1:]) for one in decoding if one.placement is not None
         ]
-        return self._fly("decode", going_on, copies) if going_on else None
+        return self._fly("decode", going_on) if going_on else None
 
-    def _grow(self, sequence: LiveSequence, copies: list[KvCopy]) -> None:
+    def _grow(self, sequence: LiveSequence) -> None:
         """Room for its next token, at the price of whoever came last: perhaps of itself."""
         while sequence.placement is not None:
-            growth = self.pool.grow(sequence.request_id, sequence.n_tokens)
-            if growth is None:
-                self._preempt(self._last_to_come(sequence))
-                continue
-            self.n_pool_changes += 1
-            sequence.placement = growth.placement
-            if self._prefixes is not None:
-                self._prefixes.moved(sequence.request_id, growth.placement)
-            if growth.copy is not None:
-                copies.append(growth.copy)
-            return
+            grant = self.pool.grow(sequence.request_id, sequence.n_tokens)
+            if grant is not None:
+                self._accept(sequence, grant)
+                return
+            self._preempt(self._last_to_come(sequence))
 
     def _last_to_come(self, growing: LiveSequence) -> LiveSequence:
         """Who must give way, so that `growing` or somebody older can go on."""
@@ -275,18 +309,17 @@ class Scheduler:
 
     def _prefill_batch(self, room: int) -> Batch | None:
         parts: list[tuple[LiveSequence, Tokens[int]]] = []
-        copies: list[KvCopy] = []
         for sequence in self._running:
             if room == 0:
                 break
-            if not sequence.is_prefilling or not (sequence.has_started or self._start(sequence, copies)):
+            if not sequence.is_prefilling or not (sequence.has_started or self._start(sequence)):
                 continue
             piece = sequence.pending_ids(min(sequence.n_pending, room))
             parts.append((sequence, piece))
             room -= len(piece)
-        return self._fly("prefill", parts, copies) if parts else None
+        return self._fly("prefill", parts) if parts else None
 
-    def _start(self, sequence: LiveSequence, copies: list[KvCopy]) -> bool:
+    def _start(self, sequence: LiveSequence) -> bool:
         """Begin to write its block, with keys and values that others have computed. False: they soon will."""
         prefixes, placement = self._prefixes, _placed(sequence)
         if prefixes is not None:
@@ -298,22 +331,20 @@ class Scheduler:
                 return False
             prefixes.start(sequence.request_id, (token_ids, sequence.runs), placement)
             if match.source is not None:
-                self._reuse(sequence, copies_between(match.source, placement, match.n_ready), copies)
+                self._reuse(sequence, copies_between(match.source, placement, match.n_ready))
         sequence.has_started = True
         return True
 
-    def _reuse(self, sequence: LiveSequence, brought: tuple[int, list[KvCopy]], copies: list[KvCopy]) -> None:
+    def _reuse(self, sequence: LiveSequence, brought: tuple[int, list[KvCopy]]) -> None:
         n_tokens, needed = brought
-        copies += needed
+        self._copies += needed
         sequence.n_computed = n_tokens
         assert self._prefixes is not None
         self._prefixes.advance(sequence.request_id, n_tokens)
         self.counts.prefix_hits += n_tokens > 0
         self.counts.prefix_tokens_reused += n_tokens
 
-    def _fly(
-        self, phase: Phase, parts: list[tuple[LiveSequence, Tokens[int]]], copies: list[KvCopy]
-    ) -> Batch:
+    def _fly(self, phase: Phase, parts: list[tuple[LiveSequence, Tokens[int]]]) -> Batch:
         slices = []
         for sequence, token_ids in parts:
             base, _, table = _placed(sequence)
@@ -321,16 +352,18 @@ class Scheduler:
             slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table))
         sequences = tuple(sequence for sequence, _ in parts)
         names = tuple(sequence.request_id for sequence in sequences)
-        batch = Batch(phase, tuple(slices), names, tuple(copies))
-        self._in_flight = batch, sequences
+        batch = Batch(phase, tuple(slices), names, tuple(self._copies))
+        self._copies.clear()
+        self._in_flight = _Flight(batch, sequences, frozenset(self._moved))
+        self._moved.clear()
         return batch
 
-    def _take_flight(self, batch: Batch) -> tuple[LiveSequence, ...]:
-        if self._in_flight is None or batch is not self._in_flight[0]:
+    def _take_flight(self, batch: Batch) -> _Flight:
+        flight = self._in_flight
+        if flight is None or batch is not flight.batch:
             raise SchedulerError("only the batch that next_batch gave last can be committed or discarded")
-        sequences = self._in_flight[1]
         self._in_flight = None
-        return sequences
+        return flight
 
     def _append(self, sequence: LiveSequence, token_id: int) -> TokenOut:
         sequence.generated.append(token_id)
@@ -352,8 +385,8 @@ class Scheduler:
         self._running.remove(sequence)
         if self._prefixes is not None and sequence.has_started:
             self._prefixes.retire(sequence.request_id, sequence.token_ids[: sequence.n_computed])
-        sequence.placement, sequence.runs = None, None
-        sequence.n_computed, sequence.has_started = 0, False
+        sequence.placement = None
+        sequence.begin_again()
 
 
 def _arrival(sequence: LiveSequence) -> int:

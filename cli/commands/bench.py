@@ -262,6 +262,12 @@ def kv(
         float | None,
         typer.Option("--step-ms", min=0.001, help="by arrival, a step as long [default: all wait at once]"),
     ] = None,
+    speeds: Annotated[
+        str | None,
+        typer.Option(
+            "--speeds", help="tokens/s of prompts and by sequences, e.g. prompt:900,1:108,8:641,copy:200000"
+        ),
+    ] = None,
     policies: Annotated[
         str, typer.Option("--policies", metavar="LIST", help="of odma, odma-whole, static, fixed, paged")
     ] = "odma,odma-whole,static,fixed,paged",
@@ -291,6 +297,7 @@ def kv(
     """
     from phasewise.cli.bench_kv import KV_POLICIES, Load, replay_of, replayed
     from phasewise.cli.kv_formats import FORMATS
+    from phasewise.cli.kv_speeds import speeds_of
     from phasewise.cli.kv_trace import Asked
 
     names = [name.strip() for name in policies.split(",")]
@@ -310,7 +317,7 @@ def kv(
     }
     asked = Asked(column, prompt_tokens, count, part.value, seed, model)
     estimates = [text.strip() for text in estimate.split(",")]
-    load = Load(traces, asked, max_tokens, estimates, step_ms)
+    load = Load(traces, asked, max_tokens, estimates, step_ms, None if speeds is None else speeds_of(speeds))
     replay, story = replay_of(
         load, slots, max_sequences, {name: value for name, value in settings.items() if value is not None}
     )

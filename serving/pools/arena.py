@@ -76,8 +76,16 @@ class Arena:
         self.give(block)
         found = self.take(n_slots)
         if found is None:
-            self._take_back(block)
+            self.claim(block)
         return found
+
+    def claim(self, block: Block) -> None:
+        """Take exactly `block`, all of which must be free."""
+        index = bisect_left(self._gaps, Block(block.base + 1, 0)) - 1
+        gap = self._gaps[index]
+        rest = (Block(gap.base, block.base - gap.base), Block(block.end, gap.end - block.end))
+        self._gaps[index : index + 1] = [one for one in rest if one.n_slots]
+        self.n_free -= block.n_slots
 
     def check(self, taken: Iterable[Block]) -> None:
         """Raise, with the numbers, unless gaps and `taken` together are every slot once."""
@@ -102,11 +110,3 @@ class Arena:
             self._gaps[index] = Block(gap.base + n_slots, gap.n_slots - n_slots)
         self.n_free -= n_slots
         return Block(gap.base, n_slots)
-
-    def _take_back(self, block: Block) -> None:
-        """Undo `give`."""
-        index = bisect_left(self._gaps, Block(block.base + 1, 0)) - 1
-        gap = self._gaps[index]
-        rest = (Block(gap.base, block.base - gap.base), Block(block.end, gap.end - block.end))
-        self._gaps[index : index + 1] = [one for one in rest if one.n_slots]
-        self.n_free -= block.n_slots

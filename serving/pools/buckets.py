@@ -48,6 +48,10 @@ class LearntSizes:
     def reserve_share(self) -> float:
         return self._settings.reserve_share if self._settings.climbs else 0.0
 
+    @property
+    def squeezes(self) -> bool:
+        return self._settings.climbs
+
     def first(self, demand: Demand) -> Size:
         return self._size(demand, demand.held_tokens - demand.prompt_tokens + 1)
 

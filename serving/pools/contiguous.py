@@ -8,22 +8,24 @@ all are thought to hold at any one time, were each to go on to its expected end,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from phasewise.serving.batch import KvCopy
-from phasewise.serving.pools.arena import Arena, Block
+from phasewise.serving.pools.arena import Arena, Block, aligned
 from phasewise.serving.pools.contract import (
     BucketStats,
     Demand,
-    Growth,
+    Grant,
+    Move,
     Placement,
     PoolError,
     PoolStats,
     check_demand,
 )
 from phasewise.serving.pools.shelves import Bucket, Shelves
+from phasewise.serving.pools.squeeze import Shift, enlarged, opened
 
 
 class Size(NamedTuple):
@@ -52,6 +54,10 @@ class Sizes(Protocol):
     @property
     def reserve_share(self) -> float:
         """Of all slots: kept out of what is promised to requests."""
+
+    @property
+    def squeezes(self) -> bool:
+        """Whether requests are moved where another needs slots that are free, but lie apart."""
 
     def first(self, demand: Demand) -> Size:
         """Of a request that begins, or begins again."""
@@ -111,33 +117,35 @@ class ContiguousPool:
     def longest(self) -> int:
         return self._arena.n_slots
 
-    def reserve(self, owner: str, demand: Demand) -> Placement | None:
+    def reserve(self, owner: str, demand: Demand) -> Grant | None:
         check_demand(owner, demand, self._held)
         self._follow_bounds()
         size = self._sizes.first(demand)
         n_positions = self._possible(size, demand.held_tokens)
         if self._held and (self._is_pressed or not self._is_room_for(size, n_positions, demand.most_tokens)):
             return None
+        moves: tuple[Move, ...] = ()
         block = self._shelves.take(size.bucket, n_positions)
+        if block is None and self._sizes.squeezes:
+            moves, block = self._opened(n_positions)
         if block is None:
             return None
         self._held[owner] = _Holding(block, size, self._bounds, demand)
         self._to_large += bool(self._bounds) and size.bucket is None
-        return Placement(*block)
+        return Grant(Placement(*block), moves)
 
-    def grow(self, owner: str, n_positions: int) -> Growth | None:
+    def grow(self, owner: str, n_positions: int) -> Grant | None:
         held = self._holding(owner)
         if n_positions > held.demand.most_tokens:
             raise PoolError(f"{owner!r} asks for {n_positions} positions, more than its {held.demand}")
-        before = held.block
-        if n_positions > before.n_slots and not self._enlarge(held, n_positions):
-            self._is_pressed = True
-            return None
-        copy = None
-        if held.block.base != before.base:
-            self._migrations += 1
-            copy = KvCopy(before.base, held.block.base, before.n_slots)
-        return Growth(Placement(*held.block), copy)
+        before, moves = held.block, ()
+        if n_positions > before.n_slots:
+            found = self._enlarge(owner, held, n_positions)
+            if found is None:
+                self._is_pressed = True
+                return None
+            moves = found
+        return Grant(Placement(*held.block), moves)
 
     def release(self, owner: str, answer_tokens: int | None = None) -> None:
         held = self._holding(owner)
@@ -187,23 +195,80 @@ class ContiguousPool:
         at_most = most_tokens - n_positions + sum(held.n_at_most_to_come for held in running)
         return promised <= self.n_slots - min(self.n_slots * self._sizes.reserve_share, max(0, at_most))
 
-    def _enlarge(self, held: _Holding, n_positions: int) -> bool:
+    def _enlarge(self, owner: str, held: _Holding, n_positions: int) -> tuple[Move, ...] | None:
         """In place if the slots behind are free, else by moving; as long as wanted, else the shortest."""
         size = self._sizes.next(held.demand, n_positions)
-        wanted = self._possible(size, n_positions)
-        block = self._longer(held.block, wanted)
-        if block is None:
+        moves = self._longer(owner, held, self._possible(size, n_positions))
+        if moves is None:
             self._shelves.clear()
-            block = self._longer(held.block, wanted) or self._longer(held.block, n_positions)
-        if block is None:
-            return False
+            for wanted in (self._possible(size, n_positions), n_positions):
+                moves = self._longer(owner, held, wanted)
+                if moves is None and self._sizes.squeezes:
+                    moves = self._squeezed(owner, held, wanted)
+                if moves is not None:
+                    break
+        if moves is None:
+            return None
         if size.bucket is None and held.size.bucket is not None:
             self._overflows += 1
-        held.block, held.size, held.bounds = block, size, self._sizes.bounds
-        return True
+        held.size, held.bounds = size, self._sizes.bounds
+        return moves
 
-    def _longer(self, block: Block, n_positions: int) -> Block | None:
-        return self._arena.extend(block, n_positions) or self._arena.move(block, n_positions)
+    def _longer(self, owner: str, held: _Holding, n_positions: int) -> tuple[Move, ...] | None:
+        """A longer block for `held`, where one is free."""
+        before = held.block
+        block = self._arena.extend(before, n_positions) or self._arena.move(before, n_positions)
+        if block is None:
+            return None
+        held.block = block
+        if block.base == before.base:
+            return ()
+        self._migrations += 1
+        return (Move(owner, Placement(*block), KvCopy(before.base, block.base, before.n_slots)),)
+
+    def _squeezed(self, owner: str, held: _Holding, n_positions: int) -> tuple[Move, ...] | None:
+        """A longer block for `held` where others have made way."""
+        owners, blocks = self._in_order()
+        needed = aligned(n_positions) - held.block.n_slots
+        shifts = enlarged(blocks, self.n_slots, owners.index(owner), needed)
+        if shifts is None:
+            return None
+        moves = self._shifted(dict(zip(blocks, owners, strict=True)), shifts)
+        block = self._arena.extend(held.block, n_positions)
+        assert block is not None, f"no room behind {held} after {shifts}"
+        held.block = block
+        return tuple(
+            move._replace(placement=Placement(*block)) if move.owner == owner else move for move in moves
+        )
+
+    def _opened(self, n_positions: int) -> tuple[tuple[Move, ...], Block | None]:
+        """A new block where others have made way for it."""
+        owners, blocks = self._in_order()
+        found = opened(blocks, self.n_slots, aligned(n_positions))
+        if found is None:
+            return (), None
+        shifts, base = found
+        moves = self._shifted(dict(zip(blocks, owners, strict=True)), shifts)
+        block = Block(base, aligned(n_positions))
+        self._arena.claim(block)
+        return moves, block
+
+    def _in_order(self) -> tuple[list[str], list[Block]]:
+        """Owners and their blocks, by place."""
+        held = sorted((one.block, owner) for owner, one in self._held.items())
+        return [owner for _, owner in held], [block for block, _ in held]
+
+    def _shifted(self, owners: Mapping[Block, str], shifts: Sequence[Shift]) -> tuple[Move, ...]:
+        for shift in shifts:
+            self._arena.give(shift.source)
+        moves = []
+        for source, target in shifts:
+            owner, block = owners[source], Block(target, source.n_slots)
+            self._arena.claim(block)
+            self._held[owner].block = block
+            moves.append(Move(owner, Placement(*block), KvCopy(source.base, target, source.n_slots)))
+        self._migrations += len(moves)
+        return tuple(moves)
 
     def _possible(self, size: Size, at_least: int) -> int:
         return max(at_least, min(size.n_positions, self.n_slots))

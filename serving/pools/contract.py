@@ -6,7 +6,7 @@ and is a multiple of it long. Four promises, which `tests/serving/pools` holds a
 - no slot has two owners, and free + used = all, after every call;
 - an empty pool takes any request of at most `longest` positions and lets it grow to its end;
 - what a call answers with None has changed nothing;
-- the copies of successive growths may be carried out later, in their order, as long as nothing is computed in
+- the copies of successive grants may be carried out later, in their order, as long as nothing is computed in
   between: a copy's source is given back by the very call that returns it.
 """
 
@@ -58,12 +58,19 @@ class Placement(NamedTuple):
     """Slots at which its runs of `KV_CHUNK` positions begin; None where all are one run."""
 
 
-class Growth(NamedTuple):
-    """A placement with more room."""
+class Move(NamedTuple):
+    """`owner` lies at `placement` now; what it had written is to be copied there."""
+
+    owner: str
+    placement: Placement
+    copy: KvCopy
+
+
+class Grant(NamedTuple):
+    """Room that was given, and whoever had to move for it, in the order of the copies."""
 
     placement: Placement
-    copy: KvCopy | None
-    """The migration, if there is one: what the old block held, from there to here."""
+    moves: tuple[Move, ...] = ()
 
 
 class BucketStats(NamedTuple):
@@ -92,7 +99,7 @@ class PoolStats(NamedTuple):
     largest_reservable: int
     buckets: tuple[BucketStats, ...] = ()
     migrations: int = 0
-    """Growths that moved a request."""
+    """Times that a request was moved, for its own growth or for another's room."""
     overflows: int = 0
     """Requests that outgrew their first block."""
     to_large: int = 0
@@ -123,7 +130,7 @@ class PoolSettings:
     """odma: share of the answers that the buckets hold; the large one has the rest."""
     large_level: float = 0.9
     """odma: the large bucket hands out this quantile of the answers that lasted as long as this one has."""
-    reserve_share: float = 0.2
+    reserve_share: float = 0.15
     """odma, climbing: share of the slots that is promised to nobody: the large bucket's reserve. Less, where
     all that run could not ask for so much more."""
     window: int = 1024
@@ -156,10 +163,10 @@ class KvPool(Protocol):
     def longest(self) -> int:
         """Positions of the longest request that the empty pool holds to its end."""
 
-    def reserve(self, owner: str, demand: Demand) -> Placement | None:
+    def reserve(self, owner: str, demand: Demand) -> Grant | None:
         """Room for `demand.held_tokens` at least, or None: not now. One placement per owner."""
 
-    def grow(self, owner: str, n_positions: int) -> Growth | None:
+    def grow(self, owner: str, n_positions: int) -> Grant | None:
         """Room for `n_positions` (at most the demand's `most_tokens`), or None: not now."""
 
     def release(self, owner: str, answer_tokens: int | None = None) -> None:

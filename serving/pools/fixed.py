@@ -17,6 +17,7 @@ class FixedSizes:
 
     policy = "fixed"
     reserve_share = 0.0
+    squeezes = False
 
     def __init__(self, longest_answer: int, n_buckets: int) -> None:
         self.bounds = tuple(-(-longest_answer * at // n_buckets) for at in range(1, n_buckets + 1))

@@ -10,7 +10,7 @@ from phasewise.serving.pools.contract import (
     KV_CHUNK,
     BucketStats,
     Demand,
-    Growth,
+    Grant,
     Placement,
     PoolError,
     PoolStats,
@@ -42,19 +42,19 @@ class PagedPool:
     def longest(self) -> int:
         return self.n_slots
 
-    def reserve(self, owner: str, demand: Demand) -> Placement | None:
+    def reserve(self, owner: str, demand: Demand) -> Grant | None:
         check_demand(owner, demand, self._held)
         pages = _Pages([], demand)
         if not self._add(pages, demand.held_tokens):
             return None
         self._held[owner] = pages
-        return self._placement(pages)
+        return Grant(self._placement(pages))
 
-    def grow(self, owner: str, n_positions: int) -> Growth | None:
+    def grow(self, owner: str, n_positions: int) -> Grant | None:
         pages = self._pages(owner)
         if n_positions > pages.demand.most_tokens:
             raise PoolError(f"{owner!r} asks for {n_positions} positions, more than its {pages.demand}")
-        return Growth(self._placement(pages), None) if self._add(pages, n_positions) else None
+        return Grant(self._placement(pages)) if self._add(pages, n_positions) else None
 
     def release(self, owner: str, answer_tokens: int | None = None) -> None:
         pages = self._pages(owner)

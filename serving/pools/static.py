@@ -12,6 +12,7 @@ class StaticSizes:
     policy = "static"
     bounds: tuple[int, ...] = ()
     reserve_share = 0.0
+    squeezes = False
 
     def __init__(self, longest_request: int) -> None:
         self.large_bound = longest_request

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from phasewise.cli.bench_kv import KV_POLICIES, Load, replay_of, replayed
+from phasewise.cli.kv_speeds import speeds_of
 from phasewise.cli.kv_trace import (
     Asked,
     estimates_for,
@@ -21,6 +22,7 @@ from phasewise.cli.kv_trace import (
     static_shares,
 )
 from phasewise.cli.main import app
+from phasewise.serving.batch import Batch, KvCopy, Phase, SequenceSlice
 from phasewise.tuner.errors import TraceError
 
 ALPACA = Path(__file__).parents[3] / "shared/data/prompts/alpaca_vicuna7b_lengths_train10k.csv"
@@ -50,6 +52,39 @@ def test_every_policy_serves_every_request_whole(estimate: str) -> None:
         assert 0 < row.live_pool <= row.live_reserved <= 1
         assert 0 < row.final_reserved <= 1
         assert 1 <= row.mean_running <= row.peak_running <= 64
+
+
+def test_speeds_make_steps_into_seconds() -> None:
+    """Known sequences cost what was told, others lie between; copies and prompts cost what they hold."""
+    speeds = speeds_of("4:200,prompt:1000,1:100,copy:500")
+
+    def step_s(phase: Phase, n_slices: int, n_tokens: int = 1, copies: tuple[KvCopy, ...] = ()) -> float:
+        piece = SequenceSlice((1,) * n_tokens, 0, 0, wants_logits=True)
+        return speeds.step_s(Batch(phase, (piece,) * n_slices, copies=copies))
+
+    assert step_s("decode", 1) == pytest.approx(0.01)
+    assert step_s("decode", 4) == pytest.approx(0.02)
+    assert step_s("decode", 2) == pytest.approx(0.01 + 0.01 / 3)
+    assert step_s("decode", 8) == pytest.approx(0.04)
+    assert step_s("prefill", 2, 25) == pytest.approx(0.05)
+    assert step_s("decode", 1, copies=(KvCopy(0, 16, 16), KvCopy(32, 64, 34))) == pytest.approx(0.11)
+
+
+def test_the_figure_by_speeds_is_tokens_over_seconds() -> None:
+    """Each sequence alone, at one speed whatever is computed: that speed, less the prompts' time."""
+    args = ["fixed:10/40", "-n", "6", "--max-tokens", "40", "--slots", "64", "--policies", "static"]
+
+    (row,) = rows_of(*args, "--speeds", "prompt:100,1:100")
+    (unknown,) = rows_of(*args)
+
+    assert row["tokens_per_s"] == pytest.approx(40 / 0.49, rel=0.01)
+    assert unknown["tokens_per_s"] is None
+
+
+@pytest.mark.parametrize("text", ["", "1:100", "prompt:5", "prompt:5,x:3", "prompt:5,1:0", "prompt:5,0:4"])
+def test_unreadable_speeds_are_refused(text: str) -> None:
+    with pytest.raises(TraceError, match="prompt:900"):
+        speeds_of(text)
 
 
 def test_the_same_seed_gives_the_same_rows() -> None:

@@ -6,7 +6,8 @@ from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.contract import (
     ALIGNMENT,
     Demand,
-    Growth,
+    Grant,
+    Move,
     Placement,
     PoolError,
     PoolStats,
@@ -23,11 +24,12 @@ class RestlessPool:
         self.n_moved = 0
         self._held: dict[str, Placement] = {}
 
-    def reserve(self, owner: str, demand: Demand) -> Placement | None:
+    def reserve(self, owner: str, demand: Demand) -> Grant | None:
         check_demand(owner, demand, self._held)
-        return self._place(owner, demand.held_tokens)
+        placement = self._place(owner, demand.held_tokens)
+        return None if placement is None else Grant(placement)
 
-    def grow(self, owner: str, n_positions: int) -> Growth | None:
+    def grow(self, owner: str, n_positions: int) -> Grant | None:
         before = self._held[owner]
         placement = self._place(owner, n_positions)
         if placement is None:  # nowhere else: perhaps over its own slots
@@ -37,7 +39,8 @@ class RestlessPool:
             self._held[owner] = before
             return None
         self.n_moved += 1
-        return Growth(placement, KvCopy(before.base, placement.base, before.n_slots))
+        copy = KvCopy(before.base, placement.base, before.n_slots)
+        return Grant(placement, (Move(owner, placement, copy),))
 
     def release(self, owner: str, answer_tokens: int | None = None) -> None:
         del self._held[owner]

@@ -99,6 +99,52 @@ def test_answers_under_load_are_those_of_the_request_alone(
         assert found == (expected[: len(found)] if request.request_id in aborted else expected)
 
 
+class HalfDone(AttentiveRanks):
+    """Ranks that fail at one copy, when some of its step's copies were made."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__(successor=lambda token_id: token_id, kv_slots=4096)
+        self.copies_left = fails_at
+
+    def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
+        self.copies_left -= 1
+        if self.copies_left == 0:
+            raise ValueError("no such slots")
+        super().copy_kv(source_slot, target_slot, n_slots)
+
+
+@settings(deadline=None, max_examples=60)
+@given(asked=asked, fails_at=st.integers(1, 12), policy=st.sampled_from(POLICIES), reuse=st.booleans())
+def test_who_was_to_be_moved_by_a_step_that_failed_is_computed_again(
+    asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]],
+    fails_at: int,
+    policy: str,
+    reuse: bool,
+) -> None:
+    """Whoever is not of the failed batch ends with the answer that it gets alone."""
+    pool = any_pool(policy, N_SLOTS, CONTEXT)
+    engine = make_engine(
+        HalfDone(fails_at), pool=pool, kv_slots=N_SLOTS, context_length=CONTEXT, prefix_reuse=reuse
+    )
+    requests = requests_of(asked)
+    for request in requests:
+        engine.submit(submit(request))
+    got: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    failed = set()
+
+    while engine.has_work:
+        for out in engine.step().outs:
+            if isinstance(out, Answer):
+                got[out.request_id] += [token.token_id for token in out.tokens]
+            else:
+                failed.add(out.request_id)
+        engine.scheduler.check()
+
+    for request in requests:
+        if request.request_id not in failed:
+            assert got[request.request_id] == alone(request)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(deadline=None, max_examples=40)
 @given(asked=asked, chunk=st.integers(1, 64), sequences=st.integers(1, 8))

@@ -15,6 +15,8 @@ from phasewise.serving.pools.bounds import FEWEST, Bounds, Lengths, learnt
 from phasewise.serving.pools.buckets import LearntSizes
 from phasewise.serving.pools.contiguous import ContiguousPool, peak
 from phasewise.serving.pools.contract import ALIGNMENT, Demand, Estimate, PoolSettings
+from phasewise.serving.pools.fixed import FixedSizes
+from phasewise.serving.pools.static import StaticSizes
 
 LENGTHS = st.lists(st.integers(1, 4096), min_size=FEWEST, max_size=300)
 
@@ -159,9 +161,10 @@ def test_new_bounds_leave_running_requests_alone() -> None:
         assert pool.refresh()
         pool.check()
 
-    assert pool.placements() == {"stays": before}
+    assert before is not None
+    assert pool.placements() == {"stays": before.placement}
     assert pool.stats().refreshes == 2
-    assert pool.stats().slots_free == 8192 - before.n_slots  # type: ignore[union-attr]
+    assert pool.stats().slots_free == 8192 - before.placement.n_slots
 
 
 @pytest.mark.parametrize("n_requests", [3, 40])
@@ -174,3 +177,32 @@ def test_requests_are_let_in_by_what_they_will_need(n_requests: int) -> None:
     ]
 
     assert len(let_in) == min(n_requests, 6000 // 805)
+
+
+@pytest.mark.parametrize("estimate", [None, Estimate(30, 0)])
+def test_free_slots_are_room_wherever_they_lie(estimate: Estimate | None) -> None:
+    """Every second of the blocks is given back: those that stay make way until no slot is free."""
+    pool = ContiguousPool(640, taught(reserve_share=0.0))
+    names = [str(at) for at in range(20)]
+    for name in names:
+        assert pool.reserve(name, Demand(30, 400, 30, Estimate(1, 0))) is not None
+    for name in names[::2]:
+        pool.release(name)
+    assert pool.stats().largest_reservable < 64
+
+    grant = pool.reserve("long", Demand(200, 300, 200, estimate))
+    assert grant is not None
+    assert grant.moves
+    for n_positions in range(201, 301):
+        assert pool.grow("long", n_positions) is not None
+    at = 31
+    while pool.stats().slots_free:
+        assert pool.grow("1", at) is not None
+        at += 1
+        pool.check()
+
+
+def test_other_policies_move_nobody_for_another() -> None:
+    """Static pre-allocation and S3's buckets are as their authors have them."""
+    for sizes in (StaticSizes(64), FixedSizes(64, 4), LearntSizes(PoolSettings(64, climbs=False))):
+        assert not sizes.squeezes

@@ -12,6 +12,7 @@ from phasewise.serving.pools.contract import (
     ALIGNMENT,
     Demand,
     Estimate,
+    Grant,
     KvPool,
     Placement,
     PoolError,
@@ -45,15 +46,18 @@ class Memory:
         self.written: dict[str, int] = {}
         self.most: dict[str, int] = {}
         self.prompt: dict[str, int] = {}
+        self.placements: dict[str, Placement] = {}
         self.copies: list[KvCopy] = []
 
     def reserve(self, owner: str, demand: Demand) -> None:
         before = self._state()
-        placement = self.pool.reserve(owner, demand)
-        if placement is None:
+        grant = self.pool.reserve(owner, demand)
+        if grant is None:
             assert self._state() == before, "a refusal changed something"
             return
-        assert placement.n_slots >= demand.held_tokens
+        assert grant.placement.n_slots >= demand.held_tokens
+        self._follow(owner, grant)
+        self._copy()
         self.written[owner], self.most[owner], self.prompt[owner] = (
             0,
             demand.most_tokens,
@@ -65,18 +69,17 @@ class Memory:
     def grow(self, owner: str, n_positions: int) -> bool:
         """Room for so many; what was there is copied when the step is computed."""
         before = self._state()
-        growth = self.pool.grow(owner, n_positions)
-        if growth is None:
+        grant = self.pool.grow(owner, n_positions)
+        if grant is None:
             assert self._state() == before, "a refusal changed something"
             return False
-        assert growth.placement.n_slots >= n_positions
-        assert self.pool.placements()[owner] == growth.placement
-        if growth.copy is not None:
-            self.copies.append(growth.copy)
+        assert grant.placement.n_slots >= n_positions
+        self._follow(owner, grant)
         self._check()
         return True
 
     def release(self, owner: str, *, ended: bool) -> None:
+        del self.placements[owner]
         answer = self.written.pop(owner) - self.prompt[owner]
         self.pool.release(owner, answer if ended else None)
         assert owner not in self.pool.placements()
@@ -91,9 +94,7 @@ class Memory:
                     grown.append((owner, n_positions))
                 elif preempted and preempted[-1] in self.written and preempted[-1] != owner:
                     self.release(preempted.pop(), ended=False)
-        for source, target, n_slots in self.copies:
-            self.slots[target : target + n_slots] = self.slots[source : source + n_slots]
-        self.copies.clear()
+        self._copy()
         for owner, n_positions in grown:
             if owner in self.written:
                 self._write(owner, n_positions)
@@ -103,6 +104,21 @@ class Memory:
         if placement.table is None:
             return placement.base + position
         return placement.table[position // self.page_slots] + position % self.page_slots
+
+    def _follow(self, owner: str, grant: Grant) -> None:
+        """Placements are those the pool tells, and nobody has another that was not told to have moved."""
+        self.placements[owner] = grant.placement
+        for move in grant.moves:
+            assert move.copy.target_slot == move.placement.base
+            assert move.copy.source_slot != move.copy.target_slot
+            self.placements[move.owner] = move.placement
+            self.copies.append(move.copy)
+        assert self.pool.placements() == self.placements
+
+    def _copy(self) -> None:
+        for source, target, n_slots in self.copies:
+            self.slots[target : target + n_slots] = self.slots[source : source + n_slots]
+        self.copies.clear()
 
     def _write(self, owner: str, n_positions: int) -> None:
         placement = self.pool.placements()[owner]
