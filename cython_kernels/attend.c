@@ -192,16 +192,26 @@ typedef struct {
     workspace work;
 } attending;
 
-/* A head of the projection with its bias, its norm (either may be NULL) and, for queries and keys, its rotation. */
-static void load_head(const attending *a, int64_t row, int64_t column, const float *norm, bool turned, float *out) {
+/* A head of the projection with its bias: where it lies, or in `out` where there is one to add. */
+static const float *biased_head(const attending *a, int64_t row, int64_t column, float *out) {
+    const pw_program *program = a->run->program;
+    const float *x = program->arena + a->op->in + row * a->op->in_stride + column;
+    if (!a->op->bias) return x;
+    memcpy(out, x, sizeof(float) * (size_t)program->shape.head_dim);
+    a->run->kernels->ops.add(program->shape.head_dim, a->op->bias + column, out);
+    return out;
+}
+
+/* A query or key with its norm (which may be NULL) and its rotation, times `factor`. */
+static void turned_head(const attending *a, int64_t row, int64_t column, const float *norm, float factor, float *out) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
     int32_t dim = program->shape.head_dim;
-    memcpy(out, program->arena + a->op->in + row * a->op->in_stride + column, sizeof(float) * (size_t)dim);
-    if (a->op->bias) ops->add(dim, a->op->bias + column, out);
-    if (norm) ops->rmsnorm(dim, out, norm, program->shape.norm_eps, out);
     int64_t at = row * (dim / 2);
-    if (turned) ops->rope(dim / 2, program->cosines + at, program->sines + at, out);
+    pw_turn turn = {program->cosines + at, program->sines + at, factor};
+    const float *x = biased_head(a, row, column, out);
+    if (norm) ops->rmsnorm(dim, x, norm, program->shape.norm_eps, out);
+    ops->rope(dim / 2, &turn, norm ? out : x, out);
 }
 
 static void store_row(const attending *a, int64_t row, int64_t kv_head) {
@@ -211,10 +221,9 @@ static void store_row(const attending *a, int64_t row, int64_t kv_head) {
     float x[PW_MAX_HEAD_DIM];
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
     int64_t slot = program->step.slots[row], dim = shape->head_dim;
-    load_head(a, row, (shape->n_heads + kv_head) * dim, a->op->k_norm, true, x);
+    turned_head(a, row, (shape->n_heads + kv_head) * dim, a->op->k_norm, 1.0f, x);
     ops->store_key(&head, slot, x);
-    load_head(a, row, (shape->n_heads + shape->n_kv_heads + kv_head) * dim, NULL, false, x);
-    ops->store_value(&head, slot, x);
+    ops->store_value(&head, slot, biased_head(a, row, (shape->n_heads + shape->n_kv_heads + kv_head) * dim, x));
 }
 
 /* The queries of rows [row, row + tokens) that share a KV head. */
@@ -226,8 +235,7 @@ static pw_queries load_queries(const attending *a, int64_t row, int64_t tokens, 
     for (int64_t token = row; token < row + tokens; ++token)
         for (int32_t i = 0; i < group; ++i, ++n) {
             float *q = a->work.q + (int64_t)n * PW_ROW_STRIDE;
-            load_head(a, token, (kv_head * group + i) * shape->head_dim, a->op->q_norm, true, q);
-            a->run->kernels->ops.scale(shape->head_dim, factor, q);
+            turned_head(a, token, (kv_head * group + i) * shape->head_dim, a->op->q_norm, factor, q);
             a->work.last[n] = program->step.positions[token];
             a->work.first[n] = first_seen(shape, a->work.last[n]);
         }

@@ -69,6 +69,12 @@ typedef struct {
     int32_t n_parts, n_outs;
 } pw_sum;
 
+/* Of each pair: the cosine and sine of its angle; and what all are multiplied by afterwards. */
+typedef struct {
+    const float *cosine, *sine; /* [half] */
+    float factor;
+} pw_turn;
+
 typedef struct {
     int32_t lanes;
 
@@ -81,11 +87,8 @@ typedef struct {
     /* Elements begin..end - 1 of a sum; n_parts >= 1. Each addition rounds once, so every ISA finds the same bits. */
     void (*sum)(const pw_sum *sum, int64_t begin, int64_t end);
 
-    /* Turns the pairs (x[i], x[half + i]) by the angle whose cosine and sine are given, i < half. */
-    void (*rope)(int64_t half, const float *cosine, const float *sine, float *x);
-
-    /* x[n] *= factor */
-    void (*scale)(int64_t n, float factor, float *x);
+    /* y: the pairs (x[i], x[half + i]), i < half, turned and multiplied; y may be x. */
+    void (*rope)(int64_t half, const pw_turn *turn, const float *x, float *y);
 
     /* y[n] = gate / (1 + exp(-gate)) * up; y may be gate or up. */
     void (*silu_gate)(int64_t n, const float *gate, const float *up, float *y);

@@ -50,10 +50,15 @@ cdef extern from "ops.h" nogil:
         float *sum
         float *values
 
+    ctypedef struct pw_turn:
+        const float *cosine
+        const float *sine
+        float factor
+
     ctypedef struct pw_op_kernels:
         int32_t lanes
         void (*rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) noexcept nogil
-        void (*rope)(int64_t half, const float *cosine, const float *sine, float *x) noexcept nogil
+        void (*rope)(int64_t half, const pw_turn *turn, const float *x, float *y) noexcept nogil
         void (*silu_gate)(int64_t n, const float *gate, const float *up, float *y) noexcept nogil
         void (*softmax)(int64_t n, const float *x, float *y) noexcept nogil
         void (*exponential)(int64_t n, const float *x, float *y) noexcept nogil
@@ -209,13 +214,14 @@ def rmsnorm(const float[::1] x, const float[::1] weight, float eps):
     return out
 
 
-def rope(const float[::1] x, const float[::1] cosine, const float[::1] sine):
-    """The pairs (x[i], x[half + i]) turned by the angles given, float32 [2 * half]."""
+def rope(const float[::1] x, const float[::1] cosine, const float[::1] sine, float factor=1.0):
+    """The pairs (x[i], x[half + i]) turned by the angles given, times `factor`: float32 [2 * half]."""
     if cosine.shape[0] < 1 or sine.shape[0] != cosine.shape[0] or x.shape[0] != 2 * cosine.shape[0]:
         raise ValueError(f"a head of {x.shape[0]} and {cosine.shape[0]} angles")
-    out = np.array(x, dtype=np.float32)
+    out = np.empty(x.shape[0], dtype=np.float32)
     cdef float[::1] y = out
-    _ops().rope(cosine.shape[0], &cosine[0], &sine[0], &y[0])
+    cdef pw_turn turn = pw_turn(&cosine[0], &sine[0], factor)
+    _ops().rope(cosine.shape[0], &turn, &x[0], &y[0])
     return out
 
 

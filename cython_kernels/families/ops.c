@@ -15,7 +15,6 @@
         .add = ISA(add), \
         .sum = ISA(sum), \
         .rope = ISA(rope), \
-        .scale = ISA(scale), \
         .silu_gate = ISA(silu_gate), \
         .exponential = ISA(exponential), \
         .softmax = ISA(softmax), \

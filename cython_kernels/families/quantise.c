@@ -48,12 +48,11 @@ static void bf16_row(int64_t k, const float *x, uint16_t *row) {
     memset(row + k, 0, 2 * (size_t)(pw_padded_k(k) - k));
 }
 
-/* int8 in the order of k, or int16 as (a0, a2), (a1, a3) where the dots want them so. */
-PW_INLINE void write_values(int kind, const int8_t *q, int group, uint8_t *out) {
-    if (kind == PW_Q4 || Q8_ACTIVATION_BYTES == 1) {
-        memcpy(out, q, (size_t)group);
-        return;
-    }
+/* Whether a row's values are read as they were rounded: int8 in the order of k. */
+PW_INLINE int plain_values(int kind) { return kind == PW_Q4 || Q8_ACTIVATION_BYTES == 1; }
+
+/* The other form: int16 as (a0, a2), (a1, a3). */
+PW_INLINE void widen_values(const int8_t *q, int group, uint8_t *out) {
     int16_t *wide = (int16_t *)(void *)out;
     for (int i = 0; i < group; i += 4) {
         wide[i] = q[i];
@@ -89,16 +88,31 @@ PW_INLINE int32_t quantise_values(int count, const float *x, byte_scale s, int8_
     return vi_sum(total);
 }
 
+/* x[count] to the values of a row; their sum. Plain ones are stored where they belong: read back as one vector from a
+ * buffer they would wait for its stores to leave the core. */
+PW_INLINE int32_t write_values(int kind, int count, const float *x, byte_scale s, uint8_t *out) {
+    if (plain_values(kind)) return quantise_values(count, x, s, (int8_t *)out);
+    int8_t q[PW_K_MULTIPLE];
+    int32_t sum = quantise_values(count, x, s, q);
+    widen_values(q, count, out);
+    return sum;
+}
+
+/* What x[k] has from i on, and zeros up to a whole group. */
+PW_INLINE const float *padded_group(int64_t k, const float *x, int64_t i, float *group) {
+    memset(group, 0, 4 * PW_K_MULTIPLE);
+    if (i < k) memcpy(group, x + i, 4 * (size_t)(k - i));
+    return group;
+}
+
 /* x[group] to its block. */
 PW_INLINE void quantise_group(int kind, int group, int32_t zero_point, const float *x, uint8_t *out) {
-    int8_t q[PW_K_MULTIPLE];
     vi magnitude = vi_set1(0);
     for (int i = 0; i < group; i += LANES) magnitude = vi_max(magnitude, magnitudes(x + i));
     byte_scale s = byte_scale_of((uint32_t)vi_max_all(magnitude));
-    int32_t sum = quantise_values(group, x, s, q);
+    int32_t sum = write_values(kind, group, x, s, out);
     int32_t bias = FLOAT_BIAS_BITS + ((kind == PW_Q8 ? Q8_WEIGHT_OFFSET : 0) - zero_point) * sum;
     float scaled_sum = s.scale * (float)sum;
-    write_values(kind, q, group, out);
     uint8_t *fields = out + group_values_bytes(kind, group);
     memcpy(fields, &s.scale, 4);
     memcpy(fields + 4, &bias, 4);
@@ -109,9 +123,8 @@ PW_INLINE void quantise_row(int kind, int group, int32_t zero_point, int64_t k, 
     int64_t i = 0, block_bytes = group_block_bytes(kind, group);
     for (; i + group <= k; i += group, out += block_bytes) quantise_group(kind, group, zero_point, x + i, out);
     for (; i < pw_padded_k(k); i += group, out += block_bytes) {
-        float last[PW_K_MULTIPLE] = {0};
-        if (i < k) memcpy(last, x + i, 4 * (size_t)(k - i));
-        quantise_group(kind, group, zero_point, last, out);
+        float last[PW_K_MULTIPLE];
+        quantise_group(kind, group, zero_point, padded_group(k, x, i, last), out);
     }
 }
 
@@ -135,11 +148,9 @@ static void quantise_column_row(int32_t zero_point, int64_t k, const float *x, u
     memcpy(fields, &s.scale, 4);
     memcpy(fields + COLUMN_SCALE_BYTES, &bias, 4);
     for (int64_t i = 0; i < k; i += PW_K_MULTIPLE, out += PW_K_MULTIPLE * Q8_ACTIVATION_BYTES) {
-        int8_t q[PW_K_MULTIPLE];
-        float last[PW_K_MULTIPLE] = {0};
-        if (i + PW_K_MULTIPLE > k) memcpy(last, x + i, 4 * (size_t)(k - i));
-        int32_t sum = quantise_values(PW_K_MULTIPLE, i + PW_K_MULTIPLE > k ? last : x + i, s, q);
-        write_values(PW_Q8, q, PW_K_MULTIPLE, out);
+        float last[PW_K_MULTIPLE];
+        const float *group = i + PW_K_MULTIPLE > k ? padded_group(k, x, i, last) : x + i;
+        int32_t sum = write_values(PW_Q8, PW_K_MULTIPLE, group, s, out);
         bias += (uint32_t)(Q8_WEIGHT_OFFSET - zero_point) * (uint32_t)sum;
         memcpy(fields + COLUMN_SCALE_BYTES + 4 * (i / PW_K_MULTIPLE + 1), &bias, 4);
     }

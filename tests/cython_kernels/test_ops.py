@@ -87,12 +87,21 @@ def test_rope_keeps_its_bound_and_the_length_of_every_pair() -> None:
         assert np.allclose(np.hypot(got[:half], got[half:]), np.hypot(a, b), rtol=1e-6)
 
 
+def test_rope_multiplies_afterwards() -> None:
+    x, cosine, sine = row(80), row(40, 1), row(40, 2)
+    factor = np.float32(0.3)
+
+    got = _native.rope(x, cosine, sine, factor)
+
+    assert (got == _native.rope(x, cosine, sine) * factor).all()
+
+
 def test_silu_gate_keeps_its_bound() -> None:
     for n in SIZES:
         gate, up = row(n, 4, 20.0), row(n, 5)
         want = exact(gate) / (1 + np.exp(-exact(gate))) * exact(up)
 
-        assert (np.abs(_native.silu_gate(gate, up) - want) <= 6 * U * np.abs(want)).all()
+        assert (np.abs(_native.silu_gate(gate, up) - want) <= 7 * U * np.abs(want)).all()
 
 
 def test_silu_gate_of_extremes_is_the_limit() -> None:
