@@ -39,8 +39,8 @@ def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: b
     """A header and the lines. quoted: every value in double quotes, the header not."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerow(names)
-    quoting = csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL
-    csv.writer(out, quoting=quoting, lineterminator="\n").writerows(lines)
+    body = csv.writer(out, quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL, lineterminator="\n")
+    body.writerows(lines)
     return out.getvalue()
 
 
