@@ -25,6 +25,8 @@ EXTENSION = "phasewise.connection"
 
 _SEND_BUFFER_BYTES = 256 * 1024
 """The kernel's, for each connection; left alone it lets a slow reader have megabytes."""
+_RECEIVE_BYTES = 64 * 1024
+"""The most that is taken from a socket at once."""
 _RETRY_FULL_S = 5
 _FULL = ApiError(
     503,
@@ -51,12 +53,18 @@ class Connections:
     limits: HttpLimits
     observer: ConnectionObserver
     open: set[Connection] = field(default_factory=set)
+    received: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
+    """What a read puts its bytes into, whoever sent them: they are copied before the loop does anything else.
+
+    asyncio's own way, fresh memory for every read, would be 256 KiB. No hole in the heap is so large: each
+    comes from above all that is in use, and memory grows with every request.
+    """
 
     def new(self, config: Config, state: ServerState) -> Connection:
         return Connection(self, config, state)
 
 
-class Connection(H11Protocol):
+class Connection(H11Protocol, asyncio.BufferedProtocol):
     """One of `others`. At most one clock runs: for a head, for a body, or (uvicorn's) between two requests;
     beside it one for a reader that takes nothing."""
 
@@ -101,6 +109,14 @@ class Connection(H11Protocol):
         """Half closed is gone: nobody waits for the rest of an answer, read or not."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the loop puts what it reads next."""
+        return self._others.received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """So much of the buffer is this connection's, until this returns."""
+        self.data_received(bytes(self._others.received[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
