@@ -1,23 +1,132 @@
-"""Only one phasewise at a time measures on a machine: two that share a study would time each other.
+"""Processes that measure on one machine: one at a time, and nobody works meanwhile.
 
-A lock on a file of this user; a process that dies lets go of it.
+Two that share a study would time each other. So what is timed has a turn, and a process that has work between
+its turns (`Company.working`) works only while nobody has one: all work at the same time, then one after
+another has its turn, since whoever waits for one goes before whoever wants to work on. What two processes
+share is also divided by claims: what one has claimed, another leaves to it.
+
+All of it are locks on bytes of one file of this user, which end with the process that holds them.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from phasewise.cli.present import note
 
 LOCK_NAME = f"phasewise-measuring-{os.getuid()}.lock"
-POLL_S = 0.05
 TELL_AFTER_S = 5.0
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.05
+PAUSE_SHARE = 0.125
+"""Of the time waited so far: looking costs whoever is timed a little."""
+
+_TURN, _WANTED, _FIRST_CLAIM = range(3)
+"""Bytes of the file. The turn is held alone to measure, together to work; wanted is held to wait for it."""
+
+
+class Company:
+    """This process among others that measure here. One object per process and file, for one thread."""
+
+    def __init__(self, path: Path) -> None:
+        # Closing any other descriptor of the file would end all locks, so this one stays open.
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._working_until_s: float | None = None
+
+    @contextmanager
+    def turn(self, deadline_s: float) -> Iterator[bool]:
+        """Wait until nobody else measures or works, until `deadline_s` (`time.monotonic`).
+
+        True: so it is until the end. False: somebody still does.
+        """
+        self._release(_TURN)
+        try:
+            yield self._take_turn(deadline_s)
+        finally:
+            self._release(_TURN)
+            self._go_on()
+
+    @contextmanager
+    def working(self, deadline_s: float) -> Iterator[None]:
+        """What is done inside, turns apart, waits for the turns of others, until `deadline_s`."""
+        self._working_until_s = deadline_s
+        try:
+            self._go_on()
+            yield
+        finally:
+            self._working_until_s = None
+            self._release(_TURN)
+
+    def let_pass(self) -> None:
+        """Amid long work: whoever waits for a turn has it now."""
+        if self._working_until_s is not None and self._is_wanted():
+            self._release(_TURN)
+            self._go_on()
+
+    @contextmanager
+    def claim(self, name: str) -> Iterator[bool]:
+        """Whether `name` is this process's until the end; False: it is another's."""
+        digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+        byte = _FIRST_CLAIM + int.from_bytes(digest, "big")
+        is_ours = self._try(byte, fcntl.LOCK_EX)
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
+                self._release(byte)
+
+    def _take_turn(self, deadline_s: float) -> bool:
+        if not self._wait(_WANTED, fcntl.LOCK_SH, deadline_s):
+            return False
+        try:
+            return self._wait(_TURN, fcntl.LOCK_EX, deadline_s)
+        finally:
+            self._release(_WANTED)
+
+    def _go_on(self) -> None:
+        """Work again, behind all who wait for a turn."""
+        if self._working_until_s is None:
+            return
+        if self._wait(_WANTED, fcntl.LOCK_EX, self._working_until_s):
+            self._release(_WANTED)
+        self._wait(_TURN, fcntl.LOCK_SH, self._working_until_s)
+
+    def _is_wanted(self) -> bool:
+        if self._try(_WANTED, fcntl.LOCK_EX):
+            self._release(_WANTED)
+            return False
+        return True
+
+    def _wait(self, byte: int, kind: int, deadline_s: float) -> bool:
+        started_s, is_told = time.monotonic(), False
+        while not self._try(byte, kind):
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
+                return False
+            waited_s = now_s - started_s
+            if waited_s > TELL_AFTER_S and not is_told:
+                note("another phasewise measures on this machine: waiting for it ...")
+                is_told = True
+            time.sleep(min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, PAUSE_SHARE * waited_s)))
+        return True
+
+    def _try(self, byte: int, kind: int) -> bool:
+        try:
+            fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, byte)
+        except (BlockingIOError, PermissionError):  # POSIX leaves it open which of the two
+            return False
+        return True
+
+    def _release(self, byte: int) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
 
 
 def lock_path() -> Path:
@@ -25,31 +134,7 @@ def lock_path() -> Path:
     return Path(tempfile.gettempdir()) / LOCK_NAME
 
 
-@contextmanager
-def measuring_alone(deadline_s: float) -> Iterator[bool]:
-    """Wait for other processes of this user that measure, until `deadline_s` (`time.monotonic`).
-
-    True: nobody else measures. False: somebody still does.
-    """
-    descriptor = os.open(lock_path(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        yield _locked(descriptor, deadline_s)
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that outlives us may still have the file open
-        os.close(descriptor)
-
-
-def _locked(descriptor: int, deadline_s: float) -> bool:
-    started_s, is_told = time.monotonic(), False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            now_s = time.monotonic()
-            if now_s >= deadline_s:
-                return False
-        if now_s - started_s > TELL_AFTER_S and not is_told:
-            note("another phasewise measures on this machine: waiting for it ...")
-            is_told = True
-        time.sleep(POLL_S)
+@cache
+def company() -> Company:
+    """This process's place among the others of this user."""
+    return Company(lock_path())

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from phasewise._version import __version__
-from phasewise.cli.alone import measuring_alone
+from phasewise.cli.alone import company
 from phasewise.cli.finals import (
     CalculatedJury,
     Finalist,
@@ -32,7 +32,9 @@ from phasewise.cli.finals import (
 )
 from phasewise.cli.present import note
 from phasewise.cli.tune_config import Searched, Subject, Wish, search, study_location
+from phasewise.cli.verdict_fields import verdict_fields, verdict_of
 from phasewise.kerneldb.records import Origin, PlanRecord
+from phasewise.tuner.config.words import Words
 from phasewise.tuner.plans import Phase
 
 if TYPE_CHECKING:
@@ -54,6 +56,12 @@ LEAST_TIMED_SHARE = 0.3
 
 LEAST_KERNEL_S = 5.0
 """Less is not enough to measure the limits of some cores."""
+
+LAST_RUN = "last run"
+"""Of a study: what is claimed, and under which name its verdict is told."""
+
+PAUSE_S = 0.05
+"""Between two looks whether another process has come to a verdict."""
 
 End = Literal["complete", "budget", "interrupted"]
 
@@ -98,6 +106,8 @@ class _Run:
     subject: Subject
     show: Show
     started_s: float
+    began_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+    """Unix time."""
     searched: list[Searched] = field(default_factory=list)
     verdicts: dict[Phase, Verdict] = field(default_factory=dict)
     kernels: list[Tuned] = field(default_factory=list)
@@ -120,7 +130,8 @@ def tune(wish: Wish, subject: Subject, started_s: float, show: Show) -> Found:
             with open_store(wish.db, note) as store:
                 measured = _plain(subject, store)
                 measured.deadline_s = run.deadline_s()
-                _run_measured(run, measured, store)
+                with company().working(run.deadline_s()):
+                    _run_measured(run, measured, store)
         else:
             _run_calculated(run)
     except KeyboardInterrupt:
@@ -222,13 +233,52 @@ def _run_measured(run: _Run, plain: MeasuredEvaluator, store: Store) -> None:
         return
     tuned = _tuned(run.subject, store, run.wish.db)
     tuned.tally, tuned.deadline_s = plain.tally, plain.deadline_s
-    for one in run.searched:
-        now_s = time.monotonic()
-        share = needed_s[one.phase] / sum(needed_s.values())
-        deadline_s = now_s + share * (run.deadline_s() - now_s)
-        _judge(run, one, MeasuredJury(tuned, run.subject, one.phase), deadline_s)
-        _keep_plan(run, one.phase, store)
-        needed_s.pop(one.phase)
+    _last_runs(run, tuned, needed_s, store)
+
+
+def _last_runs(run: _Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, float], store: Store) -> None:
+    """Of each phase, by this process or by another that has the same study at the same time."""
+    waiting = {one.phase: one for one in run.searched}
+    location = study_location(run.wish)
+    while waiting:
+        for phase, one in waiting.items():
+            words = Words(location, one.outcome.study)
+            with company().claim(f"{location.name} {one.outcome.study} {LAST_RUN}") as is_ours:
+                if not _hear_verdict(run, phase, words):
+                    if not is_ours:
+                        continue
+                    now_s = time.monotonic()
+                    share = needed_s[phase] / sum(needed_s[other] for other in waiting)
+                    deadline_s = now_s + share * (run.deadline_s() - now_s)
+                    _judge(run, one, MeasuredJury(tuned, run.subject, phase), deadline_s)
+                    _keep_plan(run, phase, store)
+                    _say_verdict(run, phase, words)
+            del waiting[phase]
+            break
+        else:
+            if time.monotonic() >= run.deadline_s():
+                run.end = "budget"
+                return
+            company().let_pass()
+            time.sleep(PAUSE_S)
+
+
+def _hear_verdict(run: _Run, phase: Phase, words: Words) -> bool:
+    """Whether another process has come to a verdict since this run began; then it is this run's as well."""
+    heard = words.hear(LAST_RUN, run.began_ms)
+    if heard is None:
+        return False
+    run.verdicts[phase] = verdict_of(heard["verdict"])
+    if heard["stored"]:
+        run.stored.add(phase)
+    return True
+
+
+def _say_verdict(run: _Run, phase: Phase, words: Words) -> None:
+    """Unless there was no time to come to one."""
+    verdict = run.verdicts.get(phase)
+    if verdict is not None and verdict.is_settled:
+        words.say(LAST_RUN, {"stored": phase in run.stored, "verdict": verdict_fields(verdict)})
 
 
 @contextmanager
@@ -303,6 +353,7 @@ def _tune_kernels(
     assert run.subject.model is not None
     plans = [one.plan for turn in zip_longest(*chosen.values()) for one in turn if one]
     rounds = kernel_rounds(run.subject.model, run.subject.machine, plans)
+    others = _Others(deadline_s)
     for place, one in enumerate(rounds):
         left_s = deadline_s - time.monotonic()
         if left_s < LEAST_KERNEL_S:
@@ -312,18 +363,29 @@ def _tune_kernels(
         share_s = left_s if place == len(rounds) - 1 else left_s / 2
         run.show.say(f"kernels: {one.describe()}, at most {share_s:.0f} s")
         machine, resume, report = run.subject.machine, run.wish.resume, run.show.tuning
-        with measuring_alone(deadline_s) as is_alone:
-            if not is_alone:
-                run.end = "budget"
-                break
-            share_s = min(share_s, deadline_s - time.monotonic())
-            run.kernels.append(tune_round(one.round, machine, store, share_s, resume, report))
+        run.kernels.append(tune_round(one.round, machine, store, share_s, resume, report, others))
         if run.kernels[-1].is_interrupted:
             run.end = "interrupted"
             return False
         if run.kernels[-1].outcome.end == "budget":
             run.end = "budget"
     return True
+
+
+@dataclass(frozen=True)
+class _Others:
+    """Runs that tune kernels at the same time, until a deadline (`time.monotonic`)."""
+
+    deadline_s: float
+
+    def turn(self) -> AbstractContextManager[bool]:
+        return company().turn(self.deadline_s)
+
+    def let_pass(self) -> None:
+        company().let_pass()
+
+    def claim(self, name: str) -> AbstractContextManager[bool]:
+        return company().claim(name)
 
 
 def _last_run_s(run: _Run, chosen: Mapping[Phase, Sequence[Finalist]]) -> dict[Phase, float]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from phasewise.cli.alone import measuring_alone
+from phasewise.cli.alone import company
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ServingError
@@ -135,17 +135,15 @@ class MeasuredEvaluator:
     @contextmanager
     def open_plan(self, plan: ServicePlan) -> Iterator[Clock]:
         """As `open`."""
-        with self._alone(), self._opened(plan) as clock:
+        with self._opened(plan) as clock:
             yield clock
 
-    def check_time(self) -> None:
-        """EvaluationError once the deadline is over: a slow model must not outlast its budget by much."""
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Nobody else measures. EvaluationError at the deadline: a slow model must not outlast it."""
         if time.monotonic() >= self.deadline_s:
             raise EvaluationError("the budget was used up while it was timed")
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        with measuring_alone(self.deadline_s) as is_alone:
+        with company().turn(self.deadline_s) as is_alone:
             if not is_alone:
                 raise EvaluationError("another phasewise measured here until the budget was used up")
             yield
@@ -167,7 +165,7 @@ class MeasuredEvaluator:
             try:
                 _fill(ranks, self._room.kv_slots)
                 vocab_size = self._model.config.vocab_size
-                yield Clock(ranks, plan, vocab_size, watch, self._heard, self.check_time)
+                yield Clock(ranks, plan, vocab_size, watch, self._heard, self._turn)
             finally:
                 ranks.close()
 
@@ -177,7 +175,7 @@ class MeasuredEvaluator:
     ) -> Iterator[Duel]:
         """The objective of two plans of one phase, in nanoseconds, in so many pairs of turns as asked for."""
         with ExitStack() as stack:
-            stack.enter_context(self._alone())
+            stack.enter_context(self._turn())
             old, new = (stack.enter_context(self._opened(plan)) for plan in (incumbent, candidate))
             takes = [Contestant(clock, steps, cost).take for clock in (old, new)]
             new.conditions()
@@ -199,24 +197,26 @@ class Clock:
         vocab_size: int,
         watch: Watch,
         heard: Callable[[Reading], None],
-        check_time: Callable[[], None],
+        turn: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._ranks = ranks
         self._plan = plan
         self._watch = watch
         self._heard = heard
-        self._check_time = check_time
+        self._turn = turn
         self._known_ns: dict[Step, float] = {}
         self._tokens = np.random.default_rng(0).integers(0, vocab_size, size=STEP_TOKENS).tolist()
 
     def __call__(self, step: Step) -> float:
         """Timed when first asked for: slices of a trace ask for the same steps."""
         if step not in self._known_ns:
-            self._check_time()
-            self._known_ns[step] = self._timed_ns(step)
+            with self._turn():
+                reading = self._read(step)
+            self._heard(reading)
+            self._known_ns[step] = float(reading.estimate_ns)
         return self._known_ns[step]
 
-    def _timed_ns(self, step: Step) -> float:
+    def _read(self, step: Step) -> Reading:
         with _one_line():
             batch = self.batch(step)
             self._watch.lap()
@@ -225,9 +225,7 @@ class Clock:
             for _ in range(_turns(self.call_ns(batch) * turn.calls)):
                 calls = np.array([self.call_ns(batch) for _ in range(turn.calls)], dtype=np.int64)
                 samples += timing.loop_means(calls, turn)
-        reading = Reading(self._plan, step, samples, self._watch.lap().fields())
-        self._heard(reading)
-        return float(reading.estimate_ns)
+        return Reading(self._plan, step, samples, self._watch.lap().fields())
 
     def conditions(self) -> Mapping[str, float]:
         """Since the last time that this clock looked."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phasewise.cli.alone import measuring_alone
+from phasewise.cli.alone import company
 from phasewise.cli.commands.tune_kernels import parse_budget
 from phasewise.cli.present import fail, note, print_json, write_atomically
 from phasewise.topology.cpusets import format_list
@@ -48,7 +48,7 @@ def run_probe(
     if not is_live:
         fail("a probe measures the machine it runs on: leave --input out", exit_code=1)
     budget_s = parse_budget(budget)
-    with measuring_alone(time.monotonic() + budget_s) as is_alone:
+    with company().turn(time.monotonic() + budget_s) as is_alone:
         if not is_alone:
             note("another phasewise still measures on this machine: the numbers will be disturbed")
         found = probe(machine, budget_s, NativeInstruments(), note)

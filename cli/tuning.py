@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,12 +15,13 @@ from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import MachineKey, Problem
 from phasewise.kerneldb.store import Store
 from phasewise.serving.ranks import ALL_LOGITS_ROWS
+from phasewise.serving.start import keeping_affinity
 from phasewise.topology import Machine, core_signature, placement_signature
 from phasewise.tuner.attention import attention_group
 from phasewise.tuner.ledger import Ledger, Scope
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
 from phasewise.tuner.roofline import Roofline, measure_roofline
-from phasewise.tuner.run import Gain, Outcome, Progress, Task, Tools, tune
+from phasewise.tuner.run import Company, Gain, Nobody, Outcome, Progress, Task, Tools, tune
 from phasewise.tuner.search.attention import attention_grid, tune_attention
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.options import SearchOptions
@@ -153,6 +156,7 @@ def machine_key(machine: Machine, cores: Sequence[int]) -> MachineKey:
     return MachineKey(core_signature(machine), placement_signature(machine, cores))
 
 
+@keeping_affinity()
 def tune_round(
     one: Round,
     machine: Machine,
@@ -160,11 +164,14 @@ def tune_round(
     budget_s: float,
     resume: bool,
     report: Callable[[Progress], None],
+    company: Company | None = None,
 ) -> Tuned:
-    """Tune a round for at most `budget_s`, the measuring of its limits included."""
+    """Tune a round for at most `budget_s`, the measuring of its limits included; None: nobody else does."""
     started_s = time.monotonic()
+    company = _Pinned(company or Nobody(), one.cores)
     total_bytes = cold_bytes(machine)
-    roofline = measure_roofline(one.cores, (shape.format for shape in one.shapes), total_bytes)
+    with company.turn():
+        roofline = measure_roofline(one.cores, (shape.format for shape in one.shapes), total_bytes)
     since_ms = 0 if resume else time.time_ns() // 1_000_000
     key, deadline_s = machine_key(machine, one.cores), started_s + budget_s
     scope = Scope(key, kernel_abi("gemm"), __version__, since_ms)
@@ -176,16 +183,39 @@ def tune_round(
             Ledger(store, scope),
             report=report,
             call_s=lambda problem: bound_s(one, roofline, problem),
+            company=company,
         )
         left_s = deadline_s - time.monotonic()
         outcome = tune(one.tasks, tools, left_s * (1 - ATTENTION_SHARE) if one.attention else left_s)
         if one.attention and outcome.end != "interrupted":
             own = Scope(key, kernel_abi("attention"), __version__, since_ms)
-            tools = Tools(evaluator, Ledger(store, own), report=report)
+            tools = Tools(evaluator, Ledger(store, own), report=report, company=company)
             attention = tune([one.attention], tools, deadline_s - time.monotonic())
     finally:
         evaluator.close()
     return Tuned(one, scope.machine, scope.kernel_abi, roofline, outcome, attention)
+
+
+class _Pinned:
+    """Company, for a thread that a team keeps on its first core; between turns it may work on any.
+
+    Else all processes that tune for these cores would work on the same one.
+    """
+
+    def __init__(self, company: Company, cores: Sequence[int]) -> None:
+        self._company = company
+        self._first_core = cores[0]
+        self._everywhere = os.sched_getaffinity(0)
+        self.let_pass, self.claim = company.let_pass, company.claim
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        with self._company.turn() as is_alone:
+            os.sched_setaffinity(0, {self._first_core})
+            try:
+                yield is_alone
+            finally:
+                os.sched_setaffinity(0, self._everywhere)
 
 
 def bound_s(one: Round, roofline: Roofline, problem: Problem) -> float:

@@ -45,6 +45,12 @@ class Ledger:
         self._row_counts: dict[Problem, int] = {}
         self._verdicts: dict[Problem, list[Promotion]] = {}
 
+    @property
+    def name(self) -> str:
+        """Of the database and the scope, for people."""
+        machine = self._scope.machine
+        return f"{self._store.name} {machine.core_sig} {machine.placement_sig} {self._scope.kernel_abi}"
+
     def samples(self, problem: Problem) -> Mapping[Schedule, Sequence[Sample]]:
         """By schedule, oldest first. The first look at a weight reads the rows of all its m at once."""
         if problem not in self._samples:
@@ -59,11 +65,16 @@ class Ledger:
         """When the sample that answers this take was stored; Unix time."""
         return self._stored_ms[problem][schedule][take]
 
-    def first_stored_ms(self, problem: Problem) -> int | None:
-        """When the problem's first sample was stored; None: it has none."""
-        if not self.samples(problem):
-            return None
-        return min(stored[0] for stored in self._stored_ms[problem].values())
+    def begun_ms(self, problems: Sequence[Problem]) -> int | None:
+        """When the first sample of any problem of one weight was stored, by whomever; None: there is none."""
+        if not any(self._samples.get(problem) for problem in problems):
+            for problem in problems:
+                self._samples.pop(problem, None)
+            self.samples(problems[0])
+            for problem in problems:
+                self._samples.setdefault(problem, {})
+        stored = (self._stored_ms.get(problem, {}).values() for problem in problems)
+        return min((taken[0] for of_problem in stored for taken in of_problem), default=None)
 
     def refresh(self, problem: Problem) -> None:
         """Read the problem's rows again if another process has added some."""

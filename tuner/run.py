@@ -11,6 +11,10 @@ when to stop. Three things to know:
   duel (`timing.duel`) proves it faster than what is in use, first of all the kernels' own default. Where the
   default wins, that is a verdict too, so that no neighbour's schedule is used there.
 - *One arithmetic for a weight.* Where the search found another one than that in use, all m change or none.
+
+Runs that share a database also divide the weights, if they know of each other (`Company`): a weight is one
+run's, and the others replay what it found, in the order in which weights were begun, since that decides what
+a search may learn from another.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -35,6 +40,9 @@ INTERLEAVED = 12
 
 DUEL_SHARE = 0.1
 """Of a weight's share of the budget; kept back for its duels."""
+
+PAUSE_S = 0.02
+"""Between two looks whether another run is done with a weight."""
 
 End = Literal["complete", "budget", "interrupted"]
 
@@ -58,6 +66,35 @@ class Evaluator(Protocol):
     def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
         """Both, timed in pairs."""
         ...
+
+
+class Company(Protocol):
+    """Other runs on this machine with the same database."""
+
+    def turn(self) -> AbstractContextManager[bool]:
+        """Nobody else times or works until its end; False: there was no time to wait for that."""
+        ...
+
+    def let_pass(self) -> None:
+        """Whoever waits for a turn has it now."""
+        ...
+
+    def claim(self, name: str) -> AbstractContextManager[bool]:
+        """Whether what has this name is this run's until the end; False: it is another's."""
+        ...
+
+
+class Nobody:
+    """No company."""
+
+    def turn(self) -> AbstractContextManager[bool]:
+        return nullcontext(True)
+
+    def let_pass(self) -> None:
+        pass
+
+    def claim(self, name: str) -> AbstractContextManager[bool]:
+        return nullcontext(True)
 
 
 GroupTuner = Callable[[Group, Sequence[int], SearchOptions, ScheduleCache], GroupSearch[GroupOutcome]]
@@ -137,6 +174,7 @@ class Tools:
     call_s: Callable[[Problem], float] = lambda _: 0.0
     """About how long a product takes: what the estimate of the time left goes by."""
     clock: Callable[[], float] = time.monotonic
+    company: Company = field(default_factory=Nobody)
 
 
 def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> Outcome:
@@ -144,9 +182,8 @@ def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> Outcome:
     run = _Run(tasks, tools, budget_s)
     end: End = "complete"
     try:
-        for number, task in enumerate(tasks):
-            if not run.tune(number, task):
-                end = "budget"
+        if not run.tune_all():
+            end = "budget"
     except KeyboardInterrupt:
         end = "interrupted"
     return run.outcome(end)
@@ -173,10 +210,37 @@ class _Run:
         self._timing_s = 0.0
         self._laps: list[Mapping[str, float]] = []
 
-    def tune(self, number: int, task: Task) -> bool:
-        """Search and settle one task; False if the budget did not suffice."""
-        now_s = self._tools.clock()
-        share_s = max(0.0, self._deadline_s - now_s) / (len(self._tasks) - number)
+    def tune_all(self) -> bool:
+        """False if the budget did not suffice for every task, or another run kept one until it was over."""
+        waiting, is_complete = list(self._tasks), True
+        while waiting:
+            before = len(waiting)
+            for task in sorted(waiting, key=self._begun_ms):
+                with self._tools.company.claim(self._claim_of(task)) as is_ours:
+                    if is_ours:
+                        is_complete &= self._tune(task, len(waiting))
+                        waiting.remove(task)
+                        break
+            if len(waiting) == before:
+                if self._tools.clock() >= self._deadline_s:
+                    return False
+                self._tools.company.let_pass()
+                time.sleep(PAUSE_S)
+        return is_complete
+
+    def _begun_ms(self, task: Task) -> float:
+        """When the first of a task's samples was stored; infinite: it is not begun."""
+        begun_ms = self._tools.ledger.begun_ms([task.problem(m) for m in task.ms])
+        return math.inf if begun_ms is None else begun_ms
+
+    def _claim_of(self, task: Task) -> str:
+        group = task.group
+        return f"{self._tools.ledger.name} {group.family} {group.format} {group.n} {group.k} {group.threads}"
+
+    def _tune(self, task: Task, left: int) -> bool:
+        """Search and settle one task of those that are left; False if the budget did not suffice."""
+        number, now_s = self._tasks.index(task), self._tools.clock()
+        share_s = max(0.0, self._deadline_s - now_s) / left
         found = self._search(number, task, now_s + (1 - DUEL_SHARE) * share_s)
         best = self._best_so_far(task) if found is None else found.best
         settled = self._settle(task, best, now_s + share_s)
@@ -217,11 +281,10 @@ class _Run:
 
     def _cache_of(self, task: Task) -> ScheduleCache:
         """What was complete when the task was begun, in this run or an older one."""
-        stored = [self._tools.ledger.first_stored_ms(task.problem(m)) for m in task.ms]
-        begun_ms = min((ms for ms in stored if ms is not None), default=None)
+        begun_ms = self._begun_ms(task)
         cache = ScheduleCache()
         for other in self._complete:
-            if begun_ms is None or other.ended_ms <= begun_ms:
+            if other.ended_ms <= begun_ms:
                 cache.add(other.group, other.outcome)
         return cache
 
@@ -232,13 +295,14 @@ class _Run:
 
     def _answer(self, number: int, task: Task, ask: Ask, deadline_s: float) -> list[Sample] | None:
         problem, ledger = task.problem(ask.m), self._tools.ledger
+        self._tools.company.let_pass()
         if self._missing(problem, ask):
             ledger.refresh(problem)
         absent = self._missing(problem, ask)
         for at in range(0, len(absent), INTERLEAVED):
-            if self._tools.clock() >= deadline_s:
+            is_over = self._tools.clock() >= deadline_s
+            if is_over or not self._measure(problem, absent[at : at + INTERLEAVED]):
                 return None
-            self._measure(problem, absent[at : at + INTERLEAVED])
             self._report(number, task, ask.m)
         self._replayed += len(ask.schedules) - len(absent)
         self._pace.reach(task, ask.m, timed=bool(absent))
@@ -250,13 +314,18 @@ class _Run:
         asked = zip(ask.schedules, ask.takes, strict=True)
         return [schedule for schedule, take in asked if take >= len(known.get(schedule, ()))]
 
-    def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
+    def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> bool:
+        """False if others were timing until the end of the budget."""
         started_s = self._tools.clock()
-        samples = self._tools.evaluator.measure(problem, schedules)
+        with self._tools.company.turn() as is_alone:
+            if not is_alone:
+                return False
+            samples = self._tools.evaluator.measure(problem, schedules)
         self._tools.ledger.add(problem, samples)
         self._timed += len(samples)
         self._timing_s += self._tools.clock() - started_s
         self._laps.append(samples[0].conditions)
+        return True
 
     def _report(self, number: int, task: Task, m: int) -> None:
         now_s = self._tools.clock()
@@ -305,9 +374,9 @@ class _Run:
             candidate = self._fastest(problem, _arithmetic(incumbent), but=incumbent)
         if candidate is None or _is_judged(problem, candidate, ledger):
             return True
-        if self._tools.clock() >= deadline_s:
+        comparison = self._duel(problem, incumbent, candidate, deadline_s)
+        if comparison is None:
             return False
-        comparison = self._duel(problem, incumbent, candidate)
         if proves_faster(comparison):
             ledger.add_verdict(problem, candidate, incumbent, comparison)
         else:
@@ -321,10 +390,11 @@ class _Run:
             return False
         duels: dict[int, tuple[Schedule, Comparison]] = {}
         for m, candidate in best.items():
-            if self._tools.clock() >= deadline_s:
-                return False
             incumbent = _in_use(task, m, ledger)
-            duels[m] = incumbent, self._duel(task.problem(m), incumbent, candidate)
+            comparison = self._duel(task.problem(m), incumbent, candidate, deadline_s)
+            if comparison is None:
+                return False
+            duels[m] = incumbent, comparison
         log_gain = sum(math.log(comparison.gain) for _, comparison in duels.values()) / len(duels)
         gains = log_gain > math.log1p(self._tools.options.switch_gain)
         for m, (incumbent, comparison) in duels.items():
@@ -335,8 +405,16 @@ class _Run:
                 ledger.add_verdict(problem, incumbent, best[m], reversed_comparison(comparison))
         return gains
 
-    def _duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Comparison:
-        fought = self._tools.evaluator.duel(problem, incumbent, candidate)
+    def _duel(
+        self, problem: Problem, incumbent: Schedule, candidate: Schedule, deadline_s: float
+    ) -> Comparison | None:
+        """None: there is no time for it."""
+        if self._tools.clock() >= deadline_s:
+            return None
+        with self._tools.company.turn() as is_alone:
+            if not is_alone:
+                return None
+            fought = self._tools.evaluator.duel(problem, incumbent, candidate)
         self._tools.ledger.add(problem, [fought.incumbent, fought.candidate])
         self._duels += 1
         self._laps.append(fought.candidate.conditions)

@@ -130,6 +130,8 @@ class Outcome:
     pruned: int
     """Of the tried ones, those that were stopped early."""
     failed: int
+    study: str
+    """Its name in the storage."""
     trees_cut: int
     """Trees that lost their descendants at a cross-section."""
     groups_stopped: int
@@ -223,6 +225,7 @@ class _Search:
             replayed=len(self._known.keys() - self._own),
             pruned=states.count("pruned"),
             failed=states.count("failed"),
+            study=self._trials.study_name,
             trees_cut=self._trees_cut,
             groups_stopped=self._groups_stopped,
         )

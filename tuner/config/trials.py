@@ -83,6 +83,10 @@ class Trials:
         self._last_beat = (-1, -math.inf)
         self._buried_s = -math.inf
 
+    @property
+    def study_name(self) -> str:
+        return self._study.study_name
+
     def look(self) -> tuple[dict[str, Known], set[str]]:
         """What is known, by configuration, and which ones a live process is timing.
 

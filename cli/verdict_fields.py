@@ -1,0 +1,60 @@
+"""A verdict as JSON values and back: what one process tells another that shares its study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from phasewise.cli.finals import Finalist, Verdict, Versus
+from phasewise.kerneldb.records import Comparison
+from phasewise.tuner.config.references import Reference
+from phasewise.tuner.plans import ServicePlan
+
+
+def verdict_fields(verdict: Verdict) -> dict[str, Any]:
+    """All of it."""
+    return {
+        "phase": verdict.phase,
+        "plan": _plan_fields(verdict.plan),
+        "latency_ms": verdict.latency_ms,
+        "winner": _plan_fields(verdict.winner),
+        "standing": verdict.standing,
+        "against": [_versus_fields(one) for one in verdict.against],
+        "finalists": [{**vars(one), "plan": _plan_fields(one.plan)} for one in verdict.finalists],
+    }
+
+
+def verdict_of(fields: Mapping[str, Any]) -> Verdict:
+    """The verdict that has these fields."""
+    return Verdict(
+        phase=fields["phase"],
+        plan=_plan_of(fields["plan"]),
+        latency_ms=fields["latency_ms"],
+        winner=_plan_of(fields["winner"]),
+        standing=fields["standing"],
+        against=tuple(map(_versus_of, fields["against"])),
+        finalists=tuple(Finalist(**{**one, "plan": _plan_of(one["plan"])}) for one in fields["finalists"]),
+    )
+
+
+def _versus_fields(one: Versus) -> dict[str, Any]:
+    habit = one.reference
+    plan = habit.plan and _plan_fields(habit.plan)
+    comparison = one.comparison and asdict(one.comparison)
+    return {**vars(one), "reference": {**vars(habit), "plan": plan}, "comparison": comparison}
+
+
+def _versus_of(fields: Mapping[str, Any]) -> Versus:
+    habit, comparison = fields["reference"], fields["comparison"]
+    reference = Reference(**{**habit, "plan": habit["plan"] and _plan_of(habit["plan"])})
+    found = comparison and Comparison(**comparison)
+    return Versus(**{**fields, "reference": reference, "comparison": found})
+
+
+def _plan_fields(plan: ServicePlan) -> dict[str, str]:
+    return {"source": plan.source, "json": plan.to_json()}
+
+
+def _plan_of(fields: Mapping[str, Any]) -> ServicePlan:
+    return ServicePlan.from_json(fields["json"], fields["source"])
