@@ -21,6 +21,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 TINY = "tiny"
 PHASEWISE = (sys.executable, "-m", "phasewise")
 START_LIMIT_S = 120.0
+_ARENA_BYTES = 64 * 2**20
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -113,6 +114,19 @@ class ServerProcess:
     def n_threads(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/task"))
 
+    def memory_mib(self) -> dict[str, float]:
+        """Resident memory by what is mapped: malloc's heap, its threads' arenas, files, what ranks share, and
+        other anonymous pages (KV cache, activations, Python's own arenas, stacks)."""
+        found = dict.fromkeys(("heap", "threads' arenas", "files", "shared", "anonymous"), 0.0)
+        kind = "anonymous"
+        for line in _read(Path(f"/proc/{self.pid}/smaps")).splitlines():
+            first, *rest = line.split()
+            if not first.endswith(":"):
+                kind = _kind_of(first, rest[4] if len(rest) > 4 else "")
+            elif first == "Rss:":
+                found[kind] += int(rest[0]) / 1024
+        return found
+
     def rss_mib(self) -> float:
         """Resident memory of the server's own process."""
         return int(_read(Path(f"/proc/{self.pid}/statm")).split()[1]) * _PAGE_MIB
@@ -154,6 +168,17 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _kind_of(addresses: str, name: str) -> str:
+    """Of a mapping. Arenas of threads begin at multiples of 64 MiB, and nothing else of size does."""
+    if name == "[heap]":
+        return "heap"
+    if name.startswith("/memfd:"):
+        return "shared"
+    if name.startswith("/"):
+        return "files"
+    return "anonymous" if int(addresses.split("-")[0], 16) % _ARENA_BYTES else "threads' arenas"
 
 
 def _read(path: Path) -> str:

@@ -1,6 +1,9 @@
 """20,000 requests at the times and with the lengths of a trace (scaled), through HTTP: is every answer right,
 does every request end once, does memory stay flat, and is the KV pool empty in the end?
 
+Memory is flat where the upper bound of its slope (`flatness`; the first quarter of the run, in which KV pages
+and buffers are first used, left out) comes to less than 0.5 MiB over 20,000 requests.
+
 Every request belongs to one of a few hundred classes (prompt, seed, number of tokens); what its answer must
 be was computed before, alone. Half of the answers are streamed, half of the classes share the beginning of
 their prompts, half are sampled with a seed, and a few clients leave. The server checks its scheduler and KV
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import raw_http
+from flatness import slope
 from served_process import DEFAULT_MODEL, TINY, ServerProcess, leave_no_server, model_reference
 
 from phasewise.tuner.config.lengths import Request as Lengths
@@ -37,10 +41,10 @@ SHARED_TOKENS = 48
 TOKEN_IDS = range(3, 259)
 """Ordinary tokens in every vocabulary that this is run with."""
 RETRIES = 1000
-WARM_SHARE = 0.5
-"""Of the run, before memory is held to be flat: KV pages count from their first use."""
-BLOCKS = 20
-"""Memory is averaged over so many parts of the run, so that noise hardly hangs together; a line is fitted."""
+FLAT_MIB = 0.5
+"""Flat: with 95 % certainty, 20,000 requests more would make the server no larger than by this, which is four
+times what malloc takes from the system at once."""
+FLAT_OVER = 20_000
 
 
 class Request(NamedTuple):
@@ -79,6 +83,8 @@ class Tally:
     wrong: Counter[str] = field(default_factory=Counter)
     samples: list[tuple[float, float]] = field(default_factory=list)
     """Requests ended, and MiB of the server's resident memory then."""
+    warm: dict[str, float] | None = None
+    """The same by what is mapped, once the warm part of the run is over."""
 
     @property
     def n_ended(self) -> int:
@@ -100,8 +106,11 @@ def make_classes(trace: Sequence[Lengths], n_classes: int, dice: random.Random) 
 class Soak:
     """One run against one server."""
 
-    def __init__(self, server: ServerProcess, model: str, classes: Sequence[Request], leavers: float) -> None:
+    def __init__(
+        self, server: ServerProcess, model: str, classes: Sequence[Request], leavers: float, n_warm: int
+    ) -> None:
         self.server = server
+        self.n_warm = n_warm
         self.model = model
         self.classes = classes
         self.leavers = leavers
@@ -184,6 +193,8 @@ class Soak:
         while True:
             tally = self.tally
             tally.samples.append((tally.n_ended, self.server.rss_mib()))
+            if tally.warm is None and tally.n_ended >= self.n_warm:
+                tally.warm = self.server.memory_mib()
             if tally.n_ended * 10 // n_requests > told:
                 told = tally.n_ended * 10 // n_requests
                 print(
@@ -203,21 +214,6 @@ def _streamed(said: raw_http.Streamed) -> Expected | str:
     if said.errors or said.n_done != 1 or len(said.finish_reasons) != 1 or said.usage is None:
         return f"a stream with errors {said.errors}, {said.n_done} ends, {said.finish_reasons}"
     return Expected(said.text, said.finish_reasons[0], said.usage["completion_tokens"])
-
-
-def slope(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """MiB for each 1,000 requests and its standard error: least squares over means of BLOCKS parts."""
-    size = max(1, len(samples) // BLOCKS)
-    parts = [samples[at : at + size] for at in range(0, len(samples) - size + 1, size)]
-    points = [(sum(x for x, _ in part) / size / 1000, sum(y for _, y in part) / size) for part in parts]
-    n = len(points)
-    mean_x, mean_y = (sum(values) / n for values in zip(*points, strict=True))
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    if n < 3 or spread == 0:
-        return 0.0, math.inf
-    rise = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-    rest = sum((y - mean_y - rise * (x - mean_x)) ** 2 for x, y in points)
-    return rise, math.sqrt(rest / (n - 2) / spread)
 
 
 def arrivals(trace: Sequence[Lengths], n_requests: int, within_s: float) -> list[float]:
@@ -243,10 +239,6 @@ def verdict(soak: Soak, n_requests: int, before: dict[str, float]) -> list[tuple
     server.wait_until(lambda: _busy(server.metrics()) == 0, 30, "does not come to rest")
     after = server.metrics()
     ended = _ended(after) - _ended(before)
-    warm = tally.samples[int(len(tally.samples) * WARM_SHARE) :]
-    rise, error = slope(warm)
-    grown = rise * (warm[-1][0] - warm[0][0]) / 1000
-    flat = abs(rise) <= 2 * error or abs(grown) < 0.01 * warm[-1][1]
     wrong = ", ".join(f"{count} x {kind}" for kind, count in tally.wrong.most_common(5))
     return [
         (
@@ -260,12 +252,27 @@ def verdict(soak: Soak, n_requests: int, before: dict[str, float]) -> list[tuple
             f"{after['phasewise_kv_slots_used']:.0f} KV slots in use at the end; the pool was checked after"
             " every step",
         ),
-        (
-            flat,
-            f"memory {warm[-1][1]:.1f} MiB, slope {rise:+.3f} MiB for 1,000 requests, standard error"
-            f" {error:.3f} ({grown:+.2f} MiB in all after the first {WARM_SHARE:.0%})",
-        ),
+        _flat(soak),
     ]
+
+
+def _flat(soak: Soak) -> tuple[bool, str]:
+    """The slope of memory after the warm part, its interval, and which mappings have grown since."""
+    tally = soak.tally
+    now, before = soak.server.memory_mib(), tally.warm or {}
+    mappings = ", ".join(f"{name} {mib:.2f} ({mib - before.get(name, 0):+.2f})" for name, mib in now.items())
+    try:
+        found = slope([(n / 1000, mib) for n, mib in tally.samples if n >= soak.n_warm])
+    except ValueError as error:
+        return False, f"memory {sum(now.values()):.1f} MiB: {error}"
+    more = found.high * FLAT_OVER / 1000
+    holds_0 = "holds 0" if found.is_zero_within_noise else "does not hold 0"
+    return (
+        found.stays_below(FLAT_MIB, FLAT_OVER / 1000),
+        f"memory {sum(now.values()):.1f} MiB; after the first {soak.n_warm} requests {found.value:+.4f} for"
+        f" 1,000 (95 %: {found.low:+.4f} to {found.high:+.4f}), which {holds_0} and is at most {more:+.2f}"
+        f" for {FLAT_OVER} (flat: {FLAT_MIB}); by mapping (since then): {mappings}",
+    )
 
 
 def _busy(metrics: dict[str, float]) -> float:
@@ -296,6 +303,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--classes", type=int, default=256)
     parser.add_argument("--connections", type=int, default=128)
     parser.add_argument("--leavers", type=float, default=0.01, help="share of clients that leave")
+    parser.add_argument(
+        "--warm", type=float, default=0.25, help="share of the requests before memory is held to be flat"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("serve", nargs="*", help="further options of `phasewise serve`, after --")
     return parser.parse_args()
@@ -312,7 +322,8 @@ def main() -> int:
         model = model_reference(asked.model, Path(folder))
         environment = {"PHASEWISE_CHECK": "1", "PHASEWISE_DB": f"{folder}/tuning.db"}
         with ServerProcess(model, "--kv-budget", budget, *asked.serve, environment=environment) as server:
-            soak = Soak(server, asked.model, make_classes(trace, asked.classes, dice), asked.leavers)
+            classes, n_warm = make_classes(trace, asked.classes, dice), int(asked.warm * asked.requests)
+            soak = Soak(server, asked.model, classes, asked.leavers, n_warm)
             asyncio.run(soak.learn())
             print(
                 f"{asked.model}: {asked.requests} requests of {asked.classes} classes, computed alone before;"

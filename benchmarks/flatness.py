@@ -1,0 +1,70 @@
+"""Is a quantity flat over a run? Its slope, how sure that is, and what may be called flat.
+
+Memory that is used for the first time rises in steps and then stops; what leaks goes on. So the slope is
+that of the run without its beginning, by Theil and Sen's median of slopes, which one step moves little.
+Neighbouring samples hang together, so the interval is drawn from blocks of them (a bootstrap of residuals).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.float64]
+
+PARTS = 40
+"""Samples are averaged over so many equal stretches of the run; a line is fitted through these."""
+_NEIGHBOURS = 5
+_DRAWS = 2000
+_SHARE = 0.95
+
+
+class Slope(NamedTuple):
+    """Of y per unit of x, with the bounds of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def is_zero_within_noise(self) -> bool:
+        return self.low <= 0.0 <= self.high
+
+    def stays_below(self, most: float, over: float) -> bool:
+        """Whether y rises by less than `most` over so much of x, even at the interval's upper bound.
+
+        A run too short or too noisy to say so does not pass, as it would where its interval need only hold 0.
+        """
+        return self.high * over < most
+
+
+def slope(samples: Sequence[tuple[float, float]]) -> Slope:
+    """Of (x, y), x never falling. ValueError for fewer than PARTS samples, or where x stands still."""
+    if len(samples) < PARTS or samples[0][0] == samples[-1][0]:
+        raise ValueError(f"{len(samples)} samples tell no slope; {PARTS} at least, of a run that moves")
+    x, y = (
+        np.array([part.mean() for part in np.array_split(np.array(values, dtype=np.float64), PARTS)])
+        for values in zip(*samples, strict=True)
+    )
+    value = _theil_sen(x, y)
+    line = value * x + np.median(y - value * x)
+    rest = y - line
+    dice = np.random.default_rng(0)
+    drawn = [_theil_sen(x, line + _of_neighbours(rest, dice)) for _ in range(_DRAWS)]
+    low, high = np.quantile(drawn, [(1 - _SHARE) / 2, (1 + _SHARE) / 2])
+    return Slope(value, float(low), float(high))
+
+
+def _theil_sen(x: Vector, y: Vector) -> float:
+    first, second = np.triu_indices(len(x), 1)
+    runs = x[second] - x[first]
+    return float(np.median((y[second] - y[first])[runs > 0] / runs[runs > 0]))
+
+
+def _of_neighbours(rest: Vector, dice: np.random.Generator) -> Vector:
+    """As many residuals again, in whole blocks of neighbours."""
+    starts = dice.integers(0, len(rest) - _NEIGHBOURS + 1, size=-(-len(rest) // _NEIGHBOURS))
+    return np.concatenate([rest[start : start + _NEIGHBOURS] for start in starts])[: len(rest)]
