@@ -38,10 +38,12 @@ def _md_row(row: KvRow) -> Mapping[str, str]:
         "at once": f"{row.mean_running:.1f}",
         "failed": f"{row.failed}",
         "migrations": f"{row.migrations}",
+        "slots moved": f"{row.moved_slots}",
         "preemptions": f"{row.preemptions}",
         "computed again": f"{row.recomputed_tokens}",
         "overflows": f"{row.overflows}",
         "mispredicted": f"{row.mispredicted / row.estimated:.1%}" if row.estimated else "-",
         "decode steps": f"{row.decode_steps}",
         "tokens/step": f"{row.tokens_a_step:.1f}",
+        "tokens/s": "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}",
     }
