@@ -25,8 +25,12 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, piece: Answer) -> None:
-        self.text += piece.text
+        self.advance(piece)
         self.tokens.extend(piece.tokens)
+
+    def advance(self, piece: Answer) -> None:
+        """As `add`, but its tokens are sent on and not kept: with log-probabilities they are megabytes."""
+        self.text += piece.text
         self.n_generated = piece.n_generated
         self.finish_reason = piece.finish_reason
 

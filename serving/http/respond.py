@@ -159,7 +159,7 @@ def _delta(head: str, reply: Reply, choices: list[Choice], index: int, piece: An
     delta = None
     if piece.text or piece.tokens or piece.finish_reason:
         delta = reply.rendering.delta(index, piece, choices[index])
-    choices[index].add(piece)
+    choices[index].advance(piece)
     if delta is None:
         return b""
     so_far = usage(reply.requests, choices, reply.n_choices_per_prompt) if reply.continuous_usage else None
