@@ -11,12 +11,12 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from phasewise.cli.kernel_formats import KernelRow
+from phasewise.cli.kernel_formats import KernelRow, PointKey
 from phasewise.cli.kernel_peers import FORMAT_OF, Peer, PeerCell, PeerError
 from phasewise.cli.present import note
 from phasewise.cython_kernels import _native, isa, limits
@@ -47,9 +47,7 @@ BITS = {"f32": 32, "bf16": 16, "int8": 8, "int8m": 8, "int8g16": 8, "int8c": 8, 
 
 TURN_NS = 8_000_000  # of each system in a round: long against a barrier, short against a neighbour's burst
 PAUSE_S = 0.004  # before each turn: the threads of the last system fall asleep
-FEW_ROWS = 32
-"""Up to here weights rotate through all of the bytes asked for; with more rows through an eighth, as reading
-hardly counts."""
+LEAST_COPIES = 2
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,12 @@ class Grid:
     cores: tuple[int, ...]
     rounds: int
     cold_bytes: int
-    """That the weights of one product, which are taken in turn, have together at least."""
+    """That the weights of one product, taken in turn, have together where reading is what limits."""
+
+    def points(self) -> Iterator[PointKey]:
+        """In the order in which they are measured."""
+        for weight_format, (n, k), m in itertools.product(self.formats, self.shapes, self.ms):
+            yield weight_format, n, k, m, len(self.cores)
 
 
 @dataclass(frozen=True)
@@ -136,20 +139,23 @@ class OurKernels:
         self._team.close()
 
 
-def kernel_rows(grid: Grid, peers: Sequence[Peer], choose: Choose) -> Iterator[KernelRow]:
-    """Measure the grid, product by product."""
+def kernel_rows(
+    grid: Grid, peers: Sequence[Peer], choose: Choose, known: Container[PointKey] = ()
+) -> Iterator[KernelRow]:
+    """Measure the grid, product by product, without the points that are known."""
+    missing = [point for point in grid.points() if point not in known]
     with (
         closing(OurKernels(grid.cores, choose)) as ours,
         closing(StreamingRead(grid.cores, grid.cold_bytes)) as read,
     ):
         peaks = dict.fromkeys(limits.KINDS, 0.0)
-        for weight_format, (n, k) in itertools.product(grid.formats, grid.shapes):
+        for (weight_format, n, k), points in itertools.groupby(missing, key=lambda point: point[:3]):
             packs = copies_of(random_weight(weight_format, n, k), grid.cold_bytes)
             kinds = peak_kinds(weight_format)
             # Again and again: a neighbour only ever lowers what is seen.
             peaks |= {kind: max(peaks[kind], peak_flops(kind, grid.cores)) for kind in kinds}
             peak = max(peaks[kind] for kind in kinds)
-            for m in grid.ms:
+            for _, _, _, m, _ in points:
                 note(f"{weight_format} {n}x{k}, m = {m}")
                 yield _measure(grid, Point(weight_format, n, k, m, packs, peak), ours, peers, read)
 
@@ -165,11 +171,21 @@ class Point:
     packs: Sequence[PackedWeight]
     peak_flops_per_s: float
 
+    def copies(self, cold_bytes: int) -> int:
+        """Weights that a turn takes one after another: all of `cold_bytes`, or as many as it can multiply by.
+
+        More would be packed for nothing. Before its next turn the others have filled the caches.
+        """
+        product_ns = 2e9 * self.m * self.n * self.k / self.peak_flops_per_s
+        weight_bytes = self.n * self.k * BITS[self.format] // 8
+        cold = -(-cold_bytes // weight_bytes)
+        return min(cold, len(self.packs), max(LEAST_COPIES, math.ceil(TURN_NS / product_ns)))
+
 
 def _measure(
     grid: Grid, point: Point, ours: OurKernels, peers: Sequence[Peer], read: StreamingRead
 ) -> KernelRow:
-    own, chosen = ours.prepare(rotating(point.packs, point.m), point.m)
+    own, chosen = ours.prepare(point.packs[: point.copies(grid.cold_bytes)], point.m)
     settings: dict[str, str] = {}
     contestants = [own]
     for peer in peers:
@@ -177,9 +193,8 @@ def _measure(
         if prepared is not None:
             settings[peer.name] = prepared.setting
             contestants.append(_peer_contestant(peer, prepared.ns))
-    contestants.append(Contestant("read", read.rate))
     watch = Watch(grid.cores)
-    samples = take_turns(contestants, grid.rounds)
+    samples = take_turns(Contestant("read", read.rate), contestants, grid.rounds)
     return _row(grid, point, chosen, samples, settings, watch.lap().steal)
 
 
@@ -189,12 +204,18 @@ def _peer_contestant(peer: Peer, product_ns: float) -> Contestant:
 
 
 def take_turns(
-    contestants: Sequence[Contestant], rounds: int, sleep: Callable[[float], None] = time.sleep
+    reader: Contestant,
+    contestants: Sequence[Contestant],
+    rounds: int,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, list[float]]:
-    """What every contestant's turns gave, round by round; without the peers that failed in one."""
-    samples: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    """What every contestant's turns gave, round by round; without the peers that failed in one.
+
+    The reader begins each round: who was last in the one before finds nothing of its own in a cache.
+    """
+    samples: dict[str, list[float]] = {contestant.name: [] for contestant in (reader, *contestants)}
     for number in range(rounds):
-        for contestant in contestants if number % 2 else reversed(contestants):
+        for contestant in (reader, *(contestants if number % 2 else reversed(contestants))):
             if contestant.name in samples:
                 sleep(PAUSE_S)
                 _take_turn(contestant, samples)
@@ -214,16 +235,10 @@ def turn_calls(product_ns: float) -> int:
     return max(1, math.ceil(TURN_NS / product_ns))
 
 
-def rotating(packs: Sequence[PackedWeight], m: int) -> Sequence[PackedWeight]:
-    """The weights that a product of m rows takes in turn."""
-    return packs if m <= FEW_ROWS else packs[: -(-len(packs) // 8)]
-
-
 def peer_cell(point: Point, cold_bytes: int) -> PeerCell:
-    """The same product for a peer, over as many bytes of weights as ours."""
-    weight_bytes = point.n * point.k * BITS[point.format] // 8
-    copies = -(-(cold_bytes if point.m <= FEW_ROWS else cold_bytes // 8) // weight_bytes)
-    return PeerCell(FORMAT_OF.get(point.format, point.format), point.n, point.k, point.m, copies)
+    """The same product for a peer, over as many weights as ours."""
+    name = FORMAT_OF.get(point.format, point.format)
+    return PeerCell(name, point.n, point.k, point.m, point.copies(cold_bytes))
 
 
 def _row(

@@ -7,7 +7,8 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from phasewise.cli import row_forms
 from phasewise.cli.chart import Chart, Panel, draw_chart
@@ -17,6 +18,10 @@ LARGE_M = 128
 
 LARGE_WEIGHT_BYTES = 4_000_000
 """From here on a product of one row is held against the whole bandwidth."""
+
+
+PointKey: TypeAlias = tuple[str, int, int, int, int]
+"""Format, n, k, m and threads: what a row is of."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,10 @@ class KernelRow:
     samples_ns: Sequence[int]
     peer_samples_ns: Mapping[str, Sequence[int]]
     peer_settings: Mapping[str, str]
+
+    @property
+    def key(self) -> PointKey:
+        return self.format, self.n, self.k, self.m, self.threads
 
     @property
     def best_peer_ns(self) -> int | None:
@@ -124,9 +133,38 @@ def as_json(rows: Sequence[KernelRow]) -> str:
 
 
 def rows_from_json(text: str) -> list[KernelRow]:
-    """The rows that `as_json` wrote."""
+    """The rows that `as_json` or `as_line` wrote."""
+    found = json.loads(text) if text.lstrip().startswith("[") else map(json.loads, text.splitlines())
     names = [field.name for field in fields(KernelRow)]
-    return [KernelRow(**{name: row[name] for name in names}) for row in json.loads(text)]
+    return [KernelRow(**{name: row[name] for name in names}) for row in found]
+
+
+def as_line(row: KernelRow) -> str:
+    """As `RowFile` keeps it."""
+    return json.dumps(row_forms.json_fields(row)) + "\n"
+
+
+class RowFile:
+    """Rows that are kept one by one as they are measured; a run that was killed loses the one in flight.
+
+    A last line without its end is that one: it is cut off. ValueError for a file of something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        try:
+            self.rows = rows_from_json(whole)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no rows of `bench kernels --rows`: {error!r}") from error
+        if whole != text:
+            path.write_text(whole, encoding="utf-8")
+
+    def add(self, row: KernelRow) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(as_line(row))
+        self.rows.append(row)
 
 
 def as_csv(rows: Sequence[KernelRow]) -> str:

@@ -206,10 +206,15 @@ class NativeEvaluator:
             new.sample(sum((samples for _, samples in taken), ()), conditions),
         )
 
-    def rounds(self, problem: Problem, schedules: Sequence[Schedule], count: int) -> Times:
-        """Nanoseconds [count, schedules] of one short turn of each schedule in so many shuffled rounds."""
+    def rounds(
+        self, problem: Problem, schedules: Sequence[Schedule], count: int, beside: Sequence[timing.Take] = ()
+    ) -> Times:
+        """One short turn of each schedule, and of the systems `beside` them, in so many shuffled rounds.
+
+        Nanoseconds [count, schedules, then systems].
+        """
         contestants = [self._contestant(problem, schedule) for schedule in schedules]
-        return shuffled_rounds([one.take for one in contestants], count)
+        return shuffled_rounds([*(one.take for one in contestants), *beside], count)
 
     def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
         """What a duel with the incumbent says; None: with the kernels' own schedule."""

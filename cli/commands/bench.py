@@ -355,22 +355,39 @@ def kernels(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="throughput over m, with the limit")
     ] = None,
+    kept: Annotated[
+        Path | None,
+        typer.Option(
+            "--rows", metavar="FILE.jsonl", help="keep each row here at once, and measure what it lacks"
+        ),
+    ] = None,
     db: DbOption = None,
 ) -> None:
     """Time matrix products beside the machine's limits and beside every peer that is installed, in turns.
 
     Peers run under the interpreter that PHASEWISE_PEERS_PYTHON names, or this one. Named shapes:
-    smollm2-135m, llama-1.3b, llama-3-8b.
+    smollm2-135m, llama-1.3b, llama-3-8b. A run with --rows may be killed and begun again; what is
+    printed is of all rows of the grid.
     """
     from phasewise.cli.bench_kernels import kernel_rows, schedules_of
-    from phasewise.cli.kernel_formats import FORMATS, draw_rows
+    from phasewise.cli.kernel_formats import FORMATS, KernelRow, PointKey, RowFile, draw_rows
     from phasewise.cli.kernel_peers import opened_peers
 
     grid = _grid(formats, shapes or ["smollm2-135m"], ms, threads, rounds, cold_mib)
     if plot is not None and not (plot.parent.is_dir() and os.access(plot.parent, os.W_OK)):
         raise typer.BadParameter(f"{plot.parent} is not a folder that can be written to")
-    with opened_peers(_peer_names(peers), grid.cores) as found:
-        rows = list(kernel_rows(grid, found, schedules_of(db, grid.cores)))
+    try:
+        file = None if kept is None else RowFile(kept)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--rows: {error}") from error
+    known: dict[PointKey, KernelRow] = {row.key: row for row in (file.rows if file else ())}
+    if not known.keys() >= set(grid.points()):
+        with opened_peers(_peer_names(peers), grid.cores) as found:
+            for row in kernel_rows(grid, found, schedules_of(db, grid.cores), known.keys()):
+                if file is not None:
+                    file.add(row)
+                known = {**known, row.key: row}
+    rows = [known[point] for point in grid.points()]
     print(FORMATS[output.value](rows), end="")
     if plot is not None:
         plot.write_text(draw_rows(rows), encoding="utf-8")

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from phasewise.cli import kernel_peers
-from phasewise.cli.bench_kernels import Contestant, take_turns
+from phasewise.cli import bench_kernels, kernel_peers
+from phasewise.cli.bench_kernels import BITS, Contestant, Point, take_turns
 from phasewise.cli.chart import LEFT, PLOT_HEIGHT, Chart, Panel, draw_chart
 from phasewise.cli.kernel_formats import (
     KernelRow,
@@ -45,6 +45,7 @@ from phasewise.kerneldb.records import (
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.plans import default_plan
+from phasewise.tuner.weights import blank_weight
 
 CORE = read_machine().allowed_pus[0]
 SMALL = ("bench", "kernels", "--threads", "1", "--shape", "48,64", "-r", "2", "--cold-mib", "1")
@@ -257,12 +258,11 @@ def test_every_system_takes_one_turn_a_round_and_the_order_changes() -> None:
         order.append(name)
         return float(len(order))
 
-    samples = take_turns(
-        [Contestant("a", lambda: turn("a")), Contestant("b", lambda: turn("b"))], 3, sleep=lambda _: None
-    )
+    reader, *others = (Contestant(name, lambda name=name: turn(name)) for name in "rab")  # type: ignore[misc]
+    samples = take_turns(reader, others, 3, sleep=lambda _: None)
 
-    assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3}
-    assert order in (list("abbaab"), list("baabba"))
+    assert {name: len(taken) for name, taken in samples.items()} == {"r": 3, "a": 3, "b": 3}
+    assert order in (list("rabrbarab"), list("rbarabrba"))
 
 
 def test_the_summary_is_of_the_best_peer_at_each_point() -> None:
@@ -319,6 +319,69 @@ def test_the_plot_has_a_line_for_each_system_and_the_limit(tmp_path: Path) -> No
     assert sum(len(points) == 3 for points in lines) == 3
     words = {text.text for text in root.iter(f"{SVG}text")}
     assert {"phasewise", "torch", "rows m", "GFLOP/s", "bf16, 512x1024"} <= words
+
+
+@pytest.mark.usefixtures("fake_peers")
+def test_a_grid_that_is_killed_and_begun_again_neither_repeats_nor_loses_a_row(tmp_path: Path) -> None:
+    """Wherever the file ends, in the middle of a row too: rows that it has stay, byte for byte."""
+    kept = tmp_path / "grid.jsonl"
+    asked = ("--format", "f32,int8", "--m", "1,5", "--peers", "torch", "--rows", str(kept), "-o", "json")
+    whole = json.loads(bench(*asked))
+    text = kept.read_text()
+    ends = [at + 1 for at, letter in enumerate(text) if letter == "\n"]
+    assert [json.loads(line)["samples_ns"] for line in text.splitlines()] == [r["samples_ns"] for r in whole]
+
+    for cut in (0, 1, ends[0] - 1, ends[0], ends[0] + 1, ends[2] + 40, ends[3]):
+        kept.write_text(text[:cut])
+
+        again = json.loads(bench(*asked))
+
+        rows = rows_from_json(kept.read_text())
+        survived = sum(end <= cut for end in ends)
+        assert kept.read_text().startswith(text[: ends[survived - 1]] if survived else "")
+        assert [row.key for row in rows] == [
+            (r["format"], r["n"], r["k"], r["m"], r["threads"]) for r in whole
+        ]
+        assert again[:survived] == whole[:survived]
+
+
+def test_a_grid_takes_of_a_file_only_its_own_points(tmp_path: Path) -> None:
+    kept = tmp_path / "grid.jsonl"
+    bench("--format", "f32", "--m", "1,5", "--peers", "none", "--rows", str(kept))
+
+    out = json.loads(
+        bench("--format", "f32", "--m", "5,2", "--peers", "none", "--rows", str(kept), "-o", "json")
+    )
+
+    assert [r["m"] for r in out] == [5, 2]
+    assert [row.m for row in rows_from_json(kept.read_text())] == [1, 5, 2]
+
+
+def test_a_file_of_something_else_is_wrong_usage(tmp_path: Path) -> None:
+    kept = tmp_path / "notes.txt"
+    kept.write_text("no rows\n")
+
+    result = CliRunner().invoke(app, [*SMALL, "--peers", "none", "--rows", str(kept)])
+
+    assert result.exit_code == 2
+    assert kept.read_text() == "no rows\n"
+
+
+@given(st.integers(1, 4096), st.sampled_from(["f32", "bf16", "int8"]), st.integers(1, 1 << 29))
+def test_as_many_weights_as_a_turn_takes_or_as_no_cache_holds(
+    m: int, weight_format: str, cold_bytes: int
+) -> None:
+    packs = [blank_weight(weight_format, 64, 96)] * 10_000
+    point = Point(weight_format, 64, 96, m, packs, 2e11)
+
+    copies = point.copies(cold_bytes)
+
+    weight_bytes = 64 * 96 * BITS[weight_format] // 8
+    turn = bench_kernels.TURN_NS / (2e9 * m * 64 * 96 / 2e11)
+    assert 1 <= copies <= len(packs)
+    assert copies >= min(turn, cold_bytes / weight_bytes, len(packs)) or copies == len(packs)
+    assert (copies - 1) * weight_bytes < cold_bytes
+    assert copies <= max(2, math.ceil(turn))
 
 
 def test_the_plot_is_written_beside_the_rows(tmp_path: Path) -> None:
