@@ -69,6 +69,9 @@ def tune_kernels(
     Every timing is kept at once: interrupted, killed or out of budget, the same command goes on where it
     was, and a finished one times nothing. A schedule comes into use only after a comparison that proves it
     faster than the one before.
+
+    A MODEL's attention is tuned too, for the KV format that `--kv-format auto` means there; others run by
+    their defaults.
     """
     from phasewise.topology import read_machine
 
