@@ -140,7 +140,7 @@ async def _events(
     try:
         while pieces:
             said = begin + b"".join(_delta(head, reply, choices, index, piece) for index, piece in pieces)
-            begin = b""
+            begin, pieces = b"", []  # its reader may take long, and as many may come meanwhile
             if said:
                 yield said
             pieces = await stream.take()

@@ -23,8 +23,12 @@ REQUEST = Submit("one", (1, 2))
 def scored_pieces(n: int) -> Iterator[Answer]:
     for place in range(n):
         token_id = ALPHABET[place % 26]
-        token = SampledToken(token_id, -0.5, ((token_id, -0.5), (END, -1.5)))
-        yield Answer("one", chr(token_id), (token,), place + 1, 0, "length" if place == n - 1 else None)
+        reason = "length" if place == n - 1 else None
+        yield Answer("one", chr(token_id), (_scored(token_id),), place + 1, 0, reason)
+
+
+def _scored(token_id: int) -> SampledToken:
+    return SampledToken(token_id, -0.5, ((token_id, -0.5), (END, -1.5)))
 
 
 class Pieces:
@@ -50,20 +54,15 @@ def test_what_was_sent_is_not_held(kind: type[CompletionRendering | ChatRenderin
     reply = Reply([REQUEST], [], 1, rendering, streamed=True, include_usage=True)
 
     async def references() -> list[int]:
-        """To each token, once the piece after it was sent."""
+        """To each token, while its event waits for the reader."""
         stream = Pieces(30)
         events = _events(stream, reply, await stream.take())  # type: ignore[arg-type]
-        sent, counts = stream.newest, []
-        async for _ in events:
-            if stream.newest is not sent:
-                counts.append(sys.getrefcount(sent))
-                sent = stream.newest
-        return counts
+        return [sys.getrefcount(stream.newest) async for _ in events]
 
     counts = asyncio.run(references())
 
-    assert len(counts) == 29
-    assert set(counts) == {2}  # ours, and that of the call
+    assert len(counts) == 32  # with the usage, and the end
+    assert set(counts) == {2}  # the stream's own, and that of the call
 
 
 @pytest.mark.parametrize("most", [1, 7, 50])
