@@ -6,7 +6,12 @@
 Every round starts each server, warms it up, lets 8 and then 32 clients ask for 64 tokens after random prompts
 of 128, and ends it; so a drift of the machine meets all. Prompt caches are off on all sides. Ratios are taken
 round by round. In the last round each server is also asked for the highest rate that keeps the promises of
-Sandwich's smallest model (section 8.3: P90 of TTFT 200 ms, of TPOT 100 ms), in a few short probes.
+Sandwich's smallest model (section 8.3: P90 of TTFT 200 ms, of TPOT 100 ms), and of looser ones, as many
+times as long as `--slo-scale` says (their Fig. 9 and 12), in a few short probes each:
+
+    python benchmarks/serve_peers.py ... --rounds 1 --clients 8 --slo-scale 2,4,8 --formats native,bf16
+
+Each search begins where the one before, at a tighter promise, ended. The ratio is to the best peer of all.
 """
 
 from __future__ import annotations
@@ -32,8 +37,11 @@ WAVES = 4
 MOST_REQUESTS = 64
 """A client asks WAVES times; many clients fewer times, but at least twice."""
 
-SLO = "ttft:200,tpot:100"
-PROBE_S, MOST_PROBES = 6.0, 6
+TTFT_MS, TPOT_MS = 200, 100
+SLO = f"ttft:{TTFT_MS},tpot:{TPOT_MS}"
+PROBE_S, MOST_PROBES, VOTES = 6.0, 8, 3
+LONGER_THAN_TTFT = 4
+"""A probe is at least so many times the promised TTFT: a queue that breaks it must have time to grow."""
 START_SHARE = 0.6
 """The first probe's rate, over the throughput of the closed loop."""
 
@@ -100,16 +108,21 @@ def closed_loop(url: str, server: Server, clients: int, number: int) -> Run:
     )
 
 
-def goodput(url: str, server: Server, scale: float, capacity: float) -> Goodput:
-    """Bracketing begins below what the closed loop reached, `capacity` requests/s."""
+def goodput(url: str, server: Server, scale: float, start: float) -> Goodput:
+    """`start`: the first probe's rate, requests/s."""
     fields = bench(
         url,
         server,
         *("--find-rate", "--goodput", SLO, "--slo-scale", str(scale), "--warmup", "2"),
-        *("--rate", f"{max(0.05, START_SHARE * capacity):.3f}", "-n", "100"),
-        *("--probe", str(PROBE_S), "--most-probes", str(MOST_PROBES)),
+        *("--rate", f"{max(0.05, start):.3f}", "-n", "100", "--votes", str(VOTES)),
+        *("--probe", f"{probe_s(scale):.1f}", "--most-probes", str(MOST_PROBES)),
     )
     return Goodput(server.name, SLO, scale, fields["goodput_rate"], fields["probes"])
+
+
+def probe_s(scale: float) -> float:
+    """Length of a probe of the promises, `scale` times as long."""
+    return max(PROBE_S, LONGER_THAN_TTFT * scale * TTFT_MS / 1e3)
 
 
 def measure(servers: Sequence[Server], arguments: argparse.Namespace) -> tuple[list[Run], list[Goodput]]:
@@ -144,8 +157,11 @@ def visit(
             run = closed_loop(url, server, clients, number)
             capacity = max(capacity, run.requests_per_s)
             yield run
-        for scale in scales:
-            yield goodput(url, server, scale, capacity)
+        start = START_SHARE * capacity
+        for scale in sorted(scales):
+            found = goodput(url, server, scale, start)
+            start = found.rate or start
+            yield found
 
 
 def _groups(server: Server, clients: Sequence[int]) -> list[list[int]]:
@@ -196,13 +212,33 @@ def _ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "no answer"
 
 
-def goodput_table(rates: Sequence[Goodput]) -> str:
-    """The highest rates that kept the promises."""
-    rows = [
-        [one.server, f"{one.slo} x {one.slo_scale:g}", "none" if one.rate is None else f"{one.rate:.2f}"]
-        for one in rates
-    ]
-    return tabulate(rows, ["server", "P90 within ms", "requests/s"], "github", disable_numparse=True) + "\n"
+def goodput_table(rates: Sequence[Goodput], servers: Sequence[Server]) -> str:
+    """A row a server: the highest rate that kept each scale's promises, and of ours how many times the best
+    peer's that is."""
+    scales = sorted({one.slo_scale for one in rates})
+    found = {(one.server, one.slo_scale): one.rate for one in rates}
+    ours = {server.name for server in servers if server.kind == "phasewise"}
+    best = {
+        scale: max(
+            (rate for (name, at), rate in found.items() if rate and name not in ours and at == scale),
+            default=None,
+        )
+        for scale in scales
+    }
+    rows = []
+    for server in servers:
+        cells = []
+        for scale in scales:
+            if (server.name, scale) not in found:
+                cells.append("not asked")
+                continue
+            rate, peer = found[server.name, scale], best[scale]
+            ratio = f" ({rate / peer:.2f}x)" if rate and peer and server.name in ours else ""
+            cells.append("none" if rate is None else f"{rate:.2f}{ratio}")
+        rows.append([server.name, *cells])
+    headers = ["requests/s; P90 within"]
+    headers += [f"TTFT {scale * TTFT_MS:g}, TPOT {scale * TPOT_MS:g} ms" for scale in scales]
+    return tabulate(rows, headers, "github", disable_numparse=True) + "\n"
 
 
 def _numbers(text: str) -> list[int]:
@@ -260,7 +296,7 @@ def main() -> None:
     for clients in arguments.clients:
         print(table(runs, servers, clients))
     if rates:
-        print(goodput_table(rates))
+        print(goodput_table(rates, servers))
 
 
 if __name__ == "__main__":

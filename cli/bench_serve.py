@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -160,7 +160,8 @@ async def _search(client: Client, asked: Asked, prompts: Prompts, stop: asyncio.
     assert asked.search is not None
     probes: list[Probe] = []
     rates = find_rate(asked.search)
-    with suppress(StopIteration):
+    best: float | None = None
+    try:
         rate = next(rates)
         while True:
             probe = await _probe(client, asked, prompts, rate, len(probes), stop)
@@ -170,13 +171,18 @@ async def _search(client: Client, asked: Asked, prompts: Prompts, stop: asyncio.
             note(_probe_line(probe))
             await asyncio.sleep(SETTLE_S)
             rate = rates.send(probe.is_kept)
-    return _found(asked, prompts, probes, was_stopped=stop.is_set())
+    except StopIteration as end:
+        best = end.value
+    else:  # interrupted: what was kept so far
+        best = max((probe.rate for probe in probes if probe.is_kept), default=None)
+    return _found(asked, prompts, probes, best, was_stopped=stop.is_set())
 
 
-def _found(asked: Asked, prompts: Prompts, probes: Sequence[Probe], *, was_stopped: bool) -> Report:
-    """The probe of the highest rate that was kept; where none was, of the lowest that was tried."""
-    kept = [probe for probe in probes if probe.is_kept]
-    best = max(kept, key=lambda probe: probe.rate, default=None)
+def _found(
+    asked: Asked, prompts: Prompts, probes: Sequence[Probe], rate: float | None, *, was_stopped: bool
+) -> Report:
+    """A probe of `rate`, the highest that was kept; where none was, of the lowest that was tried."""
+    best = next((probe for probe in probes if probe.rate == rate and probe.is_kept), None)
     shown = best or min(probes, key=lambda probe: probe.rate, default=None)
     measured = shown.measured if shown else Measured((), 0.0, 0.0)
     asked = replace(asked, pace=replace(asked.pace, rate=shown.rate if shown else None))

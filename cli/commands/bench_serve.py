@@ -204,6 +204,16 @@ def serve(
         ),
     ] = 20.0,
     most_probes: Annotated[int, typer.Option("--most-probes", min=1, max=100, rich_help_panel=GOODPUT)] = 16,
+    votes: Annotated[
+        int,
+        typer.Option(
+            "--votes",
+            min=1,
+            max=9,
+            help="probes of the rates where the search would end: the majority decides",
+            rich_help_panel=GOODPUT,
+        ),
+    ] = 3,
     output: Annotated[Table, typer.Option("-o", "--output", rich_help_panel=OUTPUT)] = Table.md,
     save_detailed: Annotated[
         bool, typer.Option("--save-detailed", help="every request, in csv and json", rich_help_panel=OUTPUT)
@@ -250,7 +260,7 @@ def serve(
         n_warm_up=warmup,
         duration_s=duration_s,
         slo=slo,
-        search=_search(rate, most_probes) if find else None,
+        search=_search(rate, most_probes, votes) if find else None,
         probe_s=probe_s,
         may_cut_probes=plot is None,
         may_use_ids=not text_prompts,
@@ -327,10 +337,10 @@ def _pace(
     return Pace(None, most_at_once=concurrency or DEFAULT_CLIENTS)
 
 
-def _search(rate: float | None, most_probes: int) -> RateSearch:
+def _search(rate: float | None, most_probes: int, votes: int) -> RateSearch:
     from phasewise.cli.bench_serve_rates import RateSearch
 
-    return RateSearch(start=rate or 1.0, most_probes=most_probes)
+    return RateSearch(start=rate or 1.0, most_probes=most_probes, votes=votes)
 
 
 def _fields(temperature: float, ignore_eos: bool, extra_body: str | None) -> dict[str, Any]:

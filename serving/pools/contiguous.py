@@ -138,7 +138,8 @@ class ContiguousPool:
         held = self._holding(owner)
         if n_positions > held.demand.most_tokens:
             raise PoolError(f"{owner!r} asks for {n_positions} positions, more than its {held.demand}")
-        before, moves = held.block, ()
+        before = held.block
+        moves: tuple[Move, ...] = ()
         if n_positions > before.n_slots:
             found = self._enlarge(owner, held, n_positions)
             if found is None:

@@ -35,16 +35,49 @@ def test_one_edge_is_found_within_the_resolution(edge: float, start: float, reso
     assert edge * (1 - resolution) - 1e-9 <= found <= edge
 
 
-@given(verdicts=st.lists(st.booleans(), min_size=30, max_size=30), most=st.integers(1, 20))
-def test_whatever_the_landscape_the_answer_was_kept_when_asked(verdicts: list[bool], most: int) -> None:
+@given(
+    verdicts=st.lists(st.booleans(), min_size=30, max_size=30),
+    most=st.integers(1, 20),
+    votes=st.integers(1, 5),
+)
+def test_whatever_the_landscape_the_answer_was_kept_more_often_than_not(
+    verdicts: list[bool], most: int, votes: int
+) -> None:
     """A noisy server may contradict itself; the search ends, and claims only what it saw."""
     answers = iter(verdicts)
+    seen: list[tuple[float, bool]] = []
 
-    found, asked = searched(lambda _rate: next(answers), RateSearch(most_probes=most))
+    def keeps(rate: float) -> bool:
+        seen.append((rate, next(answers)))
+        return seen[-1][1]
 
-    assert len(asked) <= most
-    assert found is None or asked[found]
-    assert (found is None) == (not any(asked.values()))
+    found, _ = searched(keeps, RateSearch(most_probes=most, votes=votes))
+
+    assert len(seen) <= most
+    of_found = [kept for rate, kept in seen if rate == found]
+    assert found is None or 2 * sum(of_found) > len(of_found)
+    if votes == 1:
+        assert (found is None) == (not any(kept for _, kept in seen))
+
+
+@given(
+    edge=st.floats(0.5, 50),
+    lies=st.lists(st.integers(0, 30), max_size=3, unique=True),
+    start=st.floats(0.5, 50),
+)
+def test_one_probe_that_lies_does_not_decide(edge: float, lies: list[int], start: float) -> None:
+    """Both rates at which a search ends were asked until no single answer more could overturn them."""
+    seen: list[tuple[float, bool]] = []
+
+    def keeps(rate: float) -> bool:
+        seen.append((rate, (rate <= edge) != (len(seen) in lies)))
+        return seen[-1][1]
+
+    search = RateSearch(start, votes=2 * len(lies) + 1, most_probes=1000)
+    found, _ = searched(keeps, search)
+
+    assert found is not None
+    assert edge * (1 - search.resolution) - 1e-9 <= found <= edge
 
 
 def test_a_server_that_keeps_nothing_is_left_alone_soon() -> None:
