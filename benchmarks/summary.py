@@ -1,4 +1,4 @@
-"""What rows of `phasewise bench kernels -o json` come down to: `python benchmarks/summary.py rows.json ...`.
+"""What rows of `bench kernels` come down to: `python benchmarks/summary.py FILE ...`, of --rows or -o json.
 
 A table by format: the geometric mean of our speed over the best peer's at each point, the worst point, the
 shares of the machine's limits. Several files are taken together.
