@@ -73,7 +73,7 @@ def test_one_probe_that_lies_does_not_decide(edge: float, lies: list[int], start
         seen.append((rate, (rate <= edge) != (len(seen) in lies)))
         return seen[-1][1]
 
-    search = RateSearch(start, votes=2 * len(lies) + 1, most_probes=1000)
+    search = RateSearch(start, votes=2 * len(lies) + 1, most_probes=1000, least_share=1e-9)
     found, _ = searched(keeps, search)
 
     assert found is not None
