@@ -71,6 +71,12 @@ class Company:
             self._release(_TURN)
             self._go_on()
 
+    def rest(self, seconds: float) -> None:
+        """Sleep, in nobody's way."""
+        self._release(_TURN)
+        time.sleep(seconds)
+        self._go_on()
+
     @contextmanager
     def claim(self, name: str) -> Iterator[bool]:
         """Whether `name` is this process's until the end; False: it is another's."""

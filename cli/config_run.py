@@ -259,8 +259,7 @@ def _last_runs(run: _Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, flo
             if time.monotonic() >= run.deadline_s():
                 run.end = "budget"
                 return
-            company().let_pass()
-            time.sleep(PAUSE_S)
+            company().rest(PAUSE_S)
 
 
 def _hear_verdict(run: _Run, phase: Phase, words: Words) -> bool:
@@ -383,6 +382,9 @@ class _Others:
 
     def let_pass(self) -> None:
         company().let_pass()
+
+    def rest(self, seconds: float) -> None:
+        company().rest(seconds)
 
     def claim(self, name: str) -> AbstractContextManager[bool]:
         return company().claim(name)

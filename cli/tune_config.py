@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise.cli.alone import company
 from phasewise.cli.model_shape import shape_of_model, shape_of_reference
 from phasewise.cli.options import WeightFormat
 from phasewise.cli.present import note
@@ -305,6 +306,7 @@ def search(
         Settings(Rules(seed=wish.seed), wish.top_k, wish.resume),
         stop=lambda: time.monotonic() >= deadline_s,
         report=heard,
+        rest=company().rest if evaluator.kind == "measured" else time.sleep,
     )
     return Searched(phase, outcome, time.monotonic() - started_s, failures)
 

@@ -206,7 +206,7 @@ class _Pinned:
         self._company = company
         self._first_core = cores[0]
         self._everywhere = os.sched_getaffinity(0)
-        self.let_pass, self.claim = company.let_pass, company.claim
+        self.let_pass, self.rest, self.claim = company.let_pass, company.rest, company.claim
 
     @contextmanager
     def turn(self) -> Iterator[bool]:

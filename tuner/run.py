@@ -79,6 +79,10 @@ class Company(Protocol):
         """Whoever waits for a turn has it now."""
         ...
 
+    def rest(self, seconds: float) -> None:
+        """Sleep, in nobody's way."""
+        ...
+
     def claim(self, name: str) -> AbstractContextManager[bool]:
         """Whether what has this name is this run's until the end; False: it is another's."""
         ...
@@ -92,6 +96,9 @@ class Nobody:
 
     def let_pass(self) -> None:
         pass
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def claim(self, name: str) -> AbstractContextManager[bool]:
         return nullcontext(True)
@@ -224,8 +231,7 @@ class _Run:
             if len(waiting) == before:
                 if self._tools.clock() >= self._deadline_s:
                     return False
-                self._tools.company.let_pass()
-                time.sleep(PAUSE_S)
+                self._tools.company.rest(PAUSE_S)
         return is_complete
 
     def _begun_ms(self, task: Task) -> float:

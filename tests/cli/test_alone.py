@@ -91,6 +91,16 @@ def test_again_and_again_in_one_process(company: Company) -> None:
             assert is_alone
 
 
+def test_who_rests_is_in_nobodys_way(path: Path, company: Company) -> None:
+    """A process that works waits for one that waits for a turn: both come to their end."""
+    command = [sys.executable, "-c", WORK, str(path), "1"]
+    with company.working(time.monotonic() + 60):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        while process.poll() is None:
+            company.rest(0.01)
+    assert process.communicate()[0]
+
+
 def test_several_work_at_once(path: Path, company: Company) -> None:
     with holder(path, "working"), company.working(time.monotonic() + 60):
         company.let_pass()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -32,7 +32,7 @@ from synthetic_machine import (
 
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.kerneldb.store import open_store
-from phasewise.tuner.run import INTERLEAVED, Progress, Task, Tools, tune
+from phasewise.tuner.run import INTERLEAVED, Nobody, Outcome, Progress, Task, Tools, tune
 from phasewise.tuner.search.space import Arithmetic
 
 SCRIPT = [sys.executable, synthetic_machine.__file__]
@@ -275,3 +275,62 @@ def test_rows_of_another_build_or_machine_are_not_used(database: str) -> None:
             tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock)
             tune([task_of(), task_of(512)], tools, 1e9)
             assert len(machine.timed) == first.timed
+
+
+class OtherRun(Nobody):
+    """Another run has claimed the second weight, and tunes it while we are at the first."""
+
+    def __init__(self, database: str) -> None:
+        self._database = database
+        self._passes = 0
+        self.theirs: Outcome | None = None
+
+    def claim(self, name: str) -> AbstractContextManager[bool]:
+        return nullcontext(" 512 " not in name or self.theirs is not None)
+
+    def let_pass(self) -> None:
+        self._passes += 1
+        if self._passes == 5:
+            self.theirs = run_on(SyntheticMachine(), self._database, [task_of(512)])
+
+
+def test_a_weight_that_another_run_has_claimed_is_left_to_it_and_replayed(database: str) -> None:
+    machine, other = SyntheticMachine(), OtherRun(database)
+    with open_store(database) as store:
+        ledger = synthetic_machine.Ledger(store, SCOPE)
+        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock, company=other)
+        outcome = tune([task_of(512), task_of(), task_of(1024)], tools, 1e9)
+    again = run_on(SyntheticMachine(), database, [task_of(512), task_of(), task_of(1024)])
+
+    assert other.theirs is not None
+    assert outcome.end == "complete"
+    assert {problem.n for problem, _ in machine.timed} == {256, 1024}
+    assert outcome.replayed == other.theirs.timed
+    assert {gain.problem.n for gain in outcome.gains} == {256, 512, 1024}
+    assert again.timed == again.duels == 0
+
+
+def test_what_another_run_keeps_until_the_budget_is_over_is_not_tuned(database: str) -> None:
+    machine, other = SyntheticMachine(), Nobody()
+    other.claim = lambda name: nullcontext(False)  # type: ignore[method-assign]
+    with open_store(database) as store:
+        ledger = synthetic_machine.Ledger(store, SCOPE)
+        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, company=other)
+        outcome = tune([task_of()], tools, 0.1)
+
+    assert (outcome.end, outcome.timed, outcome.gains) == ("budget", 0, ())
+
+
+class NeverAlone(Nobody):
+    def turn(self) -> AbstractContextManager[bool]:
+        return nullcontext(False)
+
+
+def test_without_a_turn_nothing_is_timed(database: str) -> None:
+    machine = SyntheticMachine()
+    with open_store(database) as store:
+        ledger = synthetic_machine.Ledger(store, SCOPE)
+        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, company=NeverAlone())
+        outcome = tune([task_of()], tools, 60)
+
+    assert (outcome.end, outcome.timed, machine.timed) == ("budget", 0, [])

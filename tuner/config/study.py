@@ -156,15 +156,18 @@ def run(
     settings: Settings | None = None,
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Event], None] = lambda event: None,
+    rest: Callable[[float], None] = time.sleep,
 ) -> Outcome:
     """Search until the walk ends, `stop` says so (it is asked before every timing), or Ctrl-C.
+
+    rest: so many seconds, while another process times what is asked for.
 
     KernelDbError when the database cannot be used. A configuration that cannot run costs infinitely much.
     """
     settings = settings or Settings()
     storage = open_storage(location)
     search = _Search(space, task, _open_trials(storage, task, settings, location.name), settings, report)
-    end = search.until(stop)
+    end = search.until(stop, rest)
     return search.outcome(end)
 
 
@@ -191,14 +194,14 @@ class _Search:
         self._trees_cut = 0
         self._groups_stopped = 0
 
-    def until(self, stop: Callable[[], bool]) -> End:
+    def until(self, stop: Callable[[], bool], rest: Callable[[float], None]) -> End:
         """Walk and answer."""
         walking = walk(self._space, self._settings.rules)
         try:
             ask = next(walking)
             while True:
                 self._decided(ask.decisions)
-                ask = walking.send(self._answer(ask, stop))
+                ask = walking.send(self._answer(ask, stop, rest))
         except StopIteration as done:
             self._decided(done.value)
             return "complete"
@@ -236,7 +239,7 @@ class _Search:
             self._groups_stopped += isinstance(decision, Stopped)
             self._report(decision)
 
-    def _answer(self, ask: Ask, stop: Callable[[], bool]) -> list[float]:
+    def _answer(self, ask: Ask, stop: Callable[[], bool], rest: Callable[[float], None]) -> list[float]:
         """Costs of a batch: what the study holds, what others are timing now, and the rest timed here."""
         waiting = {candidate.configuration.key: candidate for candidate in ask.candidates}
         self._candidates.update(waiting)
@@ -249,7 +252,7 @@ class _Search:
                 raise _Ended
             free = [candidate for key, candidate in waiting.items() if key not in elsewhere]
             if not free:
-                time.sleep(pause_s)
+                rest(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             # From the other end where somebody is at work already, or both would reach for the same ones.
             elif claim := self._trials.claim(self._entry(free[-1 if elsewhere else 0])):

@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -68,7 +69,8 @@ class Claim:
 
     key: str
     trial_id: int
-    trial: optuna.Trial
+    trial: FrozenTrial
+    """As the storage has it, but for its number: reading it there takes longer than a modelled step."""
 
 
 class Trials:
@@ -116,22 +118,29 @@ class Trials:
             user_attrs={KEY: entry.key, RIVAL: entry.rival, **entry.remarks, _CLAIM: _this_process()},
         )
         with clear_storage_errors(self._location_name):
-            trial_id = self._storage.create_new_trial(self._study_id, template)
-            trial = optuna.Trial(self._study, trial_id)
-            claim = Claim(entry.key, trial_id, trial)
+            claim = Claim(entry.key, self._storage.create_new_trial(self._study_id, template), template)
             self._beat(claim)
-        if any(one.number < trial.number and self._stands(one, entry.key) for one in self._all()):
-            self._fail(trial_id, _ABANDONED, "another process was quicker")
+        if self._is_late(entry.key):
+            self._fail(claim.trial_id, _ABANDONED, "another process was quicker")
             return None
         return claim
 
+    def _is_late(self, key: str) -> bool:
+        """Whether another trial of the configuration has a lower number than the one that is running here."""
+        first = next((one for one in self._all() if self._stands(one, key)), None)
+        return first is None or not _is_running(first) or first.user_attrs[_CLAIM] != _this_process()
+
     def report(self, claim: Claim, mean_ms: float, slice_number: int) -> bool:
         """Keep the mean of the slices so far. Whether the study's pruner calls the trial hopeless."""
+        from optuna.exceptions import UpdateFinishedTrialError
+
         with clear_storage_errors(self._location_name):
             self._beat(claim)
-            claim.trial.report(mean_ms, slice_number)
+            with suppress(UpdateFinishedTrialError):
+                self._storage.set_trial_intermediate_value(claim.trial_id, slice_number, mean_ms)
+            claim.trial.intermediate_values[slice_number] = mean_ms
             with only_reading():
-                return claim.trial.should_prune()
+                return self._study.pruner.prune(self._study, claim.trial)
 
     def complete(self, claim: Claim, cost_ms: float) -> None:
         """It was timed to the end."""
@@ -144,12 +153,12 @@ class Trials:
         from optuna.trial import TrialState
 
         with clear_storage_errors(self._location_name):
-            own = self._storage.get_trial(claim.trial_id).intermediate_values
+            own = claim.trial.intermediate_values
             estimate_ms = _extrapolated_ms(
                 own, [one for one in self._all() if one.state is TrialState.COMPLETE]
             )
             self._storage.set_trial_user_attr(claim.trial_id, _ESTIMATE, estimate_ms)
-        self._tell(claim, TrialState.PRUNED, None)
+        self._tell(claim, TrialState.PRUNED, own[max(own)])
 
     def fail(self, claim: Claim, reason: str) -> None:
         """It cannot run."""
@@ -159,14 +168,12 @@ class Trials:
         """It was not timed after all, and may be claimed again."""
         self._fail(claim.trial_id, _ABANDONED, "interrupted")
 
-    def _tell(self, claim: Claim, state: TrialState, value: float | None) -> None:
-        with clear_storage_errors(self._location_name):
-            try:
-                self._study.tell(claim.trial, value, state)
-            except ValueError:
-                # Finished already: it gave no sign for so long that it was taken for dead.
-                if not self._storage.get_trial(claim.trial_id).state.is_finished():
-                    raise
+    def _tell(self, claim: Claim, state: TrialState, value: float) -> None:
+        from optuna.exceptions import UpdateFinishedTrialError
+
+        # Finished already: it gave no sign for so long that it was taken for dead.
+        with clear_storage_errors(self._location_name), suppress(UpdateFinishedTrialError):
+            self._storage.set_trial_state_values(claim.trial_id, state, [value])
 
     def _known(self, trial: FrozenTrial) -> Known | None:
         from optuna.trial import TrialState
