@@ -17,7 +17,7 @@ class SearchOptions:
     """The same for a step of the finetune."""
     keep_within: float = 0.5
     """Micro-kernels and grids slower than the best of their batch by more than this share are dropped."""
-    kept_kernels: int = 3
+    kept_kernels: int = 4
     """Micro-kernels that get a fast start."""
     lines: int = 2
     """Micro-kernels whose slices are tried with every length of a pass over k."""
