@@ -21,7 +21,6 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 TINY = "tiny"
 PHASEWISE = (sys.executable, "-m", "phasewise")
 START_LIMIT_S = 120.0
-_ARENA_BYTES = 64 * 2**20
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -115,14 +114,14 @@ class ServerProcess:
         return len(os.listdir(f"/proc/{self.pid}/task"))
 
     def memory_mib(self) -> dict[str, float]:
-        """Resident memory by what is mapped: malloc's heap, its threads' arenas, files, what ranks share, and
-        other anonymous pages (KV cache, activations, Python's own arenas, stacks)."""
-        found = dict.fromkeys(("heap", "threads' arenas", "files", "shared", "anonymous"), 0.0)
+        """Resident memory by what is mapped: malloc's heap, files, what ranks share, and other
+        anonymous pages (KV cache, activations, Python's own arenas, stacks, malloc's arenas of threads)."""
+        found = dict.fromkeys(("heap", "files", "shared", "anonymous"), 0.0)
         kind = "anonymous"
         for line in _read(Path(f"/proc/{self.pid}/smaps")).splitlines():
             first, *rest = line.split()
             if not first.endswith(":"):
-                kind = _kind_of(first, rest[4] if len(rest) > 4 else "")
+                kind = _kind_of(rest[4] if len(rest) > 4 else "")
             elif first == "Rss:":
                 found[kind] += int(rest[0]) / 1024
         return found
@@ -170,15 +169,13 @@ def free_port() -> int:
         return port
 
 
-def _kind_of(addresses: str, name: str) -> str:
-    """Of a mapping. Arenas of threads begin at multiples of 64 MiB, and nothing else of size does."""
+def _kind_of(name: str) -> str:
+    """Of a mapping."""
     if name == "[heap]":
         return "heap"
     if name.startswith("/memfd:"):
         return "shared"
-    if name.startswith("/"):
-        return "files"
-    return "anonymous" if int(addresses.split("-")[0], 16) % _ARENA_BYTES else "threads' arenas"
+    return "files" if name.startswith("/") else "anonymous"
 
 
 def _read(path: Path) -> str:
