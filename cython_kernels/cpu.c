@@ -43,7 +43,8 @@ unsigned pw_cpu_features(void) {
     }
     if ((r.xcr0 & XCR0_AVX512) == XCR0_AVX512) {
         features |= when(r.leaf7_ebx, f_dq_bw_vl, PW_CPU_AVX512) | when(r.leaf7_ecx, 1u << 11, PW_CPU_AVX512_VNNI) |
-                    when(r.leaf7_1_eax, 1u << 5, PW_CPU_AVX512_BF16);
+                    when(r.leaf7_1_eax, 1u << 5, PW_CPU_AVX512_BF16) |
+                    when(r.leaf7_edx, 1u << 23, PW_CPU_AVX512_FP16);
     }
     if ((r.xcr0 & XCR0_AMX) == XCR0_AMX) features |= when(r.leaf7_edx, bf16_tile_int8, PW_CPU_AMX);
     return features;

@@ -8,6 +8,7 @@ typedef enum {
     PW_CPU_AVX512 = 1 << 2, /* F, BW, DQ and VL */
     PW_CPU_AVX512_VNNI = 1 << 3,
     PW_CPU_AVX512_BF16 = 1 << 4,
+    PW_CPU_AVX512_FP16 = 1 << 10,
     PW_CPU_AMX = 1 << 5, /* int8 and bf16 tiles */
     PW_CPU_NEON = 1 << 6,
     PW_CPU_NEON_DOTPROD = 1 << 7,

@@ -7,8 +7,8 @@
 #include <string.h>
 
 extern const pw_kernels pw_portable_kernels, pw_avx2_kernels, pw_avx_vnni_kernels, pw_avx512_kernels,
-    pw_avx512_vnni_kernels, pw_avx512_bf16_kernels, pw_amx_kernels, pw_neon_kernels, pw_neon_dotprod_kernels,
-    pw_neon_bf16_i8mm_kernels;
+    pw_avx512_vnni_kernels, pw_avx512_bf16_kernels, pw_avx512_fp16_kernels, pw_amx_kernels, pw_neon_kernels,
+    pw_neon_dotprod_kernels, pw_neon_bf16_i8mm_kernels;
 
 /* Tables of another architecture are named, and not built. */
 #if defined(__x86_64__)
@@ -39,6 +39,7 @@ static const struct {
     {"avx512", X86(pw_avx512_kernels), PW_CPU_AVX2 | PW_CPU_AVX512},
     {"avx512_vnni", X86(pw_avx512_vnni_kernels), AVX512_DOTS},
     {"avx512_bf16", X86(pw_avx512_bf16_kernels), AVX512_DOTS | PW_CPU_AVX512_BF16},
+    {"avx512_fp16", X86(pw_avx512_fp16_kernels), AVX512_DOTS | PW_CPU_AVX512_BF16 | PW_CPU_AVX512_FP16},
     {"amx", X86(pw_amx_kernels), AVX512_DOTS | PW_CPU_AVX512_BF16 | PW_CPU_AMX},
     {"neon", ARM(pw_neon_kernels), PW_CPU_NEON},
     {"neon_dotprod", ARM(pw_neon_dotprod_kernels), NEON_DOTS},

@@ -19,6 +19,7 @@ typedef enum { PW_F32, PW_BF16, PW_Q8, PW_Q4, PW_KINDS } pw_kind;
 /* How weights and activations meet. Names: pw_path_name. A path that an ISA lacks is its default one for the kind. */
 typedef enum {
     PW_FMA,       /* float32 multiply-adds of widened weights */
+    PW_F16_FMA,   /* float16 multiply-adds over short chains, those summed in float32 */
     PW_BF16_DOT,  /* pairs of bf16, summed in float32 */
     PW_BF16_TILE, /* the same on the tile unit */
     PW_INT8_DOT,  /* bytes times rows quantised to bytes, exact in int32 within a group */
@@ -34,6 +35,7 @@ typedef struct {
     int32_t zero_point;  /* 0..255; 0 where there are mins */
     int32_t scale_bytes; /* 2: float16 scales and mins, 4: float32, 0: no scales */
     int32_t path;        /* pw_path; -1: the ISA's default for the kind */
+    int32_t top_exponent; /* bf16: the exponent field of the largest magnitude, 255: not finite; otherwise 0 */
     int32_t k_parts;     /* 1..PW_MAX_K_PARTS: k is summed in so many parts, whose sums are added in order */
     int64_t n, k;        /* outputs and inputs, before padding */
     const void *values;  /* panels, see packing.py; no alignment is assumed */

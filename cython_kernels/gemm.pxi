@@ -13,6 +13,7 @@ from phasewise.cython_kernels.errors import IsaError, WeightError
 
 cdef extern from "gemm.h" nogil:
     enum:
+        PW_FMA
         PW_F32
         PW_BF16
         PW_Q8
@@ -28,7 +29,7 @@ cdef extern from "gemm.h" nogil:
         PW_ADD
 
     ctypedef struct pw_weight:
-        int32_t kind, group, zero_point, scale_bytes, path, k_parts
+        int32_t kind, group, zero_point, scale_bytes, path, top_exponent, k_parts
         int64_t n, k
         const void *values
         const void *scales
@@ -183,7 +184,9 @@ cdef pw_weight weight_view(packed, path=None, int32_t k_parts=1) except *:
         raise WeightError(f"a weight of kind {packed.kind!r}, {n} outputs and {k} inputs: no kernel reads it")
     w.kind = packing.KINDS.index(packed.kind)
     w.n, w.k, w.group, w.zero_point = n, k, packed.group, packed.zero_point
-    w.path, w.k_parts = path_number(path), k_parts
+    w.path, w.k_parts, w.top_exponent = path_number(path), k_parts, packed.top_exponent
+    if w.path < 0 and w.top_exponent == packing.NOT_FINITE:
+        w.path = PW_FMA
     w.scale_bytes = 0
     w.scales = w.mins = NULL
     w.values = _bytes_of(packed.values, packing.values_dtype(packed.kind),

@@ -25,6 +25,7 @@ PANEL = 16  # output columns per panel, for every format and instruction set
 K_MULTIPLE = 32
 DEFAULT_GROUP = 32
 COLUMN_GROUP = 0  # one group for all of k
+NOT_FINITE = 255  # the exponent field of infinities and NaN
 PACKING_VERSION = 1  # change with any layout above: packed files of another version are rebuilt
 
 Array = npt.NDArray[Any]
@@ -85,6 +86,9 @@ class PackedWeight:
     values: Array
     scales: Array | None
     mins: Array | None
+    top_exponent: int = 0
+    """bf16: the exponent field of the largest magnitude, 0..254, or NOT_FINITE. Of the whole weight, also in a view of
+    some columns."""
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +143,14 @@ def pack_dense(w: Array, kind: Kind) -> PackedWeight:
         raise ValueError(f"dense packing takes a matrix and f32 or bf16, not {w.ndim} dimensions and {kind}")
     n, k = w.shape
     rows = np.asarray(w, dtype=np.float32) if kind == "f32" else to_bf16(w)
-    return PackedWeight(kind, n, k, 0, 0, _panels(rows, _K_INNER[kind], 0, K_MULTIPLE), None, None)
+    values = _panels(rows, _K_INNER[kind], 0, K_MULTIPLE)
+    top = bf16_top_exponent(values) if kind == "bf16" else 0
+    return PackedWeight(kind, n, k, 0, 0, values, None, None, top)
+
+
+def bf16_top_exponent(bits: Array) -> int:
+    """Of the largest magnitude of some bf16 bits (uint16): see `PackedWeight.top_exponent`."""
+    return int((bits & np.uint16(0x7FFF)).max(initial=0)) >> 7
 
 
 def pack_quant(rows: QuantRows) -> PackedWeight:

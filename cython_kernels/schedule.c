@@ -23,6 +23,8 @@ const char *pw_weight_problem(const pw_weight *w) {
     if (!w->values) return "values are missing";
     if (w->path < -1 || w->path >= PW_PATHS) return "there is no such compute path";
     if (w->k_parts < 1 || w->k_parts > PW_MAX_K_PARTS) return "k_parts must lie in 1..64";
+    if (w->top_exponent < 0 || w->top_exponent > 255) return "top_exponent must lie in 0..255";
+    if (w->path == PW_F16_FMA && w->top_exponent == 255) return "float16 holds no weights that are not finite";
     if (w->kind >= PW_Q8) return quant_problem(w);
     return w->group || w->zero_point || w->scales || w->mins ? "a dense weight has no groups" : NULL;
 }
@@ -92,7 +94,7 @@ void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t threa
 }
 
 const char *pw_path_name(int path) {
-    static const char *const names[PW_PATHS] = {"fma", "bf16_dot", "bf16_tile", "int8_dot", "int8_tile"};
+    static const char *const names[PW_PATHS] = {"fma", "f16_fma", "bf16_dot", "bf16_tile", "int8_dot", "int8_tile"};
     return path >= 0 && path < PW_PATHS ? names[path] : NULL;
 }
 

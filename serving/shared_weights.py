@@ -45,6 +45,7 @@ class WeightPlace:
     k: int
     group: int
     zero_point: int
+    top_exponent: int
     arrays: tuple[ArrayPlace, ...]
 
 
@@ -84,7 +85,15 @@ class Places:
             assert values is not None
             kind: Any = place.kind
             weights[name] = PackedWeight(
-                kind, place.n, place.k, place.group, place.zero_point, values, scales, mins
+                kind,
+                place.n,
+                place.k,
+                place.group,
+                place.zero_point,
+                values,
+                scales,
+                mins,
+                place.top_exponent,
             )
         return weights, {name: view(place) for name, place in self.vectors.items()}
 
@@ -190,6 +199,7 @@ def _weight_place(weight: PackedWeight, offsets: list[int]) -> WeightPlace:
         weight.k,
         weight.group,
         weight.zero_point,
+        weight.top_exponent,
         tuple(ArrayPlace.of(array, offset) for array, offset in arrays),
     )
 

@@ -14,7 +14,7 @@ enum { BLOCK_FLOATS = 1 << 16, STAGED_ROWS = 24 };
 
 /* The ways that a product is computed: a table of micro-kernels each, or what q8 and q4 are unpacked to first. */
 typedef enum {
-    F32, BF16_FMA, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4, ARITHMETICS,
+    F32, BF16_FMA, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4, ARITHMETICS,
     QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE
 } arithmetic;
 
@@ -24,6 +24,11 @@ static const tile_table tiles[ARITHMETICS] = {
 #define TILE(mr, np) [F32][mr][np] = f32_##mr##x##np, [BF16_FMA][mr][np] = bf16_fma_##mr##x##np,
     DENSE_TILES(TILE)
 #undef TILE
+#ifdef PW_F16_WORDS
+#define TILE(mr, np) [F16_FMA][mr][np] = f16_##mr##x##np, [BF16_AS_F16][mr][np] = bf16_as_f16_##mr##x##np,
+    F16_TILES(TILE)
+#undef TILE
+#endif
 #ifdef PW_BF16_DOT_WORDS
 #define TILE(mr, np) [BF16_DOT][mr][np] = bf16_dot_##mr##x##np,
     DENSE_TILES(TILE)
@@ -43,11 +48,13 @@ static const tile_table tiles[ARITHMETICS] = {
 #undef TILE
 };
 
-/* Dots where they are faster than widening: Intel's cores do a bf16 dot in the time of four multiply-adds, AMD's in
- * that of one. */
+/* Float16 where there are no tiles. Dots where they are faster than widening: Intel's cores do a bf16 dot in the time of
+ * four multiply-adds, AMD's in that of one. */
 static int32_t default_bf16_path(void) {
 #if defined(PW_AMX)
     return PW_BF16_TILE;
+#elif defined(PW_F16_WORDS)
+    return PW_F16_FMA;
 #elif defined(PW_BF16_DOT_WORDS) && defined(__x86_64__)
     return __builtin_cpu_is("intel") ? PW_FMA : PW_BF16_DOT;
 #elif defined(PW_BF16_DOT_WORDS)
@@ -64,6 +71,7 @@ static int has_dense_path(int32_t path) {
 
 int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path) {
     if (kind == PW_F32) return PW_FMA;
+    if (kind == PW_BF16 && path == PW_F16_FMA && tiles[BF16_AS_F16][1][1]) return path;
     if (has_dense_path(path)) return path;
     if (kind == PW_BF16) return default_bf16_path();
     int has_tile = kind == PW_Q8 && group == 0 && tiles[Q8_COLUMN_TILE][1][1];
@@ -84,6 +92,7 @@ static arithmetic arithmetic_of(const pw_weight *w) {
     if (w->kind == PW_F32) return F32;
     if (w->kind >= PW_Q8) return quant_arithmetic(w);
     int32_t path = ISA(path_of)(PW_BF16, 0, w->path);
+    if (path == PW_F16_FMA) return BF16_AS_F16;
     return path == PW_FMA ? BF16_FMA : path == PW_BF16_DOT ? BF16_DOT : BF16_TILE;
 }
 
@@ -94,6 +103,7 @@ static arithmetic staged_as(arithmetic a) {
     case QUANT_AS_BF16_TILE: return BF16_TILE;
     case QUANT_AS_F32:
     case BF16_FMA: return F32;
+    case BF16_AS_F16: return F16_FMA;
     case Q4: return NIBBLES_STAGED ? Q8_GROUP32 : Q4;
     default: return a;
     }
@@ -102,7 +112,7 @@ static arithmetic staged_as(arithmetic a) {
 /* Inputs and bytes of a prepared row that one step of a pass takes. */
 static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
     if (a == F32) return 1;
-    if (a == BF16_FMA || a == BF16_DOT) return 2;
+    if (a == BF16_FMA || a == BF16_AS_F16 || a == BF16_DOT) return 2;
     return a == Q8_GROUP16 ? w->group : PW_K_MULTIPLE;
 }
 
@@ -110,6 +120,11 @@ static int64_t row_bytes_of_step(arithmetic a, const pw_weight *w) {
     if (a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4) return group_block_bytes(w->kind, w->group);
     if (a == Q8_COLUMN || a == Q8_COLUMN_TILE) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
     return inputs_of_step(a, w) * (a == F32 || a == BF16_FMA || a == QUANT_AS_F32 ? 4 : 2);
+}
+
+/* Where the fields of a prepared row with one scale begin. */
+static int64_t row_values_bytes(arithmetic a, int64_t k) {
+    return a == BF16_AS_F16 ? 2 * pw_padded_k(k) : column_values_bytes(k);
 }
 
 /* A product, and its schedule clamped to what exists. */
@@ -196,6 +211,8 @@ static tile_call first_call(const walk *k, pw_range panels, const pass *p) {
     const pw_weight *w = k->w;
     int64_t np = panels.end - panels.begin, begin = p->steps.begin;
     tile_call t = {.panels = (int32_t)np, .row_bytes = k->x->row_bytes, .steps = p->steps.end - begin};
+    t.ends_part = p->ends_part;
+    t.top_exponent = w->top_exponent;
     t.partial_stride = np * PW_PANEL;
     t.panel_bytes = pw_padded_k(w->k) / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
     t.values = (const uint8_t *)w->values + panels.begin * t.panel_bytes + begin * k->step_value_bytes;
@@ -207,7 +224,6 @@ static tile_call first_call(const walk *k, pw_range panels, const pass *p) {
     int64_t scales_at = (panels.begin * groups + first_group) * PW_PANEL * w->scale_bytes;
     t.scale_bytes = w->scale_bytes;
     t.panel_scale_bytes = groups * PW_PANEL * w->scale_bytes;
-    t.ends_part = p->ends_part;
     t.scales = (const uint8_t *)w->scales + scales_at;
     t.mins = w->mins ? (const uint8_t *)w->mins + scales_at : NULL;
     return t;
@@ -268,6 +284,9 @@ static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
     t->prefetch_bytes = t->prefetch_jump = 0;
     switch (k->arithmetic) {
     case BF16_FMA: stage_bf16(t, bytes); break;
+#ifdef PW_F16_WORDS
+    case BF16_AS_F16: stage_f16(t, bytes); break;
+#endif
     case QUANT_AS_F32: stage_widened(t, k->w, WIDEN_TO_F32, bytes); break;
     case QUANT_AS_BF16_DOT: stage_widened(t, k->w, WIDEN_TO_PAIRS, bytes); break;
     case QUANT_AS_BF16_TILE: stage_widened(t, k->w, WIDEN_TO_BF16, bytes); break;
@@ -287,7 +306,7 @@ static void run_strip(const walk *k, const strip *s) {
         t.mr = (int)fair_part(s->rows.end - row, k->mr);
         tile_kernel *kernel = largest_tile(k->kernels, &t.mr, &t.panels);
         t.rows = block + row * t.row_bytes;
-        t.row_scales = rows + row * t.row_bytes + column_values_bytes(k->w->k);
+        t.row_scales = rows + row * t.row_bytes + row_values_bytes(k->arithmetic, k->w->k);
         t.row_biases = t.row_scales + COLUMN_SCALE_BYTES + 4 * s->pass->steps.begin;
         t.next = several && !t.prefetch_bytes ? look_ahead(k, &weights, &t, s, row) : stream(&t);
         if (several && !dense && !t.prefetch_bytes) ask_at_once(&t.next, &t);
@@ -325,10 +344,16 @@ static void block(const walk *k, pw_range rows, pw_range panels) {
     }
 }
 
+/* A pass that is not the last of its part ends with a fold. */
+static int64_t whole_folds(int64_t steps) {
+    return steps < F16_FOLD_STEPS ? F16_FOLD_STEPS : steps / F16_FOLD_STEPS * F16_FOLD_STEPS;
+}
+
 /* Whether unpacking weights for so many rows costs less than reading them as they are. */
 static int staging_pays(arithmetic a, int64_t rows, int64_t mr) {
     if (a >= ARITHMETICS) return 1;
     if (a == BF16_FMA) return rows >= STAGED_ROWS;
+    if (a == BF16_AS_F16) return rows > mr;
     return (a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4) && rows > 2 * mr;
 }
 
@@ -337,6 +362,7 @@ static int64_t staged_step_bytes(arithmetic a) {
     if (a == QUANT_AS_F32) return PW_K_MULTIPLE * VECTOR_ROW_BYTES;
     if (a >= ARITHMETICS) return PW_K_MULTIPLE * VECTOR_ROW_BYTES / 2;
     if (a == BF16_FMA) return 2 * VECTOR_ROW_BYTES;
+    if (a == BF16_AS_F16) return VECTOR_ROW_BYTES;
     return 3 * VECTOR_ROW_BYTES + (a == Q4 && NIBBLES_STAGED ? PW_K_MULTIPLE * PW_PANEL : 0);
 }
 
@@ -357,6 +383,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
     int64_t fitting = STAGED_BYTES / (k.panels * staged_step_bytes(k.arithmetic));
     if (k.staged) k.block_steps = clamp(fitting, 1, k.block_steps);
+    if (k.arithmetic == BF16_AS_F16 && k.block_steps < k.steps) k.block_steps = whole_folds(k.block_steps);
     if (k.block_steps < k.steps || w->k_parts > 1) {
         k.block_m = at_most(k.block_m, BLOCK_FLOATS / (k.panels * PW_PANEL));
         k.block_n = at_most(k.block_n, BLOCK_FLOATS / (k.block_m * k.panels * PW_PANEL) * k.panels);

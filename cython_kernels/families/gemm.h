@@ -28,6 +28,13 @@ PW_INLINE int64_t group_block_bytes(int kind, int group) { return group_values_b
 enum { COLUMN_SCALE_BYTES = 4 };
 PW_INLINE int64_t column_values_bytes(int64_t k) { return pw_padded_k(k) * Q8_ACTIVATION_BYTES; }
 
+/* The f16_fma path (gemm_f16.c): a row of float16 has an int32 exponent and a float factor behind its values. Float16
+ * weights stay below 2^7, rows at most 2^2: a fold of 64 products at most 2^15. */
+enum { F16_FOLD_STEPS = 32, F16_FIELD_BYTES = 8, F16_TOP_FIELD = 7 - 1 + 15, F16_ROW_EXPONENT = 1 };
+PW_INLINE int32_t f16_fields_less(int32_t top_exponent) {
+    return top_exponent > F16_TOP_FIELD ? top_exponent - F16_TOP_FIELD : 0;
+}
+
 /* Lines that a dense kernel asks for, one a step: of each panel from `values` on, and of two rows so many bytes from
  * the first one's reading. */
 typedef struct {
@@ -49,8 +56,9 @@ typedef struct {
     int64_t panel_scale_bytes;
     int32_t scale_bytes;
     int32_t add;
-    int32_t ends_part;          /* group 0: sums are int32 before the last pass of a part */
-    const uint8_t *row_scales;  /* group 0: of the first row */
+    int32_t ends_part;          /* group 0: sums are int32 before the last pass of a part; f16_fma: scaled */
+    int32_t top_exponent;       /* f16_fma */
+    const uint8_t *row_scales;  /* group 0, f16_fma: of the first row */
     const uint8_t *row_biases;  /* group 0: of the first row, at the first step */
     int64_t steps;
     int64_t prefetch_bytes; /* ahead of each read of values; 0: they are in L1 */

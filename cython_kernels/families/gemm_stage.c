@@ -1,7 +1,7 @@
 /* families/gemm_stage.c: unpacks the weights of one pass, once for all rows that meet them; compiled once per ISA.
  *
  * A staged call reads the stage, in L1 or L2, instead of the panels:
- * - bf16 as float32, one input after the other (exact);
+ * - bf16 as float32, one input after the other (exact), or as float16 (gemm_f16.c);
  * - groups of q8 and q4 with float32 scales and minima, and nibbles as bytes where q4 rows look like q8 rows (exact);
  * - q8 and q4 as the float32 weights that packing.dequantise gives, s (q - z), then + m, each rounded once; for bf16
  *   paths these rounded once more, to the nearest bf16. The product with them keeps the bound of gemm_dense.c. */
@@ -26,6 +26,20 @@ static void stage_bf16(tile_call *t, uint8_t *bytes) {
     t->panel_bytes = panel_bytes;
     t->steps *= 2;
 }
+
+#ifdef PW_F16_WORDS
+static void stage_f16(tile_call *t, uint8_t *bytes) {
+    int64_t panel_bytes = t->steps * VECTOR_ROW_BYTES;
+    vi less = vi_set1(f16_fields_less(t->top_exponent) * 0x00800080);
+    for (int64_t panel = 0; panel < t->panels; ++panel) {
+        const uint8_t *from = t->values + panel * t->panel_bytes;
+        uint8_t *to = bytes + panel * panel_bytes;
+        for (int64_t i = 0; i < panel_bytes; i += LANES * 4) vi_store(to + i, f16_from_bf16(vi_load(from + i), less));
+    }
+    t->values = bytes;
+    t->panel_bytes = panel_bytes;
+}
+#endif
 
 /* float16 or float32 [panels][t->steps][16] to float32. */
 static void stage_floats(const tile_call *t, const uint8_t *from, float *to) {

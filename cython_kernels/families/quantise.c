@@ -8,12 +8,13 @@
 
 int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path);
 
-typedef enum { ROW_F32, ROW_PADDED_F32, ROW_ROUNDED_F32, ROW_BF16, ROW_GROUPS, ROW_BYTES } row_layout;
+typedef enum { ROW_F32, ROW_PADDED_F32, ROW_ROUNDED_F32, ROW_F16, ROW_BF16, ROW_GROUPS, ROW_BYTES } row_layout;
 
 static row_layout layout_of(const pw_form *form) {
     int32_t path = ISA(path_of)(form->kind, form->group, form->path);
     if (form->kind == PW_F32) return ROW_F32;
     if (path == PW_FMA) return form->kind == PW_BF16 ? ROW_ROUNDED_F32 : ROW_PADDED_F32;
+    if (path == PW_F16_FMA) return ROW_F16;
     if (path == PW_BF16_DOT || path == PW_BF16_TILE) return ROW_BF16;
     return form->group ? ROW_GROUPS : ROW_BYTES;
 }
@@ -27,6 +28,7 @@ int64_t ISA(row_bytes)(const pw_form *form, int64_t k) {
     case ROW_F32: return spread(4 * k);
     case ROW_PADDED_F32:
     case ROW_ROUNDED_F32: return spread(4 * padded);
+    case ROW_F16: return spread(2 * padded + F16_FIELD_BYTES);
     case ROW_BF16: return spread(2 * padded);
     case ROW_GROUPS: return spread(padded / form->group * group_block_bytes(form->kind, form->group));
     default: return spread(column_values_bytes(k) + COLUMN_SCALE_BYTES + 4 * (padded / PW_K_MULTIPLE + 1));
@@ -140,6 +142,37 @@ static uint32_t largest_magnitude(int64_t k, const float *x) {
     return top;
 }
 
+/* x times 2^-exponent to float16, zeros beyond k. */
+static void scaled_f16(int64_t k, const float *x, int32_t exponent, uint16_t *out) {
+    vf factor = v_set1(pw_bits_to_float((uint32_t)(127 - exponent) << 23));
+    int64_t i = 0;
+    for (; i + LANES <= k; i += LANES) v_store_f16(out + i, v_mul(v_load(x + i), factor));
+    for (; i < pw_padded_k(k); i += LANES) {
+        int64_t left = k - i;
+        v_store_f16(out + i, left > 0 ? v_mul(v_load_n(x + i, (int)left), factor) : v_zero());
+    }
+}
+
+/* An infinity counts as one of its sign beside zeros. */
+static void infinities_f16(int64_t k, const float *x, uint16_t *out) {
+    memset(out, 0, 2 * (size_t)pw_padded_k(k));
+    for (int64_t i = 0; i < k; ++i) {
+        if (isinf(x[i])) out[i] = x[i] > 0 ? 0x3C00 : 0xBC00;
+    }
+}
+
+/* x[k] to float16 at most 2^2, the exponent that they were divided by, and what else their sums are multiplied by. */
+static void f16_row(int64_t k, const float *x, uint8_t *row) {
+    uint32_t top_bits = largest_magnitude(k, x), infinity = 0x7F800000u;
+    int32_t exponent = (int32_t)(top_bits >> 23) - 127 - F16_ROW_EXPONENT;
+    float factor = top_bits < infinity ? 1.0f : top_bits == infinity ? INFINITY : NAN;
+    if (exponent < -126 || top_bits >= infinity) exponent = top_bits >= infinity ? 0 : -126;
+    if (top_bits < infinity) scaled_f16(k, x, exponent, (uint16_t *)(void *)row);
+    else infinities_f16(k, x, (uint16_t *)(void *)row);
+    memcpy(row + 2 * pw_padded_k(k), &exponent, 4);
+    memcpy(row + 2 * pw_padded_k(k) + 4, &factor, 4);
+}
+
 /* x[k] to bytes with one scale (gemm.h: column_fields). Sums may wrap: what they are taken from wraps alike. */
 static void quantise_column_row(int32_t zero_point, int64_t k, const float *x, uint8_t *out) {
     byte_scale s = byte_scale_of(largest_magnitude(k, x));
@@ -161,6 +194,7 @@ static void prepare_row(const pw_form *form, row_layout layout, int64_t k, const
     case ROW_F32: memcpy(row, x, 4 * (size_t)k); break;
     case ROW_PADDED_F32: padded_f32_row(k, x, (float *)(void *)row); break;
     case ROW_ROUNDED_F32: rounded_f32_row(k, x, (float *)(void *)row); break;
+    case ROW_F16: f16_row(k, x, row); break;
     case ROW_BF16: bf16_row(k, x, (uint16_t *)(void *)row); break;
     case ROW_BYTES: quantise_column_row(form->zero_point, k, x, row); break;
     default:

@@ -106,10 +106,32 @@ PW_INLINE vf bf16_dot(vf acc, vi w, vi a) {
 }
 #endif
 
+/* Pairs of float16 (gemm_f16.c): a lane holds two. */
+#ifdef __AVX512FP16__
+#define PW_F16_WORDS 1
+PW_INLINE vi f16_fma(vi acc, vi w, vi a) { /* assembly: see above */
+    __asm__("vfmadd231ph %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
+    return acc;
+}
+PW_INLINE vi f16_add(vi a, vi b) {
+    __asm__("vaddph %1, %0, %0" : "+v"(a) : "v"(b));
+    return a;
+}
+PW_INLINE vi f16_swapped(vi a) { return _mm512_rol_epi32(a, 16); }
+/* The upper float16 of each lane as float32, times 2^-112: exact. */
+PW_INLINE vf f16_upper(vi a) { return vi_as_vf(vi_and(_mm512_srai_epi32(a, 3), vi_set1((int32_t)0x8FFFE000))); }
+/* bf16 to float16 of an exponent field that is `less` (a multiple of 128 in each half) / 128 smaller, towards zero. */
+PW_INLINE vi f16_from_bf16(vi w, vi less) {
+    vi magnitude = _mm512_slli_epi16(_mm512_subs_epu16(vi_and(w, vi_set1(0x7FFF7FFF)), less), 3);
+    return _mm512_ternarylogic_epi32(magnitude, w, vi_set1(0x7FFF7FFF), 0xE4); /* mask ? magnitude : w */
+}
+#endif
+
 /* Micro-kernels (rows x panels) that fit thirty-two registers; quant tiles hold an integer and a float sum each. */
 #define DENSE_TILES(X) \
     PW_ROWS_30(X, 1) PW_ROWS_14(X, 2) PW_ROWS_9(X, 3) PW_ROWS_6(X, 4) PW_ROWS_5(X, 5) PW_ROWS_4(X, 6) PW_ROWS_3(X, 7) \
     PW_ROWS_2(X, 8)
+#define F16_TILES(X) PW_ROWS_14(X, 1) PW_ROWS_14(X, 2) PW_ROWS_9(X, 3) PW_ROWS_6(X, 4)
 #define QUANT_TILES(X) \
     X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(7, 1) X(8, 1) \
     X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) \

@@ -32,7 +32,7 @@ from phasewise.serving.loaders.layout import VectorPlan, WeightPlan, plan_vector
 from phasewise.serving.loaders.source import ModelSource, Rows
 from phasewise.serving.model import MappedFile, PackedModel, config_from_json, config_to_json
 
-FILE_VERSION = 1  # change with anything in this module, or in how a loader reads a source
+FILE_VERSION = 2  # change with anything in this module, or in how a loader reads a source
 MAGIC = b"PHASWISE"
 PREFIX = struct.Struct("<8sQQQ32s")
 ALIGNMENT = 64
@@ -54,6 +54,7 @@ class _Slot:
     k: int
     form: WeightForm | None  # None: a float32 vector of n numbers
     offsets: tuple[int, ...]
+    top_exponent: int = 0  # PackedWeight.top_exponent
 
 
 def write_packed(
@@ -74,11 +75,11 @@ def write_packed(
         "slots": [],
     }
     slots, total = _placed(fields, sum(map(len, text)), weights, vectors)
-    fields["slots"] = [asdict(slot) for slot in slots]
     try:
         with _renamed_when_done(target) as fd:
             os.posix_fallocate(fd, 0, total)  # a full disk says so now, not after minutes
-            fields["content_hash"] = _write_arrays(fd, slots, weights, vectors, report)
+            fields["content_hash"], tops = _write_arrays(fd, slots, weights, vectors, report)
+            fields["slots"] = [asdict(replace(slot, top_exponent=tops.get(slot.name, 0))) for slot in slots]
             head = _head(fields)
             digest = hashlib.sha256(head + b"".join(text)).digest()
             assert PREFIX.size + len(head) + sum(map(len, text)) <= slots[0].offsets[0]
@@ -190,12 +191,12 @@ def _renamed_when_done(target: Path) -> Iterator[int]:
 
 def _write_arrays(
     fd: int, slots: list[_Slot], weights: list[WeightPlan], vectors: list[VectorPlan], report: Report
-) -> str:
-    """Fill every slot, in order; returns the SHA-256 over names, shapes and arrays."""
-    content = hashlib.sha256()
+) -> tuple[str, dict[str, int]]:
+    """Fill every slot, in order; returns the SHA-256 over names, shapes and arrays, and the weights' top exponents."""
+    content, tops = hashlib.sha256(), {}
     total, done, told = sum(plan.nbytes for plan in weights), 0, 0
     for slot, weight in zip(slots, weights, strict=False):  # the vectors' slots come after
-        _write_weight(fd, slot, weight, content.update)
+        tops[slot.name] = _write_weight(fd, slot, weight, content.update)
         done += weight.nbytes
         if 100 * done // total >= told + 10:
             told = 100 * done // total
@@ -205,20 +206,22 @@ def _write_arrays(
         content.update(_label(slot))
         content.update(_bytes_of(numbers))
         _write(fd, slot.offsets[0], _bytes_of(numbers))
-    return content.hexdigest()
+    return content.hexdigest(), tops
 
 
 def _write_weight(
     fd: int, slot: _Slot, plan: WeightPlan, digest: Callable[[bytes | memoryview], None]
-) -> None:
-    """A few rows at a time, so that memory stays small whatever the weight's size."""
+) -> int:
+    """A few rows at a time, so that memory stays small whatever the weight's size; its top exponent."""
     digest(_label(slot))
-    offsets = list(slot.offsets)
+    offsets, top = list(slot.offsets), 0
     for packed in _packed_chunks(plan):
         arrays = [array for array in (packed.values, packed.scales, packed.mins) if array is not None]
         for i, array in enumerate(arrays):
             digest(_bytes_of(array))
             offsets[i] += _write(fd, offsets[i], _bytes_of(array))
+        top = max(top, packed.top_exponent)
+    return top
 
 
 def _label(slot: _Slot) -> bytes:
@@ -263,7 +266,8 @@ def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path)
         if slot["form"] is None:
             vectors[name] = np.frombuffer(mapped, np.float32, n, offsets[0])
         else:
-            weights[name] = _weight(WeightForm(**slot["form"]), n, k, offsets, mapped)
+            weight = _weight(WeightForm(**slot["form"]), n, k, offsets, mapped)
+            weights[name] = replace(weight, top_exponent=slot["top_exponent"])
     tokenizer_bytes = fields["tokenizer_bytes"]
     return PackedModel(
         config=config_from_json(fields["config"]),

@@ -75,11 +75,12 @@ def product(
     """y float32 [m, n] by one_product.c, run as `command`."""
     scales = b"" if w.scales is None else w.scales.tobytes()
     scale_bytes = 0 if w.scales is None else w.scales.itemsize
-    fields = (KINDS.index(w.kind), w.group, w.zero_point, scale_bytes, w.mins is not None, path, k_parts)
+    fields = (KINDS.index(w.kind), w.group, w.zero_point, scale_bytes, w.mins is not None)
+    fields = (*fields, path, w.top_exponent, k_parts)
     blocks = (walk.mr, walk.panels, walk.block_m, walk.block_n, walk.block_k)
     sizes = (w.n, w.k, x.shape[0], w.values.nbytes, len(scales))
     mins = b"" if w.mins is None else w.mins.tobytes()
-    head = struct.pack("<12i5q", *fields, *blocks, *sizes)
+    head = struct.pack("<13i5q", *fields, *blocks, *sizes)
     operands = head + w.values.tobytes() + scales + mins + x.tobytes()
     run = subprocess.run(command, input=operands, capture_output=True, check=True)
     return np.frombuffer(run.stdout, dtype=np.float32).reshape(x.shape[0], w.n)

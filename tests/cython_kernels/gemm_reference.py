@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels import packing
+from phasewise.cython_kernels import _native, packing
 from phasewise.cython_kernels.packing import PackedWeight, QuantRows
 
 Array = npt.NDArray[Any]
@@ -42,8 +42,8 @@ def quantise_rows(x: Array, group: int) -> tuple[Array, Array]:
     return q.reshape(m, -1)[:, :k], np.where(small, np.float32(0), top / np.float32(127))
 
 
-def gamma(n: int) -> float:
-    return n * UNIT / (1 - n * UNIT)
+def gamma(n: int, unit: float = UNIT) -> float:
+    return n * unit / (1 - n * unit)
 
 
 def rounded(x: Array) -> Array:
@@ -51,7 +51,12 @@ def rounded(x: Array) -> Array:
 
 
 def expected(x: Array, w: PackedWeight, k_parts: int = 1, path: str | None = None) -> tuple[Array, Array]:
-    """(y float64 [m, n] of the x that the kernel sees, the bound of |got - y|)."""
+    """(y float64 [m, n] of the x that the kernel sees, the bound of |got - y|).
+
+    path None: the default of the instruction set in use.
+    """
+    if w.kind == "bf16" and (path or _native.compute_paths("bf16")[0]) == "f16_fma":
+        return _expected_halves(x, packing.unpack(w), k_parts)
     if w.kind in ("f32", "bf16"):
         return _expected_dense(x if w.kind == "f32" else rounded(x), packing.unpack(w))
     if path == "fma":
@@ -65,6 +70,18 @@ def _expected_dense(x: Array, matrix: Array) -> tuple[Array, Array]:
     seen, weights, k = x.astype(np.float64), matrix.astype(np.float64), x.shape[1]
     tiny = 2.0**-126 * (k + np.abs(seen).sum(axis=1)[:, None] + np.abs(weights).sum(axis=1))
     return seen @ weights.T, gamma(k + 1) * (np.abs(seen) @ np.abs(weights).T) + tiny
+
+
+def _expected_halves(x: Array, matrix: Array, k_parts: int) -> tuple[Array, Array]:
+    """families/gemm_f16.c: of the x that are given."""
+    seen, weights, k = x.astype(np.float64), matrix.astype(np.float64), x.shape[1]
+    row_tops = np.maximum(np.abs(seen).max(axis=1), 2.0**-125)[:, None]
+    top = max(float(np.abs(weights).max()), 2.0**-106)
+    dust = 2.0**-21 * top * np.abs(seen).sum(axis=1)[:, None] + 2.0**-26 * row_tops * np.abs(weights).sum(axis=1)
+    dust += 2.0**-32 * k * row_tops * top
+    relative = gamma(19, 2.0**-11) + gamma(-(-k // 64) + 2 * k_parts)
+    bound = relative * (np.abs(seen) @ np.abs(weights).T) + (1 + relative) * dust + 2.0**-148
+    return seen @ weights.T, bound
 
 
 def _expected_groups(x: Array, w: PackedWeight) -> tuple[Array, Array]:

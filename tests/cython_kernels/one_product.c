@@ -1,5 +1,5 @@
 /* One product by the kernels named in argv[1], for a machine that is not this one: operands on stdin, y on stdout.
- * stdin: int32 kind, group, zero_point, scale_bytes, has_mins, path, k_parts, mr, panels, block_m, block_n, block_k;
+ * stdin: int32 kind, group, zero_point, scale_bytes, has_mins, path, top_exponent, k_parts, mr, panels, block_m, block_n, block_k;
  * int64 n, k, m, and the bytes of values and of scales; then values, scales, mins, x float32 [m][k].
  * stdout: y float32 [m][n]. Exit status 3: those kernels do not run here. */
 #include <stdio.h>
@@ -15,11 +15,11 @@ static void *read_bytes(size_t bytes) {
 
 int main(int argc, char **argv) {
     if (argc != 2 || pw_select(argv[1])) return 3;
-    int32_t *fields = read_bytes(12 * sizeof(int32_t));
+    int32_t *fields = read_bytes(13 * sizeof(int32_t));
     int64_t *sizes = read_bytes(5 * sizeof(int64_t));
     int64_t n = sizes[0], k = sizes[1], m = sizes[2];
     pw_weight w = {.kind = fields[0], .group = fields[1], .zero_point = fields[2], .scale_bytes = fields[3],
-                   .path = fields[5], .k_parts = fields[6], .n = n, .k = k};
+                   .path = fields[5], .top_exponent = fields[6], .k_parts = fields[7], .n = n, .k = k};
     w.values = read_bytes((size_t)sizes[3]);
     if (sizes[4]) w.scales = read_bytes((size_t)sizes[4]);
     if (fields[4]) w.mins = read_bytes((size_t)sizes[4]);
@@ -33,8 +33,8 @@ int main(int argc, char **argv) {
     float *y = calloc((size_t)(m * n), sizeof(float));
     if (!prepared || !y) return 1;
     rows.rows = prepared;
-    pw_schedule schedule = {.mr = fields[7], .panels = fields[8], .block_m = fields[9], .block_n = fields[10],
-                            .block_k = fields[11], .prefetch_bytes = 512, .grid_m = 1, .grid_n = 1, .grid_k = 1};
+    pw_schedule schedule = {.mr = fields[8], .panels = fields[9], .block_m = fields[10], .block_n = fields[11],
+                            .block_k = fields[12], .prefetch_bytes = 512, .grid_m = 1, .grid_n = 1, .grid_k = 1};
     kernels->prepare_rows(&form, k, x, k, (pw_range){0, m}, prepared);
     kernels->gemm(&w, &rows, (pw_range){0, m}, (pw_range){0, pw_panels(n)}, -1, y, n, PW_STORE, &schedule);
     return fwrite(y, sizeof(float), (size_t)(m * n), stdout) == (size_t)(m * n) ? 0 : 1;

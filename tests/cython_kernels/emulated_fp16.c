@@ -1,0 +1,5 @@
+/* isa/avx512_fp16.c over emulated words, for any CPU. */
+#define PW_ISA avx512_fp16
+#include "emulated_f16.h"
+
+#include "families/all.h"
