@@ -37,6 +37,7 @@ typedef struct {
 typedef struct {
     /* Multiply-adds as fast as one core can; returns the operations done (a multiply and an add are two). */
     uint64_t (*f32)(uint64_t rounds);
+    uint64_t (*f16)(uint64_t rounds);
     uint64_t (*bf16)(uint64_t rounds);
     uint64_t (*int8)(uint64_t rounds);
 

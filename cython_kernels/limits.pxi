@@ -6,6 +6,7 @@ from libc.stdint cimport uint64_t
 cdef extern from "dispatch.h" nogil:
     ctypedef struct pw_limit_kernels:
         uint64_t (*f32)(uint64_t rounds) noexcept nogil
+        uint64_t (*f16)(uint64_t rounds) noexcept nogil
         uint64_t (*bf16)(uint64_t rounds) noexcept nogil
         uint64_t (*int8)(uint64_t rounds) noexcept nogil
         uint64_t (*read)(const void *buffer, size_t bytes) noexcept nogil
@@ -19,6 +20,8 @@ def limit_peak(str kind, uint64_t rounds):
     cdef uint64_t (*loop)(uint64_t) noexcept nogil
     if kind == "f32":
         loop = kernels.limits.f32
+    elif kind == "f16":
+        loop = kernels.limits.f16
     elif kind == "bf16":
         loop = kernels.limits.bf16
     elif kind == "int8":

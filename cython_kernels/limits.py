@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels import _native
 
-KINDS = ("f32", "bf16", "int8")
+KINDS = ("f32", "f16", "bf16", "int8")
 
 
 def peak(kind: str, rounds: int) -> int:

@@ -34,7 +34,7 @@ class MachineLimits:
     cores: tuple[int, ...]
     isa: str
     peak_flops: dict[str, float]
-    """Operations per second by compute type: f32, bf16, int8. A multiply and an add are two."""
+    """Operations per second by compute type: f32, f16, bf16, int8. A multiply and an add are two."""
     read_bytes_per_s: float
     read_buffer_bytes: int
     """Size of the buffer that each pass streamed, over all cores."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phasewise.cython_kernels import limits
 from phasewise.tuner.limits import peak_flops, read_bandwidth
 
 FLOAT_BYTES = 4
@@ -17,15 +16,15 @@ READ_PASSES = 12
 def peak_kinds(weight_format: str) -> tuple[str, ...]:
     """The multiply rates (`limits.KINDS`) that weights of this format may be computed at.
 
-    bf16 weights can be widened, and not every CPU multiplies pairs of bf16 faster than float32.
+    bf16 weights can be widened or become float16, and not every CPU multiplies pairs of bf16 faster than float32.
     """
     match weight_format:
         case "f32":
             return ("f32",)
         case "bf16":
-            return ("f32", "bf16")
+            return ("f32", "f16", "bf16")
         case _:
-            return limits.KINDS
+            return ("f32", "bf16", "int8")
 
 
 @dataclass(frozen=True)

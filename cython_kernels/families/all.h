@@ -38,6 +38,7 @@ const pw_kernels ISA(kernels) = {
     .limits =
         {
             .f32 = ISA(limit_f32),
+            .f16 = ISA(limit_f16),
             .bf16 = ISA(limit_bf16),
             .int8 = ISA(limit_int8),
             .read = ISA(limit_read),

@@ -94,6 +94,14 @@ uint64_t ISA(limit_f32)(uint64_t rounds) {
     return rounds * 4 * (ops_per_tile);
 #endif
 
+uint64_t ISA(limit_f16)(uint64_t rounds) {
+#if defined(__AVX512FP16__)
+    LIMIT_LOOP(LIMIT_STEP("zmm", "vfmadd231ph"), 32 * 2)
+#else
+    return ISA(limit_f32)(rounds);
+#endif
+}
+
 uint64_t ISA(limit_bf16)(uint64_t rounds) {
 #if defined(__AMX_BF16__)
     LIMIT_TILES(_tile_dpbf16ps, 16 * 16 * 32 * 2)
