@@ -7,8 +7,9 @@
 #include <string.h>
 
 extern const pw_kernels pw_portable_kernels, pw_avx2_kernels, pw_avx_vnni_kernels, pw_avx512_kernels,
-    pw_avx512_vnni_kernels, pw_avx512_bf16_kernels, pw_avx512_fp16_kernels, pw_amx_kernels, pw_neon_kernels,
-    pw_neon_dotprod_kernels, pw_neon_bf16_i8mm_kernels;
+    pw_avx512_vnni_kernels, pw_avx512_bf16_kernels, pw_amx_kernels, pw_neon_kernels, pw_neon_dotprod_kernels,
+    pw_neon_bf16_i8mm_kernels;
+extern __attribute__((weak)) const pw_kernels pw_avx512_fp16_kernels; /* setup.py: not every compiler knows it */
 
 /* Tables of another architecture are named, and not built. */
 #if defined(__x86_64__)

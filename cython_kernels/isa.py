@@ -1,7 +1,7 @@
 """Which instruction set the kernels use: the highest that this machine runs, or what PHASEWISE_ISA names.
 
-The ladder, by speed: portable, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16, avx512_fp16, amx; on Arm portable, neon,
-neon_dotprod, neon_bf16_i8mm.
+The ladder, by speed: portable, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16, avx512_fp16,
+amx; on Arm portable, neon, neon_dotprod, neon_bf16_i8mm.
 The choice is made once, when the kernels are imported. Rows prepared under one choice are read under that one
 only, so a program is rebuilt after a switch; `using` is for tests and benchmarks.
 """

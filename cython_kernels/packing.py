@@ -87,8 +87,9 @@ class PackedWeight:
     scales: Array | None
     mins: Array | None
     top_exponent: int = 0
-    """bf16: the exponent field of the largest magnitude, 0..254, or NOT_FINITE. Of the whole weight, also in a view of
-    some columns."""
+    """bf16: the exponent field of the largest magnitude, 0..254, or NOT_FINITE.
+
+    Of the whole weight, also in a view of some columns."""
 
     @property
     def nbytes(self) -> int:

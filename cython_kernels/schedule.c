@@ -50,6 +50,12 @@ static int64_t value_eighths(const pw_weight *w, int64_t m) {
     return w->kind == PW_Q4 && m > STREAM_ROWS ? 8 : 32 >> w->kind;
 }
 
+/* Float16 is staged in half the bytes of float32. */
+static int64_t dense_pass_inputs(const pw_weight *w) {
+    int32_t path = pw_active()->gemm.path_of(w->kind, w->group, w->path);
+    return path == PW_F16_FMA ? 2 * DENSE_PASS_INPUTS : DENSE_PASS_INPUTS;
+}
+
 /* Inputs per pass: as many as fit L1, in passes of nearly equal length. */
 static int64_t pass_inputs(int64_t k, int64_t fitting) {
     int64_t passes = (k + fitting - 1) / fitting;
@@ -69,7 +75,7 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     s.block_n = (int32_t)at_least(panels, at_most(1 << 20, L2_WEIGHT_BYTES / panel_bytes));
     s.block_k = (int32_t)(m <= mr ? k : pass_inputs(k, fitting_k));
     if (m > STREAM_ROWS) s.block_n = BLOCK_PANELS / panels * panels;
-    if (m > STREAM_ROWS && w->kind < PW_Q8) s.block_k = (int32_t)pass_inputs(k, DENSE_PASS_INPUTS);
+    if (m > STREAM_ROWS && w->kind < PW_Q8) s.block_k = (int32_t)pass_inputs(k, dense_pass_inputs(w));
     s.prefetch_bytes = STREAM_AHEAD_BYTES;
     s.grid_m = 1;
     s.grid_n = threads > 1 ? threads : 1;

@@ -16,7 +16,8 @@ READ_PASSES = 12
 def peak_kinds(weight_format: str) -> tuple[str, ...]:
     """The multiply rates (`limits.KINDS`) that weights of this format may be computed at.
 
-    bf16 weights can be widened or become float16, and not every CPU multiplies pairs of bf16 faster than float32.
+    bf16 weights can be widened or become float16, and not every CPU multiplies pairs of bf16 faster than
+    float32.
     """
     match weight_format:
         case "f32":

@@ -1,6 +1,26 @@
 /* families/gemm_f16.c: micro-kernels of y = x W^T for bf16 weights by float16 multiply-adds; compiled once per ISA.
  *
- * (bound: written below once measured) */
+ * A row of x and the weight are scaled by powers of two, so that x' is at most 2^2 and w' below 2^7, and rounded to
+ * float16. A lane of a vector row holds inputs k and k + 1 of a column, and so does a lane of sums: two chains. A chain
+ * is 16 multiply-adds; two of them after each other, each begun at zero, are added, then the two halves of a lane: a
+ * fold of 64 inputs, at most 2^15 (1 + small) whatever the numbers are, which float16 holds (65504). Folds are added in
+ * float32, in the order of k. They begin at the beginning of a part of k, every 64 inputs, and passes end with one, so
+ * that tiles, stages and passes change no bit.
+ *
+ * A product is followed by its own rounding and at most 15 + 1 + 1 more before its sum is a float32 (exact: every
+ * float16 times 2^-112 is a float32), and by ceil(k / 64) and P - 1 additions there. With the rounding of x, u = 2^-11:
+ *     |y - exact| <= (gamma'_19 + gamma_(k/64 + 2 P)) sum |x_i w_i| + dust,   gamma'_n = n u / (1 - n u),
+ * against the exact y of the x that is given, not of a rounded one. Dust is what float16 is too coarse for, X and W
+ * being the largest magnitudes of the row (at least 2^-125) and of the weight (at least 2^-106):
+ *     2^-21 W sum |x_i|   weights below 2^-20 W: their last bits, or all, are cut off, at most 2^-15 of a w' >= 2^6;
+ *     2^-26 X sum |w_i|   inputs that are subnormal, rounded by at most 2^-25 of an x' >= 2;
+ *     2^-32 k X W         products that are, by as much of a sum beside 2^7.
+ * For random signs a chain of n multiply-adds has a variance of n / 2 roundings of its result: about 9 u'^2 a fold, and
+ * u'^2 for x, where rounding x to bf16, as the other paths of bf16 do, has (8 u')^2: a root mean square 2.5 times as
+ * large. Of sums whose terms all have one sign both lose about the same.
+ *
+ * A row with a NaN gives NaN. In one with infinities these count as one of their sign and the rest as nothing; the sum
+ * is multiplied by infinity. */
 #include "families/gemm.h"
 
 #ifdef PW_F16_WORDS

@@ -192,7 +192,10 @@ def _renamed_when_done(target: Path) -> Iterator[int]:
 def _write_arrays(
     fd: int, slots: list[_Slot], weights: list[WeightPlan], vectors: list[VectorPlan], report: Report
 ) -> tuple[str, dict[str, int]]:
-    """Fill every slot, in order; returns the SHA-256 over names, shapes and arrays, and the weights' top exponents."""
+    """Fill every slot, in order.
+
+    Returns the SHA-256 over names, shapes and arrays, and top exponents by the names of weights.
+    """
     content, tops = hashlib.sha256(), {}
     total, done, told = sum(plan.nbytes for plan in weights), 0, 0
     for slot, weight in zip(slots, weights, strict=False):  # the vectors' slots come after

@@ -11,7 +11,7 @@
 #include "orders.h"
 
 const pw_kernels pw_avx2_kernels, pw_avx_vnni_kernels, pw_avx512_kernels, pw_avx512_vnni_kernels,
-    pw_avx512_bf16_kernels, pw_avx512_fp16_kernels, pw_amx_kernels;
+    pw_avx512_bf16_kernels, pw_amx_kernels;
 unsigned pw_cpu_features(void) { return 0; }
 int pw_cpu_request_tiles(void) { return 0; }
 

@@ -10,7 +10,7 @@
 
 const pw_kernels pw_avx2_kernels = {.isa = "avx2"}, pw_avx_vnni_kernels = {.isa = "avx_vnni"},
                  pw_avx512_kernels = {.isa = "avx512"}, pw_avx512_vnni_kernels = {.isa = "avx512_vnni"},
-                 pw_avx512_bf16_kernels = {.isa = "avx512_bf16"}, pw_avx512_fp16_kernels = {.isa = "avx512_fp16"};
+                 pw_avx512_bf16_kernels = {.isa = "avx512_bf16"};
 
 int emulated_tiles_granted;
 

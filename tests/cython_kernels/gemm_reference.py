@@ -77,7 +77,9 @@ def _expected_halves(x: Array, matrix: Array, k_parts: int) -> tuple[Array, Arra
     seen, weights, k = x.astype(np.float64), matrix.astype(np.float64), x.shape[1]
     row_tops = np.maximum(np.abs(seen).max(axis=1), 2.0**-125)[:, None]
     top = max(float(np.abs(weights).max()), 2.0**-106)
-    dust = 2.0**-21 * top * np.abs(seen).sum(axis=1)[:, None] + 2.0**-26 * row_tops * np.abs(weights).sum(axis=1)
+    dust = 2.0**-21 * top * np.abs(seen).sum(axis=1)[:, None] + 2.0**-26 * row_tops * np.abs(weights).sum(
+        axis=1
+    )
     dust += 2.0**-32 * k * row_tops * top
     relative = gamma(19, 2.0**-11) + gamma(-(-k // 64) + 2 * k_parts)
     bound = relative * (np.abs(seen) @ np.abs(weights).T) + (1 + relative) * dust + 2.0**-148
