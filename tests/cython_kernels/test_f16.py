@@ -78,10 +78,8 @@ def test_products_keep_their_bound(multiply: Product, k_parts: int) -> None:
 
 @pytest.mark.parametrize("weights", [1.0, 2.0**-126, 2.0**-100, 2.0**100, 2.0**120])
 @pytest.mark.parametrize("rows", [1.0, 2.0**-149, 2.0**-120, 2.0**100, 2.0**126])
-def test_any_scale_of_both_keeps_the_bound(
-    multiply: Product, weights: float, rows: float
-) -> None:
-    """Outliers of 2^12 beside ordinary numbers, all of one sign: float16 would overflow, were it not scaled."""
+def test_any_scale_of_both_keeps_the_bound(multiply: Product, weights: float, rows: float) -> None:
+    """Outliers of 2^12 beside ordinary numbers, all of one sign: unscaled float16 would overflow."""
     rng = np.random.default_rng(4)
     matrix = np.abs(rng.standard_normal((20, 130)))
     x = np.abs(rng.standard_normal((3, 130)))
