@@ -400,8 +400,8 @@ def test_measured_here_the_plan_is_stored_used_and_emitted(db: Path, tiny: str) 
 @pytest.mark.slow
 def test_two_processes_that_measure_come_to_one_verdict(db: Path, tiny: str) -> None:
     """One of them runs the finalists of a phase, and the other takes its word for it."""
-    both = [shell(tiny, "--lengths", "fixed:24/8", "--budget", "40s", "--json") for _ in range(2)]
-    outputs = [process.communicate(timeout=120) for process in both]
+    both = [shell(tiny, "--lengths", "fixed:24/8", "--budget", "80s", "--json") for _ in range(2)]
+    outputs = [process.communicate(timeout=200) for process in both]
 
     assert [process.returncode for process in both] == [0, 0], outputs
     first, second = (json.loads(out) for out, _ in outputs)
