@@ -12,6 +12,17 @@ PW_INLINE int inputs_per_vector_row(int kind) { return 1 << kind; }
 #ifndef PW_FMA_ROUNDS_ONCE
 #define PW_FMA_ROUNDS_ONCE 0
 #endif
+#ifndef PW_FMA_IN_PLACE
+PW_INLINE vf v_fma_in_place(vf a, vf b, vf acc) { return v_fma(a, b, acc); }
+#endif
+#ifndef PW_DOT_OPERANDS
+#define PW_DOT_OPERANDS 0
+PW_INLINE vi dot_at(vi acc, vi w, const uint8_t *x) {
+    (void)w, (void)x;
+    return acc;
+}
+#endif
+#define PW_HIDE(x) __asm__("" : "+r"(x))
 #define FLOAT_BIAS 12582912.0f /* integers around its bits, read as floats, are the integers around it */
 enum { FLOAT_BIAS_BITS = 0x4B400000 };
 

@@ -10,29 +10,57 @@
 
 typedef enum { STEP_F32, STEP_BF16_FMA, STEP_BF16_DOT } dense_step;
 
-/* x: one input of the first row, or a pair of them. */
-PW_INLINE void f32_step(const uint8_t *x, int64_t row_bytes, const vi *w, vf *acc, int mr, int vectors) {
-    PW_UNROLL for (int r = 0; r < mr; ++r, x += row_bytes) {
-        vf factor = v_set1(float_at(x));
+/* Where the rows of a tile are read: every fifth one has a pointer. */
+typedef struct {
+    const uint8_t *fifth[MAX_MR / 5 + 1];
+    int64_t bytes, thrice;
+} row_pointers;
+
+PW_INLINE row_pointers point_to_rows(const tile_call *t, int mr) {
+    row_pointers x = {.bytes = t->row_bytes, .thrice = 3 * t->row_bytes};
+    PW_UNROLL for (int i = 0; i < mr; i += 5) x.fifth[i / 5] = t->rows + i * x.bytes;
+    return x;
+}
+
+/* The compiler forgets how these pointers hang together, and does not keep one for each row and step. */
+PW_INLINE void hide_rows(row_pointers *x, int mr) {
+    PW_UNROLL for (int i = 0; i < mr; i += 5) PW_HIDE(x->fifth[i / 5]);
+    PW_HIDE(x->bytes);
+    PW_HIDE(x->thrice);
+}
+
+PW_INLINE void advance_rows(row_pointers *x, int mr, int bytes) {
+    PW_UNROLL for (int i = 0; i < mr; i += 5) x->fifth[i / 5] += bytes;
+}
+
+PW_INLINE const uint8_t *row_at(const row_pointers *x, int r) {
+    const uint8_t *fifth = x->fifth[r / 5];
+    return r % 5 == 3 ? fifth + x->thrice : fifth + r % 5 * x->bytes;
+}
+
+/* One input of each row, so many bytes from where the pointers are. */
+PW_INLINE void f32_step(const row_pointers *x, int offset, const vi *w, vf *acc, int mr, int vectors) {
+    PW_UNROLL for (int r = 0; r < mr; ++r) {
+        vf factor = v_set1(float_at(row_at(x, r) + offset));
         PW_UNROLL for (int c = 0; c < vectors; ++c) {
-            acc[r * vectors + c] = v_fma(factor, vi_as_vf(w[c]), acc[r * vectors + c]);
+            acc[r * vectors + c] = v_fma_in_place(factor, vi_as_vf(w[c]), acc[r * vectors + c]);
         }
     }
 }
 
 /* One input after the other, so that one half of the widened weights is in registers at a time. */
-PW_INLINE void bf16_fma_step(const uint8_t *x, int64_t row_bytes, const vi *w, vf *acc, int mr, int vectors) {
+PW_INLINE void bf16_fma_step(const row_pointers *x, int offset, const vi *w, vf *acc, int mr, int vectors) {
     vi half[MAX_TILE_PANELS * VECTORS];
     PW_UNROLL for (int c = 0; c < vectors; ++c) half[c] = vi_shl(w[c], 16);
-    f32_step(x, row_bytes, half, acc, mr, vectors);
+    f32_step(x, offset, half, acc, mr, vectors);
     PW_UNROLL for (int c = 0; c < vectors; ++c) half[c] = vi_and(w[c], vi_set1((int32_t)0xFFFF0000));
-    f32_step(x + 4, row_bytes, half, acc, mr, vectors);
+    f32_step(x, offset + 4, half, acc, mr, vectors);
 }
 
 #ifdef PW_BF16_DOT_WORDS
-PW_INLINE void bf16_dot_step(const uint8_t *x, int64_t row_bytes, const vi *w, vf *acc, int mr, int vectors) {
-    PW_UNROLL for (int r = 0; r < mr; ++r, x += row_bytes) {
-        vi pair = vi_set1(int_at(x));
+PW_INLINE void bf16_dot_step(const row_pointers *x, int offset, const vi *w, vf *acc, int mr, int vectors) {
+    PW_UNROLL for (int r = 0; r < mr; ++r) {
+        vi pair = vi_set1(int_at(row_at(x, r) + offset));
         PW_UNROLL for (int c = 0; c < vectors; ++c) {
             acc[r * vectors + c] = bf16_dot(acc[r * vectors + c], w[c], pair);
         }
@@ -40,32 +68,56 @@ PW_INLINE void bf16_dot_step(const uint8_t *x, int64_t row_bytes, const vi *w, v
 }
 #endif
 
-enum { TALL_MR = 5 }; /* fewer rows stream weights; more come in several tiles, and their inputs are worth asking for */
+/* Fewer rows than TALL_MR stream weights. More come in several tiles, and their inputs are worth asking for, a few
+ * steps at a time: a core that its other hyper-thread is using as well has hardly more instructions to spare than the
+ * multiply-adds are. */
+enum { TALL_MR = 5, TALL_STEPS = 4 };
+
+/* Step `step` from where the pointers are. */
+PW_INLINE void dense_one(const tile_call *t, dense_step kind, const uint8_t *values, const row_pointers *x, int step,
+                         vf *acc, int mr, int np) {
+    vi w[MAX_TILE_PANELS * VECTORS];
+    PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
+        w[c] = vi_load(values + c / VECTORS * t->panel_bytes + c % VECTORS * LANES * 4 + step * VECTOR_ROW_BYTES);
+    }
+    if (kind == STEP_F32) f32_step(x, 4 * step, w, acc, mr, np * VECTORS);
+    if (kind == STEP_BF16_FMA) bf16_fma_step(x, 8 * step, w, acc, mr, np * VECTORS);
+#ifdef PW_BF16_DOT_WORDS
+    if (kind == STEP_BF16_DOT) bf16_dot_step(x, 4 * step, w, acc, mr, np * VECTORS);
+#endif
+}
+
+/* What TALL_STEPS steps ask for. */
+PW_INLINE void ask_ahead(const lookahead *next, const uint8_t *x, int64_t row_bytes, int np) {
+    for (int64_t at = 0; at < TALL_STEPS * next->values_step; at += VECTOR_ROW_BYTES) {
+        PW_UNROLL for (int p = 0; p < np; ++p) __builtin_prefetch(next->values + p * next->panel_bytes + at);
+    }
+    __builtin_prefetch(x + next->rows_ahead);
+    __builtin_prefetch(x + next->rows_ahead + row_bytes);
+}
 
 PW_INLINE void dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
     tile_sums acc;
+    enum { TALL_BYTES = TALL_STEPS * VECTOR_ROW_BYTES };
     int x_bytes = kind == STEP_BF16_FMA ? 8 : 4;
-    int64_t panel_bytes = t->panel_bytes, row_bytes = t->row_bytes;
     lookahead next = t->next;
-    const uint8_t *values = t->values, *x = t->rows, *end = values + t->steps * VECTOR_ROW_BYTES;
+    row_pointers x = point_to_rows(t, mr);
+    const uint8_t *values = t->values, *end = values + t->steps * VECTOR_ROW_BYTES;
     begin_sums(t, acc, mr, np * VECTORS);
     for (const uint8_t *stop = end - t->prefetch_bytes; values < end; stop = end, next.values += t->prefetch_jump) {
-        for (; values < stop; values += VECTOR_ROW_BYTES, x += x_bytes) {
-            vi w[MAX_TILE_PANELS * VECTORS];
-            PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
-                w[c] = vi_load(values + c / VECTORS * panel_bytes + c % VECTORS * LANES * 4);
+        for (; mr >= TALL_MR && stop - values >= TALL_BYTES; values += TALL_BYTES) {
+            ask_ahead(&next, x.fifth[0], x.bytes, np);
+            next.values += TALL_STEPS * next.values_step;
+            PW_UNROLL for (int step = 0; step < TALL_STEPS; ++step) {
+                hide_rows(&x, mr);
+                dense_one(t, kind, values, &x, step, acc, mr, np);
             }
+            advance_rows(&x, mr, TALL_STEPS * x_bytes);
+        }
+        for (; values < stop; values += VECTOR_ROW_BYTES, next.values += next.values_step) {
             PW_UNROLL for (int p = 0; p < np; ++p) __builtin_prefetch(next.values + p * next.panel_bytes);
-            next.values += next.values_step;
-            if (mr >= TALL_MR) {
-                __builtin_prefetch(x + next.rows_ahead);
-                __builtin_prefetch(x + next.rows_ahead + row_bytes);
-            }
-            if (kind == STEP_F32) f32_step(x, row_bytes, w, acc, mr, np * VECTORS);
-            if (kind == STEP_BF16_FMA) bf16_fma_step(x, row_bytes, w, acc, mr, np * VECTORS);
-#ifdef PW_BF16_DOT_WORDS
-            if (kind == STEP_BF16_DOT) bf16_dot_step(x, row_bytes, w, acc, mr, np * VECTORS);
-#endif
+            dense_one(t, kind, values, &x, 0, acc, mr, np);
+            advance_rows(&x, mr, x_bytes);
         }
     }
     end_sums(t, acc, mr, np * VECTORS);

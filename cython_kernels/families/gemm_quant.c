@@ -20,11 +20,50 @@ typedef vi int_sums[MAX_MR][MAX_TILE_PANELS * VECTORS];
 /* Where one group of a tile is read. */
 typedef struct {
     int kind, group;
-    const uint8_t *values; /* first panel's first vector row */
-    const uint8_t *block;  /* first row's activations */
-    const uint8_t *fields; /* first row's scale, bias and scaled sum */
-    int64_t scales_at;     /* bytes from a panel's first scale */
+    const uint8_t *values;       /* first panel's first vector row */
+    const uint8_t *const *rows;  /* each row's activations */
+    int64_t fields_at;           /* bytes from there to scale, bias and scaled sum */
+    int64_t scales_at;           /* bytes from a panel's first scale */
 } group_place;
+
+PW_INLINE void point_to_blocks(const tile_call *t, const uint8_t **rows, int mr) {
+    PW_UNROLL for (int r = 0; r < mr; ++r) rows[r] = t->rows + r * t->row_bytes;
+}
+
+/* So many bytes on. Dots that broadcast an operand from memory want a pointer for each row: with an index register the
+ * core takes them apart again. So the compiler forgets how the pointers hang together. */
+PW_INLINE void advance_blocks(const uint8_t **rows, int mr, int64_t bytes) {
+    PW_UNROLL for (int r = 0; r < mr; ++r) {
+        rows[r] += bytes;
+        if (PW_DOT_OPERANDS) PW_HIDE(rows[r]);
+    }
+}
+
+/* Whether the dots of row r broadcast their operand: fewer instructions, but a load for each panel, of two a cycle. */
+PW_INLINE int broadcasts(int r, int np) { return PW_DOT_OPERANDS && (np == 1 || (np <= 3 && r % 2)); }
+
+PW_INLINE void q8_row(vi *dot, const vi *w, const uint8_t *row, int quad, int vectors, int broadcast) {
+    if (broadcast) {
+        PW_UNROLL for (int c = 0; c < vectors; ++c) dot[c] = dot_at(dot[c], w[c], row + 4 * quad);
+        return;
+    }
+    va8 x = va8_load(row, quad);
+    PW_UNROLL for (int c = 0; c < vectors; ++c) dot[c] = q8_dot(dot[c], w[c], x);
+}
+
+PW_INLINE void q4_row(vi *dot, const vi *w, const uint8_t *row, int i, int vectors, int broadcast) {
+    vi nibble = vi_set1(0x0F0F0F0F);
+    if (broadcast) {
+        PW_UNROLL for (int c = 0; c < vectors; ++c) dot[c] = dot_at(dot[c], vi_and(w[c], nibble), row + 8 * i);
+        PW_UNROLL for (int c = 0; c < vectors; ++c) {
+            dot[c] = dot_at(dot[c], vi_and(vi_shr(w[c], 4), nibble), row + 8 * i + 4);
+        }
+        return;
+    }
+    va4 low = va4_load(row, 2 * i), high = va4_load(row, 2 * i + 1);
+    PW_UNROLL for (int c = 0; c < vectors; ++c) dot[c] = q4_dot(dot[c], vi_and(w[c], nibble), low);
+    PW_UNROLL for (int c = 0; c < vectors; ++c) dot[c] = q4_dot(dot[c], vi_and(vi_shr(w[c], 4), nibble), high);
+}
 
 /* Vector row i of each panel: four inputs of q8, or twice four of q4. */
 PW_INLINE void quant_step(const tile_call *t, int_sums dot, const group_place *at, int mr, int np, int i) {
@@ -34,18 +73,8 @@ PW_INLINE void quant_step(const tile_call *t, int_sums dot, const group_place *a
         w[c] = vi_load(at->values + offset + i * VECTOR_ROW_BYTES);
     }
     PW_UNROLL for (int r = 0; r < mr; ++r) {
-        const uint8_t *block = at->block + r * t->row_bytes;
-        if (at->kind == PW_Q8) {
-            va8 x = va8_load(block, i);
-            PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) dot[r][c] = q8_dot(dot[r][c], w[c], x);
-        } else {
-            vi nibble = vi_set1(0x0F0F0F0F);
-            va4 low = va4_load(block, 2 * i), high = va4_load(block, 2 * i + 1);
-            PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) dot[r][c] = q4_dot(dot[r][c], vi_and(w[c], nibble), low);
-            PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
-                dot[r][c] = q4_dot(dot[r][c], vi_and(vi_shr(w[c], 4), nibble), high);
-            }
-        }
+        if (at->kind == PW_Q8) q8_row(dot[r], w, at->rows[r], i, np * VECTORS, broadcasts(r, np));
+        else q4_row(dot[r], w, at->rows[r], i, np * VECTORS, broadcasts(r, np));
     }
 }
 
@@ -59,9 +88,9 @@ PW_INLINE void load_scales(const tile_call *t, const uint8_t *scales, int64_t at
 }
 
 /* A group's C + D. */
-PW_INLINE vf finished(const tile_call *t, int_sums dot, const group_place *at, int r, int c) {
+PW_INLINE vf finished(int_sums dot, const group_place *at, int r, int c) {
     if (at->kind != PW_Q4) return vi_as_vf(dot[r][c]);
-    return vi_as_vf(q4_end(dot[r][c], int_at(at->fields + r * t->row_bytes + 4)));
+    return vi_as_vf(q4_end(dot[r][c], int_at(at->rows[r] + at->fields_at + 4)));
 }
 
 /* acc += a (s D) by two FMAs, of which the first takes off C s, exact. */
@@ -74,8 +103,8 @@ PW_INLINE void scale_fused(const tile_call *t, vf *acc, int_sums dot, const grou
     }
     PW_UNROLL for (int c = 0; c < vectors; ++c) {
         PW_UNROLL for (int r = 0; r < mr; ++r) {
-            vf a = v_set1(float_at(at->fields + r * t->row_bytes));
-            acc[r * vectors + c] = v_fma(v_fma(finished(t, dot, at, r, c), s[c], offset[c]), a, acc[r * vectors + c]);
+            vf a = v_set1(float_at(at->rows[r] + at->fields_at));
+            acc[r * vectors + c] = v_fma(v_fma(finished(dot, at, r, c), s[c], offset[c]), a, acc[r * vectors + c]);
         }
     }
 }
@@ -84,9 +113,9 @@ PW_INLINE void scale_plain(const tile_call *t, vf *acc, int_sums dot, const grou
     vf s[MAX_TILE_PANELS * VECTORS], bias = v_set1(FLOAT_BIAS);
     load_scales(t, t->scales, at->scales_at, vectors, s);
     PW_UNROLL for (int r = 0; r < mr; ++r) {
-        vf a = v_set1(float_at(at->fields + r * t->row_bytes));
+        vf a = v_set1(float_at(at->rows[r] + at->fields_at));
         PW_UNROLL for (int c = 0; c < vectors; ++c) {
-            vf exact = v_sub(finished(t, dot, at, r, c), bias);
+            vf exact = v_sub(finished(dot, at, r, c), bias);
             acc[r * vectors + c] = v_fma(v_mul(exact, s[c]), a, acc[r * vectors + c]);
         }
     }
@@ -100,7 +129,7 @@ PW_INLINE void scale_group(const tile_call *t, vf *acc, int_sums dot, const grou
     vf m[MAX_TILE_PANELS * VECTORS];
     load_scales(t, t->mins, at->scales_at, vectors, m);
     PW_UNROLL for (int r = 0; r < mr; ++r) {
-        vf scaled_sum = v_set1(float_at(at->fields + r * t->row_bytes + 8));
+        vf scaled_sum = v_set1(float_at(at->rows[r] + at->fields_at + 8));
         PW_UNROLL for (int c = 0; c < vectors; ++c) {
             acc[r * vectors + c] = v_fma(scaled_sum, m[c], acc[r * vectors + c]);
         }
@@ -122,7 +151,7 @@ PW_INLINE void quant_group(const tile_call *t, vf *acc, const group_place *at, i
     int steps = at->group / inputs_per_vector_row(at->kind);
     int_sums dot;
     PW_UNROLL for (int r = 0; r < mr; ++r) {
-        int32_t bias = int_at(at->fields + r * t->row_bytes + 4);
+        int32_t bias = int_at(at->rows[r] + at->fields_at + 4);
         PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
             dot[r][c] = at->kind == PW_Q8 ? q8_begin(bias) : q4_begin(bias);
         }
@@ -138,14 +167,16 @@ PW_INLINE void quant_tile(const tile_call *t, int kind, int group, int mr, int n
     tile_sums acc;
     int64_t group_bytes = group / inputs_per_vector_row(kind) * VECTOR_ROW_BYTES, ahead = t->prefetch_bytes;
     int64_t block_bytes = group_block_bytes(kind, group), g = 0, turn = t->steps - ahead / group_bytes;
+    const uint8_t *rows[MAX_MR];
+    point_to_blocks(t, rows, mr);
     begin_sums(t, acc, mr, np * VECTORS);
     for (int half = 0; half < 2; ++half) {
         int64_t end = half ? t->steps : turn;
         for (; g < end; ++g) {
-            const uint8_t *block = t->rows + g * block_bytes;
-            group_place at = {kind, group, t->values + g * group_bytes, block, block + block_bytes - 12,
+            group_place at = {kind, group, t->values + g * group_bytes, rows, block_bytes - 12,
                               g * PW_PANEL * t->scale_bytes};
             quant_group(t, acc, &at, mr, np, ahead);
+            advance_blocks(rows, mr, block_bytes);
             if (mr * np * VECTORS > QUANT_TILE_HELD) __asm__ volatile("" : "+m"(acc));
         }
         ahead += t->prefetch_jump;
@@ -169,10 +200,11 @@ PW_INLINE void column_sums(const tile_call *t, int_sums dot, int mr, int np) {
             dot[r][c] = t->partial ? vi_add(vi_load(before), bias) : bias;
         }
     }
-    for (int64_t g = 0; g < t->steps; ++g) {
-        group_place at = {.kind = PW_Q8, .group = PW_K_MULTIPLE};
+    const uint8_t *rows[MAX_MR];
+    point_to_blocks(t, rows, mr);
+    for (int64_t g = 0; g < t->steps; ++g, advance_blocks(rows, mr, PW_K_MULTIPLE * Q8_ACTIVATION_BYTES)) {
+        group_place at = {.kind = PW_Q8, .group = PW_K_MULTIPLE, .rows = rows};
         at.values = t->values + g * (PW_K_MULTIPLE * PW_PANEL);
-        at.block = t->rows + g * (PW_K_MULTIPLE * Q8_ACTIVATION_BYTES);
         PW_UNROLL for (int i = 0; i < PW_K_MULTIPLE / 4; ++i) quant_step(t, dot, &at, mr, np, i);
     }
 }

@@ -23,6 +23,12 @@ PW_INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 PW_INLINE vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 #define PW_FMA_ROUNDS_ONCE 1
 PW_INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+#define PW_FMA_IN_PLACE 1
+/* v_fma whose sum stays in its register. */
+PW_INLINE vf v_fma_in_place(vf a, vf b, vf acc) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+    return acc;
+}
 PW_INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); } /* b where either is NaN */
 PW_INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 PW_INLINE float v_sum(vf v) { return _mm512_reduce_add_ps(v); }
@@ -68,6 +74,12 @@ PW_INLINE va8 va8_load(const uint8_t *quads, int quad) { return quad_set1(quads,
 PW_INLINE vi q8_begin(int32_t bias) { return vi_set1(bias); }
 PW_INLINE vi q8_dot(vi acc, vi w, va8 a) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
+    return acc;
+}
+/* The dot with the quad at x, broadcast by the instruction itself. */
+#define PW_DOT_OPERANDS 1
+PW_INLINE vi dot_at(vi acc, vi w, const uint8_t *x) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const char (*)[4])x));
     return acc;
 }
 typedef vi va4;
@@ -146,5 +158,5 @@ PW_INLINE vi f16_from_bf16(vi w, vi less) {
 enum { COLUMN_MR = 8, COLUMN_PANELS = 3 };
 enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */
-enum { DENSE_MR = 14, DENSE_PANELS = 2, QUANT_MR = 4, QUANT_PANELS = 3, STREAM_PANELS = 4 };
+enum { DENSE_MR = 9, DENSE_PANELS = 3, QUANT_MR = 4, QUANT_PANELS = 3, STREAM_PANELS = 4 };
 enum { QUANT_TALL_MR = 6, QUANT_TALL_PANELS = 2, QUANT_TALLEST_MR = 8 }; /* for a few rows more than QUANT_MR; 0: none */
