@@ -32,7 +32,7 @@ const char *pw_weight_problem(const pw_weight *w) {
 enum {
     L1_WEIGHT_BYTES = 28 << 10, /* a tile's weights in one pass over k, of 32 or 48 KiB */
     L2_WEIGHT_BYTES = 384 << 10,
-    DENSE_PASS_INPUTS = 384,    /* dense weights come from L2 fast enough; longer passes store sums less often */
+    DENSE_PASS_INPUTS = 768,    /* dense weights come from L2 fast enough; longer passes store sums less often */
     BLOCK_ROWS = 256,
     BLOCK_PANELS = 16,
     STREAM_ROWS = 8, /* up to here the weights' arrival is the limit, not arithmetic */
