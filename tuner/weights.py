@@ -37,7 +37,8 @@ def random_weight(weight_format: str, n: int, k: int, seed: int = 0) -> PackedWe
     if weight.kind == "f32":
         return replace(weight, values=rng.standard_normal(shape, dtype=np.float32))
     if weight.kind == "bf16":
-        return replace(weight, values=packing.to_bf16(rng.standard_normal(shape, dtype=np.float32)))
+        values = packing.to_bf16(rng.standard_normal(shape, dtype=np.float32))
+        return replace(weight, values=values, top_exponent=packing.bf16_top_exponent(values))
     assert weight.scales is not None
     steps = rng.random(weight.scales.shape, dtype=np.float32) / 100 + np.float32(0.01)
     scales = steps.astype(weight.scales.dtype)

@@ -96,4 +96,4 @@ def test_machine_limits_are_data_on_stdout(monkeypatch: pytest.MonkeyPatch) -> N
     fields = json.loads(result.stdout)
     assert fields["schema_version"] == 1
     assert [limit["n_cores"] for limit in fields["limits"]] == [1]
-    assert set(fields["limits"][0]["peak_flops"]) == {"f32", "bf16", "int8"}
+    assert set(fields["limits"][0]["peak_flops"]) == {"f32", "bf16", "f16", "int8"}
