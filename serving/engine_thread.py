@@ -149,7 +149,7 @@ class EngineThread:
                 self._engine.ranks.reopen()
             except RanksError as error:
                 log.error("the ranks cannot be started: %s", error)
-                reason = error
+                reason = error.with_traceback(None)  # its frames hold the memory of the ranks that failed
             else:
                 self.n_ranks_replaced += 1
                 self.state = "running"

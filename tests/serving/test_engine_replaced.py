@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -211,6 +213,33 @@ def test_starting_anew_is_tried_again() -> None:
         assert eventually(lambda: heard.ended("r"))
 
     assert text_of(heard.of("r")) == "bcdef"
+
+
+class Memory:
+    """Stands for what an attempt to start ranks has mapped."""
+
+
+def test_what_could_not_be_started_is_let_go_at_once() -> None:
+    """Not by the collector of cycles, which a server at rest does not run."""
+    mapped: list[weakref.ref[Memory]] = []
+
+    class Mapping(FakeRanks):
+        def reopen(self) -> None:
+            memory = Memory()
+            mapped.append(weakref.ref(memory))
+            super().reopen()
+
+    ranks = Mapping()
+    ranks.reopen_errors = [RanksError("rank 1 was killed by SIGKILL while it started")]
+    gc.disable()
+    try:
+        with running(ranks) as (thread, heard):
+            ranks.lose()
+            thread.send(ask("r"))
+            assert eventually(lambda: heard.ended("r"))
+            assert eventually(lambda: [one() for one in mapped] == [None, None])
+    finally:
+        gc.enable()
 
 
 def test_an_engine_gives_up_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
