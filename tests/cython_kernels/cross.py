@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 from gemm_reference import Array
 
 from phasewise.cython_kernels.packing import KINDS, PackedWeight
@@ -56,6 +58,19 @@ def link(compiler: str, objects: list[Path], program: Path, *flags: str) -> Path
 def common_sources() -> list[Path]:
     """The C that is compiled once, whatever the instruction set."""
     return sorted(path for path in KERNELS.glob("*.c") if path.name != "_native.c")
+
+
+def link_emulated(out: Path, isa_source: str, machine: str, wrapped: str) -> str:
+    """one_product.c with an emulated instruction set in the place of its isa/*.c, on a machine that claims it.
+
+    `wrapped`: the linker's flags for what the machine answers in place of the host. Skips without gcc.
+    """
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc to compile the emulation with")
+    own = [HERE / f"{name}.c" for name in ("one_product", isa_source, machine)]
+    sources = [*own, KERNELS / "isa" / "portable.c", *common_sources()]
+    objects = compile_all("gcc", {path: [] for path in sources}, out)
+    return str(link("gcc", objects, out / "one_product", wrapped))
 
 
 @dataclass(frozen=True)

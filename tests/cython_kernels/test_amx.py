@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cross import HERE, KERNELS, Walk, common_sources, compile_all, link, product
+from cross import Walk, link_emulated, product
 from gemm_reference import FORMATS, Array, expected, make_weight
 
 from phasewise.cython_kernels import _native, isa
@@ -40,13 +39,12 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the tile
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> str:
     """one_product.c with emulated_amx.c in the place of isa/amx.c, on an emulated machine."""
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc to compile the emulation with")
-    out = tmp_path_factory.mktemp("amx")
-    names = ("one_product", "emulated_amx", "emulated_machine")
-    sources = [*(HERE / f"{name}.c" for name in names), KERNELS / "isa" / "portable.c", *common_sources()]
-    objects = compile_all("gcc", {path: [] for path in sources}, out)
-    return str(link("gcc", objects, out / "one_product", "-Wl,--wrap=syscall,--wrap=pw_cpu_features"))
+    return link_emulated(
+        tmp_path_factory.mktemp("amx"),
+        "emulated_amx",
+        "emulated_machine",
+        "-Wl,--wrap=syscall,--wrap=pw_cpu_features",
+    )
 
 
 def _on_the_real_unit(w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_parts: int = 1) -> Array:

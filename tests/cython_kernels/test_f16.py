@@ -6,14 +6,13 @@ The emulated words (emulated_f16.h) round as the instructions do, so both give t
 from __future__ import annotations
 
 import platform
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from cross import HERE, KERNELS, Walk, common_sources, compile_all, link, product
+from cross import Walk, link_emulated, product
 from gemm_reference import Array, expected, make_weight
 
 from phasewise.cython_kernels import _native, isa, packing
@@ -38,13 +37,9 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the rung
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> str:
     """one_product.c with emulated_fp16.c in the place of isa/avx512_fp16.c, on an emulated machine."""
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc to compile the emulation with")
-    out = tmp_path_factory.mktemp("f16")
-    names = ("one_product", "emulated_fp16", "emulated_fp16_machine")
-    sources = [*(HERE / f"{name}.c" for name in names), KERNELS / "isa" / "portable.c", *common_sources()]
-    objects = compile_all("gcc", {path: [] for path in sources}, out)
-    return str(link("gcc", objects, out / "one_product", "-Wl,--wrap=pw_cpu_features"))
+    return link_emulated(
+        tmp_path_factory.mktemp("f16"), "emulated_fp16", "emulated_fp16_machine", "-Wl,--wrap=pw_cpu_features"
+    )
 
 
 def _on_the_instructions(w: PackedWeight, x: Array, walk: Walk, k_parts: int = 1) -> Array:
