@@ -61,7 +61,7 @@ def common_sources() -> list[Path]:
 
 
 def link_emulated(out: Path, isa_source: str, machine: str, wrapped: str) -> str:
-    """one_product.c with an emulated instruction set in the place of its isa/*.c, on a machine that claims it.
+    """one_product.c with an emulated instruction set in the place of its isa/*.c, of a machine with it.
 
     `wrapped`: the linker's flags for what the machine answers in place of the host. Skips without gcc.
     """
