@@ -58,6 +58,14 @@ def slope(samples: Sequence[tuple[float, float]]) -> Slope:
     return Slope(value, float(low), float(high))
 
 
+def rises(samples: Sequence[tuple[float, float]], parts: int = 4) -> list[float]:
+    """By how much y rises in each of so many equal stretches of x: alike in all where something leaks,
+    less and less where memory is only used for the first time."""
+    x, y = np.array(samples, dtype=np.float64).T
+    heights = np.interp(np.linspace(x[0], x[-1], parts + 1), x, y)
+    return [float(rise) for rise in np.diff(heights)]
+
+
 def _theil_sen(x: Vector, y: Vector) -> float:
     first, second = np.triu_indices(len(x), 1)
     runs = x[second] - x[first]

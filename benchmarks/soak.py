@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import raw_http
-from flatness import slope
+from flatness import rises, slope
 from served_process import DEFAULT_MODEL, TINY, ServerProcess, leave_no_server, model_reference
 
 from phasewise.tuner.config.lengths import Request as Lengths
@@ -266,12 +266,14 @@ def _flat(soak: Soak) -> tuple[bool, str]:
     except ValueError as error:
         return False, f"memory {sum(now.values()):.1f} MiB: {error}"
     more = found.high * FLAT_OVER / 1000
+    quarters = ", ".join(f"{rise:+.2f}" for rise in rises(tally.samples))
     holds_0 = "holds 0" if found.is_zero_within_noise else "does not hold 0"
     return (
         found.stays_below(FLAT_MIB, FLAT_OVER / 1000),
         f"memory {sum(now.values()):.1f} MiB; after the first {soak.n_warm} requests {found.value:+.4f} for"
         f" 1,000 (95 %: {found.low:+.4f} to {found.high:+.4f}), which {holds_0} and is at most {more:+.2f}"
-        f" for {FLAT_OVER} (flat: {FLAT_MIB}); by mapping (since then): {mappings}",
+        f" for {FLAT_OVER} (flat: {FLAT_MIB}); by quarter of the run: {quarters} MiB; by mapping (since the"
+        f" first {soak.n_warm}): {mappings}",
     )
 
 

@@ -78,3 +78,11 @@ def test_a_run_that_says_nothing_does_not_pass(flatness: ModuleType) -> None:
         flatness.slope(samples(np.zeros(10)))
     with pytest.raises(ValueError, match="tell no slope"):
         flatness.slope([(1.0, 1.0)] * 100)
+
+
+def test_a_leak_rises_alike_in_every_quarter_and_first_uses_die_out(flatness: ModuleType) -> None:
+    x = np.linspace(0, 20, 800)
+    levels_off = list(zip(x.tolist(), (100 + 12 * np.minimum(x, 3.0)).tolist(), strict=True))
+
+    assert flatness.rises(samples(np.zeros(800), 0.08)) == pytest.approx([0.4] * 4)
+    assert flatness.rises(levels_off) == pytest.approx([36.0, 0.0, 0.0, 0.0], abs=0.1)
