@@ -5,10 +5,11 @@ what cost?
         [--threads 2] [--repeats 3] [--tvm-python PATH --tvm-trials 64 --tvm-seconds 60] [--json]
 
 Every search gets the same candidates and times them by itself, several times over (schedules and seconds are
-counted). Sandwich ends with timing its fastest few again side by side; Roller and random get the same end,
-MikPoly asks its model alone, as there. What they chose, and the kernels' own default, then run side by side
-in many short rounds, each in another order; a schedule counts by the median over rounds of its time over the
-best's in the same round, with a 95 % interval.
+counted). Sandwich begins with the kernels' own default among its seeds, as when it tunes, and ends with
+timing its fastest few again side by side; Roller and random get the same end, MikPoly asks its model alone,
+as there. What they chose, and the kernels' own default, then run side by side in many short rounds, each in
+another order; a schedule counts by the median over rounds of its time over the best's in the same round, with
+a 95 % interval.
 
 With --oracle-limit the candidates are thinned until there are no more than so many, and all of them are
 timed, in heats with the default in each round. The fastest of these race one another until a few are left
@@ -50,7 +51,7 @@ from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Search, cost, drive, fastest, referenced, side_by_side
 from phasewise.tuner.search.random import random
 from phasewise.tuner.search.roller import roller
-from phasewise.tuner.search.sandwich import sandwich
+from phasewise.tuner.search.sandwich import qualified, sandwich
 from phasewise.tuner.search.space import Space, kernel_of
 from phasewise.tuner.weights import cold_bytes
 
@@ -138,9 +139,9 @@ class Look:
     """Seconds, and the fastest so far."""
 
 
-def searches(space: Space) -> dict[str, Search[Schedule]]:
+def searches(space: Space, default: Schedule) -> dict[str, Search[Schedule]]:
     return {
-        "sandwich": sandwich(space, SearchOptions()),
+        "sandwich": sandwich(space, SearchOptions(), [default]),
         "roller": roller(space),
         "mikpoly": mikpoly(space),
         "random": random(space, RANDOM_COUNT),
@@ -223,14 +224,16 @@ class Arena:
 def _finals(samples: Sequence[Sample]) -> Search[Schedule]:
     """As sandwich's."""
     options = SearchOptions()
-    few = [sample.schedule for sample in sorted(samples, key=cost)[: options.finals]]
+    few = yield from qualified([sample.schedule for sample in sorted(samples, key=cost)], options)
     return fastest((yield from side_by_side(few, options.final_laps))).schedule
 
 
 def compare(arena: Arena, repeats: int, oracle: bool) -> tuple[list[Found], list[Flatness], list[Look]]:
     """Run every search on one product, then all that they chose in rounds with the oracle."""
     looks = [
-        arena.look(name, search) for _ in range(repeats) for name, search in searches(arena.space).items()
+        arena.look(name, search)
+        for _ in range(repeats)
+        for name, search in searches(arena.space, arena.default).items()
     ]
     oracles, flatness = arena.oracles() if oracle else ([], None)
     everyone = list(dict.fromkeys([arena.default, *(look.chosen for look in looks), *oracles]))

@@ -32,7 +32,7 @@ BATCH = 16
 
 
 class TimeIsUpError(Exception):
-    """Raised out of TVM's tuning, whose records are kept."""
+    """Raised out of TVM's tuning, whose records are kept. TVM may pass it on as a RuntimeError."""
 
 
 @dataclass
@@ -49,13 +49,17 @@ class Progress:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started_s
 
+    @property
+    def is_over(self) -> bool:
+        return self.elapsed_s > self.limit_s
+
     def add(self, run_ns: list[float]) -> None:
         """TimeIsUpError when it is."""
         self.trials += len(run_ns)
         self.best_ns = min([self.best_ns, *run_ns])
         self.steps.append((round(self.elapsed_s, 2), round(self.best_ns)))
         print(f"{self.trials} trials, {self.elapsed_s:.1f} s: {self.best_ns / 1e3:.1f} us", file=sys.stderr)
-        if self.elapsed_s > self.limit_s:
+        if self.is_over:
             raise TimeIsUpError
 
 
@@ -64,7 +68,7 @@ def tune(m: int, n: int, k: int, threads: int, trials: int, records: str, progre
     from tvm.s_tir import meta_schedule
 
     callbacks = meta_schedule.measure_callback.MeasureCallback.create("default")
-    with contextlib.suppress(TimeIsUpError):
+    try:
         meta_schedule.tune_tir(
             worker.tvm_product(m, n, k),
             worker.tvm_target(threads),
@@ -75,6 +79,9 @@ def tune(m: int, n: int, k: int, threads: int, trials: int, records: str, progre
             measure_callbacks=[*callbacks, reporter(progress)],
             num_tuning_cores=threads,
         )
+    except (TimeIsUpError, RuntimeError):
+        if not progress.is_over:
+            raise
 
 
 def builder_in_this_process() -> Any:
@@ -121,6 +128,8 @@ def time_best(m: int, n: int, k: int, threads: int) -> dict[str, float]:
 
 def main() -> None:
     m, n, k, threads, trials = map(int, sys.argv[1:6])
+    import tvm  # noqa: F401 - loading it is no tuning
+
     progress = Progress(float(sys.argv[6]))
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(sys.stderr):
         records = sys.argv[7] if len(sys.argv) > 7 else scratch

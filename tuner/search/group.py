@@ -41,7 +41,7 @@ from phasewise.tuner.search.protocol import (
     referenced,
     side_by_side,
 )
-from phasewise.tuner.search.sandwich import sandwich_samples
+from phasewise.tuner.search.sandwich import qualified, sandwich_samples
 from phasewise.tuner.search.space import (
     AXES,
     Arithmetic,
@@ -162,7 +162,7 @@ def _search_group(
             seeds = [default, *history.seeds(space), *cache.seeds(group, arithmetic, m)]
             search = sandwich_samples(replace(space, kernels=history.candidates(space)), options, seeds)
             ranking = yield from _at(m, search)
-            yield from _at(m, _settle(history, space, [default, *(one.schedule for one in ranking)]))
+            yield from _at(m, _settle(history, space, default, [one.schedule for one in ranking]))
     return GroupOutcome(arithmetic, history.winners, tuple(history.reused))
 
 
@@ -187,13 +187,13 @@ def _reuse(history: _History, space: Space, default: Schedule) -> Search[None]:
     history.reused.append(space.problem.m)
 
 
-def _settle(history: _History, space: Space, ranked: Sequence[Schedule]) -> Search[None]:
-    """Time the fastest few again, side by side, the previous slice among them; the fastest of these wins.
+def _settle(history: _History, space: Space, default: Schedule, ranked: Sequence[Schedule]) -> Search[None]:
+    """Time the fastest few again, side by side with the default and the previous slice; the fastest wins.
 
     The first sample of the first of many was also a lucky one: only the new samples count. On a plateau the
     slice stays as it was, so that it can become steady.
     """
-    finalists = list(dict.fromkeys(ranked[: history.options.finals]))
+    finalists = list(dict.fromkeys([default, *(yield from qualified(ranked, history.options))]))
     if not history.winners:
         history.add(space, fastest((yield from side_by_side(finalists, history.options.final_laps))).schedule)
         return

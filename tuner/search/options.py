@@ -23,6 +23,8 @@ class SearchOptions:
     """Micro-kernels whose slices are tried with every length of a pass over k."""
     finalists: int = 2
     """Pairs of micro-kernel and grid that are finetuned."""
+    moves: int = 3
+    """Of each that is finetuned, at most; a noisy machine rewards moves for ever."""
     patience: int = 1
     """Rounds of the finetune without a gain before it ends."""
     window: int = 16
@@ -38,7 +40,8 @@ class SearchOptions:
     reuse_within: float = 0.03
     """.. or if theirs is slower by at most this share. The default must not beat a fixed one by more."""
     finals: int = 4
-    """The default and the fastest schedules of each m, timed again side by side before one is chosen, .."""
+    """The fastest schedules of each m, the better half of twice as many, timed again side by side with the
+    default before one is chosen, .."""
     final_laps: int = 3
     """.. so many times."""
     stay_within: float = 0.01

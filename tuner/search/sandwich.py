@@ -14,12 +14,14 @@ away, and are finished under each grid. Why these steps:
   model's slices. Those of the best micro-kernels are tried with every length of a pass over k, because that
   falls in cliffs which no neighbour announces: where a tile's weights fit L1, where one pass is all. The
   better ones climb by single rungs (either way: under another grid the slice may have to shrink), over the
-  loop order and the prefetch distance too, until no neighbour gains.
-- *Finals.* The fastest few are timed again side by side; only these samples choose among them.
+  grid, the loop order and the prefetch distance too, until no neighbour gains or a few moves are done: what
+  gains after those is luck more often than speed.
+- *Finals.* The fastest few are timed again side by side, the better half of them several times; only these
+  samples choose among them.
 
 Both ends count: whatever was measured on the way, the model's schedules and the caller's seeds included, can
 win. Cost: one sample for each micro-kernel, about 15 for each fast start, 25 for lines over k, 15 for each
-climb and 12 for the finals.
+climb and 20 for the finals.
 """
 
 from __future__ import annotations
@@ -37,8 +39,18 @@ from phasewise.tuner.search.space import AXES, Axis, MicroKernel, Space, grid_of
 def sandwich(space: Space, options: SearchOptions, seeds: Sequence[Schedule] = ()) -> Search[Schedule]:
     """Search one product. `seeds`: schedules to begin with besides the model's, e.g. of a similar product."""
     samples = yield from sandwich_samples(space, options, seeds)
-    finalists = [sample.schedule for sample in samples[: options.finals]]
+    finalists = yield from qualified([sample.schedule for sample in samples], options)
     return fastest((yield from side_by_side(finalists, options.final_laps))).schedule
+
+
+def qualified(ranked: Sequence[Schedule], options: SearchOptions) -> Search[list[Schedule]]:
+    """The finalists, fastest first: of twice as many, timed once more side by side, the better half.
+
+    Samples taken one after another rank the fastest few badly, the more so the busier the machine.
+    """
+    few = ranked[: 2 * options.finals]
+    samples = yield list(few)
+    return [sample.schedule for sample in sorted(samples, key=cost)[: options.finals]]
 
 
 def sandwich_samples(
@@ -161,20 +173,22 @@ def _whole(space: Space, schedule: Schedule, axis: Axis) -> Schedule:
 
 
 def climb(space: Space, start: Sample, options: SearchOptions) -> Search[Sample]:
-    """Move to the best neighbour while one gains; then look further, up to `patience` rungs away."""
-    best, distance = start, 1
-    while distance <= options.patience:
+    """Move to the best neighbour while one gains, `moves` times at most; without a gain look further, up to
+    `patience` rungs away.
+    """
+    best, distance, moves = start, 1, 0
+    while distance <= options.patience and moves < options.moves:
         samples = yield neighbours(space, best.schedule, distance)
         found = fastest([best, *samples])
         if _gains(found, best, options.fine_gain):
-            best, distance = found, 1
+            best, distance, moves = found, 1, moves + 1
         else:
             distance += 1
     return best
 
 
 def neighbours(space: Space, schedule: Schedule, distance: int = 1) -> list[Schedule]:
-    """The schedules that differ in one number by some rungs, or in the order of the loops.
+    """The schedules that differ in one number by some rungs, in the grid, or in the order of the loops.
 
     Those with all of an axis in one piece are among them: what the last cut costs shows on no rung below.
     """
@@ -189,6 +203,7 @@ def neighbours(space: Space, schedule: Schedule, distance: int = 1) -> list[Sche
         for ahead in _beside(space.prefetches, schedule.prefetch_bytes, distance)
     ]
     moved += [replace(schedule, loop_order=order) for order in space.orders]
+    moved += [space.regridded(schedule, grid) for grid in space.grids(kernel_of(schedule))]
     fitted = dict.fromkeys(space.fitted(other) for other in moved)
     return [other for other in fitted if other != schedule]
 

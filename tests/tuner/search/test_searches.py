@@ -21,7 +21,7 @@ from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Search, drive, remembered, together
 from phasewise.tuner.search.random import random
 from phasewise.tuner.search.roller import roller
-from phasewise.tuner.search.sandwich import fast_start, neighbours, parallel_limit, sandwich
+from phasewise.tuner.search.sandwich import fast_start, neighbours, parallel_limit, qualified, sandwich
 from phasewise.tuner.search.space import MicroKernel, Space, fitting, grid_of, kernel_of, pieces
 
 OPTIONS = SearchOptions()
@@ -166,6 +166,43 @@ def test_sandwich_stays_near_the_best_where_timings_scatter() -> None:
     shortfalls = [found_with(seed) for seed in range(8)]
     assert statistics.mean(shortfalls) <= 0.03
     assert max(shortfalls) <= 0.06
+
+
+def test_luck_does_not_lengthen_a_search() -> None:
+    """Where all schedules are as fast, every gain is noise; the search ends within the oracle's 5 %."""
+    space = replace(space_of(16, kernels=FEW_KERNELS), prefetches=(2048,))
+    share = 0.05 * sum(1 for _ in space.schedules())
+
+    for seed in range(12):
+        asked, dice = 0, Random(seed)
+
+        def scattered(schedules: list[Schedule], dice: Random = dice) -> list[Sample]:
+            nonlocal asked
+            asked += len(schedules)
+            costs_ns = [round(1e6 * (1 + abs(dice.gauss(0, 0.1)))) for _ in schedules]
+            return [
+                Sample(schedule, (ns,), ns, None, 0) for schedule, ns in zip(schedules, costs_ns, strict=True)
+            ]
+
+        drive(sandwich(space, OPTIONS), scattered)
+
+        assert asked <= share
+
+
+def test_a_lucky_first_sample_makes_no_finalist() -> None:
+    """Of twice as many as there are finals, new samples choose."""
+    space = space_of(16)
+    ranked = list(itertools.islice(space.schedules(), 3 * OPTIONS.finals))
+    unlucky = ranked[OPTIONS.finals : 2 * OPTIONS.finals]
+
+    finalists = drive(
+        qualified(ranked, OPTIONS),
+        lambda schedules: [
+            Sample(one, (ns := 5 if one in unlucky else 9,), ns, None, 0) for one in schedules
+        ],
+    )
+
+    assert finalists == unlucky
 
 
 def test_sandwich_finds_better_schedules_than_the_baselines() -> None:
