@@ -218,21 +218,33 @@ class _Run:
         self._laps: list[Mapping[str, float]] = []
 
     def tune_all(self) -> bool:
-        """False if the budget did not suffice for every task, or another run kept one until it was over."""
-        waiting, is_complete = list(self._tasks), True
+        """False if the budget did not suffice for every task, or another run kept one until it was over.
+
+        A task that its share of the budget cuts short goes on with what the others leave of theirs.
+        """
+        left, done = self._pass(self._tasks), -1
+        while left and self._timed + self._duels > done and self._tools.clock() < self._deadline_s:
+            done = self._timed + self._duels
+            left = self._pass(left)
+        return not left
+
+    def _pass(self, tasks: Sequence[Task]) -> list[Task]:
+        """Each task once, within its share of what is left of the budget; those not complete then."""
+        waiting, cut = list(tasks), []
         while waiting:
             before = len(waiting)
             for task in sorted(waiting, key=self._begun_ms):
                 with self._tools.company.claim(self._claim_of(task)) as is_ours:
                     if is_ours:
-                        is_complete &= self._tune(task, len(waiting))
+                        if not self._tune(task, len(waiting)):
+                            cut.append(task)
                         waiting.remove(task)
                         break
             if len(waiting) == before:
                 if self._tools.clock() >= self._deadline_s:
-                    return False
+                    break
                 self._tools.company.rest(PAUSE_S)
-        return is_complete
+        return cut + waiting
 
     def _begun_ms(self, task: Task) -> float:
         """When the first of a task's samples was stored; infinite: it is not begun."""
@@ -250,8 +262,10 @@ class _Run:
         found = self._search(number, task, now_s + (1 - DUEL_SHARE) * share_s)
         best = self._best_so_far(task) if found is None else found.best
         settled = self._settle(task, best, now_s + share_s)
-        self._pace.finish(task)
-        return found is not None and settled
+        is_complete = found is not None and settled
+        if is_complete:
+            self._pace.finish(task)
+        return is_complete
 
     def outcome(self, end: End) -> Outcome:
         return Outcome(

@@ -165,6 +165,18 @@ def test_a_budget_is_kept_and_the_next_run_goes_on(database: str) -> None:
     assert in_use(run_on(SyntheticMachine(), database)) == in_use(expected)
 
 
+def test_what_one_weight_leaves_of_its_share_goes_to_another(database: str) -> None:
+    """The first one needs most of the time, and its share is half."""
+    tasks = [task_of(4096), task_of(64)]
+    whole = SyntheticMachine()
+    run_on(whole, str(Path(database).with_name("whole.db")), tasks)
+    machine = SyntheticMachine()
+    outcome = run_on(machine, database, tasks, budget_s=1.4 * whole.now_s)
+
+    assert outcome.end == "complete"
+    assert run_on(SyntheticMachine(), database, tasks).timed == 0
+
+
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_what_a_budget_cut_short_is_not_timed_again(database: str, share: float) -> None:
     """Weights that were begun before a cut one was complete ask on as they began, without its seeds.
