@@ -291,8 +291,8 @@ def against_tvm(options: argparse.Namespace, arena: Arena, look: Look, cores: Se
 def _beside(peer: Peer, arena: Arena, look: Look, limit_s: float) -> Times:
     """Ours and TVM's in rounds. Ours is what the search chose, or had found within the limit."""
     problem = arena.space.problem
-    early = [schedule for seconds, schedule in look.trace if seconds <= limit_s]
-    own = look.chosen if look.seconds <= limit_s or not early else early[-1]
+    early = [arena.default, *(schedule for seconds, schedule in look.trace if seconds <= limit_s)]
+    own = look.chosen if look.seconds <= limit_s else early[-1]
     copies = -(-cold_bytes(read_machine()) // (4 * problem.n * problem.k))
     prepared = peer.prepare(PeerCell(problem.format, problem.n, problem.k, problem.m, copies))
     if prepared is None:
