@@ -5,14 +5,17 @@ its turns (`Company.working`) works only while nobody has one: all work at the s
 another has its turn, since whoever waits for one goes before whoever wants to work on. What two processes
 share is also divided by claims: what one has claimed, another leaves to it.
 
-All of it are locks on bytes of one file of this user, which end with the process that holds them.
+All of it are locks on bytes of one file of this user, which end with the process that holds them. Who waits
+for one sleeps until the kernel gives it: whoever is timed pays for no look of theirs.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,17 +27,19 @@ from phasewise.cli.present import note
 
 LOCK_NAME = f"phasewise-measuring-{os.getuid()}.lock"
 TELL_AFTER_S = 5.0
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.05
-PAUSE_SHARE = 0.125
-"""Of the time waited so far: looking costs whoever is timed a little."""
+RING_AGAIN_S = 0.01
+LONGEST_ALARM_S = 1e6
 
 _TURN, _WANTED, _FIRST_CLAIM = range(3)
 """Bytes of the file. The turn is held alone to measure, together to work; wanted is held to wait for it."""
 
 
+class _TimeIsUpError(Exception):
+    """Out of a wait for a lock."""
+
+
 class Company:
-    """This process among others that measure here. One object per process and file, for one thread."""
+    """This process among others that measure here. One object per process and file, for the main thread."""
 
     def __init__(self, path: Path) -> None:
         # Closing any other descriptor of the file would end all locks, so this one stays open.
@@ -112,16 +117,14 @@ class Company:
         return True
 
     def _wait(self, byte: int, kind: int, deadline_s: float) -> bool:
-        started_s, is_told = time.monotonic(), False
-        while not self._try(byte, kind):
-            now_s = time.monotonic()
-            if now_s >= deadline_s:
-                return False
-            waited_s = now_s - started_s
-            if waited_s > TELL_AFTER_S and not is_told:
-                note("another phasewise measures on this machine: waiting for it ...")
-                is_told = True
-            time.sleep(min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, PAUSE_SHARE * waited_s)))
+        if self._try(byte, kind):
+            return True
+        try:
+            with _alarm(deadline_s):
+                fcntl.lockf(self._file, kind, 1, byte)
+        except _TimeIsUpError:
+            self._release(byte)  # It may have come in the last moment.
+            return False
         return True
 
     def _try(self, byte: int, kind: int) -> bool:
@@ -133,6 +136,37 @@ class Company:
 
     def _release(self, byte: int) -> None:
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+
+
+@contextmanager
+def _alarm(deadline_s: float) -> Iterator[None]:
+    """What waits inside is told after a while, and ends with _TimeIsUpError at the deadline."""
+    tell_s, is_waiting = time.monotonic() + TELL_AFTER_S, True
+
+    def set_timer() -> None:
+        # Again and again from then on: one that rings just before the wait begins would end nothing.
+        left_s = min(tell_s, deadline_s) - time.monotonic()
+        left_s = min(LONGEST_ALARM_S, max(RING_AGAIN_S, left_s))
+        signal.setitimer(signal.ITIMER_REAL, left_s, RING_AGAIN_S)
+
+    def ring(*_: object) -> None:
+        nonlocal tell_s
+        now_s = time.monotonic()
+        if now_s >= deadline_s and is_waiting:
+            raise _TimeIsUpError
+        if now_s >= tell_s:
+            note("another phasewise measures on this machine: waiting for it ...")
+            tell_s = math.inf
+            set_timer()
+
+    before = signal.signal(signal.SIGALRM, ring)
+    set_timer()
+    try:
+        yield
+    finally:
+        is_waiting = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def lock_path() -> Path:

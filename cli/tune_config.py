@@ -19,7 +19,7 @@ from phasewise.cli.alone import company
 from phasewise.cli.model_shape import shape_of_model, shape_of_reference
 from phasewise.cli.options import WeightFormat
 from phasewise.cli.present import note
-from phasewise.kerneldb.location import Location, locate
+from phasewise.kerneldb.location import MEMORY_URL, Location, locate
 from phasewise.kerneldb.records import MachineKey
 from phasewise.topology import Machine, read_lstopo, read_machine
 from phasewise.tuner.config.simulate import Grid, Objective
@@ -299,14 +299,15 @@ def search(
         trace=subject.trace_digest,
         evaluator=f"{evaluator.kind} {_answers_digest(subject, wish)}",
     )
+    location = study_location(wish)
     outcome = run(
         space_of(subject),
         Task(key, evaluator, slice_costs(subject.objective, phase, subject.trace)),
-        study_location(wish),
+        location,
         Settings(Rules(seed=wish.seed), wish.top_k, wish.resume),
         stop=lambda: time.monotonic() >= deadline_s,
         report=heard,
-        rest=company().rest if evaluator.kind == "measured" else time.sleep,
+        others=None if location.url == MEMORY_URL else company(),
     )
     return Searched(phase, outcome, time.monotonic() - started_s, failures)
 

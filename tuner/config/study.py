@@ -13,9 +13,10 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from phasewise.kerneldb.location import Location
 from phasewise.kerneldb.records import MachineKey
@@ -109,6 +110,26 @@ class Tried:
     """Of the whole space."""
 
 
+class Others(Protocol):
+    """Other processes on this machine with the same study."""
+
+    def claim(self, name: str) -> AbstractContextManager[bool]:
+        """Whether what has this name is this process's until the end; False: it is another's."""
+        ...
+
+    def rest(self, seconds: float) -> None:
+        """Sleep, in nobody's way."""
+        ...
+
+
+class _Nobody:
+    def claim(self, name: str) -> AbstractContextManager[bool]:
+        return nullcontext(True)
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
 Event: TypeAlias = Tried | Cut | Stopped
 
 
@@ -156,18 +177,18 @@ def run(
     settings: Settings | None = None,
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Event], None] = lambda event: None,
-    rest: Callable[[float], None] = time.sleep,
+    others: Others | None = None,
 ) -> Outcome:
     """Search until the walk ends, `stop` says so (it is asked before every timing), or Ctrl-C.
 
-    rest: so many seconds, while another process times what is asked for.
+    others: on this machine; None: there are none, or they are elsewhere.
 
     KernelDbError when the database cannot be used. A configuration that cannot run costs infinitely much.
     """
     settings = settings or Settings()
     storage = open_storage(location)
     search = _Search(space, task, _open_trials(storage, task, settings, location.name), settings, report)
-    end = search.until(stop, rest)
+    end = search.until(stop, others or _Nobody())
     return search.outcome(end)
 
 
@@ -194,14 +215,16 @@ class _Search:
         self._trees_cut = 0
         self._groups_stopped = 0
 
-    def until(self, stop: Callable[[], bool], rest: Callable[[float], None]) -> End:
+    def until(self, stop: Callable[[], bool], others: Others) -> End:
         """Walk and answer."""
         walking = walk(self._space, self._settings.rules)
         try:
             ask = next(walking)
             while True:
                 self._decided(ask.decisions)
-                ask = walking.send(self._answer(ask, stop, rest))
+                with ExitStack() as claims:
+                    costs_ms = self._answer(ask, stop, others, claims)
+                ask = walking.send(costs_ms)
         except StopIteration as done:
             self._decided(done.value)
             return "complete"
@@ -239,7 +262,7 @@ class _Search:
             self._groups_stopped += isinstance(decision, Stopped)
             self._report(decision)
 
-    def _answer(self, ask: Ask, stop: Callable[[], bool], rest: Callable[[float], None]) -> list[float]:
+    def _answer(self, ask: Ask, stop: Callable[[], bool], others: Others, claims: ExitStack) -> list[float]:
         """Costs of a batch: what the study holds, what others are timing now, and the rest timed here."""
         waiting = {candidate.configuration.key: candidate for candidate in ask.candidates}
         self._candidates.update(waiting)
@@ -251,13 +274,32 @@ class _Search:
             if stop():
                 raise _Ended
             free = [candidate for key, candidate in waiting.items() if key not in elsewhere]
-            if not free:
-                rest(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if self._task.evaluator.kind != "measured":
+                free = self._calculate(free, stop, others, claims)
             # From the other end where somebody is at work already, or both would reach for the same ones.
-            elif claim := self._trials.claim(self._entry(free[-1 if elsewhere else 0])):
+            elif free and (claim := self._trials.claim(self._entry(free[-1 if elsewhere else 0]))):
                 self._evaluate(claim, self._candidates[claim.key])
+            if not free:
+                others.rest(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return [self._cost(candidate) for candidate in ask.candidates]
+
+    def _calculate(
+        self, free: Sequence[Candidate], stop: Callable[[], bool], others: Others, claims: ExitStack
+    ) -> list[Candidate]:
+        """Those that were calculated here: all that no other process of this machine has claimed.
+
+        The claims last until the batch is answered: so long another process may not know the answers yet.
+        """
+        calculated = []
+        for candidate in free:
+            if stop():
+                raise _Ended
+            name = f"{self._trials.name} {candidate.configuration.key}"
+            if claims.enter_context(others.claim(name)):
+                self._evaluate(self._trials.draft(self._entry(candidate)), candidate)
+                calculated.append(candidate)
+        return calculated
 
     def _take(self, waiting: dict[str, Candidate]) -> set[str]:
         """Learn what the study knows by now, and which configurations another process is timing."""

@@ -4,6 +4,9 @@ A trial is one configuration, its parameters named for people. Several processes
 a configuration is to store a running trial of it. Trials are numbered in the order in which they were stored,
 so when two processes claim the same one, both see the lower number, and the other gives way.
 
+What takes no time to answer is not claimed here: its trial is a draft, stored in one piece when it is
+finished, since telling of it bit by bit takes longer than the answer.
+
 A process that dies leaves a running trial behind. On the same machine that is seen at once, elsewhere by its
 heartbeat; whoever sees it marks the trial as failed, and the configuration may be claimed again.
 """
@@ -68,7 +71,8 @@ class Claim:
     """A configuration that this process is timing."""
 
     key: str
-    trial_id: int
+    trial_id: int | None
+    """None: a draft."""
     trial: FrozenTrial
     """As the storage has it, but for its number: reading it there takes longer than a modelled step."""
 
@@ -89,6 +93,11 @@ class Trials:
     def study_name(self) -> str:
         return self._study.study_name
 
+    @property
+    def name(self) -> str:
+        """Of the study and where it is kept."""
+        return f"{self._location_name} {self.study_name}"
+
     def look(self) -> tuple[dict[str, Known], set[str]]:
         """What is known, by configuration, and which ones a live process is timing.
 
@@ -108,22 +117,21 @@ class Trials:
 
     def claim(self, entry: Entry) -> Claim | None:
         """The right to time a configuration; None where another process was quicker, now or long ago."""
-        import optuna
+        from optuna.trial import TrialState
 
-        distribution = optuna.distributions.IntDistribution(0, MOST_PUS)
-        template = optuna.trial.create_trial(
-            state=optuna.trial.TrialState.RUNNING,
-            params=dict(entry.parameters),
-            distributions=dict.fromkeys(entry.parameters, distribution),
-            user_attrs={KEY: entry.key, RIVAL: entry.rival, **entry.remarks, _CLAIM: _this_process()},
-        )
+        template = _running(entry)
         with clear_storage_errors(self._location_name):
-            claim = Claim(entry.key, self._storage.create_new_trial(self._study_id, template), template)
-            self._beat(claim)
+            trial_id = self._storage.create_new_trial(self._study_id, template)
+            claim = Claim(entry.key, trial_id, template)
+            self._beat(trial_id)
         if self._is_late(entry.key):
-            self._fail(claim.trial_id, _ABANDONED, "another process was quicker")
+            self._end(claim, TrialState.FAIL, None, {_ABANDONED: "another process was quicker"})
             return None
         return claim
+
+    def draft(self, entry: Entry) -> Claim:
+        """Nobody else knows of it before it is finished."""
+        return Claim(entry.key, None, _running(entry))
 
     def _is_late(self, key: str) -> bool:
         """Whether another trial of the configuration has a lower number than the one that is running here."""
@@ -135,9 +143,10 @@ class Trials:
         from optuna.exceptions import UpdateFinishedTrialError
 
         with clear_storage_errors(self._location_name):
-            self._beat(claim)
-            with suppress(UpdateFinishedTrialError):
-                self._storage.set_trial_intermediate_value(claim.trial_id, slice_number, mean_ms)
+            if claim.trial_id is not None:
+                self._beat(claim.trial_id)
+                with suppress(UpdateFinishedTrialError):
+                    self._storage.set_trial_intermediate_value(claim.trial_id, slice_number, mean_ms)
             claim.trial.intermediate_values[slice_number] = mean_ms
             with only_reading():
                 return self._study.pruner.prune(self._study, claim.trial)
@@ -146,34 +155,45 @@ class Trials:
         """It was timed to the end."""
         from optuna.trial import TrialState
 
-        self._tell(claim, TrialState.COMPLETE, cost_ms)
+        self._end(claim, TrialState.COMPLETE, cost_ms)
 
     def prune(self, claim: Claim) -> None:
         """It was stopped early. What the other slices would have cost is estimated."""
         from optuna.trial import TrialState
 
-        with clear_storage_errors(self._location_name):
-            own = claim.trial.intermediate_values
-            estimate_ms = _extrapolated_ms(
-                own, [one for one in self._all() if one.state is TrialState.COMPLETE]
-            )
-            self._storage.set_trial_user_attr(claim.trial_id, _ESTIMATE, estimate_ms)
-        self._tell(claim, TrialState.PRUNED, own[max(own)])
+        own = claim.trial.intermediate_values
+        complete = [one for one in self._all() if one.state is TrialState.COMPLETE]
+        self._end(claim, TrialState.PRUNED, own[max(own)], {_ESTIMATE: _extrapolated_ms(own, complete)})
 
     def fail(self, claim: Claim, reason: str) -> None:
         """It cannot run."""
-        self._fail(claim.trial_id, ERROR, reason)
+        from optuna.trial import TrialState
+
+        self._end(claim, TrialState.FAIL, None, {ERROR: reason})
 
     def give_back(self, claim: Claim) -> None:
         """It was not timed after all, and may be claimed again."""
-        self._fail(claim.trial_id, _ABANDONED, "interrupted")
+        from optuna.trial import TrialState
 
-    def _tell(self, claim: Claim, state: TrialState, value: float) -> None:
+        if claim.trial_id is not None:
+            self._end(claim, TrialState.FAIL, None, {_ABANDONED: "interrupted"})
+
+    def _end(
+        self, claim: Claim, state: TrialState, value: float | None, remarks: Mapping[str, Any] | None = None
+    ) -> None:
         from optuna.exceptions import UpdateFinishedTrialError
 
-        # Finished already: it gave no sign for so long that it was taken for dead.
+        remarks = remarks or {}
+        # Finished already: another process took this one for dead, or has buried the same trial.
         with clear_storage_errors(self._location_name), suppress(UpdateFinishedTrialError):
-            self._storage.set_trial_state_values(claim.trial_id, state, [value])
+            if claim.trial_id is None:
+                finished = _finished(claim.trial, state, value, remarks)
+                self._storage.create_new_trial(self._study_id, finished)
+                return
+            for name, remark in remarks.items():
+                self._storage.set_trial_user_attr(claim.trial_id, name, remark)
+            values = None if value is None else [value]
+            self._storage.set_trial_state_values(claim.trial_id, state, values)
 
     def _known(self, trial: FrozenTrial) -> Known | None:
         from optuna.trial import TrialState
@@ -198,44 +218,64 @@ class Trials:
 
     def _bury(self, trials: Sequence[FrozenTrial]) -> None:
         import optuna
+        from optuna.trial import TrialState
 
         for trial in trials:
             if _is_running(trial) and _is_gone(str(trial.user_attrs.get(_CLAIM))):
                 trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, trial.number)
-                self._fail(trial_id, _ABANDONED, "its process died")
+                claim = Claim(str(trial.user_attrs.get(KEY)), trial_id, trial)
+                self._end(claim, TrialState.FAIL, None, {_ABANDONED: "its process died"})
         if time.monotonic() - self._buried_s < HEARTBEAT_S:
             return
         self._buried_s = time.monotonic()
         with clear_storage_errors(self._location_name), quiet():
             optuna.storages.fail_stale_trials(self._study)
 
-    def _fail(self, trial_id: int, attribute: str, text: str) -> None:
-        from optuna.exceptions import UpdateFinishedTrialError
-        from optuna.trial import TrialState
-
-        with clear_storage_errors(self._location_name):
-            try:
-                self._storage.set_trial_user_attr(trial_id, attribute, text)
-                self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
-            except UpdateFinishedTrialError:
-                pass  # Another process has seen the same, and was quicker.
-
-    def _beat(self, claim: Claim) -> None:
+    def _beat(self, trial_id: int) -> None:
         """Tell other machines that the trial is alive, not oftener than they look for it.
 
         A storage of this process alone need not know.
         """
-        (trial_id, beat_s), now_s = self._last_beat, time.monotonic()
-        if trial_id == claim.trial_id and now_s - beat_s < HEARTBEAT_S:
+        (last_id, beat_s), now_s = self._last_beat, time.monotonic()
+        if trial_id == last_id and now_s - beat_s < HEARTBEAT_S:
             return
         if hasattr(self._storage, "record_heartbeat"):
-            self._storage.record_heartbeat(claim.trial_id)
-            self._last_beat = (claim.trial_id, now_s)
+            self._storage.record_heartbeat(trial_id)
+            self._last_beat = (trial_id, now_s)
 
     def _all(self) -> list[FrozenTrial]:
         """In the order of their numbers."""
         with clear_storage_errors(self._location_name), only_reading():
             return self._storage.get_all_trials(self._study_id, deepcopy=False)
+
+
+def _running(entry: Entry) -> FrozenTrial:
+    import optuna
+
+    distribution = optuna.distributions.IntDistribution(0, MOST_PUS)
+    return optuna.trial.create_trial(
+        state=optuna.trial.TrialState.RUNNING,
+        params=dict(entry.parameters),
+        distributions=dict.fromkeys(entry.parameters, distribution),
+        user_attrs={KEY: entry.key, RIVAL: entry.rival, **entry.remarks, _CLAIM: _this_process()},
+    )
+
+
+def _finished(
+    running: FrozenTrial, state: TrialState, value: float | None, remarks: Mapping[str, Any]
+) -> FrozenTrial:
+    import optuna
+
+    finished = optuna.trial.create_trial(
+        state=state,
+        value=value,
+        params=running.params,
+        distributions=running.distributions,
+        user_attrs={**running.user_attrs, **remarks},
+        intermediate_values=running.intermediate_values,
+    )
+    finished.datetime_start = running.datetime_start
+    return finished
 
 
 def _extrapolated_ms(own: Mapping[int, float], complete: Sequence[FrozenTrial]) -> float:

@@ -1,6 +1,7 @@
-"""A search that a test can start twice, or kill: `python search_child.py DATABASE [SECONDS AN EVALUATION]`.
+"""A search that a test can start twice, or kill: `python search_child.py DATABASE [SECONDS [KIND]]`.
 
-Prints a line for each configuration that this process evaluates, in the moment it begins, and the outcome.
+An evaluation takes so many SECONDS. Prints a line for each configuration that this process evaluates, in the
+moment it begins, and the outcome.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
 import paper_machines
 
+from phasewise.cli.alone import Company
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey
 from phasewise.topology import Kind
 from phasewise.tuner.config.space import Space
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
-from phasewise.tuner.config.study import Event, Outcome, Settings, StudyKey, Task, run
+from phasewise.tuner.config.study import Event, Others, Outcome, Settings, StudyKey, Task, run
 from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import Phase
@@ -51,7 +54,7 @@ class FakeEvaluator:
     refuses: Callable[[Configuration], bool] = lambda configuration: False
     opened: list[str] = field(default_factory=list)
     steps: list[tuple[str, Step]] = field(default_factory=list)
-    kind: EvaluatorKind = "modelled"
+    kind: EvaluatorKind = "measured"
 
     @contextmanager
     def open(self, configuration: Configuration, phase: Phase) -> Iterator[StepTimer]:
@@ -82,8 +85,9 @@ def run_on(
     settings: Settings | None = None,
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Event], None] = lambda event: None,
+    others: Others | None = None,
 ) -> Outcome:
-    return run(small_space(), task(evaluator), locate(database), settings, stop, report)
+    return run(small_space(), task(evaluator), locate(database), settings, stop, report, others)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -93,7 +97,9 @@ def main(arguments: Sequence[str]) -> None:
         print(configuration.key, flush=True)
         time.sleep(pause_s)
 
-    outcome = run_on(arguments[0], FakeEvaluator(happens=happens), UNPRUNED)
+    kind: EvaluatorKind = "modelled" if arguments[2:] == ["modelled"] else "measured"
+    evaluator = FakeEvaluator(happens=happens, kind=kind)
+    outcome = run_on(arguments[0], evaluator, UNPRUNED, others=Company(Path(f"{arguments[0]}.lock")))
     assert outcome.best is not None
     summary = {"end": outcome.end, "best": outcome.best[0].key, "tried": outcome.tried}
     print(json.dumps({**summary, "evaluations": outcome.evaluations}), flush=True)

@@ -18,9 +18,13 @@ from search_child import KEY, N_SLICES, UNPRUNED, FakeEvaluator, run_on, small_s
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.store import open_store
 from phasewise.tuner.config.ablation import walked
+from phasewise.tuner.config.steps import EvaluatorKind
 from phasewise.tuner.config.storage import open_storage
 from phasewise.tuner.config.study import Outcome, Settings, Tried
 from phasewise.tuner.topotree import Configuration
+
+KINDS = ["measured", "modelled"]
+"""What takes time is stored as running; what is calculated, when it is finished."""
 
 HERE = Path(__file__).resolve().parent
 
@@ -40,9 +44,9 @@ def _assert_each_evaluated_once(trials: Sequence[optuna.trial.FrozenTrial]) -> N
     assert len(keys) == len(set(keys))
 
 
-def start_child(database: str, pause_s: float) -> subprocess.Popen[str]:
+def start_child(database: str, pause_s: float, kind: str = "measured") -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path[:1]])}
-    command = [sys.executable, search_child.__file__, database, str(pause_s)]
+    command = [sys.executable, search_child.__file__, database, str(pause_s), kind]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
@@ -73,9 +77,10 @@ def test_a_study_finds_what_the_walk_finds(kept: bool, database: str) -> None:
     assert outcome.tried == outcome.evaluations == expected.evaluations == len(evaluator.opened)
 
 
-def test_a_second_run_evaluates_nothing(database: str) -> None:
-    first = run_on(database, FakeEvaluator())
-    evaluator = FakeEvaluator()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_run_evaluates_nothing(database: str, kind: EvaluatorKind) -> None:
+    first = run_on(database, FakeEvaluator(kind=kind))
+    evaluator = FakeEvaluator(kind=kind)
     second = run_on(database, evaluator)
 
     assert evaluator.opened == []
@@ -133,14 +138,17 @@ def test_ctrl_c_returns_the_best_so_far_and_the_trial_is_taken_up_again(database
     assert second.best == run_on(":memory:", FakeEvaluator()).best
 
 
-def test_a_configuration_that_cannot_run_is_reported_and_passed_over(database: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_configuration_that_cannot_run_is_reported_and_passed_over(
+    database: str, kind: EvaluatorKind
+) -> None:
     events: list[Tried] = []
 
     def report(event: object) -> None:
         if isinstance(event, Tried):
             events.append(event)
 
-    evaluator = FakeEvaluator(refuses=lambda configuration: len(configuration.ranks) > 1)
+    evaluator = FakeEvaluator(refuses=lambda configuration: len(configuration.ranks) > 1, kind=kind)
     outcome = run_on(database, evaluator, report=report)
     failures = [event for event in events if event.state == "failed"]
 
@@ -151,17 +159,19 @@ def test_a_configuration_that_cannot_run_is_reported_and_passed_over(database: s
     assert all(len(one.ranks) == 1 for one, _ in outcome.top)
 
 
-def test_failures_of_an_older_run_are_tried_again(database: str) -> None:
-    run_on(database, FakeEvaluator(refuses=lambda configuration: True))
-    second = run_on(database, FakeEvaluator(), UNPRUNED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_failures_of_an_older_run_are_tried_again(database: str, kind: EvaluatorKind) -> None:
+    run_on(database, FakeEvaluator(refuses=lambda configuration: True, kind=kind))
+    second = run_on(database, FakeEvaluator(kind=kind), UNPRUNED)
 
     assert second.failed == 0
     assert second.best is not None
     assert second.best == run_on(":memory:", FakeEvaluator(), UNPRUNED).best
 
 
-def test_hopeless_configurations_are_not_timed_to_the_end(database: str) -> None:
-    evaluator = FakeEvaluator()
+@pytest.mark.parametrize("kind", KINDS)
+def test_hopeless_configurations_are_not_timed_to_the_end(database: str, kind: EvaluatorKind) -> None:
+    evaluator = FakeEvaluator(kind=kind)
     outcome = run_on(database, evaluator)
     steps_of = {key: len([1 for timed, _ in evaluator.steps if timed == key]) for key in evaluator.opened}
     pruned = [one for one in trials_of(database) if one.state.name == "PRUNED"]
@@ -187,8 +197,9 @@ def test_the_cost_of_a_pruned_one_is_comparable(database: str) -> None:
         assert event.cost_ms == pytest.approx(whole_ms)
 
 
-def test_a_trial_tells_people_what_it_was(database: str) -> None:
-    run_on(database, FakeEvaluator())
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trial_tells_people_what_it_was(database: str, kind: EvaluatorKind) -> None:
+    run_on(database, FakeEvaluator(kind=kind))
     trials = trials_of(database)
     whole = trials[0]
 
@@ -199,6 +210,8 @@ def test_a_trial_tells_people_what_it_was(database: str) -> None:
         one.params["ranks"] * one.params["pus_per_rank"] + one.params["pus_removed"] == 8 for one in trials
     )
     assert any("remove(" in one.user_attrs["tree"] for one in trials)
+    assert all(len(one.intermediate_values) == N_SLICES for one in trials if one.state.name == "COMPLETE")
+    assert all(one.duration is not None for one in trials)
 
 
 def test_the_tuning_database_works_as_before_beside_a_study(database: str) -> None:
@@ -238,8 +251,9 @@ def test_a_search_that_is_killed_loses_one_evaluation_at_most(database: str) -> 
     _assert_each_evaluated_once(trials_of(database))
 
 
-def test_two_processes_divide_a_study(database: str) -> None:
-    children = [start_child(database, 0.1) for _ in range(2)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_divide_a_study(database: str, kind: EvaluatorKind) -> None:
+    children = [start_child(database, 0.1, kind) for _ in range(2)]
     (one, first), (other, second) = map(outcome_of, children)
 
     whole = run_on(":memory:", FakeEvaluator(), UNPRUNED)
