@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from kerneldb_server import new_database_url, postgres_socket
 from tiny_models import TinyShape, hf_config, write_tiny_gguf
 from typer.testing import CliRunner
 
@@ -363,6 +364,32 @@ def test_two_processes_with_one_study_share_the_work(db: Path, llama: str, tmp_p
     assert first["plans"] == second["plans"]
     assert first["evaluations"] + first["replayed"] == second["evaluations"] + second["replayed"]
     assert first["replayed"] + second["replayed"] > 0
+
+
+def test_two_processes_with_one_study_on_a_server_share_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: str
+) -> None:
+    """Both the tuning database and the trials are in PostgreSQL."""
+    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+    machine = write_machine(tmp_path / "machine.xml", 2, 4)
+    with postgres_socket() as socket:
+        url = new_database_url(socket)
+        arguments = (
+            llama, "--evaluator", "modelled", "--machine", machine, "--db", url, "--storage", url,
+            "--phase", "decode", "--json",
+        )  # fmt: skip
+        both = [shell(*arguments) for _ in range(2)]
+        outputs = [process.communicate(timeout=300) for process in both]
+        # A server ends when its last client has gone: so this one is a process too.
+        third = shell(*arguments)
+        outputs.append(third.communicate(timeout=300))
+
+    assert [process.returncode for process in (*both, third)] == [0, 0, 0], outputs
+    first, second, again = (json.loads(out) for out, _ in outputs)
+    assert first["plans"] == second["plans"] == again["plans"]
+    assert first["evaluations"] + first["replayed"] == second["evaluations"] + second["replayed"]
+    assert again["evaluations"] == 0
+    assert again["replayed"] == first["evaluations"] + first["replayed"]
 
 
 # ---- measured ----------------------------------------------------------------------------------------------
