@@ -230,7 +230,7 @@ class _Run:
 
     def _pass(self, tasks: Sequence[Task]) -> list[Task]:
         """Each task once, within its share of what is left of the budget; those not complete then."""
-        waiting, cut = list(tasks), []
+        waiting, cut = list(tasks), list[Task]()
         while waiting:
             before = len(waiting)
             for task in sorted(waiting, key=self._begun_ms):
