@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -435,6 +436,27 @@ def test_two_processes_that_measure_come_to_one_verdict(db: Path, tiny: str) -> 
     assert set(first["plans"]) == set(PHASES)
     assert first["plans"] == second["plans"]
     assert all(plan["stored"] for plan in first["plans"].values())
+
+
+@pytest.mark.slow
+def test_two_processes_that_measure_and_one_is_killed(db: Path, tiny: str) -> None:
+    """Whenever that is: the other one ends with a plan, and a third run finds all that was tried."""
+    arguments = (tiny, "--lengths", "fixed:24/8", "--phase", "decode", "--json")
+    survivor, victim = (shell(*arguments, "--budget", "60s") for _ in range(2))
+    assert victim.stderr is not None
+    assert victim.stderr.readline()
+    time.sleep(random.uniform(0, 8))
+    victim.kill()
+    victim.communicate()
+    out, err = survivor.communicate(timeout=200)
+    assert survivor.returncode == 0, err
+    found = json.loads(out)
+    again = fields_of(invoke(*arguments, "--budget", "60s"))
+
+    assert found["plans"]["decode"]["stored"]
+    assert found["evaluations"] + found["replayed"] == again["replayed"]
+    assert again["evaluations"] == 0
+    assert again["plans"]["decode"]["ranks"]
 
 
 def test_ctrl_c_on_real_cores_keeps_what_was_learned(db: Path, tiny: str) -> None:
