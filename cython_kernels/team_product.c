@@ -62,9 +62,17 @@ static pw_range rows_of(const pw_team_product *t, int member) {
     return (pw_range){t->rows * member / t->threads, t->rows * (member + 1) / t->threads};
 }
 
-/* float32 rows that need no line between them are read where they are. */
+/* float32 rows that need no line between them are read where they are. A core of AMD's loses more by copying the others. */
 static bool in_place(const pw_team_product *t) {
+#if defined(__x86_64__)
+    if (t->form.kind == PW_F32 && __builtin_cpu_is("amd")) return true;
+#endif
     return t->form.kind == PW_F32 && t->row_bytes == 4 * t->weights->k;
+}
+
+static pw_activations rows_to_read(const pw_team_product *t) {
+    if (in_place(t)) return (pw_activations){t->x, 4 * t->weights->k};
+    return (pw_activations){t->prepared, t->row_bytes};
 }
 
 static void prepare(const pw_team_product *t, int member) {
@@ -105,7 +113,7 @@ static void time_share(void *context, int member) {
     note_opening(job->barriers);
     for (int call = 0; call < job->calls; ++call) {
         pw_product p = {.weight = &t->weights[(t->taken + call) % t->n_weights], .rows = t->rows};
-        p.x = (pw_activations){in_place(t) ? (const void *)t->x : t->prepared, t->row_bytes};
+        p.x = rows_to_read(t);
         p.y = t->y;
         p.ldy = t->ldy;
         pw_crew crew = {t->team, t->threads, &t->kernels->gemm, t->tickets + call % 2 * t->threads, t->threads,
