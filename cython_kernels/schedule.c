@@ -37,6 +37,10 @@ enum {
     BLOCK_PANELS = 16,
     STREAM_ROWS = 8, /* up to here the weights' arrival is the limit, not arithmetic */
     STREAM_AHEAD_BYTES = 2048,
+    PAGE_BYTES = 4096,
+    OWN_ROWS = 64,         /* of a thread, at least, where it computes whole rows, */
+    FEW_COLUMNS = 4,       /* at most, times m, */
+    FEW_WEIGHTS = 1 << 20, /* and at most: every thread reads them all */
 };
 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -62,6 +66,30 @@ static int64_t pass_inputs(int64_t k, int64_t fitting) {
     return pw_padded_k((k + passes - 1) / passes);
 }
 
+/* A core of AMD's fetches more lines at once when it is not asked for them: a request takes one of the few places for
+ * misses of L1, its own streams do not. Where groups leave it time between the lines, one panel after the other arrives
+ * fastest, and nibbles do when they are asked for a page ahead. */
+static void stream_unasked(const pw_weight *w, int64_t m, pw_schedule *s) {
+#if defined(__x86_64__)
+    if (!__builtin_cpu_is("amd")) return;
+    if (m <= (w->kind < PW_Q8 ? STREAM_ROWS : STREAM_ROWS / 2)) s->prefetch_bytes = 0;
+    if (m > 1 || w->kind < PW_Q8) return;
+    s->panels = 1;
+    if (w->kind == PW_Q4) s->prefetch_bytes = PAGE_BYTES;
+#else
+    (void)w, (void)m, (void)s;
+#endif
+}
+
+/* Threads share out the columns: each reads its own weights and everybody's rows. Where the rows are the larger part,
+ * they share out the rows instead, which each then finds where it has prepared them. */
+static void share_out(const pw_weight *w, int64_t m, int32_t threads, pw_schedule *s) {
+    int by_rows = m >= (int64_t)OWN_ROWS * threads && w->n <= FEW_COLUMNS * m && w->n * w->k <= FEW_WEIGHTS;
+    s->grid_m = by_rows ? threads : 1;
+    s->grid_n = by_rows ? 1 : threads;
+    s->grid_k = 1;
+}
+
 pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) {
     int32_t mr, panels;
     pw_active()->gemm.best_tile(w, m, &mr, &panels);
@@ -77,9 +105,8 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     if (m > STREAM_ROWS) s.block_n = BLOCK_PANELS / panels * panels;
     if (m > STREAM_ROWS && w->kind < PW_Q8) s.block_k = (int32_t)pass_inputs(k, dense_pass_inputs(w));
     s.prefetch_bytes = STREAM_AHEAD_BYTES;
-    s.grid_m = 1;
-    s.grid_n = threads > 1 ? threads : 1;
-    s.grid_k = 1;
+    stream_unasked(w, m, &s);
+    share_out(w, m, (int32_t)at_least(1, threads), &s);
     return s;
 }
 

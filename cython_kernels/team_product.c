@@ -62,7 +62,21 @@ static pw_range rows_of(const pw_team_product *t, int member) {
     return (pw_range){t->rows * member / t->threads, t->rows * (member + 1) / t->threads};
 }
 
+/* float32 rows that need no line between them are read where they are. A core of AMD's loses more by copying the others. */
+static bool in_place(const pw_team_product *t) {
+#if defined(__x86_64__)
+    if (t->form.kind == PW_F32 && __builtin_cpu_is("amd")) return true;
+#endif
+    return t->form.kind == PW_F32 && t->row_bytes == 4 * t->weights->k;
+}
+
+static pw_activations rows_to_read(const pw_team_product *t) {
+    if (in_place(t)) return (pw_activations){t->x, 4 * t->weights->k};
+    return (pw_activations){t->prepared, t->row_bytes};
+}
+
 static void prepare(const pw_team_product *t, int member) {
+    if (in_place(t)) return;
     t->kernels->gemm.prepare_rows(&t->form, t->weights->k, t->x, t->weights->k, rows_of(t, member), t->prepared);
 }
 
@@ -98,8 +112,8 @@ static void time_share(void *context, int member) {
     pw_team_barrier(t->team, member); /* all are awake */
     note_opening(job->barriers);
     for (int call = 0; call < job->calls; ++call) {
-        pw_product p = {.weight = &t->weights[(t->taken + call) % t->n_weights], .x = {t->prepared, t->row_bytes}};
-        p.rows = t->rows;
+        pw_product p = {.weight = &t->weights[(t->taken + call) % t->n_weights], .rows = t->rows};
+        p.x = rows_to_read(t);
         p.y = t->y;
         p.ldy = t->ldy;
         pw_crew crew = {t->team, t->threads, &t->kernels->gemm, t->tickets + call % 2 * t->threads, t->threads,

@@ -17,6 +17,8 @@ LEAST_COLD_BYTES = 64 << 20
 MOST_COLD_BYTES = 512 << 20
 """Copies of a weight take so much together, between these bounds twice the last cache."""
 
+LINE = 64
+
 Array = npt.NDArray[Any]
 
 
@@ -83,21 +85,35 @@ def scale_group_of(weight_format: str) -> int:
 
 
 def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:
-    """At least one, and together at least `total_bytes`; each array begins on a cache line, as in a file."""
-    return [_copy(weight) for _ in range(-(-total_bytes // weight.nbytes))]
+    """At least one, and together at least `total_bytes`.
+
+    They follow one another in one piece of memory, each array on a cache line, as in a packed file.
+    numpy asks for huge pages for so much at once; the pages of a mapped file are large too.
+    """
+    count = -(-total_bytes // weight.nbytes)
+    arrays = [array for array in (weight.values, weight.scales, weight.mins) if array is not None]
+    room = np.empty(LINE + count * sum(_lined(array.nbytes) for array in arrays), dtype=np.uint8)
+    at = -room.ctypes.data % LINE
+
+    def copy(array: Array | None) -> Array | None:
+        nonlocal at
+        if array is None:
+            return None
+        placed: Array = room[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+        placed[...] = array
+        at += _lined(array.nbytes)
+        return placed
+
+    copies = []
+    for _ in range(count):
+        values = copy(weight.values)
+        assert values is not None
+        copies.append(replace(weight, values=values, scales=copy(weight.scales), mins=copy(weight.mins)))
+    return copies
 
 
-def _copy(weight: PackedWeight) -> PackedWeight:
-    scales, mins = (None if a is None else _aligned(a) for a in (weight.scales, weight.mins))
-    return replace(weight, values=_aligned(weight.values), scales=scales, mins=mins)
-
-
-def _aligned(array: Array) -> Array:
-    room = np.empty(array.nbytes + 64, dtype=np.uint8)
-    start = -room.ctypes.data % 64
-    copy: Array = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
+def _lined(size_bytes: int) -> int:
+    return -(-size_bytes // LINE) * LINE
 
 
 def cold_bytes(machine: Machine) -> int:

@@ -154,6 +154,23 @@ def test_shares_cover_everything_once(name: str, grid: tuple[int, int]) -> None:
         assert (seen == 1).all()
 
 
+@formats
+def test_every_thread_has_a_share_of_its_own_by_default(name: str, fmt: str) -> None:
+    """Of few rows and of many, in threads that share out columns or rows."""
+    w = make_weight(fmt, 150, 33, np.random.default_rng(5))
+    with isa.using(name):
+        for m, threads in itertools.product((1, 8, 300), (1, 2, 3)):
+            schedule = _native.default_schedule(w, m, threads)
+            seen = np.zeros((m, 10), int)
+            for thread in range(threads):
+                (r0, r1), (p0, p1) = _native.share(w, m, thread, schedule)
+                assert r0 < r1
+                assert p0 < p1
+                seen[r0:r1, p0:p1] += 1
+
+            assert (seen == 1).all()
+
+
 @pytest.mark.parametrize("fmt", ["q8", "q8 group 16", "q8 column", "q4 min"])
 def test_groups_without_a_usable_scale(name: str, fmt: str) -> None:
     """Zeros and dust give exact zeros; an infinity or NaN spoils its own row and no other."""
