@@ -66,9 +66,9 @@ static int64_t pass_inputs(int64_t k, int64_t fitting) {
     return pw_padded_k((k + passes - 1) / passes);
 }
 
-/* A core of AMD's fetches more lines at once when it is not asked for them: a request takes one of the few places for
- * misses of L1, its own streams do not. Where groups leave it time between the lines, one panel after the other arrives
- * fastest, and nibbles do when they are asked for a page ahead. */
+/* A core of AMD's streams faster when it is not asked for lines ahead, perhaps because a request takes one of the few
+ * places for misses of L1, which its own streams do not. Where groups leave it time between the lines, one panel after
+ * the other arrives fastest, and nibbles do when they are asked for a page ahead. */
 static void stream_unasked(const pw_weight *w, int64_t m, pw_schedule *s) {
 #if defined(__x86_64__)
     if (!__builtin_cpu_is("amd")) return;
