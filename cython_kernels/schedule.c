@@ -33,6 +33,7 @@ enum {
     L1_WEIGHT_BYTES = 28 << 10, /* a tile's weights in one pass over k, of 32 or 48 KiB */
     L2_WEIGHT_BYTES = 384 << 10,
     DENSE_PASS_INPUTS = 768,    /* dense weights come from L2 fast enough; longer passes store sums less often */
+    BYTE_PASS_INPUTS = 2048,    /* BLOCK_ROWS rows of such a pass stay in an L2 of 1 MiB */
     BLOCK_ROWS = 256,
     BLOCK_PANELS = 16,
     STREAM_ROWS = 8, /* up to here the weights' arrival is the limit, not arithmetic */
@@ -41,6 +42,7 @@ enum {
     OWN_ROWS = 64,         /* of a thread, at least, where it computes whole rows, */
     FEW_COLUMNS = 4,       /* at most, times m, */
     FEW_WEIGHTS = 1 << 20, /* and at most: every thread reads them all */
+    GROUPS_AHEAD_BYTES = 4096, /* where only the first of several tiles of rows reads from memory */
 };
 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -60,7 +62,19 @@ static int64_t dense_pass_inputs(const pw_weight *w) {
     return path == PW_F16_FMA ? 2 * DENSE_PASS_INPUTS : DENSE_PASS_INPUTS;
 }
 
-/* Inputs per pass: as many as fit L1, in passes of nearly equal length. */
+/* Where tiles of integer dots lose nothing when L2 holds their weights: on Zen's cores, whose dots take twice as long
+ * as those that L1_WEIGHT_BYTES was measured with. Weights that are unpacked to be wider are not meant. */
+static int bytes_arrive_from_l2(const pw_weight *w, int64_t m) {
+#if defined(__x86_64__)
+    int zen = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vnni");
+    return zen && w->kind >= PW_Q8 && value_eighths(w, m) <= 8;
+#else
+    (void)w, (void)m;
+    return 0;
+#endif
+}
+
+/* Inputs per pass: as many as fit, in passes of nearly equal length. */
 static int64_t pass_inputs(int64_t k, int64_t fitting) {
     int64_t passes = (k + fitting - 1) / fitting;
     return pw_padded_k((k + passes - 1) / passes);
@@ -104,7 +118,8 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     s.block_k = (int32_t)(m <= mr ? k : pass_inputs(k, fitting_k));
     if (m > STREAM_ROWS) s.block_n = BLOCK_PANELS / panels * panels;
     if (m > STREAM_ROWS && w->kind < PW_Q8) s.block_k = (int32_t)pass_inputs(k, dense_pass_inputs(w));
-    s.prefetch_bytes = STREAM_AHEAD_BYTES;
+    if (m > STREAM_ROWS && bytes_arrive_from_l2(w, m)) s.block_k = (int32_t)pass_inputs(k, BYTE_PASS_INPUTS);
+    s.prefetch_bytes = m > STREAM_ROWS && w->kind >= PW_Q8 ? GROUPS_AHEAD_BYTES : STREAM_AHEAD_BYTES;
     stream_unasked(w, m, &s);
     share_out(w, m, (int32_t)at_least(1, threads), &s);
     return s;

@@ -104,7 +104,7 @@ static arithmetic staged_as(arithmetic a) {
     case QUANT_AS_F32:
     case BF16_FMA: return F32;
     case BF16_AS_F16: return F16_FMA;
-    case Q4: return NIBBLES_STAGED ? Q8_GROUP32 : Q4;
+    case Q4: return stages_nibbles() ? Q8_GROUP32 : Q4;
     default: return a;
     }
 }
@@ -242,7 +242,7 @@ static lookahead stream(const tile_call *t) {
     return (lookahead){t->values + t->prefetch_bytes, VECTOR_ROW_BYTES, t->panel_bytes, 0};
 }
 
-/* The other kernels ask for nothing beyond their own panels, so it is done between them. */
+/* The tile unit's kernels ask for nothing beyond their own panels, so it is done between them. */
 static void ask_at_once(const lookahead *next, const tile_call *t) {
     for (int p = 0; p < t->panels; ++p) {
         const uint8_t *from = next->values + p * next->panel_bytes, *end = from + t->steps * next->values_step;
@@ -251,7 +251,7 @@ static void ask_at_once(const lookahead *next, const tile_call *t) {
 }
 
 /* The tiles of rows of a strip share out asking for the weights of the next strip, and all tiles of a pass asking for
- * what the next pass reads of the rows: a row or two each. */
+ * what the next pass reads of the rows: a row or two each. Quantised tiles ask for those of the next tile instead. */
 static lookahead look_ahead(const walk *k, const tile_call *weights, const tile_call *t, const strip *s, int64_t row) {
     int64_t rows = s->rows.end - s->rows.begin, done = row - s->rows.begin;
     int64_t bytes = weights->steps * k->step_value_bytes, row_bytes = weights->steps * k->step_row_bytes;
@@ -299,7 +299,7 @@ static void run_strip(const walk *k, const strip *s) {
     tile_call t = first_call(k, s->panels, s->pass), weights = t;
     if (k->staged) stage(k, &t, bytes);
     int several = s->rows.end - s->rows.begin > k->mr && t.steps > 0 && k->prefetch_bytes;
-    int dense = k->kernels <= BF16_DOT;
+    int dense = k->kernels <= BF16_DOT, in_tiles = k->kernels == BF16_TILE || k->kernels == Q8_COLUMN_TILE;
     if (several && dense && s->index > 0) t.prefetch_bytes = t.prefetch_jump = 0; /* the last strip asked for these */
     const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
     for (int64_t row = s->rows.begin; row < s->rows.end; row += t.mr) {
@@ -309,7 +309,9 @@ static void run_strip(const walk *k, const strip *s) {
         t.row_scales = rows + row * t.row_bytes + row_values_bytes(k->arithmetic, k->w->k);
         t.row_biases = t.row_scales + COLUMN_SCALE_BYTES + 4 * s->pass->steps.begin;
         t.next = several && !t.prefetch_bytes ? look_ahead(k, &weights, &t, s, row) : stream(&t);
-        if (several && !dense && !t.prefetch_bytes) ask_at_once(&t.next, &t);
+        if (in_tiles && several && !t.prefetch_bytes) ask_at_once(&t.next, &t);
+        if (!dense) t.next.rows_ahead = t.mr * t.row_bytes;
+        if (!dense && t.prefetch_bytes) t.next.values_step = 0; /* these ask for what they stream themselves */
         run_tile(k, kernel, &t, s, row);
         t.prefetch_bytes = t.prefetch_jump = 0; /* the other rows find the weights in L1 */
     }
@@ -363,7 +365,7 @@ static int64_t staged_step_bytes(arithmetic a) {
     if (a >= ARITHMETICS) return PW_K_MULTIPLE * VECTOR_ROW_BYTES / 2;
     if (a == BF16_FMA) return 2 * VECTOR_ROW_BYTES;
     if (a == BF16_AS_F16) return VECTOR_ROW_BYTES;
-    return 3 * VECTOR_ROW_BYTES + (a == Q4 && NIBBLES_STAGED ? PW_K_MULTIPLE * PW_PANEL : 0);
+    return 3 * VECTOR_ROW_BYTES + (a == Q4 && stages_nibbles() ? PW_K_MULTIPLE * PW_PANEL : 0);
 }
 
 static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, int64_t rows) {
@@ -423,21 +425,31 @@ static int fewer_tiles(int64_t m, int64_t tall, int64_t most) {
     return tall > 0 && m <= 2 * tall && pieces(m, tall) < pieces(m, most);
 }
 
+/* Zen's cores get bytes, twice as many as nibbles, faster from several panels at once. */
+static int takes_panels_together(void) {
+#if PW_DOT_OPERANDS && defined(__x86_64__)
+    return __builtin_cpu_is("amd");
+#else
+    return 0;
+#endif
+}
+
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = arithmetic_of(w);
     int column = a == Q8_COLUMN, quant = a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4;
+    int may_be_tall = a == Q4 || (quant && (m <= QUANT_TALLEST_MR || !takes_panels_together()));
     int64_t most = quant ? QUANT_MR : column ? COLUMN_MR : DENSE_MR;
     *panels = m <= 2 ? STREAM_PANELS : quant ? QUANT_PANELS : column ? COLUMN_PANELS : DENSE_PANELS;
     if (a == BF16_TILE || a == QUANT_AS_BF16_TILE || a == Q8_COLUMN_TILE) {
         *panels = 2;
         most = 32;
     }
-    if (quant && fewer_tiles(m, QUANT_TALL_MR, most)) {
+    if (may_be_tall && fewer_tiles(m, QUANT_TALL_MR, most)) {
         *panels = QUANT_TALL_PANELS;
         most = QUANT_TALL_MR;
     }
-    if (quant && fewer_tiles(m, QUANT_TALLEST_MR, most)) {
+    if (may_be_tall && fewer_tiles(m, QUANT_TALLEST_MR, most)) {
         *panels = 1;
         most = QUANT_TALLEST_MR;
     }

@@ -161,6 +161,22 @@ PW_INLINE void quant_group(const tile_call *t, vf *acc, const group_place *at, i
     scale_group(t, acc, dot, at, mr, np * VECTORS);
 }
 
+/* A group's share of the next strip's weights, and what the next tile of rows reads of this one's rows. */
+PW_INLINE void ask_ahead_of_group(const lookahead *next, const uint8_t *const *rows, int mr, int np, int64_t step) {
+    const uint8_t *values = next->values + step * next->values_step;
+    for (int64_t at = 0; at < next->values_step; at += VECTOR_ROW_BYTES) {
+        PW_UNROLL for (int p = 0; p < np; ++p) __builtin_prefetch(values + p * next->panel_bytes + at);
+    }
+    PW_UNROLL for (int r = 0; r < mr; ++r) __builtin_prefetch(rows[r] + next->rows_ahead);
+}
+
+/* The lines that a tile's sums go to, long before they do. */
+PW_INLINE void ask_for_out(const tile_call *t, int mr, int np) {
+    PW_UNROLL for (int r = 0; r < mr; ++r) {
+        PW_UNROLL for (int p = 0; p < np; ++p) __builtin_prefetch(t->out + r * t->out_stride + p * PW_PANEL, 1);
+    }
+}
+
 /* A large tile's integer sums fill the registers; its float sums wait in L1 between groups. The barrier keeps the
  * compiler from loading them early and spilling the others. */
 PW_INLINE void quant_tile(const tile_call *t, int kind, int group, int mr, int np) {
@@ -170,12 +186,14 @@ PW_INLINE void quant_tile(const tile_call *t, int kind, int group, int mr, int n
     const uint8_t *rows[MAX_MR];
     point_to_blocks(t, rows, mr);
     begin_sums(t, acc, mr, np * VECTORS);
+    ask_for_out(t, mr, np);
     for (int half = 0; half < 2; ++half) {
         int64_t end = half ? t->steps : turn;
         for (; g < end; ++g) {
             group_place at = {kind, group, t->values + g * group_bytes, rows, block_bytes - 12,
                               g * PW_PANEL * t->scale_bytes};
             quant_group(t, acc, &at, mr, np, ahead);
+            if (!ahead) ask_ahead_of_group(&t->next, rows, mr, np, g);
             advance_blocks(rows, mr, block_bytes);
             if (mr * np * VECTORS > QUANT_TILE_HELD) __asm__ volatile("" : "+m"(acc));
         }
@@ -202,10 +220,12 @@ PW_INLINE void column_sums(const tile_call *t, int_sums dot, int mr, int np) {
     }
     const uint8_t *rows[MAX_MR];
     point_to_blocks(t, rows, mr);
+    ask_for_out(t, mr, np);
     for (int64_t g = 0; g < t->steps; ++g, advance_blocks(rows, mr, PW_K_MULTIPLE * Q8_ACTIVATION_BYTES)) {
         group_place at = {.kind = PW_Q8, .group = PW_K_MULTIPLE, .rows = rows};
         at.values = t->values + g * (PW_K_MULTIPLE * PW_PANEL);
         PW_UNROLL for (int i = 0; i < PW_K_MULTIPLE / 4; ++i) quant_step(t, dot, &at, mr, np, i);
+        ask_ahead_of_group(&t->next, rows, mr, np, g);
     }
 }
 

@@ -2,12 +2,21 @@
  *
  * A staged call reads the stage, in L1 or L2, instead of the panels:
  * - bf16 as float32, one input after the other (exact), or as float16 (gemm_f16.c);
- * - groups of q8 and q4 with float32 scales and minima, and nibbles as bytes where q4 rows look like q8 rows (exact);
+ * - groups of q8 and q4 with float32 scales and minima, and nibbles as bytes (exact; stages_nibbles);
  * - q8 and q4 as the float32 weights that packing.dequantise gives, s (q - z), then + m, each rounded once; for bf16
  *   paths these rounded once more, to the nearest bf16. The product with them keeps the bound of gemm_dense.c. */
 #include "families/gemm.h"
 
-enum { STAGED_BYTES = 64 << 10, NIBBLES_STAGED = Q8_ACTIVATION_BYTES == 1 };
+enum { STAGED_BYTES = 64 << 10 };
+
+/* Nibbles become bytes where q4 rows look like q8 rows, but not on Zen's cores: they unpack on ports that do no dots,
+ * and do better with half the bytes to read. */
+static int stages_nibbles(void) {
+#if PW_DOT_OPERANDS && defined(__x86_64__)
+    if (__builtin_cpu_is("amd")) return 0;
+#endif
+    return Q8_ACTIVATION_BYTES == 1;
+}
 
 /* bf16 pairs: twice the steps. */
 static void stage_bf16(tile_call *t, uint8_t *bytes) {
@@ -96,7 +105,7 @@ static void stage_groups(tile_call *t, const pw_weight *w, uint8_t *bytes) {
     if (t->mins) t->mins = (const uint8_t *)mins;
     t->scale_bytes = sizeof(float);
     t->panel_scale_bytes = t->steps * PW_PANEL * (int64_t)sizeof(float);
-    if (w->kind != PW_Q4 || !NIBBLES_STAGED) return;
+    if (w->kind != PW_Q4 || !stages_nibbles()) return;
     uint8_t *values = (uint8_t *)(mins + floats);
     stage_nibbles(t, values);
     t->values = values;
