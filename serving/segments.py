@@ -5,6 +5,7 @@ So nothing can be left behind by an engine that is killed, and nobody else can o
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from typing import Any
@@ -15,6 +16,12 @@ import numpy.typing as npt
 from phasewise.serving.errors import RanksError
 
 PAGE = mmap.PAGESIZE
+
+
+def prefer_huge_pages(mapped: mmap.mmap) -> None:
+    """Ask that a file be read into large pages; where that is refused, small ones serve too."""
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 class Segment:
@@ -28,6 +35,8 @@ class Segment:
         self.n_bytes = n_bytes
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self.memory = mmap.mmap(fd, n_bytes, mmap.MAP_SHARED, access)
+        if not writable:
+            prefer_huge_pages(self.memory)
 
     @classmethod
     def create(cls, n_bytes: int, purpose: str) -> Segment:

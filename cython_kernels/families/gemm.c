@@ -252,15 +252,15 @@ static void ask_at_once(const lookahead *next, const tile_call *t) {
 
 /* The tiles of rows of a strip share out asking for the weights of the next strip, and all tiles of a pass asking for
  * what the next pass reads of the rows: a row or two each. Quantised tiles ask for those of the next tile instead. */
-static lookahead look_ahead(const walk *k, const tile_call *weights, const tile_call *t, const strip *s, int64_t row) {
+static lookahead look_ahead(const walk *k, const lookahead *next_strip, const tile_call *t, const strip *s,
+                            int64_t row) {
     int64_t rows = s->rows.end - s->rows.begin, done = row - s->rows.begin;
-    int64_t bytes = weights->steps * k->step_value_bytes, row_bytes = weights->steps * k->step_row_bytes;
-    lookahead next = {.panel_bytes = weights->panel_bytes};
-    next.values = weights->values + weights->panels * weights->panel_bytes + done * bytes / rows;
+    int64_t steps = s->pass->steps.end - s->pass->steps.begin, bytes = steps * k->step_value_bytes;
+    lookahead next = {.values = next_strip->values + done * bytes / rows, .panel_bytes = next_strip->panel_bytes};
     next.values_step = pieces(t->mr * bytes, rows * t->steps);
     if (s->pass->ends_part && s->pass->last_part) return next;
     int64_t asked = s->index * rows / s->count + done / s->count; /* of the pass's rows, before this tile */
-    next.rows_ahead = (asked - done) * t->row_bytes + row_bytes;
+    next.rows_ahead = (asked - done) * t->row_bytes + steps * k->step_row_bytes;
     return next;
 }
 
@@ -296,7 +296,8 @@ static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
 
 static void run_strip(const walk *k, const strip *s) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
-    tile_call t = first_call(k, s->panels, s->pass), weights = t;
+    tile_call t = first_call(k, s->panels, s->pass);
+    const lookahead next_strip = {.values = t.values + t.panels * t.panel_bytes, .panel_bytes = t.panel_bytes};
     if (k->staged) stage(k, &t, bytes);
     int several = s->rows.end - s->rows.begin > k->mr && t.steps > 0 && k->prefetch_bytes;
     int dense = k->kernels <= BF16_DOT, in_tiles = k->kernels == BF16_TILE || k->kernels == Q8_COLUMN_TILE;
@@ -308,7 +309,7 @@ static void run_strip(const walk *k, const strip *s) {
         t.rows = block + row * t.row_bytes;
         t.row_scales = rows + row * t.row_bytes + row_values_bytes(k->arithmetic, k->w->k);
         t.row_biases = t.row_scales + COLUMN_SCALE_BYTES + 4 * s->pass->steps.begin;
-        t.next = several && !t.prefetch_bytes ? look_ahead(k, &weights, &t, s, row) : stream(&t);
+        t.next = several && !t.prefetch_bytes ? look_ahead(k, &next_strip, &t, s, row) : stream(&t);
         if (in_tiles && several && !t.prefetch_bytes) ask_at_once(&t.next, &t);
         if (!dense) t.next.rows_ahead = t.mr * t.row_bytes;
         if (!dense && t.prefetch_bytes) t.next.values_step = 0; /* these ask for what they stream themselves */

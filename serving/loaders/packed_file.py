@@ -31,6 +31,7 @@ from phasewise.serving.loaders.forms import WeightForm, check_finite, convert_ro
 from phasewise.serving.loaders.layout import VectorPlan, WeightPlan, plan_vectors, plan_weights
 from phasewise.serving.loaders.source import ModelSource, Rows
 from phasewise.serving.model import MappedFile, PackedModel, config_from_json, config_to_json
+from phasewise.serving.segments import prefer_huge_pages
 
 FILE_VERSION = 2  # change with anything in this module, or in how a loader reads a source
 MAGIC = b"PHASWISE"
@@ -100,6 +101,7 @@ def read_packed(target: Path, identity: str, source: Path) -> PackedModel | None
             if fields["identity"] != identity:
                 return None
             mapped = mmap.mmap(file.fileno(), fields["file_bytes"], prot=mmap.PROT_READ)
+            prefer_huge_pages(mapped)
             status = os.fstat(file.fileno())
         address = np.frombuffer(mapped, np.uint8).ctypes.data
         mapping = MappedFile(target, address, fields["file_bytes"], (status.st_dev, status.st_ino))
@@ -180,6 +182,8 @@ def _renamed_when_done(target: Path) -> Iterator[int]:
     try:
         yield fd
         os.fsync(fd)
+        # Written bit by bit, it lies in small pages; whoever maps it reads it anew into large ones.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
