@@ -39,6 +39,7 @@ enum {
     STREAM_ROWS = 8, /* up to here the weights' arrival is the limit, not arithmetic */
     STREAM_AHEAD_BYTES = 2048,
     PAGE_BYTES = 4096,
+    GROUP_ROWS = 6,        /* up to here a panel in groups arrives slower than a tile of it is computed */
     OWN_ROWS = 64,         /* of a thread, at least, where it computes whole rows, */
     FEW_COLUMNS = 4,       /* at most, times m, */
     FEW_WEIGHTS = 1 << 20, /* and at most: every thread reads them all */
@@ -82,14 +83,15 @@ static int64_t pass_inputs(int64_t k, int64_t fitting) {
 
 /* A core of AMD's streams faster when it is not asked for lines ahead, perhaps because a request takes one of the few
  * places for misses of L1, which its own streams do not. Where groups leave it time between the lines, one panel after
- * the other arrives fastest, and nibbles do when they are asked for a page ahead. */
+ * the other arrives fastest, and is asked for a page ahead, but for the bytes of a single row. */
 static void stream_unasked(const pw_weight *w, int64_t m, pw_schedule *s) {
 #if defined(__x86_64__)
     if (!__builtin_cpu_is("amd")) return;
-    if (m <= (w->kind < PW_Q8 ? STREAM_ROWS : STREAM_ROWS / 2)) s->prefetch_bytes = 0;
-    if (m > 1 || w->kind < PW_Q8) return;
+    int quant = w->kind >= PW_Q8, in_groups = quant && w->group;
+    if (m <= (quant ? STREAM_ROWS / 2 : STREAM_ROWS)) s->prefetch_bytes = 0;
+    if (m > (in_groups ? GROUP_ROWS : quant)) return;
     s->panels = 1;
-    if (w->kind == PW_Q4) s->prefetch_bytes = PAGE_BYTES;
+    if (w->kind == PW_Q4 || m > 1) s->prefetch_bytes = PAGE_BYTES;
 #else
     (void)w, (void)m, (void)s;
 #endif

@@ -206,27 +206,27 @@ static pw_range part_steps(const walk *k, int32_t i) {
     return (pw_range){inputs.begin / k->step_inputs, i + 1 == k->w->k_parts ? k->steps : inputs.end / k->step_inputs};
 }
 
-/* What all calls of one pass share, for one tile of panels. */
-static tile_call first_call(const walk *k, pw_range panels, const pass *p) {
+/* What all calls of one pass share, for one tile of panels. Written in place: a core that loads a whole vector of what
+ * was stored in pieces, as the copy of a returned value does, waits for all of them, once for every tile. */
+static void first_call(const walk *k, pw_range panels, const pass *p, tile_call *t) {
     const pw_weight *w = k->w;
     int64_t np = panels.end - panels.begin, begin = p->steps.begin;
-    tile_call t = {.panels = (int32_t)np, .row_bytes = k->x->row_bytes, .steps = p->steps.end - begin};
-    t.ends_part = p->ends_part;
-    t.top_exponent = w->top_exponent;
-    t.partial_stride = np * PW_PANEL;
-    t.panel_bytes = pw_padded_k(w->k) / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
-    t.values = (const uint8_t *)w->values + panels.begin * t.panel_bytes + begin * k->step_value_bytes;
-    t.prefetch_bytes = at_most(k->prefetch_bytes, t.panel_bytes);
-    t.prefetch_jump = np * t.panel_bytes - t.steps * k->step_value_bytes;
-    if (!w->scales) return t;
+    *t = (tile_call){.panels = (int32_t)np, .row_bytes = k->x->row_bytes, .steps = p->steps.end - begin};
+    t->ends_part = p->ends_part;
+    t->top_exponent = w->top_exponent;
+    t->partial_stride = np * PW_PANEL;
+    t->panel_bytes = pw_padded_k(w->k) / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
+    t->values = (const uint8_t *)w->values + panels.begin * t->panel_bytes + begin * k->step_value_bytes;
+    t->prefetch_bytes = at_most(k->prefetch_bytes, t->panel_bytes);
+    t->prefetch_jump = np * t->panel_bytes - t->steps * k->step_value_bytes;
+    if (!w->scales) return;
     int64_t groups = w->group ? pw_padded_k(w->k) / w->group : 1;
     int64_t first_group = w->group ? begin * k->step_inputs / w->group : 0;
     int64_t scales_at = (panels.begin * groups + first_group) * PW_PANEL * w->scale_bytes;
-    t.scale_bytes = w->scale_bytes;
-    t.panel_scale_bytes = groups * PW_PANEL * w->scale_bytes;
-    t.scales = (const uint8_t *)w->scales + scales_at;
-    t.mins = w->mins ? (const uint8_t *)w->mins + scales_at : NULL;
-    return t;
+    t->scale_bytes = w->scale_bytes;
+    t->panel_scale_bytes = groups * PW_PANEL * w->scale_bytes;
+    t->scales = (const uint8_t *)w->scales + scales_at;
+    t->mins = w->mins ? (const uint8_t *)w->mins + scales_at : NULL;
 }
 
 /* A tile of panels in one pass over a block of rows. */
@@ -296,7 +296,8 @@ static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
 
 static void run_strip(const walk *k, const strip *s) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
-    tile_call t = first_call(k, s->panels, s->pass);
+    tile_call t;
+    first_call(k, s->panels, s->pass, &t);
     const lookahead next_strip = {.values = t.values + t.panels * t.panel_bytes, .panel_bytes = t.panel_bytes};
     if (k->staged) stage(k, &t, bytes);
     int several = s->rows.end - s->rows.begin > k->mr && t.steps > 0 && k->prefetch_bytes;
