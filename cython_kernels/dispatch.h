@@ -41,7 +41,7 @@ typedef struct {
     uint64_t (*bf16)(uint64_t rounds);
     uint64_t (*int8)(uint64_t rounds);
 
-    /* Reads a buffer once, in whole kilobytes; returns the bytes read. */
+    /* Reads a buffer once, in whole blocks of 512 bytes; returns the bytes read. */
     uint64_t (*read)(const void *buffer, size_t bytes);
 } pw_limit_kernels;
 

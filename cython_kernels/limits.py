@@ -16,5 +16,5 @@ def peak(kind: str, rounds: int) -> int:
 
 
 def read(buffer: npt.NDArray[np.uint8]) -> int:
-    """Read `buffer` once, in whole kilobytes; returns the bytes read. Releases the GIL."""
+    """Read `buffer` once, in whole blocks of 512 bytes; returns the bytes read. Releases the GIL."""
     return int(_native.limit_read(buffer))
