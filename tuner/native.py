@@ -27,7 +27,7 @@ from phasewise.tuner.errors import TunerError
 from phasewise.tuner.rounds import Times, shuffled_rounds
 from phasewise.tuner.run import Duel
 from phasewise.tuner.search.group import Group
-from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
+from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, arithmetic_of
 from phasewise.tuner.weights import blank_weight, copies_of, kind_of, random_weight, scale_group_of
 
 ACCURACY = {"f32": 2.0**-16, "bf16": 2.0**-7}
@@ -99,10 +99,6 @@ def default_schedule(weight: PackedWeight, m: int, threads: int, arithmetic: Ari
 
 def _multiple(size: int, step: int) -> int:
     return -(-size // step) * step
-
-
-def arithmetic_of(schedule: Schedule) -> Arithmetic:
-    return Arithmetic(schedule.compute_path, schedule.k_parts)
 
 
 @cache
