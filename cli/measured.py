@@ -219,7 +219,7 @@ class Clock:
     def _read(self, step: Step) -> Reading:
         with _one_line():
             batch = self.batch(step)
-            self._watch.lap()
+            self._watch.begin()
             turn = timing.plan_turn(self.call_ns(batch))  # the first call also warms up
             samples: timing.Samples = ()
             for _ in range(_turns(self.call_ns(batch) * turn.calls)):
