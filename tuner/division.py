@@ -97,12 +97,17 @@ class Division:
     @contextmanager
     def take(self, waiting: Sequence[Task]) -> Iterator[Task | None]:
         """One that is nobody else's until the end; None: all are others'."""
-        for task in self._in_turn(waiting):
+        left = self._in_turn(waiting)
+        while left:
+            task = left.pop(0)
             with self._company.claim(self._name(task)) as is_ours:
                 if is_ours:
+                    self._ledger.forget(task.problems)
                     yield task
                     return
+            if self._name(task) not in self._elsewhere:
                 self._elsewhere.add(self._name(task))
+                left = self._in_turn(left)
         yield None
 
     def wait(self, waiting: Sequence[Task], seconds: float) -> None:
@@ -111,10 +116,7 @@ class Division:
 
     def is_settled_elsewhere(self, task: Task) -> bool:
         """Whether another run had it, and has come to a verdict for all its rows."""
-        if self._name(task) not in self._elsewhere:
-            return False
-        self._ledger.forget(task.problems)
-        return self._ledger.settled_ms(task.problems) < math.inf
+        return self._name(task) in self._elsewhere and self._ledger.settled_ms(task.problems) < math.inf
 
     def known(self, task: Task) -> ScheduleCache:
         """What its search may learn from other weights."""
@@ -143,7 +145,7 @@ class Division:
         """
         theirs = [task for task in waiting if self._name(task) in self._elsewhere]
         begun = [(self._begun_ms(task), task) for task in waiting if self._name(task) not in self._elsewhere]
-        if theirs:
+        if self._elsewhere:
             begun.sort(key=lambda pair: self._work_of(pair[1]), reverse=True)
         return theirs + [task for _, task in sorted(begun, key=lambda pair: pair[0])]
 
