@@ -14,8 +14,8 @@ from phasewise._version import __version__
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import MachineKey, Problem
 from phasewise.kerneldb.store import Store
+from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.ranks import ALL_LOGITS_ROWS
-from phasewise.serving.start import keeping_affinity
 from phasewise.topology import Machine, core_signature, placement_signature
 from phasewise.tuner.attention import attention_group
 from phasewise.tuner.division import Company, Nobody, Task
