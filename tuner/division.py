@@ -93,6 +93,7 @@ class Division:
         self._work_of = work_of
         self._elsewhere: set[str] = set()
         """What others had claimed at some time."""
+        self._looked_at: set[str] = set()
 
     @contextmanager
     def take(self, waiting: Sequence[Task]) -> Iterator[Task | None]:
@@ -102,17 +103,30 @@ class Division:
             task = left.pop(0)
             with self._company.claim(self._name(task)) as is_ours:
                 if is_ours:
-                    self._ledger.forget(task.problems)
+                    self._look_again(task)
                     yield task
                     return
+            self._looked_at.discard(self._name(task))
             if self._name(task) not in self._elsewhere:
                 self._elsewhere.add(self._name(task))
                 left = self._in_turn(left)
         yield None
 
+    def _look_again(self, task: Task) -> None:
+        """At what others may have stored since its rows were read; nobody but this run will from now on."""
+        if self._name(task) not in self._looked_at:
+            self._ledger.forget(task.problems)
+            self._looked_at.add(self._name(task))
+
     def wait(self, waiting: Sequence[Task], seconds: float) -> None:
         """Until one of them may be nobody's any more, or so long."""
         self._company.wait_for(self._name(waiting[0]), seconds)
+
+    def share(self, task: Task, waiting: Sequence[Task]) -> float:
+        """Of the work that is left to this run, 0 to 1."""
+        ours = [one for one in waiting if self._name(one) not in self._elsewhere]
+        whole = sum(map(self._work_of, ours))
+        return self._work_of(task) / whole if task in ours else 1 / len(waiting)
 
     def is_settled_elsewhere(self, task: Task) -> bool:
         """Whether another run had it, and has come to a verdict for all its rows."""

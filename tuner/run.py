@@ -170,7 +170,7 @@ class _Run:
         while waiting:
             with self._division.take(waiting) as task:
                 if task is not None:
-                    if not self._complete(task, len(waiting)):
+                    if not self._complete(task, self._division.share(task, waiting)):
                         cut.append(task)
                     waiting.remove(task)
             if task is None:
@@ -180,17 +180,17 @@ class _Run:
                 self._division.wait(waiting, left_s)
         return cut + waiting
 
-    def _complete(self, task: Task, left: int) -> bool:
-        """By another run, or by this one as one of those that are left; False: the budget did not suffice."""
-        is_complete = self._division.is_settled_elsewhere(task) or self._tune(task, left)
+    def _complete(self, task: Task, share: float) -> bool:
+        """By another run, or by this one within its share of what is left; False: that did not suffice."""
+        is_complete = self._division.is_settled_elsewhere(task) or self._tune(task, share)
         if is_complete:
             self._pace.finish(task)
         return is_complete
 
-    def _tune(self, task: Task, left: int) -> bool:
-        """Search and settle one task of those that are left; False if the budget did not suffice."""
+    def _tune(self, task: Task, share: float) -> bool:
+        """Search and settle one task; False if its share of the time that is left did not suffice."""
         number, now_s = self._tasks.index(task), self._tools.clock()
-        share_s = max(0.0, self._deadline_s - now_s) / left
+        share_s = max(0.0, self._deadline_s - now_s) * share
         found = self._search(number, task, now_s + (1 - DUEL_SHARE) * share_s)
         best = self._best_so_far(task) if found is None else found.best
         settled = self._settle(task, best, now_s + share_s)

@@ -194,6 +194,21 @@ def test_what_one_weight_leaves_of_its_share_goes_to_another(database: str) -> N
     assert run_on(SyntheticMachine(), database, tasks).timed == 0
 
 
+def test_a_weight_has_a_share_of_the_budget_as_large_as_its_work(database: str) -> None:
+    """None is cut although there is time for it: no rows are searched after those of the next weight."""
+    tasks = [task_of(8192), task_of(64), task_of(128)]
+    whole = SyntheticMachine()
+    run_on(whole, str(Path(database).with_name("whole.db")), tasks)
+    machine = SyntheticMachine()
+    with open_store(database) as store:
+        ledger = synthetic_machine.Ledger(store, SCOPE)
+        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock)
+        tune(tasks, replace(tools, call_s=lambda problem: problem.n / 1e3), 1.3 * whole.now_s)
+
+    sizes = [problem.n for problem, _ in machine.timed]
+    assert sizes == sorted(sizes, key=[8192, 64, 128].index)
+
+
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_what_a_budget_cut_short_is_not_timed_again(database: str, share: float) -> None:
     """Weights that were begun before a cut one was complete ask on as they began, without its seeds.
