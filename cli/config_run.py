@@ -258,6 +258,17 @@ def _last_runs(run: _Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, flo
                 run.end = "budget"
                 return
             company().wait_for(_last_run_claim(location, next(iter(waiting.values()))), run.deadline_s())
+    for one in run.searched:
+        _judge_again(run, one, MeasuredJury(tuned, run.subject, one.phase), store)
+
+
+def _judge_again(run: _Run, one: Searched, jury: Jury, store: Store) -> None:
+    """With what other phases left of their time, where a phase's own did not suffice for comparisons."""
+    before = run.verdicts.get(one.phase)
+    if before is None or before.is_settled or time.monotonic() >= run.deadline_s():
+        return
+    _judge(run, one, jury, run.deadline_s())
+    _keep_plan(run, one.phase, store)
 
 
 def _last_run_claim(location: Location, one: Searched) -> str:
