@@ -15,17 +15,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phasewise.kerneldb.records import Schedule
-from phasewise.tuner.search.model import model_schedule, ranked_by_model
+from phasewise.kerneldb.records import Sample, Schedule
+from phasewise.tuner.search.model import model_schedule, modelled_cycles
 from phasewise.tuner.search.protocol import Search
-from phasewise.tuner.search.space import START_PREFETCH_BYTES, Space
+from phasewise.tuner.search.space import START_PREFETCH_BYTES, Space, kernel_of
 
 
 def mikpoly(space: Space) -> Search[Schedule]:
     """Search one product: one sample for each micro-kernel, and one of the result."""
     space = replace(space, prefetches=(START_PREFETCH_BYTES,))  # of which the model knows nothing
     first = [model_schedule(space, kernel) for kernel in space.kernels]
-    best = next(ranked_by_model(space, (yield first)))
+    samples = yield first
+    rates = {kernel_of(sample.schedule): _ns_per_modelled_cycle(space, sample) for sample in samples}
+    best = min(
+        space.schedules(),
+        key=lambda schedule: modelled_cycles(space, schedule) * rates[kernel_of(schedule)],
+    )
     if best not in first:
         yield [best]
     return best
+
+
+def _ns_per_modelled_cycle(space: Space, sample: Sample) -> float:
+    return sample.estimate_ns / modelled_cycles(space, sample.schedule)

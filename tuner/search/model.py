@@ -8,17 +8,12 @@ is wrong by tens of per cent in the details, which is why the searches measure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-
-from phasewise.kerneldb.records import PANEL_COLUMNS, Sample, Schedule
+from phasewise.kerneldb.records import PANEL_COLUMNS, Schedule
 from phasewise.tuner.search.space import (
     AXES,
     Axis,
     Grid,
     MicroKernel,
-    Region,
-    Slice,
     Space,
     grid_of,
     kernel_of,
@@ -44,47 +39,21 @@ def kernel_cycles_per_vector_row(kernel: MicroKernel) -> float:
 
 def modelled_cycles(space: Space, schedule: Schedule) -> float:
     """Cycles of the thread that has the largest region."""
-    own = Slice(schedule.block_m, schedule.block_n, schedule.block_k, schedule.loop_order)
-    return _cycles(space, kernel_of(schedule), grid_of(schedule), own)
-
-
-def _cycles(space: Space, kernel: MicroKernel, grid: Grid, own: Slice) -> float:
+    kernel, grid = kernel_of(schedule), grid_of(schedule)
     region = space.region(grid, kernel)
     rounds = space.arithmetic.k_parts // grid.k
     inputs_per_row = max(1.0, VECTOR_BYTES * 8 / (space.weight_bits * PANEL_COLUMNS))
     steps = region.inputs / inputs_per_row
     row_tiles = pieces(region.rows, kernel.mr)
     column_tiles = region.columns / (PANEL_COLUMNS * kernel.panels)
-    passes = pieces(region.inputs, own.block_k)
-    slices = pieces(region.rows, own.block_m) * pieces(region.columns, own.block_n)
+    passes = pieces(region.inputs, schedule.block_k)
     tiles = row_tiles * column_tiles
     compute = tiles * steps * kernel_cycles_per_vector_row(kernel)
     sums = tiles * (passes - 1) * 2 * kernel.mr * kernel.panels * VECTOR_BYTES / L1_BYTES
-    overhead = tiles * passes * TILE_CYCLES + slices * SLICE_CYCLES
-    traffic = _weight_cycles(space, region, own) + _row_cycles(space, region, own, column_tiles)
+    overhead = tiles * passes * TILE_CYCLES + _slices(space, schedule) * SLICE_CYCLES
+    traffic = _weight_cycles(space, schedule) + _row_cycles(space, schedule)
     reduction = region.rows * region.columns * REDUCTION_CYCLES_PER_OUTPUT * (space.arithmetic.k_parts - 1)
     return rounds * (max(compute, traffic) + sums + overhead) + reduction
-
-
-def ranked_by_model(space: Space, samples: Sequence[Sample]) -> Iterator[Schedule]:
-    """Every schedule of the sampled micro-kernels: the one that should be fastest, given the samples, first.
-
-    A kernel's sample, one of each, says how many nanoseconds a cycle of the model takes with it. Of how far
-    ahead to ask for weights the model knows nothing: that stays as in the first sample.
-    """
-    expected: list[tuple[float, Schedule, Slice]] = []
-    for one in samples:
-        kernel, ns_per_cycle = kernel_of(one.schedule), one.estimate_ns / modelled_cycles(space, one.schedule)
-        for grid in space.grids(kernel):
-            start = space.smallest(kernel, grid)
-            expected += [
-                (ns_per_cycle * _cycles(space, kernel, grid, own), start, own)
-                for own in space.slices(kernel, grid)
-            ]
-    expected.sort(key=lambda ranked: ranked[0])
-    prefetch_bytes = samples[0].schedule.prefetch_bytes
-    for _, start, own in expected:
-        yield replace(start, **own._asdict(), prefetch_bytes=prefetch_bytes)
 
 
 def model_schedule(space: Space, kernel: MicroKernel) -> Schedule:
@@ -114,18 +83,26 @@ def _blocked(space: Space, kernel: MicroKernel, grid: Grid) -> Schedule:
     return space.fitted(schedule)
 
 
-def _weight_cycles(space: Space, region: Region, own: Slice) -> float:
+def _slices(space: Space, schedule: Schedule) -> int:
+    region = space.region(grid_of(schedule), kernel_of(schedule))
+    return pieces(region.rows, schedule.block_m) * pieces(region.columns, schedule.block_n)
+
+
+def _weight_cycles(space: Space, schedule: Schedule) -> float:
     """Weights come from memory once, and again for each block of rows where a block of them outgrows L2."""
+    region = space.region(grid_of(schedule), kernel_of(schedule))
     column_bytes = region.inputs * space.weight_bits / 8
-    row_blocks, kept_columns = pieces(region.rows, own.block_m), region.columns
-    if own.loop_order == "nm":
-        kept_columns = min(own.block_n, region.columns)
+    row_blocks, kept_columns = pieces(region.rows, schedule.block_m), region.columns
+    if schedule.loop_order == "nm":
+        kept_columns = min(schedule.block_n, region.columns)
     again = L2_BYTES if kept_columns * column_bytes <= space.caches.l2_bytes / 2 else MEMORY_BYTES
     return region.columns * column_bytes * (1 / MEMORY_BYTES + (row_blocks - 1) / again)
 
 
-def _row_cycles(space: Space, region: Region, own: Slice, column_tiles: float) -> float:
+def _row_cycles(space: Space, schedule: Schedule) -> float:
     """Rows are read again by every tile of columns, from L2 where a block of them fits there."""
-    block_bytes = min(own.block_m, region.rows) * region.inputs * 2
+    region = space.region(grid_of(schedule), kernel_of(schedule))
+    block_bytes = min(schedule.block_m, region.rows) * region.inputs * 2
+    column_tiles = region.columns / schedule.nr
     rate = L2_BYTES if block_bytes <= space.caches.l2_bytes / 2 else MEMORY_BYTES
     return region.rows * region.inputs * 2 * column_tiles / rate / 4

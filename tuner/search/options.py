@@ -20,13 +20,11 @@ class SearchOptions:
     kept_kernels: int = 4
     """Micro-kernels that get a fast start."""
     lines: int = 2
-    """Micro-kernels whose slices are tried with every length of a pass over k, and that the model ranks."""
+    """Micro-kernels whose slices are tried with every length of a pass over k."""
     finalists: int = 2
     """Pairs of micro-kernel and grid that are finetuned."""
-    moves: int = 2
+    moves: int = 3
     """Of each that is finetuned, at most; a noisy machine rewards moves for ever."""
-    modelled: int = 6
-    """Schedules that the model, held against all samples, ranks first and nothing has led to yet."""
     patience: int = 1
     """Rounds of the finetune without a gain before it ends."""
     window: int = 16
@@ -42,11 +40,10 @@ class SearchOptions:
     reuse_within: float = 0.03
     """.. or if theirs is slower by at most this share. The default must not beat a fixed one by more."""
     finals: int = 4
-    """The fastest schedules of each m, timed again side by side with the default before one is chosen, .."""
+    """The fastest schedules of each m, the better half of twice as many, timed again side by side with the
+    default before one is chosen, .."""
     final_laps: int = 3
-    """.. so many times. Before that, .."""
-    qualifying_laps: int = 2
-    """.. twice as many are timed so often, and the better half stays."""
+    """.. so many times."""
     stay_within: float = 0.01
     """The previous slice is kept if it is slower by at most this share."""
     probes: int = 4

@@ -16,25 +16,21 @@ away, and are finished under each grid. Why these steps:
   better ones climb by single rungs (either way: under another grid the slice may have to shrink), over the
   grid, the loop order and the prefetch distance too, until no neighbour gains or a few moves are done: what
   gains after those is luck more often than speed.
-- *Model.* By now each micro-kernel has a sample that says what a cycle of the cost model takes with it. With
-  that the model ranks all schedules of the best ones, and the first few that nothing has led to are timed.
-  So wherever a model alone would choose well (MikPoly's manner), this search does not choose worse.
-- *Finals.* The fastest few are timed again side by side, twice, and the better half of them several times
-  more; only these last samples choose among them.
+- *Finals.* The fastest few are timed again side by side, the better half of them several times; only these
+  samples choose among them.
 
 Both ends count: whatever was measured on the way, the model's schedules and the caller's seeds included, can
-win. Cost: one sample for each micro-kernel, about 15 for each fast start, 25 for lines over k, 10 for each
-climb and 35 for the model's and the finals.
+win. Cost: one sample for each micro-kernel, about 15 for each fast start, 25 for lines over k, 15 for each
+climb and 20 for the finals.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from phasewise.kerneldb.records import Sample, Schedule
-from phasewise.tuner.search.model import model_schedule, ranked_by_model
+from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Search, cost, fastest, referenced, side_by_side, together
 from phasewise.tuner.search.space import AXES, Axis, MicroKernel, Space, grid_of, kernel_of, pieces, resized
@@ -48,11 +44,12 @@ def sandwich(space: Space, options: SearchOptions, seeds: Sequence[Schedule] = (
 
 
 def qualified(ranked: Sequence[Schedule], options: SearchOptions) -> Search[list[Schedule]]:
-    """The finalists, fastest first: of twice as many, timed again side by side, the better half.
+    """The finalists, fastest first: of twice as many, timed once more side by side, the better half.
 
     Samples taken one after another rank the fastest few badly, the more so the busier the machine.
     """
-    samples = yield from side_by_side(ranked[: 2 * options.finals], options.qualifying_laps)
+    few = ranked[: 2 * options.finals]
+    samples = yield list(few)
     return [sample.schedule for sample in sorted(samples, key=cost)[: options.finals]]
 
 
@@ -62,7 +59,6 @@ def sandwich_samples(
     """The same search, for everything that it measured, fastest first."""
     known: dict[Schedule, Sample] = {}
     yield from referenced(_phases(space, options, seeds), known, options.batch)
-    yield from referenced(_modelled(space, options, known), known, options.batch)
     return sorted(known.values(), key=cost)
 
 
@@ -77,13 +73,6 @@ def _phases(space: Space, options: SearchOptions, seeds: Sequence[Schedule]) -> 
     candidates = [one for one in slices if kernel_of(one.schedule) in fastest_kernels]
     candidates = yield from _every_pass(space, candidates)
     yield from together([climb(space, sample, options) for sample in candidates[: options.finalists]])
-
-
-def _modelled(space: Space, options: SearchOptions, known: Mapping[Schedule, Sample]) -> Search[None]:
-    """Time the first few of the model's that are not known, with the fastest micro-kernels so far."""
-    best = _of_each_kernel(list(known.values()))[: options.lines]
-    unknown = (schedule for schedule in ranked_by_model(space, best) if schedule not in known)
-    yield list(itertools.islice(unknown, options.modelled))
 
 
 def _every_pass(space: Space, samples: Sequence[Sample]) -> Search[list[Sample]]:

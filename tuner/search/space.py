@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from phasewise.kerneldb.records import GROUP, LOOP_ORDERS, PANEL_COLUMNS, Problem, Schedule
 
@@ -79,15 +79,6 @@ class Region:
     rows: int
     columns: int
     inputs: int
-
-
-class Slice(NamedTuple):
-    """What a thread works on at a time, and in which order its slices follow each other."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    loop_order: str
 
 
 @dataclass(frozen=True)
@@ -172,15 +163,6 @@ class Space:
             for grid in self.grids(kernel):
                 yield from self._under(kernel, grid)
 
-    def slices(self, kernel: MicroKernel, grid: Grid) -> Iterator[Slice]:
-        """Those of `schedules` with a kernel and a grid, as bare numbers: a thousand in a millisecond."""
-        start, region = self.smallest(kernel, grid), self.region(grid, kernel)
-        ladders = [self.ladder(axis, start) for axis in AXES]  # of k, m, n
-        for block_k, block_m, block_n in itertools.product(*ladders):
-            is_cut_twice = block_m < region.rows and block_n < region.columns
-            for order in self.orders if is_cut_twice else self.orders[:1]:
-                yield Slice(block_m, block_n, block_k, order)
-
     def smallest(self, kernel: MicroKernel, grid: Grid) -> Schedule:
         """The slice that is one micro-kernel, the shortest pass over k; where a fast start begins."""
         near = [ahead for ahead in self.prefetches if ahead <= START_PREFETCH_BYTES]
@@ -202,8 +184,14 @@ class Space:
 
     def _under(self, kernel: MicroKernel, grid: Grid) -> Iterator[Schedule]:
         start = self.smallest(kernel, grid)
-        for own, prefetch_bytes in itertools.product(self.slices(kernel, grid), self.prefetches):
-            yield replace(start, **own._asdict(), prefetch_bytes=prefetch_bytes)
+        ladders = [self.ladder(axis, start) for axis in AXES]
+        for sizes in itertools.product(*ladders):
+            sized = start
+            for axis, size in zip(AXES, sizes, strict=True):
+                sized = resized(sized, axis, size)
+            orders = self.orders if self._order_matters(sized) else self.orders[:1]
+            for order, prefetch_bytes in itertools.product(orders, self.prefetches):
+                yield replace(sized, loop_order=order, prefetch_bytes=prefetch_bytes)
 
     def _unit_and_extent(self, axis: Axis, schedule: Schedule) -> tuple[int, int]:
         region = self.region(grid_of(schedule), kernel_of(schedule))

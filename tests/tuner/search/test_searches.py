@@ -17,7 +17,6 @@ from landscapes import FEW_KERNELS, KERNELS, Evaluator, Landscape, shortfall, sp
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.exhaustive import exhaustive
 from phasewise.tuner.search.mikpoly import mikpoly
-from phasewise.tuner.search.model import modelled_cycles
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Search, drive, remembered, together
 from phasewise.tuner.search.random import random
@@ -206,44 +205,6 @@ def test_a_lucky_first_sample_makes_no_finalist() -> None:
     assert finalists == unlucky
 
 
-def test_one_lucky_lap_makes_no_finalist() -> None:
-    """Those that are faster in both laps stay, whoever else was the fastest in one."""
-    ranked = list(itertools.islice(space_of(16).schedules(), 2 * OPTIONS.finals))
-    steady, laps = ranked[OPTIONS.finals :], itertools.count()
-
-    def time(schedules: list[Schedule]) -> list[Sample]:
-        others_ns = 80 if next(laps) == 0 else 160
-        costs_ns = [100 if one in steady else others_ns for one in schedules]
-        return [Sample(one, (ns,), ns, None, 0) for one, ns in zip(schedules, costs_ns, strict=True)]
-
-    assert drive(qualified(ranked, OPTIONS), time) == steady
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("space", SMALL[:4], ids=lambda space: f"m{space.problem.m}")
-def test_what_the_model_knows_to_be_best_is_found_where_no_step_leads_to_it(space: Space, seed: int) -> None:
-    """A micro-kernel takes so many times the model's cycles, which it does not know; all beside the best
-    schedule is slow.
-    """
-    dice = Random(seed)
-    ns_per_cycle = {kernel: dice.uniform(1, 2) for kernel in space.kernels}
-    space = replace(space, prefetches=(2048,))
-
-    def modelled_ns(schedule: Schedule) -> int:
-        return round(1000 * modelled_cycles(space, schedule) * ns_per_cycle[kernel_of(schedule)])
-
-    best = min(space.schedules(), key=modelled_ns)
-    moat = neighbours(space, best)
-
-    def time(schedules: list[Schedule]) -> list[Sample]:
-        costs_ns = [modelled_ns(one) * (2 if one in moat else 1) for one in schedules]
-        return [Sample(one, (ns,), ns, None, 0) for one, ns in zip(schedules, costs_ns, strict=True)]
-
-    found = drive(sandwich(space, OPTIONS), time)
-
-    assert modelled_ns(found) == modelled_ns(best)
-
-
 def test_sandwich_finds_better_schedules_than_the_baselines() -> None:
     """In the geometric mean over shapes and machines."""
     means = {}
@@ -367,7 +328,6 @@ def test_what_is_remembered_is_not_asked_for() -> None:
     assert len(memory) == count == len(evaluate.asked)
 
 
-@settings(deadline=None)
 @given(m=st.integers(1, 300))
 def test_a_kernel_left_out_has_a_lower_one_with_as_many_tiles(m: int) -> None:
     kept = fitting(KERNELS, m)
