@@ -1,8 +1,13 @@
-"""Is a quantity flat over a run? Its slope, how sure that is, and what may be called flat.
+"""Is a server's memory flat over a run? Its slope, how sure that is, and what may be called flat.
 
 Memory that is used for the first time rises in steps and then stops; what leaks goes on. So the slope is
 that of the run without its beginning, by Theil and Sen's median of slopes, which one step moves little.
 Neighbouring samples hang together, so the interval is drawn from blocks of them (a bootstrap of residuals).
+
+Resident memory never falls to what is in use: it is the most that was ever in use, page by page, and the
+most of a load that goes up and down at random is surpassed now and then, ever more rarely, without an end. So
+an interval that leaves out 0 by a few pages in thousands of requests is no leak. Whoever keeps something of
+every request keeps a block of memory of each: `is_flat` asks whether the interval leaves out the least one.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ Vector = npt.NDArray[np.float64]
 
 PARTS = 40
 """Samples are averaged over so many equal stretches of the run; a line is fitted through these."""
+LEAST_BLOCK_BYTES = 16
+"""Of Python's allocator; malloc's is 32."""
 _NEIGHBOURS = 5
 _DRAWS = 2000
 _SHARE = 0.95
@@ -33,12 +40,13 @@ class Slope(NamedTuple):
     def is_zero_within_noise(self) -> bool:
         return self.low <= 0.0 <= self.high
 
-    def stays_below(self, most: float, over: float) -> bool:
-        """Whether y rises by less than `most` over so much of x, even at the interval's upper bound.
 
-        A run too short or too noisy to say so does not pass, as it would where its interval need only hold 0.
-        """
-        return self.high * over < most
+def is_flat(bytes_a_request: Slope) -> bool:
+    """Whether even the interval's upper bound is less than a block of memory for each request.
+
+    A run too short or too noisy to say so does not pass, as it would where its interval need only hold 0.
+    """
+    return bytes_a_request.high < LEAST_BLOCK_BYTES
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> Slope:

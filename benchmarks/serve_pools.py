@@ -35,8 +35,9 @@ from phasewise.serving.batch import Batch
 from phasewise.serving.engine import Engine
 from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.pools.opening import open_pool
+from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.sampling import SamplingParams
-from phasewise.serving.start import EngineSize, keeping_affinity, open_engine
+from phasewise.serving.start import EngineSize, open_engine
 from phasewise.tuner.errors import TraceError
 
 POLICIES = ("odma", "static", "fixed", "paged")

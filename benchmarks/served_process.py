@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 TINY = "tiny"
 PHASEWISE = (sys.executable, "-m", "phasewise")
 START_LIMIT_S = 120.0
+_LEAVE_AGAIN_S = 0.5
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -34,6 +36,11 @@ def model_reference(name: str, folder: Path) -> str:
     shape = TinyShape(n_layers=4, hidden=128, ffn=256, n_heads=8, n_kv_heads=4, context_length=4096)
     path = folder / "tiny.gguf"
     return str(path if path.exists() else write_tiny_gguf(path, shape=shape))
+
+
+def own_cache(name: str, folder: Path) -> dict[str, str]:
+    """An environment in which a model that goes with `folder` is packed there, not among the user's own."""
+    return {"PHASEWISE_CACHE": str(folder / "cache")} if name == TINY else {}
 
 
 class ServerProcess:
@@ -88,9 +95,7 @@ class ServerProcess:
 
     def metrics(self) -> dict[str, float]:
         """By name with labels, as /metrics writes them."""
-        text = self.ask("GET", "/metrics").body.decode()
-        lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
-        return {name: float(value) for name, value in lines}
+        return read_metrics(self.ask("GET", "/metrics"))
 
     def said(self) -> str:
         """All that it has written so far."""
@@ -152,14 +157,32 @@ class ServerProcess:
         return self.process.wait(limit_s)
 
     def kill(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # nobody interrupts what follows: `leave_no_server`
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
 
 
+def read_metrics(reply: raw_http.Reply) -> dict[str, float]:
+    """By name with labels, as /metrics writes them."""
+    lines = (line.rsplit(" ", 1) for line in reply.body.decode().splitlines() if line and line[0] != "#")
+    return {name: float(value) for name, value in lines}
+
+
 def leave_no_server() -> None:
-    """SIGTERM ends this program as Ctrl-C does, so that its servers end too."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """SIGTERM ends this program as Ctrl-C does, so that its servers end too.
+
+    Python forgets an exit that is asked for within a callback of its own (a weak reference's, a finalizer's):
+    so it is asked for again and again, until a server is left or the program ends.
+    """
+
+    def leave(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, _LEAVE_AGAIN_S)
+        sys.exit(128 + signal.SIGTERM)
+
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, leave)
 
 
 def free_port() -> int:

@@ -1,8 +1,9 @@
 """20,000 requests at the times and with the lengths of a trace (scaled), through HTTP: is every answer right,
 does every request end once, does memory stay flat, and is the KV pool empty in the end?
 
-Memory is flat where the upper bound of its slope (`flatness`; the first quarter of the run, in which KV pages
-and buffers are first used, left out) comes to less than 0.5 MiB over 20,000 requests.
+Memory is flat where its slope is less than 16 bytes for each request, the least block that Python gives out,
+and that of the number of such blocks less than one, both with 95 % certainty: nothing is kept of each
+(`flatness`; the first quarter of the run, in which buffers are first used, left out).
 
 Every request belongs to one of a few hundred classes (prompt, seed, number of tokens); what its answer must
 be was computed before, alone. Half of the answers are streamed, half of the classes share the beginning of
@@ -30,8 +31,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import raw_http
-from flatness import rises, slope
-from served_process import DEFAULT_MODEL, TINY, ServerProcess, leave_no_server, model_reference
+from flatness import LEAST_BLOCK_BYTES, is_flat, rises, slope
+from served_process import (
+    DEFAULT_MODEL,
+    TINY,
+    ServerProcess,
+    leave_no_server,
+    model_reference,
+    own_cache,
+    read_metrics,
+)
 
 from phasewise.tuner.config.lengths import Request as Lengths
 from phasewise.tuner.config.trace import load_trace
@@ -41,10 +50,8 @@ SHARED_TOKENS = 48
 TOKEN_IDS = range(3, 259)
 """Ordinary tokens in every vocabulary that this is run with."""
 RETRIES = 1000
-FLAT_MIB = 0.5
-"""Flat: with 95 % certainty, 20,000 requests more would make the server no larger than by this, which is four
-times what malloc takes from the system at once."""
-FLAT_OVER = 20_000
+ARENA_MIB = 1.0
+"""What Python takes from the system at once. One late step is no slope; a larger one is not flat either."""
 
 
 class Request(NamedTuple):
@@ -83,8 +90,10 @@ class Tally:
     wrong: Counter[str] = field(default_factory=Counter)
     samples: list[tuple[float, float]] = field(default_factory=list)
     """Requests ended, and MiB of the server's resident memory then."""
+    blocks: list[tuple[float, float]] = field(default_factory=list)
+    """Requests ended, and blocks of memory that the server's Python has given out."""
     warm: dict[str, float] | None = None
-    """The same by what is mapped, once the warm part of the run is over."""
+    """MiB of resident memory by what is mapped, once the warm part of the run is over."""
 
     @property
     def n_ended(self) -> int:
@@ -193,6 +202,8 @@ class Soak:
         while True:
             tally = self.tally
             tally.samples.append((tally.n_ended, self.server.rss_mib()))
+            metrics = await raw_http.ask(self.server.port, "GET", "/metrics")
+            tally.blocks.append((tally.n_ended, read_metrics(metrics)["phasewise_python_blocks"]))
             if tally.warm is None and tally.n_ended >= self.n_warm:
                 tally.warm = self.server.memory_mib()
             if tally.n_ended * 10 // n_requests > told:
@@ -202,7 +213,7 @@ class Soak:
                     f" {tally.n_refused} refusals, {tally.samples[-1][1]:.1f} MiB",
                     flush=True,
                 )
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(0.5)
 
 
 def _expected(answer: dict[str, Any]) -> Expected:
@@ -252,6 +263,7 @@ def verdict(soak: Soak, n_requests: int, before: dict[str, float]) -> list[tuple
             f"{after['phasewise_kv_slots_used']:.0f} KV slots in use at the end; the pool was checked after"
             " every step",
         ),
+        _kept(soak),
         _flat(soak),
     ]
 
@@ -262,18 +274,33 @@ def _flat(soak: Soak) -> tuple[bool, str]:
     now, before = soak.server.memory_mib(), tally.warm or {}
     mappings = ", ".join(f"{name} {mib:.2f} ({mib - before.get(name, 0):+.2f})" for name, mib in now.items())
     try:
-        found = slope([(n / 1000, mib) for n, mib in tally.samples if n >= soak.n_warm])
+        found = slope([(n, mib * 2**20) for n, mib in tally.samples if n >= soak.n_warm])
     except ValueError as error:
         return False, f"memory {sum(now.values()):.1f} MiB: {error}"
-    more = found.high * FLAT_OVER / 1000
-    quarters = ", ".join(f"{rise:+.2f}" for rise in rises(tally.samples))
+    quarters = rises(tally.samples)
+    by_quarter = ", ".join(f"{rise:+.2f}" for rise in quarters)
     holds_0 = "holds 0" if found.is_zero_within_noise else "does not hold 0"
     return (
-        found.stays_below(FLAT_MIB, FLAT_OVER / 1000),
-        f"memory {sum(now.values()):.1f} MiB; after the first {soak.n_warm} requests {found.value:+.4f} for"
-        f" 1,000 (95 %: {found.low:+.4f} to {found.high:+.4f}), which {holds_0} and is at most {more:+.2f}"
-        f" for {FLAT_OVER} (flat: {FLAT_MIB}); by quarter of the run: {quarters} MiB; by mapping (since the"
-        f" first {soak.n_warm}): {mappings}",
+        is_flat(found) and sum(quarters[2:]) < ARENA_MIB,
+        f"memory {sum(now.values()):.1f} MiB; after the first {soak.n_warm} requests {found.value:+.1f} bytes"
+        f" for each (95 %: {found.low:+.1f} to {found.high:+.1f}), which {holds_0} (flat: below"
+        f" {LEAST_BLOCK_BYTES}); by quarter of the run: {by_quarter} MiB; by mapping (since the first"
+        f" {soak.n_warm}): {mappings}",
+    )
+
+
+def _kept(soak: Soak) -> tuple[bool, str]:
+    """The same for the blocks that Python has given out, which fall again where memory does not."""
+    tally = soak.tally
+    try:
+        found = slope([(n, blocks) for n, blocks in tally.blocks if n >= soak.n_warm])
+    except ValueError as error:
+        return False, f"blocks of Python's memory: {error}"
+    return (
+        found.high < 1,
+        f"{tally.blocks[-1][1]:.0f} blocks of Python's memory given out; after the first {soak.n_warm}"
+        f" requests {found.value:+.3f} for each (95 %: {found.low:+.3f} to {found.high:+.3f}; nothing kept:"
+        " below 1)",
     )
 
 
@@ -299,9 +326,7 @@ def arguments() -> argparse.Namespace:
         "--scale", type=float, default=16.0, help="prompts are so many times shorter than the trace's"
     )
     parser.add_argument("--answer-scale", type=float, default=2.0, help="the same for answers")
-    parser.add_argument(
-        "--kv-budget", help="[default: 16M for the tiny model, else 128M: all of it gets used]"
-    )
+    parser.add_argument("--kv-budget", help="[default: 16M for the tiny model, else 128M]")
     parser.add_argument("--classes", type=int, default=256)
     parser.add_argument("--connections", type=int, default=128)
     parser.add_argument("--leavers", type=float, default=0.01, help="share of clients that leave")
@@ -322,7 +347,11 @@ def main() -> int:
     budget = asked.kv_budget or ("16M" if asked.model == TINY else "128M")
     with tempfile.TemporaryDirectory() as folder:
         model = model_reference(asked.model, Path(folder))
-        environment = {"PHASEWISE_CHECK": "1", "PHASEWISE_DB": f"{folder}/tuning.db"}
+        environment = {
+            "PHASEWISE_CHECK": "1",
+            "PHASEWISE_DB": f"{folder}/tuning.db",
+            **own_cache(asked.model, Path(folder)),
+        }
         with ServerProcess(model, "--kv-budget", budget, *asked.serve, environment=environment) as server:
             classes, n_warm = make_classes(trace, asked.classes, dice), int(asked.warm * asked.requests)
             soak = Soak(server, asked.model, classes, asked.leavers, n_warm)

@@ -85,14 +85,20 @@ class Company:
     @contextmanager
     def claim(self, name: str) -> Iterator[bool]:
         """Whether `name` is this process's until the end; False: it is another's."""
-        digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
-        byte = _FIRST_CLAIM + int.from_bytes(digest, "big")
+        byte = _byte_of(name)
         is_ours = self._try(byte, fcntl.LOCK_EX)
         try:
             yield is_ours
         finally:
             if is_ours:
                 self._release(byte)
+
+    def wait_for(self, name: str, deadline_s: float) -> None:
+        """Sleep, in nobody's way, until nobody has claimed this."""
+        self._release(_TURN)
+        if self._wait(_byte_of(name), fcntl.LOCK_SH, deadline_s):
+            self._release(_byte_of(name))
+        self._go_on()
 
     def _take_turn(self, deadline_s: float) -> bool:
         if not self._wait(_WANTED, fcntl.LOCK_SH, deadline_s):
@@ -136,6 +142,12 @@ class Company:
 
     def _release(self, byte: int) -> None:
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+
+
+def _byte_of(name: str) -> int:
+    """Of the file, for what may be claimed."""
+    digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+    return _FIRST_CLAIM + int.from_bytes(digest, "big")
 
 
 @contextmanager

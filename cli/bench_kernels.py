@@ -27,9 +27,9 @@ from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.conditions import Watch
 from phasewise.tuner.limits import StreamingRead, peak_flops
 from phasewise.tuner.lookup import ScheduleTable, read_table
-from phasewise.tuner.native import arithmetic_of, default_schedule, is_default_for, kernel_fields
+from phasewise.tuner.native import default_schedule, is_default_for, kernel_fields
 from phasewise.tuner.roofline import peak_kinds
-from phasewise.tuner.search.space import Arithmetic
+from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.weights import copies_of, format_name, random_weight
 
 if TYPE_CHECKING:

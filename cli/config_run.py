@@ -40,6 +40,7 @@ from phasewise.tuner.plans import Phase
 if TYPE_CHECKING:
     from phasewise.cli.measured import MeasuredEvaluator, Plans, Reading, Room, Schedules
     from phasewise.cli.tuning import Tuned
+    from phasewise.kerneldb.location import Location
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.config.recorded import Kernels
     from phasewise.tuner.config.steps import Evaluator
@@ -59,9 +60,6 @@ LEAST_KERNEL_S = 5.0
 
 LAST_RUN = "last run"
 """Of a study: what is claimed, and under which name its verdict is told."""
-
-PAUSE_S = 0.05
-"""Between two looks whether another process has come to a verdict."""
 
 End = Literal["complete", "budget", "interrupted"]
 
@@ -243,7 +241,7 @@ def _last_runs(run: _Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, flo
     while waiting:
         for phase, one in waiting.items():
             words = Words(location, one.outcome.study)
-            with company().claim(f"{location.name} {one.outcome.study} {LAST_RUN}") as is_ours:
+            with company().claim(_last_run_claim(location, one)) as is_ours:
                 if not _hear_verdict(run, phase, words):
                     if not is_ours:
                         continue
@@ -259,7 +257,11 @@ def _last_runs(run: _Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, flo
             if time.monotonic() >= run.deadline_s():
                 run.end = "budget"
                 return
-            company().rest(PAUSE_S)
+            company().wait_for(_last_run_claim(location, next(iter(waiting.values()))), run.deadline_s())
+
+
+def _last_run_claim(location: Location, one: Searched) -> str:
+    return f"{location.name} {one.outcome.study} {LAST_RUN}"
 
 
 def _hear_verdict(run: _Run, phase: Phase, words: Words) -> bool:
@@ -383,11 +385,11 @@ class _Others:
     def let_pass(self) -> None:
         company().let_pass()
 
-    def rest(self, seconds: float) -> None:
-        company().rest(seconds)
-
     def claim(self, name: str) -> AbstractContextManager[bool]:
         return company().claim(name)
+
+    def wait_for(self, name: str, seconds: float) -> None:
+        company().wait_for(name, min(self.deadline_s, time.monotonic() + seconds))
 
 
 def _last_run_s(run: _Run, chosen: Mapping[Phase, Sequence[Finalist]]) -> dict[Phase, float]:

@@ -267,7 +267,7 @@ def habits_of(subject: Subject, phase: Phase) -> tuple[Reference, ...]:
     """The references on what the subject may use, without plans where the subject asks for other ranks."""
     habits = references(subject.machine, phase, subject.limits.reason)
     return tuple(
-        replace(one, plan=None, reason=f"only plans of {subject.ranks} ranks are asked for")
+        replace(one, plan=None, reason=f"--ranks {subject.ranks} leaves it out")
         if one.plan and subject.ranks not in (None, len(one.plan.ranks))
         else one
         for one in habits

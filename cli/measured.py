@@ -20,8 +20,8 @@ from phasewise.cli.alone import company
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ServingError
+from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.ranks import STEP_TOKENS, open_ranks
-from phasewise.serving.start import keeping_affinity
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch, is_disturbed
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
@@ -219,7 +219,7 @@ class Clock:
     def _read(self, step: Step) -> Reading:
         with _one_line():
             batch = self.batch(step)
-            self._watch.lap()
+            self._watch.begin()
             turn = timing.plan_turn(self.call_ns(batch))  # the first call also warms up
             samples: timing.Samples = ()
             for _ in range(_turns(self.call_ns(batch) * turn.calls)):

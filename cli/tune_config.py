@@ -91,7 +91,7 @@ class ExactRanks(OperatorLimits):
 
     def reason(self, n_ranks: int) -> str | None:
         if n_ranks != self.ranks:
-            return f"only plans of {self.ranks} ranks are asked for"
+            return f"--ranks {self.ranks} leaves it out"
         return super().reason(n_ranks)
 
 
@@ -191,7 +191,7 @@ def _machine(wish: Wish) -> Machine:
 
 def _kind_of(machine: Machine) -> str:
     key = machine_key(machine)
-    return f"{machine.cpu.name or key.core_sig.split()[0]}, {key.placement_sig}"
+    return f"{machine.cpu.name or 'a CPU without a name'}, {key.placement_sig}"
 
 
 def _restricted(machine: Machine, cores: str | None) -> Machine:

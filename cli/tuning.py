@@ -14,14 +14,15 @@ from phasewise._version import __version__
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import MachineKey, Problem
 from phasewise.kerneldb.store import Store
+from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.ranks import ALL_LOGITS_ROWS
-from phasewise.serving.start import keeping_affinity
 from phasewise.topology import Machine, core_signature, placement_signature
 from phasewise.tuner.attention import attention_group
+from phasewise.tuner.division import Company, Nobody, Task
 from phasewise.tuner.ledger import Ledger, Scope
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
 from phasewise.tuner.roofline import Roofline, measure_roofline
-from phasewise.tuner.run import Company, Gain, Nobody, Outcome, Progress, Task, Tools, tune
+from phasewise.tuner.run import Gain, Outcome, Progress, Tools, tune
 from phasewise.tuner.search.attention import attention_grid, tune_attention
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.options import SearchOptions
@@ -206,7 +207,7 @@ class _Pinned:
         self._company = company
         self._first_core = cores[0]
         self._everywhere = os.sched_getaffinity(0)
-        self.let_pass, self.rest, self.claim = company.let_pass, company.rest, company.claim
+        self.let_pass, self.claim, self.wait_for = company.let_pass, company.claim, company.wait_for
 
     @contextmanager
     def turn(self) -> Iterator[bool]:

@@ -14,7 +14,8 @@ from phasewise.cli.present import note
 
 if TYPE_CHECKING:
     from phasewise.cli.tuning import Round, Shape, Tuned
-    from phasewise.tuner.run import Gain, Progress, Task
+    from phasewise.tuner.division import Task
+    from phasewise.tuner.run import Gain, Progress
 
 LINE_EVERY_S = 10.0
 """Off a terminal, progress is a line so often."""

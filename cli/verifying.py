@@ -13,8 +13,9 @@ from phasewise.kerneldb.upkeep import Here, Verdict, verify
 from phasewise.topology import Machine
 from phasewise.tuner.attention import ARITHMETIC, KV_BYTES, head_dim_of
 from phasewise.tuner.errors import TunerError
-from phasewise.tuner.native import NativeEvaluator, arithmetic_of, paths_of
+from phasewise.tuner.native import NativeEvaluator, paths_of
 from phasewise.tuner.plans import PHASES, default_plan
+from phasewise.tuner.search.space import arithmetic_of
 from phasewise.tuner.weights import cold_bytes
 
 FAMILIES = ("gemm", "attention")

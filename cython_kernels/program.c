@@ -482,6 +482,38 @@ int pw_program_run(pw_program *program, pw_team *team, int32_t table) {
     return status == PW_TEAM_OK ? atomic_load(&run.status) : status;
 }
 
+/* ---- touching memory -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const pw_program *program;
+    int members;
+    atomic_int problem;
+} touching;
+
+/* Its own scratch, and as much of the rest as every other member. */
+static void touch_share(void *context, int member) {
+    touching *touch = context;
+    const pw_program *program = touch->program;
+    int64_t scratch = program->scratch - program->memory;
+    const struct { char *begin; int64_t bytes; } areas[] = {
+        {program->memory, scratch},
+        {program->scratch, program->memory_bytes - scratch},
+        {program->rows, program->rows_bytes},
+        {program->kv, program->kv_bytes},
+    };
+    for (size_t i = 0; i < sizeof areas / sizeof *areas; ++i) {
+        int64_t begin = areas[i].bytes * member / touch->members, end = areas[i].bytes * (member + 1) / touch->members;
+        int problem = end > begin ? pw_pages_touch(areas[i].begin + begin, end - begin) : 0;
+        if (problem) atomic_store(&touch->problem, problem);
+    }
+}
+
+int pw_program_touch(pw_program *program, pw_team *team) {
+    touching touch = {program, pw_team_size(team), 0};
+    int status = pw_team_run(team, touch_share, &touch);
+    return status == PW_TEAM_OK ? atomic_load(&touch.problem) : status;
+}
+
 /* ---- moving keys and values ------------------------------------------------------------------------------------- */
 
 typedef struct {

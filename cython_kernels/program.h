@@ -229,6 +229,10 @@ const char *pw_program_check(pw_program *program, int threads, int32_t table);
  * team's failure, PW_RUN_GROUP_FAILED or PW_RUN_LATE (some rank did not come to a barrier in time). */
 int pw_program_run(pw_program *program, pw_team *team, int32_t table);
 
+/* Makes every page of the sealed program's memory exist, shared memory included, each near a member of the team that
+ * may use it. PW_TEAM_OK, the team's failure (negative), or an errno. While no step runs. */
+int pw_program_touch(pw_program *program, pw_team *team);
+
 /* Moves the keys and values of slots, every layer; ranges may overlap. The caller checks the ranges; one rank does it,
  * while no step runs. */
 int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots);

@@ -110,6 +110,7 @@ cdef extern from "program.h" nogil:
     pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads)
     const char *pw_program_check(pw_program *program, int threads, int32_t table)
     int pw_program_run(pw_program *program, pw_team *team, int32_t table)
+    int pw_program_touch(pw_program *program, pw_team *team)
     int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots)
 
 
@@ -587,6 +588,21 @@ cdef class Program:
         step.logit_rows[step.n_logit_rows] = row
         step.n_logit_rows += 1
         return 0
+
+    def touch(self, Team team):
+        """Every page of what the program runs in exists from now on, shared memory included; it is not cleared.
+
+        Each member of the team touches a part. While no step runs. ProgramError where the system has not so much.
+        """
+        cdef pw_team *members = team._open()
+        cdef int status
+        self._check_sealed()
+        with nogil:
+            status = pw_program_touch(self.program, members)
+        if status > 0:
+            raise ProgramError(f"the system has not the {self.bytes() / 2**20:.0f} MiB that it granted for scratch and "
+                               f"the KV cache: {os.strerror(status)}")
+        _check_team(status)
 
     def copy_kv(self, Team team, int64_t source, int64_t target, int64_t n_slots):
         """Moves keys and values of n_slots slots, in every layer; the ranges may overlap."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from sqlalchemy import Row, select
+from sqlalchemy import Row, Select, bindparam, select, tuple_
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     AnyRow: TypeAlias = Row[*tuple[Any, ...]]
 
 T = TypeVar("T")
+
+KEYS_AT_ONCE = 500
+"""Of a query: databases bound how many values one may have."""
 
 
 def measurement_row(session: Session, measurement: Measurement) -> MeasurementRow:
@@ -92,12 +97,57 @@ def step_time_row(timing: StepTime) -> StepTimeRow:
     )
 
 
+def learn_ids(
+    session: Session, model: type[ProblemRow | ScheduleRow], records: Iterable[Problem | Schedule]
+) -> None:
+    """Look up the ids of many records' rows at once, for `id_of`; the rows are inserted if they are new."""
+    ids = _ids(session)
+    new = [record for record in dict.fromkeys(records) if record not in ids]
+    if not new:
+        return
+    ids |= _stored_ids(session, model, new)
+    missing = [record for record in new if record not in ids]
+    if not missing:
+        return
+    rows = [model(**asdict(record)) for record in missing]
+    try:
+        with session.begin_nested():
+            session.add_all(rows)
+    except IntegrityError:  # another process was quicker with one of them
+        ids |= {record: _find_or_insert(session, model, asdict(record)) for record in missing}
+    else:
+        ids |= {record: row.id for record, row in zip(missing, rows, strict=True)}
+
+
 def id_of(session: Session, model: type[ProblemRow | ScheduleRow], record: Problem | Schedule) -> int:
     """The id of the record's row, inserted if new. A session is one transaction, and asks once for each."""
-    ids: dict[Problem | Schedule, int] = session.info.setdefault("ids", {})
-    if record not in ids:
-        ids[record] = _find_or_insert(session, model, asdict(record))
-    return ids[record]
+    learn_ids(session, model, [record])
+    return _ids(session)[record]
+
+
+def _ids(session: Session) -> dict[Problem | Schedule, int]:
+    known: dict[Problem | Schedule, int] = session.info.setdefault("ids", {})
+    return known
+
+
+def _stored_ids(
+    session: Session, model: type[ProblemRow | ScheduleRow], records: Sequence[Problem | Schedule]
+) -> dict[Problem | Schedule, int]:
+    """Of those that have a row."""
+    names = tuple(field.name for field in fields(records[0]))
+    by_key = {tuple(getattr(record, name) for name in names): record for record in records}
+    keys, query, found = [*by_key], _ids_by_key(model, names), {}
+    for at in range(0, len(keys), KEYS_AT_ONCE):
+        rows = session.execute(query, {"keys": keys[at : at + KEYS_AT_ONCE]})
+        found.update({by_key[tuple(key)]: row_id for row_id, *key in rows})
+    return found
+
+
+@cache
+def _ids_by_key(model: type[ProblemRow | ScheduleRow], names: tuple[str, ...]) -> Select[Any]:
+    """Built once: SQLAlchemy takes longer for that than SQLite for the answer."""
+    columns = [getattr(model, name) for name in names]
+    return select(model.id, *columns).where(tuple_(*columns).in_(bindparam("keys", expanding=True)))
 
 
 def _find_or_insert(session: Session, model: type[ProblemRow | ScheduleRow], key: dict[str, Any]) -> int:

@@ -35,12 +35,14 @@ from phasewise.kerneldb.models import (
     MeasurementRow,
     ProblemRow,
     PromotionRow,
+    ScheduleRow,
     ServicePlanRow,
     StepTimeRow,
 )
 from phasewise.kerneldb.queries import PROBLEM_ORDER, of_problem
 from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Problem, Promotion, StepTime
 from phasewise.kerneldb.rows import (
+    learn_ids,
     measurement_of,
     measurement_row,
     plan_of,
@@ -162,8 +164,11 @@ class Store:
 
     def add_measurements(self, measurements: Iterable[Measurement]) -> None:
         """Append all or none."""
+        added = list(measurements)
         with self._writing() as session:
-            session.add_all([measurement_row(session, measurement) for measurement in measurements])
+            learn_ids(session, ProblemRow, [one.problem for one in added])
+            learn_ids(session, ScheduleRow, [one.sample.schedule for one in added])
+            session.add_all([measurement_row(session, one) for one in added])
 
     def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]:
         """Everything measured for a problem on this kind of machine with this build, oldest first."""

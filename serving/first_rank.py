@@ -33,7 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 def room_for(
-    kv_slots: int, max_batch_tokens: int, max_sequences: int, threads: int, kv_format: str = AUTO
+    kv_slots: int,
+    max_batch_tokens: int,
+    max_sequences: int,
+    threads: int,
+    kv_format: str = AUTO,
+    touched: bool = False,
 ) -> Capacity:
     """What a program must have room for. `threads`: the most that a rank has in any phase."""
     step_tokens = min(max_batch_tokens, STEP_TOKENS)
@@ -44,6 +49,7 @@ def room_for(
         logit_rows=min(max(max_sequences, ALL_LOGITS_ROWS), max(step_tokens, max_sequences)),
         threads=threads,
         kv_format=kv_format,
+        touched=touched,
     )
 
 

@@ -41,6 +41,8 @@ class Capacity:
     """Of the largest team of this process."""
     kv_format: str = AUTO
     """How keys and values are stored: `resolve_kv_format`."""
+    touched: bool = False
+    """Whether all memory is to be there before the first step: `rank_teams.touch_memory`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from phasewise.serving.errors import RanksError
 
+_CGROUPS = "sys/fs/cgroup"
+
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """The least of what the machine and this process's cgroup (v2) have left; None where neither says."""
-    limits = (_machine_bytes(root), _cgroup_bytes(root))
+    """The least of what the machine and this process's cgroups have left; None where none says."""
+    limits = (_machine_bytes(root), *_cgroup_bytes(root), _old_cgroup_bytes(root))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -28,23 +32,34 @@ def _machine_bytes(root: Path) -> int | None:
     return None if kib is None else kib * 1024
 
 
-def _cgroup_bytes(root: Path) -> int | None:
-    folder = root / "sys/fs/cgroup" / _own_cgroup(root)
-    try:
-        limit = int((folder / "memory.max").read_text())
-    except (OSError, ValueError):  # no such controller, or "max"
-        return None
-    # Pages of files can be dropped; what processes and the kernel hold cannot.
-    held = _fields(folder / "memory.stat")
-    return max(0, limit - held.get("anon", 0) - held.get("kernel", 0) - held.get("shmem", 0))
+def _cgroup_bytes(root: Path) -> Iterator[int]:
+    """Of version 2: what this process's own leaves, and every one above it."""
+    folder, top = root / _CGROUPS / _own_cgroup(root, "0::"), root / _CGROUPS
+    while folder.is_relative_to(top):
+        with suppress(OSError, ValueError):  # no such controller, or "max"
+            limit = int((folder / "memory.max").read_text())
+            # Pages of files can be dropped; what processes and the kernel hold cannot.
+            held = _fields(folder / "memory.stat")
+            yield max(0, limit - held.get("anon", 0) - held.get("kernel", 0) - held.get("shmem", 0))
+        folder = folder.parent
 
 
-def _own_cgroup(root: Path) -> str:
+def _old_cgroup_bytes(root: Path) -> int | None:
+    """Of version 1, which tells the least limit of this one and those above."""
+    own = root / _CGROUPS / "memory" / _own_cgroup(root, ":memory:")
+    told = _fields(own / "memory.stat")
+    limit = told.get("hierarchical_memory_limit")
+    return None if limit is None else max(0, limit - told.get("total_rss", 0) - told.get("total_shmem", 0))
+
+
+def _own_cgroup(root: Path, hierarchy: str) -> str:
+    """The path within a hierarchy, named as in /proc/self/cgroup."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return ""
-    return next((line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")), "")
+    paths = (line.partition(hierarchy) for line in lines)
+    return next((path.lstrip("/") for _, found, path in paths if found), "")
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -35,7 +35,7 @@ from phasewise.serving.memory import check_memory
 from phasewise.serving.model import PackedModel
 from phasewise.serving.rank_instructions import Instructions
 from phasewise.serving.rank_memory import preferring, warn_of_refusals
-from phasewise.serving.rank_teams import TABLES, open_teams
+from phasewise.serving.rank_teams import TABLES, open_teams, touch_memory
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.serving.segments import Segment
 from phasewise.serving.shared_weights import SharedWeights, share_weights
@@ -87,6 +87,7 @@ class ProcessRanks:
         schedules: Mapping[Phase, ScheduleLookup] | None = None,
         pinned: bool = True,
         kv_format: str = AUTO,
+        touched: bool = False,
     ) -> None:
         self.kv_slots = kv_slots
         self.kv_format = resolve_kv_format(model, kv_format)
@@ -98,7 +99,7 @@ class ProcessRanks:
         self._former_native_ns = 0
         crew.check_divides(model)
         capacities = tuple(
-            room_for(kv_slots, max_batch_tokens, max_sequences, crew.threads(rank), self.kv_format)
+            room_for(kv_slots, max_batch_tokens, max_sequences, crew.threads(rank), self.kv_format, touched)
             for rank in range(crew.n_ranks)
         )
         lookups = tuple(schedules[phase] for phase in PHASES) if schedules else ()
@@ -124,6 +125,8 @@ class ProcessRanks:
                 teams = open_teams(crew.cores(0), setup.pinned)
             first = FirstRank(program, teams, setup.capacities[0])
             ending.callback(first.close)
+            if setup.capacities[0].touched:
+                touch_memory(program, teams)
             told = [_instructions(setup, rank, step) for rank in range(1, crew.n_ranks)]
             workers = WorkerProcesses(told, _on_death(program, self._listener), within_s)
             ending.callback(_end, self._owner, program, workers)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import get_args
 
-from phasewise.cython_kernels._native import Team
-from phasewise.cython_kernels.errors import TeamError
+from phasewise.cython_kernels._native import Program, Team
+from phasewise.cython_kernels.errors import ProgramError, TeamError
 from phasewise.serving.batch import Phase
 from phasewise.serving.errors import RanksError
 
@@ -30,3 +32,26 @@ def open_teams(cores: Mapping[Phase, TeamCores], pinned: bool = True) -> dict[Ph
             team.close()
         raise RanksError(str(error)) from error
     return {phase: teams[members] for phase, members in cores.items()}
+
+
+@contextmanager
+def keeping_affinity() -> Iterator[None]:
+    """A thread that runs a step is pinned; afterwards the calling thread may run where it could before."""
+    before = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def touch_memory(program: Program, teams: Mapping[Phase, Team]) -> None:
+    """All that a program runs in is there from now on, near the cores that decode, or those that prefill.
+
+    RanksError where the system has not what it granted.
+    """
+    team = teams.get("decode") or teams["prefill"]
+    try:
+        with keeping_affinity():
+            program.touch(team)
+    except ProgramError as error:
+        raise RanksError(str(error)) from error

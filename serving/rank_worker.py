@@ -23,7 +23,7 @@ from phasewise.serving.forward import build_program
 from phasewise.serving.model import PackedModel
 from phasewise.serving.rank_instructions import Instructions, Report
 from phasewise.serving.rank_memory import preferring
-from phasewise.serving.rank_teams import TABLES, open_teams
+from phasewise.serving.rank_teams import TABLES, open_teams, touch_memory
 from phasewise.serving.segments import Segment
 from phasewise.serving.shared_weights import Holding, copy_panels
 
@@ -85,6 +85,8 @@ def open_rank(told: Instructions) -> WorkerRank:
             memory=lambda _n_bytes: memoryview(step.memory),
         )
         teams = open_teams(told.cores, told.pinned)
+        if told.capacity.touched:
+            touch_memory(program, teams)
     return WorkerRank(program, teams, policy_errno)
 
 

@@ -19,7 +19,7 @@ from phasewise.serving.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank
 from phasewise.serving.forward import AUTO, build_program, kv_bytes_per_slot, resolve_kv_format
 from phasewise.serving.memory import check_memory
 from phasewise.serving.model import PackedModel
-from phasewise.serving.rank_teams import open_teams
+from phasewise.serving.rank_teams import open_teams, touch_memory
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.tuner.plans import PHASES, ServicePlan
 
@@ -82,22 +82,26 @@ def open_ranks(
     schedules: Mapping[Phase, ScheduleLookup] | None = None,
     pinned: bool = True,
     kv_format: str = AUTO,
+    touched: bool = False,
 ) -> Ranks:
     """The ranks that `plans` ask for: in this process where every phase has one, else a process each.
 
     kv_slots: positions that all sequences together may hold. schedules: a lookup for each phase; prefill's
     says by which arithmetic every weight is computed, in both. kv_format: how keys and values are stored
     (`forward.resolve_kv_format`). Not pinned: the system may move the threads,
-    so that there may be more of them than cores (for tests). RanksError if a plan cannot be run here or the
+    so that there may be more of them than cores (for tests). touched: all memory is there before the first
+    step (for servers). RanksError if a plan cannot be run here or the
     memory is not there; ModelError if no kernel computes this model.
     """
     if all(len(plan.ranks) == 1 for plan in plans.values()):
         return LocalRanks(
-            model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned, kv_format
+            model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned, kv_format, touched
         )
     from phasewise.serving.process_ranks import ProcessRanks
 
-    return ProcessRanks(model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned, kv_format)
+    return ProcessRanks(
+        model, plans, kv_slots, max_batch_tokens, max_sequences, schedules, pinned, kv_format, touched
+    )
 
 
 class LocalRanks(FirstRank):
@@ -113,17 +117,20 @@ class LocalRanks(FirstRank):
         schedules: Mapping[Phase, ScheduleLookup] | None = None,
         pinned: bool = True,
         kv_format: str = AUTO,
+        touched: bool = False,
     ) -> None:
         cores = {phase: _only_rank(plan) for phase, plan in plans.items()}
         self.kv_format = resolve_kv_format(model, kv_format)
         self.kv_bytes_per_slot = kv_bytes_per_slot(model, self.kv_format)
         self.kv_slots = kv_slots
         threads = max(len(members) for members in cores.values())
-        capacity = room_for(kv_slots, max_batch_tokens, max_sequences, threads, self.kv_format)
+        capacity = room_for(kv_slots, max_batch_tokens, max_sequences, threads, self.kv_format, touched)
         lookups = [schedules[phase] for phase in PHASES] if schedules else []
         teams = open_teams(cores, pinned)
         try:
             program = build_program(model, capacity, check_memory, lookups)
+            if touched:
+                touch_memory(program, teams)
         except Exception:
             for team in teams.values():
                 team.close()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,6 +79,8 @@ class EngineSize:
     """Whether keys and values of equal beginnings of prompts are copied rather than computed again."""
     kv_format: str = AUTO
     """How keys and values are stored: `forward.resolve_kv_format`."""
+    touched: bool = False
+    """Whether all memory is there from the start; else it comes as it is used, or is found missing then."""
 
     @property
     def step_tokens(self) -> int:
@@ -168,7 +168,15 @@ def open_engine(
     text = text or ModelText(model)
     step_tokens = max(size.max_batch_tokens, size.max_sequences)  # a decode step has a token of each sequence
     ranks = open_ranks(
-        model, plans, size.kv_slots, step_tokens, size.max_sequences, schedules, pinned, size.kv_format
+        model,
+        plans,
+        size.kv_slots,
+        step_tokens,
+        size.max_sequences,
+        schedules,
+        pinned,
+        size.kv_format,
+        size.touched,
     )
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
     if pool is None:
@@ -201,16 +209,6 @@ def _habits(size: EngineSize) -> tuple[Pacing, int | None]:
     if size.kv_policy != "static":
         return pacing, None
     return pacing, max(size.kv_slots // size.max_sequences, _LEAST_ANSWER_TOKENS)
-
-
-@contextmanager
-def keeping_affinity() -> Iterator[None]:
-    """A thread that runs a step is pinned; afterwards the calling thread may run where it could before."""
-    before = os.sched_getaffinity(0)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _whole_blocks(n_slots: int) -> int:

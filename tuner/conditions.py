@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -37,7 +37,7 @@ class Look:
     ticks: CpuTicks
     own_s: float
     """CPU time of this process and of its children, which may be ranks."""
-    mhz: float | None
+    mhz: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +87,27 @@ def between(before: Look, after: Look, ticks_a_second: int) -> Conditions:
 
 
 class Watch:
-    """Looks at the machine again and again; each `lap` tells about the time since the last one."""
+    """Looks at the machine again and again; each `lap` tells about the time since the last look."""
 
     def __init__(self, cpus: Sequence[int], proc: Path = Path("/proc")) -> None:
         self._cpus = tuple(cpus)
         self._proc = proc
         self._last = self._look()
 
+    def begin(self) -> None:
+        """Look, for the next lap to tell about the time since now."""
+        self._last = self._look()
+
     def lap(self) -> Conditions:
-        before, self._last = self._last, self._look()
-        return between(before, self._last, os.sysconf("SC_CLK_TCK"))
+        now = replace(self._look(), mhz=parse_mhz((self._proc / "cpuinfo").read_text(), self._cpus))
+        before, self._last = self._last, now
+        return between(before, now, os.sysconf("SC_CLK_TCK"))
 
     def _look(self) -> Look:
-        stat = (self._proc / "stat").read_text()
-        cpuinfo = (self._proc / "cpuinfo").read_text()
+        """Without the frequency: reading it takes longest, and only that at the end is told."""
+        ticks = parse_ticks((self._proc / "stat").read_text(), self._cpus)
         own_s = time.process_time() + children_s(self._proc, os.sysconf("SC_CLK_TCK"))
-        return Look(parse_ticks(stat, self._cpus), own_s, parse_mhz(cpuinfo, self._cpus))
+        return Look(ticks, own_s)
 
 
 def children_s(proc: Path, ticks_a_second: int) -> float:

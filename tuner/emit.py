@@ -62,6 +62,11 @@ def _llama_cpp(plans: Plans, machine: Machine) -> Emitted:
                 f"llama.cpp has masks of {LLAMA_CPP_MAX_CPUS} CPUs: CPU {max(cores)} is not in them"
             )
         flags += [threads, str(len(cores)), mask, cpu_mask(cores), strict, "1"]
+        if len(cores) == 1:
+            notes.append(
+                f"llama.cpp built with OpenMP pins no thread that is alone, as in {phase}: "
+                "build it with -DGGML_OPENMP=OFF"
+            )
         if n_ranks > 1:
             notes.append(f"llama.cpp is one process: {n_ranks} ranks of {phase} become {len(cores)} threads")
     nodes = _nodes_of(machine, {pu for plan in plans.values() for pu in plan.cores})

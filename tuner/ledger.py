@@ -6,6 +6,7 @@ time that a search asks for it. So a run resumes by asking again, and runs that 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,10 +62,6 @@ class Ledger:
             self._samples.setdefault(problem, {})
         return self._samples[problem]
 
-    def stored_ms(self, problem: Problem, schedule: Schedule, take: int) -> int:
-        """When the sample that answers this take was stored; Unix time."""
-        return self._stored_ms[problem][schedule][take]
-
     def begun_ms(self, problems: Sequence[Problem]) -> int | None:
         """When the first sample of any problem of one weight was stored, by whomever; None: there is none."""
         if not any(self._samples.get(problem) for problem in problems):
@@ -75,6 +72,27 @@ class Ledger:
                 self._samples.setdefault(problem, {})
         stored = (self._stored_ms.get(problem, {}).values() for problem in problems)
         return min((taken[0] for of_problem in stored for taken in of_problem), default=None)
+
+    def settled_ms(self, problems: Sequence[Problem]) -> float:
+        """When the last of these got its first verdict; infinite: not all have one."""
+        firsts = (next(iter(self._own_verdicts(problem)), None) for problem in problems)
+        return max((first.origin.created_at_ms if first else math.inf for first in firsts), default=math.inf)
+
+    def in_use(self, problem: Problem, at_ms: float) -> Promotion:
+        """The verdict that was the last one at that time; there must be one."""
+        before = [row for row in self._own_verdicts(problem) if row.origin.created_at_ms <= at_ms]
+        return before[-1]
+
+    def _own_verdicts(self, problem: Problem) -> list[Promotion]:
+        """Not those that are too old for the scope."""
+        rows = self.verdicts(problem)
+        return [row for row in rows if row.origin.created_at_ms >= self._scope.since_ms]
+
+    def forget(self, problems: Sequence[Problem]) -> None:
+        """Read the problems' rows and verdicts again when they are asked for."""
+        for problem in problems:
+            for known in (self._samples, self._stored_ms, self._row_counts, self._verdicts):
+                known.pop(problem, None)
 
     def refresh(self, problem: Problem) -> None:
         """Read the problem's rows again if another process has added some."""

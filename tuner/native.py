@@ -27,7 +27,7 @@ from phasewise.tuner.errors import TunerError
 from phasewise.tuner.rounds import Times, shuffled_rounds
 from phasewise.tuner.run import Duel
 from phasewise.tuner.search.group import Group
-from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
+from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, arithmetic_of
 from phasewise.tuner.weights import blank_weight, copies_of, kind_of, random_weight, scale_group_of
 
 ACCURACY = {"f32": 2.0**-16, "bf16": 2.0**-7}
@@ -99,10 +99,6 @@ def default_schedule(weight: PackedWeight, m: int, threads: int, arithmetic: Ari
 
 def _multiple(size: int, step: int) -> int:
     return -(-size // step) * step
-
-
-def arithmetic_of(schedule: Schedule) -> Arithmetic:
-    return Arithmetic(schedule.compute_path, schedule.k_parts)
 
 
 @cache
@@ -188,7 +184,7 @@ class NativeEvaluator:
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
         """One sample of each, timed in turns. KernelMismatchError if one gives another result."""
         contestants = [self._contestant(problem, schedule) for schedule in schedules]
-        self._watch.lap()
+        self._watch.begin()
         taken = timing.race([one.take for one in contestants])
         conditions = self._watch.lap()
         pairs = zip(contestants, taken, strict=True)
@@ -197,7 +193,7 @@ class NativeEvaluator:
     def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
         """Both, timed in pairs."""
         old, new = (self._contestant(problem, schedule) for schedule in (incumbent, candidate))
-        self._watch.lap()
+        self._watch.begin()
         taken = timing.duel(old.take, new.take)
         conditions = self._watch.lap()
         return Duel(
@@ -287,6 +283,8 @@ class _Product:
         self.numeric_error = numeric_error(*weights.shape, arithmetic)
         self._native.time(None, 1)
         self._expected = self._native.result()
+        self.call_ns: dict[Schedule, int] = {}
+        """Of schedules that were found right: about how long a call took of late."""
 
     def run(self, fields: dict[str, int], calls: int) -> npt.NDArray[np.int64]:
         """Nanoseconds of each call."""
@@ -306,6 +304,8 @@ class _Attention:
 
     def __init__(self, team: _native.Team, problem: Problem, total_bytes: int) -> None:
         self.problem = problem
+        self.call_ns: dict[Schedule, int] = {}
+        """As a product's."""
         self._native = TeamAttention(team, problem, total_bytes)
 
     def run(self, fields: dict[str, int], calls: int) -> npt.NDArray[np.int64]:
@@ -319,20 +319,24 @@ class _Attention:
 
 
 class _Contestant:
-    """One schedule: warmed up, checked, and ready for its turns."""
+    """One schedule: checked, and ready for its turns."""
 
     def __init__(self, product: _Product | _Attention, schedule: Schedule) -> None:
         started_ns = time.perf_counter_ns()
         self._product = product
         self._schedule = schedule
         self._fields = kernel_fields(schedule)
-        self._turn = timing.plan_turn(int(product.run(self._fields, 1)[0]))
-        product.check(schedule)
+        if schedule not in product.call_ns:
+            call_ns = int(product.run(self._fields, 1)[0])
+            product.check(schedule)
+            product.call_ns[schedule] = call_ns
+        self._turn = timing.plan_turn(product.call_ns[schedule])
         self._effort_ns = time.perf_counter_ns() - started_ns
 
     def take(self) -> timing.Samples:
         started_ns = time.perf_counter_ns()
         samples = timing.loop_means(self._product.run(self._fields, self._turn.calls), self._turn)
+        self._product.call_ns[self._schedule] = min(samples)
         self._effort_ns += time.perf_counter_ns() - started_ns
         return samples
 

@@ -5,16 +5,14 @@ when to stop. Three things to know:
 
 - *Resuming is replaying.* The search begins anew and asks the same questions; what the ledger holds is
   answered at once. So nothing is lost but the timing in flight, and a second run times nothing. Seeds from
-  other weights are part of the question: a weight that was begun before another was complete goes on without
-  what that one found.
+  other weights are part of the question (`Division.known`): a weight that was begun before another was
+  settled goes on without what that one found.
 - *Fast is not yet better.* The winner of a search was the luckiest of many. It is taken into use only if a
   duel (`timing.duel`) proves it faster than what is in use, first of all the kernels' own default. Where the
   default wins, that is a verdict too, so that no neighbour's schedule is used there.
 - *One arithmetic for a weight.* Where the search found another one than that in use, all m change or none.
 
-Runs that share a database also divide the weights, if they know of each other (`Company`): a weight is one
-run's, and the others replay what it found, in the order in which weights were begun, since that decides what
-a search may learn from another.
+Runs that share a database also divide the weights, if they know of each other (`division`).
 """
 
 from __future__ import annotations
@@ -22,17 +20,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule
 from phasewise.tuner.conditions import is_disturbed, mean_conditions
+from phasewise.tuner.division import Company, Division, Nobody, Task
 from phasewise.tuner.ledger import Ledger, reversed_comparison
-from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, tune_group
+from phasewise.tuner.pace import Pace
+from phasewise.tuner.search.group import GroupOutcome
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Ask, GroupSearch
-from phasewise.tuner.search.space import Arithmetic
+from phasewise.tuner.search.protocol import Ask
+from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.timing import proves_faster
 
 INTERLEAVED = 12
@@ -40,9 +39,6 @@ INTERLEAVED = 12
 
 DUEL_SHARE = 0.1
 """Of a weight's share of the budget; kept back for its duels."""
-
-PAUSE_S = 0.02
-"""Between two looks whether another run is done with a weight."""
 
 End = Literal["complete", "budget", "interrupted"]
 
@@ -66,57 +62,6 @@ class Evaluator(Protocol):
     def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
         """Both, timed in pairs."""
         ...
-
-
-class Company(Protocol):
-    """Other runs on this machine with the same database."""
-
-    def turn(self) -> AbstractContextManager[bool]:
-        """Nobody else times or works until its end; False: there was no time to wait for that."""
-        ...
-
-    def let_pass(self) -> None:
-        """Whoever waits for a turn has it now."""
-        ...
-
-    def rest(self, seconds: float) -> None:
-        """Sleep, in nobody's way."""
-        ...
-
-    def claim(self, name: str) -> AbstractContextManager[bool]:
-        """Whether what has this name is this run's until the end; False: it is another's."""
-        ...
-
-
-class Nobody:
-    """No company."""
-
-    def turn(self) -> AbstractContextManager[bool]:
-        return nullcontext(True)
-
-    def let_pass(self) -> None:
-        pass
-
-    def rest(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def claim(self, name: str) -> AbstractContextManager[bool]:
-        return nullcontext(True)
-
-
-GroupTuner = Callable[[Group, Sequence[int], SearchOptions, ScheduleCache], GroupSearch[GroupOutcome]]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A weight and the rows to tune it for, ascending."""
-
-    group: Group
-    ms: tuple[int, ...]
-    search: GroupTuner = tune_group
-
-    def problem(self, m: int) -> Problem:
-        return Problem(self.group.family, self.group.format, self.group.n, self.group.k, m)
 
 
 @dataclass(frozen=True)
@@ -196,23 +141,14 @@ def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> Outcome:
     return run.outcome(end)
 
 
-@dataclass(frozen=True)
-class _Complete:
-    """A weight whose search has ended, and when its last question was answered; Unix time."""
-
-    group: Group
-    outcome: GroupOutcome
-    ended_ms: int
-
-
 class _Run:
     def __init__(self, tasks: Sequence[Task], tools: Tools, budget_s: float) -> None:
         self._tasks = tasks
         self._tools = tools
-        self._complete: list[_Complete] = []
         self._started_s = tools.clock()
         self._deadline_s = self._started_s + budget_s
-        self._pace = _Pace(tasks, tools)
+        self._pace = Pace(tasks, tools.call_s)
+        self._division = Division(tasks, tools.ledger, tools.company, self._pace.work_of)
         self._timed = self._replayed = self._duels = 0
         self._timing_s = 0.0
         self._laps: list[Mapping[str, float]] = []
@@ -232,40 +168,33 @@ class _Run:
         """Each task once, within its share of what is left of the budget; those not complete then."""
         waiting, cut = list(tasks), list[Task]()
         while waiting:
-            before = len(waiting)
-            for task in sorted(waiting, key=self._begun_ms):
-                with self._tools.company.claim(self._claim_of(task)) as is_ours:
-                    if is_ours:
-                        if not self._tune(task, len(waiting)):
-                            cut.append(task)
-                        waiting.remove(task)
-                        break
-            if len(waiting) == before:
-                if self._tools.clock() >= self._deadline_s:
+            with self._division.take(waiting) as task:
+                if task is not None:
+                    if not self._complete(task, self._division.share(task, waiting)):
+                        cut.append(task)
+                    waiting.remove(task)
+            if task is None:
+                left_s = self._deadline_s - self._tools.clock()
+                if left_s <= 0:
                     break
-                self._tools.company.rest(PAUSE_S)
+                self._division.wait(waiting, left_s)
         return cut + waiting
 
-    def _begun_ms(self, task: Task) -> float:
-        """When the first of a task's samples was stored; infinite: it is not begun."""
-        begun_ms = self._tools.ledger.begun_ms([task.problem(m) for m in task.ms])
-        return math.inf if begun_ms is None else begun_ms
-
-    def _claim_of(self, task: Task) -> str:
-        group = task.group
-        return f"{self._tools.ledger.name} {group.family} {group.format} {group.n} {group.k} {group.threads}"
-
-    def _tune(self, task: Task, left: int) -> bool:
-        """Search and settle one task of those that are left; False if the budget did not suffice."""
-        number, now_s = self._tasks.index(task), self._tools.clock()
-        share_s = max(0.0, self._deadline_s - now_s) / left
-        found = self._search(number, task, now_s + (1 - DUEL_SHARE) * share_s)
-        best = self._best_so_far(task) if found is None else found.best
-        settled = self._settle(task, best, now_s + share_s)
-        is_complete = found is not None and settled
+    def _complete(self, task: Task, share: float) -> bool:
+        """By another run, or by this one within its share of what is left; False: that did not suffice."""
+        is_complete = self._division.is_settled_elsewhere(task) or self._tune(task, share)
         if is_complete:
             self._pace.finish(task)
         return is_complete
+
+    def _tune(self, task: Task, share: float) -> bool:
+        """Search and settle one task; False if its share of the time that is left did not suffice."""
+        number, now_s = self._tasks.index(task), self._tools.clock()
+        share_s = max(0.0, self._deadline_s - now_s) * share
+        found = self._search(number, task, now_s + (1 - DUEL_SHARE) * share_s)
+        best = self._best_so_far(task) if found is None else found.best
+        settled = self._settle(task, best, now_s + share_s)
+        return found is not None and settled
 
     def outcome(self, end: End) -> Outcome:
         return Outcome(
@@ -283,8 +212,8 @@ class _Run:
 
     def _search(self, number: int, task: Task, deadline_s: float) -> GroupOutcome | None:
         """None if the deadline came first."""
-        search = task.search(task.group, task.ms, self._tools.options, self._cache_of(task))
-        ended_ms = 0
+        known = self._division.known(task)
+        search = task.search(task.group, task.ms, self._tools.options, known)
         try:
             ask = next(search)
             while True:
@@ -292,26 +221,10 @@ class _Run:
                 if samples is None:
                     search.close()
                     return None
-                ended_ms = max(ended_ms, self._answered_ms(task, ask))
                 ask = search.send(samples)
         except StopIteration as end:
             found: GroupOutcome = end.value
-            self._complete.append(_Complete(task.group, found, ended_ms))
             return found
-
-    def _cache_of(self, task: Task) -> ScheduleCache:
-        """What was complete when the task was begun, in this run or an older one."""
-        begun_ms = self._begun_ms(task)
-        cache = ScheduleCache()
-        for other in self._complete:
-            if other.ended_ms <= begun_ms:
-                cache.add(other.group, other.outcome)
-        return cache
-
-    def _answered_ms(self, task: Task, ask: Ask) -> int:
-        """When the newest of an ask's answers was stored."""
-        problem, asked = task.problem(ask.m), zip(ask.schedules, ask.takes, strict=True)
-        return max(self._tools.ledger.stored_ms(problem, schedule, take) for schedule, take in asked)
 
     def _answer(self, number: int, task: Task, ask: Ask, deadline_s: float) -> list[Sample] | None:
         problem, ledger = task.problem(ask.m), self._tools.ledger
@@ -370,14 +283,14 @@ class _Run:
         costs = {
             schedule: samples[0].estimate_ns
             for schedule, samples in known.items()
-            if _arithmetic(schedule) == arithmetic and schedule != but
+            if arithmetic_of(schedule) == arithmetic and schedule != but
         }
         return min(costs, key=lambda schedule: costs[schedule], default=None)
 
     def _settle(self, task: Task, best: Mapping[int, Schedule], deadline_s: float) -> bool:
         """Duel the found schedules with what is in use; False if there was no time for all."""
         in_use = _arithmetic_in_use(task, self._tools.ledger)
-        if any(_arithmetic(schedule) != in_use for schedule in best.values()):
+        if any(arithmetic_of(schedule) != in_use for schedule in best.values()):
             if self._switch(task, best, deadline_s):
                 return True
             best = self._best_so_far(task)
@@ -391,7 +304,7 @@ class _Run:
         candidate: Schedule | None = found
         if found == incumbent and not ledger.verdicts(problem):
             # The default was found best: a duel with the next best confirms it.
-            candidate = self._fastest(problem, _arithmetic(incumbent), but=incumbent)
+            candidate = self._fastest(problem, arithmetic_of(incumbent), but=incumbent)
         if candidate is None or _is_judged(problem, candidate, ledger):
             return True
         comparison = self._duel(problem, incumbent, candidate, deadline_s)
@@ -441,46 +354,6 @@ class _Run:
         return fought.comparison
 
 
-class _Pace:
-    """How much of the work is done, by the weight of its products; replayed ones count as no work."""
-
-    def __init__(self, tasks: Sequence[Task], tools: Tools) -> None:
-        self._left = {
-            task.problem(m): 1.0 + _CALLS_A_TIMING * tools.call_s(task.problem(m)) / _SHORTEST_TIMING_S
-            for task in tasks
-            for m in task.ms
-        }
-        self._done = 0.0
-        self._timed: set[Problem] = set()
-        self._last: Problem | None = None
-
-    def reach(self, task: Task, m: int, timed: bool) -> None:
-        """The search of a task asks for m. One m is done when the next is asked for; probes jump about."""
-        problem, before = task.problem(m), task.ms[: task.ms.index(m)][-1:]
-        if timed:
-            self._timed.add(problem)
-        if before and self._last == task.problem(before[0]):
-            self._drop(self._last)
-        self._last = problem
-
-    def finish(self, task: Task) -> None:
-        for m in task.ms:
-            self._drop(task.problem(m))
-
-    def left_s(self, timing_s: float) -> float | None:
-        """`timing_s` is what the work so far took; None before the first product is done."""
-        return timing_s * sum(self._left.values()) / self._done if self._done else None
-
-    def _drop(self, problem: Problem) -> None:
-        work = self._left.pop(problem, 0.0)
-        if problem in self._timed:
-            self._done += work
-
-
-_CALLS_A_TIMING = 6
-_SHORTEST_TIMING_S = 0.008
-
-
 def gains_of(task: Task, ledger: Ledger) -> list[Gain]:
     """What is in use for each m that has a verdict, beside the default; the newest samples of both."""
     gains = []
@@ -492,7 +365,7 @@ def gains_of(task: Task, ledger: Ledger) -> list[Gain]:
         last = verdicts[-1]
         own = task.group.default(m)
         # In another arithmetic than its own, where the weight had changed to that before this m was tuned.
-        defaults = [one for one in (own, _in_arithmetic(own, _arithmetic(last.schedule))) if one in samples]
+        defaults = [one for one in (own, _in_arithmetic(own, arithmetic_of(last.schedule))) if one in samples]
         if defaults:
             gains.append(
                 Gain(
@@ -511,7 +384,7 @@ def _in_use(task: Task, m: int, ledger: Ledger) -> Schedule:
     """The last duel's winner, else the default in the arithmetic of the weight."""
     verdicts = ledger.verdicts(task.problem(m))
     arithmetic = _arithmetic_in_use(task, ledger)
-    if verdicts and _arithmetic(verdicts[-1].schedule) == arithmetic:
+    if verdicts and arithmetic_of(verdicts[-1].schedule) == arithmetic:
         return verdicts[-1].schedule
     return _in_arithmetic(task.group.default(m), arithmetic)
 
@@ -525,11 +398,7 @@ def _arithmetic_in_use(task: Task, ledger: Ledger) -> Arithmetic:
     newest = [verdicts[-1] for m in task.ms if (verdicts := ledger.verdicts(task.problem(m)))]
     if not newest:
         return task.group.arithmetics[0]
-    return _arithmetic(max(newest, key=lambda verdict: verdict.origin.created_at_ms).schedule)
-
-
-def _arithmetic(schedule: Schedule) -> Arithmetic:
-    return Arithmetic(schedule.compute_path, schedule.k_parts)
+    return arithmetic_of(max(newest, key=lambda verdict: verdict.origin.created_at_ms).schedule)
 
 
 def _is_judged(problem: Problem, candidate: Schedule, ledger: Ledger) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from served_process import PHASEWISE, TINY, ServerProcess, model_reference
+from served_process import PHASEWISE, ServerProcess, model_reference, own_cache
 
 SETTLES_S = 30.0
 """Within which a server frees what nobody uses any more."""
@@ -49,7 +49,7 @@ class Setting:
         environment = {
             "PHASEWISE_CHECK": "1",
             "PHASEWISE_DB": str(self.two_ranks() if ranks == 2 else self.folder / "one.db"),
-            **self._cache(),
+            **own_cache(self.model, self.folder),
         }
         reference = model_reference(self.model, self.folder)
         return ServerProcess(reference, *arguments, environment=environment, before=before)
@@ -70,7 +70,7 @@ class Setting:
         """Run a command, which must not fail where `before` is empty."""
         return subprocess.run(
             [*before, *PHASEWISE, *arguments],
-            env={**os.environ, **self._cache()},
+            env={**os.environ, **own_cache(self.model, self.folder)},
             capture_output=True,
             text=True,
             check=not before,
@@ -86,9 +86,6 @@ class Setting:
             "ignore_eos": True,
             **fields,
         }
-
-    def _cache(self) -> dict[str, str]:
-        return {"PHASEWISE_CACHE": str(self.folder / "cache")} if self.model == TINY else {}
 
 
 def text_alone(server: ServerProcess, body: dict[str, Any]) -> str:

@@ -109,7 +109,8 @@ def _engine(
     ref: str, weight_format: WeightFormat, threads: int | None, db: str | None, sequences: int
 ) -> Iterator[OpenEngine]:
     from phasewise.cli.opening import open_model
-    from phasewise.serving.start import EngineSize, keeping_affinity, open_engine
+    from phasewise.serving.rank_teams import keeping_affinity
+    from phasewise.serving.start import EngineSize, open_engine
 
     found = open_model(ref, weight_format, threads, db)
     found.tell_plans()

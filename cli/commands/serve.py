@@ -184,7 +184,8 @@ def serve(
         typer.Option(
             envvar="PHASEWISE_KV_BUDGET",
             metavar="BYTES",
-            help="memory for keys and values, e.g. 4G; without it, a quarter of what is free",
+            help="memory for keys and values, e.g. 4G, all of it taken at the start; without it, a quarter "
+            "of what is free",
             rich_help_panel=_ENGINE,
         ),
     ] = None,
@@ -261,8 +262,9 @@ def serve(
     """
     from phasewise.cli.serve_predictor import open_predictor
     from phasewise.serving.length_log import LengthLog
+    from phasewise.serving.rank_teams import keeping_affinity
     from phasewise.serving.service import ServiceSettings, run_service
-    from phasewise.serving.start import EngineSize, keeping_affinity, open_engine
+    from phasewise.serving.start import EngineSize, open_engine
 
     limits, tls = _limits(api_key, api_key_file, max_sequences, max_waiting, max_body, drain), None
     kv_bytes = None if kv_budget is None else parse_bytes(kv_budget)
@@ -280,6 +282,7 @@ def serve(
             kv_policy=kv_policy.value,
             prefix_reuse=not no_prefix_reuse,
             tpot_ms=tpot,
+            touched=True,
         )
         if explain:
             found.explain(size.step_tokens, size.max_sequences)

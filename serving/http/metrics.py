@@ -7,6 +7,7 @@ What the engine counts itself is read when somebody asks.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Histogram,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -62,6 +64,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each count, which nobody reads
         self.registry = registry = CollectorRegistry()
         registry.register(_Read(gauges))
+        ProcessCollector(registry=registry)
         self.http = self._counter("http_responses", "answers", "path", "status")
         self._ended = self._counter("requests", "requests ended, by finish reason", "reason")
         self._refused = self._counter("requests_rejected", "requests refused, by reason", "reason")
@@ -160,6 +163,7 @@ class _Read(Collector):
         yield _gauge("connections", "open connections", gauges.n_connections())
         yield _count("ranks_replaced", "times that ranks were started anew", gauges.n_ranks_replaced())
         yield _count("requests_rerun", "requests run again on new ranks", gauges.n_requests_rerun())
+        yield _gauge("python_blocks", "blocks of memory that Python has given out", sys.getallocatedblocks())
         yield _count("lengths_lost", "lines the length log does not have", gauges.n_lengths_lost())
         load = gauges.load()
         if load is not None:

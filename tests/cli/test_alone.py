@@ -118,6 +118,22 @@ def test_what_another_has_claimed_is_not_ours_until_it_dies(path: Path, company:
             assert is_ours
 
 
+def test_who_waits_for_what_another_has_claimed_is_in_nobodys_way(path: Path, company: Company) -> None:
+    """It waits no longer than told, lets others have turns meanwhile, and goes on when the other one dies."""
+    with company.working(time.monotonic() + 60), holder(path, "claim", "a weight") as process:
+        company.wait_for("a weight", time.monotonic() + 0.1)
+        with company.claim("a weight") as is_ours:
+            assert not is_ours
+        other = subprocess.Popen([sys.executable, "-c", WORK, str(path), "1"], stdout=subprocess.PIPE)
+        while other.poll() is None:
+            company.wait_for("a weight", time.monotonic() + 0.1)
+        assert other.communicate()[0]
+        process.kill()
+        company.wait_for("a weight", time.monotonic() + 60)
+        with company.claim("a weight") as is_ours:
+            assert is_ours
+
+
 def test_nobody_works_or_has_a_turn_while_another_has_one(path: Path) -> None:
     """Work that is let_pass'd apart: it may be interrupted by turns there."""
     command = [sys.executable, "-c", WORK, str(path), "20"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,10 @@ ROOM = {
     "max_threads": 1,
 }  # fmt: skip
 ANGLES = np.ones(4)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def weight(n: int, k: int) -> packing.PackedWeight:
@@ -146,3 +152,36 @@ def test_a_team_larger_than_the_program_is_refused() -> None:
         built.run(Team(None, members=2), [Slice()])
     assert built.run(Team(None, members=1), [Slice()]) == 1
     assert np.asarray(built)[0].tolist() == [16.0] * 20
+
+
+def test_touched_memory_is_there_and_keeps_what_it_held() -> None:
+    class First:
+        token_ids, start, slot_base, wants_logits, table = (1,), 0, 0, True, None
+
+    class Second(First):
+        token_ids, start = (2,), 1
+
+    def built() -> Program:
+        made = program(kv_slots=1 << 20)
+        made.embed(weight(20, 16), 0, 16)
+        made.linear([(weight(32, 16), 0)], "rows", 0, 16, 128, 32)
+        made.attend(0, 128, 32, 384, 16)
+        made.linear([(weight(20, 16), 0)], "rows", 384, 16, 512, 20, rows="gathered")
+        made.seal(512)
+        return made
+
+    team, plain, touched = Team(None, members=1), built(), built()
+    plain.run(team, [First()])
+    touched.run(team, [First()])
+    before = resident_bytes()
+    touched.touch(team)
+
+    assert resident_bytes() - before > 0.9 * touched.bytes() > 20 << 20
+    plain.run(team, [Second()])
+    touched.run(team, [Second()])
+    assert np.asarray(touched)[0].tolist() == np.asarray(plain)[0].tolist()
+
+
+def test_only_a_sealed_program_has_memory_to_touch() -> None:
+    with pytest.raises(ProgramError, match="not been sealed"):
+        program().touch(Team(None, members=1))

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from reference_forward import reference_logits, tiny_config, tiny_model
 
+from phasewise.cython_kernels._native import Team
+from phasewise.cython_kernels.errors import ProgramError
 from phasewise.serving.batch import Batch, Phase, SequenceSlice
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
+from phasewise.serving.rank_teams import touch_memory
 from phasewise.serving.ranks import LocalRanks
 from phasewise.tuner.plans import RankCores, ServicePlan
 
@@ -26,6 +29,10 @@ def plans(prefill: tuple[int, ...] = CPUS, decode: tuple[int, ...] = CPUS) -> di
         "prefill": ServicePlan("prefill", (RankCores(prefill),)),
         "decode": ServicePlan("decode", (RankCores(decode),)),
     }
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def local(model: PackedModel = MODEL, **changes: int) -> LocalRanks:
@@ -119,6 +126,37 @@ def test_a_slot_costs_what_it_says() -> None:
     assert local(tiny_model(tiny_config(), "q8")).kv_bytes_per_slot == 2 * 2 * (16 + 16) * 2
 
 
+def test_touched_ranks_have_their_memory_before_the_first_step() -> None:
+    slots, untouched = 1 << 18, resident_bytes()
+    waits = local(kv_slots=slots)
+    on_demand = resident_bytes() - untouched
+    there = local(kv_slots=slots, touched=True)
+    at_once = resident_bytes() - untouched - on_demand
+
+    kv_bytes = slots * there.kv_bytes_per_slot
+    assert kv_bytes > 60 << 20
+    assert on_demand < kv_bytes / 2 < kv_bytes <= at_once
+    waits.close()
+    there.close()
+
+
+def test_a_thread_that_touches_runs_where_it_did() -> None:
+    before = os.sched_getaffinity(0)
+    ranks = LocalRanks(MODEL, plans(CPUS[:1], CPUS[:1]), 100, 10, 1, touched=True)
+
+    assert os.sched_getaffinity(0) == before
+    ranks.close()
+
+
+def test_memory_that_was_granted_and_is_not_there_is_one_line() -> None:
+    class Short:
+        def touch(self, team: object) -> None:
+            raise ProgramError("the system has not the 3 MiB that it granted")
+
+    with pytest.raises(RanksError, match="has not the 3 MiB"):
+        touch_memory(Short(), {"decode": Team(None, members=1)})
+
+
 def test_a_plan_of_two_ranks_is_refused() -> None:
     two = ServicePlan("prefill", (RankCores((0,)), RankCores((1,))))
     with pytest.raises(RanksError, match="prefill plan has 2 ranks"):
@@ -171,6 +209,22 @@ def test_memory_left_is_the_least_that_anyone_grants(tmp_path: Path) -> None:
         path.write_text(text)
 
     assert available_bytes(tmp_path) == 1_500_000
+    (group.parent / "memory.max").write_text("2000000\n")
+    (group.parent / "memory.stat").write_text("anon 1100000\n")
+    assert available_bytes(tmp_path) == 900_000
+    (group.parent / "memory.max").write_text("max\n")
     (group / "memory.max").write_text("max\n")
     assert available_bytes(tmp_path) == 4000 * 1024
     assert available_bytes(tmp_path / "nowhere") is None
+
+
+def test_a_container_of_the_first_kind_is_asked_too(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup/memory/box"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/box\n1:cpu:/other\n0::/\n")
+    (group / "memory.stat").write_text(
+        "rss 1\nhierarchical_memory_limit 3000000\ntotal_rss 700000\ntotal_shmem 300000\n"
+    )
+
+    assert available_bytes(tmp_path) == 2_000_000

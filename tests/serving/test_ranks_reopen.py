@@ -21,6 +21,7 @@ from test_ranks_processes import (
     descriptors,
     eventually,
     opened,
+    plans,
     shared_mappings,
     token_by_token,
 )
@@ -224,3 +225,26 @@ def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
 
     assert len(set(held)) == 1, held
     assert not set(children()) - before
+
+
+def test_every_rank_has_its_memory_at_the_start_and_when_started_anew(
+    in_memory: PackedModel,
+) -> None:
+    def shared_bytes(pid: int) -> int:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssShmem"))
+
+    ranks = ProcessRanks(in_memory, plans(ONE, TWO), 1 << 17, 100, 3, pinned=False, touched=True)
+    kv_bytes = ranks.kv_slots * ranks.kv_bytes_per_slot
+    try:
+        for number in (None, signal.SIGKILL):
+            if number is not None:
+                os.kill(ranks.pids[1], number)
+                with pytest.raises(RankLost):
+                    ranks.forward(STEP)
+                ranks.reopen()
+            assert kv_bytes > 60 << 20
+            assert kv_bytes <= shared_bytes(os.getpid()) < 2 * kv_bytes
+            assert kv_bytes <= shared_bytes(ranks.pids[1])
+    finally:
+        ranks.close()

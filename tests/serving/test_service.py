@@ -22,6 +22,7 @@ from phasewise.serving.http.listening import TcpAddress  # noqa: E402
 from phasewise.serving.http.served import HttpLimits, PromptFacts  # noqa: E402
 from phasewise.serving.loaders import load_model  # noqa: E402
 from phasewise.serving.pools.contract import Estimate  # noqa: E402
+from phasewise.serving.rank_teams import keeping_affinity  # noqa: E402
 from phasewise.serving.service import Predictor, ServiceSettings, run_service  # noqa: E402
 from phasewise.topology import read_machine  # noqa: E402
 from phasewise.tuner.plans import default_plan  # noqa: E402
@@ -36,7 +37,7 @@ def opened(tmp_path: Path) -> Iterator[start.OpenEngine]:
     machine = read_machine()
     plans = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
     size = start.EngineSize.for_many(model, 4, None, 64 << 20)
-    with start.keeping_affinity(), start.open_engine(model, plans, size) as engine:
+    with keeping_affinity(), start.open_engine(model, plans, size) as engine:
         yield engine
 
 

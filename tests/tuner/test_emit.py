@@ -86,6 +86,18 @@ def test_llama_cpp_is_told_what_gets_lost() -> None:
     assert "--interleave=0,1,2,3,4,5,6,7" in emitted.notes[1]
 
 
+def test_llama_cpp_may_leave_a_single_thread_anywhere() -> None:
+    """Seen with a real server, see test_emit_llama."""
+    machine = epyc()
+    plans: dict[Phase, ServicePlan] = {"prefill": ServicePlan("prefill", (RankCores((0, 1, 2)),))}
+    single = ServicePlan("decode", (RankCores((2,)),))
+
+    assert emit("llama.cpp", plans, machine).notes == ()
+    (note,) = emit("llama.cpp", {**plans, "decode": single}, machine).notes
+    assert "in decode" in note
+    assert "GGML_OPENMP=OFF" in note
+
+
 def test_one_phase_gives_its_own_flags() -> None:
     """Prefill alone leaves generation as it is."""
     machine, plans = _plans("fundamental | remove(3,2)")

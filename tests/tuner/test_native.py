@@ -148,7 +148,7 @@ def test_a_schedule_that_changes_a_result_is_never_passed_over(
     monkeypatch.setattr(product, "_expected", product._expected + 1)
 
     with pytest.raises(KernelMismatchError, match="changes the result"):
-        evaluator.measure(problem, [schedule])
+        evaluator.measure(problem, [replace(schedule, block_k=32)])
 
 
 def test_closing_leaves_the_caller_as_it_was() -> None:

@@ -32,7 +32,8 @@ from synthetic_machine import (
 
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.kerneldb.store import open_store
-from phasewise.tuner.run import INTERLEAVED, Nobody, Outcome, Progress, Task, Tools, tune
+from phasewise.tuner.division import Nobody, Task
+from phasewise.tuner.run import INTERLEAVED, Outcome, Progress, Tools, tune
 from phasewise.tuner.search.space import Arithmetic
 
 SCRIPT = [sys.executable, synthetic_machine.__file__]
@@ -152,6 +153,22 @@ def test_two_processes_share_one_database_and_the_work(shared_database: str, tmp
     assert sum(one["timed"] for one in found) < 2 * len(alone.timed)
 
 
+def test_processes_that_know_of_each_other_time_nothing_twice(tmp_path: Path) -> None:
+    """And leave behind what answers all that a third one asks."""
+    database = str(tmp_path / "shared.db")
+    command = [*SCRIPT, database, "0.005", str(tmp_path / "measuring.lock")]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    found = [json.loads(process.communicate(timeout=120)[0]) for process in both]
+    third = run_on(SyntheticMachine(), database)
+
+    assert [one["end"] for one in found] == ["complete", "complete"]
+    assert found[0]["in_use"] == found[1]["in_use"]
+    assert [tuple(row) for row in found[0]["in_use"]] == in_use(third)
+    assert all(one["timed"] for one in found)
+    assert sum(one["timed"] for one in found) == third.replayed
+    assert third.timed == third.duels == 0
+
+
 def test_a_budget_is_kept_and_the_next_run_goes_on(database: str) -> None:
     whole = SyntheticMachine()
     expected = run_on(whole, str(Path(database).with_name("whole.db")))
@@ -175,6 +192,21 @@ def test_what_one_weight_leaves_of_its_share_goes_to_another(database: str) -> N
 
     assert outcome.end == "complete"
     assert run_on(SyntheticMachine(), database, tasks).timed == 0
+
+
+def test_a_weight_has_a_share_of_the_budget_as_large_as_its_work(database: str) -> None:
+    """None is cut although there is time for it: no rows are searched after those of the next weight."""
+    tasks = [task_of(8192), task_of(64), task_of(128)]
+    whole = SyntheticMachine()
+    run_on(whole, str(Path(database).with_name("whole.db")), tasks)
+    machine = SyntheticMachine()
+    with open_store(database) as store:
+        ledger = synthetic_machine.Ledger(store, SCOPE)
+        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock)
+        tune(tasks, replace(tools, call_s=lambda problem: problem.n / 1e3), 1.3 * whole.now_s)
+
+    sizes = [problem.n for problem, _ in machine.timed]
+    assert sizes == sorted(sizes, key=[8192, 64, 128].index)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
@@ -306,18 +338,20 @@ class OtherRun(Nobody):
             self.theirs = run_on(SyntheticMachine(), self._database, [task_of(512)])
 
 
-def test_a_weight_that_another_run_has_claimed_is_left_to_it_and_replayed(database: str) -> None:
+def test_a_weight_that_another_run_has_claimed_is_left_to_it(database: str) -> None:
+    """Of the others, the one that takes longest is begun first."""
     machine, other = SyntheticMachine(), OtherRun(database)
     with open_store(database) as store:
         ledger = synthetic_machine.Ledger(store, SCOPE)
         tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock, company=other)
+        tools = replace(tools, call_s=lambda problem: problem.n / 1e6)
         outcome = tune([task_of(512), task_of(), task_of(1024)], tools, 1e9)
     again = run_on(SyntheticMachine(), database, [task_of(512), task_of(), task_of(1024)])
 
     assert other.theirs is not None
     assert outcome.end == "complete"
-    assert {problem.n for problem, _ in machine.timed} == {256, 1024}
-    assert outcome.replayed == other.theirs.timed
+    assert list(dict.fromkeys(problem.n for problem, _ in machine.timed)) == [1024, 256]
+    assert outcome.replayed == 0
     assert {gain.problem.n for gain in outcome.gains} == {256, 512, 1024}
     assert again.timed == again.duels == 0
 

@@ -47,6 +47,10 @@ class Arithmetic:
     k_parts: int = 1
 
 
+def arithmetic_of(schedule: Schedule) -> Arithmetic:
+    return Arithmetic(schedule.compute_path, schedule.k_parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Caches:
     """What one core has for itself."""

@@ -1,0 +1,53 @@
+"""How much of a tuning run's work is done, and how long the rest may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from phasewise.kerneldb.records import Problem
+from phasewise.tuner.division import Task
+
+CALLS_A_TIMING = 6
+SHORTEST_TIMING_S = 0.008
+
+
+class Pace:
+    """How much of the work is done, by the weight of its products; replayed ones count as no work."""
+
+    def __init__(self, tasks: Sequence[Task], call_s: Callable[[Problem], float]) -> None:
+        """call_s: about how long a product takes."""
+        self._work = {
+            problem: 1.0 + CALLS_A_TIMING * call_s(problem) / SHORTEST_TIMING_S
+            for task in tasks
+            for problem in task.problems
+        }
+        self._left = dict(self._work)
+        self._done = 0.0
+        self._timed: set[Problem] = set()
+        self._last: Problem | None = None
+
+    def work_of(self, task: Task) -> float:
+        """About how long it takes, in the shortest timings."""
+        return sum(self._work[problem] for problem in task.problems)
+
+    def reach(self, task: Task, m: int, timed: bool) -> None:
+        """The search of a task asks for m. One m is done when the next is asked for; probes jump about."""
+        problem, before = task.problem(m), task.ms[: task.ms.index(m)][-1:]
+        if timed:
+            self._timed.add(problem)
+        if before and self._last == task.problem(before[0]):
+            self._drop(self._last)
+        self._last = problem
+
+    def finish(self, task: Task) -> None:
+        for problem in task.problems:
+            self._drop(problem)
+
+    def left_s(self, timing_s: float) -> float | None:
+        """`timing_s` is what the work so far took; None before the first product is done."""
+        return timing_s * sum(self._left.values()) / self._done if self._done else None
+
+    def _drop(self, problem: Problem) -> None:
+        work = self._left.pop(problem, 0.0)
+        if problem in self._timed:
+            self._done += work
