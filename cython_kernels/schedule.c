@@ -38,8 +38,7 @@ enum {
     BLOCK_PANELS = 16,
     STREAM_ROWS = 8, /* up to here the weights' arrival is the limit, not arithmetic */
     STREAM_AHEAD_BYTES = 2048,
-    PAGE_BYTES = 4096,
-    GROUP_ROWS = 6,        /* up to here a panel in groups arrives slower than a tile of it is computed */
+    FAR_BYTES = 16384,
     OWN_ROWS = 64,         /* of a thread, at least, where it computes whole rows, */
     FEW_COLUMNS = 4,       /* at most, times m, */
     FEW_WEIGHTS = 1 << 20, /* and at most: every thread reads them all */
@@ -81,17 +80,16 @@ static int64_t pass_inputs(int64_t k, int64_t fitting) {
     return pw_padded_k((k + passes - 1) / passes);
 }
 
-/* A core of AMD's streams faster when it is not asked for lines ahead, perhaps because a request takes one of the few
- * places for misses of L1, which its own streams do not. Where groups leave it time between the lines, one panel after
- * the other arrives fastest, and is asked for a page ahead, but for the bytes of a single row. */
-static void stream_unasked(const pw_weight *w, int64_t m, pw_schedule *s) {
+/* A core of AMD's streams a single row's weights fastest when it is not asked for lines ahead, perhaps because a request
+ * takes one of the few places for misses of L1, which its own streams do not. With more rows, or nibbles, arithmetic
+ * keeps it from running ahead by itself, and lines are best asked for from afar, into L2; quantised panels one after
+ * the other. */
+static void stream_from_afar(const pw_weight *w, int64_t m, pw_schedule *s) {
 #if defined(__x86_64__)
-    if (!__builtin_cpu_is("amd")) return;
-    int quant = w->kind >= PW_Q8, in_groups = quant && w->group;
-    if (m <= (quant ? STREAM_ROWS / 2 : STREAM_ROWS)) s->prefetch_bytes = 0;
-    if (m > (in_groups ? GROUP_ROWS : quant)) return;
-    s->panels = 1;
-    if (w->kind == PW_Q4 || m > 1) s->prefetch_bytes = PAGE_BYTES;
+    int quant = w->kind >= PW_Q8;
+    if (!__builtin_cpu_is("amd") || m > (quant ? STREAM_ROWS : 2 * STREAM_ROWS)) return;
+    s->prefetch_bytes = m == 1 && w->kind != PW_Q4 ? 0 : FAR_BYTES;
+    if (quant) s->panels = 1;
 #else
     (void)w, (void)m, (void)s;
 #endif
@@ -122,7 +120,7 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     if (m > STREAM_ROWS && w->kind < PW_Q8) s.block_k = (int32_t)pass_inputs(k, dense_pass_inputs(w));
     if (m > STREAM_ROWS && bytes_arrive_from_l2(w, m)) s.block_k = (int32_t)pass_inputs(k, BYTE_PASS_INPUTS);
     s.prefetch_bytes = m > STREAM_ROWS && w->kind >= PW_Q8 ? GROUPS_AHEAD_BYTES : STREAM_AHEAD_BYTES;
-    stream_unasked(w, m, &s);
+    stream_from_afar(w, m, &s);
     share_out(w, m, (int32_t)at_least(1, threads), &s);
     return s;
 }

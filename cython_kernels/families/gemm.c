@@ -10,7 +10,7 @@
  * bits. Meanwhile the kernels ask for what comes next (look_ahead). */
 #include "families/gemm.h"
 
-enum { BLOCK_FLOATS = 1 << 16, STAGED_ROWS = 24 };
+enum { BLOCK_FLOATS = 1 << 16, STAGED_ROWS = 24, MOST_AHEAD_BYTES = 1 << 16 };
 
 /* The ways that a product is computed: a table of micro-kernels each, or what q8 and q4 are unpacked to first. */
 typedef enum {
@@ -109,6 +109,8 @@ static arithmetic staged_as(arithmetic a) {
     }
 }
 
+static int is_grouped(arithmetic a) { return a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4; }
+
 /* Inputs and bytes of a prepared row that one step of a pass takes. */
 static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
     if (a == F32) return 1;
@@ -117,7 +119,7 @@ static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
 }
 
 static int64_t row_bytes_of_step(arithmetic a, const pw_weight *w) {
-    if (a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4) return group_block_bytes(w->kind, w->group);
+    if (is_grouped(a)) return group_block_bytes(w->kind, w->group);
     if (a == Q8_COLUMN || a == Q8_COLUMN_TILE) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
     return inputs_of_step(a, w) * (a == F32 || a == BF16_FMA || a == QUANT_AS_F32 ? 4 : 2);
 }
@@ -137,6 +139,7 @@ typedef struct {
     int mr, panels; /* the largest tile in use */
     int64_t block_m, block_n, block_steps, steps;
     int64_t step_inputs, step_row_bytes, step_value_bytes, prefetch_bytes;
+    int64_t panel_bytes, panel_scale_bytes; /* of a whole panel of the weight */
     int32_t first_part, end_part; /* what this call computes of w->k_parts */
     arithmetic arithmetic, kernels; /* of the weight, of what a pass reads of it */
     int staged;                     /* several tiles of rows meet the same panels, which are unpacked once for them */
@@ -145,13 +148,16 @@ typedef struct {
 /* One pass over k, and where it lies in its part of k. */
 typedef struct {
     pw_range steps;
+    int64_t scales_at; /* bytes from a panel's first scale */
     int begins_part, ends_part, first_part, last_part;
 } pass;
 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 /* The first of the fewest parts of at most `most`, all nearly equal: a short last tile would be slower by the row. */
-static int64_t fair_part(int64_t count, int64_t most) { return pieces(count, pieces(count, most)); }
+static int64_t fair_part(int64_t count, int64_t most) {
+    return count <= most ? count : pieces(count, pieces(count, most));
+}
 static int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 /* The largest existing tile with at most these rows and panels; 1 x 1 always exists. */
@@ -206,25 +212,23 @@ static pw_range part_steps(const walk *k, int32_t i) {
     return (pw_range){inputs.begin / k->step_inputs, i + 1 == k->w->k_parts ? k->steps : inputs.end / k->step_inputs};
 }
 
-/* What all calls of one pass share, for one tile of panels. Written in place: a core that loads a whole vector of what
- * was stored in pieces, as the copy of a returned value does, waits for all of them, once for every tile. */
+/* The tiles of one strip of panels, which are called by the same description, strip after strip: clearing and copying
+ * it would cost as much as a small tile. */
 static void first_call(const walk *k, pw_range panels, const pass *p, tile_call *t) {
     const pw_weight *w = k->w;
     int64_t np = panels.end - panels.begin, begin = p->steps.begin;
-    *t = (tile_call){.panels = (int32_t)np, .row_bytes = k->x->row_bytes, .steps = p->steps.end - begin};
-    t->ends_part = p->ends_part;
-    t->top_exponent = w->top_exponent;
+    t->panels = (int32_t)np;
+    t->steps = p->steps.end - begin;
     t->partial_stride = np * PW_PANEL;
-    t->panel_bytes = pw_padded_k(w->k) / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
-    t->values = (const uint8_t *)w->values + panels.begin * t->panel_bytes + begin * k->step_value_bytes;
-    t->prefetch_bytes = at_most(k->prefetch_bytes, t->panel_bytes);
+    t->panel_bytes = k->panel_bytes;
+    t->values = (const uint8_t *)w->values + panels.begin * k->panel_bytes + begin * k->step_value_bytes;
     t->prefetch_jump = np * t->panel_bytes - t->steps * k->step_value_bytes;
+    t->prefetch_bytes = t->prefetch_jump ? at_most(k->prefetch_bytes, t->panel_bytes) : k->prefetch_bytes;
     if (!w->scales) return;
-    int64_t groups = w->group ? pw_padded_k(w->k) / w->group : 1;
-    int64_t first_group = w->group ? begin * k->step_inputs / w->group : 0;
-    int64_t scales_at = (panels.begin * groups + first_group) * PW_PANEL * w->scale_bytes;
+    int64_t scales_at = panels.begin * k->panel_scale_bytes + p->scales_at;
     t->scale_bytes = w->scale_bytes;
-    t->panel_scale_bytes = groups * PW_PANEL * w->scale_bytes;
+    t->panel_scale_bytes = k->panel_scale_bytes;
+    t->offsets = NULL;
     t->scales = (const uint8_t *)w->scales + scales_at;
     t->mins = w->mins ? (const uint8_t *)w->mins + scales_at : NULL;
 }
@@ -234,19 +238,23 @@ typedef struct {
     const pass *pass;
     pw_range rows, panels;
     int64_t index, count;   /* this one of the pass's strips */
+    int64_t bytes_a_row;    /* of a panel: what each of the rows asks for ahead */
     float *partial, *total; /* [row of the block][column of the tile] */
 } strip;
 
-/* The weights so many bytes ahead of their reading, and at a panel's end the first of the next panels. */
-static lookahead stream(const tile_call *t) {
-    return (lookahead){t->values + t->prefetch_bytes, VECTOR_ROW_BYTES, t->panel_bytes, 0};
+/* The weights so many bytes ahead of their reading, and at a panel's end the first of the next panels. Tiles in groups
+ * ask for these themselves. */
+static lookahead stream(const walk *k, const tile_call *t) {
+    int nothing = !t->prefetch_bytes || is_grouped(k->kernels);
+    return (lookahead){t->values + t->prefetch_bytes, nothing ? 0 : k->step_value_bytes, t->panel_bytes, 0,
+                       is_far(t->prefetch_bytes)};
 }
 
 /* The tile unit's kernels ask for nothing beyond their own panels, so it is done between them. */
 static void ask_at_once(const lookahead *next, const tile_call *t) {
     for (int p = 0; p < t->panels; ++p) {
         const uint8_t *from = next->values + p * next->panel_bytes, *end = from + t->steps * next->values_step;
-        for (; from < end; from += VECTOR_ROW_BYTES) __builtin_prefetch(from);
+        for (; from < end; from += VECTOR_ROW_BYTES) ask_for(from, next->far);
     }
 }
 
@@ -255,9 +263,10 @@ static void ask_at_once(const lookahead *next, const tile_call *t) {
 static lookahead look_ahead(const walk *k, const lookahead *next_strip, const tile_call *t, const strip *s,
                             int64_t row) {
     int64_t rows = s->rows.end - s->rows.begin, done = row - s->rows.begin;
-    int64_t steps = s->pass->steps.end - s->pass->steps.begin, bytes = steps * k->step_value_bytes;
-    lookahead next = {.values = next_strip->values + done * bytes / rows, .panel_bytes = next_strip->panel_bytes};
-    next.values_step = pieces(t->mr * bytes, rows * t->steps);
+    int64_t steps = s->pass->steps.end - s->pass->steps.begin;
+    lookahead next = {.values = next_strip->values + done * s->bytes_a_row, .panel_bytes = next_strip->panel_bytes,
+                      .far = is_far(k->prefetch_bytes)};
+    next.values_step = pieces(t->mr * s->bytes_a_row, t->steps);
     if (s->pass->ends_part && s->pass->last_part) return next;
     int64_t asked = s->index * rows / s->count + done / s->count; /* of the pass's rows, before this tile */
     next.rows_ahead = (asked - done) * t->row_bytes + steps * k->step_row_bytes;
@@ -294,34 +303,34 @@ static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
     }
 }
 
-static void run_strip(const walk *k, const strip *s) {
+static void run_strip(const walk *k, const strip *s, tile_call *t) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
-    tile_call t;
-    first_call(k, s->panels, s->pass, &t);
-    const lookahead next_strip = {.values = t.values + t.panels * t.panel_bytes, .panel_bytes = t.panel_bytes};
-    if (k->staged) stage(k, &t, bytes);
-    int several = s->rows.end - s->rows.begin > k->mr && t.steps > 0 && k->prefetch_bytes;
+    first_call(k, s->panels, s->pass, t);
+    const lookahead next_strip = {.values = t->values + t->panels * t->panel_bytes, .panel_bytes = t->panel_bytes};
+    if (k->staged) stage(k, t, bytes);
+    int several = s->rows.end - s->rows.begin > k->mr && t->steps > 0 && k->prefetch_bytes;
     int dense = k->kernels <= BF16_DOT, in_tiles = k->kernels == BF16_TILE || k->kernels == Q8_COLUMN_TILE;
-    if (several && dense && s->index > 0) t.prefetch_bytes = t.prefetch_jump = 0; /* the last strip asked for these */
+    if (several && dense && s->index > 0) t->prefetch_bytes = t->prefetch_jump = 0; /* the last strip asked for these */
     const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
-    for (int64_t row = s->rows.begin; row < s->rows.end; row += t.mr) {
-        t.mr = (int)fair_part(s->rows.end - row, k->mr);
-        tile_kernel *kernel = largest_tile(k->kernels, &t.mr, &t.panels);
-        t.rows = block + row * t.row_bytes;
-        t.row_scales = rows + row * t.row_bytes + row_values_bytes(k->arithmetic, k->w->k);
-        t.row_biases = t.row_scales + COLUMN_SCALE_BYTES + 4 * s->pass->steps.begin;
-        t.next = several && !t.prefetch_bytes ? look_ahead(k, &next_strip, &t, s, row) : stream(&t);
-        if (in_tiles && several && !t.prefetch_bytes) ask_at_once(&t.next, &t);
-        if (!dense) t.next.rows_ahead = t.mr * t.row_bytes;
-        if (!dense && t.prefetch_bytes) t.next.values_step = 0; /* these ask for what they stream themselves */
-        run_tile(k, kernel, &t, s, row);
-        t.prefetch_bytes = t.prefetch_jump = 0; /* the other rows find the weights in L1 */
+    for (int64_t row = s->rows.begin; row < s->rows.end; row += t->mr) {
+        t->mr = (int)fair_part(s->rows.end - row, k->mr);
+        tile_kernel *kernel = largest_tile(k->kernels, &t->mr, &t->panels);
+        t->rows = block + row * t->row_bytes;
+        t->row_scales = rows + row * t->row_bytes + row_values_bytes(k->arithmetic, k->w->k);
+        t->row_biases = t->row_scales + COLUMN_SCALE_BYTES + 4 * s->pass->steps.begin;
+        t->next = several && !t->prefetch_bytes ? look_ahead(k, &next_strip, t, s, row) : stream(k, t);
+        if (in_tiles && several && !t->prefetch_bytes) ask_at_once(&t->next, t);
+        if (!dense) t->next.rows_ahead = t->mr * t->row_bytes;
+        run_tile(k, kernel, t, s, row);
+        t->prefetch_bytes = t->prefetch_jump = 0; /* the other rows find the weights in L1 */
     }
 }
 
 /* One pass over a block, whose sums lie tile of panels by tile of panels. */
 static void block_pass(const walk *k, const pass *p, pw_range rows, pw_range panels, float *partial, float *total) {
-    strip s = {.pass = p, .rows = rows, .count = (panels.end - panels.begin + k->panels - 1) / k->panels};
+    tile_call t = {.row_bytes = k->x->row_bytes, .ends_part = p->ends_part, .top_exponent = k->w->top_exponent};
+    strip s = {.pass = p, .rows = rows, .count = pieces(panels.end - panels.begin, k->panels)};
+    s.bytes_a_row = pieces((p->steps.end - p->steps.begin) * k->step_value_bytes, rows.end - rows.begin);
     for (int64_t panel = panels.begin; panel < panels.end; panel = s.panels.end, ++s.index) {
         int mr = 1, np = (int)at_most(k->panels, panels.end - panel);
         largest_tile(k->kernels, &mr, &np);
@@ -329,7 +338,7 @@ static void block_pass(const walk *k, const pass *p, pw_range rows, pw_range pan
         s.panels = (pw_range){panel, panel + np};
         s.partial = partial + at;
         s.total = total + at;
-        run_strip(k, &s);
+        run_strip(k, &s, &t);
     }
 }
 
@@ -338,10 +347,11 @@ static void block(const walk *k, pw_range rows, pw_range panels) {
     float partial[BLOCK_FLOATS], total[BLOCK_FLOATS];
     for (int32_t i = k->first_part; i < k->end_part; ++i) {
         pw_range part = part_steps(k, i);
-        pass p = {{part.begin, part.begin}, .first_part = i == k->first_part, .last_part = i + 1 == k->end_part};
+        pass p = {.steps = {part.begin, part.begin}, .first_part = i == k->first_part, .last_part = i + 1 == k->end_part};
         do {
             p.begins_part = p.steps.end == part.begin;
             p.steps = (pw_range){p.steps.end, at_most(p.steps.end + k->block_steps, part.end)};
+            if (k->w->group) p.scales_at = p.steps.begin * k->step_inputs / k->w->group * PW_PANEL * k->w->scale_bytes;
             p.ends_part = p.steps.end == part.end;
             block_pass(k, &p, rows, panels, partial, total);
         } while (!p.ends_part);
@@ -358,7 +368,7 @@ static int staging_pays(arithmetic a, int64_t rows, int64_t mr) {
     if (a >= ARITHMETICS) return 1;
     if (a == BF16_FMA) return rows >= STAGED_ROWS;
     if (a == BF16_AS_F16) return rows > mr;
-    return (a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4) && rows > 2 * mr;
+    return is_grouped(a) && rows > 2 * mr;
 }
 
 /* Bytes that a step of one panel takes staged. */
@@ -382,6 +392,8 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / k.step_inputs;
     k.step_value_bytes = k.step_inputs * VECTOR_ROW_BYTES / inputs_per_vector_row(w->kind);
     k.step_row_bytes = row_bytes_of_step(k.arithmetic, w);
+    k.panel_bytes = pw_padded_k(w->k) / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
+    k.panel_scale_bytes = (w->group ? pw_padded_k(w->k) / w->group : 1) * PW_PANEL * w->scale_bytes;
     k.block_steps = clamp(s->block_k / k.step_inputs, 1, k.steps);
     if (k.arithmetic == Q8_COLUMN_TILE && k.block_steps > 1) k.block_steps &= ~INT64_C(1); /* whole tiles */
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
@@ -392,7 +404,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
         k.block_m = at_most(k.block_m, BLOCK_FLOATS / (k.panels * PW_PANEL));
         k.block_n = at_most(k.block_n, BLOCK_FLOATS / (k.block_m * k.panels * PW_PANEL) * k.panels);
     }
-    k.prefetch_bytes = clamp(s->prefetch_bytes, 0, INT32_MAX);
+    k.prefetch_bytes = clamp(s->prefetch_bytes, 0, MOST_AHEAD_BYTES);
     return k;
 }
 
@@ -439,7 +451,7 @@ static int takes_panels_together(void) {
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = arithmetic_of(w);
-    int column = a == Q8_COLUMN, quant = a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4;
+    int column = a == Q8_COLUMN, quant = is_grouped(a);
     int may_be_tall = a == Q4 || (quant && (m <= QUANT_TALLEST_MR || !takes_panels_together()));
     int64_t most = quant ? QUANT_MR : column ? COLUMN_MR : DENSE_MR;
     *panels = m <= 2 ? STREAM_PANELS : quant ? QUANT_PANELS : column ? COLUMN_PANELS : DENSE_PANELS;

@@ -51,7 +51,16 @@ PW_INLINE int32_t f16_fields_less(int32_t top_exponent) {
 typedef struct {
     const uint8_t *values;
     int64_t values_step, panel_bytes, rows_ahead;
+    int far; /* ask_for */
 } lookahead;
+
+/* Asks for a line of weights. From afar only as far as L2: what a core can wait for at once is little beside what L2
+ * can, and L1 would have let go of the line before it is read. */
+PW_INLINE int is_far(int64_t bytes_ahead) { return bytes_ahead >= 8192; }
+PW_INLINE void ask_for(const uint8_t *line, int far) {
+    if (far) __builtin_prefetch(line, 0, 2);
+    else __builtin_prefetch(line);
+}
 
 /* One micro-kernel call: mr rows times some panels over `steps` steps of k. A step is one input (f32), a pair (bf16)
  * or a group (q8, q4). Pointers are at the first step of the first row or panel.
@@ -82,6 +91,11 @@ typedef struct {
 } tile_call;
 
 typedef void tile_kernel(const tile_call *t);
+
+/* Whose reading is the last to ask for a line of the same panels, which end there; the next ask for others. */
+PW_INLINE const uint8_t *last_read(const tile_call *t, const uint8_t *end) {
+    return end - t->values < t->prefetch_bytes ? t->values : end - t->prefetch_bytes;
+}
 
 PW_INLINE float float_at(const uint8_t *p) {
     float x;

@@ -20,6 +20,7 @@ typedef struct {
     int64_t row_bytes;
     const uint8_t *panels;
     int64_t panel_bytes;
+    int far; /* ask_for */
 } tile_operands;
 
 #define TILE_DOT(kind, c, a, b)                    \
@@ -28,8 +29,8 @@ typedef struct {
         else TILE_DOT_INT8(c, a, b);               \
     } while (0)
 
-PW_INLINE void prefetch_tile(const uint8_t *p) {
-    PW_UNROLL for (int i = 0; i < TILE_ROWS; ++i) __builtin_prefetch(p + i * TILE_ROW_BYTES);
+PW_INLINE void prefetch_tile(const uint8_t *p, int far) {
+    PW_UNROLL for (int i = 0; i < TILE_ROWS; ++i) ask_for(p + i * TILE_ROW_BYTES, far);
 }
 
 /* Tiles 0 to 3 += rows times panels, over as many inputs as a tile holds. */
@@ -37,11 +38,11 @@ PW_INLINE void tile_step(int kind, const tile_operands *o, int64_t ahead, int lo
     TILE_LOAD(6, o->panels, TILE_ROW_BYTES);
     TILE_LOAD(4, o->rows, o->row_bytes);
     TILE_DOT(kind, 0, 4, 6);
-    if (ahead) prefetch_tile(o->panels + ahead);
+    if (ahead) prefetch_tile(o->panels + ahead, o->far);
     if (np == 2) {
         TILE_LOAD(7, o->panels + o->panel_bytes, TILE_ROW_BYTES);
         TILE_DOT(kind, 1, 4, 7);
-        if (ahead) prefetch_tile(o->panels + o->panel_bytes + ahead);
+        if (ahead) prefetch_tile(o->panels + o->panel_bytes + ahead, o->far);
     }
     if (lower) {
         TILE_LOAD(5, o->rows + TILE_ROWS * o->row_bytes, o->row_bytes);
@@ -55,12 +56,12 @@ PW_INLINE void half_step(const tile_call *t, const tile_operands *o, int lower, 
     uint8_t rows[MAX_MR * TILE_ROW_BYTES] = {0}, panels[2 * TILE_BYTES] = {0};
     for (int r = 0; r < t->mr; ++r) memcpy(rows + r * TILE_ROW_BYTES, o->rows + r * o->row_bytes, PW_K_MULTIPLE);
     for (int p = 0; p < np; ++p) memcpy(panels + p * TILE_BYTES, o->panels + p * o->panel_bytes, COLUMN_STEP_BYTES);
-    tile_operands padded = {rows, TILE_ROW_BYTES, panels, TILE_BYTES};
+    tile_operands padded = {rows, TILE_ROW_BYTES, panels, TILE_BYTES, 0};
     tile_step(PW_Q8, &padded, 0, lower, np);
 }
 
 PW_INLINE void tile_steps(const tile_call *t, int kind, int lower, int np) {
-    tile_operands o = {t->rows, t->row_bytes, t->values, t->panel_bytes};
+    tile_operands o = {t->rows, t->row_bytes, t->values, t->panel_bytes, t->next.far};
     int64_t whole = kind == PW_Q8 ? t->steps / 2 : t->steps, ahead = t->prefetch_bytes, turn = whole - ahead / TILE_BYTES;
     for (int64_t step = 0; step < whole; ++step, o.rows += TILE_ROW_BYTES, o.panels += TILE_BYTES) {
         if (step == turn) ahead += t->prefetch_jump;

@@ -90,7 +90,7 @@ PW_INLINE void dense_one(const tile_call *t, dense_step kind, const uint8_t *val
 /* What TALL_STEPS steps ask for. */
 PW_INLINE void ask_ahead(const lookahead *next, const uint8_t *x, int64_t row_bytes, int np) {
     for (int64_t at = 0; at < TALL_STEPS * next->values_step; at += VECTOR_ROW_BYTES) {
-        PW_UNROLL for (int p = 0; p < np; ++p) __builtin_prefetch(next->values + p * next->panel_bytes + at);
+        PW_UNROLL for (int p = 0; p < np; ++p) ask_for(next->values + p * next->panel_bytes + at, next->far);
     }
     __builtin_prefetch(x + next->rows_ahead);
     __builtin_prefetch(x + next->rows_ahead + row_bytes);
@@ -104,7 +104,7 @@ PW_INLINE void dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
     row_pointers x = point_to_rows(t, mr);
     const uint8_t *values = t->values, *end = values + t->steps * VECTOR_ROW_BYTES;
     begin_sums(t, acc, mr, np * VECTORS);
-    for (const uint8_t *stop = end - t->prefetch_bytes; values < end; stop = end, next.values += t->prefetch_jump) {
+    for (const uint8_t *stop = last_read(t, end); values < end; stop = end, next.values += t->prefetch_jump) {
         for (; mr >= TALL_MR && stop - values >= TALL_BYTES; values += TALL_BYTES) {
             ask_ahead(&next, x.fifth[0], x.bytes, np);
             next.values += TALL_STEPS * next.values_step;
@@ -115,7 +115,7 @@ PW_INLINE void dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
             advance_rows(&x, mr, TALL_STEPS * x_bytes);
         }
         for (; values < stop; values += VECTOR_ROW_BYTES, next.values += next.values_step) {
-            PW_UNROLL for (int p = 0; p < np; ++p) __builtin_prefetch(next.values + p * next.panel_bytes);
+            PW_UNROLL for (int p = 0; p < np; ++p) ask_for(next.values + p * next.panel_bytes, next.far);
             dense_one(t, kind, values, &x, 0, acc, mr, np);
             advance_rows(&x, mr, x_bytes);
         }

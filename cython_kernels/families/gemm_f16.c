@@ -53,14 +53,14 @@ PW_INLINE void f16_step(const tile_call *t, const f16_place *at, int step, vi le
 /* Asks for as many lines of weights as these steps read. */
 PW_INLINE void f16_ask_all(const tile_call *t, f16_place *at, int np) {
     PW_UNROLL for (int i = 0; i < STEPS_A_TURN * np; ++i) {
-        __builtin_prefetch(at->next.values + i % np * t->panel_bytes + i / np * VECTOR_ROW_BYTES);
+        ask_for(at->next.values + i % np * t->panel_bytes + i / np * VECTOR_ROW_BYTES, at->next.far);
     }
     at->next.values += STEPS_A_TURN * VECTOR_ROW_BYTES;
 }
 
 /* Asks for a share of what other tiles read. */
 PW_INLINE void f16_ask_some(const tile_call *t, f16_place *at, int mr, int np) {
-    PW_UNROLL for (int p = 0; p < np; ++p) __builtin_prefetch(at->next.values + p * at->next.panel_bytes);
+    PW_UNROLL for (int p = 0; p < np; ++p) ask_for(at->next.values + p * at->next.panel_bytes, at->next.far);
     at->next.values += STEPS_A_TURN * at->next.values_step;
     if (mr < TALL_MR) return;
     __builtin_prefetch(at->x + at->next.rows_ahead);
@@ -120,7 +120,7 @@ PW_INLINE void f16_tile(const tile_call *t, int from_bf16, int mr, int np) {
     vi chain[MAX_MR * MAX_TILE_PANELS * VECTORS];
     int count = mr * np * VECTORS;
     f16_place at = {t->values, t->rows, t->next};
-    const uint8_t *end = t->values + t->steps * VECTOR_ROW_BYTES, *turn = end - t->prefetch_bytes;
+    const uint8_t *end = t->values + t->steps * VECTOR_ROW_BYTES, *turn = last_read(t, end);
     f16_begin(t, np * PW_PANEL, sums);
     for (int is_second = 0; at.values < end; is_second = !is_second) {
         if (at.values >= turn) at.next.values += t->prefetch_jump, turn = end;

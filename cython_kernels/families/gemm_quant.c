@@ -139,7 +139,7 @@ PW_INLINE void scale_group(const tile_call *t, vf *acc, int_sums dot, const grou
 /* Values `ahead` in each panel; scales and minima, too short a run for the hardware to notice, of the next panels. */
 PW_INLINE void prefetch_group(const tile_call *t, const group_place *at, int steps, int np, int64_t ahead) {
     PW_UNROLL for (int i = 0; i < steps * np; ++i) {
-        __builtin_prefetch(at->values + (i % np) * t->panel_bytes + (i / np) * VECTOR_ROW_BYTES + ahead);
+        ask_for(at->values + (i % np) * t->panel_bytes + (i / np) * VECTOR_ROW_BYTES + ahead, t->next.far);
     }
     PW_UNROLL for (int p = np; p < 2 * np; ++p) {
         __builtin_prefetch(t->scales + p * t->panel_scale_bytes + at->scales_at);
@@ -165,7 +165,7 @@ PW_INLINE void quant_group(const tile_call *t, vf *acc, const group_place *at, i
 PW_INLINE void ask_ahead_of_group(const lookahead *next, const uint8_t *const *rows, int mr, int np, int64_t step) {
     const uint8_t *values = next->values + step * next->values_step;
     for (int64_t at = 0; at < next->values_step; at += VECTOR_ROW_BYTES) {
-        PW_UNROLL for (int p = 0; p < np; ++p) __builtin_prefetch(values + p * next->panel_bytes + at);
+        PW_UNROLL for (int p = 0; p < np; ++p) ask_for(values + p * next->panel_bytes + at, next->far);
     }
     PW_UNROLL for (int r = 0; r < mr; ++r) __builtin_prefetch(rows[r] + next->rows_ahead);
 }

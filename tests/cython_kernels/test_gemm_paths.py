@@ -33,7 +33,7 @@ FORMAT_PATHS = [(name, fmt, path) for name, kind, path in PATHS for fmt in FORMA
     mr=st.sampled_from(SIZES),
     panels=st.sampled_from(SIZES),
     block_k=st.sampled_from((1, 32, 64, 1000)),
-    prefetch=st.sampled_from((-1, 0, 2048, 2**30)),
+    prefetch=st.sampled_from((-1, 0, 2048, 16384, 2**30)),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_every_path_keeps_its_bound_and_its_bits(
