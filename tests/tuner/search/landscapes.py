@@ -58,7 +58,7 @@ def _machine(seed: int) -> Machine:
         pass_ns=draw.uniform(2, 8),
         sum_ns=draw.uniform(0.02, 0.2),
         prefetch_gain=draw.uniform(0, 0.2),
-        best_prefetch=draw.choice((0, 512, 1024, 2048, 4096)),
+        best_prefetch=draw.choice((0, 1024, 2048, 4096)),
         order_cost=draw.uniform(1.0, 1.1),
     )
 
