@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -151,6 +152,7 @@ class _Run:
         self._division = Division(tasks, tools.ledger, tools.company, self._pace.work_of)
         self._timed = self._replayed = self._duels = 0
         self._timing_s = 0.0
+        self._waited_s = 0.0
         self._laps: list[Mapping[str, float]] = []
 
     def tune_all(self) -> bool:
@@ -189,12 +191,27 @@ class _Run:
 
     def _tune(self, task: Task, share: float) -> bool:
         """Search and settle one task; False if its share of the time that is left did not suffice."""
-        number, now_s = self._tasks.index(task), self._tools.clock()
-        share_s = max(0.0, self._deadline_s - now_s) * share
+        number, now_s = self._tasks.index(task), self._working_s()
+        share_s = max(0.0, self._deadline_s - self._tools.clock()) * share
         found = self._search(number, task, now_s + (1 - DUEL_SHARE) * share_s)
         best = self._best_so_far(task) if found is None else found.best
         settled = self._settle(task, best, now_s + share_s)
         return found is not None and settled
+
+    def _working_s(self) -> float:
+        """The clock without waits for others' turns: what they time meanwhile is work spared to this run."""
+        return self._tools.clock() - self._waited_s
+
+    def _is_over(self, deadline_s: float) -> bool:
+        """A share, which ends by `_working_s`, or the whole budget."""
+        return self._working_s() >= deadline_s or self._tools.clock() >= self._deadline_s
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        asked_s = self._tools.clock()
+        with self._tools.company.turn() as is_alone:
+            self._waited_s += self._tools.clock() - asked_s
+            yield is_alone
 
     def outcome(self, end: End) -> Outcome:
         return Outcome(
@@ -233,8 +250,7 @@ class _Run:
             ledger.refresh(problem)
         absent = self._missing(problem, ask)
         for at in range(0, len(absent), INTERLEAVED):
-            is_over = self._tools.clock() >= deadline_s
-            if is_over or not self._measure(problem, absent[at : at + INTERLEAVED]):
+            if self._is_over(deadline_s) or not self._measure(problem, absent[at : at + INTERLEAVED]):
                 return None
             self._report(number, task, ask.m)
         self._replayed += len(ask.schedules) - len(absent)
@@ -250,7 +266,7 @@ class _Run:
     def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> bool:
         """False if others were timing until the end of the budget."""
         started_s = self._tools.clock()
-        with self._tools.company.turn() as is_alone:
+        with self._turn() as is_alone:
             if not is_alone:
                 return False
             samples = self._tools.evaluator.measure(problem, schedules)
@@ -342,9 +358,9 @@ class _Run:
         self, problem: Problem, incumbent: Schedule, candidate: Schedule, deadline_s: float
     ) -> Comparison | None:
         """None: there is no time for it."""
-        if self._tools.clock() >= deadline_s:
+        if self._is_over(deadline_s):
             return None
-        with self._tools.company.turn() as is_alone:
+        with self._turn() as is_alone:
             if not is_alone:
                 return None
             fought = self._tools.evaluator.duel(problem, incumbent, candidate)
