@@ -190,6 +190,17 @@ class Store:
         with connect.clear_errors(self.name), Session(self._engine) as session:
             return session.scalar(counted) or 0
 
+    def begun_ms(
+        self, problems: Sequence[Problem], machine: MachineKey, kernel_abi: str, since_ms: int = 0
+    ) -> int | None:
+        """Unix time of the oldest verified row from then on of problems of a weight; None: there is none."""
+        of_weight = queries.of_weight(MeasurementRow, problems[0], machine, kernel_abi)
+        of_problems = ProblemRow.m.in_([problem.m for problem in problems])
+        counts = MeasurementRow.verified & (MeasurementRow.created_at_ms >= since_ms)
+        query = select(func.min(MeasurementRow.created_at_ms)).select_from(MeasurementRow).join(ProblemRow)
+        with connect.clear_errors(self.name), Session(self._engine) as session:
+            return session.scalar(query.where(*of_weight, of_problems, counts))
+
     def all_measurements(self) -> Iterator[Measurement]:
         """Every row, oldest first, read while they are taken."""
         return self._streamed(queries.measurements().order_by(MeasurementRow.id), measurement_of)

@@ -42,7 +42,6 @@ class Ledger:
         self._store = store
         self._scope = scope
         self._samples: dict[Problem, dict[Schedule, list[Sample]]] = {}
-        self._stored_ms: dict[Problem, dict[Schedule, list[int]]] = {}
         self._row_counts: dict[Problem, int] = {}
         self._verdicts: dict[Problem, list[Promotion]] = {}
 
@@ -64,14 +63,7 @@ class Ledger:
 
     def begun_ms(self, problems: Sequence[Problem]) -> int | None:
         """When the first sample of any problem of one weight was stored, by whomever; None: there is none."""
-        if not any(self._samples.get(problem) for problem in problems):
-            for problem in problems:
-                self._samples.pop(problem, None)
-            self.samples(problems[0])
-            for problem in problems:
-                self._samples.setdefault(problem, {})
-        stored = (self._stored_ms.get(problem, {}).values() for problem in problems)
-        return min((taken[0] for of_problem in stored for taken in of_problem), default=None)
+        return self._store.begun_ms(problems, *self._key, self._scope.since_ms)
 
     def settled_ms(self, problems: Sequence[Problem]) -> float:
         """When the last of these got its first verdict; infinite: not all have one."""
@@ -91,14 +83,14 @@ class Ledger:
     def forget(self, problems: Sequence[Problem]) -> None:
         """Read the problems' rows and verdicts again when they are asked for."""
         for problem in problems:
-            for known in (self._samples, self._stored_ms, self._row_counts, self._verdicts):
+            for known in (self._samples, self._row_counts, self._verdicts):
                 known.pop(problem, None)
 
     def refresh(self, problem: Problem) -> None:
         """Read the problem's rows again if another process has added some."""
         if self._store.measurement_count(problem, *self._key) == self._row_counts.get(problem, 0):
             return
-        self._samples[problem], self._stored_ms[problem] = {}, {}
+        self._samples[problem] = {}
         self._row_counts[problem] = 0
         for row in self._store.measurements(problem, *self._key):
             self._take(row)
@@ -131,10 +123,7 @@ class Ledger:
     def _take(self, row: Measurement) -> None:
         self._row_counts[row.problem] = self._row_counts.get(row.problem, 0) + 1
         if row.origin.verified and row.origin.created_at_ms >= self._scope.since_ms:
-            schedule = row.sample.schedule
-            self._samples.setdefault(row.problem, {}).setdefault(schedule, []).append(row.sample)
-            stored_ms = self._stored_ms.setdefault(row.problem, {}).setdefault(schedule, [])
-            stored_ms.append(row.origin.created_at_ms)
+            self._samples.setdefault(row.problem, {}).setdefault(row.sample.schedule, []).append(row.sample)
 
     def _origin(self) -> Origin:
         now_ms = time.time_ns() // 1_000_000

@@ -114,6 +114,25 @@ class TestStoreContract:
 
         assert store.measurements_of_every_m(dataclasses.replace(PROBLEM, m=3), MACHINE, ABI) == ms
 
+    def test_a_weight_was_begun_with_its_oldest_row(self, store: Store) -> None:
+        """Of the problems asked for, this build and machine; neither older than asked nor unverified."""
+        rows = [
+            dataclasses.replace(
+                MEASUREMENT,
+                problem=dataclasses.replace(PROBLEM, m=m),
+                origin=dataclasses.replace(ORIGIN, created_at_ms=created_at_ms, verified=verified),
+            )
+            for m, created_at_ms, verified in ((1, 30, True), (8, 20, True), (8, 10, False), (4, 5, True))
+        ]
+        store.add_measurements([*rows, dataclasses.replace(rows[3], kernel_abi="another-build")])
+        of_m = {m: dataclasses.replace(PROBLEM, m=m) for m in (1, 2, 4, 8)}
+
+        assert store.begun_ms([of_m[1], of_m[8]], MACHINE, ABI) == 20
+        assert store.begun_ms([of_m[1], of_m[8]], MACHINE, ABI, since_ms=21) == 30
+        assert store.begun_ms([of_m[4], of_m[8]], MACHINE, ABI) == 5
+        assert store.begun_ms([of_m[2]], MACHINE, ABI) is None
+        assert store.begun_ms([of_m[1]], OTHER_MACHINE, ABI) is None
+
     def test_appending_never_replaces(self, store: Store) -> None:
         """The same schedule measured again is another row; problem and schedule stay one row each."""
         store.add_measurements([measured(300), measured(200)])
