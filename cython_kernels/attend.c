@@ -239,7 +239,7 @@ static pw_queries load_queries(const attending *a, int64_t row, int64_t tokens, 
             a->work.last[n] = program->step.positions[token];
             a->work.first[n] = first_seen(shape, a->work.last[n]);
         }
-    return (pw_queries){a->work.q, a->work.first, a->work.last, n, program->step.tile_rows};
+    return (pw_queries){a->work.q, a->work.first, a->work.last, n, program->step.tile_rows, NULL};
 }
 
 static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
@@ -256,9 +256,18 @@ static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t
 
 /* ---- pieces ----------------------------------------------------------------------------------------------------- */
 
-/* Chunks [first, first + count) of loaded queries, merged in order and finished: all that tokens of a row see. */
-static void attend_whole(const attending *a, const pw_slice *slice, const pw_queries *queries, int64_t first,
-                         int64_t count, int64_t kv_head) {
+/* Where the keys of a chunk of a slice begin. */
+static const void *keys_of(const attending *a, const pw_slice *slice, int64_t chunk, int64_t kv_head) {
+    const pw_program *program = a->run->program;
+    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
+    int64_t panel = pw_chunk_slot(&program->step, slice, chunk) / PW_PANEL;
+    return (const char *)head.keys + panel * PW_PANEL * head.head_dim * pw_kv_element_bytes(head.format);
+}
+
+/* Chunks [first, first + count) of loaded queries, merged in order and finished: all that tokens of a row see. After
+ * them come the keys at `next`, if any. */
+static void attend_whole(const attending *a, const pw_slice *slice, pw_queries *queries, int64_t first, int64_t count,
+                         int64_t kv_head, const void *next) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
     int32_t value_dim = value_dim_of(&program->shape);
@@ -266,6 +275,7 @@ static void attend_whole(const attending *a, const pw_slice *slice, const pw_que
     ops->begin(queries->rows, value_dim, a->work.into);
     for (int64_t chunk = first; chunk < first + count; ++chunk) {
         int64_t slot = pw_chunk_slot(&program->step, slice, chunk);
+        queries->next_keys = chunk + 1 < first + count ? keys_of(a, slice, chunk + 1, kv_head) : next;
         ops->attend_chunk(&head, queries, chunk, slot, a->work.chunk, a->work.part);
         ops->merge(queries->rows, value_dim, a->work.part, a->work.into);
     }
@@ -276,7 +286,7 @@ static void attend_block(const attending *a, const pw_piece *piece, int64_t kv_h
     int64_t row = slice->first_row + piece->first;
     pw_queries queries = load_queries(a, row, piece->count, kv_head);
     int64_t first = queries.first[0] / PW_CHUNK, last = queries.last[queries.rows - 1] / PW_CHUNK;
-    attend_whole(a, slice, &queries, first, last - first + 1, kv_head);
+    attend_whole(a, slice, &queries, first, last - first + 1, kv_head, NULL);
     finish_rows(a, row, piece->count, kv_head);
 }
 
@@ -298,7 +308,7 @@ static void merge_chunks(const attending *a, int32_t slice, int64_t n_chunks, in
 }
 
 /* A run of one token's chunks. The slot of the token itself is read with its last chunk alone. */
-static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_head) {
+static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_head, const void *next) {
     const pw_program *program = a->run->program;
     const pw_slice *slice = &program->step.slices[piece->slice];
     run_of_chunks seen = chunks_of(program, piece->slice);
@@ -306,13 +316,14 @@ static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_
     if (before + piece->count == seen.count) store_row(a, row, kv_head);
     pw_queries queries = load_queries(a, row, 1, kv_head);
     if (piece->count == seen.count) {
-        attend_whole(a, slice, &queries, seen.first, seen.count, kv_head);
+        attend_whole(a, slice, &queries, seen.first, seen.count, kv_head, next);
         finish_rows(a, row, 1, kv_head);
         return;
     }
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
     for (int64_t i = 0; i < piece->count; ++i) {
         int64_t chunk = piece->first + i, part = program->step.first_part[piece->slice] + before + i;
+        queries.next_keys = i + 1 < piece->count ? keys_of(a, slice, chunk + 1, kv_head) : next;
         a->run->kernels->ops.attend_chunk(&head, &queries, chunk, pw_chunk_slot(&program->step, slice, chunk),
                                           a->work.chunk, partial_of(program, part, kv_head));
     }
@@ -323,29 +334,57 @@ static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_
     finish_rows(a, row, 1, kv_head);
 }
 
+/* ---- a member's share ------------------------------------------------------------------------------------------- */
+
+/* What members take from, by KV head of this rank and piece. */
+typedef struct {
+    const pw_piece *pieces;
+    int64_t first_head, heads, count;
+    atomic_long *next;
+} portions;
+
+static int64_t take(const portions *all) { return atomic_fetch_add_explicit(all->next, 1, memory_order_relaxed); }
+static const pw_piece *piece_of(const portions *all, int64_t index) { return &all->pieces[index / all->heads]; }
+static int64_t head_of(const portions *all, int64_t index) { return all->first_head + index % all->heads; }
+
+/* Takes one portion ahead, whose keys are asked for while values are read. */
+static void attend_split(const attending *a, const portions *all) {
+    for (int64_t own = take(all), next; own < all->count; own = next) {
+        next = take(all);
+        const void *keys = NULL;
+        if (next < all->count) {
+            const pw_piece *piece = piece_of(all, next);
+            keys = keys_of(a, &a->run->program->step.slices[piece->slice], piece->first, head_of(all, next));
+        }
+        attend_chunks(a, piece_of(all, own), head_of(all, own), keys);
+    }
+}
+
+static void attend_blocks(const attending *a, const portions *all) {
+    for (int64_t own; (own = take(all)) < all->count;) attend_block(a, piece_of(all, own), head_of(all, own));
+}
+
+static void store_rows(const attending *a, pw_range rows, pw_range kv_heads) {
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+        for (int64_t kv_head = kv_heads.begin; kv_head < kv_heads.end; ++kv_head) store_row(a, row, kv_head);
+}
+
 void pw_run_attend(pw_run *run, const pw_op *op, int member) {
     pw_program *program = run->program;
     const pw_step *step = &program->step;
     pw_range own = pw_share_of(run->division, program->shape.n_kv_heads);
-    int64_t kv_heads = own.end - own.begin, rows = step->n_tokens;
     attending a = {run, op, {0}};
     carve(&program->shape, (float *)(program->scratch + member * program->scratch_bytes), &a.work);
-    if (!step->split) {
-        for (int64_t row = rows * member / run->threads; row < rows * (member + 1) / run->threads; ++row)
-            for (int64_t kv_head = own.begin; kv_head < own.end; ++kv_head) store_row(&a, row, kv_head);
-        pw_team_barrier(run->team, member);
-    }
     bool tail = op->rows != PW_EVERY_ROW && !step->split;
-    const pw_piece *pieces = tail ? step->tail_pieces : step->pieces;
-    int64_t n_pieces = tail ? step->n_tail_pieces : step->n_pieces;
-    atomic_long *next = &program->tickets[(op - program->ops) * PW_MAX_PARTS].next;
-    for (;;) {
-        int64_t ticket = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
-        if (ticket >= n_pieces * kv_heads) return;
-        int64_t kv_head = own.begin + ticket % kv_heads;
-        if (step->split)
-            attend_chunks(&a, &step->pieces[ticket / kv_heads], kv_head);
-        else
-            attend_block(&a, &pieces[ticket / kv_heads], kv_head);
+    int64_t kv_heads = own.end - own.begin, n_pieces = tail ? step->n_tail_pieces : step->n_pieces;
+    const portions all = {tail ? step->tail_pieces : step->pieces, own.begin, kv_heads, n_pieces * kv_heads,
+                          &program->tickets[(op - program->ops) * PW_MAX_PARTS].next};
+    if (step->split) {
+        attend_split(&a, &all);
+        return;
     }
+    int64_t rows = step->n_tokens;
+    store_rows(&a, (pw_range){rows * member / run->threads, rows * (member + 1) / run->threads}, own);
+    pw_team_barrier(run->team, member);
+    attend_blocks(&a, &all);
 }

@@ -55,6 +55,7 @@ typedef struct {
     const int64_t *first, *last; /* positions that each row sees, inclusive */
     int32_t rows;
     int32_t tile_rows; /* rows that are computed together, as far as an ISA can; 0: as it likes */
+    const void *next_keys; /* what is read after the chunk, to be asked for meanwhile; NULL: nothing */
 } pw_queries;
 
 /* Softmax-weighted values, unfinished: the maximum score, the sum of weights, the weighted sum [rows][value_dim]. */

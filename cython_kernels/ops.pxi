@@ -44,6 +44,7 @@ cdef extern from "ops.h" nogil:
         const int64_t *first
         const int64_t *last
         int32_t rows, tile_rows
+        const void *next_keys
 
     ctypedef struct pw_partial:
         float *top
@@ -326,7 +327,7 @@ def attend_one_head(q, keys, values, first, last, table, str kv_format="f32"):
     cdef pw_partial part, into
     cdef int64_t n = rows, r, chunk
     queries.q, queries.first, queries.last = &q_rows[0, 0], &firsts[0], &lasts[0]
-    queries.rows, queries.tile_rows = rows, 0
+    queries.rows, queries.tile_rows, queries.next_keys = rows, 0, NULL
     part.top, part.sum, part.values = &memory[0], &memory[n], &memory[2 * n]
     into.top = part.values + n * head.value_dim
     into.sum, into.values = into.top + n, into.top + 2 * n
