@@ -12,10 +12,10 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
-void *pw_pages_open(int64_t bytes, pw_page_size size) {
+void *pw_pages_open(int64_t bytes) {
     void *pages = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (pages == MAP_FAILED) return NULL;
-    if (size == PW_HUGE_PAGES) madvise(pages, (size_t)bytes, MADV_HUGEPAGE); /* if refused, small pages serve too */
+    madvise(pages, (size_t)bytes, MADV_HUGEPAGE); /* if refused, small pages serve too */
     return pages;
 }
 

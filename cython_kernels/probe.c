@@ -98,7 +98,7 @@ struct pw_readers {
 
 static void touch(void *context, int member) {
     pw_readers *readers = context;
-    char *buffer = pw_pages_open(readers->bytes, PW_HUGE_PAGES);
+    char *buffer = pw_pages_open(readers->bytes);
     if (buffer) memset(buffer, 1, (size_t)readers->bytes);
     readers->buffers[member] = buffer;
 }

@@ -311,12 +311,12 @@ bool pw_program_seal(pw_program *program, char *shared) {
     program->memory_bytes = l.end;
     program->rows_bytes = l.rows_end;
     program->kv_bytes = kv_bytes(program);
-    program->memory = pw_pages_open(l.end, PW_HUGE_PAGES);
+    program->memory = pw_pages_open(l.end);
     if (shared) {
         seal_shared(program, &l, shared);
     } else {
-        program->rows = pw_pages_open(l.rows_end, PW_HUGE_PAGES);
-        program->kv = pw_pages_open(program->kv_bytes, PW_SMALL_PAGES);
+        program->rows = pw_pages_open(l.rows_end);
+        program->kv = pw_pages_open(program->kv_bytes);
     }
     program->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)(program->n_ops + 1));
     program->region_tickets = aligned_alloc(LINE, 2 * sizeof(pw_ticket) * (size_t)region_tickets_each(program));

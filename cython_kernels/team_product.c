@@ -18,7 +18,7 @@ static bool lay_out(pw_team_product *t) {
     int64_t x = aligned(t->rows * w->k * 4), prepared = aligned(t->rows * t->row_bytes);
     int64_t y = aligned(t->rows * t->ldy * 4);
     t->memory_bytes = x + prepared + y + t->split_floats * 4;
-    t->memory = pw_pages_open(t->memory_bytes, PW_HUGE_PAGES);
+    t->memory = pw_pages_open(t->memory_bytes);
     if (!t->memory) return false;
     t->x = (float *)t->memory;
     t->prepared = t->memory + x;

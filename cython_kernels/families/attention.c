@@ -44,7 +44,7 @@ typedef struct {
     const void *data;
     int64_t step;       /* elements from one k to the next */
     int64_t panel_step; /* elements from one panel of 16 columns to the next */
-    const char *soon, *later; /* what else to ask for meanwhile, into L1 and into L2; NULL: nothing */
+    const char *wanted; /* what else to ask for meanwhile, as much as is read; NULL: nothing */
 } matrix;
 
 typedef void (*attend_function)(int64_t steps, const float *a, const matrix *b, float *c, int64_t c_stride);
@@ -56,15 +56,11 @@ PW_INLINE void attend_product(const int rows, const int panels, const int format
     const int64_t bytes = pw_kv_element_bytes(format), asked = PW_PANEL * panels * bytes;
     vf sum[ATTEND_ROWS][ATTEND_PANELS * PER_PANEL];
     int64_t step = b->step, panel_step = b->panel_step;
-    const char *data = b->data, *soon = b->soon, *later = b->later, *next = data + panels * panel_step * bytes;
+    const char *data = b->data, *wanted = b->wanted;
     PW_UNROLL for (int r = 0; r < rows; ++r)
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) sum[r][v] = v_zero();
     for (int64_t k = 0; k < steps; ++k, data += step * bytes) {
-        if (format != PW_KV_F32 && soon) { /* as much of the next panels, and of what is wanted, as is read here */
-            __builtin_prefetch(next + k * asked);
-            __builtin_prefetch(soon + k * asked);
-        }
-        if (format != PW_KV_F32 && later) __builtin_prefetch(later + k * asked, 0, 2);
+        if (format != PW_KV_F32 && wanted) __builtin_prefetch(wanted + k * asked, 0, 2); /* into L2 */
         vf x[ATTEND_PANELS * PER_PANEL];
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v)
             x[v] = v_load_stored(data + (v / PER_PANEL * panel_step + v % PER_PANEL * LANES) * bytes, format);
@@ -96,11 +92,9 @@ static void attend_multiply(int rows, int64_t panels, int format, int64_t steps,
     int64_t bytes = pw_kv_element_bytes(format);
     for (int64_t done = 0; done < panels;) {
         int now = panels - done < ATTEND_PANELS ? (int)(panels - done) : ATTEND_PANELS;
-        int64_t asked = steps * now * PW_PANEL * bytes;
         attend_tiles[rows - 1][now - 1][format](steps, a, &b, c + done * PW_PANEL, c_stride);
         b.data = (const char *)b.data + now * b.panel_step * bytes;
-        if (b.soon) b.soon += asked;
-        if (b.later) b.later += asked;
+        if (b.wanted) b.wanted += steps * now * PW_PANEL * bytes;
         done += now;
     }
 }
@@ -195,7 +189,7 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
         int64_t panel = (origin + all.begin) / PW_PANEL, end_panel = (origin + all.end - 1) / PW_PANEL + 1;
         int64_t panels_before = panel - data->first_slot / PW_PANEL;
         keys.data = (const char *)keys.data + panels_before * keys.panel_step * bytes;
-        if (data->format != PW_KV_F32) keys.soon = values.data;
+        if (data->format != PW_KV_F32) keys.wanted = values.data;
         float *first = scores + panel * PW_PANEL - origin;
         attend_multiply(rows, end_panel - panel, data->format, head->head_dim,
                         queries->q + (int64_t)row * PW_ROW_STRIDE, keys, first, PW_ROW_STRIDE);
@@ -205,7 +199,7 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
     weigh(scores, own, rows, all, out.top + row, out.sum + row);
     if (head->value_scales)
         scale_positions(rows, all.end - all.begin, head->value_scales + origin + all.begin, scores + all.begin);
-    if (data->format != PW_KV_F32) values.later = queries->next_keys;
+    if (data->format != PW_KV_F32) values.wanted = queries->next_keys;
     attend_multiply(rows, head->value_dim / PW_PANEL, data->format, all.end - all.begin, scores + all.begin, values,
                     out.values + (int64_t)row * head->value_dim, head->value_dim);
 }
@@ -242,8 +236,8 @@ static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries,
     int64_t slot = origin + all.begin;
     chunk_data data = {
         .keys = {(const char *)head->keys + slot / PW_PANEL * PW_PANEL * head->head_dim * bytes, PW_PANEL,
-                 (int64_t)PW_PANEL * head->head_dim, NULL, NULL},
-        .values = {(const char *)head->values + slot * head->value_dim * bytes, head->value_dim, PW_PANEL, NULL, NULL},
+                 (int64_t)PW_PANEL * head->head_dim, NULL},
+        .values = {(const char *)head->values + slot * head->value_dim * bytes, head->value_dim, PW_PANEL, NULL},
         .first_slot = slot,
         .format = head->format,
     };
