@@ -17,24 +17,20 @@
  * score by d_k = e_k sum |q_i|, the result by (exp(2 max d_k) - 1) max |v_j| + max e_v. */
 #include "families/attention_stored.h"
 
+/* Sums of at most 24 registers of 32, or 12 of 16: few rows take more panels at once, so that each score or weight that
+ * is broadcast meets more of them. */
 #if defined(__AVX512F__)
-enum { ATTEND_ROWS = 12, ATTEND_PANELS = 2 }; /* 24 sums, 2 vectors of keys and one of queries: 27 of 32 registers */
-#define FOR_EACH_ATTEND(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
-#define ATTEND_OF(ROWS) ATTEND_FORMATS(ROWS, 1) ATTEND_FORMATS(ROWS, 2)
-#define ATTEND_NAMES(ROWS) {{ATTEND_FORMAT_NAMES(ROWS, 1)}, {ATTEND_FORMAT_NAMES(ROWS, 2)}},
-#elif defined(__AVX2__)
-enum { ATTEND_ROWS = 6, ATTEND_PANELS = 1 }; /* 12 sums, 2 vectors of keys and one of queries: 15 of 16 registers */
-#define FOR_EACH_ATTEND(X) X(1) X(2) X(3) X(4) X(5) X(6)
-#elif defined(PW_NEON)
-enum { ATTEND_ROWS = 6, ATTEND_PANELS = 1 }; /* 24 sums, 4 vectors of keys and one of queries: 29 of 32 registers */
-#define FOR_EACH_ATTEND(X) X(1) X(2) X(3) X(4) X(5) X(6)
+enum { ATTEND_ROWS = 12, WIDE_ROWS = 6, ATTEND_PANELS = 4, NARROW_PANELS = 2 };
+#define FOR_EACH_WIDE(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#define FOR_EACH_NARROW(X) X(7) X(8) X(9) X(10) X(11) X(12)
+#elif defined(__AVX2__) || defined(PW_NEON)
+enum { ATTEND_ROWS = 6, WIDE_ROWS = 0, ATTEND_PANELS = 1, NARROW_PANELS = 1 };
+#define FOR_EACH_WIDE(X)
+#define FOR_EACH_NARROW(X) X(1) X(2) X(3) X(4) X(5) X(6)
 #else
-enum { ATTEND_ROWS = 2, ATTEND_PANELS = 1 };
-#define FOR_EACH_ATTEND(X) X(1) X(2)
-#endif
-#ifndef ATTEND_OF
-#define ATTEND_OF(ROWS) ATTEND_FORMATS(ROWS, 1)
-#define ATTEND_NAMES(ROWS) {{ATTEND_FORMAT_NAMES(ROWS, 1)}},
+enum { ATTEND_ROWS = 2, WIDE_ROWS = 0, ATTEND_PANELS = 1, NARROW_PANELS = 1 };
+#define FOR_EACH_WIDE(X)
+#define FOR_EACH_NARROW(X) X(1) X(2)
 #endif
 
 enum { LEAD = PW_PANEL }; /* floats before a row of scores: a chunk may begin inside a panel */
@@ -44,7 +40,7 @@ typedef struct {
     const void *data;
     int64_t step;       /* elements from one k to the next */
     int64_t panel_step; /* elements from one panel of 16 columns to the next */
-    const char *wanted; /* what else to ask for meanwhile, as much as is read; NULL: nothing */
+    const char *wanted; /* what else to ask for meanwhile, into L2, as much as is read; NULL: nothing */
 } matrix;
 
 typedef void (*attend_function)(int64_t steps, const float *a, const matrix *b, float *c, int64_t c_stride);
@@ -60,7 +56,8 @@ PW_INLINE void attend_product(const int rows, const int panels, const int format
     PW_UNROLL for (int r = 0; r < rows; ++r)
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) sum[r][v] = v_zero();
     for (int64_t k = 0; k < steps; ++k, data += step * bytes) {
-        if (format != PW_KV_F32 && wanted) __builtin_prefetch(wanted + k * asked, 0, 2); /* into L2 */
+        if (format != PW_KV_F32 && wanted)
+            PW_UNROLL for (int64_t line = 0; line < asked; line += 64) __builtin_prefetch(wanted + k * asked + line, 0, 2);
         vf x[ATTEND_PANELS * PER_PANEL];
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v)
             x[v] = v_load_stored(data + (v / PER_PANEL * panel_step + v % PER_PANEL * LANES) * bytes, format);
@@ -80,18 +77,28 @@ PW_INLINE void attend_product(const int rows, const int panels, const int format
     }
 #define ATTEND_FORMATS(ROWS, PANELS) \
     ATTEND(ROWS, PANELS, F32) ATTEND(ROWS, PANELS, F16) ATTEND(ROWS, PANELS, BF16) ATTEND(ROWS, PANELS, INT8)
-#define ATTEND_FORMAT_NAMES(ROWS, PANELS) \
-    attend_##ROWS##_##PANELS##_F32, attend_##ROWS##_##PANELS##_F16, attend_##ROWS##_##PANELS##_BF16, \
-        attend_##ROWS##_##PANELS##_INT8
-FOR_EACH_ATTEND(ATTEND_OF)
+#define ATTEND_FORMAT_NAMES(ROWS, PANELS)                                                              \
+    [(ROWS)-1][(PANELS)-1] = {attend_##ROWS##_##PANELS##_F32, attend_##ROWS##_##PANELS##_F16, \
+                              attend_##ROWS##_##PANELS##_BF16, attend_##ROWS##_##PANELS##_INT8},
+#if defined(__AVX512F__)
+#define NARROW(ROWS) ATTEND_FORMATS(ROWS, 1) ATTEND_FORMATS(ROWS, 2)
+#define WIDE(ROWS) NARROW(ROWS) ATTEND_FORMATS(ROWS, 3) ATTEND_FORMATS(ROWS, 4)
+#define NARROW_NAMES(ROWS) ATTEND_FORMAT_NAMES(ROWS, 1) ATTEND_FORMAT_NAMES(ROWS, 2)
+#define WIDE_NAMES(ROWS) NARROW_NAMES(ROWS) ATTEND_FORMAT_NAMES(ROWS, 3) ATTEND_FORMAT_NAMES(ROWS, 4)
+#else
+#define NARROW(ROWS) ATTEND_FORMATS(ROWS, 1)
+#define NARROW_NAMES(ROWS) ATTEND_FORMAT_NAMES(ROWS, 1)
+#endif
+FOR_EACH_WIDE(WIDE)
+FOR_EACH_NARROW(NARROW)
 static const attend_function attend_tiles[ATTEND_ROWS][ATTEND_PANELS][PW_KV_FORMATS] = {
-    FOR_EACH_ATTEND(ATTEND_NAMES)};
+    FOR_EACH_WIDE(WIDE_NAMES) FOR_EACH_NARROW(NARROW_NAMES)};
 
 static void attend_multiply(int rows, int64_t panels, int format, int64_t steps, const float *a, matrix b, float *c,
                             int64_t c_stride) {
-    int64_t bytes = pw_kv_element_bytes(format);
+    int64_t bytes = pw_kv_element_bytes(format), most = rows <= WIDE_ROWS ? ATTEND_PANELS : NARROW_PANELS;
     for (int64_t done = 0; done < panels;) {
-        int now = panels - done < ATTEND_PANELS ? (int)(panels - done) : ATTEND_PANELS;
+        int now = (int)(panels - done < most ? panels - done : most);
         attend_tiles[rows - 1][now - 1][format](steps, a, &b, c + done * PW_PANEL, c_stride);
         b.data = (const char *)b.data + now * b.panel_step * bytes;
         if (b.wanted) b.wanted += steps * now * PW_PANEL * bytes;
