@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool, StaticPool
 
 from phasewise.kerneldb.errors import (
@@ -31,11 +31,14 @@ from phasewise.kerneldb.location import MEMORY_URL, Location
 BUSY_TIMEOUT_S = 15.0
 """How long to wait for another writer, which holds the lock for milliseconds, or seconds to upgrade."""
 
+LOOK_AGAIN_S = 0.0003
+"""Whether another writer is done."""
+
 LEAST_ROOM_BYTES = 64 << 10
 """Of the file system, to open a database for writing: SQLite puts 32 KiB beside it, and its log."""
 
 _SQLITE_MAGIC = b"SQLite format 3\0"
-_BEGIN = "sqlite_begin"
+_WRITES = "sqlite_writes"
 
 MAX_REASON_CHARS = 160
 """Of what the driver says: SQLite may quote the whole definition of a table."""
@@ -99,14 +102,37 @@ def _with_sqlite_habits(engine: Engine) -> Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get(_BEGIN, 'DEFERRED')}")
+        if connection.get_execution_options().get(_WRITES):
+            begin_writing(connection)
+        else:
+            connection.exec_driver_sql("BEGIN")
 
     return engine
 
 
 def for_writing(engine: Engine) -> Engine:
     """The same engine, whose transactions take SQLite's write lock at once: they wait, and never deadlock."""
-    return engine.execution_options(**{_BEGIN: "IMMEDIATE"})
+    return engine.execution_options(**{_WRITES: True})
+
+
+def begin_writing(connection: Connection) -> None:
+    """Take SQLite's write lock. Its own waiting sleeps 1, 2, 5, 10 .. 100 ms, where a write takes two."""
+    deadline_s = time.monotonic() + BUSY_TIMEOUT_S
+    dbapi = connection.connection.driver_connection
+    assert isinstance(dbapi, sqlite3.Connection)
+    dbapi.execute("PRAGMA busy_timeout = 0")
+    try:
+        while True:
+            try:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                return
+            except OperationalError as error:
+                busy = getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_BUSY")
+                if not busy or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(LOOK_AGAIN_S)
+    finally:
+        dbapi.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
 
 
 def use_write_ahead_log(engine: Engine) -> None:

@@ -10,20 +10,16 @@ only reads says so (`only_reading`), and then waits for nobody.
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from sqlalchemy import Connection, Engine, event
-from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import QueuePool
 
-from phasewise.kerneldb.connect import BUSY_TIMEOUT_S
+from phasewise.kerneldb.connect import BUSY_TIMEOUT_S, begin_writing
 from phasewise.kerneldb.location import Location
-
-_LOOK_AGAIN_S = 0.001
 
 
 def engine_arguments(location: Location) -> tuple[str, dict[str, Any]]:
@@ -65,24 +61,4 @@ def lock_when_beginning(engine: Engine) -> None:
             if _is_reading.get():
                 connection.exec_driver_sql("BEGIN")
             else:
-                _begin_writing(connection)
-
-
-def _begin_writing(connection: Connection) -> None:
-    """SQLite's own waiting soon sleeps 100 ms at a time, where a guest's transactions take 10."""
-    deadline_s = time.monotonic() + BUSY_TIMEOUT_S
-    dbapi = connection.connection.driver_connection
-    assert isinstance(dbapi, sqlite3.Connection)
-    dbapi.execute("PRAGMA busy_timeout = 0")
-    try:
-        while True:
-            try:
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
-                return
-            except OperationalError as error:
-                busy = getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_BUSY")
-                if not busy or time.monotonic() > deadline_s:
-                    raise
-                time.sleep(_LOOK_AGAIN_S)
-    finally:
-        dbapi.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
+                begin_writing(connection)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sqlalchemy import (
@@ -10,6 +11,7 @@ from sqlalchemy import (
     Delete,
     Select,
     and_,
+    bindparam,
     case,
     delete,
     exists,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 PROBLEM_FIELDS = tuple(field.name for field in fields(Problem))
 WEIGHT_FIELDS = tuple(name for name in PROBLEM_FIELDS if name != "m")
+BUILD_FIELDS = ("core_sig", "placement_sig", "kernel_abi")
 PROBLEM_ORDER = tuple(getattr(ProblemRow, name) for name in PROBLEM_FIELDS)
 
 _Incumbent = aliased(ScheduleRow)
@@ -97,6 +100,23 @@ def of_problem(
     """Rows of one key."""
     same = (getattr(ProblemRow, name) == getattr(problem, name) for name in PROBLEM_FIELDS)
     return (*same, of_machine(model, machine), model.kernel_abi == kernel_abi)
+
+
+@cache
+def measurement_count() -> AnySelect:
+    """How many measurements the key has that `key_parameters` names.
+
+    Built once: a run asks before every batch, and building takes several times as long as the answer.
+    """
+    same = [getattr(ProblemRow, name) == bindparam(name) for name in PROBLEM_FIELDS]
+    same += [getattr(MeasurementRow, name) == bindparam(name) for name in BUILD_FIELDS]
+    return select(func.count()).select_from(MeasurementRow).join(ProblemRow).where(*same)
+
+
+def key_parameters(problem: Problem, machine: MachineKey, kernel_abi: str) -> dict[str, Any]:
+    """Of a key, for a query that was built before."""
+    of_build = (machine.core_sig, machine.placement_sig, kernel_abi)
+    return asdict(problem) | dict(zip(BUILD_FIELDS, of_build, strict=True))
 
 
 def of_weight(

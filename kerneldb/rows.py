@@ -7,11 +7,22 @@ from dataclasses import asdict, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from sqlalchemy import Row, Select, bindparam, select, tuple_
+from sqlalchemy import (
+    Column,
+    Insert,
+    Row,
+    ScalarSelect,
+    Table,
+    bindparam,
+    exists,
+    insert,
+    select,
+)
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from phasewise.kerneldb.models import (
+    Base,
     MeasurementRow,
     ProblemRow,
     PromotionRow,
@@ -38,24 +49,85 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-KEYS_AT_ONCE = 500
-"""Of a query: databases bound how many values one may have."""
+
+def add_measurements(session: Session, measurements: Sequence[Measurement]) -> None:
+    """Insert them, and their problems and schedules where these are new.
+
+    In few statements that were built before and look ids up themselves: other processes wait for the
+    transaction, and most of it would be SQLAlchemy.
+    """
+    if not measurements:
+        return
+    _insert_new(session, ProblemRow, [one.problem for one in measurements])
+    _insert_new(session, ScheduleRow, [one.sample.schedule for one in measurements])
+    rows = [_measurement_columns(one) for one in measurements]
+    session.connection().execute(_measurement_insertion(), rows)
 
 
-def measurement_row(session: Session, measurement: Measurement) -> MeasurementRow:
-    """A new row; its problem and its schedule are inserted if they are new."""
-    sample = measurement.sample
-    return MeasurementRow(
-        problem_id=id_of(session, ProblemRow, measurement.problem),
-        schedule_id=id_of(session, ScheduleRow, sample.schedule),
-        kernel_abi=measurement.kernel_abi,
-        samples_ns=list(sample.samples_ns),
-        estimate_ns=sample.estimate_ns,
-        numeric_error=sample.numeric_error,
-        effort_ns=sample.effort_ns,
-        conditions=dict(sample.conditions),
-        **_origin_columns(measurement.origin),
+def _insert_new(
+    session: Session, model: type[ProblemRow | ScheduleRow], records: Iterable[Problem | Schedule]
+) -> None:
+    """Insert those that have no row."""
+    new = [_fields(record) for record in dict.fromkeys(records)]
+    try:
+        with session.begin_nested():
+            session.connection().execute(_insertion_where_absent(model), new)
+    except IntegrityError:  # another process was quicker with one of them
+        for key in new:
+            _find_or_insert(session, model, key)
+
+
+@cache
+def _insertion_where_absent(model: type[ProblemRow | ScheduleRow]) -> Insert:
+    key = _key_columns(model)
+    parameters = {column.name: bindparam(column.name, type_=column.type) for column in key}
+    is_there = exists().where(*(column == parameters[column.name] for column in key))
+    return insert(_table(model)).from_select([*parameters], select(*parameters.values()).where(~is_there))
+
+
+@cache
+def _measurement_insertion() -> Insert:
+    """The parameters of a problem's and a schedule's key begin with the name of their table."""
+    ids = {f"{model.__tablename__}_id": _id_by_key(model) for model in (ProblemRow, ScheduleRow)}
+    return insert(_table(MeasurementRow)).values(ids)
+
+
+def _id_by_key(model: type[ProblemRow | ScheduleRow]) -> ScalarSelect[int]:
+    prefix = model.__tablename__
+    same = (
+        column == bindparam(f"{prefix}_{column.name}", type_=column.type) for column in _key_columns(model)
     )
+    return select(model.id).where(*same).scalar_subquery()
+
+
+def _key_columns(model: type[ProblemRow | ScheduleRow]) -> list[Column[Any]]:
+    """All but the id."""
+    return [column for column in _table(model).columns if not column.primary_key]
+
+
+def _table(model: type[Base]) -> Table:
+    """For statements that are not the unit of work's."""
+    return cast(Table, model.__table__)
+
+
+def _measurement_columns(measurement: Measurement) -> dict[str, Any]:
+    problem, sample = measurement.problem, measurement.sample
+    return {
+        **{f"problem_{name}": value for name, value in _fields(problem).items()},
+        **{f"schedule_{name}": value for name, value in _fields(sample.schedule).items()},
+        "kernel_abi": measurement.kernel_abi,
+        "samples_ns": sample.samples_ns,
+        "estimate_ns": sample.estimate_ns,
+        "numeric_error": sample.numeric_error,
+        "effort_ns": sample.effort_ns,
+        "conditions": dict(sample.conditions),
+        **_origin_columns(measurement.origin),
+    }
+
+
+def _fields(record: Problem | Schedule) -> dict[str, Any]:
+    """As `asdict`, which would copy each value deeply."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def promotion_row(session: Session, promotion: Promotion) -> PromotionRow:
@@ -97,57 +169,12 @@ def step_time_row(timing: StepTime) -> StepTimeRow:
     )
 
 
-def learn_ids(
-    session: Session, model: type[ProblemRow | ScheduleRow], records: Iterable[Problem | Schedule]
-) -> None:
-    """Look up the ids of many records' rows at once, for `id_of`; the rows are inserted if they are new."""
-    ids = _ids(session)
-    new = [record for record in dict.fromkeys(records) if record not in ids]
-    if not new:
-        return
-    ids |= _stored_ids(session, model, new)
-    missing = [record for record in new if record not in ids]
-    if not missing:
-        return
-    rows = [model(**asdict(record)) for record in missing]
-    try:
-        with session.begin_nested():
-            session.add_all(rows)
-    except IntegrityError:  # another process was quicker with one of them
-        ids |= {record: _find_or_insert(session, model, asdict(record)) for record in missing}
-    else:
-        ids |= {record: row.id for record, row in zip(missing, rows, strict=True)}
-
-
 def id_of(session: Session, model: type[ProblemRow | ScheduleRow], record: Problem | Schedule) -> int:
     """The id of the record's row, inserted if new. A session is one transaction, and asks once for each."""
-    learn_ids(session, model, [record])
-    return _ids(session)[record]
-
-
-def _ids(session: Session) -> dict[Problem | Schedule, int]:
-    known: dict[Problem | Schedule, int] = session.info.setdefault("ids", {})
-    return known
-
-
-def _stored_ids(
-    session: Session, model: type[ProblemRow | ScheduleRow], records: Sequence[Problem | Schedule]
-) -> dict[Problem | Schedule, int]:
-    """Of those that have a row."""
-    names = tuple(field.name for field in fields(records[0]))
-    by_key = {tuple(getattr(record, name) for name in names): record for record in records}
-    keys, query, found = [*by_key], _ids_by_key(model, names), {}
-    for at in range(0, len(keys), KEYS_AT_ONCE):
-        rows = session.execute(query, {"keys": keys[at : at + KEYS_AT_ONCE]})
-        found.update({by_key[tuple(key)]: row_id for row_id, *key in rows})
-    return found
-
-
-@cache
-def _ids_by_key(model: type[ProblemRow | ScheduleRow], names: tuple[str, ...]) -> Select[Any]:
-    """Built once: SQLAlchemy takes longer for that than SQLite for the answer."""
-    columns = [getattr(model, name) for name in names]
-    return select(model.id, *columns).where(tuple_(*columns).in_(bindparam("keys", expanding=True)))
+    ids: dict[Problem | Schedule, int] = session.info.setdefault("ids", {})
+    if record not in ids:
+        ids[record] = _find_or_insert(session, model, _fields(record))
+    return ids[record]
 
 
 def _find_or_insert(session: Session, model: type[ProblemRow | ScheduleRow], key: dict[str, Any]) -> int:

@@ -35,16 +35,14 @@ from phasewise.kerneldb.models import (
     MeasurementRow,
     ProblemRow,
     PromotionRow,
-    ScheduleRow,
     ServicePlanRow,
     StepTimeRow,
 )
 from phasewise.kerneldb.queries import PROBLEM_ORDER, of_problem
 from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Problem, Promotion, StepTime
 from phasewise.kerneldb.rows import (
-    learn_ids,
+    add_measurements,
     measurement_of,
-    measurement_row,
     plan_of,
     plan_row,
     promotion_of,
@@ -166,9 +164,7 @@ class Store:
         """Append all or none."""
         added = list(measurements)
         with self._writing() as session:
-            learn_ids(session, ProblemRow, [one.problem for one in added])
-            learn_ids(session, ScheduleRow, [one.sample.schedule for one in added])
-            session.add_all([measurement_row(session, one) for one in added])
+            add_measurements(session, added)
 
     def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]:
         """Everything measured for a problem on this kind of machine with this build, oldest first."""
@@ -185,10 +181,9 @@ class Store:
 
     def measurement_count(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> int:
         """How many rows `measurements` reads; tells cheaply whether another process has added some."""
-        query = select(func.count()).select_from(MeasurementRow).join(ProblemRow)
-        counted = query.where(*of_problem(MeasurementRow, problem, machine, kernel_abi))
-        with connect.clear_errors(self.name), Session(self._engine) as session:
-            return session.scalar(counted) or 0
+        key = queries.key_parameters(problem, machine, kernel_abi)
+        with connect.clear_errors(self.name), self._engine.connect() as connection:
+            return connection.scalar(queries.measurement_count(), key) or 0
 
     def begun_ms(
         self, problems: Sequence[Problem], machine: MachineKey, kernel_abi: str, since_ms: int = 0
@@ -259,7 +254,8 @@ class Store:
             if session.get_bind().dialect.name == "postgresql":
                 session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})
             missing = [*self._missing(session, rows)]
-            session.add_all([_row_of(session, row) for row in missing])
+            add_measurements(session, [row for row in missing if isinstance(row, Measurement)])
+            session.add_all([_row_of(session, row) for row in missing if not isinstance(row, Measurement)])
         return len(missing)
 
     def _missing(self, session: Session, rows: Iterable[Shared]) -> Iterator[Shared]:
@@ -400,14 +396,8 @@ class Store:
                 self._report(f"database {self.name}: row {row[0].id} of {table} is skipped: {error}")
 
 
-def _row_of(session: Session, row: Shared) -> MeasurementRow | PromotionRow | StepTimeRow:
-    match row:
-        case Measurement():
-            return measurement_row(session, row)
-        case Promotion():
-            return promotion_row(session, row)
-        case StepTime():
-            return step_time_row(row)
+def _row_of(session: Session, row: Promotion | StepTime) -> PromotionRow | StepTimeRow:
+    return promotion_row(session, row) if isinstance(row, Promotion) else step_time_row(row)
 
 
 def _key_of(row: Shared) -> tuple[object, ...]:

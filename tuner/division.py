@@ -94,6 +94,9 @@ class Division:
         self._elsewhere: set[str] = set()
         """What others had claimed at some time."""
         self._looked_at: set[str] = set()
+        self._own: set[str] = set()
+        """What this run has worked at."""
+        self._began_ms = time.time_ns() // 1_000_000
 
     @contextmanager
     def take(self, waiting: Sequence[Task]) -> Iterator[Task | None]:
@@ -105,6 +108,7 @@ class Division:
                 if is_ours:
                     self._look_again(task)
                     yield task
+                    self._own.add(self._name(task))
                     return
             self._looked_at.discard(self._name(task))
             if self._name(task) not in self._elsewhere:
@@ -129,8 +133,11 @@ class Division:
         return self._work_of(task) / whole if task in ours else 1 / len(waiting)
 
     def is_settled_elsewhere(self, task: Task) -> bool:
-        """Whether another run had it, and has come to a verdict for all its rows."""
-        return self._name(task) in self._elsewhere and self._ledger.settled_ms(task.problems) < math.inf
+        """Whether another run had it since this one began, and has come to a verdict for all its rows."""
+        settled_ms = self._ledger.settled_ms(task.problems)
+        if self._name(task) in self._elsewhere:
+            return settled_ms < math.inf
+        return self._name(task) not in self._own and self._began_ms <= settled_ms < math.inf
 
     def known(self, task: Task) -> ScheduleCache:
         """What its search may learn from other weights."""

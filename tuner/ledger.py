@@ -42,6 +42,8 @@ class Ledger:
         self._store = store
         self._scope = scope
         self._samples: dict[Problem, dict[Schedule, list[Sample]]] = {}
+        self._weights_read: set[Problem] = set()
+        """Of each the problem of one row."""
         self._row_counts: dict[Problem, int] = {}
         self._verdicts: dict[Problem, list[Promotion]] = {}
 
@@ -52,14 +54,15 @@ class Ledger:
         return f"{self._store.name} {machine.core_sig} {machine.placement_sig} {self._scope.kernel_abi}"
 
     def samples(self, problem: Problem) -> Mapping[Schedule, Sequence[Sample]]:
-        """By schedule, oldest first. The first look at a weight reads the rows of all its m at once."""
-        if problem not in self._samples:
+        """By schedule, oldest first. The first look at a weight reads the rows of all its m, once."""
+        weight = replace(problem, m=1)
+        if weight not in self._weights_read:
             known = set(self._samples)
             for row in self._store.measurements_of_every_m(problem, *self._key):
                 if row.problem not in known:
                     self._take(row)
-            self._samples.setdefault(problem, {})
-        return self._samples[problem]
+            self._weights_read.add(weight)
+        return self._samples.setdefault(problem, {})
 
     def begun_ms(self, problems: Sequence[Problem]) -> int | None:
         """When the first sample of any problem of one weight was stored, by whomever; None: there is none."""
@@ -85,6 +88,7 @@ class Ledger:
         for problem in problems:
             for known in (self._samples, self._row_counts, self._verdicts):
                 known.pop(problem, None)
+            self._weights_read.discard(replace(problem, m=1))
 
     def refresh(self, problem: Problem) -> None:
         """Read the problem's rows again if another process has added some."""

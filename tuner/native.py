@@ -181,6 +181,11 @@ class NativeEvaluator:
         self._products: dict[tuple[int, Arithmetic], _Product] = {}
         self._attention: _Attention | None = None
 
+    def prepare(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
+        """Make the weights, the rows and the expected results that timing these needs."""
+        for schedule in schedules:
+            self._timed(problem, schedule)
+
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
         """One sample of each, timed in turns. KernelMismatchError if one gives another result."""
         contestants = [self._contestant(problem, schedule) for schedule in schedules]
@@ -227,9 +232,12 @@ class NativeEvaluator:
         self._team.close()
 
     def _contestant(self, problem: Problem, schedule: Schedule) -> _Contestant:
+        return _Contestant(self._timed(problem, schedule), schedule)
+
+    def _timed(self, problem: Problem, schedule: Schedule) -> _Product | _Attention:
         if problem.family == "attention":
-            return _Contestant(self._attention_of(problem), schedule)
-        return _Contestant(self._product(problem, arithmetic_of(schedule)), schedule)
+            return self._attention_of(problem)
+        return self._product(problem, arithmetic_of(schedule))
 
     def _attention_of(self, problem: Problem) -> _Attention:
         if self._attention is None or self._attention.problem != problem:

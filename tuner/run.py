@@ -56,6 +56,10 @@ class Duel:
 class Evaluator(Protocol):
     """What times schedules; `tuner.native` is the real one."""
 
+    def prepare(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
+        """Whatever can be done before these are timed, and without being alone on the machine."""
+        ...
+
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
         """One sample of each, in this order, timed in turns."""
         ...
@@ -208,10 +212,17 @@ class _Run:
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
-        asked_s = self._tools.clock()
+        waiting_s = self._tools.clock()
         with self._tools.company.turn() as is_alone:
-            self._waited_s += self._tools.clock() - asked_s
+            self._waited_s += self._tools.clock() - waiting_s
             yield is_alone
+            waiting_s = self._tools.clock()  # until nobody else has a turn
+        self._waited_s += self._tools.clock() - waiting_s
+
+    def _let_pass(self) -> None:
+        waiting_s = self._tools.clock()
+        self._tools.company.let_pass()
+        self._waited_s += self._tools.clock() - waiting_s
 
     def outcome(self, end: End) -> Outcome:
         return Outcome(
@@ -245,7 +256,7 @@ class _Run:
 
     def _answer(self, number: int, task: Task, ask: Ask, deadline_s: float) -> list[Sample] | None:
         problem, ledger = task.problem(ask.m), self._tools.ledger
-        self._tools.company.let_pass()
+        self._let_pass()
         if self._missing(problem, ask):
             ledger.refresh(problem)
         absent = self._missing(problem, ask)
@@ -266,6 +277,7 @@ class _Run:
     def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> bool:
         """False if others were timing until the end of the budget."""
         started_s = self._tools.clock()
+        self._tools.evaluator.prepare(problem, schedules)
         with self._turn() as is_alone:
             if not is_alone:
                 return False
@@ -360,6 +372,7 @@ class _Run:
         """None: there is no time for it."""
         if self._is_over(deadline_s):
             return None
+        self._tools.evaluator.prepare(problem, (incumbent, candidate))
         with self._turn() as is_alone:
             if not is_alone:
                 return None

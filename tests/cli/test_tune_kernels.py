@@ -45,6 +45,9 @@ class FormulaEvaluator:
         assert cores
         assert total_bytes >= 64 << 20
 
+    def prepare(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
+        pass
+
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
         kind = type(self)
         kind.timed += len(schedules)

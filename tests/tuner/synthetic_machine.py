@@ -78,6 +78,9 @@ class SyntheticMachine:
     def clock(self) -> float:
         return self.now_s
 
+    def prepare(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
+        pass
+
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
         self.happens()
         self.timed += [(problem, schedule) for schedule in schedules]

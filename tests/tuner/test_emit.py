@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -209,16 +210,46 @@ def test_what_cannot_be_printed() -> None:
 PRINT_AFFINITY = "import os; print(*sorted(os.sched_getaffinity(0)))"
 
 
-@pytest.mark.skipif(shutil.which("taskset") is None, reason="no taskset here")
-def test_taskset_takes_its_flags() -> None:
+PRINT_POLICIES = "print(*{line.split()[1] for line in open('/proc/self/numa_maps')})"
+
+
+def _run_under(launcher: str, program: str) -> str:
+    """What a Python program prints with a launcher's flags before it. Skips where the launcher cannot run."""
+    command = shlex.split(launcher)
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    command += [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if "not permitted" in ended.stderr:
+        pytest.skip(f"{command[0]} may not do that here: {ended.stderr.strip()}")
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("tool", ["taskset", "numactl"])
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_a_launcher_takes_its_flags(tool: str, last: bool) -> None:
     """A process started with them has the plan's cores."""
     machine = read_machine()
-    plan = default_plan(machine, "decode", threads=1)
-    command = [*shlex.split(emit("taskset", {"decode": plan}, machine).text), "python3", "-c", PRINT_AFFINITY]
+    core = machine.allowed_cores()[-1 if last else 0][0]
+    plan = ServicePlan("decode", (RankCores((core,)),))
 
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    shown = _run_under(emit(tool, {"decode": plan}, machine).text, PRINT_AFFINITY)
 
-    assert set(map(int, shown.split())) == set(plan.cores)
+    assert set(map(int, shown.split())) == {core}
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA")
+@pytest.mark.skipif(0 not in os.sched_getaffinity(0), reason="CPU 0 may not be used here")
+def test_numactl_binds_memory_where_there_are_several_nodes() -> None:
+    """Of another machine's plan, whose first core and node this one has as well."""
+    plan = ServicePlan("decode", (RankCores((0,)),))
+    launcher = emit("numactl", {"decode": plan}, xeon()).text
+
+    shown = _run_under(launcher, PRINT_POLICIES)
+
+    assert launcher.endswith("--membind=0")
+    assert shown.split() == ["bind:0"]
 
 
 OPENMP_PROGRAM = r"""

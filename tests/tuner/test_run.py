@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -357,6 +357,56 @@ def test_a_weight_that_another_run_has_claimed_is_left_to_it(database: str) -> N
     assert again.timed == again.duels == 0
 
 
+class QuickRun(Nobody):
+    """Another run tunes the second weight while we are at the first, and nobody sees it have it."""
+
+    def __init__(self, database: str) -> None:
+        self._database = database
+        self._passes = 0
+
+    def let_pass(self) -> None:
+        self._passes += 1
+        if self._passes == 5:
+            run_on(SyntheticMachine(), self._database, [task_of(512)])
+
+
+def test_what_another_run_settled_meanwhile_is_not_gone_through_again(database: str) -> None:
+    outcome = run_on(SyntheticMachine(), database, company=QuickRun(database))
+    again = run_on(SyntheticMachine(), database)
+
+    assert (outcome.end, outcome.replayed) == ("complete", 0)
+    assert again.replayed > 0
+    assert in_use(again) == in_use(outcome)
+
+
+class Watched(SyntheticMachine):
+    """And which schedules it was told of while others may be at work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_alone = False
+        self.prepared: set[tuple[Problem, Schedule]] = set()
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        self.is_alone = True
+        yield True
+        self.is_alone = False
+
+    def prepare(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
+        assert not self.is_alone
+        self.prepared |= {(problem, schedule) for schedule in schedules}
+
+
+def test_all_is_prepared_before_a_turn(database: str) -> None:
+    machine, company = Watched(), Nobody()
+    company.turn = machine.turn  # type: ignore[method-assign]
+    run_on(machine, database, company=company)
+
+    fought = {(problem, one) for problem, *both in machine.duels for one in both}
+    assert machine.prepared == {*machine.timed, *fought}
+
+
 def test_what_another_run_keeps_until_the_budget_is_over_is_not_tuned(database: str) -> None:
     machine, other = SyntheticMachine(), Nobody()
     other.claim = lambda name: nullcontext(False)  # type: ignore[method-assign]
@@ -384,16 +434,22 @@ def test_without_a_turn_nothing_is_timed(database: str) -> None:
 
 
 class Crowd(Nobody):
-    """Others, who time four times as long as this run did since its last turn."""
+    """Others, who time four times as long as this run: before its turns, after them, where it lets them."""
 
     def __init__(self, machine: SyntheticMachine) -> None:
         self._machine = machine
-        self._since_s = 0.0
+        self._owed_s = 0.0
 
-    def turn(self) -> AbstractContextManager[bool]:
-        self._machine.now_s += 4 * (self._machine.now_s - self._since_s)
-        self._since_s = self._machine.now_s
-        return nullcontext(True)
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        self.let_pass()
+        began_s = self._machine.now_s
+        yield True
+        self._owed_s = 4 / 3 * (self._machine.now_s - began_s)
+        self.let_pass()
+
+    def let_pass(self) -> None:
+        self._machine.now_s += self._owed_s
 
 
 def test_waiting_for_others_takes_nothing_of_a_weights_share(database: str) -> None:
