@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import deque
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from phasewise.serving.errors import QueueFull, RequestError, Stopping
+from phasewise.serving.http.bell import Bell
 from phasewise.serving.http.served import HttpLimits, PromptFacts
 from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Submit
 
@@ -123,7 +123,8 @@ class EngineClient:
         self._answers: set[AnswerStream] = set()
         self._ends_s: deque[float] = deque(maxlen=_RATE_OF_LAST)
         self._started_s: dict[str, float] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._delivered: deque[Delivery] = deque()
+        self._bell: Bell | None = None
         self._observers: list[Observer] = []
         self.load: EngineLoad | None = None
         """The engine's, as it said last."""
@@ -140,7 +141,13 @@ class EngineClient:
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop the HTTP answers live. Deliveries before are lost: nobody has asked yet."""
-        self._loop = loop
+        self._bell = Bell(loop, self._route_delivered)
+
+    def close(self) -> None:
+        """Once nothing is delivered any more."""
+        if self._bell is not None:
+            self._bell.close()
+            self._bell = None
 
     def observe(self, observer: Observer) -> None:
         """`observer` sees all that is sent and delivered, on the event loop."""
@@ -187,13 +194,13 @@ class EngineClient:
     def deliver(self, delivery: Delivery) -> None:
         """From the engine's thread."""
         self.load = delivery.load
-        if self._loop is None or self._loop.is_closed():
-            return
-        with contextlib.suppress(RuntimeError):  # the loop closed just now: nobody reads any more
-            self._loop.call_soon_threadsafe(self._route, delivery)
+        if self._bell is not None:
+            self._delivered.append(delivery)
+            self._bell.ring()
 
     def end_everything(self) -> None:
-        """Tell every answer in progress that the server is stopping."""
+        """Tell every answer in progress that the server is stopping, unless the engine has told it more."""
+        self._route_delivered()
         for request_id, stream in list(self._streams.items()):
             stream.put(Failure(request_id, Stopping("the server is stopping")))
             stream.wake()
@@ -229,6 +236,10 @@ class EngineClient:
         if self.load is None or self.load.n_waiting == 0:
             return 0
         return self.n_live - self.load.n_running + n_new - self._limits.max_waiting_requests
+
+    def _route_delivered(self) -> None:
+        while self._delivered:
+            self._route(self._delivered.popleft())
 
     def _route(self, delivery: Delivery) -> None:
         for observer in self._observers:
