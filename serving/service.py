@@ -85,6 +85,8 @@ def run_service(
             server.run()
         finally:
             stopped = thread.stop(_LAST_STEP_S)
+            if stopped:
+                client.close()
     if thread.lost is not None:
         raise thread.lost
     if not stopped:

@@ -21,8 +21,8 @@ from phasewise.serving.http.life import Life
 from phasewise.serving.http.metrics import Metrics
 from phasewise.serving.http.middleware import CountAnswers, RequireKey
 from phasewise.serving.http.prepare import chat_requests, completion_requests
-from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering
-from phasewise.serving.http.respond import Reply, respond
+from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering, Reply
+from phasewise.serving.http.respond import respond
 from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from phasewise.serving.http.served import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.messages import Submit

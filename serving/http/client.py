@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import deque
@@ -11,17 +10,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from phasewise.serving.errors import QueueFull, RequestError, Stopping
+from phasewise.serving.http.bell import Bell
 from phasewise.serving.http.served import HttpLimits, PromptFacts
 from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Submit
 
 Message = Submit | Abort
+Pieces = list[tuple[int, Answer]]
+"""(Index of the request among those sent, piece)."""
 
 _RATE_OF_LAST = 64
 _LONGEST_RETRY_S = 300
 
 
 class AnswerStream:
-    """The pieces of one HTTP answer: (index of the request among those sent, piece).
+    """The pieces of one HTTP answer.
 
     `most_unread`: so many pieces may wait here; with one more the stream closes itself and calls
     `on_overflow`. None: whoever reads this keeps up.
@@ -39,11 +41,15 @@ class AnswerStream:
         self._open = set(self._index)
         self._arrived: deque[Answer | Failure] = deque()
         self._something = asyncio.Event()
+        """Cleared while somebody waits in `take`, and then alone."""
         self._most_unread = most_unread
         self._on_overflow = on_overflow
+        self.at_once: Callable[[Iterable[Answer | Failure]], bool] | None = None
+        """Offered what has come while somebody waits in `take`; True: it has passed all of it on."""
         self.closed = False
 
     def put(self, out: Answer | Failure) -> None:
+        """After the last of a delivery, `wake`."""
         if self.closed:
             return
         if self._most_unread is not None and len(self._arrived) >= self._most_unread:
@@ -51,9 +57,16 @@ class AnswerStream:
             self._on_overflow()
             return
         self._arrived.append(out)
-        self._something.set()
 
-    async def take(self) -> list[tuple[int, Answer]]:
+    def wake(self) -> None:
+        """What has come goes on, `at_once` or through `take`. A switch of tasks costs more than an event."""
+        is_awaited = not self._something.is_set()
+        if is_awaited and self.at_once is not None and self.at_once(self._arrived):
+            self._arrived.clear()
+        else:
+            self._something.set()
+
+    async def take(self) -> Pieces:
         """All pieces that have come, at least one; none after the last, and once the stream is closed.
 
         Raises what the engine says where a request fails.
@@ -63,7 +76,7 @@ class AnswerStream:
                 return []
             self._something.clear()
             await self._something.wait()
-        pieces: list[tuple[int, Answer]] = []
+        pieces: Pieces = []
         while self._arrived:
             out = self._arrived[0]
             if isinstance(out, Failure):
@@ -110,7 +123,8 @@ class EngineClient:
         self._answers: set[AnswerStream] = set()
         self._ends_s: deque[float] = deque(maxlen=_RATE_OF_LAST)
         self._started_s: dict[str, float] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._delivered: deque[Delivery] = deque()
+        self._bell: Bell | None = None
         self._observers: list[Observer] = []
         self.load: EngineLoad | None = None
         """The engine's, as it said last."""
@@ -127,7 +141,13 @@ class EngineClient:
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop the HTTP answers live. Deliveries before are lost: nobody has asked yet."""
-        self._loop = loop
+        self._bell = Bell(loop, self._route_delivered)
+
+    def close(self) -> None:
+        """Once nothing is delivered any more."""
+        if self._bell is not None:
+            self._bell.close()
+            self._bell = None
 
     def observe(self, observer: Observer) -> None:
         """`observer` sees all that is sent and delivered, on the event loop."""
@@ -174,15 +194,16 @@ class EngineClient:
     def deliver(self, delivery: Delivery) -> None:
         """From the engine's thread."""
         self.load = delivery.load
-        if self._loop is None or self._loop.is_closed():
-            return
-        with contextlib.suppress(RuntimeError):  # the loop closed just now: nobody reads any more
-            self._loop.call_soon_threadsafe(self._route, delivery)
+        if self._bell is not None:
+            self._delivered.append(delivery)
+            self._bell.ring()
 
     def end_everything(self) -> None:
-        """Tell every answer in progress that the server is stopping."""
+        """Tell every answer in progress that the server is stopping, unless the engine has told it more."""
+        self._route_delivered()
         for request_id, stream in list(self._streams.items()):
             stream.put(Failure(request_id, Stopping("the server is stopping")))
+            stream.wake()
 
     def retry_after_s(self, n_too_many: int) -> int:
         """When so many places will be free, if answers go on ending at the rate at which the last did.
@@ -216,15 +237,23 @@ class EngineClient:
             return 0
         return self.n_live - self.load.n_running + n_new - self._limits.max_waiting_requests
 
+    def _route_delivered(self) -> None:
+        while self._delivered:
+            self._route(self._delivered.popleft())
+
     def _route(self, delivery: Delivery) -> None:
         for observer in self._observers:
             observer.delivered(delivery)
+        told: dict[AnswerStream, None] = {}
         for out in delivery.outs:
             stream = self._streams.get(out.request_id)
             if isinstance(out, Failure) or out.finish_reason is not None:
                 self._end(out.request_id)
             if stream is not None:
                 stream.put(out)
+                told[stream] = None
+        for stream in told:
+            stream.wake()
 
     def _end(self, request_id: str) -> None:
         if self._streams.pop(request_id, None) is not None:

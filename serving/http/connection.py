@@ -89,6 +89,21 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._others.observer.slow_reader_cut()
         self.transport.abort()
 
+    @property
+    def sends_chunks(self) -> bool:
+        """Whether the answer in progress is a body in chunks, with its head sent: HTTP/1.0 knows none."""
+        return self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
+
+    def write_chunk(self, body: bytes) -> bool:
+        """What `send` would write, in a tenth of the time: h11 is in the same state before and after a chunk.
+
+        False, and nothing is written: the reader is behind, and whoever sends has to wait.
+        """
+        if self.flow.write_paused:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         if len(self._others.open) >= self._limits.max_connections:

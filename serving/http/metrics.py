@@ -2,21 +2,20 @@
 
 The instants are those of a request's life: sent, first token, last token. TTFT = first token - sent;
 TPOT = (last token - first token) / (tokens - 1); ITL = a token - the one before.
-What the engine counts itself is read when somebody asks.
+What the engine counts itself is read when somebody asks. All of it happens on the event loop.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
-    Histogram,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
@@ -24,8 +23,10 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from phasewise.serving.batch import Phase
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.served import PromptFacts
+from phasewise.serving.http.tally import Tallies, Tally
 from phasewise.serving.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ class Metrics:
         self._ttft = self._histogram("ttft_seconds", "time to first token", _LATENCY_S)
         self._tpot = self._histogram("tpot_seconds", "time per token after the first", _PER_TOKEN_S)
         self._itl = self._histogram("itl_seconds", "time between two tokens", _PER_TOKEN_S)
-        self._steps = self._step_metrics()
+        self._sequences = self._by_phase("batch_sequences", "sequences per step", _SIZES)
+        self._tokens = self._by_phase("batch_tokens", "tokens per step", _SIZES)
+        self._seconds = self._by_phase("step_seconds", "time per step", _PER_TOKEN_S)
         self._lives: dict[str, _Life] = {}
 
     def sent(self, request: Submit, facts: PromptFacts) -> None:
@@ -107,17 +110,16 @@ class Metrics:
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"phasewise_{name}", meaning, labels, registry=self.registry)
 
-    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"phasewise_{name}", meaning, labels, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, meaning: str, bounds: Sequence[float]) -> Tally:
+        tally = Tally(bounds)
+        self.registry.register(Tallies(f"phasewise_{name}", meaning, (), {(): tally}))
+        return tally
 
-    def _step_metrics(self) -> dict[str, tuple[Histogram, Histogram, Histogram]]:
-        sequences = self._histogram("batch_sequences", "sequences per step", _SIZES, "phase")
-        tokens = self._histogram("batch_tokens", "tokens per step", _SIZES, "phase")
-        seconds = self._histogram("step_seconds", "time per step", _PER_TOKEN_S, "phase")
-        return {
-            phase: (sequences.labels(phase), tokens.labels(phase), seconds.labels(phase))
-            for phase in ("prefill", "decode")
-        }
+    def _by_phase(self, name: str, meaning: str, bounds: Sequence[float]) -> dict[Phase, Tally]:
+        tallies: dict[Phase, Tally] = {"prefill": Tally(bounds), "decode": Tally(bounds)}
+        by_labels: dict[tuple[str, ...], Tally] = {(phase,): tally for phase, tally in tallies.items()}
+        self.registry.register(Tallies(f"phasewise_{name}", meaning, ("phase",), by_labels))
+        return tallies
 
     def _piece(self, out: Answer | Failure) -> int:
         """Tokens that came with it: one, or none where the request is no more, or failed."""
@@ -145,10 +147,9 @@ class Metrics:
 
     def _step(self, stats: StepStats) -> None:
         """Once a step, so on the way of every token: nothing that can wait for a scrape."""
-        sequences, tokens, seconds = self._steps[stats.phase]
-        sequences.observe(stats.n_sequences)
-        tokens.observe(stats.n_tokens)
-        seconds.observe(stats.duration_ns / 1e9)
+        self._sequences[stats.phase].observe(stats.n_sequences)
+        self._tokens[stats.phase].observe(stats.n_tokens)
+        self._seconds[stats.phase].observe(stats.duration_ns / 1e9)
 
 
 class _Read(Collector):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
-from phasewise.serving.http.served import ServedModel
+from phasewise.serving.http.served import PromptFacts, ServedModel
 from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.sampling import SampledToken
 
@@ -25,12 +25,8 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, piece: Answer) -> None:
-        self.advance(piece)
-        self.tokens.extend(piece.tokens)
-
-    def advance(self, piece: Answer) -> None:
-        """As `add`, but its tokens are sent on and not kept: with log-probabilities they are megabytes."""
         self.text += piece.text
+        self.tokens.extend(piece.tokens)
         self.n_generated = piece.n_generated
         self.finish_reason = piece.finish_reason
 
@@ -44,16 +40,33 @@ class Rendering(Protocol):
         """The choice that opens a stream, before any text."""
         ...
 
-    def delta(self, index: int, piece: Answer, so_far: Choice) -> Json: ...
+    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json: ...
 
     def whole(self, index: int, choice: Choice) -> Json: ...
 
 
-def usage(requests: Sequence[Submit], choices: Sequence[Choice], n_choices_per_prompt: int) -> Json:
-    """Tokens of all prompts, each once, and of all answers."""
-    prompts = sum(len(request.prompt_token_ids) for request in requests[::n_choices_per_prompt])
-    answers = sum(choice.n_generated for choice in choices)
-    return {"prompt_tokens": prompts, "completion_tokens": answers, "total_tokens": prompts + answers}
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One HTTP answer to be: the messages it takes, `n` of them to a prompt, and how it looks."""
+
+    requests: Sequence[Submit]
+    facts: Sequence[PromptFacts]
+    n_choices_per_prompt: int
+    rendering: Rendering
+    streamed: bool
+    include_usage: bool
+    continuous_usage: bool = False
+    """The usage so far in every event."""
+
+    def usage(self, n_generated: int) -> Json:
+        """Tokens of all prompts, each once, and of all answers."""
+        firsts = self.requests[:: self.n_choices_per_prompt]
+        n_prompt = sum(len(request.prompt_token_ids) for request in firsts)
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_generated,
+            "total_tokens": n_prompt + n_generated,
+        }
 
 
 class _Fixed:
@@ -81,8 +94,8 @@ class CompletionRendering(_Fixed):
     def opening(self, index: int) -> Json | None:
         return None
 
-    def delta(self, index: int, piece: Answer, so_far: Choice) -> Json:
-        logprobs = self._logprobs(self._scored(piece.tokens, piece.finish_reason), len(so_far.text))
+    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json:
+        logprobs = self._logprobs(self._scored(piece.tokens, piece.finish_reason), n_chars_before)
         return {
             "index": index,
             "text": piece.text,
@@ -120,7 +133,7 @@ class ChatRendering(_Fixed):
     def opening(self, index: int) -> Json | None:
         return _chat_choice(index, "delta", {"role": "assistant", "content": ""}, None, None)
 
-    def delta(self, index: int, piece: Answer, so_far: Choice) -> Json:
+    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json:
         content = {"content": piece.text} if piece.text else {}
         logprobs = self._logprobs(self._scored(piece.tokens, piece.finish_reason))
         return _chat_choice(index, "delta", content, logprobs, piece.finish_reason)

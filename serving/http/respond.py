@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from phasewise.serving.errors import RankLost, ServingError
-from phasewise.serving.http.client import AnswerStream, EngineClient
-from phasewise.serving.http.connection import EXTENSION
+from phasewise.serving.http.client import AnswerStream, EngineClient, Pieces
+from phasewise.serving.http.connection import EXTENSION, Connection
 from phasewise.serving.http.errors import from_engine
-from phasewise.serving.http.render import Choice, Json, Rendering, usage
-from phasewise.serving.http.served import PromptFacts
-from phasewise.serving.messages import Answer, Submit
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+from phasewise.serving.http.events import DONE, Events, encode
+from phasewise.serving.http.render import Choice, Reply
+from phasewise.serving.messages import Answer, Failure
 
 _CLIENT_LEFT = 499  # nginx's; nobody reads it
 _TOKENS_WORTH_A_THREAD = 256
 """Writing out the log-probabilities of more takes longer than other answers may wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """One HTTP answer to be: the messages it takes, `n` of them to a prompt, and how it looks."""
-
-    requests: Sequence[Submit]
-    facts: Sequence[PromptFacts]
-    n_choices_per_prompt: int
-    rendering: Rendering
-    streamed: bool
-    include_usage: bool
-    continuous_usage: bool = False
-    """The usage so far in every event."""
 
 
 async def respond(client: EngineClient, reply: Reply, request: Request) -> Response:
@@ -51,7 +34,7 @@ async def respond(client: EngineClient, reply: Reply, request: Request) -> Respo
 
 
 async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Response:
-    connection = request.scope.get("extensions", {}).get(EXTENSION)
+    connection = _connection_of(request.scope)
     stream = client.open(reply.requests, reply.facts, connection.cut if connection else lambda: None)
     leaving = _closing_when_gone(stream, request)
     try:
@@ -63,7 +46,7 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
         leaving.cancel()
         stream.close()
         raise
-    return _EventStream(_events(stream, reply, first), stream, leaving)
+    return _EventStream(Events(reply), first, stream, leaving)
 
 
 async def _whole(client: EngineClient, reply: Reply, request: Request) -> Response:
@@ -97,9 +80,9 @@ async def _choices(client: EngineClient, reply: Reply, request: Request) -> list
 
 def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
     """Choice by choice: a thread that writes a long text gives way to none while it does."""
-    whole = [_encode(reply.rendering.whole(index, choice)) for index, choice in enumerate(choices)]
-    head = _encode(reply.rendering.head(streamed=False))
-    total = _encode(usage(reply.requests, choices, reply.n_choices_per_prompt))
+    whole = [encode(reply.rendering.whole(index, choice)) for index, choice in enumerate(choices)]
+    head = encode(reply.rendering.head(streamed=False))
+    total = encode(reply.usage(sum(choice.n_generated for choice in choices)))
     return f'{head[:-1]},"choices":[{",".join(whole)}],"usage":{total}}}'.encode()
 
 
@@ -109,66 +92,59 @@ class _EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[bytes], stream: AnswerStream, leaving: asyncio.Task[None]
+        self, events: Events, first: Pieces, stream: AnswerStream, leaving: asyncio.Task[None]
     ) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache"})
         self._events = events
+        self._first = first
         self._stream = stream
         self._leaving = leaving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for events in self._events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
+            connection = _connection_of(scope)
+            if connection is not None and connection.sends_chunks:
+                self._stream.at_once = partial(_write_at_once, self._events, connection)
+            async for said in _said(self._events, self._first, self._stream):
+                await send({"type": "http.response.body", "body": said, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._leaving.cancel()
             self._stream.close()
 
 
-async def _events(
-    stream: AnswerStream, reply: Reply, pieces: list[tuple[int, Answer]]
-) -> AsyncIterator[bytes]:
-    """Those of all pieces that have come in one write: a reader that is behind costs no more than one."""
-    head = _encode(reply.rendering.head(streamed=True))[:-1]
-    choices = [Choice() for _ in reply.requests]
-    openings = [reply.rendering.opening(index) for index in range(len(choices))]
-    begin = b"".join(_event(head, opening) for opening in openings if opening is not None)
+def _write_at_once(events: Events, connection: Connection, outs: Iterable[Answer | Failure]) -> bool:
+    """Past every layer between here and the connection; False: the long way, please."""
+    said = events.of_text(outs)
+    return said is not None and connection.write_chunk(said)
+
+
+def _connection_of(scope: Scope) -> Connection | None:
+    found: Connection | None = scope.get("extensions", {}).get(EXTENSION)
+    return found
+
+
+async def _said(events: Events, pieces: Pieces, stream: AnswerStream) -> AsyncIterator[bytes]:
+    """Events of all pieces that have come in one write: a reader that is behind costs no more than one."""
+    begin = events.opening()
     try:
         while pieces:
-            said = begin + b"".join(_delta(head, reply, choices, index, piece) for index, piece in pieces)
+            said = begin + events.of(pieces)
             begin, pieces = b"", []  # its reader may take long, and as many may come meanwhile
             if said:
                 yield said
             pieces = await stream.take()
     except ServingError as error:
-        yield b"data: " + _encode(from_engine(error).body()).encode() + b"\n\n"
+        yield events.failed(from_engine(error))
         return
     if stream.closed:
         return
-    if reply.include_usage:
-        total = _encode(usage(reply.requests, choices, reply.n_choices_per_prompt))
-        yield f'data: {head},"choices":[],"usage":{total}}}\n\n'.encode()
-    yield b"data: [DONE]\n\n"
-
-
-def _delta(head: str, reply: Reply, choices: list[Choice], index: int, piece: Answer) -> bytes:
-    delta = None
-    if piece.text or piece.tokens or piece.finish_reason:
-        delta = reply.rendering.delta(index, piece, choices[index])
-    choices[index].advance(piece)
-    if delta is None:
-        return b""
-    so_far = usage(reply.requests, choices, reply.n_choices_per_prompt) if reply.continuous_usage else None
-    return _event(head, delta, so_far)
-
-
-def _event(head: str, choice: Json, so_far: Json | None = None) -> bytes:
-    counted = "" if so_far is None else f',"usage":{_encode(so_far)}'
-    return f'data: {head},"choices":[{_encode(choice)}]{counted}}}\n\n'.encode()
+    if total := events.total():
+        yield total
+    yield DONE
 
 
 class _ClientLeft(Exception):

@@ -111,4 +111,5 @@ def fake_server(
             server.end(at_once=True)
             web.join(20)
             thread.stop()
+            client.close()
             assert not web.is_alive()

@@ -34,13 +34,21 @@ class Gate:
     def __init__(self, server: FakeServer) -> None:
         self._open = threading.Event()
         self._open.set()
-        server.ranks.before_step = lambda: self._open.wait(20)
+        self._n_before = 0
+        server.ranks.before_step = self._pass
 
-    def shut(self) -> None:
+    def shut(self, after_steps: int = 0) -> None:
+        self._n_before = after_steps
         self._open.clear()
 
     def lift(self) -> None:
         self._open.set()
+
+    def _pass(self) -> None:
+        if self._n_before > 0:
+            self._n_before -= 1
+        else:
+            self._open.wait(20)
 
 
 def test_a_running_server_is_ready_and_says_so_without_a_key() -> None:
@@ -135,10 +143,10 @@ def test_a_reply_that_is_not_streamed_runs_again_when_a_rank_dies_and_a_stream_i
     with fake_server() as server:
         gate = Gate(server)
         answers: list[httpx.Response] = []
+        gate.shut(after_steps=3)
         with connect(server.url) as stream:
             stream.sendall(completion(max_tokens=400, stream=True, temperature=0))
             stream.recv(1)
-            gate.shut()
             asking = threading.Thread(target=lambda: answers.append(post(server, temperature=0)))
             asking.start()
             until(lambda: server.client.n_live == 2, "it was not sent on")

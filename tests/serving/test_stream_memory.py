@@ -10,8 +10,9 @@ import pytest
 from fake_engine import ALPHABET, END, VOCAB_SIZE, encode, piece
 
 from phasewise.serving.http.client import AnswerStream, EngineClient
-from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering
-from phasewise.serving.http.respond import Reply, _events
+from phasewise.serving.http.events import Events
+from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering, Reply
+from phasewise.serving.http.respond import _said
 from phasewise.serving.http.served import HttpLimits, ServedModel
 from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.sampling import SampledToken
@@ -56,7 +57,7 @@ def test_what_was_sent_is_not_held(kind: type[CompletionRendering | ChatRenderin
     async def references() -> list[int]:
         """To each token, while its event waits for the reader."""
         stream = Pieces(30)
-        events = _events(stream, reply, await stream.take())  # type: ignore[arg-type]
+        events = _said(Events(reply), await stream.take(), stream)  # type: ignore[arg-type]
         return [sys.getrefcount(stream.newest) async for _ in events]
 
     counts = asyncio.run(references())
