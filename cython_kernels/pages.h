@@ -1,5 +1,5 @@
-/* Large zeroed memory straight from the kernel, in huge pages where it has them: a core that asks for keys, values or
- * weights far ahead waits for the addresses of small ones. Page-aligned; a page exists, near the core that wrote it,
+/* Large zeroed memory straight from the kernel, in huge pages where it has them: a core that asks for what lies far
+ * ahead waits for the addresses of small ones. Page-aligned; a page exists, near the core that wrote it,
  * from its first write on. */
 #ifndef PHASEWISE_PAGES_H
 #define PHASEWISE_PAGES_H
