@@ -17,6 +17,7 @@ from functools import partial
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.guides import GuideCompiler, TokenView
+from phasewise.serving.headroom import allocator_headroom
 from phasewise.serving.http.app import create_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connection import Connections
@@ -79,6 +80,7 @@ def run_service(
         app = create_app(_served(opened, settings), client, settings.limits, life, metrics)
         service = Service(app, client, life, connections, report, log.reopen if log else None)
         server = HttpServer(service, address, settings.tls)
+        stack.enter_context(allocator_headroom())
         stack.enter_context(_settled())
         thread.start()
         try:

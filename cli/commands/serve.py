@@ -260,6 +260,9 @@ def serve(
     to be started again. SIGHUP opens the length log anew; without one it
     ends the server as SIGTERM does, unless it is ignored (nohup).
     """
+    from phasewise.serving.headroom import use_one_heap
+
+    use_one_heap()  # before numpy's threads are there
     from phasewise.cli.serve_predictor import open_predictor
     from phasewise.serving.length_log import LengthLog
     from phasewise.serving.rank_teams import keeping_affinity

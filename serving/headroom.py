@@ -1,0 +1,71 @@
+"""Memory that Python's and malloc's allocators hold before the first request, for what a load needs of them.
+
+Resident memory is the most that was ever in use, page by page, and a load that goes up and down surpasses its
+most now and then for hours. Pages that exist beforehand are used then instead of new ones, so memory that
+goes on rising means that something is kept (`benchmarks/soak.py`; decision 0029).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+HEADROOM_BYTES = 16 << 20
+"""Of each allocator: several times what the default model's load needs more at one time than at another."""
+
+_ARENA_BYTES = 1 << 20
+"""What Python takes from the system at once, and gives back when nothing in it is used."""
+_OBJECT_BYTES = 512
+"""The largest that Python places in arenas."""
+_CHUNK_BYTES = 64 << 10
+"""Of malloc's heap, which stays; from 128 KiB on chunks come from the system and go back to it."""
+_M_ARENA_MAX = -8
+
+
+def use_one_heap() -> None:
+    """Of glibc's malloc, which else makes heaps for threads; in a process whose threads have none so far.
+
+    Nearly all that allocate here hold Python's lock meanwhile, so they have no use for several, and each would
+    have free pages of its own.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_ARENA_MAX, 1)
+
+
+@contextmanager
+def allocator_headroom(n_bytes: int = HEADROOM_BYTES) -> Iterator[None]:
+    """Both allocators have so many bytes of pages more than they use now, until the end."""
+    kept_objects = _fill_arenas(n_bytes)
+    with _hole_in_heap(n_bytes):
+        yield
+    del kept_objects
+
+
+def _fill_arenas(n_bytes: int) -> list[bytes]:
+    """Arenas whose pages all exist, with objects left in each that keep it from being given back."""
+    payload_bytes = _OBJECT_BYTES - bytes.__basicsize__
+    filled = [bytes(payload_bytes) for _ in range(n_bytes // _OBJECT_BYTES)]
+    return filled[:: _ARENA_BYTES // _OBJECT_BYTES // 2]
+
+
+@contextmanager
+def _hole_in_heap(n_bytes: int) -> Iterator[None]:
+    """Free memory within malloc's heap, kept from its end, where it would be given back, by one chunk."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    chunks = [libc.malloc(_CHUNK_BYTES) for _ in range(n_bytes // _CHUNK_BYTES)]
+    if None in chunks:
+        raise MemoryError
+    for chunk in chunks:
+        ctypes.memset(chunk, 1, _CHUNK_BYTES)
+    *hole, last = chunks
+    for chunk in hole:
+        libc.free(chunk)
+    try:
+        yield
+    finally:
+        libc.free(last)
