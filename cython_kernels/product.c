@@ -45,21 +45,27 @@ typedef struct {
     int64_t piece_rows, piece_panels, row_pieces, panel_pieces;
 } region;
 
-/* The size of at least `wanted` pieces of whole units, where there are as many units; none larger than `most`. */
-static int64_t piece_size(int64_t count, int64_t unit, int64_t most, int64_t wanted) {
+/* The size of `wanted` pieces or more of whole tiles, where there are as many tiles; none larger than `most`. */
+static int64_t piece_panels(int64_t count, int64_t tile, int64_t most, int64_t wanted) {
     int64_t fair = at_least(1, at_most(pieces(count, wanted), most));
-    return at_least(unit, fair / unit * unit);
+    return at_least(tile, fair / tile * tile);
+}
+
+/* Of `wanted` pieces or fewer: every piece reads its weights anew, so none is made for what is left of whole tiles. */
+static int64_t piece_rows(int64_t count, int64_t tile, int64_t most, int64_t wanted) {
+    int64_t fair = pieces(pieces(count, wanted), tile) * tile;
+    return fair < most ? fair : at_least(tile, most / tile * tile);
 }
 
 /* Along the outermost loop first: the inner one then finds what it reads again in a cache. */
 static void cut(region *r, const pw_schedule *s, int64_t wanted) {
     int64_t rows = at_least(1, r->rows.end - r->rows.begin), panels = at_least(1, r->panels.end - r->panels.begin);
     if (s->rows_outside) {
-        r->piece_rows = piece_size(rows, s->mr, s->block_m, wanted);
-        r->piece_panels = piece_size(panels, s->panels, panels, pieces(wanted, pieces(rows, r->piece_rows)));
+        r->piece_rows = piece_rows(rows, s->mr, s->block_m, wanted);
+        r->piece_panels = piece_panels(panels, s->panels, panels, pieces(wanted, pieces(rows, r->piece_rows)));
     } else {
-        r->piece_panels = piece_size(panels, s->panels, s->block_n, wanted);
-        r->piece_rows = piece_size(rows, s->mr, rows, pieces(wanted, pieces(panels, r->piece_panels)));
+        r->piece_panels = piece_panels(panels, s->panels, s->block_n, wanted);
+        r->piece_rows = piece_rows(rows, s->mr, INT64_MAX, pieces(wanted, pieces(panels, r->piece_panels)));
     }
     r->row_pieces = pieces(rows, r->piece_rows);
     r->panel_pieces = pieces(panels, r->piece_panels);

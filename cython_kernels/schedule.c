@@ -43,6 +43,7 @@ enum {
     FEW_COLUMNS = 4,       /* at most, times m, */
     FEW_WEIGHTS = 1 << 20, /* and at most: every thread reads them all */
     GROUPS_AHEAD_BYTES = 4096, /* where only the first of several tiles of rows reads from memory */
+    FAR_GROUPS_BYTES = 8192,
 };
 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -95,6 +96,17 @@ static void stream_from_afar(const pw_weight *w, int64_t m, pw_schedule *s) {
 #endif
 }
 
+/* On Intel's cores, groups for many rows, and bytes from where their arithmetic takes nearly as long as their arrival. */
+static int groups_arrive_from_afar(const pw_weight *w, int64_t m) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_is("amd") || !w->group) return 0;
+    return m > 2 * STREAM_ROWS || (w->kind == PW_Q8 && m > STREAM_ROWS - 2);
+#else
+    (void)w, (void)m;
+    return 0;
+#endif
+}
+
 /* Threads share out the columns: each reads its own weights and everybody's rows. Where the rows are the larger part,
  * they share out the rows instead, which each then finds where it has prepared them. */
 static void share_out(const pw_weight *w, int64_t m, int32_t threads, pw_schedule *s) {
@@ -120,6 +132,7 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     if (m > STREAM_ROWS && w->kind < PW_Q8) s.block_k = (int32_t)pass_inputs(k, dense_pass_inputs(w));
     if (m > STREAM_ROWS && bytes_arrive_from_l2(w, m)) s.block_k = (int32_t)pass_inputs(k, BYTE_PASS_INPUTS);
     s.prefetch_bytes = m > STREAM_ROWS && w->kind >= PW_Q8 ? GROUPS_AHEAD_BYTES : STREAM_AHEAD_BYTES;
+    if (groups_arrive_from_afar(w, m)) s.prefetch_bytes = FAR_GROUPS_BYTES;
     stream_from_afar(w, m, &s);
     share_out(w, m, (int32_t)at_least(1, threads), &s);
     return s;

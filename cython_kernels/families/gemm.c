@@ -367,7 +367,7 @@ static int64_t whole_folds(int64_t steps) {
 static int staging_pays(arithmetic a, int64_t rows, int64_t mr) {
     if (a >= ARITHMETICS) return 1;
     if (a == BF16_FMA) return rows >= STAGED_ROWS;
-    if (a == BF16_AS_F16) return rows > mr;
+    if (a == BF16_AS_F16) return rows > 2 * mr; /* a second tile finds what the first has read in L1 */
     return is_grouped(a) && rows > 2 * mr;
 }
 
@@ -434,11 +434,6 @@ void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_ra
 #endif
 }
 
-/* Whether one or two tiles of `tall` rows do for m, where tiles of `most` would read the weights more often. */
-static int fewer_tiles(int64_t m, int64_t tall, int64_t most) {
-    return tall > 0 && m <= 2 * tall && pieces(m, tall) < pieces(m, most);
-}
-
 /* Zen's cores get bytes, twice as many as nibbles, faster from several panels at once. */
 static int takes_panels_together(void) {
 #if PW_DOT_OPERANDS && defined(__x86_64__)
@@ -448,26 +443,43 @@ static int takes_panels_together(void) {
 #endif
 }
 
+typedef struct {
+    int64_t rows;
+    int32_t panels;
+} tile_size;
+
+/* A few more rows than a flat tile has fit a tall one, or two, so that fewer read the weights. Flat is faster on Zen where
+ * there are many, tall elsewhere. */
+static tile_size quant_size(arithmetic a, int64_t m) {
+    int few = m <= QUANT_TALLEST_MR, tallest = few || (a == Q4 && m <= 2 * QUANT_TALLEST_MR);
+    if (m <= QUANT_MR || !QUANT_TALL_MR) return (tile_size){QUANT_MR, QUANT_PANELS};
+    if (tallest && pieces(m, QUANT_TALLEST_MR) < pieces(m, QUANT_TALL_MR)) return (tile_size){QUANT_TALLEST_MR, 1};
+    if (few || (a == Q4 && m <= 2 * QUANT_TALL_MR) || !takes_panels_together())
+        return (tile_size){QUANT_TALL_MR, QUANT_TALL_PANELS};
+    return (tile_size){QUANT_MR, QUANT_PANELS};
+}
+
+/* bf16 weights become float16 once, while they arrive, where one tile has all the rows. */
+static tile_size dense_size(arithmetic a, int64_t m) {
+    int64_t tall = DENSE_TALL_MR;
+    if (a == BF16_AS_F16 && m > tall && m <= F16_TALLEST_MR) return (tile_size){F16_TALLEST_MR, 1};
+    if (tall && m <= 2 * tall && pieces(m, tall) < pieces(m, DENSE_MR)) return (tile_size){tall, DENSE_TALL_PANELS};
+    return (tile_size){DENSE_MR, DENSE_PANELS};
+}
+
+static tile_size size_for(arithmetic a, int64_t m) {
+    if (a == BF16_TILE || a == QUANT_AS_BF16_TILE || a == Q8_COLUMN_TILE) return (tile_size){32, 2};
+    tile_size size = {COLUMN_MR, COLUMN_PANELS};
+    if (a != Q8_COLUMN) size = is_grouped(a) ? quant_size(a, m) : dense_size(a, m);
+    if (m <= 2) size.panels = STREAM_PANELS;
+    return size;
+}
+
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
-    arithmetic a = arithmetic_of(w);
-    int column = a == Q8_COLUMN, quant = is_grouped(a);
-    int may_be_tall = a == Q4 || (quant && (m <= QUANT_TALLEST_MR || !takes_panels_together()));
-    int64_t most = quant ? QUANT_MR : column ? COLUMN_MR : DENSE_MR;
-    *panels = m <= 2 ? STREAM_PANELS : quant ? QUANT_PANELS : column ? COLUMN_PANELS : DENSE_PANELS;
-    if (a == BF16_TILE || a == QUANT_AS_BF16_TILE || a == Q8_COLUMN_TILE) {
-        *panels = 2;
-        most = 32;
-    }
-    if (may_be_tall && fewer_tiles(m, QUANT_TALL_MR, most)) {
-        *panels = QUANT_TALL_PANELS;
-        most = QUANT_TALL_MR;
-    }
-    if (may_be_tall && fewer_tiles(m, QUANT_TALLEST_MR, most)) {
-        *panels = 1;
-        most = QUANT_TALLEST_MR;
-    }
-    *mr = (int32_t)(m < 1 ? 1 : m <= 3 * most ? pieces(m, pieces(m, most)) : most);
+    tile_size size = size_for(arithmetic_of(w), m);
+    *panels = size.panels;
+    *mr = (int32_t)(m < 1 ? 1 : m <= 3 * size.rows ? pieces(m, pieces(m, size.rows)) : size.rows);
 }
 
 int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {

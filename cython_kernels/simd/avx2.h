@@ -131,4 +131,5 @@ enum { QUANT_MR = 4, COLUMN_MR = 4 };
 enum { QUANT_TILE_HELD = 4 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */
 enum { DENSE_MR = 6, DENSE_PANELS = 1, QUANT_PANELS = 1, COLUMN_PANELS = 1, STREAM_PANELS = 4 };
+enum { DENSE_TALL_MR = 0, DENSE_TALL_PANELS = 0, F16_TALLEST_MR = 0 }; /* for a few rows more than DENSE_MR; 0: none */
 enum { QUANT_TALL_MR = 0, QUANT_TALL_PANELS = 0, QUANT_TALLEST_MR = 0 }; /* for a few rows more than QUANT_MR; 0: none */

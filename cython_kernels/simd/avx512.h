@@ -143,7 +143,7 @@ PW_INLINE vi f16_from_bf16(vi w, vi less) {
 #define DENSE_TILES(X) \
     PW_ROWS_30(X, 1) PW_ROWS_14(X, 2) PW_ROWS_9(X, 3) PW_ROWS_6(X, 4) PW_ROWS_5(X, 5) PW_ROWS_4(X, 6) PW_ROWS_3(X, 7) \
     PW_ROWS_2(X, 8)
-#define F16_TILES(X) PW_ROWS_14(X, 1) PW_ROWS_14(X, 2) PW_ROWS_9(X, 3) PW_ROWS_6(X, 4)
+#define F16_TILES(X) PW_ROWS_30(X, 1) PW_ROWS_14(X, 2) PW_ROWS_9(X, 3) PW_ROWS_6(X, 4)
 #define QUANT_TILES(X) \
     X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(7, 1) X(8, 1) \
     X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) \
@@ -159,4 +159,5 @@ enum { COLUMN_MR = 8, COLUMN_PANELS = 3 };
 enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */
 enum { DENSE_MR = 9, DENSE_PANELS = 3, QUANT_MR = 4, QUANT_PANELS = 3, STREAM_PANELS = 4 };
+enum { DENSE_TALL_MR = 14, DENSE_TALL_PANELS = 2, F16_TALLEST_MR = 30 }; /* for a few rows more than DENSE_MR; 0: none */
 enum { QUANT_TALL_MR = 6, QUANT_TALL_PANELS = 2, QUANT_TALLEST_MR = 8 }; /* for a few rows more than QUANT_MR; 0: none */

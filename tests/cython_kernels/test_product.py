@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
+from cross import COMMON_FLAGS, HERE, KERNELS
 from gemm_reference import FORMATS, make_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,3 +88,14 @@ def test_weights_that_differ_are_refused() -> None:
         TeamProduct(Team(None, members=1), [weight(32, 64, "f32"), weight(32, 96, "f32")], 5)
     with pytest.raises(ValueError, match="takes rows"):
         TeamProduct(Team(None, members=1), [weight(32, 64, "f32")], 0)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
+def test_no_piece_of_a_region_is_what_is_left_of_whole_tiles(tmp_path: Path) -> None:
+    """It would read its weights anew for a row or two."""
+    program = tmp_path / "cut_regions"
+    subprocess.run(["gcc", *COMMON_FLAGS, "-I", KERNELS, HERE / "cut_regions.c", "-o", program], check=True)
+
+    got = subprocess.run([program], capture_output=True, text=True)
+
+    assert (got.returncode, got.stdout) == (0, "")
