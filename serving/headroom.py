@@ -26,8 +26,8 @@ _M_ARENA_MAX = -8
 def use_one_heap() -> None:
     """Of glibc's malloc, which else makes heaps for threads; in a process whose threads have none so far.
 
-    Nearly all that allocate here hold Python's lock meanwhile, so they have no use for several, each with free
-    pages of its own.
+    Nearly all that allocate here hold Python's lock meanwhile, so they have no use for several heaps, each
+    with free pages of its own.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
