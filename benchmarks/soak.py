@@ -2,8 +2,9 @@
 does every request end once, does memory stay flat, and is the KV pool empty in the end?
 
 Memory is flat where its slope is less than 16 bytes for each request, the least block that Python gives out,
-and that of the number of such blocks less than one, both with 95 % certainty: nothing is kept of each
-(`flatness`; the first quarter of the run, in which buffers are first used, left out).
+that of the number of such blocks less than one, and that of what malloc has given out less than 32 bytes, its
+least block, all with 95 % certainty: nothing is kept of each (`flatness`; the first quarter of the run, in
+which buffers are first used, left out). Memory alone does not show it: a server begins with free pages.
 
 Every request belongs to one of a few hundred classes (prompt, seed, number of tokens); what its answer must
 be was computed before, alone. Half of the answers are streamed, half of the classes share the beginning of
@@ -92,6 +93,8 @@ class Tally:
     """Requests ended, and MiB of the server's resident memory then."""
     blocks: list[tuple[float, float]] = field(default_factory=list)
     """Requests ended, and blocks of memory that the server's Python has given out."""
+    malloc_bytes: list[tuple[float, float]] = field(default_factory=list)
+    """Requests ended, and bytes that its malloc has; none where the C library does not say."""
     warm: dict[str, float] | None = None
     """MiB of resident memory by what is mapped, once the warm part of the run is over."""
 
@@ -202,8 +205,10 @@ class Soak:
         while True:
             tally = self.tally
             tally.samples.append((tally.n_ended, self.server.rss_mib()))
-            metrics = await raw_http.ask(self.server.port, "GET", "/metrics")
-            tally.blocks.append((tally.n_ended, read_metrics(metrics)["phasewise_python_blocks"]))
+            metrics = read_metrics(await raw_http.ask(self.server.port, "GET", "/metrics"))
+            tally.blocks.append((tally.n_ended, metrics["phasewise_python_blocks"]))
+            if "phasewise_malloc_bytes" in metrics:
+                tally.malloc_bytes.append((tally.n_ended, metrics["phasewise_malloc_bytes"]))
             if tally.warm is None and tally.n_ended >= self.n_warm:
                 tally.warm = self.server.memory_mib()
             if tally.n_ended * 10 // n_requests > told:
@@ -263,7 +268,8 @@ def verdict(soak: Soak, n_requests: int, before: dict[str, float]) -> list[tuple
             f"{after['phasewise_kv_slots_used']:.0f} KV slots in use at the end; the pool was checked after"
             " every step",
         ),
-        _kept(soak),
+        _kept(soak, "blocks of Python's memory", tally.blocks, 1),
+        *([_kept(soak, "bytes of malloc's", tally.malloc_bytes, 32)] if tally.malloc_bytes else []),
         _flat(soak),
     ]
 
@@ -289,18 +295,18 @@ def _flat(soak: Soak) -> tuple[bool, str]:
     )
 
 
-def _kept(soak: Soak) -> tuple[bool, str]:
-    """The same for the blocks that Python has given out, which fall again where memory does not."""
-    tally = soak.tally
+def _kept(
+    soak: Soak, what: str, given_out: Sequence[tuple[float, float]], least_block: float
+) -> tuple[bool, str]:
+    """The same for what an allocator has given out, which falls again where memory does not."""
     try:
-        found = slope([(n, blocks) for n, blocks in tally.blocks if n >= soak.n_warm])
+        found = slope([(n, held) for n, held in given_out if n >= soak.n_warm])
     except ValueError as error:
-        return False, f"blocks of Python's memory: {error}"
+        return False, f"{what}: {error}"
     return (
-        found.high < 1,
-        f"{tally.blocks[-1][1]:.0f} blocks of Python's memory given out; after the first {soak.n_warm}"
-        f" requests {found.value:+.3f} for each (95 %: {found.low:+.3f} to {found.high:+.3f}; nothing kept:"
-        " below 1)",
+        found.high < least_block,
+        f"{given_out[-1][1]:.0f} {what} given out; after the first {soak.n_warm} requests {found.value:+.3f}"
+        f" for each (95 %: {found.low:+.3f} to {found.high:+.3f}; nothing kept: below {least_block})",
     )
 
 

@@ -1,8 +1,9 @@
 """Memory that Python's and malloc's allocators hold before the first request, for what a load needs of them.
 
 Resident memory is the most that was ever in use, page by page, and a load that goes up and down surpasses its
-most now and then for hours. Pages that exist beforehand are used then instead of new ones, so memory that
-goes on rising means that something is kept (`benchmarks/soak.py`; decision 0029).
+most now and then for hours. Pages that exist beforehand are used then instead of new ones (decision 0029).
+What is kept of requests uses them up before memory rises, so it is to be looked for in what the allocators
+have given out: `malloc_bytes_in_use` and Python's own count of blocks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,31 @@ _OBJECT_BYTES = 512
 _CHUNK_BYTES = 64 << 10
 """Of malloc's heap, which stays; from 128 KiB on chunks come from the system and go back to it."""
 _M_ARENA_MAX = -8
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def malloc_bytes_in_use() -> int | None:
+    """What malloc has given out and not got back; None where the C library does not say (glibc 2.33 does).
+
+    Python's arenas are not in it: they come from the system.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = _MallInfo
+    told = libc.mallinfo2()
+    return int(told.uordblks + told.hblkhd)
 
 
 def use_one_heap() -> None:

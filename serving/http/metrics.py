@@ -24,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from phasewise.serving.batch import Phase
+from phasewise.serving.headroom import malloc_bytes_in_use
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.served import PromptFacts
 from phasewise.serving.http.tally import Tallies, Tally
@@ -165,6 +166,9 @@ class _Read(Collector):
         yield _count("ranks_replaced", "times that ranks were started anew", gauges.n_ranks_replaced())
         yield _count("requests_rerun", "requests run again on new ranks", gauges.n_requests_rerun())
         yield _gauge("python_blocks", "blocks of memory that Python has given out", sys.getallocatedblocks())
+        malloc_bytes = malloc_bytes_in_use()
+        if malloc_bytes is not None:
+            yield _gauge("malloc_bytes", "bytes that malloc has given out", malloc_bytes)
         yield _count("lengths_lost", "lines the length log does not have", gauges.n_lengths_lost())
         load = gauges.load()
         if load is not None:

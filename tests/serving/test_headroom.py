@@ -1,7 +1,16 @@
 """What the allocators hold beforehand is what a load is given; each law in a process of its own."""
 
+import ctypes
 import subprocess
 import sys
+
+import pytest
+
+from phasewise.serving.headroom import malloc_bytes_in_use
+
+glibc = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc's malloc, or too old"
+)
 
 _ASK = """
 import contextlib, ctypes, sys, threading
@@ -52,6 +61,24 @@ def test_load_within_the_headroom_takes_no_new_pages() -> None:
     assert taken < 1 << 20
 
 
+@glibc
 def test_threads_allocate_from_the_one_heap() -> None:
     assert _told(_THREAD.format(first="use_one_heap()")) == "True"
     assert _told(_THREAD.format(first="")) == "False"  # what the system would do
+
+
+@glibc
+@pytest.mark.parametrize(("n_bytes", "count"), [(100, 10_000), (50_000, 100), (40 << 20, 3)])
+def test_bytes_in_use_are_those_given_out(n_bytes: int, count: int) -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    before = malloc_bytes_in_use()
+    held = [libc.malloc(n_bytes) for _ in range(count)]
+    after = malloc_bytes_in_use()
+    for place in held:
+        libc.free(place)
+    assert before is not None
+    assert after is not None
+    assert 0.9 * count * n_bytes <= after - before <= 1.3 * count * n_bytes + 65536

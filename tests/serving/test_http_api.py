@@ -283,7 +283,12 @@ def test_a_client_that_leaves_frees_its_slots(server: FakeServer, api: openai.Op
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'phasewise_requests_total{reason="aborted"}' in metrics
     assert "phasewise_kv_slots_used 0.0" in metrics
-    for name in ("phasewise_python_blocks", "process_resident_memory_bytes", "process_open_fds"):
+    for name in (
+        "phasewise_python_blocks",
+        "phasewise_malloc_bytes",
+        "process_resident_memory_bytes",
+        "process_open_fds",
+    ):
         assert float(re.search(rf"^{name} (\S+)$", metrics, re.MULTILINE)[1]) > 0
 
 
