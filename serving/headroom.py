@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 HEADROOM_BYTES = 16 << 20
-"""Of each allocator. Without it, memory of 20,000 requests on the default model rose by less than 5 MiB in all."""
+"""Of each allocator. Without it, 20,000 requests on the default model raised memory by less than 5 MiB."""
 
 _ARENA_BYTES = 1 << 20
 """What Python takes from the system at once, and gives back when nothing in it is used."""
