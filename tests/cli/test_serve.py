@@ -182,8 +182,14 @@ def test_one_signal_lets_answers_in_progress_end(
 
 def test_a_terminal_that_goes_ends_it_in_order(model: Path, environment: dict[str, str]) -> None:
     """What it says at the end reaches nobody, and two hangups cut nothing short."""
+
+    def have_a_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests, and all they start, ignore it
+
     command = [sys.executable, "-m", "phasewise", "serve", str(model), "--kv-budget", "64M", "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=have_a_terminal
+    )
     assert process.stderr is not None
     try:
         url = next(line.split()[-1] for line in process.stderr if line.startswith("listening on"))
