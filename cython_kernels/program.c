@@ -282,12 +282,8 @@ int64_t pw_program_bytes(const pw_program *program) {
 
 int64_t pw_program_shared_bytes(const pw_program *program) { return lay_out(program).shared_end; }
 
-static int64_t region_tickets_each(const pw_program *program) {
-    return PW_MAX_PARTS * (int64_t)program->capacity.max_threads;
-}
-
 pw_ticket *pw_region_tickets(const pw_program *program, int64_t op) {
-    return program->region_tickets + op % 2 * region_tickets_each(program);
+    return program->region_tickets + op % 2 * pw_region_ticket_count(program);
 }
 
 /* Rows, KV and the step where every rank maps them. */
@@ -319,7 +315,7 @@ bool pw_program_seal(pw_program *program, char *shared) {
         program->kv = pw_pages_open(program->kv_bytes);
     }
     program->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)(program->n_ops + 1));
-    program->region_tickets = aligned_alloc(LINE, 2 * sizeof(pw_ticket) * (size_t)region_tickets_each(program));
+    program->region_tickets = aligned_alloc(LINE, 2 * sizeof(pw_ticket) * (size_t)pw_region_ticket_count(program));
     if (!program->memory || !program->rows || !program->kv || !program->tickets || !program->region_tickets)
         return false;
     program->arena = (float *)(program->rows + l.arena);
@@ -337,149 +333,6 @@ bool pw_program_seal(pw_program *program, char *shared) {
     program->private_row_bytes = l.private_row;
     program->scratch_bytes = l.scratch_each;
     return true;
-}
-
-/* ---- a step ----------------------------------------------------------------------------------------------------- */
-
-/* The slots of positions [position, end) of a slice, as far as they lie one behind the other. */
-static pw_slots slots_from(const pw_step *step, const pw_slice *slice, int64_t position, int64_t end) {
-    int64_t chunk = position / PW_CHUNK, slot = pw_chunk_slot(step, slice, chunk) + position % PW_CHUNK;
-    int64_t run_end = slice->first_run < 0 ? end : (chunk + 1) * PW_CHUNK;
-    return (pw_slots){slot, slot + (run_end < end ? run_end : end) - position};
-}
-
-static const char *check_table(const pw_program *program, const pw_slice *slice) {
-    int64_t end = slice->start + slice->n_rows, slots = program->capacity.kv_slots;
-    int64_t room = program->capacity.max_slices * pw_runs_each(program);
-    if (slice->n_runs < 0 || slice->n_runs > room || slice->first_run > room - slice->n_runs)
-        return "a table lies outside the step";
-    if (slice->n_runs * PW_CHUNK < end) return "a table has too few runs for its slice's positions";
-    for (int64_t position = 0; position < end; position += PW_CHUNK) {
-        int64_t run = program->step.runs[slice->first_run + position / PW_CHUNK];
-        if (run % 16) return "a run of a table does not begin at a multiple of 16 slots";
-        if (run < 0 || run + (end - position < PW_CHUNK ? end - position : PW_CHUNK) > slots)
-            return "a slice lies outside the KV slots";
-    }
-    return NULL;
-}
-
-static const char *check_places(const pw_program *program, const pw_slice *slice) {
-    int64_t slots = program->capacity.kv_slots;
-    if (slice->start < 0 || slice->start > slots || slice->start + slice->n_rows > slots)
-        return "a slice lies outside the KV slots";
-    if (slice->first_run >= 0) return check_table(program, slice);
-    if (slice->slot_base < 0 || slice->slot_base > slots - slice->start - slice->n_rows)
-        return "a slice lies outside the KV slots";
-    return NULL;
-}
-
-static void place_rows(pw_step *step, const pw_slice *slice) {
-    int64_t row = slice->first_row, end = slice->start + slice->n_rows;
-    for (int64_t position = slice->start; position < end;) {
-        pw_slots run = slots_from(step, slice, position, end);
-        step->written[step->n_written++] = run;
-        for (int64_t slot = run.begin; slot < run.end; ++slot, ++position, ++row) {
-            step->positions[row] = position;
-            step->slots[row] = slot;
-        }
-    }
-}
-
-static const char *check_slices(pw_program *program) {
-    pw_step *step = &program->step;
-    int64_t row = 0;
-    step->n_written = 0;
-    for (int64_t s = 0; s < step->n_slices; ++s) {
-        const pw_slice *slice = &step->slices[s];
-        if (slice->n_rows < 1) return "a slice has no tokens";
-        if (slice->first_row != row || slice->n_rows > step->n_tokens - row)
-            return "slices do not cover the step's rows";
-        const char *problem = check_places(program, slice);
-        if (problem) return problem;
-        place_rows(step, slice);
-        row += slice->n_rows;
-    }
-    return row == step->n_tokens ? NULL : "slices do not cover the step's rows";
-}
-
-static int by_begin(const void *a, const void *b) {
-    int64_t first = ((const pw_slots *)a)->begin, second = ((const pw_slots *)b)->begin;
-    return (first > second) - (first < second);
-}
-
-/* How many of a step's written slots come before `slot`, where each was written by a token of its own. */
-static int64_t written_before(const pw_step *step, int64_t slot) {
-    int64_t low = 0, high = step->n_written;
-    while (low < high) {
-        int64_t middle = (low + high) / 2;
-        if (step->written[middle].begin < slot) low = middle + 1;
-        else high = middle;
-    }
-    return low;
-}
-
-/* Whether of all slots that a slice of one token reads, this step writes the token's own alone, and once. */
-static bool reads_what_was_there(const pw_step *step, const pw_slice *slice) {
-    int64_t end = slice->start + 1, written = 0;
-    for (int64_t position = 0; position < end;) {
-        pw_slots run = slots_from(step, slice, position, end);
-        written += written_before(step, run.end) - written_before(step, run.begin);
-        position += run.end - run.begin;
-    }
-    return written == 1;
-}
-
-/* Every slot is written once; `split` stays true only if no token reads a slot that another writes in this step. */
-static const char *check_overlaps(pw_step *step) {
-    qsort(step->written, (size_t)step->n_written, sizeof *step->written, by_begin);
-    for (int64_t i = 1; i < step->n_written; ++i)
-        if (step->written[i].begin < step->written[i - 1].end) return "two tokens write the same KV slot";
-    step->split = step->n_tokens == step->n_slices;
-    for (int64_t s = 0; s < step->n_slices && step->split; ++s)
-        step->split = reads_what_was_there(step, &step->slices[s]);
-    return NULL;
-}
-
-const char *pw_program_check(pw_program *program, int threads, int32_t table) {
-    pw_step *step = &program->step;
-    const pw_capacity *room = &program->capacity;
-    if (threads < 1 || threads > room->max_threads) return "the program was not built for so many threads";
-    if (step->n_tokens < 1 || step->n_tokens > room->max_tokens) return "the step has no tokens or too many";
-    if (step->n_slices < 1 || step->n_slices > room->max_slices) return "the step has no slices or too many";
-    if (step->n_logit_rows < 0 || step->n_logit_rows > room->max_logit_rows) return "too many rows want logits";
-    for (int64_t i = 0; i < step->n_tokens; ++i)
-        if (step->tokens[i] < 0 || step->tokens[i] >= program->shape.vocab) return "a token is outside the vocabulary";
-    for (int64_t i = 0; i < step->n_logit_rows; ++i)
-        if (step->logit_rows[i] < (i ? step->logit_rows[i - 1] + 1 : 0) || step->logit_rows[i] >= step->n_tokens)
-            return "logits of a row that is not there, or of rows out of order";
-    const char *problem = check_slices(program);
-    if (!problem) problem = check_overlaps(step);
-    if (!problem) pw_plan_attention(program, threads, table);
-    return problem;
-}
-
-/* Between ranks every op ends with a barrier, between threads the last one is the team's own. */
-static void run_ops(void *context, int member) {
-    pw_run *run = context;
-    const pw_program *program = run->program;
-    for (int32_t i = 0; i < program->n_ops; ++i) {
-        const pw_op *op = &program->ops[i];
-        pw_clear_tickets(pw_region_tickets(program, i + 1), (int)region_tickets_each(program), run->threads, member);
-        if (op->code == PW_EMBED) pw_run_embed(run, op, member);
-        if (op->code == PW_LINEAR) pw_run_linear(run, op, member);
-        if (op->code == PW_ATTEND) pw_run_attend(run, op, member);
-        if (i + 1 == program->n_ops && run->division->ranks == 1) return;
-        if (!pw_meet(run, member)) return;
-    }
-}
-
-int pw_program_run(pw_program *program, pw_team *team, int32_t table) {
-    pw_run run = {program, team, pw_active(), pw_team_size(team), table, &program->divisions[table], PW_TEAM_OK};
-    memset(program->tickets, 0, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)program->n_ops);
-    memset(program->region_tickets, 0, 2 * sizeof(pw_ticket) * (size_t)region_tickets_each(program));
-    memset(program->merged, 0, sizeof *program->merged * (size_t)(program->step.n_slices * program->shape.n_kv_heads));
-    int status = pw_team_run(team, run_ops, &run);
-    return status == PW_TEAM_OK ? atomic_load(&run.status) : status;
 }
 
 /* ---- touching memory -------------------------------------------------------------------------------------------- */
@@ -512,79 +365,4 @@ int pw_program_touch(pw_program *program, pw_team *team) {
     touching touch = {program, pw_team_size(team), 0};
     int status = pw_team_run(team, touch_share, &touch);
     return status == PW_TEAM_OK ? atomic_load(&touch.problem) : status;
-}
-
-/* ---- moving keys and values ------------------------------------------------------------------------------------- */
-
-typedef struct {
-    const pw_program *program;
-    int64_t source, target, slots;
-    int members;
-    char *line; /* [members][slots] elements */
-} moving;
-
-/* Slots of rows, values or scales, which lie one behind the other. */
-static void move_rows(const moving *move, void *rows, int64_t row_bytes) {
-    char *first = rows;
-    memmove(first + move->target * row_bytes, first + move->source * row_bytes, (size_t)(move->slots * row_bytes));
-}
-
-/* One dimension of keys: 16 of them lie side by side, then comes the next panel. */
-static void move_dimension(const pw_kv_head *head, pw_slots from, int64_t target, int64_t dimension, char *line) {
-    int64_t bytes = pw_kv_element_bytes(head->format), panel = 16 * head->head_dim, slots = from.end - from.begin;
-    char *keys = (char *)head->keys + dimension * 16 * bytes;
-    for (int pass = 0; pass < 2; ++pass) /* out of the cache, then back into it: the ranges may overlap */
-        for (int64_t done = 0, run; done < slots; done += run) {
-            int64_t slot = (pass ? target : from.begin) + done;
-            run = 16 - slot % 16;
-            if (run > slots - done) run = slots - done;
-            char *at = keys + (slot / 16 * panel + slot % 16) * bytes;
-            memcpy(pass ? at : line + done * bytes, pass ? line + done * bytes : at, (size_t)(run * bytes));
-        }
-}
-
-static void move_keys(const pw_kv_head *head, pw_slots from, int64_t target, char *line) {
-    for (int64_t dimension = 0; dimension < head->head_dim; ++dimension)
-        move_dimension(head, from, target, dimension, line);
-}
-
-/* Whole panels at once where both ranges begin with one; what is left of the last panel must not be overwritten by the
- * others before it is moved, nor overwrite them. */
-static void move_panels(const moving *move, const pw_kv_head *head, char *line) {
-    int64_t slot_bytes = head->head_dim * pw_kv_element_bytes(head->format), whole = move->slots / 16 * 16;
-    pw_slots rest = {move->source + whole, move->source + move->slots};
-    char *keys = head->keys;
-    if (move->target > move->source) move_keys(head, rest, move->target + whole, line);
-    memmove(keys + move->target * slot_bytes, keys + move->source * slot_bytes, (size_t)(whole * slot_bytes));
-    if (move->target < move->source) move_keys(head, rest, move->target + whole, line);
-}
-
-static void move_head(const moving *move, const pw_kv_head *head, char *line) {
-    pw_slots all = {move->source, move->source + move->slots};
-    move_rows(move, head->values, head->value_dim * pw_kv_element_bytes(head->format));
-    if (head->key_scales) move_rows(move, head->key_scales, sizeof(float));
-    if (head->value_scales) move_rows(move, head->value_scales, sizeof(float));
-    if (move->source % 16 || move->target % 16) move_keys(head, all, move->target, line);
-    else move_panels(move, head, line);
-}
-
-static void move_share(void *context, int member) {
-    const moving *move = context;
-    const pw_shape *shape = &move->program->shape;
-    int64_t heads = (int64_t)shape->n_layers * shape->n_kv_heads;
-    char *line = move->line + member * move->slots * pw_kv_element_bytes(move->program->capacity.kv_format);
-    for (int64_t i = heads * member / move->members; i < heads * (member + 1) / move->members; ++i) {
-        pw_kv_head head = pw_kv_head_of(move->program, i / shape->n_kv_heads, i % shape->n_kv_heads);
-        move_head(move, &head, line);
-    }
-}
-
-int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots) {
-    int members = pw_team_size(team);
-    char *line = malloc((size_t)(slots * pw_kv_element_bytes(program->capacity.kv_format) * members));
-    if (!line) return PW_TEAM_NO_MEMORY;
-    moving move = {program, source, target, slots, members, line};
-    int status = pw_team_run(team, move_share, &move);
-    free(line);
-    return status;
 }

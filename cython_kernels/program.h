@@ -254,7 +254,10 @@ bool pw_meet(pw_run *run, int member);
 /* A member's share of rows among the threads of all ranks. */
 pw_range pw_rows_of(const pw_run *run, int64_t rows, int member);
 
-/* The tickets of an op's products: [PW_MAX_PARTS][max_threads]. */
+/* The tickets of an op's products: [PW_MAX_PARTS][max_threads], so many. */
+static inline int64_t pw_region_ticket_count(const pw_program *program) {
+    return PW_MAX_PARTS * (int64_t)program->capacity.max_threads;
+}
 pw_ticket *pw_region_tickets(const pw_program *program, int64_t op);
 
 /* Slot of the first position of a chunk of a checked slice. */
