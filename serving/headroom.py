@@ -23,6 +23,11 @@ _CHUNK_BYTES = 64 << 10
 """Of malloc's heap, which stays; from 128 KiB on chunks come from the system and go back to it."""
 _M_ARENA_MAX = -8
 
+_LIBC = ctypes.CDLL(None)
+_LIBC.malloc.restype = ctypes.c_void_p
+_LIBC.malloc.argtypes = [ctypes.c_size_t]
+_LIBC.free.argtypes = [ctypes.c_void_p]
+
 
 class _MallInfo(ctypes.Structure):
     """glibc's `struct mallinfo2`."""
@@ -41,11 +46,10 @@ def malloc_bytes_in_use() -> int | None:
 
     Python's arenas are not in it: they come from the system.
     """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
+    if not hasattr(_LIBC, "mallinfo2"):
         return None
-    libc.mallinfo2.restype = _MallInfo
-    told = libc.mallinfo2()
+    _LIBC.mallinfo2.restype = _MallInfo
+    told = _LIBC.mallinfo2()
     return int(told.uordblks + told.hblkhd)
 
 
@@ -55,9 +59,8 @@ def use_one_heap() -> None:
     Nearly all that allocate here hold Python's lock meanwhile, so they have no use for several heaps, each
     with free pages of its own.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_ARENA_MAX, 1)
+    if hasattr(_LIBC, "mallopt"):
+        _LIBC.mallopt(_M_ARENA_MAX, 1)
 
 
 @contextmanager
@@ -79,19 +82,15 @@ def _fill_arenas(n_bytes: int) -> list[bytes]:
 @contextmanager
 def _hole_in_heap(n_bytes: int) -> Iterator[None]:
     """Free memory within malloc's heap, kept from its end, where it would be given back, by one chunk."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    libc.malloc.argtypes = [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
-    chunks = [libc.malloc(_CHUNK_BYTES) for _ in range(n_bytes // _CHUNK_BYTES)]
+    chunks = [_LIBC.malloc(_CHUNK_BYTES) for _ in range(n_bytes // _CHUNK_BYTES)]
     if None in chunks:
         raise MemoryError
     for chunk in chunks:
         ctypes.memset(chunk, 1, _CHUNK_BYTES)
     *hole, last = chunks
     for chunk in hole:
-        libc.free(chunk)
+        _LIBC.free(chunk)
     try:
         yield
     finally:
-        libc.free(last)
+        _LIBC.free(last)
