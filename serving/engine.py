@@ -79,7 +79,14 @@ class _Live:
         """As the scheduler sees it."""
         message = self.message
         ids = message.prompt_token_ids
-        return Request(message.request_id, ids, self.max_tokens, self.end_token_ids, message.estimate)
+        return Request(
+            message.request_id,
+            ids,
+            self.max_tokens,
+            self.end_token_ids,
+            message.estimate,
+            message.cache_space,
+        )
 
 
 class Engine:

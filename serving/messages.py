@@ -30,6 +30,8 @@ class Submit:
     """How long the answer will be; made before the engine's thread sees the request."""
     guide: Guide | None = None
     """What the answer must look like. Each answer runs a `fresh()` one of its own."""
+    cache_space: str = ""
+    """Only requests of the same space may take over keys and values of each other's prompts."""
 
 
 @dataclass(frozen=True, slots=True)

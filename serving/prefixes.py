@@ -1,7 +1,8 @@
 """Keys and values that need not be computed again: whose block holds those of a prompt's beginning.
 
 Tokens are looked up in runs of `RUN_TOKENS`, by a chain of hashes, so that one look says how much of a prompt
-somebody else has; the tokens themselves are compared before anything is believed. The pool knows nothing of
+somebody else has; the tokens themselves are compared before anything is believed. A sequence finds only those
+of its own `space`: how fast a prompt is answered must not tell one user what another has sent. The pool knows nothing of
 this: what a block held stays readable after its release, until its slots are written again. Each panel of
 slots carries the serial of the sequence that wrote it last, and a run is there as long as its panel carries
 its sequence's. So what is kept costs no request its place.
@@ -45,6 +46,7 @@ class _Source:
     """What is known of one sequence: the first `n_ready` of its tokens have keys and values."""
 
     serial: int
+    space: str
     token_ids: tuple[int, ...]
     chain: tuple[int, ...]
     placement: Placement
@@ -52,10 +54,10 @@ class _Source:
     is_live: bool = True
 
 
-def chain(token_ids: Sequence[int], known: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """For each whole run, a hash of all tokens up to its end. `known`: that of the first runs."""
+def chain(token_ids: Sequence[int], known: tuple[int, ...] = (), space: str = "") -> tuple[int, ...]:
+    """For each whole run, a hash of `space` and all tokens up to its end. `known`: that of the first runs."""
     hashes = list(known)
-    last = hashes[-1] if hashes else 0
+    last = hashes[-1] if hashes else hash(space)
     for start in range(len(hashes) * RUN_TOKENS, len(token_ids) - RUN_TOKENS + 1, RUN_TOKENS):
         last = hash((last, tuple(token_ids[start : start + RUN_TOKENS])))
         hashes.append(last)
@@ -74,15 +76,15 @@ class PrefixIndex:
         self._retired: dict[_Source, None] = {}  # the one that ended longest ago first
         self._n_retired_tokens = 0
 
-    def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...]) -> Match:
-        """The best that is there for a sequence of these tokens and this `chain`."""
+    def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str = "") -> Match:
+        """The best that `space` has for a sequence of these tokens and this `chain`."""
         best = NOTHING
         for n_runs in range(min(len(runs), (len(token_ids) - 1) // RUN_TOKENS), 0, -1):
             n_tokens = n_runs * RUN_TOKENS
             if n_tokens <= best.n_ready:
                 break
             source = self._by_chain.get(runs[n_runs - 1])
-            if source is None or source.token_ids[:n_tokens] != token_ids[:n_tokens]:
+            if source is None or source.space != space or source.token_ids[:n_tokens] != token_ids[:n_tokens]:
                 continue
             n_ready = self._n_there(source, min(n_tokens, source.n_ready))
             n_coming = max(best.n_coming, n_tokens if source.is_live else n_ready)
@@ -93,12 +95,16 @@ class PrefixIndex:
         return best
 
     def start(
-        self, owner: str, sequence: tuple[tuple[int, ...], tuple[int, ...]], placement: Placement
+        self,
+        owner: str,
+        sequence: tuple[tuple[int, ...], tuple[int, ...]],
+        placement: Placement,
+        space: str = "",
     ) -> None:
         """`owner` begins to write a block: what was there is gone. sequence: its tokens and their chain."""
         self._serial += 1
         token_ids, runs = sequence
-        source = _Source(self._serial, token_ids, runs, placement, 0)
+        source = _Source(self._serial, space, token_ids, runs, placement, 0)
         self._live[owner] = source
         self._stamp(source)
         self._enter(source, 0)
@@ -127,7 +133,7 @@ class PrefixIndex:
         n_known = min(len(source.chain), len(token_ids) // RUN_TOKENS)
         self._leave(source, n_known)
         source.is_live, source.n_ready, source.token_ids = False, len(token_ids), token_ids
-        source.chain = chain(token_ids, source.chain[:n_known])
+        source.chain = chain(token_ids, source.chain[:n_known], source.space)
         self._enter(source, n_known)
         self._retired[source] = None
         self._n_retired_tokens += len(token_ids)

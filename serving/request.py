@@ -21,6 +21,8 @@ class Request:
     """The model's end tokens; empty where the request ignores them."""
     estimate: Estimate | None = None
     """How long its answer is thought to become."""
+    cache_space: str = ""
+    """Keys and values are copied between requests of one space, and never to another."""
 
     @property
     def most_tokens(self) -> int:

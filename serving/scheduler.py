@@ -323,13 +323,13 @@ class Scheduler:
         """Begin to write its block, with keys and values that others have computed. False: they soon will."""
         prefixes, placement = self._prefixes, _placed(sequence)
         if prefixes is not None:
-            token_ids = sequence.token_ids
+            token_ids, space = sequence.token_ids, sequence.request.cache_space
             if sequence.runs is None:
-                sequence.runs = chain(token_ids)
-            match = prefixes.find(token_ids, sequence.runs)
+                sequence.runs = chain(token_ids, space=space)
+            match = prefixes.find(token_ids, sequence.runs, space)
             if 2 * (match.n_coming - match.n_ready) >= len(token_ids) - match.n_ready:
                 return False
-            prefixes.start(sequence.request_id, (token_ids, sequence.runs), placement)
+            prefixes.start(sequence.request_id, (token_ids, sequence.runs), placement, space)
             if match.source is not None:
                 self._reuse(sequence, copies_between(match.source, placement, match.n_ready))
         sequence.has_started = True

@@ -19,7 +19,7 @@ from phasewise.serving.http.errors import from_engine, unknown_model
 from phasewise.serving.http.lengths import estimated, facts_of
 from phasewise.serving.http.life import Life
 from phasewise.serving.http.metrics import Metrics
-from phasewise.serving.http.middleware import CountAnswers, RequireKey
+from phasewise.serving.http.middleware import Client, CountAnswers, RequireKey, client_of
 from phasewise.serving.http.prepare import chat_requests, completion_requests
 from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering, Reply
 from phasewise.serving.http.respond import respond
@@ -129,7 +129,7 @@ def _add_completions(app: FastAPI, service: _Service) -> None:
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
         body = await service.read(request, CompletionRequest)
-        requests, facts = await _prepared(completion_requests, body, service.model)
+        requests, facts = await _prepared(completion_requests, body, service.model, client_of(request.scope))
         rendering = CompletionRendering(_response_id(requests), service.model)
         return await service.answer(_reply(body, requests, facts, rendering), request)
 
@@ -139,18 +139,21 @@ def _add_chat(app: FastAPI, service: _Service) -> None:
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, ChatRequest)
-        requests, facts = await _prepared(chat_requests, body, service.model)
+        requests, facts = await _prepared(chat_requests, body, service.model, client_of(request.scope))
         rendering = ChatRendering(_response_id(requests), service.model)
         return await service.answer(_reply(body, requests, facts, rendering), request)
 
 
 async def _prepared(
-    prepare: Callable[[Body, ServedModel], list[Submit]], body: Body, model: ServedModel
+    prepare: Callable[[Body, ServedModel, str], list[Submit]],
+    body: Body,
+    model: ServedModel,
+    client: Client,
 ) -> tuple[list[Submit], list[PromptFacts]]:
     """Tokenising a long prompt takes longer than other requests may wait, so it has a thread."""
 
     def work() -> tuple[list[Submit], list[PromptFacts]]:
-        requests = prepare(body, model)
+        requests = prepare(body, model, client.cache_space)
         facts = facts_of(requests, body)
         return estimated(requests, facts, model), facts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,7 +12,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.metrics import Metrics
 
+_CLIENT = "phasewise.client"
+"""The place in an ASGI scope that names the client."""
+
 _OPEN_PATHS = frozenset({"/health", "/ready"})
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who sends a request, as far as shares and queues go: an API key, else an address.
+
+    `cache_space`: the same for all requests that may take over each other's keys and values: those with one
+    API key, or all where no key is asked for.
+    """
+
+    name: str
+    cache_space: str
+
+
+def client_of(scope: Scope) -> Client:
+    """The sender of this request."""
+    known: str | None = scope.get(_CLIENT)
+    if known is not None:
+        return Client(f"key {known}", known)
+    address = scope.get("client")
+    return Client(f"address {address[0]}" if address else "local", "")
 
 
 class RequireKey:
@@ -23,24 +48,34 @@ class RequireKey:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._allows(Headers(scope=scope)):
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
             await self._app(scope, receive, send)
+            return
+        key = self._key_of(Headers(scope=scope))
+        if key is not None:
+            await self._app({**scope, _CLIENT: key}, receive, send)
             return
         message = "an API key is needed: send the header Authorization: Bearer KEY"
         error = ApiError(401, message, code="invalid_api_key")
         self._metrics.refused(error)
         await error.response()(scope, receive, send)
 
-    def _allows(self, headers: Headers) -> bool:
-        """Compares digests, all of them, so that time tells nothing of a key, nor its length."""
+    def _key_of(self, headers: Headers) -> str | None:
+        """The digest of the request's key; None where it is none of ours.
+
+        Compares digests, all of them, so that time tells nothing of a key, nor its length.
+        """
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = _digest(token.strip().encode("latin-1", "replace"))
         matches = [secrets.compare_digest(given, key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        return given.hex() if scheme.lower() == "bearer" and any(matches) else None
 
 
 class CountAnswers:
-    """Counts answers by path and status; paths that do not exist count as one."""
+    """Counts answers by path and status; paths that do not exist count as one.
+
+    The framework answers an exception that no handler knows with 500, outside of this: it is counted here.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
         self._app = app
@@ -52,13 +87,21 @@ class CountAnswers:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._paths else "other"
+        has_started = False
 
         async def counted(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 self._metrics.http.labels(path, message["status"]).inc()
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            if not has_started:
+                self._metrics.http.labels(path, 500).inc()
+            raise
 
 
 def _digest(key: bytes) -> bytes:

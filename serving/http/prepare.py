@@ -26,7 +26,7 @@ _MOST_CHOICES = 1024
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions; a chat answer may fill the context
 
 
-def completion_requests(body: CompletionRequest, model: ServedModel) -> list[Submit]:
+def completion_requests(body: CompletionRequest, model: ServedModel, space: str = "") -> list[Submit]:
     """One message for each choice: prompts in order, the `n` choices of a prompt together."""
     _refuse(body, model)
     max_tokens = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
@@ -39,11 +39,11 @@ def completion_requests(body: CompletionRequest, model: ServedModel) -> list[Sub
     return [
         request
         for index, prompt in enumerate(prompts)
-        for request in _choices(body, f"{response_id}-{index}", prompt, max_tokens, sampling, model)
+        for request in _choices(body, f"{response_id}-{index}", prompt, max_tokens, sampling, model, space)
     ]
 
 
-def chat_requests(body: ChatRequest, model: ServedModel) -> list[Submit]:
+def chat_requests(body: ChatRequest, model: ServedModel, space: str = "") -> list[Submit]:
     """One message for each of the `n` choices."""
     _refuse(body, model)
     if body.top_logprobs is not None and not body.logprobs:
@@ -53,7 +53,7 @@ def chat_requests(body: ChatRequest, model: ServedModel) -> list[Submit]:
     )  # the template writes the opening tokens itself
     max_tokens = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(body, (body.top_logprobs or 0) if body.logprobs else None)
-    return list(_choices(body, f"chatcmpl-{uuid.uuid4().hex}", prompt, max_tokens, sampling, model))
+    return list(_choices(body, f"chatcmpl-{uuid.uuid4().hex}", prompt, max_tokens, sampling, model, space))
 
 
 def _choices(
@@ -63,6 +63,7 @@ def _choices(
     max_tokens: int | None,
     sampling: SamplingParams,
     model: ServedModel,
+    space: str,
 ) -> Sequence[Submit]:
     _refuse_too_long(prompt, max_tokens, model)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -74,11 +75,16 @@ def _choices(
         stop,
         body.ignore_eos,
         guide=_guide(body, model),
+        cache_space=_salted(space, body.cache_salt),
     )
     return [first] + [
         replace(first, request_id=f"{request_id}-{choice}", sampling=_reseeded(sampling, choice))
         for choice in range(1, body.n or 1)
     ]
+
+
+def _salted(space: str, salt: str | None) -> str:
+    return space if salt is None else f"{space}/{salt}"
 
 
 def _reseeded(sampling: SamplingParams, choice: int) -> SamplingParams:

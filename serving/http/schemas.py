@@ -26,6 +26,7 @@ _MOST_STOPS = 16
 _MOST_MESSAGES = 10_000
 _MOST_PARTS = 1024
 _MOST_BIASES = 4096
+_MOST_INT = 2**31 - 1
 
 
 def _kind(value: object) -> str:
@@ -48,6 +49,8 @@ def _biases(given: dict[str, Any]) -> dict[int, float]:
     return biases
 
 
+# Python cannot even write an integer of thousands of digits: its limit for that raises ValueError.
+AnswerTokens = Annotated[int, Field(ge=1, le=_MOST_INT)]
 ChoiceText = Annotated[str, Field(min_length=1, max_length=MOST_TEXT_CHARACTERS)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = Annotated[
@@ -144,12 +147,12 @@ _NOT_OFFERED = (
 
 
 class GenerationRequest(Strict):
-    """What completions and chat have in common. The last six fields are extensions."""
+    """What completions and chat have in common. The last seven fields are extensions."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: AnswerTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -162,10 +165,13 @@ class GenerationRequest(Strict):
     logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 and -1: no limit")
+    top_k: Annotated[int, Field(ge=-1, le=_MOST_INT)] | None = Field(None, description="0 and -1: no limit")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="keys and values of the prompt are reused only by requests with the same salt"
+    )
 
     def unsupported(self) -> str | None:
         """The name of a field that asks for what is not offered."""
@@ -176,7 +182,7 @@ class GenerationRequest(Strict):
 class CompletionRequest(GenerationRequest):
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    best_of: int | None = Field(None, description="the same as n, or absent")
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="the same as n, or absent")
 
     def unsupported(self) -> str | None:
         """The name of a field that asks for what is not offered."""
@@ -212,7 +218,7 @@ class ChatMessage(Strict):
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MOST_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: AnswerTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] | None = None

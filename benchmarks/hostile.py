@@ -1,0 +1,62 @@
+"""What one request, one template or one file can do to everybody else: tried on a real server, row by row.
+
+Each row starts its own `phasewise serve`, attacks it from a process of its own, and watches a client that
+does nothing wrong: its median latency must stay within twice the idle one, /health under 100 ms, and memory
+must come back within a tenth. A line for each row: `ok`, `FAIL` or `skip`, and what was seen. Exit code 1 if
+anything failed. The rows are those of docs/security.md.
+
+    python benchmarks/hostile.py                        # the default model, everything
+    python benchmarks/hostile.py --model tiny --quick   # the short form, as CI has it
+    python benchmarks/hostile.py --only huge_integers
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hostile_rows import requests
+from hostile_rows.siege import Missed, Siege, Skipped
+from served_process import DEFAULT_MODEL, TINY, leave_no_server
+
+ROWS: dict[str, Callable[[Siege], str]] = {
+    "huge_integers": requests.huge_integers,
+    "prompts_told_by_time": requests.prompts_told_by_time,
+}
+SLOW: tuple[str, ...] = ()
+"""Not part of --quick."""
+
+
+def run(name: str, siege: Siege) -> bool:
+    """Whether a row holds, or cannot be tried here."""
+    began = time.monotonic()
+    try:
+        verdict, seen = "ok  ", ROWS[name](siege)
+    except Skipped as reason:
+        verdict, seen = "skip", str(reason)
+    except (Missed, RuntimeError, OSError) as error:
+        verdict, seen = "FAIL", f"{type(error).__name__}: {error}"
+    print(f"{verdict} {name}: {' '.join(seen.split())} [{time.monotonic() - began:.0f} s]", flush=True)
+    return verdict != "FAIL"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"`{TINY}`: a small random one, in float32")
+    parser.add_argument("--quick", action="store_true", help="small numbers")
+    parser.add_argument("--only", action="append", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
+    asked = parser.parse_args()
+    leave_no_server()
+    names = asked.only or [name for name in ROWS if not (asked.quick and name in SLOW)]
+    with tempfile.TemporaryDirectory() as folder:
+        siege = Siege(asked.model, Path(folder), asked.quick)
+        held = [run(name, siege) for name in names]
+    return 0 if all(held) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
