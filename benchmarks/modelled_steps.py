@@ -23,7 +23,7 @@ from phasewise.topology import Machine, read_machine
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import MachineRates, measured_rates
 from phasewise.tuner.config.steps import Evaluator, Step
-from phasewise.tuner.limits import peak_flops, read_bandwidth
+from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 from phasewise.tuner.plans import list_cores, rank_on
 from phasewise.tuner.topotree import Configuration, OperatorLimits, configurations, fundamental
 

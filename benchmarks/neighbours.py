@@ -18,13 +18,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from phasewise.cli.tuning import machine_key
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Comparison, Problem, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.lookup import Choice, ScheduleTable
 from phasewise.tuner.native import NativeEvaluator, is_default_for
+from phasewise.tuner.plans import machine_key
 from phasewise.tuner.weights import cold_bytes
 
 

@@ -25,10 +25,10 @@ from phasewise.cli.opening import OpenModel, open_model
 from phasewise.cli.options import WeightFormat
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.messages import Answer, Submit
+from phasewise.serving.open_engine import EngineSize, open_engine
 from phasewise.serving.pools.contract import KV_CHUNK
 from phasewise.serving.ranks import Ranks
 from phasewise.serving.sampling import GREEDY
-from phasewise.serving.start import EngineSize, open_engine
 
 ROUNDS = 9
 OWN_TOKENS = 32

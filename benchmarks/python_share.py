@@ -29,12 +29,12 @@ from phasewise.cli.opening import open_model
 from phasewise.cli.options import WeightFormat
 from phasewise.serving import sampling
 from phasewise.serving.batch import Batch
+from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.listening import TcpAddress
-from phasewise.serving.http.served import HttpLimits
 from phasewise.serving.messages import Submit
+from phasewise.serving.open_engine import EngineSize, OpenEngine, open_engine
 from phasewise.serving.ranks import LocalRanks
 from phasewise.serving.service import ServiceSettings, run_service
-from phasewise.serving.start import EngineSize, OpenEngine, open_engine
 
 PROMPT = "The history of the steam engine begins"
 

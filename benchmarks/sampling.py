@@ -53,7 +53,7 @@ def cost_us(logits: np.ndarray, params: dict[str, float], guide: Guide | None = 
 def compiler_of(name: str) -> tuple[GuideCompiler, int]:
     """The compiler of a model's grammars, and the size of its vocabulary."""
     from phasewise.serving.loaders import load_model
-    from phasewise.serving.start import ModelText
+    from phasewise.serving.open_engine import ModelText
 
     model = load_model(name, "native", report=print)
     tokenizer, config = ModelText(model).tokenizer, model.config

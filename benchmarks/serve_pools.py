@@ -34,10 +34,10 @@ from phasewise.cli.options import WeightFormat
 from phasewise.serving.batch import Batch
 from phasewise.serving.engine import Engine
 from phasewise.serving.messages import Answer, Submit
+from phasewise.serving.open_engine import EngineSize, open_engine
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.sampling import SamplingParams
-from phasewise.serving.start import EngineSize, open_engine
 from phasewise.tuner.errors import TraceError
 
 POLICIES = ("odma", "static", "fixed", "paged")

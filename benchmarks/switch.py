@@ -19,11 +19,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from phasewise.cython_kernels.packing import PackedWeight, pack_quant, quantise
-from phasewise.serving.batch import Batch, Phase, SequenceSlice
+from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.model import ModelConfig, PackedModel, RopeSpec
 from phasewise.serving.ranks import Ranks, open_ranks
 from phasewise.topology import read_machine
-from phasewise.tuner.plans import PHASES, ServicePlan, check_fits, parse_cores, rank_on
+from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, parse_cores, rank_on
 
 POSITION = 64
 RESAMPLES = 2000

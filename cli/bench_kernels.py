@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 from phasewise.cli.kernel_formats import KernelRow, PointKey
 from phasewise.cli.kernel_peers import FORMAT_OF, Peer, PeerCell, PeerError
 from phasewise.cli.present import note
-from phasewise.cython_kernels import _native, isa, limits
+from phasewise.cython_kernels import _native, isa, limit_loops
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.conditions import Watch
-from phasewise.tuner.limits import StreamingRead, peak_flops
 from phasewise.tuner.lookup import ScheduleTable, read_table
+from phasewise.tuner.machine_limits import StreamingRead, peak_flops
 from phasewise.tuner.native import default_schedule, is_default_for, kernel_fields
 from phasewise.tuner.roofline import peak_kinds
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
@@ -148,7 +148,7 @@ def kernel_rows(
         closing(OurKernels(grid.cores, choose)) as ours,
         closing(StreamingRead(grid.cores, grid.cold_bytes)) as read,
     ):
-        peaks = dict.fromkeys(limits.KINDS, 0.0)
+        peaks = dict.fromkeys(limit_loops.KINDS, 0.0)
         for (weight_format, n, k), points in itertools.groupby(missing, key=lambda point: point[:3]):
             packs = copies_of(random_weight(weight_format, n, k), grid.cold_bytes)
             kinds = peak_kinds(weight_format)

@@ -18,13 +18,12 @@ from phasewise.serving.ranks import STEP_TOKENS, Ranks
 from phasewise.serving.ranks import open_ranks as open_planned
 from phasewise.serving.throughput import Throughput, Workload, compute_kind, flops, measure, streamed_bytes
 from phasewise.topology import core_signature, placement_signature, read_machine
-from phasewise.tuner.limits import peak_flops, read_bandwidth
+from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 from phasewise.tuner.roofline import peak_kinds
 
 if TYPE_CHECKING:
-    from phasewise.serving.batch import Phase
     from phasewise.serving.model import PackedModel
-    from phasewise.tuner.plans import ServicePlan
+    from phasewise.tuner.plans import Phase, ServicePlan
 
 MAX_BATCH_TOKENS = 2048
 

@@ -23,7 +23,7 @@ from phasewise.tuner.plans import Phase, list_cores
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from phasewise.tuner.run import Progress as KernelProgress
+    from phasewise.tuner.tuning_run import TuningProgress
 
 MOST_TREE_LINES = 30
 """Of a phase; a large machine has thousands of trees."""
@@ -61,7 +61,7 @@ class Progress:
 
         return report
 
-    def tuning(self, progress: KernelProgress) -> None:
+    def tuning(self, progress: TuningProgress) -> None:
         """Where the tuning of kernels is."""
         self._show(progress_line(progress))
 

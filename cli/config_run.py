@@ -34,7 +34,7 @@ from phasewise.cli.present import note
 from phasewise.cli.tune_config import Searched, Subject, Wish, search, study_location
 from phasewise.cli.verdict_fields import verdict_fields, verdict_of
 from phasewise.kerneldb.records import Origin, PlanRecord
-from phasewise.tuner.config.words import Words
+from phasewise.tuner.config.study_messages import StudyMessages
 from phasewise.tuner.plans import Phase
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.config.recorded import Kernels
     from phasewise.tuner.config.steps import Evaluator
     from phasewise.tuner.config.study import Event
-    from phasewise.tuner.run import Progress as KernelProgress
+    from phasewise.tuner.tuning_run import TuningProgress
 
 SEARCH_SHARE = 0.5
 LAST_RUN_SHARE, MOST_LAST_RUN_SHARE = 0.2, 0.4
@@ -71,7 +71,7 @@ class Show(Protocol):
         """What the events of a phase's search are reported to."""
         ...
 
-    def tuning(self, progress: KernelProgress) -> None:
+    def tuning(self, progress: TuningProgress) -> None:
         """Where the tuning of kernels is."""
         ...
 
@@ -240,7 +240,7 @@ def _last_runs(run: _Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, flo
     location = study_location(run.wish)
     while waiting:
         for phase, one in waiting.items():
-            words = Words(location, one.outcome.study)
+            words = StudyMessages(location, one.outcome.study)
             with company().claim(_last_run_claim(location, one)) as is_ours:
                 if not _hear_verdict(run, phase, words):
                     if not is_ours:
@@ -275,7 +275,7 @@ def _last_run_claim(location: Location, one: Searched) -> str:
     return f"{location.name} {one.outcome.study} {LAST_RUN}"
 
 
-def _hear_verdict(run: _Run, phase: Phase, words: Words) -> bool:
+def _hear_verdict(run: _Run, phase: Phase, words: StudyMessages) -> bool:
     """Whether another process has come to a verdict since this run began; then it is this run's as well."""
     heard = words.hear(LAST_RUN, run.began_ms)
     if heard is None:
@@ -286,7 +286,7 @@ def _hear_verdict(run: _Run, phase: Phase, words: Words) -> bool:
     return True
 
 
-def _say_verdict(run: _Run, phase: Phase, words: Words) -> None:
+def _say_verdict(run: _Run, phase: Phase, words: StudyMessages) -> None:
     """Unless there was no time to come to one."""
     verdict = run.verdicts.get(phase)
     if verdict is not None and verdict.is_settled:

@@ -14,7 +14,7 @@ from phasewise.tuner.predictor.files import default_file
 from phasewise.tuner.predictor.log import Log, lines_of, read_log
 
 if TYPE_CHECKING:
-    from phasewise.serving.start import ModelText
+    from phasewise.serving.open_engine import ModelText
     from phasewise.tuner.predictor.train import Epoch
 
 PROMPT_FIELDS = ("prompt", "instruction", "question")
@@ -29,7 +29,7 @@ class Tokens:
     @cached_property
     def _loaded(self) -> tuple[str, ModelText]:
         from phasewise.serving.loaders import load_model
-        from phasewise.serving.start import ModelText
+        from phasewise.serving.open_engine import ModelText
 
         model = load_model(self._ref, "native", report=note)
         return model.name, ModelText(model)

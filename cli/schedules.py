@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from phasewise.cli.present import note
 from phasewise.cython_kernels.division import columns, share
 from phasewise.kerneldb.location import locate
-from phasewise.kerneldb.records import MachineKey
 from phasewise.serving.forward import attention_problem
 from phasewise.serving.schedules import RowRange
-from phasewise.topology import Machine, core_signature, placement_signature
+from phasewise.topology import Machine
 from phasewise.tuner.lookup import Choice, PhaseSchedules, ScheduleTable
-from phasewise.tuner.plans import Phase, ServicePlan
+from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.weights import format_name
 
 if TYPE_CHECKING:
@@ -76,15 +75,13 @@ def _tables(db: str | os.PathLike[str] | None, machine: Machine, plans: Plans) -
     with open_store(db, note) as store:
         return {
             phase: read_table(
-                store, tuned_on(machine, plan), kernel_abi, is_default_for(len(plan.ranks[0].cores))
+                store,
+                machine_key(machine, plan.ranks[0].cores),
+                kernel_abi,
+                is_default_for(len(plan.ranks[0].cores)),
             )
             for phase, plan in plans.items()
         }
-
-
-def tuned_on(machine: Machine, plan: ServicePlan) -> MachineKey:
-    """Under what the schedules of a plan's cores are kept: a rank's, since ranks are alike."""
-    return MachineKey(core_signature(machine), placement_signature(machine, plan.ranks[0].cores))
 
 
 # ---- explain ---------------------------------------------------------------------------------------------

@@ -22,15 +22,15 @@ from phasewise.cli.present import note
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
 from phasewise.kerneldb.records import MachineKey
 from phasewise.topology import Machine, read_lstopo, read_machine
-from phasewise.tuner.config.simulate import Grid, Objective
+from phasewise.tuner.config.simulate import Objective, StepGrid
 from phasewise.tuner.config.space import Space
 from phasewise.tuner.config.steps import Evaluator, EvaluatorKind, ModelShape
 from phasewise.tuner.config.study import (
     Event,
-    Outcome,
-    Settings,
+    SearchOutcome,
+    SearchSettings,
+    SearchTask,
     StudyKey,
-    Task,
     Tried,
     run,
     slice_costs,
@@ -116,9 +116,9 @@ class Subject:
     model: PackedModel | None = None
     """None: nothing is timed, so no weights were read."""
 
-    def grid(self, phase: Phase) -> Grid:
+    def grid(self, phase: Phase) -> StepGrid:
         """The few steps that are timed for the whole trace."""
-        return Grid.of(self.trace, self.objective, phase)
+        return StepGrid.of(self.trace, self.objective, phase)
 
     def cost(self, phase: Phase) -> Cost:
         """The objective over the whole trace."""
@@ -137,7 +137,7 @@ class Searched:
     """The search of one phase, and how long it took."""
 
     phase: Phase
-    outcome: Outcome
+    outcome: SearchOutcome
     elapsed_s: float
     failures: Mapping[str, int]
     """How many configurations could not run for the same reason."""
@@ -302,9 +302,9 @@ def search(
     location = study_location(wish)
     outcome = run(
         space_of(subject),
-        Task(key, evaluator, slice_costs(subject.objective, phase, subject.trace)),
+        SearchTask(key, evaluator, slice_costs(subject.objective, phase, subject.trace)),
         location,
-        Settings(Rules(seed=wish.seed), wish.top_k, wish.resume),
+        SearchSettings(Rules(seed=wish.seed), wish.top_k, wish.resume),
         stop=lambda: time.monotonic() >= deadline_s,
         report=heard,
         others=None if location.url == MEMORY_URL else company(),

@@ -16,23 +16,24 @@ from phasewise.kerneldb.records import MachineKey, Problem
 from phasewise.kerneldb.store import Store
 from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.ranks import ALL_LOGITS_ROWS
-from phasewise.topology import Machine, core_signature, placement_signature
+from phasewise.topology import Machine
 from phasewise.tuner.attention import attention_group
-from phasewise.tuner.division import Company, Nobody, Task
 from phasewise.tuner.ledger import Ledger, Scope
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
+from phasewise.tuner.plans import Phase, machine_key
 from phasewise.tuner.roofline import Roofline, measure_roofline
-from phasewise.tuner.run import Gain, Outcome, Progress, Tools, tune
 from phasewise.tuner.search.attention import attention_grid, tune_attention
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.task_division import Company, Nobody, Task
+from phasewise.tuner.tuning_run import Gain, Tools, TuningOutcome, TuningProgress, tune
 from phasewise.tuner.weights import cold_bytes, format_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from phasewise.serving.model import PackedModel
-    from phasewise.tuner.plans import Phase
+
 
 DECODE_ROWS = 64
 """Most sequences that decode together, hence most rows of its products."""
@@ -87,8 +88,8 @@ class Tuned:
     machine: MachineKey
     kernel_abi: str
     roofline: Roofline
-    outcome: Outcome
-    attention: Outcome | None = None
+    outcome: TuningOutcome
+    attention: TuningOutcome | None = None
 
     @property
     def is_interrupted(self) -> bool:
@@ -152,11 +153,6 @@ def _tasks(machine: Machine, cores: tuple[int, ...], shapes: Sequence[Shape], ro
         yield Task(group, m_grid(most_rows, SearchOptions()))
 
 
-def machine_key(machine: Machine, cores: Sequence[int]) -> MachineKey:
-    """Under what these cores' measurements are kept."""
-    return MachineKey(core_signature(machine), placement_signature(machine, cores))
-
-
 @keeping_affinity()
 def tune_round(
     one: Round,
@@ -164,7 +160,7 @@ def tune_round(
     store: Store,
     budget_s: float,
     resume: bool,
-    report: Callable[[Progress], None],
+    report: Callable[[TuningProgress], None],
     company: Company | None = None,
 ) -> Tuned:
     """Tune a round for at most `budget_s`, the measuring of its limits included; None: nobody else does."""
@@ -176,7 +172,7 @@ def tune_round(
     since_ms = 0 if resume else time.time_ns() // 1_000_000
     key, deadline_s = machine_key(machine, one.cores), started_s + budget_s
     scope = Scope(key, kernel_abi("gemm"), __version__, since_ms)
-    attention: Outcome | None = None
+    attention: TuningOutcome | None = None
     evaluator = NativeEvaluator(one.cores, total_bytes)
     try:
         tools = Tools(

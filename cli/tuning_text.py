@@ -14,8 +14,8 @@ from phasewise.cli.present import note
 
 if TYPE_CHECKING:
     from phasewise.cli.tuning import Round, Shape, Tuned
-    from phasewise.tuner.division import Task
-    from phasewise.tuner.run import Gain, Progress
+    from phasewise.tuner.task_division import Task
+    from phasewise.tuner.tuning_run import Gain, TuningProgress
 
 LINE_EVERY_S = 10.0
 """Off a terminal, progress is a line so often."""
@@ -27,7 +27,7 @@ DISTURBED_LAPS = 0.1
 
 
 @contextmanager
-def progress_on_stderr() -> Iterator[Callable[[Progress], None]]:
+def progress_on_stderr() -> Iterator[Callable[[TuningProgress], None]]:
     """What a run reports to: one line that changes on a terminal, a line now and then elsewhere."""
     if not sys.stderr.isatty():
         yield _at_most_every(LINE_EVERY_S, lambda progress: note(progress_line(progress)))
@@ -44,10 +44,12 @@ def progress_on_stderr() -> Iterator[Callable[[Progress], None]]:
         )
 
 
-def _at_most_every(seconds: float, show: Callable[[Progress], None]) -> Callable[[Progress], None]:
+def _at_most_every(
+    seconds: float, show: Callable[[TuningProgress], None]
+) -> Callable[[TuningProgress], None]:
     last_s = -math.inf
 
-    def report(progress: Progress) -> None:
+    def report(progress: TuningProgress) -> None:
         nonlocal last_s
         now_s = time.monotonic()
         if now_s - last_s >= seconds:
@@ -57,7 +59,7 @@ def _at_most_every(seconds: float, show: Callable[[Progress], None]) -> Callable
     return report
 
 
-def progress_line(progress: Progress) -> str:
+def progress_line(progress: TuningProgress) -> str:
     """E.g. `2/5 int8 3072x576 m=64: 512 timed in 1:23, about 4:10 left`."""
     left = "time left not known yet" if progress.left_s is None else f"about {_clock(progress.left_s)} left"
     return (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phasewise.cli.present import note
-from phasewise.cli.tuning import machine_key
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.kerneldb.store import Store
@@ -14,7 +13,7 @@ from phasewise.topology import Machine
 from phasewise.tuner.attention import ARITHMETIC, KV_BYTES, head_dim_of
 from phasewise.tuner.errors import TunerError
 from phasewise.tuner.native import NativeEvaluator, paths_of
-from phasewise.tuner.plans import PHASES, default_plan
+from phasewise.tuner.plans import PHASES, default_plan, machine_key
 from phasewise.tuner.search.space import arithmetic_of
 from phasewise.tuner.weights import cold_bytes
 

@@ -5,9 +5,9 @@ frozen dataclasses (benchmarks/python_share.py)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Phase = Literal["prefill", "decode"]
+from phasewise.tuner.plans import Phase
 
 
 class SequenceSlice(NamedTuple):

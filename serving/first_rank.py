@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels._native import Program, Team
-from phasewise.serving.batch import Batch, Phase, SequenceSlice
+from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import RanksError
 from phasewise.serving.forward import AUTO, Capacity
 from phasewise.serving.rank_teams import TABLES
-from phasewise.tuner.plans import list_cores
+from phasewise.tuner.plans import Phase, list_cores
 
 Logits = npt.NDArray[np.float32]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from phasewise.serving.batch import Phase
 from phasewise.serving.request import FinishReason
 from phasewise.serving.sampling import SampledToken, SamplingParams
+from phasewise.tuner.plans import Phase
 
 if TYPE_CHECKING:
     from phasewise.serving.guides import Guide

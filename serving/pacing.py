@@ -8,7 +8,7 @@ time per token is twice that of a decode step at most.
 
 from __future__ import annotations
 
-from phasewise.serving.batch import Phase
+from phasewise.tuner.plans import Phase
 
 DEFAULT_TPOT_MS = 100.0
 """Ten tokens a second, twice as fast as people read. Sandwich (8.3) asks it of a 160M model in batches."""

@@ -19,8 +19,7 @@ from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import Program, place_on_node
 from phasewise.cython_kernels.division import share
 from phasewise.cython_kernels.errors import GroupFailed
-from phasewise.serving.batch import Batch, Phase
-from phasewise.serving.crew import Crew
+from phasewise.serving.batch import Batch
 from phasewise.serving.errors import RankLost, RanksError
 from phasewise.serving.first_rank import FirstRank, Logits, room_for
 from phasewise.serving.forward import (
@@ -34,6 +33,7 @@ from phasewise.serving.forward import (
 from phasewise.serving.memory import check_memory
 from phasewise.serving.model import PackedModel
 from phasewise.serving.rank_instructions import Instructions
+from phasewise.serving.rank_layout import RankLayout
 from phasewise.serving.rank_memory import preferring, warn_of_refusals
 from phasewise.serving.rank_teams import TABLES, open_teams, touch_memory
 from phasewise.serving.schedules import ScheduleLookup
@@ -41,7 +41,7 @@ from phasewise.serving.segments import Segment
 from phasewise.serving.shared_weights import SharedWeights, share_weights
 from phasewise.serving.worker_processes import START_S, WorkerProcesses
 from phasewise.serving.written_schedules import WrittenSchedules
-from phasewise.tuner.plans import PHASES, ServicePlan, list_cores
+from phasewise.tuner.plans import PHASES, Phase, ServicePlan, list_cores
 
 LEARN_S = 5.0
 """How long after a failed step its cause may take to be known."""
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 class _Setup:
     """What the ranks are started from, however often."""
 
-    crew: Crew
+    layout: RankLayout
     capacities: tuple[Capacity, ...]
     lookups: tuple[ScheduleLookup, ...]
     pinned: bool
@@ -92,24 +92,26 @@ class ProcessRanks:
         self.kv_slots = kv_slots
         self.kv_format = resolve_kv_format(model, kv_format)
         self.kv_bytes_per_slot = kv_bytes_per_slot(model, self.kv_format)
-        self._crew = crew = Crew(plans)
+        self._crew = layout = RankLayout(plans)
         self._owner = os.getpid()
         self._warned = not pinned
         self._listener = _Listener()
         self._former_native_ns = 0
-        crew.check_divides(model)
+        layout.check_divides(model)
         capacities = tuple(
-            room_for(kv_slots, max_batch_tokens, max_sequences, crew.threads(rank), self.kv_format, touched)
-            for rank in range(crew.n_ranks)
+            room_for(kv_slots, max_batch_tokens, max_sequences, layout.threads(rank), self.kv_format, touched)
+            for rank in range(layout.n_ranks)
         )
         lookups = tuple(schedules[phase] for phase in PHASES) if schedules else ()
         began = time.monotonic()
         self._life = ExitStack()
         """What ends with these processes; `_close` also ends what the next ones are started from."""
         with ExitStack() as ending:
-            with preferring(crew.node(0)):
-                shared = ending.enter_context(share_weights(model, crew.division(0), spread=crew.spans_nodes))
-            self._setup: _Setup | None = _Setup(crew, capacities, lookups, pinned, shared)
+            with preferring(layout.node(0)):
+                shared = ending.enter_context(
+                    share_weights(model, layout.division(0), spread=layout.spans_nodes)
+                )
+            self._setup: _Setup | None = _Setup(layout, capacities, lookups, pinned, shared)
             ending.callback(self._life.close)
             warn_of_refusals(self._start(self._setup, START_S, shared.copied_bytes))
             self._close = weakref.finalize(self, ending.pop_all().close)
@@ -117,17 +119,17 @@ class ProcessRanks:
 
     def _start(self, setup: _Setup, within_s: float, n_bytes_to_copy: int) -> dict[int, int]:
         """Start the first rank, then the others; what the kernel said to each one's memory policy."""
-        crew = setup.crew
+        layout = setup.layout
         with ExitStack() as ending, ExitStack() as descriptors:
-            with preferring(crew.node(0)) as answer:
+            with preferring(layout.node(0)) as answer:
                 program, step = _first_program(setup, n_bytes_to_copy)
                 descriptors.callback(step.close)
-                teams = open_teams(crew.cores(0), setup.pinned)
+                teams = open_teams(layout.cores(0), setup.pinned)
             first = FirstRank(program, teams, setup.capacities[0])
             ending.callback(first.close)
             if setup.capacities[0].touched:
                 touch_memory(program, teams)
-            told = [_instructions(setup, rank, step) for rank in range(1, crew.n_ranks)]
+            told = [_instructions(setup, rank, step) for rank in range(1, layout.n_ranks)]
             workers = WorkerProcesses(told, _on_death(program, self._listener), within_s)
             ending.callback(_end, self._owner, program, workers)
             answers = workers.wait_until_ready()
@@ -224,7 +226,7 @@ class ProcessRanks:
 def _first_program(setup: _Setup, n_bytes_to_copy: int) -> tuple[Program, Segment]:
     """The first rank's program, and the memory that it shares with the others."""
     segments: list[Segment] = []
-    crew, shared = setup.crew, setup.shared
+    layout, shared = setup.layout, setup.shared
 
     def memory(n_bytes: int) -> memoryview:
         segments.append(Segment.create(n_bytes, "step"))
@@ -235,13 +237,13 @@ def _first_program(setup: _Setup, n_bytes_to_copy: int) -> tuple[Program, Segmen
 
     try:
         program = build_program(
-            shared.model, setup.capacities[0], check, setup.lookups, crew.division(0), memory, PATIENCE_S
+            shared.model, setup.capacities[0], check, setup.lookups, layout.division(0), memory, PATIENCE_S
         )
     except BaseException:
         for segment in segments:
             segment.close()
         raise
-    _place_kv(program, shared.model, crew, segments[0])
+    _place_kv(program, shared.model, layout, segments[0])
     return program, segments[0]
 
 
@@ -253,17 +255,17 @@ def _on_death(program: Program, listener: _Listener) -> Callable[[], None]:
     return on_death
 
 
-def _place_kv(program: Program, model: PackedModel, crew: Crew, step: Segment) -> None:
+def _place_kv(program: Program, model: PackedModel, layout: RankLayout, step: Segment) -> None:
     """Keys and values near the rank that reads them in decode, wherever prefill writes them from.
 
     A refusal is no news: it was the same for the ranks' other memory.
     """
-    teams = crew.teams[TABLES["decode"]]
-    if not (crew.spans_nodes and teams):
+    teams = layout.teams[TABLES["decode"]]
+    if not (layout.spans_nodes and teams):
         return
     for layer in range(model.config.n_layers):
         for rank in range(len(teams)):
-            node = crew.node(rank)
+            node = layout.node(rank)
             for head in range(*share(model.config.n_kv_heads, teams, rank)):
                 offset, n_bytes = program.kv_span(layer, head)
                 if node is not None:
@@ -271,7 +273,7 @@ def _place_kv(program: Program, model: PackedModel, crew: Crew, step: Segment) -
 
 
 def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
-    crew, capacity, shared = setup.crew, setup.capacities[rank], setup.shared
+    layout, capacity, shared = setup.layout, setup.capacities[rank], setup.shared
     model = shared.model
     return Instructions(
         rank=rank,
@@ -281,16 +283,16 @@ def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
         weight_format=model.format,
         isa=isa.active(),
         capacity=capacity,
-        teams=crew.teams,
-        cores=crew.cores(rank),
+        teams=layout.teams,
+        cores=layout.cores(rank),
         pinned=setup.pinned,
-        numa_node=crew.node(rank),
+        numa_node=layout.node(rank),
         step_fd=step.fd,
         step_bytes=step.n_bytes,
         weights=shared.weights,
         weights_source=shared.source,
         schedules=tuple(
-            WrittenSchedules.of(lookup, crew.division(rank), table, model, capacity)
+            WrittenSchedules.of(lookup, layout.division(rank), table, model, capacity)
             for table, lookup in enumerate(setup.lookups)
         ),
     )

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from phasewise.cython_kernels.division import Division
-from phasewise.serving.batch import Phase
 from phasewise.serving.forward import Capacity
 from phasewise.serving.model import ModelConfig, config_from_json, config_to_json
 from phasewise.serving.shared_weights import Holding, Places
 from phasewise.serving.written_schedules import WrittenSchedules
+from phasewise.tuner.plans import Phase
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import get_args
 
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.errors import ProgramError, TeamError
-from phasewise.serving.batch import Phase
 from phasewise.serving.errors import RanksError
+from phasewise.tuner.plans import Phase
 
 TeamCores = tuple[int, ...]
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from phasewise.cython_kernels._native import Program, Team, isa_select
 from phasewise.cython_kernels.errors import GroupFailed, KernelError
-from phasewise.serving.batch import Phase
 from phasewise.serving.errors import ServingError
 from phasewise.serving.forward import build_program
 from phasewise.serving.model import PackedModel
@@ -26,6 +25,7 @@ from phasewise.serving.rank_memory import preferring
 from phasewise.serving.rank_teams import TABLES, open_teams, touch_memory
 from phasewise.serving.segments import Segment
 from phasewise.serving.shared_weights import Holding, copy_panels
+from phasewise.tuner.plans import Phase
 
 PR_SET_PDEATHSIG = 1
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.serving.batch import Batch, Phase
+from phasewise.serving.batch import Batch
 from phasewise.serving.errors import RanksError
 from phasewise.serving.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, room_for
 from phasewise.serving.forward import AUTO, build_program, kv_bytes_per_slot, resolve_kv_format
@@ -21,7 +21,7 @@ from phasewise.serving.memory import check_memory
 from phasewise.serving.model import PackedModel
 from phasewise.serving.rank_teams import open_teams, touch_memory
 from phasewise.serving.schedules import ScheduleLookup
-from phasewise.tuner.plans import PHASES, ServicePlan
+from phasewise.tuner.plans import PHASES, Phase, ServicePlan
 
 __all__ = ["ALL_LOGITS_ROWS", "STEP_TOKENS", "LocalRanks", "Ranks", "open_ranks"]
 

@@ -18,12 +18,13 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phasewise.serving.batch import Batch, KvCopy, Phase, SequenceSlice
+from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Grant, KvPool, Placement
 from phasewise.serving.prefixes import PrefixIndex, chain, copies_between
 from phasewise.serving.request import LiveSequence, Request, TokenOut
+from phasewise.tuner.plans import Phase
 
 MOST_PREEMPTIONS = 3
 """After so many a request is preempted for the oldest one only, and that once."""

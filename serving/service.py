@@ -21,15 +21,15 @@ from phasewise.serving.headroom import allocator_headroom
 from phasewise.serving.http.app import create_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connection import Connections
+from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.http.lengths import LengthObserver, RealisedLength
-from phasewise.serving.http.life import Life
+from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.listening import Address
 from phasewise.serving.http.metrics import Gauges, Metrics
-from phasewise.serving.http.served import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.http.server import HttpServer, Service
 from phasewise.serving.length_log import LengthLog
+from phasewise.serving.open_engine import OpenEngine
 from phasewise.serving.pools.contract import Estimate
-from phasewise.serving.start import OpenEngine
 
 _SWITCH_INTERVAL_S = 0.0005
 """Python lets a thread run 5 ms before another may, longer than a decode step: HTTP would stall it."""
@@ -74,7 +74,7 @@ def run_service(
             client.observe(LengthObserver(partial(log.put, opened.model.name)))
         if settings.predictor is not None:
             client.observe(LengthObserver(stack.enter_context(_learning(settings.predictor))))
-        life = Life(thread)
+        life = Lifecycle(thread)
         metrics = Metrics(_gauges(client, thread, life, log, lambda: len(connections.open)))
         connections = Connections(settings.limits, metrics)
         app = create_app(_served(opened, settings), client, settings.limits, life, metrics)
@@ -128,7 +128,7 @@ def _learning(predictor: Predictor) -> Iterator[Callable[[RealisedLength], None]
 def _gauges(
     client: EngineClient,
     thread: EngineThread,
-    life: Life,
+    life: Lifecycle,
     log: LengthLog | None,
     n_connections: Callable[[], int],
 ) -> Gauges:

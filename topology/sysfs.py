@@ -15,8 +15,8 @@ from pathlib import Path
 from phasewise.topology.cpuinfo import parse_cpuinfo
 from phasewise.topology.cpusets import cpus_of, mask_of, parse_kernel_mask, parse_list
 from phasewise.topology.errors import TopologyError
-from phasewise.topology.limits import Limits, read_limits
 from phasewise.topology.nesting import Part, nest
+from phasewise.topology.process_limits import ProcessLimits, read_limits
 from phasewise.topology.tree import CpuKind, Kind, Machine, MemoryAccess, NumaDistances
 
 CACHE_KINDS = {2: Kind.L2, 3: Kind.L3, 4: Kind.L4}
@@ -47,7 +47,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
     is_live = root == Path("/")
     try:
         online = _online(root / "sys/devices/system/cpu", is_live)
-        limits = read_limits(root) if is_live else Limits(online, None)
+        limits = read_limits(root) if is_live else ProcessLimits(online, None)
         if not limits.allowed & online:
             raise TopologyError(f"none of the CPUs that {root} describes is allowed to this process")
         parts = _cpu_parts(root / "sys/devices/system/cpu", online) + _memory_parts(root, online)

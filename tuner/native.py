@@ -25,9 +25,9 @@ from phasewise.tuner.attention import TeamAttention, default_attention
 from phasewise.tuner.conditions import Conditions, Watch
 from phasewise.tuner.errors import TunerError
 from phasewise.tuner.rounds import Times, shuffled_rounds
-from phasewise.tuner.run import Duel
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, arithmetic_of
+from phasewise.tuner.tuning_run import Duel
 from phasewise.tuner.weights import blank_weight, copies_of, kind_of, random_weight, scale_group_of
 
 ACCURACY = {"f32": 2.0**-16, "bf16": 2.0**-7}

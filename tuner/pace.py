@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from phasewise.kerneldb.records import Problem
-from phasewise.tuner.division import Task
+from phasewise.tuner.task_division import Task
 
 CALLS_A_TIMING = 6
 SHORTEST_TIMING_S = 0.008

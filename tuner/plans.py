@@ -127,9 +127,14 @@ def model_key(name: str, weight_format: str) -> str:
     return f"{name}@{weight_format}"
 
 
-def machine_key(machine: Machine) -> MachineKey:
-    """Under what a machine's plans are kept: what its cores are, and the shape of those that may be used."""
-    cores = tuple(core[0] for core in machine.allowed_cores()) or machine.allowed_pus
+def machine_key(machine: Machine, cores: Sequence[int] | None = None) -> MachineKey:
+    """The key of plans and measurements: the signature of the cores, and that of the placement of `cores`.
+
+    None: all cores that this process may use, by which plans are kept. Measurements are kept by the cores
+    that ran them.
+    """
+    if cores is None:
+        cores = tuple(core[0] for core in machine.allowed_cores()) or machine.allowed_pus
     return MachineKey(core_signature(machine), placement_signature(machine, cores))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phasewise.tuner.limits import peak_flops, read_bandwidth
+from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 
 FLOAT_BYTES = 4
 """Of an activation, before and after a product."""

@@ -25,7 +25,7 @@ from phasewise.cli.present import note, print_json
 
 if TYPE_CHECKING:
     from phasewise.cli.bench_kernels import Grid
-    from phasewise.tuner.limits import MachineLimits
+    from phasewise.tuner.machine_limits import MachineLimits
 
 app = typer.Typer(no_args_is_help=True, help="Measure speeds and the machine's limits.")
 app.command("serve")(serve)
@@ -78,7 +78,7 @@ def _counts(text: str) -> list[int]:
 def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
     """Measure this machine's limits: peak multiply rates and read bandwidth, on one core and on all."""
     from phasewise.topology import core_signature, placement_signature, read_machine
-    from phasewise.tuner.limits import measure_limits
+    from phasewise.tuner.machine_limits import measure_limits
     from phasewise.tuner.plans import default_plan
 
     here = read_machine()

@@ -24,7 +24,7 @@ from phasewise.cli.present import fail, note, print_json
 
 if TYPE_CHECKING:
     from phasewise.serving.one_answer import OneAnswer
-    from phasewise.serving.start import OpenEngine
+    from phasewise.serving.open_engine import OpenEngine
 
 
 PromptOption = Annotated[
@@ -62,8 +62,8 @@ def generate(
     from phasewise.cli.schedules import uses_fields
     from phasewise.serving.messages import Submit
     from phasewise.serving.one_answer import OneAnswer
+    from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
     from phasewise.serving.sampling import SamplingParams
-    from phasewise.serving.start import EngineSize, ModelText, open_engine
 
     if "" in (stop or ()):
         raise typer.BadParameter("a stop text must not be empty")

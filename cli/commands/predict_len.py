@@ -23,7 +23,7 @@ from phasewise.cli.present import note, print_json
 if TYPE_CHECKING:
     from phasewise.cli.predict_len_collect import AnswerLog, Settings
     from phasewise.cli.predict_len_eval import Report
-    from phasewise.serving.start import OpenEngine
+    from phasewise.serving.open_engine import OpenEngine
     from phasewise.tuner.predictor.model import LengthPredictor
 
 app = typer.Typer(
@@ -109,8 +109,8 @@ def _engine(
     ref: str, weight_format: WeightFormat, threads: int | None, db: str | None, sequences: int
 ) -> Iterator[OpenEngine]:
     from phasewise.cli.opening import open_model
+    from phasewise.serving.open_engine import EngineSize, open_engine
     from phasewise.serving.rank_teams import keeping_affinity
-    from phasewise.serving.start import EngineSize, open_engine
 
     found = open_model(ref, weight_format, threads, db)
     found.tell_plans()

@@ -25,10 +25,10 @@ from phasewise.cli.present import fail, note
 if TYPE_CHECKING:
     import ssl
 
+    from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.listening import Address
-    from phasewise.serving.http.served import HttpLimits
+    from phasewise.serving.open_engine import OpenEngine
     from phasewise.serving.service import ServiceSettings
-    from phasewise.serving.start import OpenEngine
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -265,9 +265,9 @@ def serve(
     use_one_heap()  # before numpy's threads are there
     from phasewise.cli.serve_predictor import open_predictor
     from phasewise.serving.length_log import LengthLog
+    from phasewise.serving.open_engine import EngineSize, open_engine
     from phasewise.serving.rank_teams import keeping_affinity
     from phasewise.serving.service import ServiceSettings, run_service
-    from phasewise.serving.start import EngineSize, open_engine
 
     limits, tls = _limits(api_key, api_key_file, max_sequences, max_waiting, max_body, drain), None
     kv_bytes = None if kv_budget is None else parse_bytes(kv_budget)
@@ -312,8 +312,8 @@ def _limits(
     max_body: str,
     drain_s: float,
 ) -> HttpLimits:
+    from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.listening import allow_many_connections
-    from phasewise.serving.http.served import HttpLimits
 
     all_keys = (*(keys or ()), *(_keys_in(key_file) if key_file else ()))
     if "" in all_keys:

@@ -16,15 +16,15 @@ from phasewise.serving.http import errors, openapi
 from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.errors import from_engine, unknown_model
+from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.http.lengths import estimated, facts_of
-from phasewise.serving.http.life import Life
+from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.metrics import Metrics
 from phasewise.serving.http.middleware import Client, CountAnswers, RequireKey, client_of
 from phasewise.serving.http.prepare import chat_requests, completion_requests
 from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering, Reply
 from phasewise.serving.http.respond import respond
 from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from phasewise.serving.http.served import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.messages import Submit
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -33,7 +33,7 @@ _PATHS = frozenset({"/health", "/ready", "/metrics", "/v1/models", "/v1/completi
 
 
 def create_app(
-    model: ServedModel, client: EngineClient, limits: HttpLimits, life: Life, metrics: Metrics
+    model: ServedModel, client: EngineClient, limits: HttpLimits, life: Lifecycle, metrics: Metrics
 ) -> FastAPI:
     """The application that serves one model. `client` must be attached to the loop that runs it."""
     client.observe(metrics)
@@ -58,7 +58,7 @@ def create_app(
     return app
 
 
-def _add_health(app: FastAPI, life: Life, metrics: Metrics) -> None:
+def _add_health(app: FastAPI, life: Lifecycle, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """200 while the engine can answer, now or once its ranks are there again; else restart the server."""
@@ -105,7 +105,7 @@ class _Service:
     model: ServedModel
     client: EngineClient
     bodies: BodyReader
-    life: Life
+    life: Lifecycle
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         self.refuse_unless_open()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from phasewise.serving.errors import QueueFull, RequestError, Stopping
-from phasewise.serving.http.bell import Bell
-from phasewise.serving.http.served import HttpLimits, PromptFacts
+from phasewise.serving.http.http_settings import HttpLimits, PromptFacts
+from phasewise.serving.http.loop_wakeup import LoopWakeup
 from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Submit
 
 Message = Submit | Abort
@@ -124,7 +124,7 @@ class EngineClient:
         self._ends_s: deque[float] = deque(maxlen=_RATE_OF_LAST)
         self._started_s: dict[str, float] = {}
         self._delivered: deque[Delivery] = deque()
-        self._bell: Bell | None = None
+        self._wakeup: LoopWakeup | None = None
         self._observers: list[Observer] = []
         self.load: EngineLoad | None = None
         """The engine's, as it said last."""
@@ -141,13 +141,13 @@ class EngineClient:
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop the HTTP answers live. Deliveries before are lost: nobody has asked yet."""
-        self._bell = Bell(loop, self._route_delivered)
+        self._wakeup = LoopWakeup(loop, self._route_delivered)
 
     def close(self) -> None:
         """Once nothing is delivered any more."""
-        if self._bell is not None:
-            self._bell.close()
-            self._bell = None
+        if self._wakeup is not None:
+            self._wakeup.close()
+            self._wakeup = None
 
     def observe(self, observer: Observer) -> None:
         """`observer` sees all that is sent and delivered, on the event loop."""
@@ -194,9 +194,9 @@ class EngineClient:
     def deliver(self, delivery: Delivery) -> None:
         """From the engine's thread."""
         self.load = delivery.load
-        if self._bell is not None:
+        if self._wakeup is not None:
             self._delivered.append(delivery)
-            self._bell.ring()
+            self._wakeup.wake()
 
     def end_everything(self) -> None:
         """Tell every answer in progress that the server is stopping, unless the engine has told it more."""

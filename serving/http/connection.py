@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.served import HttpLimits
+from phasewise.serving.http.http_settings import HttpLimits
 
 EXTENSION = "phasewise.connection"
 """In a request's `scope["extensions"]`: the connection that it came on."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from phasewise.serving.http.http_settings import PromptFacts, ServedModel
 from phasewise.serving.http.schemas import ChatRequest, GenerationRequest
-from phasewise.serving.http.served import PromptFacts, ServedModel
 from phasewise.serving.messages import Delivery, Failure, Submit
 
 _SYSTEM_ROLES = frozenset({"system", "developer"})

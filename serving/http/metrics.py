@@ -23,12 +23,12 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from phasewise.serving.batch import Phase
 from phasewise.serving.headroom import malloc_bytes_in_use
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.served import PromptFacts
-from phasewise.serving.http.tally import Tallies, Tally
+from phasewise.serving.http.histogram import LocalHistogram, LocalHistograms
+from phasewise.serving.http.http_settings import PromptFacts
 from phasewise.serving.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
+from phasewise.tuner.plans import Phase
 
 if TYPE_CHECKING:
     from phasewise.serving.pools.contract import PoolStats
@@ -111,16 +111,21 @@ class Metrics:
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"phasewise_{name}", meaning, labels, registry=self.registry)
 
-    def _histogram(self, name: str, meaning: str, bounds: Sequence[float]) -> Tally:
-        tally = Tally(bounds)
-        self.registry.register(Tallies(f"phasewise_{name}", meaning, (), {(): tally}))
-        return tally
+    def _histogram(self, name: str, meaning: str, bounds: Sequence[float]) -> LocalHistogram:
+        histogram = LocalHistogram(bounds)
+        self.registry.register(LocalHistograms(f"phasewise_{name}", meaning, (), {(): histogram}))
+        return histogram
 
-    def _by_phase(self, name: str, meaning: str, bounds: Sequence[float]) -> dict[Phase, Tally]:
-        tallies: dict[Phase, Tally] = {"prefill": Tally(bounds), "decode": Tally(bounds)}
-        by_labels: dict[tuple[str, ...], Tally] = {(phase,): tally for phase, tally in tallies.items()}
-        self.registry.register(Tallies(f"phasewise_{name}", meaning, ("phase",), by_labels))
-        return tallies
+    def _by_phase(self, name: str, meaning: str, bounds: Sequence[float]) -> dict[Phase, LocalHistogram]:
+        histograms: dict[Phase, LocalHistogram] = {
+            "prefill": LocalHistogram(bounds),
+            "decode": LocalHistogram(bounds),
+        }
+        by_labels: dict[tuple[str, ...], LocalHistogram] = {
+            (phase,): histogram for phase, histogram in histograms.items()
+        }
+        self.registry.register(LocalHistograms(f"phasewise_{name}", meaning, ("phase",), by_labels))
+        return histograms
 
     def _piece(self, out: Answer | Failure) -> int:
         """Tokens that came with it: one, or none where the request is no more, or failed."""

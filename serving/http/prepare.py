@@ -10,6 +10,7 @@ from typing import Any
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
 from phasewise.serving.guides import ANY_OBJECT, Grammar, Guide
 from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
+from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -18,7 +19,6 @@ from phasewise.serving.http.schemas import (
     JsonSchemaFormat,
     StructuredOutputs,
 )
-from phasewise.serving.http.served import ServedModel
 from phasewise.serving.messages import Submit
 from phasewise.serving.sampling import SamplingParams
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
-from phasewise.serving.http.served import PromptFacts, ServedModel
+from phasewise.serving.http.http_settings import PromptFacts, ServedModel
 from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.sampling import SampledToken
 

@@ -20,9 +20,9 @@ from starlette.requests import ClientDisconnect
 
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connection import Connections
-from phasewise.serving.http.life import Life
+from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.listening import Address
-from phasewise.serving.http.served import HttpLimits
 
 _LAST_WORDS_S = 0.5
 _LOOK_EVERY_S = 0.02
@@ -34,7 +34,7 @@ class Service:
 
     app: FastAPI
     client: EngineClient
-    life: Life
+    life: Lifecycle
     connections: Connections
     report: Callable[[str], None]
     on_hangup: Callable[[], None] | None = None

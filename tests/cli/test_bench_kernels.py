@@ -92,8 +92,8 @@ def fake_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are not about speed."""
-    monkeypatch.setattr("phasewise.tuner.limits.REPEAT_S", 0.001)
-    monkeypatch.setattr("phasewise.tuner.limits.LEAST_READ_BYTES", 1 << 20)
+    monkeypatch.setattr("phasewise.tuner.machine_limits.REPEAT_S", 0.001)
+    monkeypatch.setattr("phasewise.tuner.machine_limits.LEAST_READ_BYTES", 1 << 20)
     monkeypatch.setattr("phasewise.cli.bench_kernels.TURN_NS", 100_000)
 
 

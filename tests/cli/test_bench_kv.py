@@ -22,8 +22,9 @@ from phasewise.cli.kv_trace import (
     static_shares,
 )
 from phasewise.cli.main import app
-from phasewise.serving.batch import Batch, KvCopy, Phase, SequenceSlice
+from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.tuner.errors import TraceError
+from phasewise.tuner.plans import Phase
 
 ALPACA = Path(__file__).parents[3] / "shared/data/prompts/alpaca_vicuna7b_lengths_train10k.csv"
 

@@ -10,10 +10,9 @@ import pytest
 from tiny_models import tiny_gguf
 from typer.testing import CliRunner, Result
 
-pytest.importorskip("phasewise.serving.start", reason="the kernels are not built", exc_type=ImportError)
+pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 
 from phasewise.cli.main import app
-from phasewise.cli.schedules import tuned_on
 from phasewise.cython_kernels._native import compute_paths, kernel_abi
 from phasewise.kerneldb.records import (
     Comparison,
@@ -27,7 +26,7 @@ from phasewise.kerneldb.records import (
 from phasewise.kerneldb.store import open_store
 from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
-from phasewise.tuner.plans import default_plan
+from phasewise.tuner.plans import default_plan, machine_key
 from phasewise.tuner.weights import format_name
 
 
@@ -47,7 +46,9 @@ def promote(db: Path, model: Path, m: int, kernel_abi: str) -> Schedule:
     weight = load_model(str(model), "native").weights["layers.0.o"]
     schedule = Schedule(1, 1, 3, 16, 32, 1, 1, 1, compute_paths(weight.kind)[0], 1, 640, "mn")
     problem = Problem("gemm", format_name(weight), weight.n, weight.k, m)
-    origin = Origin(tuned_on(machine, default_plan(machine, "decode")), "0.1.0", 1_795_000_000_000)
+    origin = Origin(
+        machine_key(machine, default_plan(machine, "decode").ranks[0].cores), "0.1.0", 1_795_000_000_000
+    )
     won = Comparison(1.5, 1.25, 2.0, 0.95, 40)
     with open_store(db) as store:
         sample = Sample(schedule, (900,), 900, None, 1000)

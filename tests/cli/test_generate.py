@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from phasewise.cli.main import app
 
-pytest.importorskip("phasewise.serving.start", reason="the kernels are not built", exc_type=ImportError)
+pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_a_prompt_that_is_no_text_is_one_line(model: Path) -> None:
 
 def test_nothing_of_the_server_is_imported() -> None:
     """A start to the first token has 1.5 s; the web framework and the database would take half of it."""
-    ours = "phasewise.serving.start, phasewise.serving.one_answer, phasewise.cli.main"
+    ours = "phasewise.serving.open_engine, phasewise.serving.one_answer, phasewise.cli.main"
     code = f"import sys, {ours}; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from phasewise.cli.main import app
 from phasewise.tuner.predictor.facts import Example
 
-pytest.importorskip("phasewise.serving.start", reason="the kernels are not built", exc_type=ImportError)
+pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_eval_under_drift_and_of_a_given_predictor(log: Path, tmp_path: Path) ->
 
 def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None:
     from phasewise.cli.serve_predictor import estimator_from, open_predictor
-    from phasewise.serving.http.served import PromptFacts
+    from phasewise.serving.http.http_settings import PromptFacts
 
     assert open_predictor("off", "tiny") is None
     assert estimator_from("auto", "nobody") is None

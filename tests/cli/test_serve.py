@@ -25,7 +25,7 @@ from tiny_models import TinyShape, tiny_gguf
 
 from phasewise.cli.commands.serve import parse_bytes
 
-pytest.importorskip("phasewise.serving.start", reason="the kernels are not built", exc_type=ImportError)
+pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 
 LONG = {"max_tokens": 50_000, "extra_body": {"ignore_eos": True}}
 

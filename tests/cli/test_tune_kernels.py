@@ -22,7 +22,7 @@ from phasewise.cli.main import app
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.tuner import timing
 from phasewise.tuner.roofline import Roofline
-from phasewise.tuner.run import Duel
+from phasewise.tuner.tuning_run import Duel
 
 SMALL = ("--shapes", "160,96;64,32", "--format", "int8", "--max-m", "4")
 

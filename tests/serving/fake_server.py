@@ -18,10 +18,10 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.http.app import create_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connection import Connections
-from phasewise.serving.http.life import Life
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.listening import Address, TcpAddress
 from phasewise.serving.http.metrics import Gauges, Metrics
-from phasewise.serving.http.served import HttpLimits, ServedModel
 from phasewise.serving.http.server import HttpServer, Service
 
 CONTEXT = 500
@@ -44,7 +44,7 @@ class FakeServer:
     thread: EngineThread
     server: HttpServer
     connections: Connections
-    life: Life
+    life: Lifecycle
     said: list[str]
     app: Any = field(repr=False, default=None)
 
@@ -75,7 +75,7 @@ def fake_server(
     limits = limits or HttpLimits()
     client = EngineClient(lambda message: thread.send(message), limits)
     thread = EngineThread(engine, client.deliver)
-    life = Life(thread)
+    life = Lifecycle(thread)
     metrics = Metrics(
         Gauges(
             load=lambda: client.load,

@@ -12,7 +12,6 @@ from fake_engine import END, FakeRanks, encode, make_engine, next_letter, run_al
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.serving.batch import Phase
 from phasewise.serving.engine import Engine
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import (
@@ -27,6 +26,7 @@ from phasewise.serving.errors import (
 from phasewise.serving.messages import Abort, Answer, Delivery, Failure, Submit
 from phasewise.serving.pacing import Pacing
 from phasewise.serving.sampling import GREEDY, SamplingParams
+from phasewise.tuner.plans import Phase
 
 
 def ask(name: str, prompt: str = "a", max_tokens: int | None = 5, **fields: object) -> Submit:

@@ -19,7 +19,7 @@ from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 
 start = pytest.importorskip(
-    "phasewise.serving.start", reason="the kernels are not built", exc_type=ImportError
+    "phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 
 PROMPTS = ["a", "hello there", "x" * 70, "To be, or not to be", "0123456789" * 9, "é€😀", "the end", "\n\n"]

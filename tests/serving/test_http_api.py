@@ -13,7 +13,7 @@ import pytest
 from fake_engine import END, next_letter
 from fake_server import CONTEXT, FakeServer, fake_server
 
-from phasewise.serving.http.served import HttpLimits
+from phasewise.serving.http.http_settings import HttpLimits
 
 
 @pytest.fixture(scope="module")

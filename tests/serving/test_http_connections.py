@@ -14,7 +14,7 @@ import pytest
 from fake_server import FakeServer, fake_server
 from rude_clients import completion, connect, n_descriptors, read_to_end, until
 
-from phasewise.serving.http.served import HttpLimits
+from phasewise.serving.http.http_settings import HttpLimits
 
 HASTY = HttpLimits(
     header_s=0.3, body_s=0.3, keep_alive_s=0.3, stalled_write_s=0.3, max_header_bytes=4096, max_connections=64

@@ -13,7 +13,7 @@ from fake_server import FakeServer, fake_server
 from rude_clients import completion, connect, read_to_end, until
 
 from phasewise.serving.errors import RanksError
-from phasewise.serving.http.served import HttpLimits, PromptFacts, ServedModel
+from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.pools.contract import Estimate
 
 LONG = {"model": "fake", "prompt": "a", "max_tokens": 400, "ignore_eos": True}

@@ -15,6 +15,7 @@ import pytest
 from fake_server import fake_server
 from rude_clients import connect, read_to_end, until
 
+from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.listening import (
     CannotListen,
     TcpAddress,
@@ -22,7 +23,6 @@ from phasewise.serving.http.listening import (
     allow_many_connections,
     tls_context,
 )
-from phasewise.serving.http.served import HttpLimits
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 

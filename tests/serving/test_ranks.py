@@ -12,13 +12,13 @@ from reference_forward import reference_logits, tiny_config, tiny_model
 
 from phasewise.cython_kernels._native import Team
 from phasewise.cython_kernels.errors import ProgramError
-from phasewise.serving.batch import Batch, Phase, SequenceSlice
+from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
 from phasewise.serving.rank_teams import touch_memory
 from phasewise.serving.ranks import LocalRanks
-from phasewise.tuner.plans import RankCores, ServicePlan
+from phasewise.tuner.plans import Phase, RankCores, ServicePlan
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
 MODEL = tiny_model(tiny_config())

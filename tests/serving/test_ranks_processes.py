@@ -21,18 +21,18 @@ from fake_engine import run_all
 from reference_forward import tiny_config, tiny_model
 from tiny_models import TinyShape, tiny_gguf
 
-from phasewise.serving.batch import Batch, Phase, SequenceSlice
+from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import RanksError, ServingError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.registry import KNOWN, known_path
 from phasewise.serving.loaders.resolve import cache_root
 from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.model import PackedModel
+from phasewise.serving.open_engine import EngineSize, open_engine
 from phasewise.serving.process_ranks import ProcessRanks
 from phasewise.serving.ranks import LocalRanks, Ranks, open_ranks
 from phasewise.serving.sampling import GREEDY
-from phasewise.serving.start import EngineSize, open_engine
-from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 
 Teams = tuple[int, ...]
 

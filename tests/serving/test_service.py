@@ -15,11 +15,11 @@ import pytest
 from tiny_models import TinyShape, write_tiny_gguf
 
 start = pytest.importorskip(
-    "phasewise.serving.start", reason="the kernels are not built", exc_type=ImportError
+    "phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 
+from phasewise.serving.http.http_settings import HttpLimits, PromptFacts  # noqa: E402
 from phasewise.serving.http.listening import TcpAddress  # noqa: E402
-from phasewise.serving.http.served import HttpLimits, PromptFacts  # noqa: E402
 from phasewise.serving.loaders import load_model  # noqa: E402
 from phasewise.serving.pools.contract import Estimate  # noqa: E402
 from phasewise.serving.rank_teams import keeping_affinity  # noqa: E402

@@ -14,11 +14,11 @@ from fake_server import fake_server
 from rude_clients import connect, read_to_end
 
 from phasewise.serving.errors import StepFailed
-from phasewise.serving.http.bell import Bell
 from phasewise.serving.http.client import AnswerStream, EngineClient
 from phasewise.serving.http.events import Events
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.http.loop_wakeup import LoopWakeup
 from phasewise.serving.http.render import ChatRendering, CompletionRendering, Reply
-from phasewise.serving.http.served import HttpLimits, ServedModel
 from phasewise.serving.messages import Answer, Failure, Submit
 from phasewise.serving.sampling import SampledToken, SamplingParams
 
@@ -134,28 +134,28 @@ def chunks(rest: bytes) -> Iterable[bytes]:
         rest = rest[n + 2 :]
 
 
-def test_a_bell_is_heard_after_every_ring() -> None:
+def test_the_loop_runs_after_every_wake_up() -> None:
     async def count() -> list[int]:
-        rung, heard = 0, []
+        woken, seen = 0, []
         loop = asyncio.get_running_loop()
-        bell = Bell(loop, lambda: heard.append(rung))
-        bells.append(bell)
+        wakeup = LoopWakeup(loop, lambda: seen.append(woken))
+        wakeups.append(wakeup)
 
-        def ring() -> None:
-            nonlocal rung
+        def wake() -> None:
+            nonlocal woken
             for _ in range(1000):
-                rung += 1
-                bell.ring()
+                woken += 1
+                wakeup.wake()
 
-        ringing = threading.Thread(target=ring)
-        ringing.start()
-        await asyncio.to_thread(ringing.join)
-        while not heard or heard[-1] < 1000:
+        waking = threading.Thread(target=wake)
+        waking.start()
+        await asyncio.to_thread(waking.join)
+        while not seen or seen[-1] < 1000:
             await asyncio.sleep(0.001)
-        return heard
+        return seen
 
-    bells: list[Bell] = []
-    heard = asyncio.run(asyncio.wait_for(count(), 10))
-    bells.pop().close()
+    wakeups: list[LoopWakeup] = []
+    seen = asyncio.run(asyncio.wait_for(count(), 10))
+    wakeups.pop().close()
 
-    assert heard[-1] == 1000
+    assert seen[-1] == 1000

@@ -11,9 +11,9 @@ from fake_engine import ALPHABET, END, VOCAB_SIZE, encode, piece
 
 from phasewise.serving.http.client import AnswerStream, EngineClient
 from phasewise.serving.http.events import Events
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering, Reply
 from phasewise.serving.http.respond import _said
-from phasewise.serving.http.served import HttpLimits, ServedModel
 from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.sampling import SampledToken
 

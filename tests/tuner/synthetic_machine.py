@@ -18,12 +18,12 @@ from phasewise.cli import alone
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.tuner import timing
-from phasewise.tuner.division import Company, Nobody, Task
 from phasewise.tuner.ledger import Ledger, Scope
-from phasewise.tuner.run import Duel, Outcome, Tools, tune
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
+from phasewise.tuner.task_division import Company, Nobody, Task
+from phasewise.tuner.tuning_run import Duel, Tools, TuningOutcome, tune
 
 MACHINE = MachineKey("AuthenticAMD 26/2 avx2+avx512f L1d 48K L2 1M", "2 threads: 1 node x 1 L3 x 2 cores")
 SCOPE = Scope(MACHINE, "gemm-portable-1", "0.1.0")
@@ -123,14 +123,14 @@ def run_on(
     budget_s: float = 1e9,
     since_ms: int = 0,
     company: Company | None = None,
-) -> Outcome:
+) -> TuningOutcome:
     with open_store(database) as store:
         ledger = Ledger(store, replace(SCOPE, since_ms=since_ms))
         tools = Tools(machine, ledger, OPTIONS, clock=machine.clock, company=company or Nobody())
         return tune(tasks, tools, budget_s)
 
 
-def in_use(outcome: Outcome) -> list[tuple[int, int, dict[str, object]]]:
+def in_use(outcome: TuningOutcome) -> list[tuple[int, int, dict[str, object]]]:
     """What a run leaves behind: by weight and m, the schedule."""
     return [(gain.problem.n, gain.problem.m, asdict(gain.schedule)) for gain in outcome.gains]
 

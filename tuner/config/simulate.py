@@ -110,7 +110,7 @@ class Remembered:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class StepGrid:
     """The steps of one phase that stand for all steps of a trace."""
 
     phase: Phase
@@ -121,7 +121,7 @@ class Grid:
     """Prefill: what the last chunk of the longest prompt has behind it, 0 where one chunk is enough."""
 
     @classmethod
-    def of(cls, trace: Trace, objective: Objective, phase: Phase) -> Grid:
+    def of(cls, trace: Trace, objective: Objective, phase: Phase) -> StepGrid:
         """The same for a trace and any part of it that is asked about later."""
         if phase == "decode":
             ends = {end for one in trace for end in (_contexts(one)[0], _contexts(one)[-1])}
@@ -165,7 +165,7 @@ class Grid:
 
 
 def cost_ms(
-    objective: Objective, phase: Phase, requests: Sequence[Request], timer: StepTimer, grid: Grid
+    objective: Objective, phase: Phase, requests: Sequence[Request], timer: StepTimer, grid: StepGrid
 ) -> float:
     """The objective of some requests of the grid's trace, lower is better; any two traces can be compared.
 
@@ -190,11 +190,11 @@ def cost_ms(
             return float(of_token_ms.mean())
 
 
-def _prefill_ms(requests: Iterable[Request], timer: StepTimer, grid: Grid) -> list[float]:
+def _prefill_ms(requests: Iterable[Request], timer: StepTimer, grid: StepGrid) -> list[float]:
     return [_prompt_ns(_chunks(one), timer, grid) / 1e6 for one in requests]
 
 
-def _prompt_ns(chunks: Sequence[tuple[int, int]], timer: StepTimer, grid: Grid) -> float:
+def _prompt_ns(chunks: Sequence[tuple[int, int]], timer: StepTimer, grid: StepGrid) -> float:
     """Attention to what lies before a chunk is linear in both its tokens and its context."""
     alone = sum(float(grid.times_ns([tokens], timer)[0]) for tokens, _ in chunks)
     before = sum(tokens / CHUNK_TOKENS * context for tokens, context in chunks)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from phasewise.kerneldb.location import Location
 from phasewise.kerneldb.records import MachineKey
 from phasewise.tuner.config.lengths import Trace
-from phasewise.tuner.config.simulate import Grid, Objective, Remembered, cost_ms
+from phasewise.tuner.config.simulate import Objective, Remembered, StepGrid, cost_ms
 from phasewise.tuner.config.space import Space
 from phasewise.tuner.config.steps import Evaluator, StepTimer
 from phasewise.tuner.config.storage import open_storage, quiet
@@ -71,7 +71,7 @@ class StudyKey:
 
 
 @dataclass(frozen=True)
-class Task:
+class SearchTask:
     """What to search for, and who answers."""
 
     key: StudyKey
@@ -81,7 +81,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SearchSettings:
     """How to search."""
 
     rules: Rules = field(default_factory=Rules)
@@ -134,7 +134,7 @@ Event: TypeAlias = Tried | Cut | Stopped
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchOutcome:
     """A search that has ended, one way or another."""
 
     end: End
@@ -162,30 +162,32 @@ def slice_costs(
     objective: Objective, phase: Phase, trace: Trace, count: int = SLICES
 ) -> tuple[SliceCost, ...]:
     """What each slice of a trace costs, given a timer; all of them ask for the steps of one grid."""
-    grid = Grid.of(trace, objective, phase)
+    grid = StepGrid.of(trace, objective, phase)
     return tuple(partial(_slice_cost, objective, phase, requests, grid) for requests in slices(trace, count))
 
 
-def _slice_cost(objective: Objective, phase: Phase, requests: Trace, grid: Grid, timer: StepTimer) -> float:
+def _slice_cost(
+    objective: Objective, phase: Phase, requests: Trace, grid: StepGrid, timer: StepTimer
+) -> float:
     return cost_ms(objective, phase, requests, timer, grid)
 
 
 def run(
     space: Space,
-    task: Task,
+    task: SearchTask,
     location: Location,
-    settings: Settings | None = None,
+    settings: SearchSettings | None = None,
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Event], None] = lambda event: None,
     others: Others | None = None,
-) -> Outcome:
+) -> SearchOutcome:
     """Search until the walk ends, `stop` says so (it is asked before every timing), or Ctrl-C.
 
     others: on this machine; None: there are none, or they are elsewhere.
 
     KernelDbError when the database cannot be used. A configuration that cannot run costs infinitely much.
     """
-    settings = settings or Settings()
+    settings = settings or SearchSettings()
     storage = open_storage(location)
     search = _Search(space, task, _open_trials(storage, task, settings, location.name), settings, report)
     end = search.until(stop, others or _Nobody())
@@ -200,7 +202,12 @@ class _Search:
     """One run: the walk's questions, and how they are answered."""
 
     def __init__(
-        self, space: Space, task: Task, trials: Trials, settings: Settings, report: Callable[[Event], None]
+        self,
+        space: Space,
+        task: SearchTask,
+        trials: Trials,
+        settings: SearchSettings,
+        report: Callable[[Event], None],
     ) -> None:
         self._space = space
         self._task = task
@@ -233,7 +240,7 @@ class _Search:
         except KeyboardInterrupt:
             return "interrupted"
 
-    def outcome(self, end: End) -> Outcome:
+    def outcome(self, end: End) -> SearchOutcome:
         """What is known now."""
         states = [known.state for known in self._known.values()]
         complete = [
@@ -241,7 +248,7 @@ class _Search:
             for key, known in self._known.items()
             if known.state == "complete" and known.cost_ms is not None
         ]
-        return Outcome(
+        return SearchOutcome(
             end=end,
             best=self._best,
             top=tuple(sorted(complete, key=lambda scored: scored[1])[: self._settings.top_k]),
@@ -381,7 +388,9 @@ class _Search:
         )
 
 
-def _open_trials(storage: BaseStorage, task: Task, settings: Settings, location_name: str) -> Trials:
+def _open_trials(
+    storage: BaseStorage, task: SearchTask, settings: SearchSettings, location_name: str
+) -> Trials:
     """The study's trials; the study is made if there is none, or none is wanted."""
     import optuna
 

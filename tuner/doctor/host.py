@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phasewise.topology import Machine
 from phasewise.topology.cpusets import parse_list
-from phasewise.topology.limits import cgroup_files
+from phasewise.topology.process_limits import cgroup_files
 from phasewise.tuner.conditions import Conditions, parse_ticks
 from phasewise.tuner.doctor.finding import Evidence
 

@@ -12,9 +12,9 @@ from phasewise.kerneldb.records import PANEL_COLUMNS, Schedule
 from phasewise.tuner.search.space import (
     AXES,
     Axis,
-    Grid,
     MicroKernel,
     Space,
+    ThreadGrid,
     grid_of,
     kernel_of,
     pieces,
@@ -64,7 +64,7 @@ def model_schedule(space: Space, kernel: MicroKernel) -> Schedule:
     )
 
 
-def _blocked(space: Space, kernel: MicroKernel, grid: Grid) -> Schedule:
+def _blocked(space: Space, kernel: MicroKernel, grid: ThreadGrid) -> Schedule:
     """A tile's weights take half of L1; a block's weights half of L2, its rows a quarter."""
     schedule = space.smallest(kernel, grid)
     inputs = space.region(grid, kernel).inputs

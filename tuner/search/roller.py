@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.model import kernel_cycles_per_vector_row
 from phasewise.tuner.search.protocol import Search, cost, fastest, remembered, together
-from phasewise.tuner.search.space import AXES, Grid, MicroKernel, Space, kernel_of, pieces, resized
+from phasewise.tuner.search.space import AXES, MicroKernel, Space, ThreadGrid, kernel_of, pieces, resized
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _cycles_for_each_product(kernel: MicroKernel) -> float:
 
 def _scale_up(alone: Space, kernel: MicroKernel, gain: float) -> Search[Sample]:
     """Grow the slice by one rung along the best axis while that gains."""
-    (best,) = yield [alone.smallest(kernel, Grid(1, 1, 1))]
+    (best,) = yield [alone.smallest(kernel, ThreadGrid(1, 1, 1))]
     while larger := _larger_by_a_rung(alone, best.schedule):
         found = fastest((yield larger))
         if found.estimate_ns * (1 + gain) >= best.estimate_ns:

@@ -61,7 +61,7 @@ class Caches:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class ThreadGrid:
     """Threads over rows, columns and parts of k."""
 
     m: int
@@ -97,11 +97,11 @@ class Space:
     prefetches: tuple[int, ...] = PREFETCH_BYTES
     orders: tuple[str, ...] = LOOP_ORDERS
 
-    def grids(self, kernel: MicroKernel) -> list[Grid]:
+    def grids(self, kernel: MicroKernel) -> list[ThreadGrid]:
         """Every grid that gives all threads something to do; the largest that there are, if none can."""
         row_tiles, panels = pieces(self.problem.m, kernel.mr), pieces(self.problem.n, PANEL_COLUMNS)
         grids = [
-            Grid(m, n, k)
+            ThreadGrid(m, n, k)
             for k in dict.fromkeys((1, self.arithmetic.k_parts))
             for m in range(1, min(self.threads // k, row_tiles) + 1)
             for n in [min(self.threads // (k * m), panels)]
@@ -110,7 +110,7 @@ class Space:
         most = max(grid.threads for grid in grids)
         return [grid for grid in grids if grid.threads == most]
 
-    def region(self, grid: Grid, kernel: MicroKernel) -> Region:
+    def region(self, grid: ThreadGrid, kernel: MicroKernel) -> Region:
         """The kernels cut rows between tiles, columns between panels, and k always at the same parts."""
         groups = pieces(self.problem.k, GROUP)
         row_tiles, panels = pieces(self.problem.m, kernel.mr), pieces(self.problem.n, PANEL_COLUMNS)
@@ -141,7 +141,7 @@ class Space:
             schedule = resized(schedule, axis, unit * units)
         return schedule if self._order_matters(schedule) else replace(schedule, loop_order=self.orders[0])
 
-    def regridded(self, schedule: Schedule, grid: Grid) -> Schedule:
+    def regridded(self, schedule: Schedule, grid: ThreadGrid) -> Schedule:
         """The schedule under another grid, its slice on the ladders of the new region."""
         schedule = replace(schedule, threads_m=grid.m, threads_n=grid.n, threads_k=grid.k)
         for axis in AXES:
@@ -164,7 +164,7 @@ class Space:
             for grid in self.grids(kernel):
                 yield from self._under(kernel, grid)
 
-    def smallest(self, kernel: MicroKernel, grid: Grid) -> Schedule:
+    def smallest(self, kernel: MicroKernel, grid: ThreadGrid) -> Schedule:
         """The slice that is one micro-kernel, the shortest pass over k; where a fast start begins."""
         near = [ahead for ahead in self.prefetches if ahead <= START_PREFETCH_BYTES]
         smallest = Schedule(
@@ -183,7 +183,7 @@ class Space:
         )
         return replace(smallest, block_k=self.ladder("block_k", smallest)[0])
 
-    def _under(self, kernel: MicroKernel, grid: Grid) -> Iterator[Schedule]:
+    def _under(self, kernel: MicroKernel, grid: ThreadGrid) -> Iterator[Schedule]:
         start = self.smallest(kernel, grid)
         ladders = [self.ladder(axis, start) for axis in AXES]
         for sizes in itertools.product(*ladders):
@@ -228,8 +228,8 @@ def kernel_of(schedule: Schedule) -> MicroKernel:
     return MicroKernel(schedule.mr, schedule.panels)
 
 
-def grid_of(schedule: Schedule) -> Grid:
-    return Grid(schedule.threads_m, schedule.threads_n, schedule.threads_k)
+def grid_of(schedule: Schedule) -> ThreadGrid:
+    return ThreadGrid(schedule.threads_m, schedule.threads_n, schedule.threads_k)
 
 
 def fitting(kernels: tuple[MicroKernel, ...], m: int) -> tuple[MicroKernel, ...]:

@@ -23,14 +23,22 @@ from phasewise.kerneldb.records import MachineKey
 from phasewise.topology import Kind
 from phasewise.tuner.config.space import Space
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
-from phasewise.tuner.config.study import Event, Others, Outcome, Settings, StudyKey, Task, run
+from phasewise.tuner.config.study import (
+    Event,
+    Others,
+    SearchOutcome,
+    SearchSettings,
+    SearchTask,
+    StudyKey,
+    run,
+)
 from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import Phase
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
 
 N_SLICES = 3
-UNPRUNED = Settings(Rules(pruning=False))
+UNPRUNED = SearchSettings(Rules(pruning=False))
 KEY = StudyKey(MachineKey("cores", "2 x 2 x 2"), "toy@f32", "decode", "e2e", "trace", "modelled")
 
 
@@ -75,18 +83,18 @@ def slice_cost(number: int) -> Callable[[StepTimer], float]:
     return lambda timer: timer(Step("decode", 1, context=number + 1)) / 1e6
 
 
-def task(evaluator: FakeEvaluator, key: StudyKey = KEY) -> Task:
-    return Task(key, evaluator, tuple(slice_cost(number) for number in range(N_SLICES)))
+def task(evaluator: FakeEvaluator, key: StudyKey = KEY) -> SearchTask:
+    return SearchTask(key, evaluator, tuple(slice_cost(number) for number in range(N_SLICES)))
 
 
 def run_on(
     database: str,
     evaluator: FakeEvaluator,
-    settings: Settings | None = None,
+    settings: SearchSettings | None = None,
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Event], None] = lambda event: None,
     others: Others | None = None,
-) -> Outcome:
+) -> SearchOutcome:
     return run(small_space(), task(evaluator), locate(database), settings, stop, report, others)
 
 

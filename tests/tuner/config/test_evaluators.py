@@ -20,7 +20,7 @@ from phasewise.serving.batch import Batch
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.recorded import RecordedEvaluator, keep
-from phasewise.tuner.config.simulate import Grid, Objective, Remembered, cost_ms
+from phasewise.tuner.config.simulate import Objective, Remembered, StepGrid, cost_ms
 from phasewise.tuner.config.steps import Evaluator, Step
 from phasewise.tuner.config.trace import default_trace, slices
 from phasewise.tuner.errors import EvaluationError
@@ -31,7 +31,7 @@ from phasewise.tuner.topotree import Configuration
 EVALUATORS = ["measured", "modelled", "recorded"]
 MODEL = "llama-2-7b@bf16"
 TRACE = default_trace(20)
-GRIDS = {phase: Grid.of(TRACE, Objective(), phase) for phase in PHASES}
+GRIDS = {phase: StepGrid.of(TRACE, Objective(), phase) for phase in PHASES}
 ABSENT_PU = 65_000
 
 

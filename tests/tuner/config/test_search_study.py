@@ -20,7 +20,7 @@ from phasewise.kerneldb.store import open_store
 from phasewise.tuner.config.ablation import walked
 from phasewise.tuner.config.steps import EvaluatorKind
 from phasewise.tuner.config.storage import open_storage
-from phasewise.tuner.config.study import Outcome, Settings, Tried
+from phasewise.tuner.config.study import SearchOutcome, SearchSettings, Tried
 from phasewise.tuner.topotree import Configuration
 
 KINDS = ["measured", "modelled"]
@@ -90,7 +90,7 @@ def test_a_second_run_evaluates_nothing(database: str, kind: EvaluatorKind) -> N
 
 def test_without_resume_a_study_begins_beside_the_old_one(database: str) -> None:
     first = run_on(database, FakeEvaluator())
-    second = run_on(database, FakeEvaluator(), Settings(resume=False))
+    second = run_on(database, FakeEvaluator(), SearchSettings(resume=False))
     third = run_on(database, FakeEvaluator())
 
     assert second.evaluations == first.evaluations
@@ -243,7 +243,7 @@ def test_a_search_that_is_killed_loses_one_evaluation_at_most(database: str) -> 
     evaluator = FakeEvaluator()
     outcome = run_on(database, evaluator, UNPRUNED)
 
-    whole: Outcome = run_on(":memory:", FakeEvaluator(), UNPRUNED)
+    whole: SearchOutcome = run_on(":memory:", FakeEvaluator(), UNPRUNED)
     assert outcome.best == whole.best
     assert not set(evaluator.opened) & set(seen[:-1])
     assert outcome.evaluations <= whole.evaluations - 4

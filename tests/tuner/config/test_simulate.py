@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from phasewise.tuner.config.simulate import (
     CHUNK_TOKENS,
-    Grid,
     Objective,
     ObjectiveKind,
     Remembered,
     Slo,
+    StepGrid,
     cost_ms,
     parse_slo,
 )
@@ -56,7 +56,7 @@ def cost(
     timer: Callable[[Step], float] = linear,
     objective: Objective = Objective(),  # noqa: B008 (frozen)
 ) -> float:
-    return cost_ms(objective, phase, trace, timer, Grid.of(trace, objective, phase))
+    return cost_ms(objective, phase, trace, timer, StepGrid.of(trace, objective, phase))
 
 
 @given(trace=requests)
@@ -108,7 +108,7 @@ def test_longer_requests_never_cost_less_however_times_scatter(
 
     longer = (*trace, *(replace(one, prompt_tokens=one.prompt_tokens + 7) for one in trace))
     objective = Objective()
-    grid = Grid.of(longer, objective, phase)
+    grid = StepGrid.of(longer, objective, phase)
     every_length = list(range(grid.lengths[0], grid.lengths[-1] + 1, max(1, grid.lengths[-1] // 50)))
 
     times = grid.times_ns(every_length, scattered)
@@ -119,7 +119,7 @@ def test_longer_requests_never_cost_less_however_times_scatter(
 @given(trace=requests, phase=phases)
 def test_only_the_grids_steps_are_asked_for(trace: tuple[Request, ...], phase: Phase) -> None:
     timer = Counting(linear)
-    grid = Grid.of(trace, Objective(), phase)
+    grid = StepGrid.of(trace, Objective(), phase)
     for part in slices(trace, 3):
         cost_ms(Objective(), phase, part, timer, grid)
 
@@ -129,7 +129,7 @@ def test_only_the_grids_steps_are_asked_for(trace: tuple[Request, ...], phase: P
 
 def test_the_first_slice_of_a_trace_needs_fewer_steps_than_the_whole() -> None:
     """So a hopeless configuration is left before the long steps."""
-    grid = Grid.of(TRACE, Objective(), "prefill")
+    grid = StepGrid.of(TRACE, Objective(), "prefill")
     timer = Counting(linear)
 
     cost_ms(Objective(), "prefill", slices(TRACE, 4)[0], timer, grid)
@@ -141,7 +141,7 @@ def test_the_first_slice_of_a_trace_needs_fewer_steps_than_the_whole() -> None:
 def test_a_remembered_step_is_timed_once() -> None:
     timer = Counting(linear)
     remembered = Remembered(timer)
-    grid = Grid.of(TRACE, Objective(), "decode")
+    grid = StepGrid.of(TRACE, Objective(), "decode")
     for part in (*slices(TRACE, 4), TRACE):
         cost_ms(Objective(), "decode", part, remembered, grid)
 
@@ -150,7 +150,7 @@ def test_a_remembered_step_is_timed_once() -> None:
 
 def test_slices_mean_what_the_whole_trace_means() -> None:
     whole = cost(TRACE, "decode")
-    grid = Grid.of(TRACE, Objective(), "decode")
+    grid = StepGrid.of(TRACE, Objective(), "decode")
     parts = slices(TRACE, 4)
     by_slice = [cost_ms(Objective(), "decode", part, linear, grid) * len(part) for part in parts]
 
@@ -160,15 +160,15 @@ def test_slices_mean_what_the_whole_trace_means() -> None:
 def test_a_trace_of_one_length_is_timed_at_exactly_that() -> None:
     trace = parse_distribution("fixed:512/2", 10, 0)
 
-    assert Grid.of(trace, Objective(), "prefill").steps == (Step("prefill", 512),)
-    assert Grid.of(trace, Objective(), "decode").steps == (Step("decode", 1, 1, 512),)
+    assert StepGrid.of(trace, Objective(), "prefill").steps == (Step("prefill", 512),)
+    assert StepGrid.of(trace, Objective(), "decode").steps == (Step("decode", 1, 1, 512),)
 
 
 def test_a_concurrency_times_steps_of_so_many_sequences() -> None:
     objective = Objective(concurrency=8)
 
-    assert {step.sequences for step in Grid.of(TRACE, objective, "decode").steps} == {8}
-    assert {step.sequences for step in Grid.of(TRACE, objective, "prefill").steps} == {1}
+    assert {step.sequences for step in StepGrid.of(TRACE, objective, "decode").steps} == {8}
+    assert {step.sequences for step in StepGrid.of(TRACE, objective, "prefill").steps} == {1}
 
 
 def test_objectives_of_decode_weigh_tokens_and_requests() -> None:

@@ -33,9 +33,9 @@ from synthetic_machine import (
 
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.kerneldb.store import open_store
-from phasewise.tuner.division import Nobody, Task
-from phasewise.tuner.run import INTERLEAVED, Outcome, Progress, Tools, tune
 from phasewise.tuner.search.space import Arithmetic
+from phasewise.tuner.task_division import Nobody, Task
+from phasewise.tuner.tuning_run import INTERLEAVED, Tools, TuningOutcome, TuningProgress, tune
 
 SCRIPT = [sys.executable, synthetic_machine.__file__]
 
@@ -293,7 +293,7 @@ def test_another_arithmetic_that_only_seemed_faster_is_not_taken(database: str) 
 
 
 def test_progress_counts_up_and_the_time_left_goes_to_nothing(database: str) -> None:
-    machine, seen = SyntheticMachine(), list[Progress]()
+    machine, seen = SyntheticMachine(), list[TuningProgress]()
     tasks: list[Task] = [task_of(), task_of(512), task_of(1024)]
     with open_store(database) as store:
         ledger = synthetic_machine.Ledger(store, SCOPE)
@@ -328,7 +328,7 @@ class OtherRun(Nobody):
     def __init__(self, database: str) -> None:
         self._database = database
         self._passes = 0
-        self.theirs: Outcome | None = None
+        self.theirs: TuningOutcome | None = None
 
     def claim(self, name: str) -> AbstractContextManager[bool]:
         return nullcontext(" 512 " not in name or self.theirs is not None)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from phasewise.cython_kernels import isa
-from phasewise.cython_kernels import limits as loops
-from phasewise.tuner.limits import peak_flops, read_bandwidth
+from phasewise.cython_kernels import limit_loops as loops
+from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 
 
 @pytest.mark.parametrize("name", isa.usable())

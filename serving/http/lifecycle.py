@@ -1,4 +1,4 @@
-"""Whether requests may come: what the engine can do, and whether the server has been told to end."""
+"""Whether the server accepts requests: the engine's state, and whether the server is shutting down."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SAYS = {
 }
 
 
-class Life:
-    """One server's, from start to drain. The engine's thread has been started."""
+class Lifecycle:
+    """The state of one server from start to drain. The engine's thread has been started."""
 
     def __init__(self, engine: EngineThread) -> None:
         self._engine = engine
@@ -39,7 +39,7 @@ class Life:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether a restart would help nobody. False: nothing can be computed any more."""
+        """False: the engine has stopped for good, and only a restart of the server helps."""
         return self._engine_state != "lost"
 
     @property
@@ -47,11 +47,11 @@ class Life:
         return self._engine.state if self._engine.is_alive else "lost"
 
     def drain(self, within_s: float) -> None:
-        """From now on nothing new is taken on."""
+        """Refuse new requests from now on."""
         self._ends_at_s = time.monotonic() + within_s
 
     def refusal(self) -> ApiError | None:
-        """What a request that comes now is told; None: it may come. While ranks are replaced it waits."""
+        """The error for a request that arrives now; None: accept it. It waits while ranks are replaced."""
         if self._ends_at_s is not None:
             left_s = math.ceil(max(1.0, self._ends_at_s - time.monotonic()))
             return ApiError(

@@ -1,6 +1,6 @@
-"""A histogram in the hands of one thread, for what is observed with every token.
+"""A histogram that one thread writes, for values observed with every token.
 
-prometheus_client's own takes two locks for each value, and walks over the bounds.
+prometheus_client's histogram takes two locks for each value and scans the bounds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
-class Tally:
-    """How many values are above the bound before and no larger than the next, and the sum of all."""
+class LocalHistogram:
+    """Counts of values per bucket (above the previous bound, at most the next), and the sum of all values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -31,18 +31,22 @@ class Tally:
         family.add_metric(labels, list(zip(names, accumulate(self._counts), strict=True)), self._sum)
 
 
-class Tallies(Collector):
-    """One metric. `tallies`: by the values of its labels, which are those of `label_names`."""
+class LocalHistograms(Collector):
+    """One metric of several histograms, which are keyed by the values of the labels `label_names`."""
 
     def __init__(
-        self, name: str, meaning: str, label_names: Sequence[str], tallies: Mapping[tuple[str, ...], Tally]
+        self,
+        name: str,
+        meaning: str,
+        label_names: Sequence[str],
+        histograms: Mapping[tuple[str, ...], LocalHistogram],
     ) -> None:
         self._described = (name, meaning, label_names)
-        self._tallies = tallies
+        self._tallies = histograms
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         name, meaning, label_names = self._described
         family = HistogramMetricFamily(name, meaning, labels=label_names)
-        for labels, tally in self._tallies.items():
-            tally.add_to(family, labels)
+        for labels, histogram in self._tallies.items():
+            histogram.add_to(family, labels)
         yield family

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from phasewise.serving.batch import Phase
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
 from phasewise.serving.forward import AUTO, kv_bytes_per_slot
@@ -21,7 +20,7 @@ from phasewise.serving.ranks import STEP_TOKENS, open_ranks
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.serving.tokenizer import DetokenizeStream, Tokenizer
-from phasewise.tuner.plans import ServicePlan
+from phasewise.tuner.plans import Phase, ServicePlan
 
 Plans = Mapping[Phase, ServicePlan]
 

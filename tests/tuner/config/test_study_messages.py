@@ -9,7 +9,7 @@ import pytest
 from search_child import FakeEvaluator, run_on
 
 from phasewise.kerneldb.location import Location, locate
-from phasewise.tuner.config.words import Words
+from phasewise.tuner.config.study_messages import StudyMessages
 
 FIELDS = {"plan": [1, 2], "reason": None}
 
@@ -26,33 +26,33 @@ def now_ms() -> int:
 def test_what_is_said_is_heard_by_others_and_the_last_word_counts(database: Location) -> None:
     began_ms = now_ms()
     study = run_on(database.name, FakeEvaluator()).study
-    assert Words(database, study).hear("verdict", began_ms) is None
+    assert StudyMessages(database, study).hear("verdict", began_ms) is None
 
-    Words(database, study).say("verdict", {"plan": []})
-    Words(database, study).say("verdict", FIELDS)
-    heard = Words(database, study).hear("verdict", began_ms)
+    StudyMessages(database, study).say("verdict", {"plan": []})
+    StudyMessages(database, study).say("verdict", FIELDS)
+    heard = StudyMessages(database, study).hear("verdict", began_ms)
 
     assert heard is not None
     assert FIELDS.items() <= heard.items()
-    assert Words(database, study).hear("another", began_ms) is None
+    assert StudyMessages(database, study).hear("another", began_ms) is None
 
 
 def test_what_was_said_before_is_not_heard(database: Location) -> None:
     study = run_on(database.name, FakeEvaluator()).study
-    Words(database, study).say("verdict", FIELDS)
+    StudyMessages(database, study).say("verdict", FIELDS)
 
-    assert Words(database, study).hear("verdict", now_ms() + 1) is None
+    assert StudyMessages(database, study).hear("verdict", now_ms() + 1) is None
 
 
 def test_a_study_goes_on_after_words(database: Location) -> None:
     first = run_on(database.name, FakeEvaluator())
-    Words(database, first.study).say("verdict", FIELDS)
+    StudyMessages(database, first.study).say("verdict", FIELDS)
 
     assert run_on(database.name, FakeEvaluator()).evaluations == 0
 
 
 def test_in_memory_nobody_hears() -> None:
-    words = Words(locate(":memory:"), "toy")
+    words = StudyMessages(locate(":memory:"), "toy")
     words.say("verdict", FIELDS)
 
     assert words.hear("verdict", 0) is None

@@ -81,7 +81,7 @@ class Nobody:
         time.sleep(min(seconds, PAUSE_S))
 
 
-class Division:
+class TaskDivision:
     """Which of its tasks a run takes next, and what others make of them."""
 
     def __init__(
@@ -160,9 +160,10 @@ class Division:
         return GroupOutcome(arithmetic, best, ())
 
     def _in_turn(self, waiting: Sequence[Task]) -> list[Task]:
-        """What others had comes first: it may be settled. Then what was begun, longest ago first.
+        """Tasks that other runs had claimed come first: they may be settled by now. Then begun tasks, the
+        earliest first.
 
-        Who has company begins with what takes longest, lest all wait for it in the end.
+        With other runs on the machine, start the longest task first to shorten the tail.
         """
         theirs = [task for task in waiting if self._name(task) in self._elsewhere]
         begun = [(self._begun_ms(task), task) for task in waiting if self._name(task) not in self._elsewhere]

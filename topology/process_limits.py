@@ -1,4 +1,4 @@
-"""What of the machine this process may use: CPU affinity, cgroup cpuset and cgroup CPU quota, v1 and v2."""
+"""The CPUs that this process may use: affinity, cgroup cpuset and cgroup CPU quota (v1 and v2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_ANCESTORS = 64
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """`allowed`: a mask of CPUs. `cpu_quota`: CPUs' worth of time, None without a limit."""
 
     allowed: int
@@ -30,13 +30,13 @@ class _Mount:
     is_v2: bool
 
 
-def read_limits(root: Path = Path("/")) -> Limits:
+def read_limits(root: Path = Path("/")) -> ProcessLimits:
     """The limits of the calling process, from its affinity and from the cgroup files under `root`."""
     allowed = mask_of(os.sched_getaffinity(0))
     within = cgroup_cpuset(root)
     if within is not None and allowed & within:
         allowed &= within
-    return Limits(allowed, cgroup_quota(root))
+    return ProcessLimits(allowed, cgroup_quota(root))
 
 
 def cgroup_quota(root: Path) -> float | None:

@@ -1,4 +1,4 @@
-"""Who takes part in which phase: the ranks of all plans, as processes."""
+"""The ranks of all plans as processes: which process takes part in which phase, with which cores."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phasewise.cython_kernels.division import Division
-from phasewise.serving.batch import Phase
 from phasewise.serving.errors import RanksError
 from phasewise.serving.model import PackedModel
-from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 
 
 @dataclass(frozen=True)
-class Crew:
+class RankLayout:
     """A phase of R ranks uses processes 0 to R - 1; process 0 is the engine's own."""
 
     plans: Mapping[Phase, ServicePlan]
 
     @cached_property
     def teams(self) -> tuple[tuple[int, ...], ...]:
-        """For each phase the threads of its ranks: `Division.teams`."""
+        """For each phase the numbers of threads of its ranks: `Division.teams`."""
         return tuple(
             tuple(len(rank.cores) for rank in self.plans[phase].ranks) if phase in self.plans else ()
             for phase in PHASES
@@ -40,20 +39,20 @@ class Crew:
         return Division(self.teams, rank)
 
     def threads(self, rank: int) -> int:
-        """The most that a rank has in any phase."""
+        """The most threads that a rank has in any phase."""
         return max(len(cores) for cores in self.cores(rank).values())
 
     def cores(self, rank: int) -> dict[Phase, tuple[int, ...]]:
-        """Of the phases that it takes part in."""
+        """The cores of a rank in each phase that it takes part in."""
         return {phase: member.cores for phase, member in self._roles(rank).items()}
 
     def node(self, rank: int) -> int | None:
-        """Where a rank's memory should be: decode decides, which memory bounds. None: wherever it runs."""
+        """The NUMA node for a rank's memory: its node in decode, which memory bounds. None: any."""
         roles = self._roles(rank)
         return (roles.get("decode") or roles["prefill"]).numa_node
 
     def check_divides(self, model: PackedModel) -> None:
-        """RanksError if a phase has more ranks than there are KV heads to go round."""
+        """RanksError if a phase has more ranks than the model has KV heads."""
         heads = model.config.n_kv_heads
         for plan in self.plans.values():
             if len(plan.ranks) > heads:

@@ -1,4 +1,4 @@
-"""What processes with one study tell each other beside its trials: attributes of the study."""
+"""Messages between processes that work on one study, kept as attributes of the study."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ if TYPE_CHECKING:
 _SAID_MS = "said_ms"
 
 
-class Words:
-    """Of one study, which must exist; one in memory tells nobody. KernelDbError when the database fails."""
+class StudyMessages:
+    """Messages of one study, which must exist; a study in memory drops them.
+
+    Raises KernelDbError when the database fails.
+    """
 
     def __init__(self, location: Location, study_name: str) -> None:
         self._location = location
         self._study_name = study_name
 
     def say(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Whoever asks for `name` from now on hears these fields, JSON values."""
+        """Store these fields (JSON values) under `name`; later calls of `hear` return them."""
         if self._location.url == MEMORY_URL:
             return
         with clear_storage_errors(self._location.name):
             self._storage.set_study_user_attr(self._study_id, name, {**fields, _SAID_MS: _now_ms()})
 
     def hear(self, name: str, since_ms: int) -> Mapping[str, Any] | None:
-        """What was said last, if that was after `since_ms` (Unix time)."""
+        """The last message under `name`, if it is newer than `since_ms` (Unix time)."""
         if self._location.url == MEMORY_URL:
             return None
         with clear_storage_errors(self._location.name), only_reading():

@@ -1,4 +1,4 @@
-"""Loops that run one core into a limit: the doors to families/limits.c, for the instruction set in use."""
+"""Loops that run one core at its limits (families/limits.c), for the instruction set in use."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ when to stop. Three things to know:
 
 - *Resuming is replaying.* The search begins anew and asks the same questions; what the ledger holds is
   answered at once. So nothing is lost but the timing in flight, and a second run times nothing. Seeds from
-  other weights are part of the question (`Division.known`): a weight that was begun before another was
+  other weights are part of the question (`TaskDivision.known`): a weight that was begun before another was
   settled goes on without what that one found.
 - *Fast is not yet better.* The winner of a search was the luckiest of many. It is taken into use only if a
   duel (`timing.duel`) proves it faster than what is in use, first of all the kernels' own default. Where the
@@ -26,13 +26,13 @@ from typing import Literal, Protocol
 
 from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule
 from phasewise.tuner.conditions import is_disturbed, mean_conditions
-from phasewise.tuner.division import Company, Division, Nobody, Task
 from phasewise.tuner.ledger import Ledger, reversed_comparison
 from phasewise.tuner.pace import Pace
 from phasewise.tuner.search.group import GroupOutcome
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Ask
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
+from phasewise.tuner.task_division import Company, Nobody, Task, TaskDivision
 from phasewise.tuner.timing import proves_faster
 
 INTERLEAVED = 12
@@ -70,7 +70,7 @@ class Evaluator(Protocol):
 
 
 @dataclass(frozen=True)
-class Progress:
+class TuningProgress:
     """Where a run is."""
 
     task: Task
@@ -99,7 +99,7 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TuningOutcome:
     """A run that has ended, one way or another."""
 
     end: End
@@ -127,14 +127,14 @@ class Tools:
     evaluator: Evaluator
     ledger: Ledger
     options: SearchOptions = field(default_factory=SearchOptions)
-    report: Callable[[Progress], None] = lambda _: None
+    report: Callable[[TuningProgress], None] = lambda _: None
     call_s: Callable[[Problem], float] = lambda _: 0.0
     """About how long a product takes: what the estimate of the time left goes by."""
     clock: Callable[[], float] = time.monotonic
     company: Company = field(default_factory=Nobody)
 
 
-def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> Outcome:
+def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> TuningOutcome:
     """Tune every task in turn for at most `budget_s`. Ctrl-C ends the run early; what it learned is kept."""
     run = _Run(tasks, tools, budget_s)
     end: End = "complete"
@@ -153,7 +153,7 @@ class _Run:
         self._started_s = tools.clock()
         self._deadline_s = self._started_s + budget_s
         self._pace = Pace(tasks, tools.call_s)
-        self._division = Division(tasks, tools.ledger, tools.company, self._pace.work_of)
+        self._division = TaskDivision(tasks, tools.ledger, tools.company, self._pace.work_of)
         self._timed = self._replayed = self._duels = 0
         self._timing_s = 0.0
         self._waited_s = 0.0
@@ -224,8 +224,8 @@ class _Run:
         self._tools.company.let_pass()
         self._waited_s += self._tools.clock() - waiting_s
 
-    def outcome(self, end: End) -> Outcome:
-        return Outcome(
+    def outcome(self, end: End) -> TuningOutcome:
+        return TuningOutcome(
             end=end,
             gains=tuple(gain for task in self._tasks for gain in gains_of(task, self._tools.ledger)),
             products=sum(len(task.ms) for task in self._tasks),
@@ -294,7 +294,9 @@ class _Run:
         if left_s is not None:
             left_s = min(left_s, max(0.0, self._deadline_s - now_s))
         self._tools.report(
-            Progress(task, number + 1, len(self._tasks), m, self._timed, now_s - self._started_s, left_s)
+            TuningProgress(
+                task, number + 1, len(self._tasks), m, self._timed, now_s - self._started_s, left_s
+            )
         )
 
     def _best_so_far(self, task: Task) -> dict[int, Schedule]:

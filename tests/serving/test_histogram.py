@@ -1,4 +1,4 @@
-"""A tally is prometheus_client's histogram, line by line."""
+"""LocalHistogram is exported exactly as prometheus_client's own histogram."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 
-from phasewise.serving.http.tally import Tallies, Tally
+from phasewise.serving.http.histogram import LocalHistogram, LocalHistograms
 
 BOUNDS = (0.001, 0.5, 1, 1024)
 
@@ -16,11 +16,11 @@ def test_it_reads_as_prometheus_own(values: list[float]) -> None:
     disable_created_metrics()  # type: ignore[no-untyped-call]
     theirs, ours = CollectorRegistry(), CollectorRegistry()
     histogram = Histogram("a_seconds", "time", ["kind"], buckets=BOUNDS, registry=theirs).labels("x")
-    tally = Tally(BOUNDS)
-    ours.register(Tallies("a_seconds", "time", ("kind",), {("x",): tally}))
+    ours_one = LocalHistogram(BOUNDS)
+    ours.register(LocalHistograms("a_seconds", "time", ("kind",), {("x",): ours_one}))
 
     for value in values:
         histogram.observe(value)
-        tally.observe(value)
+        ours_one.observe(value)
 
     assert generate_latest(ours) == generate_latest(theirs)

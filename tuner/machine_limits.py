@@ -1,9 +1,8 @@
-"""The machine's measured limits: how fast these cores multiply and read, so that a speed can
-be given as a share.
+"""The machine's measured limits: the peak FLOP/s and read bandwidth of some cores together.
 
 The loops are in `cython_kernels/families/limits.c`. Every core runs the same loop at the same time, as a
-team does; the rate of the slowest member counts, because a team waits for it. The best of several
-repeats is kept: a limit is what the machine can do when nobody disturbs it.
+team does; the rate of the slowest core counts, because a team waits for it. The best of several repeats
+is kept: other processes can only make a run slower.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels import isa
-from phasewise.cython_kernels import limits as loops
+from phasewise.cython_kernels import limit_loops as loops
 
 CALIBRATION_ROUNDS = 1 << 16
 REPEAT_S = 0.05  # long against a timer tick, short against a neighbour's burst

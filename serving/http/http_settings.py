@@ -1,0 +1,82 @@
+"""What the HTTP layer is given: a model's names, limits and tokenizer, and the limits of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from phasewise.serving.guides import GuideCompiler
+    from phasewise.serving.pools.contract import Estimate
+
+
+class PromptFacts(NamedTuple):
+    """Facts about a request that are known before its answer, for predicting the length of the answer.
+
+    `n_messages`: messages in the conversation; 1 for a completion. `system_prompt_id`: a digest of the system
+    prompt; None without one.
+    """
+
+    token_ids: Sequence[int]
+    temperature: float
+    max_tokens: int | None
+    n_messages: int
+    system_prompt_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`names`: names that a request may use; the first is the model's id. `created_s`: Unix time.
+
+    `context_length`: the most tokens that a prompt and its answer may have together. `render_chat` turns
+    OpenAI messages into the prompt's text; None where the model has no chat template.
+    """
+
+    names: tuple[str, ...]
+    created_s: int
+    context_length: int
+    vocab_size: int
+    end_token_ids: frozenset[int]
+    encode: Callable[[str, bool], list[int]]
+    """(text, whether to add the model's own opening tokens) -> token ids."""
+    piece: Callable[[int], bytes]
+    """The bytes that a token adds to a text; they may end within a character."""
+    render_chat: Callable[[Sequence[dict[str, Any]]], str] | None
+    max_prompt_tokens: int | None = None
+    """Longer prompts are refused; None: only `context_length` limits them."""
+    estimate: Callable[[PromptFacts], Estimate] | None = None
+    """Predicts the length of an answer, on the thread that prepares a request; None without a predictor."""
+    guides: GuideCompiler | None = None
+    """Compiles grammars of answers; None where answers cannot be guided."""
+
+    @property
+    def model_id(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What one server accepts at a time. `api_keys` empty: requests need no key."""
+
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_live_requests: int = 256
+    """Answers in progress or waiting, each of the `n` choices counted; a request beyond it gets 429."""
+    max_waiting_requests: int = 224
+    """How many of these may wait for room in the engine."""
+    max_connections: int = 8192
+    """Further connections are answered with an error and closed."""
+    max_header_bytes: int = 32 * 1024
+    header_s: float = 10.0
+    """A connection that has not sent the head of its request within this time is closed."""
+    body_s: float = 60.0
+    """The same for the body, counted from the end of the head."""
+    keep_alive_s: float = 75.0
+    """How long a connection may be idle between two requests."""
+    max_pieces_unread: int = 1024
+    """For each choice. If a reader is further behind, its answer is aborted and its connection closed."""
+    stalled_write_s: float = 30.0
+    """A connection whose reader takes nothing for this time is closed."""
+    drain_s: float = 30.0
+    """How long answers in progress may take once the server has been told to stop."""
