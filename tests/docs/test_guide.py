@@ -1,0 +1,142 @@
+"""Every page of docs/guide works as written: its `console` blocks run, in order, in one shell.
+
+Three things differ from a reader's terminal: directories of its own for cache, data and configuration; a free port in
+place of 8000; and a configuration file that cuts the tuning budgets to seconds. An HTML comment before a block may say
+`<!-- not run: REASON -->`, or `<!-- test: COMMAND -->` for what a reader would have at hand (a file from elsewhere).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guide"
+FIXTURES = ROOT / "tests" / "data"
+MODEL = Path("models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
+CONFIG = '[tune-kernels]\nbudget = "2s"\n[tune-config]\nbudget = "12s"\n'
+PAGE_TIMEOUT_S = 240
+
+BLOCK = re.compile(
+    r"(?:<!-- (?P<directive>not run|test): (?P<value>.*?) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)```", re.S
+)
+
+
+def pages() -> list[Path]:
+    return sorted(GUIDE.glob("*.md"))
+
+
+def commands(page: str) -> Iterator[str]:
+    """The shell lines of a page, in order; a command that goes on after a backslash is one item."""
+    for block in BLOCK.finditer(page):
+        if block["language"] != "console" or block["directive"] == "not run":
+            continue
+        if block["directive"] == "test":
+            yield block["value"]
+        for command in re.split(r"^\$ ", block["body"], flags=re.M)[1:]:
+            yield command.rstrip("\n")
+
+
+def test_every_line_of_a_console_block_belongs_to_a_command() -> None:
+    """A line without the prompt that continues no command would silently not be run."""
+    for path in pages():
+        for block in BLOCK.finditer(path.read_text()):
+            if block["language"] == "console":
+                for line, previous in zip(
+                    block["body"].splitlines(), ["", *block["body"].splitlines()], strict=False
+                ):
+                    assert line.startswith("$ ") or previous.endswith("\\"), f"{path.name}: {line}"
+
+
+def test_every_link_of_a_page_leads_to_a_file() -> None:
+    for path in pages():
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.stem)
+def test_a_page_works_as_written(path: Path, tmp_path: Path, guide_cache: Path) -> None:
+    script = "\n".join(commands(path.read_text()))
+    if not script:
+        pytest.skip(f"{path.name} has no commands of its own")
+    script = script.replace("8000", str(_free_port()))
+    config = tmp_path / "config" / "phasewise" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text(CONFIG)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PHASEWISE_")}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(guide_cache),
+        "XDG_DATA_HOME": str(tmp_path / "data"),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "FIXTURES": str(FIXTURES),
+    }
+
+    code, said = _run(f"set -em -o pipefail\n{script}\n", tmp_path, environment)
+
+    assert code == 0, said[-3000:]
+
+
+def _run(script: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """Exit code and output of a bash script; nothing that it started outlives it."""
+    process = subprocess.Popen(
+        ["bash", "-xc", script],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=PAGE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        said, _ = process.communicate()
+    finally:
+        _end_session(process.pid)
+    return process.returncode, said
+
+
+def _end_session(session: int) -> None:
+    """Kill what is left of a session: under `set -m` each background job is a process group of its own."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.getsid(int(entry.name)) == session:
+                    os.kill(int(entry.name), signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def guide_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache directory that holds the default model, fetched before, and what the pages pack of it."""
+    fetched = Path(os.environ.get("PHASEWISE_CACHE") or platformdirs.user_cache_path("phasewise")) / MODEL
+    if not fetched.is_file():
+        pytest.skip("the default model is not here: phasewise models pull smollm2-135m-instruct")
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "phasewise" / MODEL).parent.mkdir(parents=True)
+    shutil.copy(fetched, cache / "phasewise" / MODEL)
+    return cache
