@@ -1,11 +1,11 @@
 """Keys and values that need not be computed again: whose block holds those of a prompt's beginning.
 
-Tokens are looked up in runs of `RUN_TOKENS`, by a chain of hashes, so that one look says how much of a prompt
-somebody else has; the tokens themselves are compared before anything is believed. A sequence finds only those
-of its own `space`: how fast a prompt is answered must not tell one user what another has sent. The pool knows nothing of
-this: what a block held stays readable after its release, until its slots are written again. Each panel of
-slots carries the serial of the sequence that wrote it last, and a run is there as long as its panel carries
-its sequence's. So what is kept costs no request its place.
+Tokens are looked up in runs of `RUN_TOKENS`, by a chain of hashes, so that one look says how much of a
+prompt somebody else has; the tokens themselves are compared before anything is believed. A sequence finds
+only those of its own `space`: how fast a prompt is answered must not tell one user what another has sent.
+The pool knows nothing of this: what a block held stays readable after its release, until its slots are
+written again. Each panel of slots carries the serial of the sequence that wrote it last, and a run is there
+as long as its panel carries its sequence's. So what is kept costs no request its place.
 
 Integers only. Copies are asked for in the order in which they must be done, before anything is computed.
 """

@@ -111,7 +111,7 @@ class LearntSizes:
         return _limited(demand, block if expected is None else min(block, end), end, bucket)
 
     def _large(self, at_least: int) -> int:
-        """A quantile of the lengths of recent answers at least this long; twice `at_least` if there are none."""
+        """A quantile of the lengths of recent answers at least this long, else twice `at_least`."""
         became = self._learnt.outlived(at_least, self._settings.large_level)
         return max(2 * at_least, UNLEARNT_ANSWER_TOKENS) if became is None else became
 

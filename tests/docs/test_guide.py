@@ -1,8 +1,9 @@
 """Every page of docs/guide works as written: its `console` blocks run, in order, in one shell.
 
-Three things differ from a reader's terminal: directories of its own for cache, data and configuration; a free port in
-place of 8000; and a configuration file that cuts the tuning budgets to seconds. An HTML comment before a block may say
-`<!-- not run: REASON -->`, or `<!-- test: COMMAND -->` for what a reader would have at hand (a file from elsewhere).
+Three things differ from a reader's terminal: directories of its own for cache, data and configuration; a
+free port in place of 8000; and a configuration file that cuts the tuning budgets to seconds. An HTML comment
+before a block may say `<!-- not run: REASON -->`, or `<!-- test: COMMAND -->` for what a reader would have at
+hand (a file from elsewhere).
 """
 
 from __future__ import annotations
