@@ -37,7 +37,7 @@ test-arm: build    ## the Arm kernels, cross-compiled and emulated
 lint: setup        ## style, types, and C warnings as errors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tests/typecheck.py
+	$(BIN)/mypy
 	CFLAGS="-Werror" $(BIN)/python setup.py -q build_ext --force \
 		--build-temp build/werror --build-lib build/werror
 

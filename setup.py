@@ -16,7 +16,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
-KERNELS = Path("cython_kernels")
+KERNELS = Path("phasewise/cython_kernels")
 MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
 abi_macros = run_path(str(KERNELS / "abi.py"))["abi_macros"]
 

@@ -1,53 +1,142 @@
-"""Build the wheel, check what it would put in site-packages, and run the installed command.
+"""Build phasewise in every way that it is installed, check what would land in site-packages, and run it.
 
 python3 tests/check_wheel.py SCRATCH_DIR [PYTHON ...]
+
+From a clone, whose kernels are compiled once: a wheel and an sdist; a wheel from that sdist, installed and
+run from outside the repository; `python -m phasewise` in the bare checkout; an editable install.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
-MUST_SHIP = (
-    "phasewise/cli/main.py",
-    "phasewise/migrations/env.py",
-    "phasewise/migrations/script.py.mako",
-    "phasewise/py.typed",
-)
+BUILD_NEEDS = ("setuptools>=77", "cython>=3.0.11", "numpy>=1.26")
+COMMANDS = (["--version"], ["topo", "--json"], ["db", "upgrade", "--db", "fresh.db"], ["--help"])
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """What a command that succeeds prints; one that fails ends the check with its own messages."""
+    done = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def tracked(*folders: str) -> list[str]:
+    """The names of the files that git has, below the root or some folders of it."""
+    return run("git", "ls-files", *folders, cwd=ROOT).splitlines()
+
+
+def must_ship() -> set[str]:
+    """Every tracked Python file of a room, as the wheel must name it, and the data files."""
+    rooms = {path.name for path in (ROOT / "phasewise").iterdir() if path.is_symlink()}
+    sources = {
+        name if name.startswith("phasewise/") else f"phasewise/{name}"
+        for name in tracked()
+        if name.endswith(".py") and PurePosixPath(name).parts[0] in {"phasewise", *rooms}
+    }
+    return sources | {"phasewise/migrations/script.py.mako", "phasewise/py.typed"}
 
 
 def check_contents(wheel: Path) -> None:
     """Only `phasewise` (and its metadata) may land in a user's site-packages, and all of it must."""
     names = zipfile.ZipFile(wheel).namelist()
     strangers = {name.split("/")[0] for name in names} - {"phasewise"}
-    assert all(name.endswith(".dist-info") for name in strangers), f"{wheel.name} also installs {strangers}"
-    missing = [name for name in MUST_SHIP if name not in names]
-    assert not missing, f"{wheel.name} lacks {missing}"
-    assert any("/_native." in name for name in names), f"{wheel.name} has no compiled kernels"
+    assert all(name.endswith(".dist-info") for name in strangers), f"{wheel} also installs {strangers}"
+    missing = must_ship() - set(names)
+    assert not missing, f"{wheel} lacks {sorted(missing)}"
+    assert any("/_native." in name and name.endswith(".so") for name in names), f"{wheel} has no kernels"
+
+
+def check_installed(bin_folder: Path, outside: Path) -> None:
+    """The command runs outside the repository, and no room has become a module of its own."""
+    for arguments in COMMANDS:
+        run(bin_folder / "phasewise", *arguments, cwd=outside)
+    (outside / "fresh.db").unlink()
+    run(bin_folder / "python", "-m", "phasewise", "--version", cwd=outside)
 
 
 def check(python: str, scratch: Path) -> None:
-    """Build with `python`, install into a fresh environment, run the command from outside the repository."""
-    venv = scratch / "venv"
-    subprocess.run([python, "-m", "venv", venv], check=True)
-    pip = [venv / "bin" / "pip", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", scratch, ROOT], check=True)
-    (wheel,) = scratch.glob("phasewise-*.whl")
+    """Build with `python`, and install into an environment of `scratch`'s own."""
+    tree, dist, outside, venv = (scratch / name for name in ("checkout", "dist", "outside", "venv"))
+    outside.mkdir()
+    run("git", "clone", "-q", ROOT, tree, cwd=scratch)
+    run(python, "-m", "venv", venv, cwd=scratch)
+    bin_folder = venv / "bin"
+    pip = bin_folder / "pip"
+    run(pip, "install", "-q", "build", *BUILD_NEEDS, cwd=scratch)
+
+    run(
+        bin_folder / "python",
+        "-m",
+        "build",
+        "-q",
+        "--no-isolation",
+        "--sdist",
+        "--wheel",
+        "-o",
+        dist,
+        tree,
+        cwd=scratch,
+    )
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     check_contents(wheel)
-    subprocess.run([*pip, "install", wheel], check=True)
-    command = venv / "bin" / "phasewise"
-    for arguments in (["--version"], ["topo", "--json"], ["db", "upgrade", "--db", "fresh.db"], ["--help"]):
-        subprocess.run([command, *arguments], cwd=scratch, check=True, stdout=subprocess.DEVNULL)
-    print(f"{wheel.name}: installs only phasewise, and runs")
+    print(f"{wheel.name} from the checkout: installs only phasewise, and all of it")
+
+    with tarfile.open(sdist) as archive:
+        archive.extractall(scratch / "unpacked", filter="data")
+    (unpacked,) = (scratch / "unpacked").iterdir()
+    missing = [name for name in tracked("cython_kernels") if not (unpacked / "phasewise" / name).exists()]
+    assert not missing, f"{sdist.name} lacks {missing}"
+    shutil.copytree(tree / "build", unpacked / "build")  # the objects, so that only the doors compile again
+    run(
+        pip,
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        scratch / "again",
+        unpacked,
+        cwd=scratch,
+    )
+    (again,) = (scratch / "again").glob("*.whl")
+    check_contents(again)
+    assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+    run(pip, "install", "-q", again, cwd=scratch)
+    check_installed(bin_folder, outside)
+    print(f"{sdist.name}: its wheel has the same files, and runs")
+
+    run(pip, "uninstall", "-q", "-y", "phasewise", cwd=scratch)
+    for kernels in (unpacked / "build").glob("lib*/phasewise/cython_kernels/_native.*.so"):
+        shutil.copy(kernels, tree / "cython_kernels")  # where `build_ext --inplace` puts them
+    run(bin_folder / "python", "-m", "phasewise", "--version", cwd=tree)
+    print("python -m phasewise: runs in a bare checkout")
+
+    run(pip, "install", "-q", "--no-deps", "--no-build-isolation", "-e", tree, cwd=scratch)
+    check_installed(bin_folder, outside)
+    where = run(
+        bin_folder / "python", "-c", "import phasewise.tuner as room; print(room.__file__)", cwd=outside
+    )
+    assert where.strip() == str(tree / "phasewise/tuner/__init__.py"), where
+    hooks = [path.name for path in venv.rglob("__editable__*finder*")]
+    assert not hooks, f"the editable install is an import hook: {hooks}"
+    print("editable install: a path, no hook, and runs")
 
 
 def main() -> None:
     scratch, *pythons = sys.argv[1:]
     for index, python in enumerate(pythons or [sys.executable]):
-        folder = Path(scratch) / str(index)
+        folder = Path(scratch).resolve() / str(index)
         folder.mkdir(parents=True)
         check(python, folder)
 
