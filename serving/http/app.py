@@ -15,12 +15,13 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.http import errors, openapi
 from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.client import EngineClient
+from phasewise.serving.http.connection import connection_of
 from phasewise.serving.http.errors import from_engine, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.http.lengths import estimated, facts_of
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.metrics import Metrics
-from phasewise.serving.http.middleware import Client, CountAnswers, RequireKey, client_of
+from phasewise.serving.http.middleware import CheckHost, Client, CountAnswers, RequireKey, client_of
 from phasewise.serving.http.prepare import chat_requests, completion_requests
 from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering, Reply
 from phasewise.serving.http.respond import respond
@@ -38,6 +39,8 @@ def create_app(
     """The application that serves one model. `client` must be attached to the loop that runs it."""
     client.observe(metrics)
     layers = [Middleware(CountAnswers, metrics=metrics, paths=_PATHS)]
+    if limits.allowed_hosts:
+        layers.append(Middleware(CheckHost, hosts=limits.allowed_hosts, metrics=metrics))
     if limits.api_keys:
         layers.append(Middleware(RequireKey, keys=limits.api_keys, metrics=metrics))
 
@@ -51,7 +54,8 @@ def create_app(
     errors.install(app, metrics.refused)
     _add_health(app, life, metrics)
     _add_models(app, model)
-    service = _Service(model, client, BodyReader(limits.max_body_bytes), life)
+    bodies = app.state.bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
+    service = _Service(model, client, bodies, life)
     _add_completions(app, service)
     _add_chat(app, service)
     openapi.describe(app)
@@ -114,9 +118,13 @@ class _Service:
     async def answer(self, reply: Reply, request: Request) -> Response:
         self.refuse_unless_open()
         try:
-            return await respond(self.client, reply, request)
+            response = await respond(self.client, reply, request)
         except ServingError as error:
             raise from_engine(error) from error
+        connection = connection_of(request.scope)
+        if connection is not None:
+            connection.vouch()
+        return response
 
     def refuse_unless_open(self) -> None:
         refusal = self.life.refusal()

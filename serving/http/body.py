@@ -7,8 +7,11 @@ from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
+from phasewise.serving.http.connection import connection_of
 from phasewise.serving.http.errors import ApiError, bad_request, from_validation
+from phasewise.serving.http.unfinished import UnfinishedBodies, UnfinishedBody
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -24,19 +27,48 @@ _WORTH_A_THREAD_BYTES = 256 * 1024
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes`; one on each event loop."""
+    """Reads bodies of at most `max_bytes`, unfinished ones of at most `max_unfinished_bytes` together; one on
+    each event loop."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, max_unfinished_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self.unfinished = UnfinishedBodies(max(max_bytes, max_unfinished_bytes))
         self._large = asyncio.Semaphore(1)  # of many threads that want Python's lock the loop is but one
 
     async def read(self, request: Request, model: type[Body]) -> Body:
-        """The body as `model`, or an ApiError: 413 where too large, 400 where not what `model` says."""
-        raw = await _read_limited(request, self._max_bytes)
-        if len(raw) <= _WORTH_A_THREAD_BYTES:
-            return _checked(raw, model)
-        async with self._large:
-            return await asyncio.to_thread(_checked, raw, model)
+        """The body as `model`, or an ApiError: 415 or 400 where not what `model` says, 413 where too large,
+        503 where it took long and others needed its memory."""
+        _refuse_other_types(request)
+        connection = connection_of(request.scope)
+        body = self.unfinished.begin(self._max_bytes, connection.wake_reader if connection else _no_one)
+        try:
+            await self._read_limited(request, body)
+            if body.n_bytes <= _WORTH_A_THREAD_BYTES:
+                return _checked(body.whole(), model)
+            async with self._large:
+                _refuse_ended(body)
+                return await asyncio.to_thread(_checked, body.whole(), model)
+        finally:
+            body.end()
+
+    async def _read_limited(self, request: Request, body: UnfinishedBody) -> None:
+        n_read = 0
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part, more = message.get("body", b""), message.get("more_body", False)
+            n_read += len(part)
+            if n_read <= self._max_bytes:
+                body.add(part)
+                _refuse_ended(body)
+            elif n_read > _DISCARD_UP_TO_BYTES:
+                break
+            else:
+                body.end()
+        if n_read > self._max_bytes:
+            raise ApiError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")
 
 
 def _checked(raw: bytes, model: type[Body]) -> Body:
@@ -51,17 +83,33 @@ def _checked(raw: bytes, model: type[Body]) -> Body:
         raise from_validation(error) from error
 
 
-async def _read_limited(request: Request, max_bytes: int) -> bytes:
-    kept, n_read = [], 0
-    async for part in request.stream():
-        n_read += len(part)
-        if n_read <= max_bytes:
-            kept.append(part)
-        elif n_read > _DISCARD_UP_TO_BYTES:
-            break
-    if n_read > max_bytes:
-        raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
-    return b"".join(kept)
+def _refuse_ended(body: UnfinishedBody) -> None:
+    if body.ended:
+        message = "the body took long to come, and requests that came since need its memory; send it again"
+        raise ApiError(503, message, code="bodies_too_large", closes=True)
+
+
+def _refuse_other_types(request: Request) -> None:
+    """A page of another origin may post a form or plain text without asking; JSON it may not (CSRF).
+
+    Without Content-Type the body is taken for JSON, unless a browser sends it: that names its origin.
+    """
+    given = request.headers.get("content-type")
+    if given is None and "origin" not in request.headers:
+        return
+    kind = (given or "").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    raise ApiError(
+        415,
+        "the body must be JSON: send the header Content-Type: application/json",
+        code="unsupported_media_type",
+        closes=True,
+    )
+
+
+def _no_one() -> None:
+    """To wake: a body that came by another way than a connection of ours."""
 
 
 def _refuse_floods(raw: bytes) -> None:

@@ -1,32 +1,51 @@
-"""One HTTP connection, with an end to its patience: heads, bodies and readers that take too long are cut.
+"""One HTTP connection and its limits: what comes too slowly, is too much or costs too much is cut.
 
 uvicorn's protocol knows one timeout, for idle connections that were answered before. All others are here.
+It also reads all that has come at once; here a connection reads for a bounded time in each turn of the event
+loop, and for a bounded share of the loop's time altogether (`loop_share`). `framing`, not h11, finds where
+requests end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import unquote
 
 import h11
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from phasewise.serving.http.errors import ApiError
+from phasewise.serving.http.framing import Framing
 from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.loop_share import REQUEST_S, LoopShare
 
 EXTENSION = "phasewise.connection"
-"""In a request's `scope["extensions"]`: the connection that it came on."""
+"""In a request's `scope["extensions"]`: the connection that it came on, for `connection_of`."""
 
 _SEND_BUFFER_BYTES = 256 * 1024
 """The kernel's, for each connection; left alone it lets a slow reader have megabytes."""
 _RECEIVE_BYTES = 64 * 1024
 """The most that is taken from a socket at once."""
+_TURN_S = 0.0005
+"""How long a connection reads before the loop goes on to the next."""
+_MAX_PAUSE_S = 5.0
+"""The longest that a connection which has used up its share of the loop is not read."""
+_DISCARD_BYTES = 64 * 1024
+"""So much of a body that nobody wants is read, to keep the connection; with more to come it is closed."""
+_LINGER_S = 2.0
+_LINGER_BYTES = 16 * 1024 * 1024
+"""A client that still sends gets to read its refusal within these, and is not reset."""
 _RETRY_FULL_S = 5
 _FULL = ApiError(
     503,
@@ -34,8 +53,13 @@ _FULL = ApiError(
     code="too_many_connections",
     retry_after_s=_RETRY_FULL_S,
 )
+_FULL_FOR_YOU = ApiError(
+    503,
+    "this server holds as many connections of one address as it allows; close some, or try again later",
+    code="too_many_connections",
+    retry_after_s=_RETRY_FULL_S,
+)
 _LATE = ApiError(408, "the head of the request took too long", code="request_timeout")
-_NO_HTTP = ApiError(400, "this is no HTTP/1.1 request", code="invalid_http")
 
 
 class ConnectionObserver(Protocol):
@@ -53,6 +77,9 @@ class Connections:
     limits: HttpLimits
     observer: ConnectionObserver
     open: set[Connection] = field(default_factory=set)
+    n_by_address: Counter[str] = field(default_factory=Counter)
+    """Open connections; those of a Unix socket have no address."""
+    loop_share: LoopShare = field(default_factory=LoopShare)
     received: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
     """What a read puts its bytes into, whoever sent them: they are copied before the loop does anything else.
 
@@ -64,16 +91,48 @@ class Connections:
         return Connection(self, config, state)
 
 
+class _Flow(FlowControl):
+    """Tells its connection when the body in progress may be read on: bytes may have come before."""
+
+    def __init__(self, transport: asyncio.Transport, changed: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._changed = changed
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self._changed()
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._changed()
+
+
+class _Outlet:
+    """The transport, as an answer in progress sees it: a close that waits for those who still send."""
+
+    def __init__(self, transport: asyncio.Transport, finish: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = finish
+
+
 class Connection(H11Protocol, asyncio.BufferedProtocol):
     """One of `others`. At most one clock runs: for a head, for a body, or (uvicorn's) between two requests;
-    beside it one for a reader that takes nothing."""
+    beside it one for a reader that takes nothing, and one for the next turn of a sender that has to wait."""
 
     def __init__(self, others: Connections, config: Config, state: ServerState) -> None:
         super().__init__(config, state, {})
         self._others = others
         self._limits = others.limits
-        self._routes = self.app
-        self.app = self._with_connection
+        self._framing = Framing(self._limits.max_header_bytes)
+        self._allowance = others.loop_share.allowance(time.perf_counter())
+        self._next_turn: asyncio.Handle | None = None
+        self._linger: asyncio.TimerHandle | None = None
+        self._n_discarded = 0
+        """Bytes of a body that nobody wants."""
+        self._address: str | None = None
         self._late: asyncio.TimerHandle | None = None
         self._awaited: tuple[float, Callable[[], None]] | None = None
         self._stalled: asyncio.TimerHandle | None = None
@@ -104,19 +163,41 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
 
+    def wake_reader(self) -> None:
+        """Let the application look at the body in progress, though nothing more of it has come."""
+        if self.cycle is not None:
+            self.cycle.message_event.set()
+
+    def vouch(self) -> None:
+        """The engine has answered a request of this connection: it may use more of the loop's time."""
+        self._allowance.vouch()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = _Flow(self.transport, self._flow_changed)
         if len(self._others.open) >= self._limits.max_connections:
-            self._refuse(_FULL)
+            self._turn_away(_FULL)
             return
+        address = _address_of(self.client)
+        if address is not None:
+            if self._others.n_by_address[address] >= self._limits.max_connections_per_address:
+                self._turn_away(_FULL_FOR_YOU)
+                return
+            self._others.n_by_address[address] += 1
+            self._address = address
         self._others.open.add(self)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._watch_the_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.open.discard(self)
-        self._stop(self._late)
-        self._stop(self._stalled)
+        if self._address is not None:
+            self._others.n_by_address[self._address] -= 1
+            if not self._others.n_by_address[self._address]:
+                del self._others.n_by_address[self._address]
+        self._allowance.end()
+        for clock in (self._late, self._stalled, self._next_turn, self._linger):
+            self._stop(clock)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
@@ -134,12 +215,22 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.data_received(bytes(self._others.received[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch_the_clock()
+        if self._linger is not None:
+            self._discard(len(data), _LINGER_BYTES, self.transport.abort)
+            return
+        self._unset_keepalive_if_required()
+        self._framing.add(data)
+        self.handle_events()
+
+    def handle_events(self) -> None:
+        """In place of uvicorn's: read what has come, for a bounded time, and the rest in turns to come."""
+        if self._next_turn is None:
+            self._turn()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch_the_clock()
+        if self._linger is None:
+            super().on_response_complete()
+            self._watch_the_clock()
         if self.transport.is_closing():  # it waits for its reader, and nobody waits for it
             self._watch_the_reader()
 
@@ -157,27 +248,124 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         super().timeout_keep_alive_handler()
         self._watch_the_reader()
 
-    def send_400_response(self, msg: str) -> None:
-        """What h11 cannot read, or what it has read too much of."""
-        most = self._limits.max_header_bytes
-        if len(self.conn.trailing_data[0]) <= most:
-            self._refuse(_NO_HTTP)
-            return
-        self._refuse(self._head_too_large())
+    # ---- reading -----------------------------------------------------------------------------------------
 
-    def _head_too_large(self) -> ApiError:
-        message = f"the head of the request is larger than {self._limits.max_header_bytes} bytes"
-        return ApiError(431, message, code="header_too_large")
+    @property
+    def _takes_more(self) -> bool:
+        """Whether h11 waits for bytes, and the body so far has been taken."""
+        if self._linger is not None or self.transport.is_closing() or self.flow.read_paused:
+            return False
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
-    async def _with_connection(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A head that came in one piece is not h11's to refuse, however large."""
-        scope["extensions"] = {EXTENSION: self}
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.max_header_bytes:
-            error = self._head_too_large()
-            self._others.observer.refused(error)
-            await error.response()(scope, receive, send)
+    def _turn(self) -> None:
+        self._next_turn = None
+        began_s = now_s = time.perf_counter()
+        n_requests, goes_on = 0, False
+        try:
+            while self._takes_more:
+                if goes_on := now_s - began_s > _TURN_S:
+                    break
+                piece = self._framing.next_piece()
+                if piece is None:
+                    break
+                self.conn.receive_data(piece)
+                n_requests += self._take_events()
+                now_s = time.perf_counter()
+        except ApiError as error:
+            self._refuse(error)
+        except h11.RemoteProtocolError:
+            self._refuse(ApiError(400, "this is no HTTP/1.1 request", code="invalid_http", closes=True))
+        now_s = time.perf_counter()
+        pause_s = self._allowance.charge(now_s - began_s + n_requests * REQUEST_S, now_s)
+        if (goes_on or pause_s) and self._linger is None and not self.transport.is_closing():
+            self._next_turn = self.loop.call_later(min(pause_s, _MAX_PAUSE_S), self._turn)
+        self._read_or_pause()
+        self._watch_the_clock()
+
+    def _take_events(self) -> int:
+        """What h11 makes of a piece; how many requests have begun."""
+        n_requests = 0
+        while (event := self.conn.next_event()) is not h11.NEED_DATA and event is not h11.PAUSED:
+            if isinstance(event, h11.Request):
+                self._begin(event)
+                n_requests += 1
+            elif isinstance(event, h11.Data):
+                if self.conn.our_state is h11.DONE:
+                    self._discard(len(event.data), _DISCARD_BYTES, self._finish)
+                    continue
+                self.cycle.body += event.data
+                if len(self.cycle.body) > HIGH_WATER_LIMIT:
+                    self.flow.pause_reading()
+                self.cycle.message_event.set()
+            elif isinstance(event, h11.EndOfMessage):
+                self._n_discarded = 0
+                if self.conn.our_state is h11.DONE:
+                    self.conn.start_next_cycle()
+                    continue
+                self.cycle.more_body = False
+                self.cycle.message_event.set()
+        return n_requests
+
+    def _begin(self, request: h11.Request) -> None:
+        """Start what answers it."""
+        self._unset_keepalive_if_required()
+        self.headers = [(name.lower(), value) for name, value in request.headers]
+        raw_path, _, query = request.target.partition(b"?")
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": request.http_version.decode("ascii"),
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "method": request.method.decode("ascii"),
+            "root_path": "",
+            "path": unquote(raw_path.decode("ascii")),
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": self.headers,
+            "state": {},
+            "extensions": {EXTENSION: self},
+        }
+        self.scope = scope  # type: ignore[assignment]
+        self.cycle = RequestResponseCycle(
+            scope=self.scope,
+            conn=self.conn,
+            transport=_Outlet(self.transport, self._finish),  # type: ignore[arg-type]
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            on_response=self.on_response_complete,
+        )
+        task = self.loop.create_task(self.cycle.run_asgi(self.app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+
+    def _flow_changed(self) -> None:
+        """A body in progress is to wait, or may be read on."""
+        if self._framing.unread and self._next_turn is None and self._takes_more:
+            self._next_turn = self.loop.call_soon(self._turn)
+        self._read_or_pause()
+
+    def _read_or_pause(self) -> None:
+        """Nothing is taken from the socket while what has come before has to wait."""
+        if self._linger is not None:
             return
-        await self._routes(scope, receive, send)
+        waits_for_answer = bool(self._framing.unread) and not self._takes_more
+        if self.flow.read_paused or self._next_turn is not None or waits_for_answer:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
+
+    def _discard(self, n_bytes: int, most_bytes: int, otherwise: Callable[[], None]) -> None:
+        self._n_discarded += n_bytes
+        if self._n_discarded > most_bytes:
+            otherwise()
+
+    # ---- clocks ------------------------------------------------------------------------------------------
 
     def _watch_the_clock(self) -> None:
         """Start the clock of what is awaited from the client now, unless it runs already."""
@@ -204,7 +392,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._watch_the_reader()
 
     def _what_is_awaited(self) -> tuple[float, Callable[[], None]] | None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._linger is not None:
             return None
         if self.conn.their_state is h11.SEND_BODY:
             return self._limits.body_s, self._end_late_body
@@ -214,7 +402,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         return None
 
     def _end_late_head(self) -> None:
-        if self.conn.trailing_data[0]:
+        if self._framing.unread:
             self._refuse(_LATE)
         else:  # it never said anything
             self.transport.abort()
@@ -223,17 +411,66 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._others.observer.refused(_LATE)
         self.transport.abort()
 
+    # ---- ends --------------------------------------------------------------------------------------------
+
+    def _turn_away(self, error: ApiError) -> None:
+        """A connection too many: it is not read."""
+        self._write_refusal(error)
+        self.transport.close()
+
     def _refuse(self, error: ApiError) -> None:
         """Answer what is no request, and close."""
+        self._write_refusal(error)
+        self._finish()
+
+    def _write_refusal(self, error: ApiError) -> None:
         self._others.observer.refused(error)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             answer = error.response()
             lines = [f"HTTP/1.1 {error.status} ".encode(), b"connection: close"]
-            lines += [name + b": " + value for name, value in answer.raw_headers]
+            lines += [name + b": " + value for name, value in answer.raw_headers if name != b"connection"]
             self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(answer.body))
-        self.transport.close()
+
+    def _finish(self) -> None:
+        """Close when all is written. A client that may still be sending would be reset, and lose its answer
+        unread: what it sends is dropped for a while first."""
+        if self._linger is not None or self.transport.is_closing():
+            return
+        is_over = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED) and not self._framing.unread
+        if is_over or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self._framing.unread.clear()
+        self._n_discarded = 0
+        self._linger = self.loop.call_later(_LINGER_S, self.transport.abort)
+        if self._late is not None:
+            self._stop(self._late)
+        if self._next_turn is not None:
+            self._stop(self._next_turn)
+        self.transport.write_eof()
+        self.transport.resume_reading()
 
     @staticmethod
-    def _stop(clock: asyncio.TimerHandle | None) -> None:
+    def _stop(clock: asyncio.Handle | None) -> None:
         if clock is not None:
             clock.cancel()
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """The one that a request came on; None where the application is called in another way."""
+    found: Connection | None = scope.get("extensions", {}).get(EXTENSION)
+    return found
+
+
+def _address_of(client: tuple[str, int] | None) -> str | None:
+    """What counts as one client: an IPv4 address, or the 64 bits of network that an IPv6 host is given."""
+    if client is None:
+        return None
+    try:
+        address = ipaddress.ip_address(client[0].partition("%")[0])
+    except ValueError:  # a Unix socket's
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        mapped = address.ipv4_mapped
+        return str(mapped) if mapped else str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
+    return str(address)

@@ -60,13 +60,19 @@ class HttpLimits:
     """What one server accepts at a time. `api_keys` empty: requests need no key."""
 
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: frozenset[str] = frozenset()
+    """What a request's Host may be, without a port; empty: anything."""
     max_body_bytes: int = 4 * 1024 * 1024
+    max_unfinished_bytes: int = 64 * 1024 * 1024
+    """Of all bodies that have not come whole; the one that began first makes room."""
     max_live_requests: int = 256
     """Answers in progress or waiting, each of the `n` choices counted; a request beyond it gets 429."""
     max_waiting_requests: int = 224
     """How many of these may wait for room in the engine."""
     max_connections: int = 8192
     """Further connections are answered with an error and closed."""
+    max_connections_per_address: int = 2048
+    """The same for one IPv4 address, or one network of 64 bits of IPv6."""
     max_header_bytes: int = 32 * 1024
     header_s: float = 10.0
     """A connection that has not sent the head of its request within this time is closed."""

@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol
 
 from phasewise.serving.errors import ServingError
 
-_BACKLOG = 2048
+BACKLOG = 2048
 _UNIX_MODE = 0o660
 _MOST_UNIX_PATH_BYTES = 107  # sockaddr_un has 108, the last of them zero
 _DESCRIPTORS_FOR_THE_REST = 128
@@ -57,7 +57,7 @@ class TcpAddress:
     def listen(self) -> socket.socket:
         host, port = self._listener.getsockname()[:2]
         try:
-            self._listener.listen(_BACKLOG)
+            self._listener.listen(BACKLOG)
         except OSError as error:
             raise CannotListen(_why(error, host, port)) from error
         return self._listener
@@ -102,7 +102,7 @@ class UnixAddress:
             with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
             listener.bind(str(self.path))
-            listener.listen(_BACKLOG)
+            listener.listen(BACKLOG)
         except OSError as error:
             listener.close()
             self._refuse(f"cannot be made: {error.strerror}")

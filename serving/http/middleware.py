@@ -1,4 +1,4 @@
-"""What stands before every route: the key, and the count of answers. Plain ASGI callables."""
+"""What stands before every route: the host, the key, and the count of answers. Plain ASGI callables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RequireKey:
             await self._app({**scope, _CLIENT: key}, receive, send)
             return
         message = "an API key is needed: send the header Authorization: Bearer KEY"
-        error = ApiError(401, message, code="invalid_api_key")
+        error = ApiError(401, message, code="invalid_api_key", closes=True)
         self._metrics.refused(error)
         await error.response()(scope, receive, send)
 
@@ -69,6 +69,28 @@ class RequireKey:
         given = _digest(token.strip().encode("latin-1", "replace"))
         matches = [secrets.compare_digest(given, key) for key in self._keys]
         return given.hex() if scheme.lower() == "bearer" and any(matches) else None
+
+
+class CheckHost:
+    """421 unless the request's Host is one of `hosts`, names or addresses without a port.
+
+    A page in a browser may send requests to any address that the name of its own origin resolves to, so also
+    to a server that listens on this machine alone (DNS rebinding). Such requests name the page's host.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], metrics: Metrics) -> None:
+        self._app = app
+        self._hosts = frozenset(host.strip("[]").rstrip(".").lower() for host in hosts)
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _host_in(Headers(scope=scope).get("host", "")) in self._hosts:
+            await self._app(scope, receive, send)
+            return
+        message = "this server does not answer for the host that the request names; see --allowed-host"
+        error = ApiError(421, message, code="host_not_allowed", closes=True)
+        self._metrics.refused(error)
+        await error.response()(scope, receive, send)
 
 
 class CountAnswers:
@@ -106,3 +128,11 @@ class CountAnswers:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _host_in(header: str) -> str:
+    """`localhost` of `LocalHost:8000`, `::1` of `[::1]:8000`."""
+    host = header.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")

@@ -23,6 +23,8 @@ _REFUSALS = {
     405: "the path does not take this method",
     408: "the request did not come in time",
     413: "the body is larger than this server takes",
+    415: "the body's Content-Type is not JSON",
+    421: "the request names a host that this server does not answer for",
     429: "too much is waiting already; Retry-After says when to come again",
     431: "the head of the request is too large",
     500: "the computation failed",
@@ -83,7 +85,7 @@ def _post(name: str, summary: str, answer: str, body: str | None = None) -> Json
             "text/event-stream": {},  # events, for which this version of OpenAPI has no schema
         },
     }
-    refusals = _refusals(400, 401, 404, 408, 413, 429, 431, 500, 503)
+    refusals = _refusals(400, 401, 404, 408, 413, 415, 429, 431, 500, 503)
     return {
         "post": {
             "operationId": name,
@@ -97,7 +99,7 @@ def _post(name: str, summary: str, answer: str, body: str | None = None) -> Json
 def _refusals(*statuses: int) -> Json:
     return {
         str(status): {"description": _REFUSALS[status], **_content("application/json", _ref("Refusal"))}
-        for status in (*statuses, 405)
+        for status in (*statuses, 405, 421)
     }
 
 

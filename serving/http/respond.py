@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.client import AnswerStream, EngineClient, Pieces
-from phasewise.serving.http.connection import EXTENSION, Connection
+from phasewise.serving.http.connection import Connection, connection_of
 from phasewise.serving.http.errors import from_engine
 from phasewise.serving.http.events import DONE, Events, encode
 from phasewise.serving.http.render import Choice, Reply
@@ -34,7 +34,7 @@ async def respond(client: EngineClient, reply: Reply, request: Request) -> Respo
 
 
 async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Response:
-    connection = _connection_of(request.scope)
+    connection = connection_of(request.scope)
     stream = client.open(reply.requests, reply.facts, connection.cut if connection else lambda: None)
     leaving = _closing_when_gone(stream, request)
     try:
@@ -105,7 +105,7 @@ class _EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            connection = _connection_of(scope)
+            connection = connection_of(scope)
             if connection is not None and connection.sends_chunks:
                 self._stream.at_once = partial(_write_at_once, self._events, connection)
             async for said in _said(self._events, self._first, self._stream):
@@ -120,11 +120,6 @@ def _write_at_once(events: Events, connection: Connection, outs: Iterable[Answer
     """Past every layer between here and the connection; False: the long way, please."""
     said = events.of_text(outs)
     return said is not None and connection.write_chunk(said)
-
-
-def _connection_of(scope: Scope) -> Connection | None:
-    found: Connection | None = scope.get("extensions", {}).get(EXTENSION)
-    return found
 
 
 async def _said(events: Events, pieces: Pieces, stream: AnswerStream) -> AsyncIterator[bytes]:

@@ -16,6 +16,7 @@ from phasewise.serving.engine import Engine
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.app import create_app
+from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connection import Connections
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
@@ -45,6 +46,7 @@ class FakeServer:
     server: HttpServer
     connections: Connections
     life: Lifecycle
+    bodies: BodyReader
     said: list[str]
     app: Any = field(repr=False, default=None)
 
@@ -104,7 +106,9 @@ def fake_server(
         web.start()
         while not server.started:
             time.sleep(0.005)
-        running = FakeServer(place.url, engine, ranks, client, thread, server, connections, life, said, app)
+        running = FakeServer(
+            place.url, engine, ranks, client, thread, server, connections, life, app.state.bodies, said, app
+        )
         try:
             yield running
         finally:

@@ -1,0 +1,110 @@
+"""How much of the event loop's time one connection may have, so that none takes it from the others.
+
+A client decides how much work its bytes are: requests that are refused, or bodies in very small chunks, cost
+thousands of times what they cost to send. Each connection therefore has an allowance of loop time. It holds a
+short burst and refills at a rate; a connection that has used it up is not read until it has refilled. All
+active connections of one standing divide that standing's rate, so opening more of them gains nothing.
+
+Pure: whoever charges says what time it is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+REQUEST_S = 0.0003
+"""What a request is charged beside the time to parse it: routing, checks and a short answer."""
+_ACTIVE_S = 1.0
+"""A connection that was charged within this time divides the rate with the others."""
+
+
+class Standing(NamedTuple):
+    """Fractions are of one core."""
+
+    burst_s: float
+    per_connection: float
+    together: float
+
+
+UNKNOWN = Standing(burst_s=0.02, per_connection=0.05, together=0.10)
+"""Nothing that came on the connection was worth an answer of the engine's so far."""
+VOUCHED = Standing(burst_s=0.5, per_connection=0.25, together=0.50)
+"""The engine has answered a request of this connection."""
+
+
+class LoopShare:
+    """What all connections of one loop divide."""
+
+    def __init__(self) -> None:
+        self._active = {UNKNOWN: _Active(), VOUCHED: _Active()}
+
+    def allowance(self, now_s: float) -> Allowance:
+        """For a new connection."""
+        return Allowance(self, now_s)
+
+    def rate(self, one: Allowance, now_s: float) -> float:
+        """Seconds of loop time in a second for `one`, which is active now."""
+        active = self._active[one.standing]
+        active.waiting.discard(one)
+        active.recent[one] = now_s
+        active.recent.move_to_end(one)
+        while next(iter(active.recent.values())) < now_s - _ACTIVE_S:
+            active.recent.popitem(last=False)
+        n_active = len(active.recent) + len(active.waiting)
+        return min(one.standing.per_connection, one.standing.together / n_active)
+
+    def wait(self, one: Allowance) -> None:
+        """`one` is active until it is charged again."""
+        self._active[one.standing].recent.pop(one, None)
+        self._active[one.standing].waiting.add(one)
+
+    def forget(self, one: Allowance) -> None:
+        """The connection has ended, or its standing changes."""
+        self._active[one.standing].recent.pop(one, None)
+        self._active[one.standing].waiting.discard(one)
+
+
+@dataclass(slots=True)
+class _Active:
+    """Those of one standing that divide its rate."""
+
+    recent: OrderedDict[Allowance, float] = field(default_factory=OrderedDict)
+    """When each was charged last; oldest first."""
+    waiting: set[Allowance] = field(default_factory=set)
+    """They have used up what they had."""
+
+
+class Allowance:
+    """One connection's."""
+
+    __slots__ = ("_balance_s", "_share", "_updated_s", "standing")
+
+    def __init__(self, share: LoopShare, now_s: float) -> None:
+        self.standing = UNKNOWN
+        self._share = share
+        self._balance_s = UNKNOWN.burst_s
+        self._updated_s = now_s
+
+    def vouch(self) -> None:
+        """The engine has answered: a larger allowance from now on."""
+        if self.standing is UNKNOWN:
+            self._share.forget(self)
+            self.standing = VOUCHED
+            self._balance_s += VOUCHED.burst_s - UNKNOWN.burst_s
+
+    def charge(self, cost_s: float, now_s: float) -> float:
+        """Take `cost_s`; the seconds after which the connection may be read again, 0 for at once."""
+        rate = self._share.rate(self, now_s)
+        refilled_s = self._balance_s + (now_s - self._updated_s) * rate
+        self._balance_s = min(self.standing.burst_s, refilled_s) - cost_s
+        self._updated_s = now_s
+        if self._balance_s >= 0:
+            return 0.0
+        self._share.wait(self)
+        return -self._balance_s / rate
+
+    def end(self) -> None:
+        """The connection has."""
+        self._share.forget(self)
