@@ -112,6 +112,16 @@ def serve(
             rich_help_panel=_LISTENING,
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="PHASEWISE_ALLOWED_HOST",
+            metavar="NAME",
+            help="a host that requests may name; may be given several times, * allows any. Without it: the "
+            "names of this machine's loopback where that is the address, else any",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -158,6 +168,32 @@ def serve(
         str,
         typer.Option(metavar="BYTES", help="largest request body, e.g. 512K", rich_help_panel=_ACCEPTING),
     ] = "4M",
+    max_unfinished: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES",
+            help="memory for all bodies that have not come whole; the one that began first makes room",
+            rich_help_panel=_ACCEPTING,
+        ),
+    ] = "64M",
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="open connections, fewer where the limit on open files is lower; beyond it, 503",
+            rich_help_panel=_ACCEPTING,
+        ),
+    ] = 8192,
+    max_connections_per_address: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="of these, from one address; raise it behind a proxy with more",
+            rich_help_panel=_ACCEPTING,
+        ),
+    ] = 2048,
     drain: Annotated[
         float,
         typer.Option(
@@ -264,12 +300,20 @@ def serve(
 
     use_one_heap()  # before numpy's threads are there
     from phasewise.cli.serve_predictor import open_predictor
+    from phasewise.serving.http.listening import allowed_hosts
     from phasewise.serving.length_log import LengthLog
     from phasewise.serving.open_engine import EngineSize, open_engine
     from phasewise.serving.rank_teams import keeping_affinity
     from phasewise.serving.service import ServiceSettings, run_service
 
     limits, tls = _limits(api_key, api_key_file, max_sequences, max_waiting, max_body, drain), None
+    limits = replace(
+        limits,
+        allowed_hosts=allowed_hosts(None if unix_socket else host, allowed_host or ()),
+        max_unfinished_bytes=parse_bytes(max_unfinished),
+        max_connections=min(limits.max_connections, max_connections),
+        max_connections_per_address=max_connections_per_address,
+    )
     kv_bytes = None if kv_budget is None else parse_bytes(kv_budget)
     if tls_cert is not None or tls_key is not None:
         tls = _tls(tls_cert, tls_key, unix_socket)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import resource
 import socket
 import ssl
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -17,6 +19,7 @@ from phasewise.serving.errors import ServingError
 
 BACKLOG = 2048
 _UNIX_MODE = 0o660
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _MOST_UNIX_PATH_BYTES = 107  # sockaddr_un has 108, the last of them zero
 _DESCRIPTORS_FOR_THE_REST = 128
 """Files, pipes and shared memory: what a process needs besides its connections."""
@@ -161,6 +164,27 @@ def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
     except ssl.SSLError as error:
         raise CannotListen(_why_no_tls(error, certificate, key)) from error
     return context
+
+
+def allowed_hosts(host: str | None, named: Sequence[str]) -> frozenset[str]:
+    """What a request's Host may be on a server bound to `host` (None: a Unix socket); empty: anything.
+
+    `named`: the operator's own; `*` allows any. Without them, a server that only this machine can reach is
+    protected from pages in this machine's browsers (DNS rebinding); how others call a server that they can
+    reach is not known here.
+    """
+    if "*" in named:
+        return frozenset()
+    if named:
+        return frozenset(named)
+    return _LOOPBACK_NAMES | {host} if host is not None and _is_loopback(host) else frozenset()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.rstrip(".").lower() == "localhost"
 
 
 def allow_many_connections() -> int:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fake_server import FakeServer, fake_server
 
-from phasewise.serving.http.served import HttpLimits
+from phasewise.serving.http.http_settings import HttpLimits
 
 PROMPT = "a prompt that nobody else must learn of " * 8
 KEYS = ("first key", "second key")

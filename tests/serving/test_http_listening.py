@@ -21,6 +21,7 @@ from phasewise.serving.http.listening import (
     TcpAddress,
     UnixAddress,
     allow_many_connections,
+    allowed_hosts,
     tls_context,
 )
 
@@ -172,3 +173,23 @@ def test_the_url_of_a_port() -> None:
     with TcpAddress("127.0.0.1", 0) as plain, TcpAddress("127.0.0.1", 0, secure=True) as secure:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+", plain.url)
         assert re.fullmatch(r"https://127\.0\.0\.1:\d+", secure.url)
+
+
+@pytest.mark.parametrize(
+    ("host", "named", "allowed"),
+    [
+        ("127.0.0.1", (), {"localhost", "127.0.0.1", "::1"}),
+        ("127.0.0.2", (), {"localhost", "127.0.0.1", "::1", "127.0.0.2"}),
+        ("::1", (), {"localhost", "127.0.0.1", "::1"}),
+        ("localhost", (), {"localhost", "127.0.0.1", "::1"}),
+        ("0.0.0.0", (), set()),
+        ("192.0.2.1", (), set()),
+        ("example.org", (), set()),
+        (None, (), set()),
+        ("127.0.0.1", ("llm.example",), {"llm.example"}),
+        ("127.0.0.1", ("*",), set()),
+        ("0.0.0.0", ("llm.example", "llm"), {"llm.example", "llm"}),
+    ],
+)
+def test_hosts_that_a_server_answers_for(host: str | None, named: tuple[str, ...], allowed: set[str]) -> None:
+    assert allowed_hosts(host, named) == allowed
