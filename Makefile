@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-arm test-asan lint demo bench compare docs wheel clean
+.PHONY: help setup build test test-cores test-arm test-asan lint demo bench compare docs wheel clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -28,6 +28,11 @@ $(VENV)/.built: $(VENV)/.setup $(KERNEL_SOURCES)
 
 test: build        ## run the tests: make test ARGS="-k rmsnorm"
 	$(BIN)/python -m pytest $(ARGS)
+
+test-cores: build  ## the kernels by the defaults of every kind of core (PHASEWISE_CORE), one after the other
+	for core in $$($(BIN)/python -c "from phasewise.cython_kernels import core; print(*core.names())"); do \
+		echo "cores treated as $$core"; \
+		PHASEWISE_CORE=$$core $(BIN)/python -m pytest -q tests/cython_kernels $(ARGS) || exit 1; done
 
 test-arm: build    ## the Arm kernels, cross-compiled and emulated
 	@command -v aarch64-linux-gnu-gcc qemu-aarch64 >/dev/null || \

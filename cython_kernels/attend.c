@@ -10,56 +10,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "program.h"
-
-enum { BLOCK_ROWS = 96 }; /* query rows that share one widened chunk of keys */
-
-typedef struct {
-    float *q;
-    int64_t *first, *last;
-    pw_partial part, into;
-    float *chunk;
-} workspace;
-
-static int32_t group_of(const pw_shape *shape) { return shape->n_heads / shape->n_kv_heads; }
-static int32_t value_dim_of(const pw_shape *shape) { return (int32_t)pw_value_dim(shape->head_dim); }
-static int64_t block_tokens(const pw_shape *shape) {
-    int64_t tokens = BLOCK_ROWS / group_of(shape);
-    return tokens < 1 ? 1 : tokens;
-}
-static int64_t most_rows(const pw_shape *shape) { return block_tokens(shape) * group_of(shape); }
-
-/* Carves the workspace out of `memory`; with NULL it only measures. Returns the floats used. */
-static int64_t carve(const pw_shape *shape, float *memory, workspace *out) {
-    int64_t rows = most_rows(shape), values = rows * value_dim_of(shape), at = 0;
-    int64_t padded = (rows + 15) / 16 * 16;
-    workspace w;
-    w.first = (int64_t *)(memory + at), at += 2 * padded;
-    w.last = (int64_t *)(memory + at), at += 2 * padded;
-    w.q = memory + at, at += rows * PW_ROW_STRIDE;
-    w.part = (pw_partial){memory + at, memory + at + padded, memory + at + 2 * padded}, at += 2 * padded + values;
-    w.into = (pw_partial){memory + at, memory + at + padded, memory + at + 2 * padded}, at += 2 * padded + values;
-    w.chunk = memory + at, at += pw_attention_scratch(shape->head_dim);
-    if (out) *out = w;
-    return at;
-}
-
-int64_t pw_attend_scratch_floats(const pw_shape *shape) {
-    static float nothing[1];
-    return carve(shape, nothing, NULL);
-}
-
-int64_t pw_partial_floats(const pw_shape *shape) { return (int64_t)shape->n_heads * (value_dim_of(shape) + 2); }
-
-int64_t pw_kv_head_bytes(const pw_program *program) {
-    return program->capacity.kv_slots * pw_kv_slot_bytes(program->capacity.kv_format, program->shape.head_dim);
-}
-
-pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head) {
-    int64_t heads_before = layer * program->shape.n_kv_heads + kv_head;
-    return pw_kv_head_at(program->kv + heads_before * pw_kv_head_bytes(program), program->capacity.kv_slots,
-                         program->capacity.kv_format, program->shape.head_dim);
-}
+#include "attend.h"
 
 /* ---- planning --------------------------------------------------------------------------------------------------- */
 
@@ -103,7 +54,7 @@ static bool plan_chunks(pw_program *program, int64_t positions) {
 
 /* Tokens of a block: enough blocks for every thread, if that leaves a full tile of rows in each. */
 static int64_t fair_tokens(const pw_shape *shape, int64_t n_tokens, int threads) {
-    int64_t most = block_tokens(shape), group = group_of(shape), least = (PW_TILE_ROWS + group - 1) / group;
+    int64_t most = pw_block_tokens(shape), group = pw_group_of(shape), least = (PW_TILE_ROWS + group - 1) / group;
     int64_t fair = n_tokens * shape->n_kv_heads / (4 * threads);
     if (fair < least) fair = least;
     return fair < most ? fair : most;
@@ -140,7 +91,7 @@ static void plan_tail(pw_step *step, int64_t tokens) {
 
 /* Tokens of a block that a schedule gives so many rows. */
 static int64_t block_of(const pw_shape *shape, const pw_schedule *schedule) {
-    int64_t tokens = schedule->block_m / group_of(shape), most = block_tokens(shape);
+    int64_t tokens = schedule->block_m / pw_group_of(shape), most = pw_block_tokens(shape);
     return tokens < 1 ? 1 : tokens < most ? tokens : most;
 }
 
@@ -155,7 +106,7 @@ static int64_t most_slice_rows(const pw_step *step) {
 pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads) {
     int64_t chunks_each = chunks * shape->n_kv_heads / (8 * threads);
     pw_schedule s = {.mr = PW_TILE_ROWS, .panels = 1, .block_n = 1, .grid_m = 1, .grid_n = threads, .grid_k = 1};
-    s.block_m = (int32_t)(fair_tokens(shape, tokens, threads) * group_of(shape));
+    s.block_m = (int32_t)(fair_tokens(shape, tokens, threads) * pw_group_of(shape));
     s.block_k = (int32_t)((chunks_each < 1 ? 1 : chunks_each) * PW_CHUNK);
     return s;
 }
@@ -164,7 +115,7 @@ pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t 
 static pw_shape shape_of_rank(const pw_program *program, int32_t table) {
     pw_shape shape = program->shape;
     pw_range own = pw_share_of(&program->divisions[table], shape.n_kv_heads);
-    int32_t group = group_of(&shape);
+    int32_t group = pw_group_of(&shape);
     shape.n_kv_heads = own.end > own.begin ? (int32_t)(own.end - own.begin) : 1;
     shape.n_heads = group * shape.n_kv_heads;
     return shape;
@@ -189,7 +140,7 @@ void pw_plan_attention(pw_program *program, int threads, int32_t table) {
 typedef struct {
     const pw_run *run;
     const pw_op *op;
-    workspace work;
+    pw_attend_scratch work;
 } attending;
 
 /* A head of the projection with its bias: where it lies, or in `out` where there is one to add. */
@@ -230,7 +181,7 @@ static void store_row(const attending *a, int64_t row, int64_t kv_head) {
 static pw_queries load_queries(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
     const pw_program *program = a->run->program;
     const pw_shape *shape = &program->shape;
-    int32_t group = group_of(shape), n = 0;
+    int32_t group = pw_group_of(shape), n = 0;
     float factor = (float)(1.0 / sqrt((double)shape->head_dim));
     for (int64_t token = row; token < row + tokens; ++token)
         for (int32_t i = 0; i < group; ++i, ++n) {
@@ -244,13 +195,13 @@ static pw_queries load_queries(const attending *a, int64_t row, int64_t tokens, 
 
 static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
     const pw_shape *shape = &a->run->program->shape;
-    int32_t group = group_of(shape), n = 0;
+    int32_t group = pw_group_of(shape), n = 0;
     for (int64_t token = row; token < row + tokens; ++token)
         for (int32_t i = 0; i < group; ++i, ++n) {
             float *out = a->run->program->arena + a->op->out + token * a->op->out_stride +
                          (kv_head * group + i) * shape->head_dim;
             a->run->kernels->ops.finish(shape->head_dim, a->work.into.sum[n],
-                                        a->work.into.values + (int64_t)n * value_dim_of(shape), out);
+                                        a->work.into.values + (int64_t)n * pw_value_dim_of(shape), out);
         }
 }
 
@@ -260,7 +211,7 @@ static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t
 static const void *keys_of(const attending *a, const pw_slice *slice, int64_t chunk, int64_t kv_head) {
     const pw_program *program = a->run->program;
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
-    int64_t panel = pw_chunk_slot(&program->step, slice, chunk) / PW_PANEL;
+    int64_t panel = pw_chunk_slot(program->step.runs, slice, chunk) / PW_PANEL;
     return (const char *)head.keys + panel * PW_PANEL * head.head_dim * pw_kv_element_bytes(head.format);
 }
 
@@ -270,11 +221,11 @@ static void attend_whole(const attending *a, const pw_slice *slice, pw_queries *
                          int64_t kv_head, const void *next) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
-    int32_t value_dim = value_dim_of(&program->shape);
+    int32_t value_dim = pw_value_dim_of(&program->shape);
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
     ops->begin(queries->rows, value_dim, a->work.into);
     for (int64_t chunk = first; chunk < first + count; ++chunk) {
-        int64_t slot = pw_chunk_slot(&program->step, slice, chunk);
+        int64_t slot = pw_chunk_slot(program->step.runs, slice, chunk);
         queries->next_keys = chunk + 1 < first + count ? keys_of(a, slice, chunk + 1, kv_head) : next;
         ops->attend_chunk(&head, queries, chunk, slot, a->work.chunk, a->work.part);
         ops->merge(queries->rows, value_dim, a->work.part, a->work.into);
@@ -293,15 +244,15 @@ static void attend_block(const attending *a, const pw_piece *piece, int64_t kv_h
 /* Where a chunk of a slice that is split leaves one KV head's part. */
 static pw_partial partial_of(const pw_program *program, int64_t part, int64_t kv_head) {
     const pw_shape *shape = &program->shape;
-    int64_t heads = shape->n_heads, head = kv_head * group_of(shape);
+    int64_t heads = shape->n_heads, head = kv_head * pw_group_of(shape);
     float *at = program->partials + part * pw_partial_floats(shape);
-    return (pw_partial){at + head, at + heads + head, at + 2 * heads + head * value_dim_of(shape)};
+    return (pw_partial){at + head, at + heads + head, at + 2 * heads + head * pw_value_dim_of(shape)};
 }
 
 static void merge_chunks(const attending *a, int32_t slice, int64_t n_chunks, int64_t kv_head) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
-    int32_t group = group_of(&program->shape), value_dim = value_dim_of(&program->shape);
+    int32_t group = pw_group_of(&program->shape), value_dim = pw_value_dim_of(&program->shape);
     ops->begin(group, value_dim, a->work.into);
     for (int64_t i = 0; i < n_chunks; ++i)
         ops->merge(group, value_dim, partial_of(program, program->step.first_part[slice] + i, kv_head), a->work.into);
@@ -324,7 +275,7 @@ static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_
     for (int64_t i = 0; i < piece->count; ++i) {
         int64_t chunk = piece->first + i, part = program->step.first_part[piece->slice] + before + i;
         queries.next_keys = i + 1 < piece->count ? keys_of(a, slice, chunk + 1, kv_head) : next;
-        a->run->kernels->ops.attend_chunk(&head, &queries, chunk, pw_chunk_slot(&program->step, slice, chunk),
+        a->run->kernels->ops.attend_chunk(&head, &queries, chunk, pw_chunk_slot(program->step.runs, slice, chunk),
                                           a->work.chunk, partial_of(program, part, kv_head));
     }
     atomic_long *merged = &program->merged[piece->slice * program->shape.n_kv_heads + kv_head];
@@ -373,8 +324,8 @@ void pw_run_attend(pw_run *run, const pw_op *op, int member) {
     pw_program *program = run->program;
     const pw_step *step = &program->step;
     pw_range own = pw_share_of(run->division, program->shape.n_kv_heads);
-    attending a = {run, op, {0}};
-    carve(&program->shape, (float *)(program->scratch + member * program->scratch_bytes), &a.work);
+    float *scratch = (float *)(program->scratch + member * program->scratch_bytes);
+    attending a = {run, op, pw_attend_scratch_in(&program->shape, scratch)};
     bool tail = op->rows != PW_EVERY_ROW && !step->split;
     int64_t kv_heads = own.end - own.begin, n_pieces = tail ? step->n_tail_pieces : step->n_pieces;
     const portions all = {tail ? step->tail_pieces : step->pieces, own.begin, kv_heads, n_pieces * kv_heads,

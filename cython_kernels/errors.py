@@ -12,7 +12,7 @@ class KernelError(Exception):
 
 
 class IsaError(KernelError):
-    """PHASEWISE_ISA, or a caller, named an instruction set that does not exist or does not run here."""
+    """PHASEWISE_ISA or PHASEWISE_CORE, or a caller, named what does not exist or does not run here."""
 
 
 class WeightError(KernelError):

@@ -60,6 +60,15 @@ cdef extern from "gemm.h" nogil:
     void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t thread, pw_range *rows, pw_range *panels)
 
 
+cdef extern from "cpu.h" nogil:
+    ctypedef struct pw_core_traits:
+        const char *name
+
+    const pw_core_traits *pw_core()
+    int pw_core_select(const char *name)
+    const char *pw_core_name(int index)
+
+
 cdef extern from "dispatch.h" nogil:
     ctypedef struct pw_gemm_kernels:
         int64_t (*row_bytes)(const pw_form *form, int64_t k) noexcept nogil
@@ -121,7 +130,35 @@ def isa_select(name):
         raise IsaError(f"instruction set {name!r}: {problem.decode()}; usable here: {', '.join(isa_usable())}")
 
 
+def core_names():
+    """Every kind of core that defaults are known for."""
+    names, index = [], 0
+    while pw_core_name(index) != NULL:
+        names.append(pw_core_name(index).decode())
+        index += 1
+    return names
+
+
+def core_active():
+    return pw_core().name.decode()
+
+
+def core_select(name):
+    """Treat the cores as those called `name`; None: as what they are."""
+    cdef bytes encoded
+    cdef const char *wanted = NULL
+    if name is not None:
+        encoded = name.encode()
+        wanted = encoded
+    if not pw_core_select(wanted):
+        raise IsaError(f"there is no kind of core {name!r}: {', '.join(core_names())} are known")
+
+
 def _select_at_import():
+    try:
+        core_select(os.environ.get("PHASEWISE_CORE") or None)
+    except IsaError as error:
+        raise IsaError(f"PHASEWISE_CORE: {error}") from None
     wanted = os.environ.get("PHASEWISE_ISA", "")
     try:
         isa_select(wanted or isa_usable()[-1])

@@ -1,7 +1,7 @@
 /* Embedding lookups and linear layers of a program. */
 #include <math.h>
 
-#include "program.h"
+#include "linear.h"
 
 static pw_range member_rows(int64_t rows, int threads, int member) {
     return (pw_range){rows * member / threads, rows * (member + 1) / threads};
@@ -59,7 +59,7 @@ static void multiply_part(const pw_run *run, const pw_op *op, int index, int64_t
     if (share->weight.n == 0) return;
     int room = program->capacity.max_threads;
     pw_product product = product_of(run, op, index, rows, prepared);
-    pw_schedule schedule = pw_program_schedule_of(share, rows, run->threads);
+    pw_schedule schedule = pw_schedule_for(&share->schedules, &share->weight, rows, run->threads);
     pw_crew crew = {.team = run->team, .threads = run->threads, .kernels = &run->kernels->gemm, .most_regions = room};
     crew.tickets = pw_region_tickets(program, op - program->ops) + index * room;
     crew.split = program->split[index];

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "program.h"
+#include "move_kv.h"
 
 typedef struct {
     const pw_program *program;

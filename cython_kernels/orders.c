@@ -6,80 +6,37 @@
 #include <unistd.h>
 
 enum { NOTHING, RUN, REST, STOP };
-enum { ISA_NAME = 32 };
 
 #define SPIN_NS 200000L      /* between two steps of a batch a rank does not sleep */
 #define LOOK_NS 1000000000L  /* how often a waiting rank looks whether rank 0's process is still there */
 
-typedef struct {
-    _Alignas(128) atomic_uint order;
-} letter_box;
-
-/* Where a rank's threads were seen, told by itself after a step. */
-typedef struct {
-    _Atomic int64_t misplaced;
-    _Atomic int32_t cpus[PW_OBSERVED_THREADS];
-} observation;
-
-struct pw_orders {
-    int64_t shared_bytes; /* as rank 0 has laid them out */
-    int32_t n_ops;
-    int32_t table; /* of the last step; -1 before */
-    int64_t n_tokens, n_slices, n_logit_rows;
-    char isa[ISA_NAME];
-    letter_box boxes[];
-};
-
-static int64_t boxes_end(const pw_program *program) {
-    return (int64_t)sizeof(pw_orders) + program->n_ranks * (int64_t)sizeof(letter_box);
-}
-
-int64_t pw_orders_offset(const pw_program *program) { return pw_group_bytes(program->n_ranks); }
-
-int64_t pw_orders_bytes(const pw_program *program) {
-    return boxes_end(program) + PW_SCHEDULE_TABLES * program->n_ranks * (int64_t)sizeof(observation);
-}
-
-static observation *observation_of(const pw_program *program, int32_t table, int32_t rank) {
-    observation *first = (observation *)(void *)((char *)program->orders + boxes_end(program));
-    return first + table * program->n_ranks + rank;
-}
-
 void pw_orders_open(pw_program *program) {
-    pw_orders *orders = program->orders;
-    orders->shared_bytes = pw_program_shared_bytes(program);
-    orders->n_ops = program->n_ops;
-    orders->table = -1;
-    for (int32_t i = 0; i < PW_SCHEDULE_TABLES * program->n_ranks; ++i)
-        for (int32_t thread = 0; thread < PW_OBSERVED_THREADS; ++thread)
-            atomic_store(&observation_of(program, 0, i)->cpus[thread], -1);
+    pw_orders_init(program->orders, program->n_ranks, pw_program_shared_bytes(program), program->n_ops);
 }
 
 bool pw_orders_fit(const pw_program *program, const char *shared) {
-    const pw_orders *orders = (const pw_orders *)(const void *)(shared + pw_orders_offset(program));
-    return pw_group_ranks((const pw_group *)(const void *)shared) == program->n_ranks &&
-           orders->shared_bytes == pw_program_shared_bytes(program) && orders->n_ops == program->n_ops;
+    return pw_orders_match(shared, program->n_ranks, pw_program_shared_bytes(program), program->n_ops);
 }
 
 const int32_t *pw_orders_observed(const pw_program *program, int32_t table, int32_t rank) {
-    return (const int32_t *)observation_of(program, table, rank)->cpus;
+    return (const int32_t *)pw_observation_of(program->orders, program->n_ranks, table, rank)->cpus;
 }
 
 int64_t pw_orders_misplaced(const pw_program *program, int32_t table, int32_t rank) {
-    return atomic_load(&observation_of(program, table, rank)->misplaced);
+    return atomic_load(&pw_observation_of(program->orders, program->n_ranks, table, rank)->misplaced);
 }
 
 /* ---- a run, on any rank ----------------------------------------------------------------------------------------- */
 
 static void tell_where(const pw_program *program, const pw_team *team, int32_t table) {
-    observation *seen = observation_of(program, table, program->rank);
+    pw_observation *seen = pw_observation_of(program->orders, program->n_ranks, table, program->rank);
     int cpus[PW_OBSERVED_THREADS];
     pw_team_observed(team, cpus);
     for (int i = 0; i < pw_team_size(team); ++i) atomic_store_explicit(&seen->cpus[i], cpus[i], memory_order_relaxed);
     atomic_store_explicit(&seen->misplaced, pw_team_misplaced(team), memory_order_relaxed);
 }
 
-/* This rank's share. Whoever cannot run it ends it for all. */
+/* This rank's share. A rank that cannot run it ends the step for all ranks. */
 static int run_share(pw_program *program, pw_team *team, int32_t table) {
     int status = pw_program_run(program, team, table);
     if (status == PW_TEAM_OK) tell_where(program, team, table);
@@ -104,7 +61,7 @@ int pw_orders_run(pw_program *program, pw_team *team, int32_t table, pw_team *re
     orders->n_tokens = step->n_tokens;
     orders->n_slices = step->n_slices;
     orders->n_logit_rows = step->n_logit_rows;
-    strncpy(orders->isa, pw_active()->isa, ISA_NAME - 1);
+    strncpy(orders->isa, pw_active()->isa, PW_ORDERS_ISA_NAME - 1);
     for (int32_t rank = 1; rank < ranks; ++rank) send(program, rank, RUN);
     for (int32_t rank = ranks; rank < before; ++rank) send(program, rank, REST);
     if (resting) pw_team_rest(resting); /* not earlier: a core that falls idle takes long to wake */

@@ -6,16 +6,10 @@
 #ifndef PHASEWISE_ORDERS_H
 #define PHASEWISE_ORDERS_H
 
-#include "program.h"
-
-enum { PW_OBSERVED_THREADS = 1024 }; /* of a rank, whose CPUs are told */
+#include "executor.h"
 
 /* What pw_orders_serve ends with, beside failures of a run. */
 enum { PW_SERVED = 0, PW_SERVE_ORPHANED = -30 };
-
-/* Where they lie in the shared memory: after the group. */
-int64_t pw_orders_offset(const pw_program *program);
-int64_t pw_orders_bytes(const pw_program *program);
 
 /* By rank 0 once it has sealed the memory, before others look; they ask before they seal it whether it was rank 0 of
  * the same program. */

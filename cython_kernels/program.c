@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "orders.h"
+#include "attend_scratch.h"
 #include "pages.h"
 
 #define LINE 64
@@ -16,8 +16,6 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* ---- building --------------------------------------------------------------------------------------------------- */
 
-int64_t pw_runs_each(const pw_program *program) { return (program->capacity.kv_slots + PW_CHUNK - 1) / PW_CHUNK; }
-
 static bool open_step(pw_program *program) {
     const pw_capacity *room = &program->capacity;
     pw_step *step = &program->step;
@@ -28,7 +26,7 @@ static bool open_step(pw_program *program) {
     step->slots = calloc((size_t)room->max_tokens, sizeof *step->slots);
     step->logit_rows = calloc((size_t)room->max_logit_rows, sizeof *step->logit_rows);
     step->slices = calloc((size_t)room->max_slices, sizeof *step->slices);
-    step->runs = calloc((size_t)(room->max_slices * pw_runs_each(program)), sizeof *step->runs);
+    step->runs = calloc((size_t)(room->max_slices * pw_runs_each(room)), sizeof *step->runs);
     step->written = calloc((size_t)room->max_tokens, sizeof *step->written);
     step->first_part = calloc((size_t)room->max_slices, sizeof *step->first_part);
     step->pieces = calloc((size_t)pieces, sizeof *step->pieces);
@@ -108,85 +106,13 @@ bool pw_program_add(pw_program *program, const pw_op *op) {
     return true;
 }
 
-static bool replace_schedules(pw_schedules *schedules, int32_t count, const pw_row_range *ranges) {
-    pw_row_range *copy = malloc(sizeof *copy * (size_t)larger(count, 1));
-    if (!copy) return false;
-    if (count) memcpy(copy, ranges, sizeof *copy * (size_t)count);
-    free(schedules->ranges);
-    *schedules = (pw_schedules){count, copy};
-    return true;
-}
-
 bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
                          const pw_row_range *ranges) {
-    return replace_schedules(&program->ops[op].shares[table][part].schedules, count, ranges);
+    return pw_schedules_replace(&program->ops[op].shares[table][part].schedules, count, ranges);
 }
 
 bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges) {
-    return replace_schedules(&program->attention[table], count, ranges);
-}
-
-const pw_schedule *pw_tuned(const pw_schedules *known, int64_t rows) {
-    int32_t low = 0, high = known->count; /* the first range that reaches so far */
-    while (low < high) {
-        int32_t middle = (low + high) / 2;
-        if (known->ranges[middle].last_rows < rows)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low < known->count && known->ranges[low].tuned ? &known->ranges[low].schedule : NULL;
-}
-
-pw_schedule pw_program_schedule_of(const pw_column_share *share, int64_t rows, int threads) {
-    const pw_schedule *tuned = pw_tuned(&share->schedules, rows);
-    return tuned ? *tuned : pw_default_schedule(&share->weight, rows, threads);
-}
-
-/* ---- ranks ------------------------------------------------------------------------------------------------------ */
-
-pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank) {
-    pw_division division = {.ranks = ranks};
-    for (int32_t i = 0; i < ranks; ++i) {
-        if (i < rank) division.first_thread += threads[i];
-        if (i == rank) division.own_threads = threads[i];
-        division.n_threads += threads[i];
-    }
-    return division;
-}
-
-pw_range pw_share_of(const pw_division *division, int64_t count) {
-    if (division->own_threads == 0) return (pw_range){0, 0};
-    int64_t first = division->first_thread, threads = division->n_threads;
-    return (pw_range){count * first / threads, count * (first + division->own_threads) / threads};
-}
-
-pw_range pw_rows_of(const pw_run *run, int64_t rows, int member) {
-    bool alone = run->division->ranks == 1;
-    int64_t threads = alone ? run->threads : run->division->n_threads;
-    int64_t thread = alone ? member : run->division->first_thread + member;
-    return (pw_range){rows * thread / threads, rows * (thread + 1) / threads};
-}
-
-/* By the last of a team to arrive. Whoever leaves a step takes all others with it. */
-static void meet_ranks(void *context) {
-    pw_run *run = context;
-    const pw_program *program = run->program;
-    int status = pw_group_barrier(program->group, program->rank, run->division->ranks, program->patience_ns);
-    if (status == PW_GROUP_OK) return;
-    pw_group_fail(program->group);
-    atomic_store_explicit(&run->status, status == PW_GROUP_LATE ? PW_RUN_LATE : PW_RUN_GROUP_FAILED,
-                          memory_order_relaxed);
-}
-
-/* The status changes only while every member waits, so that all of them leave at the same barrier. */
-bool pw_meet(pw_run *run, int member) {
-    if (run->division->ranks == 1) {
-        pw_team_barrier(run->team, member);
-        return true;
-    }
-    pw_team_barrier_beyond(run->team, member, meet_ranks, run);
-    return atomic_load_explicit(&run->status, memory_order_relaxed) == PW_TEAM_OK;
+    return pw_schedules_replace(&program->attention[table], count, ranges);
 }
 
 /* ---- memory ----------------------------------------------------------------------------------------------------- */
@@ -234,19 +160,15 @@ typedef struct {
     int32_t forms;
 } layout;
 
-static int64_t kv_bytes(const pw_program *program) {
-    return program->shape.n_layers * (int64_t)program->shape.n_kv_heads * pw_kv_head_bytes(program);
-}
-
 static void lay_out_step(const pw_program *program, layout *l) {
     const pw_capacity *room = &program->capacity;
     if (program->n_ranks == 1) return;
-    l->orders = pw_orders_offset(program);
-    l->tokens = l->orders + aligned(pw_orders_bytes(program));
+    l->orders = pw_orders_offset(program->n_ranks);
+    l->tokens = l->orders + aligned(pw_orders_bytes(program->n_ranks));
     l->logit_rows = l->tokens + aligned(room->max_tokens * (int64_t)sizeof(int32_t));
     l->slices = l->logit_rows + aligned(room->max_logit_rows * (int64_t)sizeof(int64_t));
     l->runs = l->slices + aligned(room->max_slices * (int64_t)sizeof(pw_slice));
-    l->arena = whole_pages(l->runs + room->max_slices * pw_runs_each(program) * (int64_t)sizeof(int32_t));
+    l->arena = whole_pages(l->runs + room->max_slices * pw_runs_each(room) * (int64_t)sizeof(int32_t));
 }
 
 static layout lay_out(const pw_program *program) {
@@ -266,7 +188,7 @@ static layout lay_out(const pw_program *program) {
     l.prepared = l.sines + angles;
     l.rows_end = l.prepared + l.forms * l.prepared_each;
     l.kv = whole_pages(l.rows_end);
-    l.shared_end = whole_pages(l.kv + kv_bytes(program));
+    l.shared_end = whole_pages(l.kv + pw_kv_bytes(&program->shape, &program->capacity));
     l.own_prepared = aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
     l.split = l.own_prepared + l.forms * l.own_prepared_each;
     l.split_each = aligned(split_floats(program) * 4);
@@ -277,7 +199,7 @@ static layout lay_out(const pw_program *program) {
 
 int64_t pw_program_bytes(const pw_program *program) {
     layout l = lay_out(program);
-    return l.end + (program->n_ranks > 1 ? l.shared_end : l.rows_end + kv_bytes(program));
+    return l.end + (program->n_ranks > 1 ? l.shared_end : l.rows_end + pw_kv_bytes(&program->shape, &program->capacity));
 }
 
 int64_t pw_program_shared_bytes(const pw_program *program) { return lay_out(program).shared_end; }
@@ -306,7 +228,7 @@ bool pw_program_seal(pw_program *program, char *shared) {
     layout l = lay_out(program);
     program->memory_bytes = l.end;
     program->rows_bytes = l.rows_end;
-    program->kv_bytes = kv_bytes(program);
+    program->kv_bytes = pw_kv_bytes(&program->shape, &program->capacity);
     program->memory = pw_pages_open(l.end);
     if (shared) {
         seal_shared(program, &l, shared);

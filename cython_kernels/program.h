@@ -1,8 +1,7 @@
-/* A forward step as a flat list of ops, run by one call on a thread team.
+/* A forward step as a flat list of ops: how it is built, and the memory that it runs in. executor.h runs it.
  *
  * Built once per model (ops over arena offsets and packed weights), then run with a step: which tokens, where their
- * keys and values go, which rows want logits. All memory is allocated when the program is sealed; a step is checked
- * against it before any pointer moves (pw_program_check).
+ * keys and values go, which rows want logits. All memory is allocated when the program is sealed.
  *
  * A row's results depend on its sequence alone, bit for bit: not on the other rows of the step, on how the prompt was
  * cut into steps, or on the number of threads or ranks.
@@ -17,18 +16,17 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "division.h"
 #include "group.h"
+#include "kv_layout.h"
+#include "orders_region.h"
 #include "product.h"
+#include "schedule_table.h"
 
 enum {
     PW_MAX_PARTS = 3,
-    PW_SCHEDULE_TABLES = 2, /* teams of different shape want different schedules */
-    PW_MAX_ROW_RANGES = 64,
     PW_OWN_ROWS = 8, /* up to here each rank prepares all rows for itself, which is cheaper than a barrier over ranks */
 };
-
-/* What a run ends with, beside a team's PW_TEAM_OK and failures. */
-enum { PW_RUN_GROUP_FAILED = -20, PW_RUN_LATE = -21, PW_RUN_MISFIT = -22 };
 
 typedef enum { PW_EMBED, PW_LINEAR, PW_ATTEND } pw_opcode;
 
@@ -38,19 +36,6 @@ typedef enum { PW_FROM_ROWS, PW_FROM_NORM, PW_FROM_GATE } pw_source;
 /* Which rows an op computes. After the last layer's keys and values only rows that want logits matter: its attention
  * and what follows run on those, gathered from the step's rows into rows 0, 1, .. of their own. */
 typedef enum { PW_EVERY_ROW, PW_GATHERED_ROWS, PW_LOGIT_ROWS } pw_rows;
-
-/* What products of at most `last_rows` rows, and more than the range before it has, run by. */
-typedef struct {
-    int64_t last_rows;
-    bool tuned; /* else: pw_default_schedule */
-    pw_schedule schedule;
-} pw_row_range;
-
-/* Ascending ranges; beyond the last one, and with none at all: the default. */
-typedef struct {
-    int32_t count;
-    pw_row_range *ranges;
-} pw_schedules;
 
 /* A weight, and where in an output row its outputs begin. */
 typedef struct {
@@ -84,50 +69,13 @@ typedef struct {
     const float *bias, *q_norm, *k_norm;  /* [qkv columns], [head_dim], [head_dim]; NULL where the model has none */
 } pw_op;
 
-/* The model's numbers that ops share. */
-typedef struct {
-    int32_t n_layers, n_heads, n_kv_heads, head_dim;
-    int64_t hidden, ffn, vocab;
-    int64_t window;          /* positions seen, itself included; 0: all */
-    float norm_eps;
-} pw_shape;
-
-typedef struct {
-    int64_t kv_slots;        /* multiple of 16 */
-    int64_t max_tokens;      /* rows of one step */
-    int64_t max_slices;
-    int64_t max_logit_rows;
-    int32_t kv_format;       /* pw_kv_format */
-    int32_t max_threads;
-} pw_capacity;
-
-/* How the ranks that run by one table share out what there is: in proportion to their threads. */
-typedef struct {
-    int32_t ranks;                                /* 1: this process alone; 0: none, the table is not run */
-    int32_t first_thread, own_threads, n_threads; /* this rank's threads among those of all ranks; own 0: takes no part */
-} pw_division;
-
-/* Position p lies in slot slot_base + p; or, where first_run is not negative, as a table of n_runs in step->runs says:
- * in slot runs[first_run + p / PW_CHUNK] + p % PW_CHUNK. Runs begin at multiples of 16. */
-typedef struct {
-    int64_t first_row, n_rows; /* rows of the step */
-    int64_t start;             /* position of the first */
-    int64_t slot_base;
-    int64_t first_run, n_runs;
-} pw_slice;
-
-/* Slots [begin, end). */
-typedef struct {
-    int64_t begin, end;
-} pw_slots;
-
 /* A share of attention's work: rows [first, first + count) of a slice, or as many chunks of its positions. */
 typedef struct {
     int32_t slice;
     int32_t first, count;
 } pw_piece;
 
-/* Filled by the caller up to `split`; the rest by pw_program_check. */
+/* Filled by the caller up to `split`; the rest by pw_program_check (executor.h). */
 typedef struct {
     int64_t n_tokens, n_slices, n_logit_rows;
     int32_t *tokens;      /* [max_tokens] */
@@ -146,8 +94,6 @@ typedef struct {
     int64_t n_written;
     pw_slots *written;    /* [max_tokens], ascending: what the step writes */
 } pw_step;
-
-typedef struct pw_orders pw_orders;
 
 typedef struct {
     pw_shape shape;
@@ -186,15 +132,6 @@ typedef struct {
 pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq);
 void pw_program_close(pw_program *program);
 
-/* Entries that the longest table of a slice has. */
-int64_t pw_runs_each(const pw_program *program);
-
-/* Ranks with so many threads each, as `rank` sees them. */
-pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank);
-
-/* This rank's share of `count` panels or heads. */
-pw_range pw_share_of(const pw_division *division, int64_t count);
-
 /* A copy of `op` is appended; its forms are worked out here. False without memory. */
 bool pw_program_add(pw_program *program, const pw_op *op);
 
@@ -206,12 +143,6 @@ bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t
 /* The same for attention, by the most rows of a slice of a step. What its schedules mean: pw_plan_attention. */
 bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges);
 
-/* The schedule of so many rows, or NULL: the default one. */
-const pw_schedule *pw_tuned(const pw_schedules *schedules, int64_t rows);
-
-/* What `rows` rows of an op's weight run by. */
-pw_schedule pw_program_schedule_of(const pw_column_share *share, int64_t rows, int threads);
-
 /* Bytes that the program runs in once it is sealed: rows, scratch and KV. */
 int64_t pw_program_bytes(const pw_program *program);
 
@@ -222,64 +153,19 @@ int64_t pw_program_shared_bytes(const pw_program *program);
  * several; rank 0 has seen them zeroed and seals first. NULL: one rank. False when the system refuses. */
 bool pw_program_seal(pw_program *program, char *shared);
 
-/* NULL, or what is wrong with program->step; completes the step for a team of `threads` and a table of schedules. */
-const char *pw_program_check(pw_program *program, int threads, int32_t table);
-
-/* Runs this rank's share of the checked step by a table of schedules; logits are then in the arena. PW_TEAM_OK, the
- * team's failure, PW_RUN_GROUP_FAILED or PW_RUN_LATE (some rank did not come to a barrier in time). */
-int pw_program_run(pw_program *program, pw_team *team, int32_t table);
-
 /* Makes every page of the sealed program's memory exist, shared memory included, each near a member of the team that
  * may use it. PW_TEAM_OK, the team's failure (negative), or an errno. While no step runs. */
 int pw_program_touch(pw_program *program, pw_team *team);
 
-/* Moves the keys and values of slots, every layer; ranges may overlap. The caller checks the ranges; one rank does it,
- * while no step runs. */
-int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots);
+/* A KV head of the sealed program. */
+static inline pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head) {
+    return pw_kv_head_in(program->kv, &program->shape, &program->capacity, layer, kv_head);
+}
 
-/* What the files of the executor share. */
-typedef struct {
-    pw_program *program;
-    pw_team *team;
-    const pw_kernels *kernels;
-    int threads;
-    int32_t table; /* of schedules */
-    const pw_division *division;
-    atomic_int status; /* of the last barrier over ranks: PW_TEAM_OK, or what the run ends with */
-} pw_run;
-
-/* A barrier over the threads of all ranks. False: the run has failed, and every member gives it up here. */
-bool pw_meet(pw_run *run, int member);
-
-/* A member's share of rows among the threads of all ranks. */
-pw_range pw_rows_of(const pw_run *run, int64_t rows, int member);
-
-/* The tickets of an op's products: [PW_MAX_PARTS][max_threads], so many. */
+/* The tickets of an op's products: [PW_MAX_PARTS][max_threads], and how many those are. */
 static inline int64_t pw_region_ticket_count(const pw_program *program) {
     return PW_MAX_PARTS * (int64_t)program->capacity.max_threads;
 }
 pw_ticket *pw_region_tickets(const pw_program *program, int64_t op);
-
-/* Slot of the first position of a chunk of a checked slice. */
-static inline int64_t pw_chunk_slot(const pw_step *step, const pw_slice *slice, int64_t chunk) {
-    return slice->first_run < 0 ? slice->slot_base + chunk * PW_CHUNK : step->runs[slice->first_run + chunk];
-}
-
-int64_t pw_kv_head_bytes(const pw_program *program); /* of one layer */
-pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head);
-int64_t pw_attend_scratch_floats(const pw_shape *shape);
-int64_t pw_partial_floats(const pw_shape *shape); /* of one chunk, all heads */
-
-/* What attention runs by where nothing is tuned: `tokens` of a step, or the `chunks` that single tokens see. Of a
- * rank: shape->n_kv_heads are its own. */
-pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads);
-
-/* Cuts a step's attention into pieces. Of a schedule count: mr, query rows of a tile; block_m, query rows of a piece
- * that has more than one token; block_k, positions of a piece of a slice with one token (whole chunks). */
-void pw_plan_attention(pw_program *program, int threads, int32_t table);
-
-void pw_run_embed(pw_run *run, const pw_op *op, int member);
-void pw_run_linear(pw_run *run, const pw_op *op, int member);
-void pw_run_attend(pw_run *run, const pw_op *op, int member);
 
 #endif

@@ -29,11 +29,6 @@ cdef extern from "program.h" nogil:
         bint tuned
         pw_schedule schedule
 
-    enum:
-        PW_RUN_GROUP_FAILED
-        PW_RUN_LATE
-        PW_RUN_MISFIT
-
     ctypedef struct pw_part:
         pw_weight weight
         int64_t column
@@ -45,8 +40,8 @@ cdef extern from "program.h" nogil:
     ctypedef struct pw_op:
         int32_t code, source, epilogue
         int32_t rows, n_parts
-        pw_part parts[3]
-        pw_column_share shares[2][3]
+        pw_part parts[PW_MAX_PARTS]
+        pw_column_share shares[PW_SCHEDULE_TABLES][PW_MAX_PARTS]
         int64_t k, out_stride, in_stride, residual, residual_stride
         int64_t in_at "in"
         int64_t out_at "out"
@@ -81,7 +76,7 @@ cdef extern from "program.h" nogil:
     ctypedef struct pw_program:
         pw_shape shape
         pw_capacity capacity
-        pw_division divisions[2]
+        pw_division divisions[PW_SCHEDULE_TABLES]
         int32_t rank, n_ranks
         long patience_ns
         char *shared
@@ -100,17 +95,31 @@ cdef extern from "program.h" nogil:
     bint pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
                              const pw_row_range *ranges)
     pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank)
-    int64_t pw_runs_each(const pw_program *program)
-    int64_t pw_kv_head_bytes(const pw_program *program)
+    int64_t pw_runs_each(const pw_capacity *room)
+    int64_t pw_kv_head_bytes(const pw_shape *shape, const pw_capacity *room)
     pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head)
     int64_t pw_program_bytes(const pw_program *program)
     int64_t pw_program_shared_bytes(const pw_program *program)
     bint pw_program_seal(pw_program *program, char *shared)
     bint pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges)
+    int pw_program_touch(pw_program *program, pw_team *team)
+
+
+cdef extern from "attend.h" nogil:
     pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads)
+
+
+cdef extern from "executor.h" nogil:
+    enum:
+        PW_RUN_GROUP_FAILED
+        PW_RUN_LATE
+        PW_RUN_MISFIT
+
     const char *pw_program_check(pw_program *program, int threads, int32_t table)
     int pw_program_run(pw_program *program, pw_team *team, int32_t table)
-    int pw_program_touch(pw_program *program, pw_team *team)
+
+
+cdef extern from "move_kv.h" nogil:
     int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots)
 
 
@@ -297,11 +306,11 @@ cdef class Program:
     def set_schedules(self, int32_t op, int32_t part, ranges, int32_t table=0):
         """How part `part` of a linear op runs, by the number of rows; no schedule changes a result.
 
-        ranges: at most 64 pairs, ascending: the last number of rows that a schedule serves, and the schedule, a
+        ranges: at most PW_MAX_ROW_RANGES pairs, ascending: the last number of rows that a schedule serves, and the schedule, a
         mapping such as default_schedule gives (None: the default). `table`: 0 or 1, which `run` names. Of divided
         weights, a rank's schedules are those of its own columns.
         """
-        cdef pw_row_range found[64]
+        cdef pw_row_range[PW_MAX_ROW_RANGES] found
         cdef int32_t count
         if not (0 <= op < self.program.n_ops and self.program.ops[op].code == PW_LINEAR
                 and 0 <= part < self.program.ops[op].n_parts and 0 <= table < PW_SCHEDULE_TABLES):
@@ -316,7 +325,7 @@ cdef class Program:
         Of a schedule count mr, the query rows of a tile; block_m, the query rows of a piece; and for slices of one
         token block_k, the positions of a piece.
         """
-        cdef pw_row_range found[64]
+        cdef pw_row_range[PW_MAX_ROW_RANGES] found
         cdef int32_t count
         if not 0 <= table < PW_SCHEDULE_TABLES:
             raise ProgramError(f"there is no table {table} of schedules")
@@ -523,7 +532,7 @@ cdef class Program:
         if not (0 <= layer < shape.n_layers and 0 <= kv_head < shape.n_kv_heads):
             raise ValueError(f"KV head {kv_head} of layer {layer}: {shape.n_layers} x {shape.n_kv_heads} are there")
         at = <char *>pw_kv_head_of(self.program, layer, kv_head).keys - self.program.shared
-        return at, pw_kv_head_bytes(self.program)
+        return at, pw_kv_head_bytes(&self.program.shape, &self.program.capacity)
 
     cdef int _check_shared(self) except -1:
         self._check_sealed()
@@ -571,7 +580,7 @@ cdef class Program:
         """As many runs of it as the slice's positions need; `runs` has room for them behind those of other slices."""
         cdef int64_t slots = self.program.capacity.kv_slots
         cdef int64_t positions = slice.start + slice.n_rows if 0 <= slice.start <= slots else 0
-        cdef int64_t needed = min(-(-positions // PW_CHUNK), pw_runs_each(self.program)), i
+        cdef int64_t needed = min(-(-positions // PW_CHUNK), pw_runs_each(&self.program.capacity)), i
         cdef int64_t slot
         slice.first_run, slice.n_runs = first_run, min(needed, len(table))
         for i in range(slice.n_runs):

@@ -1,4 +1,5 @@
 /* What is the same for every ISA: checking a weight's fields, the schedule that needs no tuning, a thread's share. */
+#include "cpu.h"
 #include "dispatch.h"
 
 #include <stddef.h>
@@ -63,16 +64,10 @@ static int64_t dense_pass_inputs(const pw_weight *w) {
     return path == PW_F16_FMA ? 2 * DENSE_PASS_INPUTS : DENSE_PASS_INPUTS;
 }
 
-/* Where tiles of integer dots lose nothing when L2 holds their weights: on Zen's cores, whose dots take twice as long
- * as those that L1_WEIGHT_BYTES was measured with. Weights that are unpacked to be wider are not meant. */
+/* Where tiles of integer dots lose nothing when L2 holds their weights. Weights that are unpacked to be wider are not
+ * meant. */
 static int bytes_arrive_from_l2(const pw_weight *w, int64_t m) {
-#if defined(__x86_64__)
-    int zen = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vnni");
-    return zen && w->kind >= PW_Q8 && value_eighths(w, m) <= 8;
-#else
-    (void)w, (void)m;
-    return 0;
-#endif
+    return pw_core()->slow_dots && w->kind >= PW_Q8 && value_eighths(w, m) <= 8;
 }
 
 /* Inputs per pass: as many as fit, in passes of nearly equal length. */
@@ -81,30 +76,21 @@ static int64_t pass_inputs(int64_t k, int64_t fitting) {
     return pw_padded_k((k + passes - 1) / passes);
 }
 
-/* A core of AMD's streams a single row's weights fastest when it is not asked for lines ahead, perhaps because a request
- * takes one of the few places for misses of L1, which its own streams do not. With more rows, or nibbles, arithmetic
- * keeps it from running ahead by itself, and lines are best asked for from afar, into L2; quantised panels one after
- * the other. */
+/* Some cores stream a single row's weights fastest when no line is asked for ahead, perhaps because a request takes one
+ * of the few places for misses of L1, which the core's own streams do not. With more rows, or nibbles, arithmetic keeps
+ * the core from running ahead by itself, and lines are best asked for from afar, into L2; quantised panels one after the
+ * other. */
 static void stream_from_afar(const pw_weight *w, int64_t m, pw_schedule *s) {
-#if defined(__x86_64__)
     int quant = w->kind >= PW_Q8;
-    if (!__builtin_cpu_is("amd") || m > (quant ? STREAM_ROWS : 2 * STREAM_ROWS)) return;
+    if (!pw_core()->streams_unaided || m > (quant ? STREAM_ROWS : 2 * STREAM_ROWS)) return;
     s->prefetch_bytes = m == 1 && w->kind != PW_Q4 ? 0 : FAR_BYTES;
     if (quant) s->panels = 1;
-#else
-    (void)w, (void)m, (void)s;
-#endif
 }
 
-/* On Intel's cores, groups for many rows, and bytes from where their arithmetic takes nearly as long as their arrival. */
+/* Groups for many rows; bytes from where their arithmetic takes nearly as long as their arrival. */
 static int groups_arrive_from_afar(const pw_weight *w, int64_t m) {
-#if defined(__x86_64__)
-    if (__builtin_cpu_is("amd") || !w->group) return 0;
+    if (!pw_core()->groups_from_afar || !w->group) return 0;
     return m > 2 * STREAM_ROWS || (w->kind == PW_Q8 && m > STREAM_ROWS - 2);
-#else
-    (void)w, (void)m;
-    return 0;
-#endif
 }
 
 /* Threads share out the columns: each reads its own weights and everybody's rows. Where the rows are the larger part,

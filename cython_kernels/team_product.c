@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cpu.h"
 #include "pages.h"
 
 #define LINE 64
@@ -62,12 +63,9 @@ static pw_range rows_of(const pw_team_product *t, int member) {
     return (pw_range){t->rows * member / t->threads, t->rows * (member + 1) / t->threads};
 }
 
-/* float32 rows that need no line between them are read where they are. A core of AMD's loses more by copying the others. */
+/* float32 rows that need no line between them are read where they are; on some cores, all of them. */
 static bool in_place(const pw_team_product *t) {
-#if defined(__x86_64__)
-    if (t->form.kind == PW_F32 && __builtin_cpu_is("amd")) return true;
-#endif
-    return t->form.kind == PW_F32 && t->row_bytes == 4 * t->weights->k;
+    return t->form.kind == PW_F32 && (pw_core()->rows_in_place || t->row_bytes == 4 * t->weights->k);
 }
 
 static pw_activations rows_to_read(const pw_team_product *t) {

@@ -37,6 +37,8 @@ def core_signature(machine: Machine) -> str:
     """Vendor, family, model, instruction sets and L1/L2 sizes of the cores that may be used.
 
     For example `GenuineIntel 6/85 avx2+avx512f L1d 32K L2 1M`; sizes that differ (hybrid) are joined by `/`.
+    It ends in e.g. ` as zen4` where PHASEWISE_CORE has the kernels treat the cores as others: what is
+    measured under an override is not this machine's own.
     """
     cpu = machine.cpu
     family, model = _word(cpu.family), _word(cpu.model)
@@ -46,7 +48,8 @@ def core_signature(machine: Machine) -> str:
     l2 = [node for node in machine.nodes(Kind.L2) if allowed & set(node.cpus)]
     l1_sizes = _sizes([core.l1d_bytes for core in cores])
     l2_sizes = _sizes([cache.size_bytes for cache in l2])
-    return _bounded(f"{_word(cpu.vendor)} {family}/{model} {features} L1d {l1_sizes} L2 {l2_sizes}")
+    treated = f" as {_word(cpu.core_override)}" if cpu.core_override else ""
+    return _bounded(f"{_word(cpu.vendor)} {family}/{model} {features} L1d {l1_sizes} L2 {l2_sizes}{treated}")
 
 
 def placement_signature(machine: Machine, cores: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -17,8 +18,9 @@ from phasewise.topology.cpusets import cpus_of, mask_of, parse_kernel_mask, pars
 from phasewise.topology.errors import TopologyError
 from phasewise.topology.nesting import Part, nest
 from phasewise.topology.process_limits import ProcessLimits, read_limits
-from phasewise.topology.tree import CpuKind, Kind, Machine, MemoryAccess, NumaDistances
+from phasewise.topology.tree import Cpu, CpuKind, Kind, Machine, MemoryAccess, NumaDistances
 
+CORE_VARIABLE = "PHASEWISE_CORE"
 CACHE_KINDS = {2: Kind.L2, 3: Kind.L3, 4: Kind.L4}
 SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 NODES = Path("sys/devices/system/node")
@@ -54,7 +56,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
         return Machine(
             source="this machine" if is_live else str(root),
             tree=nest(parts, online),
-            cpu=parse_cpuinfo(_text(root / "proc/cpuinfo") or "", _architecture(root, is_live)),
+            cpu=_cpu(root, is_live),
             allowed_pus=cpus_of(limits.allowed & online),
             cpu_quota=limits.cpu_quota,
             kinds=_kinds(root, online),
@@ -63,6 +65,12 @@ def read_machine(root: Path = Path("/")) -> Machine:
         )
     except ValueError as error:
         raise TopologyError(f"the description of the machine under {root} is damaged: {error}") from error
+
+
+def _cpu(root: Path, is_live: bool) -> Cpu:
+    cpu = parse_cpuinfo(_text(root / "proc/cpuinfo") or "", _architecture(root, is_live))
+    override = os.environ.get(CORE_VARIABLE) if is_live else None
+    return replace(cpu, core_override=override) if override else cpu
 
 
 def _architecture(root: Path, is_live: bool) -> str | None:

@@ -61,6 +61,8 @@ class Cpu:
     model: str | None = None
     name: str | None = None
     features: frozenset[str] = frozenset()
+    core_override: str | None = None
+    """PHASEWISE_CORE on the running machine: the kernels treat its cores as those of this name."""
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,13 @@ static const tile_table tiles[ARITHMETICS] = {
 #undef TILE
 };
 
-/* Float16 where there are no tiles. Dots where they are faster than widening: Intel's cores do a bf16 dot in the time of
- * four multiply-adds, AMD's in that of one. */
+/* The fastest on most cores that have the instruction set; the same on all of them, so that bits do not depend on the
+ * vendor. Where bf16 dots are slow (Cooper Lake), tuning finds `fma`. */
 static int32_t default_bf16_path(void) {
 #if defined(PW_AMX)
     return PW_BF16_TILE;
 #elif defined(PW_F16_WORDS)
     return PW_F16_FMA;
-#elif defined(PW_BF16_DOT_WORDS) && defined(__x86_64__)
-    return __builtin_cpu_is("intel") ? PW_FMA : PW_BF16_DOT;
 #elif defined(PW_BF16_DOT_WORDS)
     return PW_BF16_DOT;
 #else
@@ -434,27 +432,18 @@ void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_ra
 #endif
 }
 
-/* Zen's cores get bytes, twice as many as nibbles, faster from several panels at once. */
-static int takes_panels_together(void) {
-#if PW_DOT_OPERANDS && defined(__x86_64__)
-    return __builtin_cpu_is("amd");
-#else
-    return 0;
-#endif
-}
-
 typedef struct {
     int64_t rows;
     int32_t panels;
 } tile_size;
 
-/* A few more rows than a flat tile has fit a tall one, or two, so that fewer read the weights. Flat is faster on Zen where
- * there are many, tall elsewhere. */
+/* A few more rows than a flat tile has fit a tall one, or two, so that fewer read the weights. Where there are many, it
+ * depends on the core. */
 static tile_size quant_size(arithmetic a, int64_t m) {
     int few = m <= QUANT_TALLEST_MR, tallest = few || (a == Q4 && m <= 2 * QUANT_TALLEST_MR);
     if (m <= QUANT_MR || !QUANT_TALL_MR) return (tile_size){QUANT_MR, QUANT_PANELS};
     if (tallest && pieces(m, QUANT_TALLEST_MR) < pieces(m, QUANT_TALL_MR)) return (tile_size){QUANT_TALLEST_MR, 1};
-    if (few || (a == Q4 && m <= 2 * QUANT_TALL_MR) || !takes_panels_together())
+    if (few || (a == Q4 && m <= 2 * QUANT_TALL_MR) || !(PW_DOT_OPERANDS && pw_core()->flat_tiles))
         return (tile_size){QUANT_TALL_MR, QUANT_TALL_PANELS};
     return (tile_size){QUANT_MR, QUANT_PANELS};
 }

@@ -2,6 +2,7 @@
 #ifndef PHASEWISE_FAMILIES_GEMM_H
 #define PHASEWISE_FAMILIES_GEMM_H
 
+#include "cpu.h"
 #include "dispatch.h"
 
 /* A vector row is the 64 bytes of a panel that hold 16 columns of 1 (f32), 2 (bf16), 4 (q8) or 8 (q4) inputs. */

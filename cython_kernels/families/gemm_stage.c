@@ -9,13 +9,10 @@
 
 enum { STAGED_BYTES = 64 << 10 };
 
-/* Nibbles become bytes where q4 rows look like q8 rows, but not on Zen's cores: they unpack on ports that do no dots,
- * and do better with half the bytes to read. */
+/* Nibbles become bytes where q4 rows look like q8 rows, but not on cores that unpack beside their dots: those do better
+ * with half the bytes to read. */
 static int stages_nibbles(void) {
-#if PW_DOT_OPERANDS && defined(__x86_64__)
-    if (__builtin_cpu_is("amd")) return 0;
-#endif
-    return Q8_ACTIVATION_BYTES == 1;
+    return Q8_ACTIVATION_BYTES == 1 && !(PW_DOT_OPERANDS && pw_core()->unpacks_beside_dots);
 }
 
 /* bf16 pairs: twice the steps. */

@@ -163,11 +163,9 @@ static inline __attribute__((always_inline)) uint64_t read_streams(const char *b
     return (uint64_t)streams * part;
 }
 
-/* The fastest of the shapes tried: one to four streams, 0 to 16 KiB ahead where Intel's outstanding misses are the
- * limit, 0 to 8 KiB on AMD's cores, which read up to a quarter slower where they are asked. */
+/* By the fastest shape that is known for this core. The two shapes are written out, so that each loop is unrolled. */
 uint64_t ISA(limit_read)(const void *buffer, size_t bytes) {
-#if defined(__x86_64__)
-    if (__builtin_cpu_is("amd")) return read_streams(buffer, bytes, 1, 0);
-#endif
-    return read_streams(buffer, bytes, 2, 1024);
+    const pw_core_traits *core = pw_core();
+    if (core->read_streams == 1) return read_streams(buffer, bytes, 1, core->read_ahead_bytes);
+    return read_streams(buffer, bytes, 2, core->read_ahead_bytes);
 }

@@ -2,18 +2,20 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "program.h"
+#include "attend.h"
+#include "executor.h"
+#include "linear.h"
 
 /* The slots of positions [position, end) of a slice, as far as they lie one behind the other. */
 static pw_slots slots_from(const pw_step *step, const pw_slice *slice, int64_t position, int64_t end) {
-    int64_t chunk = position / PW_CHUNK, slot = pw_chunk_slot(step, slice, chunk) + position % PW_CHUNK;
+    int64_t chunk = position / PW_CHUNK, slot = pw_chunk_slot(step->runs, slice, chunk) + position % PW_CHUNK;
     int64_t run_end = slice->first_run < 0 ? end : (chunk + 1) * PW_CHUNK;
     return (pw_slots){slot, slot + (run_end < end ? run_end : end) - position};
 }
 
 static const char *check_table(const pw_program *program, const pw_slice *slice) {
     int64_t end = slice->start + slice->n_rows, slots = program->capacity.kv_slots;
-    int64_t room = program->capacity.max_slices * pw_runs_each(program);
+    int64_t room = program->capacity.max_slices * pw_runs_each(&program->capacity);
     if (slice->n_runs < 0 || slice->n_runs > room || slice->first_run > room - slice->n_runs)
         return "a table lies outside the step";
     if (slice->n_runs * PW_CHUNK < end) return "a table has too few runs for its slice's positions";

@@ -1,0 +1,66 @@
+/* Where keys and values lie: by layer, then KV head, then slot; and how positions of a sequence find their slots. */
+#ifndef PHASEWISE_KV_LAYOUT_H
+#define PHASEWISE_KV_LAYOUT_H
+
+#include <stdint.h>
+
+#include "ops.h"
+
+/* The model's numbers that ops share. */
+typedef struct {
+    int32_t n_layers, n_heads, n_kv_heads, head_dim;
+    int64_t hidden, ffn, vocab;
+    int64_t window;          /* positions seen, itself included; 0: all */
+    float norm_eps;
+} pw_shape;
+
+typedef struct {
+    int64_t kv_slots;        /* multiple of 16 */
+    int64_t max_tokens;      /* rows of one step */
+    int64_t max_slices;
+    int64_t max_logit_rows;
+    int32_t kv_format;       /* pw_kv_format */
+    int32_t max_threads;
+} pw_capacity;
+
+/* Position p lies in slot slot_base + p; or, where first_run is not negative, as a table of n_runs among the step's runs says:
+ * in slot runs[first_run + p / PW_CHUNK] + p % PW_CHUNK. Runs begin at multiples of 16. */
+typedef struct {
+    int64_t first_row, n_rows; /* rows of the step */
+    int64_t start;             /* position of the first */
+    int64_t slot_base;
+    int64_t first_run, n_runs;
+} pw_slice;
+
+/* Slots [begin, end). */
+typedef struct {
+    int64_t begin, end;
+} pw_slots;
+
+/* Entries that the longest table of a slice has. */
+static inline int64_t pw_runs_each(const pw_capacity *room) { return (room->kv_slots + PW_CHUNK - 1) / PW_CHUNK; }
+
+/* Slot of the first position of a chunk of a checked slice; `runs`: the tables of the step. */
+static inline int64_t pw_chunk_slot(const int32_t *runs, const pw_slice *slice, int64_t chunk) {
+    return slice->first_run < 0 ? slice->slot_base + chunk * PW_CHUNK : runs[slice->first_run + chunk];
+}
+
+/* Bytes of one KV head of one layer. */
+static inline int64_t pw_kv_head_bytes(const pw_shape *shape, const pw_capacity *room) {
+    return room->kv_slots * pw_kv_slot_bytes(room->kv_format, shape->head_dim);
+}
+
+/* Bytes of all of them. */
+static inline int64_t pw_kv_bytes(const pw_shape *shape, const pw_capacity *room) {
+    return shape->n_layers * (int64_t)shape->n_kv_heads * pw_kv_head_bytes(shape, room);
+}
+
+/* A KV head in the memory that `kv` begins. */
+static inline pw_kv_head pw_kv_head_in(char *kv, const pw_shape *shape, const pw_capacity *room, int64_t layer,
+                                       int64_t kv_head) {
+    int64_t heads_before = layer * shape->n_kv_heads + kv_head;
+    return pw_kv_head_at(kv + heads_before * pw_kv_head_bytes(shape, room), room->kv_slots, room->kv_format,
+                         shape->head_dim);
+}
+
+#endif
