@@ -3,9 +3,9 @@
     python benchmarks/config_search.py [--structures 20] [--first-seed 0] [--no-ablation] [--json]
 
 The machines are the paper's, modelled: 4x Kunpeng 920 with hidden tag clusters of 4 cores, 2x EPYC 7H12 with
-4 cores to an L3, and random hidden structures on these and the Xeons (tests/tuner/planted.py). The oracle is
-brute force over every configuration. A plan is found when it is within 1 % of the oracle's; `found at` says
-after how many evaluations, `asked` how many the walk asked for until it ended.
+4 cores to an L3, and random hidden structures on these and the Xeons (tests/support/planted.py).
+The oracle is brute force over every configuration. A plan is found when it is within 1 % of the oracle's;
+`found at` says after how many evaluations, `asked` how many the walk asked for until it ended.
 
 The ablation is after Tables 2 and 3 of the paper: each rule off in turn, and k, the number of configurations
 that go on to have their kernels tuned. The time a search would take grows with the steps it times, hopeless
@@ -19,7 +19,6 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from tabulate import tabulate
 
@@ -28,9 +27,7 @@ from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.plans import PHASES, Phase
 
 # The paper's machines, and what is planted on them, are test data.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "tuner"))
-
-import planted
+from tests.support import planted
 
 KS = (1, 2, 5, 10, 15, 20)
 MOST_FOLD = 3

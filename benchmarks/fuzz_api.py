@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "serving"))
-
-from api_bombs import bombs
-from api_fuzz import drop, generate
+from tests.support.api_bombs import bombs
+from tests.support.api_fuzz import drop, generate
 
 _PERIOD_S = 0.1
 
@@ -33,10 +29,9 @@ _PERIOD_S = 0.1
 @contextlib.contextmanager
 def fake() -> Iterator[str]:
     """The fake engine behind the real application, with guides; idle and empty at the end."""
-    from fake_engine import END, VOCAB_SIZE, encode, piece
-    from fake_server import fake_server
-
     from phasewise.serving.guides import GuideCompiler, TokenView
+    from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
+    from tests.support.fake_server import fake_server
 
     guides = GuideCompiler(TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode))
     with fake_server(model=lambda served: replace(served, guides=guides)) as server:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +26,7 @@ from phasewise.tuner.topotree import (
     fundamental,
     group_bound,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "tuner"))
-from paper_machines import epyc, kunpeng
+from tests.support.paper_machines import epyc, kunpeng
 
 LIMITS = OperatorLimits(n_heads=32, n_kv_heads=32, head_dim=128, ffn=11008)
 """Llama-2-7B, for the configurations."""

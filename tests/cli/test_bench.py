@@ -10,10 +10,10 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from tiny_models import write_tiny_gguf
 from typer.testing import CliRunner
 
 from phasewise.cli.main import app
+from tests.support.tiny_models import write_tiny_gguf
 
 SHARED = Path(
     os.environ.get("PHASEWISE_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data")

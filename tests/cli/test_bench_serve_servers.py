@@ -17,8 +17,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fake_server import fake_server
-from scripted_server import (
+from typer.testing import CliRunner, Result
+
+from phasewise.cli.main import app
+from tests.support.fake_server import fake_server
+from tests.support.scripted_server import (
     Script,
     count_tokens,
     event,
@@ -28,9 +31,6 @@ from scripted_server import (
     timed_answer,
     whole_answer,
 )
-from typer.testing import CliRunner, Result
-
-from phasewise.cli.main import app
 
 
 def invoke(url: str, *arguments: str) -> Result:

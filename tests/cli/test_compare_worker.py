@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tiny_models import write_tiny_gguf
+from tests.support.tiny_models import write_tiny_gguf
 
 WORKER = Path(__file__).resolve().parents[2] / "benchmarks" / "peers" / "phasewise_worker.py"
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from paper_machines import xeon
-from tiny_models import write_tiny_gguf
 
 from phasewise.cli.config_kernels import kernel_rounds
 from phasewise.cli.tuning import shapes_of
@@ -12,6 +10,8 @@ from phasewise.cython_kernels.division import Division
 from phasewise.serving.loaders import load_model
 from phasewise.serving.model import PackedModel
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan
+from tests.support.paper_machines import xeon
+from tests.support.tiny_models import write_tiny_gguf
 
 MACHINE = xeon()
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_host import CGROUP, CPU, Plant, clean_host, write_files
 
 from phasewise.cli.doctor_text import doctor_lines
 from phasewise.tuner.doctor import CHECKS, examine
+from tests.support.fake_host import CGROUP, CPU, Plant, clean_host, write_files
 
 BAD = Plant(
     {

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import tiny_gguf
 from typer.testing import CliRunner, Result
+
+from tests.support.tiny_models import tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-from tiny_models import write_tiny_gguf
 
 from phasewise.cli.measured import MeasuredEvaluator, Reading, Room
 from phasewise.serving.loaders import load_model
@@ -16,6 +15,7 @@ from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan
 from phasewise.tuner.topotree import Configuration
+from tests.support.tiny_models import write_tiny_gguf
 
 STEPS = (Step("prefill", 24), Step("prefill", 8, context=16), Step("decode", 1, 3, 20))
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
 from typer.testing import CliRunner
 
 from phasewise.cli.main import app
@@ -17,6 +16,7 @@ from phasewise.cli.options import WeightFormat
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.registry import KNOWN, known_path
 from phasewise.serving.model import FORMATS
+from tests.support.tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
 
 runner = CliRunner()
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from length_examples import made_up
-from tiny_models import tiny_gguf
 from typer.testing import CliRunner, Result
 
 from phasewise.cli.main import app
 from phasewise.tuner.predictor.facts import Example
+from tests.support.length_examples import made_up
+from tests.support.tiny_models import tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 

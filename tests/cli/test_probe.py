@@ -14,8 +14,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from paper_machines import build, epyc, kunpeng, tag_clusters
-from planted_pairs import measured, nested_latencies
 
 from phasewise.cli.probe_svg import draw_probe
 from phasewise.cli.probe_text import probe_lines
@@ -24,6 +22,8 @@ from phasewise.tuner.config.space import Space
 from phasewise.tuner.probe import Interference, Probe, read_groups
 from phasewise.tuner.probe.groups import hints_of, latency_levels
 from phasewise.tuner.topotree import OperatorLimits, fundamental
+from tests.support.paper_machines import build, epyc, kunpeng, tag_clusters
+from tests.support.planted_pairs import measured, nested_latencies
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
 

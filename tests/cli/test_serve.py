@@ -21,9 +21,9 @@ import httpx
 import openai
 import pytest
 import typer
-from tiny_models import TinyShape, tiny_gguf
 
 from phasewise.cli.commands.serve import parse_bytes
+from tests.support.tiny_models import TinyShape, tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 

@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 import typer
-from paper_machines import epyc, kunpeng
 from typer.testing import CliRunner, Result
 
 from phasewise.cli.commands.topo import topo
@@ -22,6 +21,7 @@ from phasewise.topology import Machine, read_lstopo
 from phasewise.tuner.errors import PlanError, TopoTreeError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan, machine_key
 from phasewise.tuner.topotree import OperatorLimits, configurations, fundamental, parse
+from tests.support.paper_machines import epyc, kunpeng
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
 V2 = DATA / "lstopo_v2.xml"

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from kerneldb_server import new_database_url, postgres_socket
-from tiny_models import TinyShape, hf_config, write_tiny_gguf
 from typer.testing import CliRunner
 
 from phasewise.cli.main import app
@@ -25,6 +23,8 @@ from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.plans import PHASES, machine_key
+from tests.support.kerneldb_server import new_database_url, postgres_socket
+from tests.support.tiny_models import TinyShape, hf_config, write_tiny_gguf
 
 MACHINES = Path(__file__).resolve().parent.parent / "data" / "topology"
 EIGHT = MACHINES / "lstopo_v2.xml"

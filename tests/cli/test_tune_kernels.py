@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from tiny_models import write_tiny_gguf
 from typer.testing import CliRunner
 
 from phasewise.cli import tuning
@@ -23,6 +22,7 @@ from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.tuner import timing
 from phasewise.tuner.roofline import Roofline
 from phasewise.tuner.tuning_run import Duel
+from tests.support.tiny_models import write_tiny_gguf
 
 SMALL = ("--shapes", "160,96;64,32", "--format", "int8", "--max-m", "4")
 

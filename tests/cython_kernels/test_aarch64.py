@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cross import HERE, KERNELS, Walk, common_sources, compile_all, isa_flags, link, product
-from gemm_reference import FORMATS, expected, make_weight
+
+from tests.support.cross import HERE, KERNELS, Walk, common_sources, compile_all, isa_flags, link, product
+from tests.support.gemm_reference import FORMATS, expected, make_weight
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 RUNGS = isa_flags("aarch64")

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cross import Walk, link_emulated, product
-from gemm_reference import FORMATS, Array, expected, make_weight
 
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import PackedWeight
+from tests.support.cross import Walk, link_emulated, product
+from tests.support.gemm_reference import FORMATS, Array, expected, make_weight
 
 Product = Callable[..., Array]
 TILED = ("bf16", "q8 column")

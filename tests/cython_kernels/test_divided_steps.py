@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cross import COMMON_FLAGS, HERE, KERNELS, common_sources
+
+from tests.support.cross import COMMON_FLAGS, HERE, KERNELS, common_sources
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
 

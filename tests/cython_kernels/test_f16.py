@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cross import Walk, link_emulated, product
-from gemm_reference import Array, expected, make_weight
 
 from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels.errors import WeightError
 from phasewise.cython_kernels.packing import PackedWeight
+from tests.support.cross import Walk, link_emulated, product
+from tests.support.gemm_reference import Array, expected, make_weight
 
 Product = Callable[..., Array]
 NAME, PATH = "avx512_fp16", "f16_fma"

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gemm_reference import FORMATS, expected, make_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels.errors import WeightError
+from tests.support.gemm_reference import FORMATS, expected, make_weight
 
 EDGES = (1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 97)
 ROWS = (*range(1, 10), 15, 16, 17, 31, 32, 33, 64)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from phasewise.cython_kernels import isa
-
-SCRIPT = Path(__file__).parent / "gemm_at_guard_pages.py"
+from tests.support import ROOT
 
 
 @pytest.mark.parametrize("side", ["after", "before"])
 @pytest.mark.parametrize("name", isa.usable())
 def test_operands_may_touch_unreadable_pages(name: str, side: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent)}
     got = subprocess.run(
-        [sys.executable, str(SCRIPT), name, side],
-        env=environment,
+        [sys.executable, "-m", "tests.support.gemm_at_guard_pages", name, side],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gemm_reference import FORMATS, expected, make_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import KINDS, Kind
+from tests.support.gemm_reference import FORMATS, expected, make_weight
 
 WAYS = [(name, kind) for name in isa.usable() for kind in KINDS]
 SIZES = (-5, 0, 1, 2, 3, 4, 5, 8, 9, 14, 15, 30, 31, 1000)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from cross import COMMON_FLAGS, HERE, KERNELS
+
+from tests.support.cross import COMMON_FLAGS, HERE, KERNELS
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with"),

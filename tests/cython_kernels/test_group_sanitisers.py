@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cross import COMMON_FLAGS, HERE, KERNELS
+
+from tests.support.cross import COMMON_FLAGS, HERE, KERNELS
 
 SOURCES = [HERE / "group_threads.c", KERNELS / "group.c", KERNELS / "all_reduce.c"]
 

@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from gemm_reference import FORMATS, make_weight
 
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.errors import IsaError
+from tests.support.gemm_reference import FORMATS, make_weight
 
 
 def run_with(wanted: str) -> subprocess.CompletedProcess[str]:

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import rank_processes
 
 from phasewise.cython_kernels._native import GROUP_ALIGNMENT, Group, group_bytes
 from phasewise.cython_kernels.errors import GroupError
+from tests.support import rank_processes
 
 LONG_S = 30.0
 """A bound that no wait reaches unless somebody hangs."""

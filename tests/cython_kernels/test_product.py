@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cross import COMMON_FLAGS, HERE, KERNELS
-from gemm_reference import FORMATS, make_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels._native import Team, TeamProduct, compute_paths, default_schedule
+from tests.support.cross import COMMON_FLAGS, HERE, KERNELS
+from tests.support.gemm_reference import FORMATS, make_weight
 
 sizes = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(0, 70))
 schedules = st.fixed_dictionaries(

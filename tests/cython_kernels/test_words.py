@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cross import COMMON_FLAGS, HERE, KERNELS, isa_flags
 
 from phasewise.cython_kernels import isa
+from tests.support.cross import COMMON_FLAGS, HERE, KERNELS, isa_flags
 
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 FLAGS_HERE = isa_flags(platform.machine())

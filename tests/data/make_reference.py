@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "serving"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import reference_models as layout  # noqa: E402
-from mixed_text import mixed_lines  # noqa: E402
-from token_blocks import N_LINES, block_hashes  # noqa: E402
+from tests.support import reference_models as layout  # noqa: E402
+from tests.support.mixed_text import mixed_lines  # noqa: E402
+from tests.support.token_blocks import N_LINES, block_hashes  # noqa: E402
 
 PROMPT_LENGTHS = (
     5, 6, 8, 11, 15, 20, 27, 33, 48, 64, 65, 96, 127, 128, 200, 256, 400, 511, 700, 900,
@@ -44,7 +44,7 @@ def llama_ids(gguf: Path, texts: Sequence[str], add_special: bool = False) -> li
 
 def make_tokens(gguf: Path) -> None:
     """tokens.json: for every vocabulary, hashes of the ids of blocks of lines."""
-    from tiny_vocabs import TINY_VOCABULARIES, write_vocabulary
+    from tests.support.tiny_vocabs import TINY_VOCABULARIES, write_vocabulary
 
     lines = list(mixed_lines(N_LINES))
     found = {"smollm2-135m-instruct": block_hashes(llama_ids(gguf, lines, add_special=True))}
@@ -165,9 +165,10 @@ def make_perplexity(gguf: Path) -> None:
 
 def make_chats() -> None:
     """chats.json: what transformers renders, for every template and conversation."""
-    from chat_templates import SPECIAL, TEMPLATES, chats_for
     from peer_tokens import transformers_chats
-    from tiny_models import tokenizer_json
+
+    from tests.support.chat_templates import SPECIAL, TEMPLATES, chats_for
+    from tests.support.tiny_models import tokenizer_json
 
     with tempfile.TemporaryDirectory() as folder:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kerneldb_server import postgres_socket
+
+from tests.support.kerneldb_server import postgres_socket
 
 
 @pytest.fixture(scope="session")

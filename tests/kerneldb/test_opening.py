@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, measured, without_rights
 from sqlalchemy import Engine, event
 
 from phasewise.kerneldb import connect
@@ -28,6 +27,7 @@ from phasewise.kerneldb.errors import (
     ReadOnlyDatabaseError,
 )
 from phasewise.kerneldb.store import open_store
+from tests.support.kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, measured, without_rights
 
 
 @pytest.fixture

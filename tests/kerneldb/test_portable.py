@@ -11,21 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kerneldb_examples import (
-    MACHINE,
-    MEASUREMENT,
-    NOTICED,
-    ORIGIN,
-    OTHER_MACHINE,
-    OTHER_SCHEDULE,
-    PLAN,
-    PROBLEM,
-    PROMOTION,
-    SAMPLE,
-    SCHEDULE,
-    STEP_TIME,
-    measured,
-)
 
 from phasewise.kerneldb import portable
 from phasewise.kerneldb.errors import ExportFileError
@@ -49,6 +34,21 @@ from phasewise.kerneldb.records import (
     ServedStep,
 )
 from phasewise.kerneldb.store import Store, open_store
+from tests.support.kerneldb_examples import (
+    MACHINE,
+    MEASUREMENT,
+    NOTICED,
+    ORIGIN,
+    OTHER_MACHINE,
+    OTHER_SCHEDULE,
+    PLAN,
+    PROBLEM,
+    PROMOTION,
+    SAMPLE,
+    SCHEDULE,
+    STEP_TIME,
+    measured,
+)
 
 NOTED = dataclasses.replace(MEASUREMENT, sample=dataclasses.replace(SAMPLE, conditions=NOTICED))
 ELSEWHERE = dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)

@@ -9,10 +9,19 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kerneldb_examples import MEASUREMENT, ORIGIN, PLAN, PROBLEM, PROMOTION, SAMPLE, SCHEDULE, STEP_TIME
 
 from phasewise.kerneldb.errors import KernelDbError, RecordError
 from phasewise.kerneldb.records import GROUP, MachineKey, PlanRecord, Schedule
+from tests.support.kerneldb_examples import (
+    MEASUREMENT,
+    ORIGIN,
+    PLAN,
+    PROBLEM,
+    PROMOTION,
+    SAMPLE,
+    SCHEDULE,
+    STEP_TIME,
+)
 
 NOT_A_COUNT = [0, -1, 2**31, 10**30, 1.0, True, "8", None, math.nan, b"8"]
 FIELDS = [field.name for field in dataclasses.fields(Schedule)]

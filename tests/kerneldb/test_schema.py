@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, PROMOTION, STEP_TIME
 from sqlalchemy import Connection, create_engine, text
 
 import phasewise.migrations
@@ -19,6 +18,7 @@ from phasewise.kerneldb import schema, store
 from phasewise.kerneldb.errors import DatabaseTooNewError
 from phasewise.kerneldb.models import Base
 from phasewise.kerneldb.store import open_store
+from tests.support.kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, PROMOTION, STEP_TIME
 
 MIGRATIONS = Path(phasewise.migrations.__file__).parent
 FIXTURES = Path(__file__).resolve().parent.parent / "data" / "schemas"

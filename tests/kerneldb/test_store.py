@@ -14,22 +14,6 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kerneldb_examples import (
-    MACHINE,
-    MEASUREMENT,
-    NOTICED,
-    ORIGIN,
-    OTHER_MACHINE,
-    OTHER_SCHEDULE,
-    PLAN,
-    PROBLEM,
-    PROMOTION,
-    SAMPLE,
-    SCHEDULE,
-    STEP_TIME,
-    measured,
-)
-from kerneldb_server import new_database_url
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 
@@ -47,6 +31,22 @@ from phasewise.kerneldb.records import (
     StepTime,
 )
 from phasewise.kerneldb.store import Store, open_store
+from tests.support.kerneldb_examples import (
+    MACHINE,
+    MEASUREMENT,
+    NOTICED,
+    ORIGIN,
+    OTHER_MACHINE,
+    OTHER_SCHEDULE,
+    PLAN,
+    PROBLEM,
+    PROMOTION,
+    SAMPLE,
+    SCHEDULE,
+    STEP_TIME,
+    measured,
+)
+from tests.support.kerneldb_server import new_database_url
 
 BACKENDS = ["file", "memory", "postgresql"]
 SPAWN = multiprocessing.get_context("spawn")

@@ -9,20 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from kerneldb_examples import (
-    MACHINE,
-    MEASUREMENT,
-    ORIGIN,
-    OTHER_MACHINE,
-    OTHER_SCHEDULE,
-    PROBLEM,
-    PROMOTION,
-    SAMPLE,
-    SCHEDULE,
-    STEP_TIME,
-    measured,
-)
-from kerneldb_server import new_database_url
 
 from phasewise.kerneldb.portable import export_lines, import_rows, read_export, rows_of
 from phasewise.kerneldb.records import Comparison, Measurement, Problem, Promotion, Sample, Schedule
@@ -38,6 +24,20 @@ from phasewise.kerneldb.upkeep import (
     preferred,
     verify,
 )
+from tests.support.kerneldb_examples import (
+    MACHINE,
+    MEASUREMENT,
+    ORIGIN,
+    OTHER_MACHINE,
+    OTHER_SCHEDULE,
+    PROBLEM,
+    PROMOTION,
+    SAMPLE,
+    SCHEDULE,
+    STEP_TIME,
+    measured,
+)
+from tests.support.kerneldb_server import new_database_url
 
 ABI = MEASUREMENT.kernel_abi
 KEY = Key(PROBLEM, MACHINE, ABI)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_engine import END, ByteStream
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.answer_text import AnswerText
 from phasewise.serving.sampling import SampledToken
+from tests.support.fake_engine import END, ByteStream
 
 SHORT = st.text(alphabet="ab€", min_size=1, max_size=4)
 

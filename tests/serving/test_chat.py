@@ -8,15 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import CONVERSATIONS, MISTRAL_STYLE, QWEN_STYLE, SMOLLM2, SPECIAL, TEMPLATES, chats_for
 from hypothesis import given
 from hypothesis import strategies as st
-from peers import ask
-from test_tokenizer import default_model
-from tiny_models import tokenizer_json
 
 from phasewise.serving.chat import ChatTemplate, ChatTemplateError, special_tokens_of
 from phasewise.serving.errors import ModelError, RequestError
+from tests.serving.test_tokenizer import default_model
+from tests.support.chat_templates import (
+    CONVERSATIONS,
+    MISTRAL_STYLE,
+    QWEN_STYLE,
+    SMOLLM2,
+    SPECIAL,
+    TEMPLATES,
+    chats_for,
+)
+from tests.support.peers import ask
+from tests.support.tiny_models import tokenizer_json
 
 
 def _render(template: ChatTemplate, chat: dict[str, Any]) -> str:

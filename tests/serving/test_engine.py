@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from fake_engine import END, FakeRanks, encode, make_engine, next_letter, run_all, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +26,7 @@ from phasewise.serving.messages import Abort, Answer, Delivery, Failure, Submit
 from phasewise.serving.pacing import Pacing
 from phasewise.serving.sampling import GREEDY, SamplingParams
 from phasewise.tuner.plans import Phase
+from tests.support.fake_engine import END, FakeRanks, encode, make_engine, next_letter, run_all, text_of
 
 
 def ask(name: str, prompt: str = "a", max_tokens: int | None = 5, **fields: object) -> Submit:

@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_engine import run_all
-from scheduled import POLICIES, any_pool
-from tiny_models import tiny_gguf
 
 from phasewise.serving.loaders import load_model
 from phasewise.serving.messages import Answer, Failure, Submit
@@ -17,6 +14,9 @@ from phasewise.serving.model import FORMATS, PackedModel
 from phasewise.serving.sampling import GREEDY, SamplingParams
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from tests.support.fake_engine import run_all
+from tests.support.scheduled import POLICIES, any_pool
+from tests.support.tiny_models import tiny_gguf
 
 start = pytest.importorskip(
     "phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from fake_engine import FakeRanks, encode, make_engine, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from phasewise.serving.errors import EngineLost, RankLost, RanksError
 from phasewise.serving.messages import Abort, Answer, Delivery, Failure, Submit
 from phasewise.serving.restarts import Restarts
 from phasewise.serving.sampling import GREEDY, SamplingParams
+from tests.support.fake_engine import FakeRanks, encode, make_engine, text_of
 
 LOST = RankLost("rank 1 (pid 7) was killed by SIGKILL")
 BOUND_S = 10.0

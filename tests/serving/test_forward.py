@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_forward import reference_logits, tiny_config, tiny_model
 
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import Team
@@ -23,6 +22,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.forward import AUTO, Capacity, build_program
 from phasewise.serving.model import Llama3Scaling, PackedModel, RopeSpec
 from phasewise.serving.schedules import RowRange, ScheduleLookup
+from tests.support.reference_forward import reference_logits, tiny_config, tiny_model
 
 SLOTS = 1024
 

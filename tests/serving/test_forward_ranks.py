@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_forward import MODELS, SLOTS, DefaultSchedules, RandomSchedules, make_model, random_ids, sliced
 
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import Program, Team
@@ -22,6 +21,15 @@ from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.forward import Capacity, build_program
 from phasewise.serving.model import PackedModel
 from phasewise.serving.schedules import ScheduleLookup
+from tests.serving.test_forward import (
+    MODELS,
+    SLOTS,
+    DefaultSchedules,
+    RandomSchedules,
+    make_model,
+    random_ids,
+    sliced,
+)
 
 STEP_TOKENS = 256
 

@@ -10,11 +10,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from api_bombs import PATTERNS, schema_bombs
-from fake_engine import END, VOCAB_SIZE, encode, make_engine, piece, run_all, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_vocabs import TINY_VOCABULARIES
 
 from phasewise.serving.errors import RequestError
 from phasewise.serving.grammar_limits import pattern_weight
@@ -22,6 +19,9 @@ from phasewise.serving.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler, 
 from phasewise.serving.messages import Submit
 from phasewise.serving.sampling import GREEDY, SampledToken, Sampler, SamplingParams, sample_rows
 from phasewise.serving.tokenizer import Tokenizer, tokenizer_from_gguf
+from tests.support.api_bombs import PATTERNS, schema_bombs
+from tests.support.fake_engine import END, VOCAB_SIZE, encode, make_engine, piece, run_all, text_of
+from tests.support.tiny_vocabs import TINY_VOCABULARIES
 
 PERSON = {
     "type": "object",

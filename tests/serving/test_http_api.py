@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from fake_engine import END, next_letter
-from fake_server import CONTEXT, FakeServer, fake_server
 
 from phasewise.serving.http.http_settings import HttpLimits
+from tests.support.fake_engine import END, next_letter
+from tests.support.fake_server import CONTEXT, FakeServer, fake_server
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from fake_server import FakeServer, fake_server
-from rude_clients import completion, connect, n_descriptors, read_to_end, until
 
 from phasewise.serving.http.http_settings import HttpLimits
+from tests.support.fake_server import FakeServer, fake_server
+from tests.support.rude_clients import completion, connect, n_descriptors, read_to_end, until
 
 HASTY = HttpLimits(
     header_s=0.3, body_s=0.3, keep_alive_s=0.3, stalled_write_s=0.3, max_header_bytes=4096, max_connections=64

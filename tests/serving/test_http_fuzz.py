@@ -8,12 +8,12 @@ from functools import cache
 
 import httpx
 import pytest
-from api_bombs import Bomb, bombs
-from api_fuzz import drop, generate
-from fake_engine import END, VOCAB_SIZE, encode, piece
-from fake_server import FakeServer, fake_server
 
 from phasewise.serving.guides import GuideCompiler, TokenView
+from tests.support.api_bombs import Bomb, bombs
+from tests.support.api_fuzz import drop, generate
+from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
+from tests.support.fake_server import FakeServer, fake_server
 
 BOUND_S = 30.0  # against hanging; the longest take part of a second
 

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import END, VOCAB_SIZE, encode, piece
-from fake_server import FakeServer, fake_server
 
 from phasewise.serving.guides import GuideCompiler, TokenView
+from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
+from tests.support.fake_server import FakeServer, fake_server
 
 SCHEMA = {
     "type": "object",

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_server import FakeServer, fake_server
 
 from phasewise.serving.http.http_settings import HttpLimits
+from tests.support.fake_server import FakeServer, fake_server
 
 PROMPT = "a prompt that nobody else must learn of " * 8
 KEYS = ("first key", "second key")

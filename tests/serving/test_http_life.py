@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from fake_server import FakeServer, fake_server
-from rude_clients import completion, connect, read_to_end, until
 
 from phasewise.serving.errors import RanksError
 from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.pools.contract import Estimate
+from tests.support.fake_server import FakeServer, fake_server
+from tests.support.rude_clients import completion, connect, read_to_end, until
 
 LONG = {"model": "fake", "prompt": "a", "max_tokens": 400, "ignore_eos": True}
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from fake_server import FakeServer, fake_server
-from rude_clients import completion, connect, read_to_end, until
-from test_http_connections import metric
 
 from phasewise.serving.http.http_settings import HttpLimits
+from tests.serving.test_http_connections import metric
+from tests.support.fake_server import FakeServer, fake_server
+from tests.support.rude_clients import completion, connect, read_to_end, until
 
 MIB = 1 << 20
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"

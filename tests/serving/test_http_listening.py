@@ -12,8 +12,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_server import fake_server
-from rude_clients import connect, read_to_end, until
 
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.listening import (
@@ -24,6 +22,8 @@ from phasewise.serving.http.listening import (
     allowed_hosts,
     tls_context,
 )
+from tests.support.fake_server import fake_server
+from tests.support.rude_clients import connect, read_to_end, until
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 

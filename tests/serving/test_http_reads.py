@@ -10,10 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_server import FakeServer, fake_server
-from rude_clients import completion, connect
 
 from phasewise.serving.http.listening import TcpAddress, tls_context
+from tests.support.fake_server import FakeServer, fake_server
+from tests.support.rude_clients import completion, connect
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 ASYNCIO_READS_BYTES = 256 * 1024

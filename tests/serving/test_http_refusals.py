@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from fake_server import CONTEXT, FakeServer, fake_server
 
 from phasewise.serving.http.listening import CannotListen, TcpAddress
+from tests.support.fake_server import CONTEXT, FakeServer, fake_server
 
 
 @pytest.fixture(scope="module")

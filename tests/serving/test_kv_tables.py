@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_forward import SLOTS, Machine, make_model, random_ids, random_steps, sliced
-from test_forward_ranks import OneRank, ranks
 
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.first_rank import FirstRank
 from phasewise.serving.forward import Capacity
+from tests.serving.test_forward import SLOTS, Machine, make_model, random_ids, random_steps, sliced
+from tests.serving.test_forward_ranks import OneRank, ranks
 
 CHUNK = 128
 

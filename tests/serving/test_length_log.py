@@ -13,13 +13,13 @@ from signal import SIG_IGN, SIGXFSZ, signal
 from typing import Any
 
 import pytest
-from fake_server import fake_server
-from rude_clients import completion, connect, until
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.http_settings import PromptFacts
 from phasewise.serving.http.lengths import LengthObserver, RealisedLength
 from phasewise.serving.length_log import LengthLog
+from tests.support.fake_server import fake_server
+from tests.support.rude_clients import completion, connect, until
 
 LENGTH = RealisedLength(PromptFacts((1, 2, 3), 0.7, 64, 2, "abcd"), 9, "stop", 1_700_000_000.25)
 

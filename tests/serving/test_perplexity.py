@@ -12,8 +12,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-import reference_models as layout
-from test_tokenizer import DEFAULT_MODEL, default_model
+
+from tests.serving.test_tokenizer import DEFAULT_MODEL, default_model
+from tests.support import reference_models as layout
 
 ROOT = Path(__file__).parent.parent.parent
 EXPECTED = json.loads((layout.FIXTURES / "perplexity.json").read_text())

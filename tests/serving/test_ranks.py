@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference_forward import reference_logits, tiny_config, tiny_model
 
 from phasewise.cython_kernels._native import Team
 from phasewise.cython_kernels.errors import ProgramError
@@ -19,6 +18,7 @@ from phasewise.serving.model import PackedModel
 from phasewise.serving.rank_teams import touch_memory
 from phasewise.serving.ranks import LocalRanks
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan
+from tests.support.reference_forward import reference_logits, tiny_config, tiny_model
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
 MODEL = tiny_model(tiny_config())

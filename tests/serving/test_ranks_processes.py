@@ -17,9 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_engine import run_all
-from reference_forward import tiny_config, tiny_model
-from tiny_models import TinyShape, tiny_gguf
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import RanksError, ServingError
@@ -33,6 +30,10 @@ from phasewise.serving.process_ranks import ProcessRanks
 from phasewise.serving.ranks import LocalRanks, Ranks, open_ranks
 from phasewise.serving.sampling import GREEDY
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
+from tests.support import ROOT
+from tests.support.fake_engine import run_all
+from tests.support.reference_forward import tiny_config, tiny_model
+from tests.support.tiny_models import TinyShape, tiny_gguf
 
 Teams = tuple[int, ...]
 
@@ -271,7 +272,7 @@ def test_nothing_is_left_after_closing(three_heads: PackedModel) -> None:
 
 SCRIPT = """
     import json, os, signal, sys
-    from reference_forward import tiny_config, tiny_model
+    from tests.support.reference_forward import tiny_config, tiny_model
     from phasewise.serving.ranks import open_ranks
     from phasewise.tuner.plans import RankCores, ServicePlan
 
@@ -287,7 +288,7 @@ def test_workers_end_with_the_engine_however_it_ends(ending: str) -> None:
     engine = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT) + ending],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         timeout=60,
         check=False,
     )

@@ -12,8 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference_forward import tiny_config, tiny_model
-from test_ranks_processes import (
+
+from phasewise.serving import process_ranks
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.errors import RankLost, RanksError
+from phasewise.serving.loaders import load_model
+from phasewise.serving.model import PackedModel
+from phasewise.serving.process_ranks import ProcessRanks
+from tests.serving.test_ranks_processes import (
     BOUND_S,
     ONE,
     TWO,
@@ -25,14 +31,8 @@ from test_ranks_processes import (
     shared_mappings,
     token_by_token,
 )
-from tiny_models import TinyShape, write_tiny_gguf
-
-from phasewise.serving import process_ranks
-from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.errors import RankLost, RanksError
-from phasewise.serving.loaders import load_model
-from phasewise.serving.model import PackedModel
-from phasewise.serving.process_ranks import ProcessRanks
+from tests.support.reference_forward import tiny_config, tiny_model
+from tests.support.tiny_models import TinyShape, write_tiny_gguf
 
 STEP = Batch("decode", (SequenceSlice([1], 0, 0, True),))
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference_models as layout
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ModelError
@@ -21,6 +20,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.model import PackedModel
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import default_plan
+from tests.support import reference_models as layout
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
 from phasewise.serving.ranks import LocalRanks

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scheduled import POLICIES, Turns, make, request, turn
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError
 from phasewise.serving.scheduler import SchedulerError
+from tests.support.scheduled import POLICIES, Turns, make, request, turn
 
 STOP = 7
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_engine import END, AttentiveRanks, make_engine, run_all, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduled import POLICIES, Turns, any_pool, make
 
 from phasewise.serving.engine import Engine
 from phasewise.serving.messages import Answer, Submit
@@ -15,6 +13,8 @@ from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.request import Request
 from phasewise.serving.sampling import GREEDY
 from phasewise.serving.scheduler import MOST_PREEMPTIONS, Scheduler
+from tests.support.fake_engine import END, AttentiveRanks, make_engine, run_all, text_of
+from tests.support.scheduled import POLICIES, Turns, any_pool, make
 
 CONTEXT = 320
 N_SLOTS = 384  # three pages; the longest request fits, and little beside it

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tiny_models import TinyShape, write_tiny_gguf
+
+from tests.support.tiny_models import TinyShape, write_tiny_gguf
 
 start = pytest.importorskip(
     "phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError

@@ -9,9 +9,6 @@ import time
 from collections.abc import Iterable
 
 import pytest
-from fake_engine import END, VOCAB_SIZE, encode, piece
-from fake_server import fake_server
-from rude_clients import connect, read_to_end
 
 from phasewise.serving.errors import StepFailed
 from phasewise.serving.http.client import AnswerStream, EngineClient
@@ -21,6 +18,9 @@ from phasewise.serving.http.loop_wakeup import LoopWakeup
 from phasewise.serving.http.render import ChatRendering, CompletionRendering, Reply
 from phasewise.serving.messages import Answer, Failure, Submit
 from phasewise.serving.sampling import SampledToken, SamplingParams
+from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
+from tests.support.fake_server import fake_server
+from tests.support.rude_clients import connect, read_to_end
 
 MODEL = ServedModel(('a "model"\0',), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
 TEXTS = ["a", ' "b"\\', "\0", "\n\u2028", "é", "\U0001f600", '"text":"\0"', "data: [DONE]\n\n"]

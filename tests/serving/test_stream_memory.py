@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from fake_engine import ALPHABET, END, VOCAB_SIZE, encode, piece
 
 from phasewise.serving.http.client import AnswerStream, EngineClient
 from phasewise.serving.http.events import Events
@@ -16,6 +15,7 @@ from phasewise.serving.http.render import ChatRendering, CompletionRendering, Re
 from phasewise.serving.http.respond import _said
 from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.sampling import SampledToken
+from tests.support.fake_engine import ALPHABET, END, VOCAB_SIZE, encode, piece
 
 MODEL = ServedModel(("fake",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
 REQUEST = Submit("one", (1, 2))

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import write_tiny_gguf
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.loaders import load_model
 from phasewise.serving.model import PackedModel
 from phasewise.serving.throughput import Workload, compute_kind, flops, measure, streamed_bytes
+from tests.support.tiny_models import write_tiny_gguf
 
 VOCAB = 50
 

@@ -11,12 +11,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mixed_text import mixed_lines
-from peers import ask
-from tiny_vocabs import TINY_VOCABULARIES, byte_level_metadata, sentence_piece_metadata, write_vocabulary
-from token_blocks import BLOCK, N_LINES, block_hashes
 
 from phasewise.serving.tokenizer import DetokenizeStream, Tokenizer, tokenizer_from_gguf
+from tests.support.mixed_text import mixed_lines
+from tests.support.peers import ask
+from tests.support.tiny_vocabs import (
+    TINY_VOCABULARIES,
+    byte_level_metadata,
+    sentence_piece_metadata,
+    write_vocabulary,
+)
+from tests.support.token_blocks import BLOCK, N_LINES, block_hashes
 
 FIXTURE = Path(__file__).parent.parent / "data" / "reference" / "tokens.json"
 DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tiny_vocabs import byte_level_metadata, sentence_piece_metadata
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.gguf_vocab import PRE_TOKENIZERS
 from phasewise.serving.tokenizer import Tokenizer, tokenizer_from_gguf
+from tests.support.tiny_vocabs import byte_level_metadata, sentence_piece_metadata
 
 BYTE_LEVEL = byte_level_metadata("smollm")
 PIECES = sentence_piece_metadata()

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sysfs_factory import FakeCpu, grid, write, write_sysfs
 
 from phasewise.topology import Kind, Machine, Node, TopologyError, placement_signature, read_machine
+from tests.support.sysfs_factory import FakeCpu, grid, write, write_sysfs
 
 SHAPES = st.tuples(*(st.integers(1, 3) for _ in range(5)))
 

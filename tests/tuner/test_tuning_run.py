@@ -15,9 +15,15 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import synthetic_machine
-from kerneldb_server import new_database_url, postgres_socket
-from synthetic_machine import (
+
+from phasewise.kerneldb.records import Problem, Schedule
+from phasewise.kerneldb.store import open_store
+from phasewise.tuner.search.space import Arithmetic
+from phasewise.tuner.task_division import Nobody, Task
+from phasewise.tuner.tuning_run import INTERLEAVED, Tools, TuningOutcome, TuningProgress, tune
+from tests.support import synthetic_machine
+from tests.support.kerneldb_server import new_database_url, postgres_socket
+from tests.support.synthetic_machine import (
     MACHINE,
     MS,
     OTHER,
@@ -30,12 +36,6 @@ from synthetic_machine import (
     run_on,
     task_of,
 )
-
-from phasewise.kerneldb.records import Problem, Schedule
-from phasewise.kerneldb.store import open_store
-from phasewise.tuner.search.space import Arithmetic
-from phasewise.tuner.task_division import Nobody, Task
-from phasewise.tuner.tuning_run import INTERLEAVED, Tools, TuningOutcome, TuningProgress, tune
 
 SCRIPT = [sys.executable, synthetic_machine.__file__]
 

@@ -8,16 +8,13 @@ Run it once when a schema is about to be released. It refuses to replace a datab
 from __future__ import annotations
 
 import sqlite3
-import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent / "kerneldb"))
-
-from kerneldb_examples import MEASUREMENT, PLAN, PROMOTION, STEP_TIME  # noqa: E402
 
 from phasewise.kerneldb.schema import HEAD  # noqa: E402
 from phasewise.kerneldb.store import open_store  # noqa: E402
+from tests.support.kerneldb_examples import MEASUREMENT, PLAN, PROMOTION, STEP_TIME  # noqa: E402
 
 
 def main() -> None:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import TinyShape, safetensors_bytes, tiny_gguf, tiny_weights, write_tiny_hf
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.model import PackedModel
+from tests.support.tiny_models import TinyShape, safetensors_bytes, tiny_gguf, tiny_weights, write_tiny_hf
 
 CASES = int(os.environ.get("PHASEWISE_FUZZ_CASES", "150"))
 SLOWEST_S = 10.0  # of one case: a hang, on however busy a machine

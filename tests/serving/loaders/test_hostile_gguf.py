@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import GgufWriter, tiny_gguf
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import gguf_file, load_model
 from phasewise.serving.loaders.gguf_file import open_gguf
+from tests.support.tiny_models import GgufWriter, tiny_gguf
 
 
 def header(n_tensors: int = 0, n_pairs: int = 0, version: int = 3) -> bytes:

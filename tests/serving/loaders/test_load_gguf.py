@@ -8,7 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, quants
-from tiny_models import (
+
+from phasewise.cython_kernels.packing import unpack
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.gguf_file import open_gguf
+from phasewise.serving.model import FrequencyFactors, LinearScaling, PackedModel
+from tests.support.tiny_models import (
     CHAT_TEMPLATE,
     TinyShape,
     gguf_name,
@@ -17,12 +23,6 @@ from tiny_models import (
     write_tiny_gguf,
     write_tiny_hf,
 )
-
-from phasewise.cython_kernels.packing import unpack
-from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.gguf_file import open_gguf
-from phasewise.serving.model import FrequencyFactors, LinearScaling, PackedModel
 
 ODD = TinyShape(n_layers=1, hidden=40, ffn=56, n_heads=3, n_kv_heads=1, head_dim=10, vocab_size=261)
 WIDE = TinyShape(n_layers=1, hidden=256, ffn=256, n_heads=4, n_kv_heads=2, head_dim=64)

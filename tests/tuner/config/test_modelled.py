@@ -14,16 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paper_machines import (
-    epyc,
-    epyc_rates,
-    kunpeng,
-    kunpeng_rates,
-    kunpeng_tags,
-    llama_2_7b,
-    tag_clusters,
-    xeon,
-)
 
 from phasewise.topology import Kind, Machine, NumaDistances, read_lstopo
 from phasewise.tuner.config.hidden import HiddenResource, read_hidden
@@ -33,6 +23,16 @@ from phasewise.tuner.config.sharing import ReadSharing, fair_rates
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, default_plan, rank_on
+from tests.support.paper_machines import (
+    epyc,
+    epyc_rates,
+    kunpeng,
+    kunpeng_rates,
+    kunpeng_tags,
+    llama_2_7b,
+    tag_clusters,
+    xeon,
+)
 
 HWLOC = (
     Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data") / "hwloc"

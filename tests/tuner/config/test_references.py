@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paper_machines import epyc, kunpeng, xeon
-
 from phasewise.topology import Machine
 from phasewise.tuner.config.references import (
     ALL_CORES,
@@ -16,6 +14,7 @@ from phasewise.tuner.config.references import (
     same_cores,
 )
 from phasewise.tuner.plans import RankCores, ServicePlan
+from tests.support.paper_machines import epyc, kunpeng, xeon
 
 
 def of(machine: Machine, refusal: str | None = None) -> dict[str, Reference]:

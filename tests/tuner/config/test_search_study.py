@@ -12,8 +12,6 @@ from pathlib import Path
 
 import optuna
 import pytest
-import search_child
-from search_child import KEY, N_SLICES, UNPRUNED, FakeEvaluator, run_on, small_space
 
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.store import open_store
@@ -22,11 +20,11 @@ from phasewise.tuner.config.steps import EvaluatorKind
 from phasewise.tuner.config.storage import open_storage
 from phasewise.tuner.config.study import SearchOutcome, SearchSettings, Tried
 from phasewise.tuner.topotree import Configuration
+from tests.support import ROOT, search_child
+from tests.support.search_child import KEY, N_SLICES, UNPRUNED, FakeEvaluator, run_on, small_space
 
 KINDS = ["measured", "modelled"]
 """What takes time is stored as running; what is calculated, when it is finished."""
-
-HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture
@@ -45,7 +43,7 @@ def _assert_each_evaluated_once(trials: Sequence[optuna.trial.FrozenTrial]) -> N
 
 
 def start_child(database: str, pause_s: float, kind: str = "measured") -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path[:1]])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, search_child.__file__, database, str(pause_s), kind]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

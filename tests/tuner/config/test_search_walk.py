@@ -6,8 +6,6 @@ import math
 from functools import cache
 from random import Random
 
-import paper_machines
-import planted
 import pytest
 
 from phasewise.topology import Kind
@@ -15,6 +13,7 @@ from phasewise.tuner.config.ablation import Cost, Walked, brute_force, walked
 from phasewise.tuner.config.space import Space
 from phasewise.tuner.config.walk import Cut, Rules, Stopped, walk
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
+from tests.support import paper_machines, planted
 
 EVERYTHING = Rules(pruning=False, patience=None, share=None)
 LIMITS = OperatorLimits(32, 32, 128, 11008)

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from search_child import FakeEvaluator, run_on
 
 from phasewise.kerneldb.location import Location, locate
 from phasewise.tuner.config.study_messages import StudyMessages
+from tests.support.search_child import FakeEvaluator, run_on
 
 FIELDS = {"plan": [1, 2], "reason": None}
 

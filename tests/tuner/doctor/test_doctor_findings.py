@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_host import CGROUP, CPU, FLAGS, MEMINFO, MOUNTS, Plant, clean_host, found_in
 
 from phasewise.topology import read_machine
 from phasewise.tuner.conditions import Conditions
 from phasewise.tuner.doctor import CHECKS, Host, IsaUse, Severity, Tuned, examine, not_examined
+from tests.support.fake_host import CGROUP, CPU, FLAGS, MEMINFO, MOUNTS, Plant, clean_host, found_in
 
 LADDER = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 V1_MOUNTS = """31 23 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct

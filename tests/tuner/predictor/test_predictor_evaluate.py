@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from length_examples import made_up
 
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.evaluate import FixedBuckets, LearntBuckets, calibration, constant, score
 from phasewise.tuner.predictor.facts import Example, held_out
 from phasewise.tuner.predictor.log import read_log
 from phasewise.tuner.predictor.train import TrainOptions, train
+from tests.support.length_examples import made_up
 
 LINE = {"model": "m", "prompt_token_ids": [1, 2], "temperature": 0.5, "max_tokens": 9, "output_tokens": 4}
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from length_examples import made_up
 from safetensors.numpy import load_file, save_file
 
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.files import METADATA_KEY, default_file, load_predictor, save_predictor
 from phasewise.tuner.predictor.model import LengthPredictor, LiveEstimator
 from phasewise.tuner.predictor.train import TrainOptions, train
+from tests.support.length_examples import made_up
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from planted_pairs import blocks, measured, nested_latencies
 
 from phasewise.tuner.probe.clusters import agreement, cluster_levels, split
+from tests.support.planted_pairs import blocks, measured, nested_latencies
 
 GAP = math.log(1.25)
 QUANTILE = 0.25

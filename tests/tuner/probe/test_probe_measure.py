@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paper_machines import build, kunpeng, tag_clusters
 
 from phasewise.topology import Kind, Machine
 from phasewise.tuner.errors import ProbeError
 from phasewise.tuner.probe import Probe, probe, read_groups
 from phasewise.tuner.probe.pairs import ordered_pairs
 from phasewise.tuner.topotree import fundamental
+from tests.support.paper_machines import build, kunpeng, tag_clusters
 
 Parts = Sequence[Sequence[int]]
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from landscapes import KERNELS, PLAIN, Landscape
 
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, m_grid, tune_group
@@ -16,6 +15,7 @@ from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Ask, GroupSearch
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, fitting
+from tests.support.landscapes import KERNELS, PLAIN, Landscape
 
 OPTIONS = SearchOptions()
 SPLIT = Arithmetic("fma", 2)

@@ -12,7 +12,6 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import FEW_KERNELS, KERNELS, Evaluator, Landscape, shortfall, space_of
 
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.exhaustive import exhaustive
@@ -23,6 +22,7 @@ from phasewise.tuner.search.random import random
 from phasewise.tuner.search.roller import roller
 from phasewise.tuner.search.sandwich import fast_start, neighbours, parallel_limit, qualified, sandwich
 from phasewise.tuner.search.space import MicroKernel, Space, fitting, grid_of, kernel_of, pieces
+from tests.support.landscapes import FEW_KERNELS, KERNELS, Evaluator, Landscape, shortfall, space_of
 
 OPTIONS = SearchOptions()
 SEARCHES: dict[str, Callable[[Space], Search[Schedule]]] = {

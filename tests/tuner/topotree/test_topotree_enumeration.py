@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from math import prod
 
 import pytest
-from machine_shapes import machine_of, nest_of
-from naive_trees import canonical, every_grouping, every_removal, is_ordered, leaves, symmetric
 
 from phasewise.tuner.topotree import (
     TopoTree,
@@ -21,6 +19,8 @@ from phasewise.tuner.topotree import (
     removals,
     transformation_tree,
 )
+from tests.support.machine_shapes import machine_of, nest_of
+from tests.support.naive_trees import canonical, every_grouping, every_removal, is_ordered, leaves, symmetric
 
 MAX_CORES = 16
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine_shapes import machine_of, nest_of
-from paper_machines import epyc, kunpeng, xeon
 
 from phasewise.topology import CpuKind, Machine
 from phasewise.tuner.topotree import LeftOut, TopoTreeError, fundamental
+from tests.support.machine_shapes import machine_of, nest_of
+from tests.support.paper_machines import epyc, kunpeng, xeon
 
 
 def _levels(machine: Machine) -> list[tuple[str, int]]:

@@ -7,8 +7,6 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine_shapes import machine_of, nest_of
-from paper_machines import kunpeng
 
 from phasewise.tuner.topotree import (
     Level,
@@ -19,6 +17,8 @@ from phasewise.tuner.topotree import (
     parse,
     single_groups,
 )
+from tests.support.machine_shapes import machine_of, nest_of
+from tests.support.paper_machines import kunpeng
 
 SHAPES = [(2,), (4,), (6,), (2, 4), (2, 2, 4), (3, 4, 2), (2, 12), (4, 2, 8)]
 

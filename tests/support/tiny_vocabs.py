@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from mixed_text import CODE, WORDS, mixed_lines
-from tiny_models import byte_characters
+from tests.support.mixed_text import CODE, WORDS, mixed_lines
+from tests.support.tiny_models import byte_characters
 
 N_MERGED = 1500
 """Tokens of more than one character."""

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from gemm_reference import FORMATS, make_weight
 
 from phasewise.cython_kernels import _native, isa
+from tests.support.gemm_reference import FORMATS, make_weight
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0

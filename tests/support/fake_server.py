@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fake_engine import END, VOCAB_SIZE, FakeRanks, encode, make_engine, piece
-
 from phasewise.serving.engine import Engine
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import ServingError
@@ -24,6 +22,7 @@ from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.listening import Address, TcpAddress
 from phasewise.serving.http.metrics import Gauges, Metrics
 from phasewise.serving.http.server import HttpServer, Service
+from tests.support.fake_engine import END, VOCAB_SIZE, FakeRanks, encode, make_engine, piece
 
 CONTEXT = 500
 

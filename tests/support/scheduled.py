@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from restless_pool import RestlessPool
-
 from phasewise.serving.batch import Batch
 from phasewise.serving.pools.contract import KvPool, PoolSettings
 from phasewise.serving.pools.opening import POLICIES as _BY_NAME
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.request import Request, TokenOut
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
+from tests.support.restless_pool import RestlessPool
 
 POLICIES = (*_BY_NAME, "restless")
 

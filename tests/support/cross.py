@@ -13,12 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gemm_reference import Array
 
 from phasewise.cython_kernels.packing import KINDS, PackedWeight
+from tests.support.gemm_reference import Array
 
-HERE = Path(__file__).resolve().parent
-KERNELS = HERE.parents[1] / "cython_kernels"
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "tests" / "cython_kernels"
+"""Where the C of the tests is."""
+
+KERNELS = ROOT / "cython_kernels"
 COMMON_FLAGS = [
     "-O2",
     "-std=gnu11",

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiny_models
-from tiny_models import TinyShape
+
+from tests.support import tiny_models
+from tests.support.tiny_models import TinyShape
 
 FIXTURES = Path(__file__).parent.parent / "data" / "reference"
 N_GREEDY = 64

@@ -10,11 +10,12 @@ from typing import Any
 
 import httpx
 import schemathesis
-from api_bombs import Bomb
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.schemas import APIOperation
+
+from tests.support.api_bombs import Bomb
 
 STATED = frozenset({"server_starting", "server_stopping", "engine_stopped", "rank_lost", "queue_full"})
 """Codes with which a server that is well may answer 503."""

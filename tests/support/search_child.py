@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-import paper_machines
-
 from phasewise.cli.alone import Company
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey
@@ -36,6 +34,7 @@ from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import Phase
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
+from tests.support import paper_machines
 
 N_SLICES = 3
 UNPRUNED = SearchSettings(Rules(pruning=False))

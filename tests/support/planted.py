@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from math import prod
 from random import Random
 
-import paper_machines
-
 from phasewise.topology import Kind, Machine
 from phasewise.tuner.config.hidden import HiddenResource
 from phasewise.tuner.config.modelled import ModelledEvaluator
@@ -27,6 +25,7 @@ from phasewise.tuner.topotree import (
     fundamental,
     grouped_trees,
 )
+from tests.support import paper_machines
 
 PROMPT_TOKENS = 512
 CONTEXT_TOKENS = 512
