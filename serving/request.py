@@ -23,6 +23,8 @@ class Request:
     """How long its answer is thought to become."""
     cache_space: str = ""
     """Keys and values are copied between requests of one space, and never to another."""
+    prefill_only: bool = False
+    """Its prompt is computed here and its answer elsewhere: what was computed is held for a hand-over."""
 
     @property
     def most_tokens(self) -> int:
@@ -49,6 +51,10 @@ class LiveSequence:
     """Whether anything of it has been computed or copied since it was placed."""
     runs: tuple[int, ...] | None = None
     """`prefixes.chain` of its tokens when it was placed; None: not asked for yet."""
+    awaits_kv: bool = False
+    """Its prompt is computed elsewhere, and keys and values have not arrived."""
+    is_pinned: bool = False
+    """Keys and values are on their way into its block or out of it: it is neither moved nor preempted."""
 
     @property
     def request_id(self) -> str:
@@ -68,6 +74,11 @@ class LiveSequence:
     def is_prefilling(self) -> bool:
         """Whether more is pending than the token sampled last: a prompt, or what a preemption undid."""
         return not self.generated or self.n_pending > 1
+
+    @property
+    def can_prefill(self) -> bool:
+        """Whether a prefill step has anything to compute for it."""
+        return self.is_prefilling and self.n_pending > 0 and not self.awaits_kv
 
     @property
     def token_ids(self) -> tuple[int, ...]:

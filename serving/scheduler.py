@@ -9,6 +9,11 @@ the head of the queue. An answer that outgrows its block gets a larger one. Wher
 that came last gives its block back and waits again, with the answer it has; what it had computed is computed
 again later. So the oldest always goes on. Who was preempted `MOST_PREEMPTIONS` times gets a block for its
 whole answer, and gives it back to the oldest alone; after that it runs as the oldest itself. Decision 0021.
+
+A request can be divided between two schedulers. One computes its prompt (`Request.prefill_only`) and holds the
+keys and values: `hand_over` pins them while they are sent, `acknowledge` frees them. The other one is told to
+`expect` it, places and pins a block for it, and runs it once everything has `arrived`. A pinned block is
+neither moved nor preempted; a request that finds no room beside pinned blocks alone waits for the next step.
 """
 
 from __future__ import annotations
@@ -107,6 +112,70 @@ class Scheduler:
             raise QueueFull(f"{len(self._waiting)} requests are waiting already; try again later")
         self.requeue(request)
 
+    def expect(self, request: Request) -> None:
+        """Queue a request whose prompt is computed elsewhere. `add`'s errors.
+
+        It gets a block in its turn; from then on `expected` names it, until it has `arrived` or is aborted.
+        """
+        self.add(request)
+        self._live[request.request_id].awaits_kv = True
+
+    @property
+    def expected(self) -> dict[str, Placement]:
+        """Where keys and values of expected requests may be written now, by request.
+
+        Empty while copies are to be done: their sources may lie in a block that has a new owner.
+        """
+        if self._copies or (self._in_flight is not None and self._in_flight.batch.copies):
+            return {}
+        return {
+            one.request_id: one.placement
+            for one in self._running
+            if one.awaits_kv and one.placement is not None
+        }
+
+    def arrived(self, request_id: str, token_id: int) -> TokenOut | None:
+        """An expected request's keys and values are in its block, and its first token is sampled: it runs.
+
+        None if it was aborted. SchedulerError if it has no block yet, or was not expected.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        if not sequence.awaits_kv or sequence.placement is None:
+            raise SchedulerError(f"{request_id!r} is not expected with a block: {sequence}")
+        sequence.awaits_kv, sequence.has_started = False, True
+        self._unpin(sequence)
+        if self._prefixes is not None:
+            token_ids, space = sequence.request.prompt_token_ids, sequence.request.cache_space
+            sequence.runs = chain(token_ids, space=space)
+            self._prefixes.start(request_id, (token_ids, sequence.runs), sequence.placement, space)
+            self._prefixes.advance(request_id, len(token_ids))
+        sequence.n_computed = sequence.n_tokens
+        return self._append(sequence, token_id)
+
+    def hand_over(self, request_id: str) -> Placement | None:
+        """Pin what is computed of a `prefill_only` request while it is sent; where it is. None if it is gone
+        or waits, because it was preempted."""
+        sequence = self._live.get(request_id)
+        if sequence is None or sequence.placement is None or not sequence.has_started:
+            return None
+        if not sequence.request.prefill_only:
+            raise SchedulerError(f"{request_id!r} is answered here")
+        self._pin(sequence)
+        return sequence.placement
+
+    def acknowledge(self, request_id: str) -> bool:
+        """What was handed over has arrived: free its block. False if it is gone already."""
+        return self.abort(request_id)
+
+    def take_copies(self) -> tuple[KvCopy, ...]:
+        """Copies that no batch carries yet, to be done at once: for when `next_batch` has answered None."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        self._moved.clear()
+        return copies
+
     def requeue(self, request: Request) -> None:
         """Queue a request that had been accepted before, however many wait."""
         self._refuse_impossible(request)
@@ -135,7 +204,10 @@ class Scheduler:
         return batch
 
     def commit(self, batch: Batch, token_ids: Tokens[int]) -> list[TokenOut]:
-        """Record a computed batch. `token_ids`: one sampled token per slice that wants logits, in order."""
+        """Record a computed batch. `token_ids`: one sampled token per slice that wants logits, in order.
+
+        That of a `prefill_only` request is not read: whoever answers it samples from the same logits.
+        """
         sequences = self._take_flight(batch).sequences
         sampled = iter(token_ids)
         outs = []
@@ -146,7 +218,7 @@ class Scheduler:
             sequence.n_computed += len(piece.token_ids)
             if batch.phase == "prefill" and self._prefixes is not None:
                 self._prefixes.advance(sequence.request_id, sequence.n_computed)
-            if token_id is not None:
+            if token_id is not None and not sequence.request.prefill_only:
                 outs.append(self._append(sequence, token_id))
         return outs
 
@@ -224,6 +296,8 @@ class Scheduler:
         ):
             if list(counts) != sorted(counts):
                 raise SchedulerError(f"{name}: {counts} of {sequence} do not ascend")
+        if sequence.awaits_kv and not (sequence.is_pinned and sequence.n_computed == 0):
+            raise SchedulerError(f"{sequence} waits for keys and values in a block that is not kept for them")
         if self._prefixes is not None and sequence.has_started:
             self._prefixes.check(name, placement, sequence.n_computed)
 
@@ -254,7 +328,17 @@ class Scheduler:
             if grant is None:
                 return
             self._accept(sequence, grant)
+            if sequence.awaits_kv:
+                self._pin(sequence)
             insort(self._running, self._waiting.pop(0), key=_arrival)
+
+    def _pin(self, sequence: LiveSequence) -> None:
+        self.pool.pin(sequence.request_id)
+        sequence.is_pinned = True
+
+    def _unpin(self, sequence: LiveSequence) -> None:
+        self.pool.unpin(sequence.request_id)
+        sequence.is_pinned = False
 
     def _accept(self, sequence: LiveSequence, grant: Grant) -> None:
         """Take note of where everybody lies now. What they have written is copied with the next batch."""
@@ -277,27 +361,37 @@ class Scheduler:
             if sequence.placement is not None and sequence.n_tokens > sequence.placement.n_slots:
                 self._grow(sequence)
         going_on: list[tuple[LiveSequence, Tokens[int]]] = [
-            (one, one.generated[-1:]) for one in decoding if one.placement is not None
+            (one, one.generated[-1:])
+            for one in decoding
+            if one.placement is not None and one.n_tokens <= one.placement.n_slots
         ]
         return self._fly("decode", going_on) if going_on else None
 
     def _grow(self, sequence: LiveSequence) -> None:
-        """Room for its next token, at the price of whoever came last: perhaps of itself."""
+        """Room for its next token, at the price of whoever came last: perhaps of itself.
+
+        It has none yet where the others' blocks are all pinned.
+        """
         while sequence.placement is not None:
             grant = self.pool.grow(sequence.request_id, sequence.n_tokens)
             if grant is not None:
                 self._accept(sequence, grant)
                 return
-            self._preempt(self._last_to_come(sequence))
+            last = self._last_to_come(sequence)
+            if last is None:
+                return
+            self._preempt(last)
 
-    def _last_to_come(self, growing: LiveSequence) -> LiveSequence:
-        """Who must give way, so that `growing` or somebody older can go on."""
+    def _last_to_come(self, growing: LiveSequence) -> LiveSequence | None:
+        """Who must give way, so that `growing` or somebody older can go on; None: what is pinned will."""
         is_oldest = self._running[0] is growing
         for other in reversed(self._running):
             if other is growing:
                 break
-            if is_oldest or other.n_preempted < MOST_PREEMPTIONS:
+            if not other.is_pinned and (is_oldest or other.n_preempted < MOST_PREEMPTIONS):
                 return other
+        if is_oldest and any(other.is_pinned for other in self._running):
+            return None
         if is_oldest:
             raise SchedulerError(f"the pool has no room for {growing} alone: {self.pool.stats()}")
         return growing
@@ -313,7 +407,7 @@ class Scheduler:
         for sequence in self._running:
             if room == 0:
                 break
-            if not sequence.is_prefilling or not (sequence.has_started or self._start(sequence)):
+            if not sequence.can_prefill or not (sequence.has_started or self._start(sequence)):
                 continue
             piece = sequence.pending_ids(min(sequence.n_pending, room))
             parts.append((sequence, piece))
@@ -386,7 +480,7 @@ class Scheduler:
         self._running.remove(sequence)
         if self._prefixes is not None and sequence.has_started:
             self._prefixes.retire(sequence.request_id, sequence.token_ids[: sequence.n_computed])
-        sequence.placement = None
+        sequence.placement, sequence.is_pinned = None, False
         sequence.begin_again()
 
 

@@ -82,7 +82,7 @@ class _Holding:
     bounds: tuple[int, ...]
     """Of the buckets when the block was taken."""
     demand: Demand
-    overflowed: bool = False
+    is_pinned: bool = False
 
     @property
     def n_to_come(self) -> int:
@@ -136,8 +136,9 @@ class ContiguousPool:
 
     def grow(self, owner: str, n_positions: int) -> Grant | None:
         held = self._holding(owner)
-        if n_positions > held.demand.most_tokens:
-            raise PoolError(f"{owner!r} asks for {n_positions} positions, more than its {held.demand}")
+        if n_positions > held.demand.most_tokens or held.is_pinned:
+            pinned = " while it is pinned" if held.is_pinned else ""
+            raise PoolError(f"{owner!r} of {held.demand} asks for {n_positions} positions{pinned}")
         before = held.block
         moves: tuple[Move, ...] = ()
         if n_positions > before.n_slots:
@@ -158,6 +159,12 @@ class ContiguousPool:
             self._arena.give(held.block)
         if answer_tokens is not None:
             self._end(held, answer_tokens)
+
+    def pin(self, owner: str) -> None:
+        self._holding(owner).is_pinned = True
+
+    def unpin(self, owner: str) -> None:
+        self._holding(owner).is_pinned = False
 
     def placements(self) -> dict[str, Placement]:
         return {owner: Placement(*held.block) for owner, held in self._held.items()}
@@ -232,7 +239,7 @@ class ContiguousPool:
         owners, blocks = self._in_order()
         needed = aligned(n_positions) - held.block.n_slots
         shifts = enlarged(blocks, self.n_slots, owners.index(owner), needed)
-        if shifts is None:
+        if shifts is None or self._moves_pinned(dict(zip(blocks, owners, strict=True)), shifts):
             return None
         moves = self._shifted(dict(zip(blocks, owners, strict=True)), shifts)
         block = self._arena.extend(held.block, n_positions)
@@ -249,7 +256,10 @@ class ContiguousPool:
         if found is None:
             return (), None
         shifts, base = found
-        moves = self._shifted(dict(zip(blocks, owners, strict=True)), shifts)
+        by_block = dict(zip(blocks, owners, strict=True))
+        if self._moves_pinned(by_block, shifts):
+            return (), None
+        moves = self._shifted(by_block, shifts)
         block = Block(base, aligned(n_positions))
         self._arena.claim(block)
         return moves, block
@@ -258,6 +268,9 @@ class ContiguousPool:
         """Owners and their blocks, by place."""
         held = sorted((one.block, owner) for owner, one in self._held.items())
         return [owner for _, owner in held], [block for block, _ in held]
+
+    def _moves_pinned(self, owners: Mapping[Block, str], shifts: Sequence[Shift]) -> bool:
+        return any(self._held[owners[shift.source]].is_pinned for shift in shifts)
 
     def _shifted(self, owners: Mapping[Block, str], shifts: Sequence[Shift]) -> tuple[Move, ...]:
         for shift in shifts:

@@ -1,11 +1,12 @@
 """What every KV pool promises, whatever its policy. Integers only; no clock, no tensor, no thread.
 
 Positions of the cache are slots. Every block that a pool hands out begins at a multiple of `ALIGNMENT` slots
-and is a multiple of it long. Four promises, which `tests/serving/pools` holds against every policy:
+and is a multiple of it long. Five promises, which `tests/serving/pools` holds against every policy:
 
 - no slot has two owners, and free + used = all, after every call;
 - an empty pool takes any request of at most `longest` positions and lets it grow to its end;
 - what a call answers with None has changed nothing;
+- a pinned block stays where it is;
 - the copies of successive grants may be carried out later, in their order, as long as nothing is computed in
   between: a copy's source is given back by the very call that returns it.
 """
@@ -172,6 +173,12 @@ class KvPool(Protocol):
     def release(self, owner: str, answer_tokens: int | None = None) -> None:
         """Give back all that `owner` holds. `answer_tokens`: how long its answer became, to learn from;
         None where it did not end by itself."""
+
+    def pin(self, owner: str) -> None:
+        """Leave the block of `owner` where it is, until `unpin` or `release`. It must not grow meanwhile."""
+
+    def unpin(self, owner: str) -> None:
+        """The block of `owner` may move again."""
 
     def placements(self) -> dict[str, Placement]:
         """Who holds what, as a copy."""

@@ -65,6 +65,13 @@ class PagedPool:
             self._slots_ended += n_slots
             self._slots_wasted += n_slots - pages.demand.prompt_tokens - answer_tokens
 
+    def pin(self, owner: str) -> None:
+        """Pages never move."""
+        self._pages(owner)
+
+    def unpin(self, owner: str) -> None:
+        self._pages(owner)
+
     def placements(self) -> dict[str, Placement]:
         return {owner: self._placement(pages) for owner, pages in self._held.items()}
 

@@ -45,6 +45,13 @@ class RestlessPool:
     def release(self, owner: str, answer_tokens: int | None = None) -> None:
         del self._held[owner]
 
+    def pin(self, owner: str) -> None:
+        """Only growth moves a request here, and what is pinned does not grow."""
+        assert owner in self._held
+
+    def unpin(self, owner: str) -> None:
+        assert owner in self._held
+
     def placements(self) -> dict[str, Placement]:
         return dict(self._held)
 

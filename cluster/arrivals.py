@@ -1,0 +1,51 @@
+"""Arrivals made from a trace: its own, faster or slower, or drawn anew at a rate (Splitwise V-B)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.requests import Arrival
+
+MAX_ARRIVALS = 1_000_000
+
+Draw = Literal["requests", "columns"]
+"""`requests`: a prompt keeps its answer. `columns`: prompts and answers are drawn independently, as the
+authors' generator does."""
+
+
+def poisson(
+    lengths: Sequence[tuple[int, int]], rate: float, duration_s: float, seed: int, draw: Draw = "requests"
+) -> list[Arrival]:
+    """Requests at exponential intervals, with (prompt, output) tokens drawn from `lengths`.
+
+    The same for the same seed. Times do not depend on the lengths, so a rate's arrivals can be compared.
+    """
+    if not lengths:
+        raise ClusterError("there is no request to draw lengths from")
+    if not 0 < rate * duration_s <= MAX_ARRIVALS:
+        raise ClusterError(
+            f"{rate:g} requests/s for {duration_s:g} s are not between 1 and {MAX_ARRIVALS} requests"
+        )
+    clock, prompts, outputs = (random.Random(f"{seed}:{what}") for what in ("clock", "prompts", "outputs"))
+    arrivals: list[Arrival] = []
+    now_s = clock.expovariate(1.0) / rate
+    while now_s < duration_s:
+        chosen = prompts.choice(lengths)
+        output = chosen[1] if draw == "requests" else outputs.choice(lengths)[1]
+        arrivals.append(Arrival(len(arrivals), now_s, chosen[0], output))
+        now_s += clock.expovariate(1.0) / rate
+    if not arrivals:
+        raise ClusterError(f"no request arrives in {duration_s:g} s at {rate:g} requests/s")
+    return arrivals
+
+
+def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
+    """The same requests in the same order, their arrivals stretched to a mean rate."""
+    span_s = arrivals[-1].at_s - arrivals[0].at_s
+    if span_s <= 0:
+        raise ClusterError("all requests of the trace arrive at once: its rate cannot be changed")
+    factor = (len(arrivals) - 1) / rate / span_s
+    return [one._replace(at_s=(one.at_s - arrivals[0].at_s) * factor) for one in arrivals]

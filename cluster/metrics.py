@@ -1,0 +1,186 @@
+"""What a simulation was like for its requests and for its machines, and whether it kept its promises."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.requests import Life
+from phasewise.cluster.routing import Role
+from phasewise.cluster.simulate import SPLITWISE_SIM, Simulation
+from phasewise.cluster.steps import StepTimes
+
+Metric = Literal["ttft", "tbt", "e2e"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
+PERCENTILES = (50, 90, 99)
+DEFAULT_PERCENTILE = 90
+
+Seconds = npt.NDArray[np.float64]
+
+
+class Bound(NamedTuple):
+    """A percentile of a metric must stay below a value."""
+
+    metric: Metric
+    percentile: int
+    below: float
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Promises. `is_slowdown`: bounds are multiples of an uncontended reference machine's time, else seconds."""
+
+    name: str
+    bounds: tuple[Bound, ...]
+    is_slowdown: bool
+
+
+TABLE_VI = Slo(
+    "table6",
+    tuple(
+        Bound(metric, percentile, below)
+        for metric, row in {"ttft": (2.0, 3.0, 6.0), "tbt": (1.25, 1.5, 5.0), "e2e": (1.25, 1.5, 5.0)}.items()
+        for percentile, below in zip(PERCENTILES, row, strict=True)
+    ),  # type: ignore[arg-type]
+    is_slowdown=True,
+)
+"""Splitwise, Table VI: slowdowns against a DGX-A100 without contention."""
+
+
+def parse_slo(text: str) -> Slo:
+    """`table6`, or times such as `ttft=1.5s,tbt=100ms,e2e.p99=20s`; without a percentile, P90 is meant."""
+    if text == TABLE_VI.name:
+        return TABLE_VI
+    bounds: dict[tuple[str, int], Bound] = {}
+    for part in text.split(","):
+        match = re.fullmatch(
+            r"\s*(ttft|tbt|e2e)(?:\.p(50|90|99))?\s*=\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s)\s*", part
+        )
+        seconds = float(match[3]) / (1000 if match[4] == "ms" else 1) if match else 0.0
+        if match is None or seconds <= 0:
+            raise ClusterError(
+                f"an SLO is table6 or written like ttft=1.5s,tbt=100ms,e2e.p99=20s, not {text!r:.60}"
+            )
+        bound = Bound(match[1], int(match[2] or DEFAULT_PERCENTILE), seconds)  # type: ignore[arg-type]
+        if bounds.setdefault((bound.metric, bound.percentile), bound) is not bound:
+            raise ClusterError(f"the SLO {text!r:.60} bounds P{bound.percentile} of {bound.metric} twice")
+    return Slo(text, tuple(bounds.values()), is_slowdown=False)
+
+
+@dataclass(frozen=True)
+class RoleUse:
+    """What the machines of one role did."""
+
+    role: Role
+    machine: str
+    count: int
+    utilisation: float
+    """Share of the time in which a machine computed, mean over machines."""
+    occupancy: tuple[tuple[int, float], ...]
+    """Tokens of a batch, and the share of busy time that batches of at most so many took (Fig. 17)."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One simulation in figures. Times in seconds."""
+
+    n_requests: int
+    output_tokens: int
+    duration_s: float
+    times_s: Mapping[Metric, Mapping[int, float]]
+    """By metric and percentile."""
+    slowdowns: Mapping[Metric, Mapping[int, float]] | None
+    """Against the reference machine; None without one."""
+    uses: tuple[RoleUse, ...]
+    n_transfers: int
+    transfer_s: Mapping[int, float]
+    """What a transfer adds between the end of a prompt and the arrival of its keys and values."""
+    n_preemptions: int | None
+
+
+def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
+    """reference: step times of the machine that slowdowns are told against."""
+    lives = simulation.lives
+    times = _times(simulation)
+    slowdowns = None
+    if reference is not None:
+        baseline = _baseline(lives, reference)
+        slowdowns = {metric: _percentiles(times[metric] / baseline[metric]) for metric in METRICS}
+    transfers = np.array([life.transfer_s for life in lives if not math.isnan(life.transfer_s)])
+    return Summary(
+        n_requests=len(lives),
+        output_tokens=sum(life.arrival.output_tokens for life in lives),
+        duration_s=simulation.end_s - min(life.arrival.at_s for life in lives),
+        times_s={metric: _percentiles(times[metric]) for metric in METRICS},
+        slowdowns=slowdowns,
+        uses=tuple(_uses(simulation)),
+        n_transfers=len(transfers),
+        transfer_s=_percentiles(transfers) if len(transfers) else {},
+        n_preemptions=simulation.n_preemptions,
+    )
+
+
+def broken(summary: Summary, slo: Slo) -> list[str]:
+    """The promises that were not kept, for people; empty where all were."""
+    found = summary.slowdowns if slo.is_slowdown else summary.times_s
+    if found is None:
+        raise ClusterError(f"SLO {slo.name} is in slowdowns: name the machine that they are told against")
+    unit = "x" if slo.is_slowdown else " s"
+    return [
+        f"{metric} P{percentile} {found[metric][percentile]:.3g}{unit} (below {below:g}{unit})"
+        for metric, percentile, below in slo.bounds
+        if not found[metric][percentile] < below
+    ]
+
+
+def _times(simulation: Simulation) -> dict[Metric, Seconds]:
+    lives = simulation.lives
+    ttft = np.array([life.ttft_s for life in lives])
+    e2e = np.array([life.e2e_s for life in lives])
+    if simulation.spec.policy == SPLITWISE_SIM:  # the authors divide by all tokens, the first included
+        tbt = (e2e - ttft) / np.array([life.arrival.output_tokens for life in lives])
+    else:
+        tbt = np.array([life.tbt_s for life in lives])
+    return {"ttft": ttft, "tbt": tbt, "e2e": e2e}
+
+
+def _baseline(lives: Sequence[Life], reference: StepTimes) -> dict[Metric, Seconds]:
+    """Each request by itself on the reference machine."""
+    prompts = [life.arrival.prompt_tokens for life in lives]
+    ttft = np.array([reference.prefill_s(tokens) for tokens in prompts])
+    tbt = np.array([reference.decode_s(1, tokens) for tokens in prompts])
+    gaps = np.array([life.arrival.output_tokens - 1 for life in lives])
+    return {"ttft": ttft, "tbt": tbt, "e2e": ttft + tbt * gaps}
+
+
+def _percentiles(values: Seconds) -> dict[int, float]:
+    return dict(zip(PERCENTILES, map(float, np.percentile(values, PERCENTILES)), strict=True))
+
+
+def _uses(simulation: Simulation) -> Iterable[RoleUse]:
+    span_s = max(simulation.end_s - min(life.arrival.at_s for life in simulation.lives), 1e-12)
+    kinds = dict.fromkeys((use.role, use.machine) for use in simulation.machines)
+    for role, machine in kinds:
+        uses = [use for use in simulation.machines if (use.role, use.machine) == (role, machine)]
+        occupancy: Counter[int] = Counter()
+        for use in uses:
+            occupancy.update(use.occupancy_s)
+        busy = sum(use.busy_s for use in uses) / len(uses) / span_s
+        yield RoleUse(role, machine, len(uses), busy, _cumulative(occupancy))
+
+
+def _cumulative(occupancy: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    total = sum(occupancy.values()) or 1.0
+    rows, so_far = [], 0.0
+    for tokens, seconds in sorted(occupancy.items()):
+        so_far += seconds
+        rows.append((tokens, so_far / total))
+    return tuple(rows)

@@ -1,0 +1,60 @@
+"""What arrives at a cluster, and the instants of each request's life. Metrics are differences of instants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Arrival(NamedTuple):
+    """A request of a trace."""
+
+    request_id: int
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+    """Of each block of `PREFIX_BLOCK_TOKENS` prompt tokens, what it holds; two equal ids are the same tokens
+    after the same beginning. Empty: the prompt begins like no other."""
+
+
+PREFIX_BLOCK_TOKENS = 512
+"""As in Mooncake's traces, the one public source of such ids."""
+
+
+@dataclass(slots=True)
+class Life:
+    """The instants of one request, in seconds; NaN until they come. Machines are indices into the cluster."""
+
+    arrival: Arrival
+    prompt_machine: int = -1
+    token_machine: int = -1
+    prompt_start_s: float = float("nan")
+    """The first step that computes a part of its prompt begins."""
+    prompt_end_s: float = float("nan")
+    """The last step that computes a part of its prompt ends."""
+    kv_arrival_s: float = float("nan")
+    """Its keys and values are on the token machine. NaN where both machines are one."""
+    first_token_s: float = float("nan")
+    end_s: float = float("nan")
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.first_token_s - self.arrival.at_s
+
+    @property
+    def e2e_s(self) -> float:
+        """Time to the last token."""
+        return self.end_s - self.arrival.at_s
+
+    @property
+    def tbt_s(self) -> float:
+        """Mean time between tokens; 0 for an answer of one token."""
+        n_gaps = self.arrival.output_tokens - 1
+        return (self.end_s - self.first_token_s) / n_gaps if n_gaps > 0 else 0.0
+
+    @property
+    def transfer_s(self) -> float:
+        """From the end of the prompt to the arrival of its keys and values; NaN where they stayed."""
+        return self.kv_arrival_s - self.prompt_end_s

@@ -1,0 +1,175 @@
+"""How long one step of a machine takes: piecewise linear curves, as in the paper's performance model
+(Splitwise V-B), from the authors' profile, from a table of one's own, or from timed steps.
+
+`StepTimes` is read in two ways. The production scheduler's machine says how many sequences a decode step has
+and how much context they read. The paper's machine counts every sequence as one token of a batch and looks
+that up on the same axis as prompt tokens, as the authors' simulator does.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from phasewise.cluster.errors import ClusterError
+
+MIXED_FACTOR = 1.1
+"""A batch of prompts and tokens takes 1.1 times as long as prompts alone (the authors' simulator)."""
+
+MAX_POINTS = 4096
+MAX_PROFILE_ROWS = 1_000_000
+
+
+class Curve:
+    """Straight lines through points, the first and last of them prolonged. x ascends."""
+
+    __slots__ = ("_cache", "xs", "ys")
+
+    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+        ordered = sorted(points)
+        if not ordered:
+            raise ClusterError("a curve of step times needs at least one point")
+        if len(ordered) == 1:  # the same everywhere
+            ordered.append((ordered[0][0] + 1.0, ordered[0][1]))
+        self.xs = tuple(float(x) for x, _ in ordered)
+        self.ys = tuple(float(y) for _, y in ordered)
+        if any(not math.isfinite(value) for value in (*self.xs, *self.ys)):
+            raise ClusterError("a curve of step times has a point that is not finite")
+        if len(set(self.xs)) != len(self.xs):
+            raise ClusterError("a curve of step times has two points at the same number of tokens")
+        self._cache: dict[int, float] = {}
+
+    def at(self, x: int) -> float:
+        known = self._cache.get(x)
+        if known is None:
+            xs, ys = self.xs, self.ys
+            high = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+            low = high - 1
+            slope = (ys[high] - ys[low]) / (xs[high] - xs[low])
+            known = self._cache[x] = slope * (x - xs[low]) + ys[low]
+        return known
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds a step, of one model on one machine."""
+
+    prefill: Curve
+    """By prompt tokens of the step."""
+    decode: Curve
+    """By tokens of context that all sequences of the step read together."""
+    decode_sequences: Curve | None = None
+    """By sequences of the step, on top of `decode`."""
+    prefill_context_s: float = 0.0
+    """For each pair of a prompt token and a token before the step that it attends to."""
+    mixed_factor: float = MIXED_FACTOR
+
+    def prefill_s(self, n_tokens: int, n_pairs: int = 0) -> float:
+        """A prefill step. n_pairs: sum over its slices of tokens times tokens computed before."""
+        return _positive(self.prefill.at(n_tokens) + self.prefill_context_s * n_pairs)
+
+    def decode_s(self, n_sequences: int, context_tokens: int) -> float:
+        """A decode step."""
+        extra = self.decode_sequences.at(n_sequences) if self.decode_sequences is not None else 0.0
+        return _positive(self.decode.at(context_tokens) + extra)
+
+    def iteration_s(self, prompt_tokens: int, n_tokens: int) -> float:
+        """An iteration of the paper's machine: `n_tokens` sequences take a token each beside the prompts.
+
+        As `get_iteration_duration` of the authors' simulator.
+        """
+        if not n_tokens:
+            return _positive(self.prefill.at(prompt_tokens))
+        if not prompt_tokens:
+            return self.decode_s(n_tokens, n_tokens)
+        return _positive(self.prefill.at(prompt_tokens + n_tokens)) * self.mixed_factor
+
+
+def _positive(seconds: float) -> float:
+    """A prolonged line may fall below zero; no step takes no time."""
+    return seconds if seconds > 0 else 1e-9
+
+
+class ProfileKey(NamedTuple):
+    """Which rows of a profile."""
+
+    model: str
+    hardware: str
+    tensor_parallel: int
+
+
+_COLUMNS = ("model", "hardware", "tensor_parallel", "prompt_size", "batch_size", "prompt_time", "token_time")
+
+
+def read_profile(path: str | os.PathLike[str]) -> dict[ProfileKey, StepTimes]:
+    """Step times from a CSV file in the format of the authors' `perf_model.csv` (times in milliseconds).
+
+    Repeats become their median by tokens of the batch. ClusterError names the file and the row.
+    """
+    name = os.fspath(path)
+    times: dict[ProfileKey, tuple[_Repeats, _Repeats]] = defaultdict(
+        lambda: (defaultdict(list), defaultdict(list))
+    )
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file)
+            missing = [column for column in _COLUMNS if column not in (rows.fieldnames or ())]
+            if missing:
+                raise ClusterError(f"{name} is no profile of step times: it has no column {missing[0]}")
+            for at, row in enumerate(rows, 2):
+                if at > MAX_PROFILE_ROWS:
+                    raise ClusterError(f"{name} has more than {MAX_PROFILE_ROWS} rows")
+                key, tokens, prompt_s, token_s = _profile_row(row, f"{name}, row {at}")
+                prompts, answers = times[key]
+                prompts[tokens].append(prompt_s)
+                answers[tokens].append(token_s)
+    except OSError as error:
+        raise ClusterError(f"{name}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ClusterError(f"{name} is not UTF-8 text: no profile of step times") from None
+    except csv.Error as error:
+        raise ClusterError(f"{name} is not CSV: {error}") from None
+    if not times:
+        raise ClusterError(f"{name} holds no step times")
+    return {key: StepTimes(_medians(prompts), _medians(answers)) for key, (prompts, answers) in times.items()}
+
+
+_Repeats = dict[int, list[float]]
+
+
+def _medians(repeats: Mapping[int, Sequence[float]]) -> Curve:
+    return Curve((float(tokens), median(values)) for tokens, values in repeats.items())
+
+
+def _profile_row(row: Mapping[str, str | None], where: str) -> tuple[ProfileKey, int, float, float]:
+    whole = [_whole(row, column, where) for column in ("tensor_parallel", "prompt_size", "batch_size")]
+    parallel, prompt, batch = whole
+    milliseconds = [_milliseconds(row, column, where) for column in ("prompt_time", "token_time")]
+    key = ProfileKey(str(row["model"]), str(row["hardware"]), parallel)
+    return key, prompt * batch, milliseconds[0] / 1000, milliseconds[1] / 1000
+
+
+def _whole(row: Mapping[str, str | None], column: str, where: str) -> int:
+    text = (row[column] or "").strip()
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise ClusterError(f"{where}: {column} must be a positive whole number, not {text!r:.40}")
+    return int(text)
+
+
+def _milliseconds(row: Mapping[str, str | None], column: str, where: str) -> float:
+    text = (row[column] or "").strip()
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e9:
+        raise ClusterError(f"{where}: {column} must be milliseconds above 0, not {text!r:.40}")
+    return value
