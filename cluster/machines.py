@@ -6,7 +6,7 @@ with stand-ins for tokens, and moves the clock by what the step-time model says.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,14 +55,14 @@ class Listener(Protocol):
 
 
 class ProductionMachine:
-    """One engine. `submit`, `expect`, `arrived`, `acknowledge` come from outside; the rest is its own loop."""
+    """One engine. `submit`, `expect`, `arrived` and `acknowledge` come from outside."""
 
     def __init__(
         self, index: int, steps: StepTimes, settings: EngineSettings, timeline: Timeline, listener: Listener
     ) -> None:
         self.index = index
         self.busy_s = 0.0
-        self.occupancy_s: Counter[int] = Counter()
+        self.occupancy_s: dict[int, float] = defaultdict(float)
         """Seconds by tokens of the step."""
         self._steps = steps
         self._timeline = timeline
@@ -143,9 +143,7 @@ class ProductionMachine:
                 if piece.wants_logits:
                     self._listener.prompt_computed(name)
         for out in outs:
-            self._listener.token_made(
-                out.request_id, out.n_generated, is_last=out.finish_reason is not None
-            )
+            self._listener.token_made(out.request_id, out.n_generated, is_last=out.finish_reason is not None)
         if self._timeline.now_s - self._refreshed_s >= REFRESH_S:
             self._refreshed_s = self._timeline.now_s
             self.scheduler.pool.refresh()
@@ -155,5 +153,3 @@ class ProductionMachine:
         for request_id in [name for name in self.scheduler.expected if name not in self._granted]:
             self._granted.add(request_id)
             self._listener.block_granted(request_id)
-
-

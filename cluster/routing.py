@@ -295,4 +295,6 @@ def _check_roles(homes: set[Role]) -> None:
         raise ClusterError("a cluster needs at least one machine")
     if "mixed" not in homes and homes != {"prompt", "token"}:
         missing = "token" if homes == {"prompt"} else "prompt"
-        raise ClusterError(f"a cluster without mixed machines needs prompt and token machines: add a {missing} one")
+        raise ClusterError(
+            f"a cluster without mixed machines needs prompt and token machines: add a {missing} one"
+        )

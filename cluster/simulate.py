@@ -7,9 +7,9 @@ events of one instant run in the order in which they were scheduled, and of equa
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import cast
 
@@ -31,6 +31,7 @@ from phasewise.serving.errors import RequestError
 from phasewise.serving.request import Request
 
 SPLITWISE_SIM = "splitwise-sim"
+DEFAULT_LIMITS = Limits()
 POLICY_NAMES = (*POLICIES, SPLITWISE_SIM)
 
 PAPER_LINK_BYTES_PER_S = 200.0 * BYTES_PER_GIB
@@ -77,7 +78,7 @@ class ClusterSpec:
 
     pools: tuple[Pool, ...]
     policy: str = "splitwise"
-    limits: Limits = Limits()
+    limits: Limits = DEFAULT_LIMITS
     prefix_reuse: bool = False
 
     @property
@@ -104,7 +105,7 @@ class MachineUse:
     role: Role
     machine: str
     busy_s: float
-    occupancy_s: Counter[int]
+    occupancy_s: Mapping[int, float]
     """Seconds by tokens of the batch."""
 
 
@@ -163,16 +164,14 @@ def _check_ended(lives: Sequence[Life]) -> None:
 class _Going:
     """A request on its way between two machines."""
 
-    __slots__ = ("granted_s", "is_sending", "life")
+    __slots__ = ("granted_s", "is_computed", "is_sending", "life")
 
     def __init__(self, life: Life) -> None:
         self.life = life
         self.granted_s = math.nan
+        self.is_computed = False
+        """Whether its prompt's keys and values are all there: a preemption undoes it."""
         self.is_sending = False
-
-    @property
-    def is_computed(self) -> bool:
-        return not math.isnan(self.life.prompt_end_s)
 
 
 class _ProductionCluster:
@@ -195,7 +194,7 @@ class _ProductionCluster:
 
     def run(self) -> Simulation:
         for request_id, life in self._lives.items():
-            self._timeline.at(life.arrival.at_s, lambda request_id=request_id: self._take(request_id))  # type: ignore[misc]
+            self._timeline.at(life.arrival.at_s, partial(self._take, request_id))
         self._timeline.run()
         lives = list(self._lives.values())
         _check_ended(lives)
@@ -210,18 +209,20 @@ class _ProductionCluster:
         return Simulation(self._spec, lives, uses, self._timeline.now_s, preemptions)
 
     def prompt_step_begins(self, request_id: str) -> None:
-        life = self._lives[request_id]
+        life, going = self._lives[request_id], self._going.get(request_id)
+        if going is not None:
+            going.is_computed = False
         if not math.isnan(life.prompt_start_s):
             return
         life.prompt_start_s = self._timeline.now_s
-        if request_id in self._going:
+        if going is not None:
             self._submit(life.token_machine, self._request(request_id, prefill_only=False), expect=True)
 
     def prompt_computed(self, request_id: str) -> None:
         life = self._lives[request_id]
-        if math.isnan(life.prompt_end_s):
-            life.prompt_end_s = self._timeline.now_s
+        life.prompt_end_s = self._timeline.now_s
         if request_id in self._going:
+            self._going[request_id].is_computed = True
             self._send(request_id)
         else:
             self._router.prompt_done(request_id)
@@ -229,8 +230,7 @@ class _ProductionCluster:
     def block_granted(self, request_id: str) -> None:
         going = self._going[request_id]
         going.granted_s = self._timeline.now_s
-        if going.is_computed:
-            self._send(request_id)
+        self._send(request_id)
 
     def token_made(self, request_id: str, n_generated: int, *, is_last: bool) -> None:
         life, now_s = self._lives[request_id], self._timeline.now_s
@@ -270,7 +270,7 @@ class _ProductionCluster:
         """Its prompt is computed and its block is granted, or one of both is still to come."""
         going = self._going[request_id]
         life = going.life
-        if going.is_sending or math.isnan(going.granted_s):
+        if going.is_sending or not going.is_computed or math.isnan(going.granted_s):
             return
         source = self._machines[life.prompt_machine]
         if source.scheduler.hand_over(request_id) is None:
@@ -280,7 +280,11 @@ class _ProductionCluster:
         link = kind.link.to(self._kinds[life.token_machine].link)
         n_tokens = life.arrival.prompt_tokens
         prompt = Prompt(
-            n_tokens, n_tokens * kind.kv_bytes_per_token, kind.n_layers, life.prompt_start_s, life.prompt_end_s
+            n_tokens,
+            n_tokens * kind.kv_bytes_per_token,
+            kind.n_layers,
+            life.prompt_start_s,
+            life.prompt_end_s,
         )
         sent = transfer(link, prompt, going.granted_s, self._link_free_s[life.prompt_machine])
         self._link_free_s[life.prompt_machine] = sent.link_free_s
@@ -297,8 +301,8 @@ class _ProductionCluster:
 def _settings(kind: MachineType, longest: int, spec: ClusterSpec) -> EngineSettings:
     if kind.kv_slots < longest:
         raise ClusterError(
-            f"machine type {kind.name} has room for the keys and values of {max(0, kind.kv_slots)} tokens, but "
-            f"a request of the trace has {longest}"
+            f"machine type {kind.name} has room for the keys and values of {max(0, kind.kv_slots)} tokens, "
+            f"but a request of the trace has {longest}"
         )
     return EngineSettings(
         kind.kv_slots,

@@ -1,5 +1,5 @@
-"""The authors' simulator, decision for decision: its two cluster schedulers (`token_jsq`, `mixed_pool`) and its
-machine (`SplitwiseInstance`: mixed continuous batching with preemption, Splitwise IV-B).
+"""The authors' simulator, decision for decision: its two cluster schedulers (`token_jsq`, `mixed_pool`) and
+its machine (`SplitwiseInstance`: mixed continuous batching with preemption, Splitwise IV-B).
 
 It is a baseline, so its peculiarities are kept and named where they are:
 
@@ -15,9 +15,10 @@ It is a baseline, so its peculiarities are kept and named where they are:
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from phasewise.cluster.errors import ClusterError
@@ -72,7 +73,16 @@ class _Request:
 class _Task:
     """The prompt of a request, or all its tokens but the first."""
 
-    __slots__ = ("arrived", "is_prompt", "n_tokens", "per_iteration", "preemptions", "request", "state", "left")
+    __slots__ = (
+        "arrived",
+        "is_prompt",
+        "left",
+        "n_tokens",
+        "per_iteration",
+        "preemptions",
+        "request",
+        "state",
+    )
 
     def __init__(self, request: _Request, is_prompt: bool, n_tokens: int) -> None:
         self.request = request
@@ -116,7 +126,7 @@ class PaperMachine:
         self.memory_bytes = self.scheduled_bytes = kind.weight_bytes
         self.scheduled_tokens = 0
         self.busy_s = 0.0
-        self.occupancy_s: Counter[int] = Counter()
+        self.occupancy_s: dict[int, float] = defaultdict(float)
         """Seconds by active tokens of the batch (Fig. 17)."""
         self.pending: list[_Task] = []
         self._timeline = timeline
@@ -301,7 +311,7 @@ class PaperMachine:
         self._blocked.append(task)
 
     def _choose(self) -> list[_Task]:
-        """Of the next batch: what was preempted too often, prompts, blocked tokens, running ones, new ones."""
+        """The next batch: what was preempted too often, prompts, blocked, running and new tokens."""
         batch = _Choice(self.kind, self.memory_bytes)
         most = self.kind.limits.max_preemptions
         for task in self.pending:
@@ -380,7 +390,7 @@ class TokenJsq:
 
 
 class MixedPool:
-    """`MixedPoolScheduler`: prompt, token and mixed pools; a machine is mixed from overflow until it is empty."""
+    """`MixedPoolScheduler`: three pools; a machine is mixed from an overflow until it is empty."""
 
     def __init__(self, machines: Sequence[PaperMachine], prompt_max_pending_tokens: int = 8192) -> None:
         self._most_pending = prompt_max_pending_tokens
@@ -512,6 +522,6 @@ def run_splitwise_sim(
         machine.join(cluster)
     lives = [Life(arrival) for arrival in arrivals]
     for life in lives:
-        timeline.at(life.arrival.at_s, lambda life=life: cluster.take(life))  # type: ignore[misc]
+        timeline.at(life.arrival.at_s, partial(cluster.take, life))
     timeline.run()
     return lives

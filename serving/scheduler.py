@@ -10,10 +10,10 @@ that came last gives its block back and waits again, with the answer it has; wha
 again later. So the oldest always goes on. Who was preempted `MOST_PREEMPTIONS` times gets a block for its
 whole answer, and gives it back to the oldest alone; after that it runs as the oldest itself. Decision 0021.
 
-A request can be divided between two schedulers. One computes its prompt (`Request.prefill_only`) and holds the
-keys and values: `hand_over` pins them while they are sent, `acknowledge` frees them. The other one is told to
-`expect` it, places and pins a block for it, and runs it once everything has `arrived`. A pinned block is
-neither moved nor preempted; a request that finds no room beside pinned blocks alone waits for the next step.
+A request can be divided between two schedulers. One computes its prompt (`Request.prefill_only`) and holds
+the keys and values: `hand_over` pins them while they are sent, `acknowledge` frees them. The other one is
+told to `expect` it, places and pins a block for it, and runs it once everything has `arrived`. A pinned block
+is neither moved nor preempted; where pinned blocks alone could make room, a request waits for the next step.
 """
 
 from __future__ import annotations

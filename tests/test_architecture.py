@@ -33,6 +33,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.scheduler": PURE,
     "serving.prefixes": PURE,
     "serving.pacing": PURE,
+    "cluster": ("cluster", *PURE, "serving.scheduler", "serving.pacing", "kerneldb", "topology"),
+    "cluster.routing": ("cluster.errors",),
     "tuner": ("tuner", "kerneldb", "topology", "cython_kernels"),
     "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
     "tuner.search": ("tuner.search", "kerneldb.records", "topology"),

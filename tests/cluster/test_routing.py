@@ -1,0 +1,159 @@
+"""Routing: laws over random orders of events, and the choices that the paper describes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.routing import POLICIES, ROLES, Ask, Assignment, Limits, Role, Router
+
+SPLIT: list[tuple[Role, int]] = [("prompt", 10_000), ("prompt", 10_000), ("token", 10_000), ("token", 10_000)]
+
+
+def router(machines: list[tuple[Role, int]], policy: str = "splitwise", **limits: int) -> Router:
+    return Router(machines, POLICIES[policy](Limits(**limits)))
+
+
+def ask(name: int, prompt: int = 100, answer: int = 10, prefix: tuple[int, ...] = ()) -> Ask:
+    return Ask(str(name), prompt, answer, prefix)
+
+
+def test_the_shortest_queue_of_each_pool_is_joined() -> None:
+    """Pending prompt tokens decide on one side, context to read on the other; of equals the first."""
+    route = router(SPLIT)
+
+    chosen = [route.assign(ask(0, 500, 10)), route.assign(ask(1, 100, 900)), route.assign(ask(2, 100, 10))]
+
+    assert chosen == [Assignment(0, 2), Assignment(1, 3), Assignment(1, 2)]
+
+
+def test_a_done_prompt_shortens_its_queue() -> None:
+    route = router(SPLIT)
+    route.assign(ask(0, 500))
+    route.prompt_done("0")
+
+    assert route.assign(ask(1)).prompt == 0
+
+
+def test_overflow_takes_a_token_machine_and_gives_it_back() -> None:
+    """Its own pool, then the mixed one, then the opposite one; back when its prompts are done."""
+    route = router(SPLIT, prompt_overflow_tokens=1000)
+    for name in range(2):
+        route.assign(ask(name, 900))
+
+    assert route.assign(ask(2, 900)).prompt == 2
+    assert route.roles == ("prompt", "prompt", "mixed", "token")
+    assert route.assign(ask(3, 50)).prompt == 0  # fits beside 900
+    assert route.assign(ask(4, 80)).prompt == 1
+    assert route.assign(ask(5, 90)).prompt == 2  # mixed before another token machine
+
+    for name in ("2", "5"):
+        route.prompt_done(name)
+    assert route.roles == ("prompt", "prompt", "token", "token")
+
+
+def test_full_memory_takes_a_prompt_machine_and_gives_it_back() -> None:
+    route = router(SPLIT)
+    for name in range(2):
+        route.assign(ask(name, 100, 9800))
+        route.prompt_done(str(name))
+
+    assigned = route.assign(ask(2, 100, 500))
+    assert assigned.token in (0, 1)
+    assert route.roles[assigned.token] == "mixed"
+
+    route.finished("2")
+    assert route.roles == ("prompt", "prompt", "token", "token")
+
+
+def test_where_all_is_full_both_phases_run_on_the_least_loaded() -> None:
+    route = router([("prompt", 1000), ("token", 1000)], prompt_overflow_tokens=100)
+    for name in range(4):
+        route.assign(ask(name, 450, 10))
+
+    assignment = route.assign(ask(9, 450, 10))
+
+    assert assignment.prompt == assignment.token
+
+
+def test_short_prompts_stay_with_their_answers() -> None:
+    route = router(SPLIT, split_above_tokens=64)
+
+    assert route.assign(ask(0, 64)) == Assignment(2, 2)
+    assert route.assign(ask(1, 65)).prompt in (0, 1)
+
+
+def test_round_robin_takes_turns_in_each_pool() -> None:
+    route = router([*SPLIT[:3], ("token", 100)], "round-robin")
+
+    assert [route.assign(ask(name)) for name in range(3)] == [(0, 2), (1, 3), (0, 2)]
+
+
+def test_a_known_beginning_is_worth_its_tokens_and_no_more() -> None:
+    """The machine that has 96 tokens of a prompt gets it, until its queue is 96 tokens longer."""
+    machines: list[tuple[Role, int]] = [("mixed", 1000), ("mixed", 1000)]
+    prefix = (11, 12, 13, 14, 15, 16)
+    route = router(machines, "prefix-aware")
+    route.assign(ask(0, 1))
+    assert route.assign(ask(1, 100, 10, prefix)).prompt == 1
+    route.finished("1")
+
+    assert route.assign(ask(2, 100, 10, prefix)).prompt == 1
+    assert route.assign(ask(3, 100, 10, prefix)).prompt == 0
+
+
+def test_what_is_known_is_bounded_by_the_slots() -> None:
+    """Slots for four blocks: the fifth prefix forgets the first."""
+    route = router([("mixed", 64), ("mixed", 64)], "prefix-aware")
+    for name in range(5):
+        route.assign(ask(name, 20, 1, (name,)))
+        route.finished(str(name))
+    route.assign(ask(5, 3, 1))
+
+    assert route.assign(ask(6, 20, 1, (0,))).prompt == 1
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    homes=st.lists(st.sampled_from(ROLES), min_size=1, max_size=6),
+    policy=st.sampled_from(tuple(POLICIES)),
+    asks=st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 500)), max_size=30),
+    data=st.data(),
+)
+def test_counts_are_those_of_the_requests_that_are_there(
+    homes: list[Role], policy: str, asks: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Whatever comes and ends in whatever order; when all has ended every machine is in its own pool."""
+    machines = [(home, 4000) for home in homes]
+    try:
+        route = router(machines, policy, prompt_overflow_tokens=2000)
+    except ClusterError:
+        assert "mixed" not in homes
+        assert set(homes) != {"prompt", "token"}
+        return
+    live: list[str] = []
+    for name, (prompt, answer) in enumerate(asks):
+        assignment = route.assign(ask(name, prompt, answer))
+        assert 0 <= min(assignment) <= max(assignment) < len(homes)
+        live.append(str(name))
+        route.check()
+        if data.draw(st.booleans()):
+            route.prompt_done(data.draw(st.sampled_from(live)))
+        if data.draw(st.booleans()):
+            route.finished(live.pop(data.draw(st.integers(0, len(live) - 1))))
+        route.check()
+    for one in live:
+        route.finished(one)
+    route.check()
+    assert route.n_requests == 0
+    assert list(route.roles) == homes
+
+
+def test_a_request_is_assigned_once() -> None:
+    route = router(SPLIT)
+    route.assign(ask(0))
+
+    with pytest.raises(ValueError, match="assigned already"):
+        route.assign(ask(0))
