@@ -19,13 +19,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hostile_rows import requests
+from hostile_rows import connections, requests
 from hostile_rows.siege import Missed, Siege, Skipped
 from served_process import DEFAULT_MODEL, TINY, leave_no_server
 
 ROWS: dict[str, Callable[[Siege], str]] = {
     "huge_integers": requests.huge_integers,
     "prompts_told_by_time": requests.prompts_told_by_time,
+    "tiny_chunks": connections.tiny_chunks,
+    "pipelined_requests": connections.pipelined_requests,
+    "unfinished_bodies": connections.unfinished_bodies,
+    "other_origins": connections.other_origins,
+    "ambiguous_requests": connections.ambiguous_requests,
 }
 SLOW: tuple[str, ...] = ()
 """Not part of --quick."""

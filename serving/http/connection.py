@@ -28,17 +28,21 @@ from uvicorn.server import ServerState
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.framing import Framing
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.loop_share import REQUEST_S, LoopShare
+from phasewise.serving.http.loop_share import BYTE_S, REQUEST_S, LoopShare
 
 EXTENSION = "phasewise.connection"
 """In a request's `scope["extensions"]`: the connection that it came on, for `connection_of`."""
 
 _SEND_BUFFER_BYTES = 256 * 1024
 """The kernel's, for each connection; left alone it lets a slow reader have megabytes."""
+_RECEIVE_BUFFER_BYTES = 256 * 1024
+"""The kernel's too, which else holds megabytes of what a connection that has to wait has sent."""
 _RECEIVE_BYTES = 64 * 1024
 """The most that is taken from a socket at once."""
 _TURN_S = 0.0005
 """How long a connection reads before the loop goes on to the next."""
+_SMALL_BYTES = 16 * 1024
+"""So much of what has come is read at once; more of it waits for its turn among all connections."""
 _MAX_PAUSE_S = 5.0
 """The longest that a connection which has used up its share of the loop is not read."""
 _DISCARD_BYTES = 64 * 1024
@@ -70,6 +74,41 @@ class ConnectionObserver(Protocol):
     def slow_reader_cut(self) -> None: ...
 
 
+class TurnQueue:
+    """Connections that have more to read than a little, one turn for each in every round of the event loop.
+
+    However many they are, a short request that comes beside them waits for one turn.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Connection, None] = {}
+        self._runs = False
+
+    def join(self, connection: Connection) -> None:
+        """At the end; one that waits already keeps its place."""
+        self._waiting.setdefault(connection)
+        if not self._runs:
+            self._runs = True
+            connection.loop.call_soon(self._next)
+
+    def leave(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+
+    def __contains__(self, connection: Connection) -> bool:
+        return connection in self._waiting
+
+    def _next(self) -> None:
+        self._runs = False
+        if not self._waiting:
+            return
+        first = next(iter(self._waiting))
+        del self._waiting[first]
+        first.turn()
+        if self._waiting and not self._runs:
+            self._runs = True
+            first.loop.call_soon(self._next)
+
+
 @dataclass
 class Connections:
     """All of one server's, and what they may do."""
@@ -80,6 +119,7 @@ class Connections:
     n_by_address: Counter[str] = field(default_factory=Counter)
     """Open connections; those of a Unix socket have no address."""
     loop_share: LoopShare = field(default_factory=LoopShare)
+    turns: TurnQueue = field(default_factory=TurnQueue)
     received: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
     """What a read puts its bytes into, whoever sent them: they are copied before the loop does anything else.
 
@@ -128,7 +168,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._limits = others.limits
         self._framing = Framing(self._limits.max_header_bytes)
         self._allowance = others.loop_share.allowance(time.perf_counter())
-        self._next_turn: asyncio.Handle | None = None
+        self._paused: asyncio.TimerHandle | None = None
+        """Runs while this connection's share of the loop is used up."""
         self._linger: asyncio.TimerHandle | None = None
         self._n_discarded = 0
         """Bytes of a body that nobody wants."""
@@ -186,7 +227,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._others.n_by_address[address] += 1
             self._address = address
         self._others.open.add(self)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        link = transport.get_extra_info("socket")
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         self._watch_the_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -196,7 +239,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             if not self._others.n_by_address[self._address]:
                 del self._others.n_by_address[self._address]
         self._allowance.end()
-        for clock in (self._late, self._stalled, self._next_turn, self._linger):
+        self._others.turns.leave(self)
+        for clock in (self._late, self._stalled, self._paused, self._linger):
             self._stop(clock)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
@@ -224,8 +268,13 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def handle_events(self) -> None:
         """In place of uvicorn's: read what has come, for a bounded time, and the rest in turns to come."""
-        if self._next_turn is None:
-            self._turn()
+        if self._waits_for_turn:
+            return
+        if len(self._framing.unread) <= _SMALL_BYTES:
+            self.turn()
+        else:
+            self._others.turns.join(self)
+            self._read_or_pause()
 
     def on_response_complete(self) -> None:
         if self._linger is None:
@@ -257,10 +306,14 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             return False
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
-    def _turn(self) -> None:
-        self._next_turn = None
+    @property
+    def _waits_for_turn(self) -> bool:
+        return self._paused is not None or self in self._others.turns
+
+    def turn(self) -> None:
+        """Read what has come, until all is read or the time of one turn is over."""
         began_s = now_s = time.perf_counter()
-        n_requests, goes_on = 0, False
+        n_requests, n_bytes, goes_on = 0, 0, False
         try:
             while self._takes_more:
                 if goes_on := now_s - began_s > _TURN_S:
@@ -268,6 +321,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
                 piece = self._framing.next_piece()
                 if piece is None:
                     break
+                n_bytes += len(piece)
                 self.conn.receive_data(piece)
                 n_requests += self._take_events()
                 now_s = time.perf_counter()
@@ -276,11 +330,19 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         except h11.RemoteProtocolError:
             self._refuse(ApiError(400, "this is no HTTP/1.1 request", code="invalid_http", closes=True))
         now_s = time.perf_counter()
-        pause_s = self._allowance.charge(now_s - began_s + n_requests * REQUEST_S, now_s)
-        if (goes_on or pause_s) and self._linger is None and not self.transport.is_closing():
-            self._next_turn = self.loop.call_later(min(pause_s, _MAX_PAUSE_S), self._turn)
+        cost_s = now_s - began_s + n_requests * REQUEST_S + n_bytes * BYTE_S
+        pause_s = self._allowance.charge(cost_s, now_s)
+        if self._linger is None and not self.transport.is_closing():
+            if pause_s:
+                self._paused = self.loop.call_later(min(pause_s, _MAX_PAUSE_S), self._end_pause)
+            elif goes_on:
+                self._others.turns.join(self)
         self._read_or_pause()
         self._watch_the_clock()
+
+    def _end_pause(self) -> None:
+        self._paused = None
+        self._others.turns.join(self)
 
     def _take_events(self) -> int:
         """What h11 makes of a piece; how many requests have begun."""
@@ -346,8 +408,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def _flow_changed(self) -> None:
         """A body in progress is to wait, or may be read on."""
-        if self._framing.unread and self._next_turn is None and self._takes_more:
-            self._next_turn = self.loop.call_soon(self._turn)
+        if self._framing.unread and self._takes_more and not self._waits_for_turn:
+            self._others.turns.join(self)
         self._read_or_pause()
 
     def _read_or_pause(self) -> None:
@@ -355,7 +417,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self._linger is not None:
             return
         waits_for_answer = bool(self._framing.unread) and not self._takes_more
-        if self.flow.read_paused or self._next_turn is not None or waits_for_answer:
+        if self.flow.read_paused or self._waits_for_turn or waits_for_answer:
             self.transport.pause_reading()
         else:
             self.transport.resume_reading()
@@ -445,13 +507,14 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._linger = self.loop.call_later(_LINGER_S, self.transport.abort)
         if self._late is not None:
             self._stop(self._late)
-        if self._next_turn is not None:
-            self._stop(self._next_turn)
+        if self._paused is not None:
+            self._stop(self._paused)
+        self._others.turns.leave(self)
         self.transport.write_eof()
         self.transport.resume_reading()
 
     @staticmethod
-    def _stop(clock: asyncio.Handle | None) -> None:
+    def _stop(clock: asyncio.TimerHandle | None) -> None:
         if clock is not None:
             clock.cancel()
 

@@ -16,6 +16,13 @@ from typing import NamedTuple
 
 REQUEST_S = 0.0003
 """What a request is charged beside the time to parse it: routing, checks and a short answer."""
+BYTE_S = 3e-9
+"""What a byte is charged beside that: to read it, and to hand it on to what waits for it."""
+_MIN_BURST_S = 0.0005
+"""Every new connection may send a short request or two at once."""
+_NEWCOMERS_S = 0.1
+"""What new connections together get beyond that for their bursts, refilled at the rate of those unknown."""
+_NEWCOMER_SHARE = 0.25
 _ACTIVE_S = 1.0
 """A connection that was charged within this time divides the rate with the others."""
 
@@ -39,10 +46,17 @@ class LoopShare:
 
     def __init__(self) -> None:
         self._active = {UNKNOWN: _Active(), VOUCHED: _Active()}
+        self._newcomers_s = _NEWCOMERS_S
+        self._updated_s = 0.0
 
     def allowance(self, now_s: float) -> Allowance:
-        """For a new connection."""
-        return Allowance(self, now_s)
+        """For a new connection. Where many come, their first bursts are short: a client gains nothing by
+        closing a connection that has used up its own, and opening another."""
+        refilled_s = self._newcomers_s + (now_s - self._updated_s) * UNKNOWN.together
+        self._newcomers_s, self._updated_s = min(_NEWCOMERS_S, refilled_s), now_s
+        burst_s = min(UNKNOWN.burst_s, _NEWCOMER_SHARE * self._newcomers_s)
+        self._newcomers_s -= burst_s
+        return Allowance(self, now_s, _MIN_BURST_S + burst_s)
 
     def rate(self, one: Allowance, now_s: float) -> float:
         """Seconds of loop time in a second for `one`, which is active now."""
@@ -81,10 +95,10 @@ class Allowance:
 
     __slots__ = ("_balance_s", "_share", "_updated_s", "standing")
 
-    def __init__(self, share: LoopShare, now_s: float) -> None:
+    def __init__(self, share: LoopShare, now_s: float, burst_s: float) -> None:
         self.standing = UNKNOWN
         self._share = share
-        self._balance_s = UNKNOWN.burst_s
+        self._balance_s = burst_s
         self._updated_s = now_s
 
     def vouch(self) -> None:

@@ -68,7 +68,8 @@ class UnfinishedBody:
         if not self._all._make_room(len(part), self):
             return
         if self._mapped is None and self.n_bytes + len(part) > _MAP_FROM_BYTES:
-            self._mapped = mmap.mmap(-1, self._most_bytes)  # no page of it exists before it is written
+            # No page of it exists before it is written.
+            self._mapped = mmap.mmap(-1, self._most_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._mapped.write(self._heap)
             self._heap = bytearray()
         if self._mapped is None:

@@ -97,7 +97,10 @@ def test_what_nobody_reads_of_a_body_is_read_within_a_bound(server: FakeServer) 
 def test_a_short_body_that_nobody_reads_leaves_the_connection_in_use(server: FakeServer) -> None:
     with connect(server.url) as raw:
         raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: 3000\r\n\r\n")
-        assert raw.recv(65536).startswith(b"HTTP/1.1 404")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += raw.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 404")
         raw.sendall(b"x" * 3000 + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         assert raw.recv(65536).startswith(b"HTTP/1.1 200")
 

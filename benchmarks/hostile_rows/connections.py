@@ -1,0 +1,189 @@
+"""Rows 3, 4, 9 and 10: what a connection may take before anybody knows who sends, and what is no request."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from hostile_rows.siege import Missed, Siege
+
+KEY = "the-key"
+MIB = 1 << 20
+_CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+_TINY_CHUNKS = b"1\r\n,\r\n" * 512
+_FLOOD_BYTES_S = 300_000
+
+
+def tiny_chunks(siege: Siege) -> str:
+    """16 connections send bodies in chunks of one byte, 300 KB/s together: without a key, then where none is
+    asked for."""
+    seen = []
+    for arguments, key in ((("--api-key", KEY), KEY), ((), None)):
+        with siege.server(*arguments) as server:
+            client = siege.asked(server, key)
+            whole = client.complete(max_tokens=60)  # as in the report
+            if whole[0] != 200:
+                raise Missed(f"{whole}")
+            line = siege.under_attack(
+                server, _send, server.port, _CHUNKED, _TINY_CHUNKS, 16, well_behaved=client.complete
+            )
+            seen.append(f"{'keys' if key else 'no keys'}: {line}")
+    return "; ".join(seen)
+
+
+def pipelined_requests(siege: Siege) -> str:
+    """The same bytes a second as small requests one behind the other, refused or answered: nobody waits."""
+    seen = []
+    for path in (b"/v1/models", b"/health"):
+        request = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path
+        with siege.server("--api-key", KEY) as server:
+            client = siege.asked(server, KEY)
+            line = siege.under_attack(
+                server, _send, server.port, b"", request * 64, 16, well_behaved=client.complete
+            )
+            seen.append(f"{path.decode()}: {line}")
+    return "; ".join(seen)
+
+
+def unfinished_bodies(siege: Siege) -> str:
+    """200 bodies of 4 MiB that never end: memory stays within --max-unfinished, and comes back."""
+    n_senders = 60 if siege.quick else 200
+    with siege.server("--max-unfinished", "64M") as server:
+        client = siege.asked(server)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (4 * MIB)
+        before_mib = server.rss_mib()
+        most_mib = [0.0]
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(0.05):
+                most_mib[0] = max(most_mib[0], server.rss_mib())
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        try:
+            line = siege.under_attack(
+                server,
+                _hold,
+                server.port,
+                head + b"," * (4 * MIB - 1),
+                n_senders,
+                well_behaved=client.complete,
+            )
+        finally:
+            over.set()
+            looking.join()
+        grown_mib = most_mib[0] - before_mib
+        if grown_mib > 64 + 100:
+            raise Missed(f"{n_senders} unfinished bodies took {grown_mib:.0f} MiB at most: {line}")
+        return f"at most {grown_mib:+.0f} MiB meanwhile; {line}"
+
+
+def other_origins(siege: Siege) -> str:
+    """What a page in a browser can send to a server on loopback: another Host, or text/plain."""
+    with siege.server() as server:
+        client = siege.asked(server)
+        body = b'{"model":"%s","prompt":"a","max_tokens":1}' % client.model.encode()
+        tried = {
+            b"Host: evil.example\r\nContent-Type: application/json": 421,
+            b"Host: localhost.evil.example\r\nContent-Type: application/json": 421,
+            b"Host: localhost\r\nOrigin: http://evil.example\r\nContent-Type: text/plain": 415,
+            b"Host: localhost\r\nOrigin: http://evil.example": 415,
+            b"Host: localhost\r\nContent-Type: application/x-www-form-urlencoded": 415,
+            b"Host: localhost\r\nContent-Type: application/json": 200,
+        }
+        for headers, wanted in tried.items():
+            head = b"POST /v1/completions HTTP/1.1\r\nConnection: close\r\n%b\r\nContent-Length: %d\r\n\r\n"
+            got = _status(server.port, head % (headers, len(body)) + body)
+            if got != wanted:
+                raise Missed(f"{headers!r} got {got}, not {wanted}")
+        return f"{len(tried)} requests answered as they should be"
+
+
+def ambiguous_requests(siege: Siege) -> str:
+    """What two readers of HTTP could read differently is refused, and its connection ends."""
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    tried = {
+        post + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n": 400,
+        b"GET /health HTTP/1.1\nHost: localhost\n\n": 400,
+        b"GET /health HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n": 400,
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n folded\r\n\r\n": 400,
+        b"GET /" + b"a" * 60_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n": 414,
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 3000 + b"\r\n": 431,
+    }
+    with siege.server() as server:
+        for sent, wanted in tried.items():
+            # Whatever follows on the connection must not be taken for a request of its own.
+            got = _status(server.port, sent + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            if got != wanted:
+                raise Missed(f"{sent[:80]!r} got {got}, not {wanted}")
+        return f"{len(tried)} requests refused, connections closed"
+
+
+def _status(port: int, sent: bytes) -> int:
+    """Of the one answer on a connection, which must end after it."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as link:
+        with contextlib.suppress(ConnectionError):
+            link.sendall(sent)
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := link.recv(65536):
+                said += part
+    n_answers = len(re.findall(rb"HTTP/1.1 [0-9]", said))
+    if n_answers != 1:
+        raise Missed(f"{n_answers} answers to one request: {said[:200]!r}")
+    return int(said.split()[1])
+
+
+# ---- attacks; each runs in a process of its own until it is killed ----------------------------------------
+
+
+def _send(port: int, opening: bytes, repeated: bytes, n_connections: int) -> None:
+    """`repeated` again and again on each connection, 300 KB/s together; a closed one is opened anew."""
+    pause_s = len(repeated) * n_connections / _FLOOD_BYTES_S
+
+    def send() -> None:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as link:
+            link.sendall(opening)
+            link.setblocking(False)
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    link.send(repeated)
+                with contextlib.suppress(BlockingIOError):
+                    while said := link.recv(65536):
+                        pass
+                    if not said:
+                        return
+                time.sleep(pause_s)
+
+    _all_at_once([lambda: _for_ever(send, pause_s)] * n_connections)
+
+
+def _hold(port: int, sent: bytes, n_connections: int) -> None:
+    """Each sends its body but the end, and waits; a closed one is opened anew after a second."""
+
+    def hold() -> None:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as link:
+            link.sendall(sent)
+            link.recv(1)
+
+    _all_at_once([lambda: _for_ever(hold, 1.0)] * n_connections)
+
+
+def _for_ever(work: Callable[[], None], pause_s: float) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            work()
+        time.sleep(pause_s)
+
+
+def _all_at_once(work: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=one, daemon=True) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
