@@ -29,8 +29,6 @@ from tabulate import tabulate
 
 from phasewise.cli.bench_kv import Load, Replay, replay_of
 from phasewise.cli.kv_trace import Asked
-from phasewise.cli.opening import OpenModel, open_model
-from phasewise.cli.options import WeightFormat
 from phasewise.serving.batch import Batch
 from phasewise.serving.engine import Engine
 from phasewise.serving.messages import Answer, Submit
@@ -39,6 +37,7 @@ from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.sampling import SamplingParams
 from phasewise.tuner.errors import TraceError
+from phasewise.workflows.open_model import OpenModel, open_model
 
 POLICIES = ("odma", "static", "fixed", "paged")
 PLAIN_IDS = (1000, 30000)
@@ -269,7 +268,7 @@ def main() -> None:
     except TraceError as error:
         raise SystemExit(str(error)) from None
     print(story, file=sys.stderr)
-    found = open_model(arguments.model, WeightFormat(arguments.format), arguments.threads, None)
+    found = open_model(arguments.model, arguments.format, arguments.threads, None)
     policies = arguments.policies.split(",")
     runs = []
     for number in range(arguments.rounds):

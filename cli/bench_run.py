@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
 from phasewise.cli.bench_formats import BenchRow
-from phasewise.cli.opening import OpenModel
 from phasewise.cli.present import note
 from phasewise.cython_kernels import isa
 from phasewise.serving.ranks import STEP_TOKENS, Ranks
@@ -20,6 +19,7 @@ from phasewise.serving.throughput import Throughput, Workload, compute_kind, flo
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 from phasewise.tuner.roofline import peak_kinds
+from phasewise.workflows.open_model import OpenModel
 
 if TYPE_CHECKING:
     from phasewise.serving.model import PackedModel

@@ -39,13 +39,13 @@ from phasewise.tuner.plans import Phase
 
 if TYPE_CHECKING:
     from phasewise.cli.measured import MeasuredEvaluator, Plans, Reading, Room, Schedules
-    from phasewise.cli.tuning import Tuned
     from phasewise.kerneldb.location import Location
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.config.recorded import Kernels
     from phasewise.tuner.config.steps import Evaluator
     from phasewise.tuner.config.study import Event
     from phasewise.tuner.tuning_run import TuningProgress
+    from phasewise.workflows.tune_kernels.rounds import Tuned
 
 SEARCH_SHARE = 0.5
 LAST_RUN_SHARE, MOST_LAST_RUN_SHARE = 0.2, 0.4
@@ -192,10 +192,10 @@ def _plain(subject: Subject, store: Store) -> MeasuredEvaluator:
 def _tuned(subject: Subject, store: Store, db: str | None) -> MeasuredEvaluator:
     """By whatever schedules are in use for a plan's cores."""
     from phasewise.cli.measured import MeasuredEvaluator
-    from phasewise.cli.schedules import schedules_for
+    from phasewise.workflows.tuned_schedules import schedules_for
 
     def in_use(plans: Plans) -> Schedules:
-        return schedules_for(db, subject.machine, plans)
+        return schedules_for(db, subject.machine, plans, note)
 
     assert subject.model is not None
     heard = _keeper(subject, store, "tuned")
@@ -359,8 +359,8 @@ def _tune_kernels(
 
     Each may take half of the time that is left: the best plan's are worth the most.
     """
-    from phasewise.cli.config_kernels import kernel_rounds
-    from phasewise.cli.tuning import tune_round
+    from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
+    from phasewise.workflows.tune_kernels.rounds import tune_round
 
     assert run.subject.model is not None
     plans = [one.plan for turn in zip_longest(*chosen.values()) for one in turn if one]

@@ -7,7 +7,12 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phasewise.tuner.plans import Phase, ServicePlan
 
 SCHEMA_VERSION = 1
 
@@ -23,6 +28,12 @@ def note(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
     except OSError:  # the terminal has gone: a server ends in order all the same
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process)
+
+
+def note_plans(plans: Mapping[Phase, ServicePlan]) -> None:
+    """On stderr: the cores that each phase runs on, and where the plan comes from."""
+    for plan in plans.values():
+        note(plan.describe())
 
 
 def fail(message: str, exit_code: int) -> NoReturn:

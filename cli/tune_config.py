@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise.cli.alone import company
-from phasewise.cli.model_shape import shape_of_model, shape_of_reference
 from phasewise.cli.options import WeightFormat
 from phasewise.cli.present import note
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
@@ -48,6 +47,7 @@ from phasewise.tuner.plans import (
     plans_for,
 )
 from phasewise.tuner.topotree import OperatorLimits, TopoTree, fundamental
+from phasewise.workflows.model_shape import shape_of_model, shape_of_reference
 
 if TYPE_CHECKING:
     from phasewise.cli.measured import Cost
@@ -149,7 +149,7 @@ def open_subject(wish: Wish) -> Subject:
     machine = _restricted(whole, wish.cores)
     measured = wish.evaluator == "measured"
     model = _load(wish) if measured else None
-    shape = shape_of_model(model) if model else shape_of_reference(wish.model, wish.weight_format)
+    shape = shape_of_model(model) if model else shape_of_reference(wish.model, wish.weight_format, note)
     limits = OperatorLimits(shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn)
     if wish.ranks is not None:
         _check_ranks(wish.ranks, limits, shape, machine)
@@ -237,7 +237,7 @@ def _requests(wish: Wish, model: PackedModel | None) -> Trace:
 def stored_plans(wish: Wish) -> tuple[Machine, Mapping[Phase, ServicePlan]]:
     """The machine asked for, and the plans of the wish's phases that the database has for it."""
     machine = _machine(wish)
-    shape = shape_of_reference(wish.model, wish.weight_format)
+    shape = shape_of_reference(wish.model, wish.weight_format, note)
     name = model_key(shape.name, wish.weight_format.value)
     plans = plans_for(wish.db, machine, name, None, note)
     return machine, {

@@ -27,6 +27,8 @@ PURE = (
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "phasewise": ("",),
     "cli": ("",),
+    "workflows": ("workflows", "serving", "tuner", "kerneldb", "topology", "cython_kernels", "_version"),
+    "loadtest": ("loadtest", "tuner.config.trace", "tuner.errors", "_version"),
     "serving": ("serving", "tuner.plans", "kerneldb", "topology", "cython_kernels"),
     "serving.request": PURE,
     "serving.pools": PURE,
@@ -57,7 +59,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "starlette": ("serving.http",),
     "uvicorn": ("serving.http",),
     "llguidance": ("serving.guides",),
-    "aiohttp": ("cli",),
+    "aiohttp": ("cli", "loadtest"),
 }
 
 

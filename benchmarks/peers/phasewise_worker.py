@@ -7,17 +7,16 @@ import json
 import sys
 
 from phasewise.cli.bench_run import MAX_BATCH_TOKENS, open_ranks
-from phasewise.cli.opening import open_model
-from phasewise.cli.options import WeightFormat
 from phasewise.serving.forward import AUTO
 from phasewise.serving.throughput import Workload, measure
+from phasewise.workflows.open_model import open_model
 
 LARGEST = (Workload(MAX_BATCH_TOKENS, 0, 1), Workload(0, 256, 8))
 
 
 def main() -> None:
     model, threads = sys.argv[1], int(sys.argv[2])
-    weight_format = WeightFormat(sys.argv[3] if len(sys.argv) > 3 else "native")
+    weight_format = sys.argv[3] if len(sys.argv) > 3 else "native"
     with open_ranks(open_model(model, weight_format, threads, None), LARGEST, AUTO) as opened:
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:

@@ -21,7 +21,7 @@ from phasewise.cli.options import (
     ThreadsOption,
     WeightFormat,
 )
-from phasewise.cli.present import note, print_json
+from phasewise.cli.present import note, note_plans, print_json
 
 if TYPE_CHECKING:
     from phasewise.cli.bench_kernels import Grid
@@ -138,9 +138,10 @@ def run(
     """Time prefill (-p) and decode (-n) of MODEL, with llama-bench's field names."""
     from phasewise.cli.bench_formats import FORMATS
     from phasewise.cli.bench_run import bench_rows, open_ranks
-    from phasewise.cli.opening import open_model
+    from phasewise.cli.render.explain_text import uses_text
     from phasewise.serving.ranks import STEP_TOKENS
     from phasewise.serving.throughput import Workload
+    from phasewise.workflows.open_model import open_model
 
     workloads = [
         Workload(n_prompt, gen, n_sequences)
@@ -149,10 +150,11 @@ def run(
     ]
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
-    found = open_model(model, weight_format, threads, db)
-    found.tell_plans()
+    found = open_model(model, weight_format, threads, db, note)
+    note_plans(found.plans)
     if explain:
-        found.explain(STEP_TOKENS, max(workload.n_sequences for workload in workloads), kv_format)
+        uses = found.explain(STEP_TOKENS, max(workload.n_sequences for workload in workloads), kv_format)
+        note(uses_text(uses))
     with open_ranks(found, workloads, kv_format.value) as opened:
         rows = list(bench_rows(opened, workloads, repetitions))
     print(FORMATS[output.value](rows), end="")

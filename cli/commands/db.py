@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise._version import __version__
-from phasewise.cli import db_text
 from phasewise.cli.commands import db_sharing
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat
 from phasewise.cli.present import note, print_json
+from phasewise.cli.render import db_text
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import PlanRecord

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from phasewise._version import __version__
-from phasewise.cli import db_text
 from phasewise.cli.options import DbOption, JsonOption, ThreadsOption
 from phasewise.cli.present import note, print_json
+from phasewise.cli.render import db_text
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.portable import Taken
@@ -189,12 +188,12 @@ def verify(
     Only rows of machines and kernels like these can be verified. What was measured is kept at once: the
     command goes on where it was interrupted.
     """
-    from phasewise.cli.verifying import verdicts
     from phasewise.topology import read_machine
+    from phasewise.workflows.verify_schedules import verdicts
 
     found: list[dict[str, Any]] = []
     with _existing(db) as store:
-        for verdict in verdicts(store, read_machine(), top, threads, __version__):
+        for verdict in verdicts(store, read_machine(), top, threads, note):
             found.append(db_text.verdict_fields(verdict))
             note(db_text.verdict_line(verdict))
         left = sum(build.unverified for build in store.stats().builds)

@@ -34,9 +34,9 @@ def doctor(
     Each finding has its evidence (file and value), what it means, and a remedy; the severest come first.
     Nothing is changed. The exit code is 0 whatever is found, unless --strict is given.
     """
-    from phasewise.cli.doctor_text import doctor_fields, doctor_lines
-    from phasewise.cli.host import snapshot_host, this_host
+    from phasewise.cli.render.doctor_text import doctor_fields, doctor_lines
     from phasewise.tuner.doctor import examine
+    from phasewise.workflows.doctor_host import snapshot_host, this_host
 
     host = this_host(db) if root is None else snapshot_host(root)
     findings = examine(host)

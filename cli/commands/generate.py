@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise.cli.opening import open_model, plan_fields
 from phasewise.cli.options import (
     DbOption,
     ExplainOption,
@@ -20,7 +19,8 @@ from phasewise.cli.options import (
     ThreadsOption,
     WeightFormat,
 )
-from phasewise.cli.present import fail, note, print_json
+from phasewise.cli.present import fail, note, note_plans, print_json
+from phasewise.workflows.open_model import open_model
 
 if TYPE_CHECKING:
     from phasewise.serving.one_answer import OneAnswer
@@ -59,7 +59,7 @@ def generate(
     The prompt is taken as it is, as by llama.cpp's -p. Special tokens written
     in it are recognised.
     """
-    from phasewise.cli.schedules import uses_fields
+    from phasewise.cli.render.explain_text import uses_fields, uses_text
     from phasewise.serving.messages import Submit
     from phasewise.serving.one_answer import OneAnswer
     from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
@@ -69,13 +69,16 @@ def generate(
         raise typer.BadParameter("a stop text must not be empty")
     sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, repetition_penalty)
     text = _read_stdin() if prompt == "-" else prompt
-    found = open_model(model, weight_format, threads, db)
-    found.tell_plans()
+    found = open_model(model, weight_format, threads, db, note)
+    note_plans(found.plans)
     packed = found.model
     model_text = ModelText(packed)
     prompt_ids = tuple(model_text.chat_prompt(text) if chat else model_text.encode(text, True))
     size = replace(EngineSize.for_one(packed, len(prompt_ids), n_tokens), kv_format=kv_format.value)
-    uses = found.explain(size.max_batch_tokens, size.max_sequences, kv_format) if explain else None
+    uses = None
+    if explain:
+        uses = found.explain(size.max_batch_tokens, size.max_sequences, kv_format)
+        note(uses_text(uses))
     answer = OneAnswer(Submit("generate", prompt_ids, n_tokens, sampling, tuple(stop or ()), ignore_eos))
     with open_engine(packed, found.plans, size, model_text, found.schedules) as opened:
         for piece in answer.pieces(opened.engine):
@@ -96,13 +99,14 @@ def _read_stdin() -> str:
 
 
 def _fields(answer: OneAnswer, opened: OpenEngine) -> dict[str, Any]:
+    from phasewise.cli.render.plan_text import plan_cores
     from phasewise.cython_kernels._native import isa_active
 
     return {
         "model": opened.model.name,
         "format": opened.model.format,
         "isa": isa_active(),
-        "plan": plan_fields(opened.plans),
+        "plan": plan_cores(opened.plans),
         "text": answer.text,
         "prompt_token_ids": list(answer.request.prompt_token_ids),
         "token_ids": answer.token_ids,

@@ -18,7 +18,7 @@ from phasewise.cli.options import (
     ThreadsOption,
     WeightFormat,
 )
-from phasewise.cli.present import note, print_json
+from phasewise.cli.present import note, note_plans, print_json
 
 if TYPE_CHECKING:
     from phasewise.cli.predict_len_collect import AnswerLog, Settings
@@ -108,12 +108,12 @@ def collect(
 def _engine(
     ref: str, weight_format: WeightFormat, threads: int | None, db: str | None, sequences: int
 ) -> Iterator[OpenEngine]:
-    from phasewise.cli.opening import open_model
     from phasewise.serving.open_engine import EngineSize, open_engine
     from phasewise.serving.rank_teams import keeping_affinity
+    from phasewise.workflows.open_model import open_model
 
-    found = open_model(ref, weight_format, threads, db)
-    found.tell_plans()
+    found = open_model(ref, weight_format, threads, db, note)
+    note_plans(found.plans)
     size = EngineSize.for_many(found.model, sequences, None, None)
     with keeping_affinity(), open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
         yield opened

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise.cli.opening import open_model
 from phasewise.cli.options import (
     DbOption,
     ExplainOption,
@@ -21,6 +20,7 @@ from phasewise.cli.options import (
     WeightFormat,
 )
 from phasewise.cli.present import fail, note
+from phasewise.workflows.open_model import open_model
 
 if TYPE_CHECKING:
     import ssl
@@ -299,12 +299,13 @@ def serve(
     from phasewise.serving.headroom import use_one_heap
 
     use_one_heap()  # before numpy's threads are there
-    from phasewise.cli.serve_predictor import open_predictor
+    from phasewise.cli.render.explain_text import uses_text
     from phasewise.serving.http.listening import allowed_hosts
     from phasewise.serving.length_log import LengthLog
     from phasewise.serving.open_engine import EngineSize, open_engine
     from phasewise.serving.rank_teams import keeping_affinity
     from phasewise.serving.service import ServiceSettings, run_service
+    from phasewise.workflows.length_estimator import open_predictor
 
     limits, tls = _limits(api_key, api_key_file, max_sequences, max_waiting, max_body, drain), None
     limits = replace(
@@ -321,8 +322,8 @@ def serve(
         host, port, unix_socket, secure=tls is not None
     ) as address:  # told before the model is read
         log = None if length_log is None else LengthLog(length_log, note)
-        found = open_model(model, weight_format, threads, db)
-        estimates = open_predictor(predictor, found.model.name)
+        found = open_model(model, weight_format, threads, db, note)
+        estimates = open_predictor(predictor, found.model.name, note)
         size = replace(
             EngineSize.for_many(found.model, max_sequences, context, kv_bytes, kv_format.value),
             max_batch_tokens=max_batch_tokens,
@@ -332,7 +333,7 @@ def serve(
             touched=True,
         )
         if explain:
-            found.explain(size.step_tokens, size.max_sequences)
+            note(uses_text(found.explain(size.step_tokens, size.max_sequences)))
         with keeping_affinity():
             opened = open_engine(found.model, found.plans, size, schedules=found.schedules)
         settings = ServiceSettings(

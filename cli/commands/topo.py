@@ -63,7 +63,7 @@ def topo(
     _check_one_view(model, trees, notation, plan, plan_file, probe)
     machine = _machine(input_path)
     if probe:
-        from phasewise.cli.probe_text import run_probe
+        from phasewise.cli.render.probe_text import run_probe
 
         run_probe(machine, is_live=input_path is None, budget=budget, svg_path=svg_path, as_json=as_json)
     elif trees:
@@ -71,7 +71,7 @@ def topo(
     elif notation is not None:
         _show_tree(machine, notation, svg_path, as_json)
     elif plan or plan_file is not None:
-        from phasewise.cli.plan_text import read_plans
+        from phasewise.cli.render.plan_text import read_plans
 
         plans = read_plans(plan_file, machine) if plan_file else _plans(machine, model, weight_format, db)
         _show_plans(machine, plans, svg_path, as_json)
@@ -91,7 +91,7 @@ def _check_one_view(
 
 
 def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> None:
-    from phasewise.cli.topo_text import topo_lines
+    from phasewise.cli.render.topo_text import topo_lines
 
     _draw(machine, None, svg_path)
     if as_json:
@@ -101,7 +101,7 @@ def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> Non
 
 
 def _show_trees(machine: Machine, power_of_two: bool, limit: int, as_json: bool) -> None:
-    from phasewise.cli.trees_text import trees_fields, trees_lines
+    from phasewise.cli.render.trees_text import trees_fields, trees_lines
     from phasewise.tuner.topotree import fundamental
 
     found = fundamental(machine)
@@ -112,7 +112,7 @@ def _show_trees(machine: Machine, power_of_two: bool, limit: int, as_json: bool)
 
 
 def _show_tree(machine: Machine, notation: str, svg_path: Path | None, as_json: bool) -> None:
-    from phasewise.cli.trees_text import groups_of_tree, one_tree_fields, one_tree_lines
+    from phasewise.cli.render.trees_text import groups_of_tree, one_tree_fields, one_tree_lines
     from phasewise.tuner.topotree import parse
 
     tree = parse(notation, machine)
@@ -127,7 +127,7 @@ def _plans(
     machine: Machine, model: str | None, weight_format: WeightFormat, db: str | None
 ) -> Mapping[Phase, ServicePlan]:
     """The plans that `serve` would use for the model, with a remark where nothing was tuned."""
-    from phasewise.cli.plan_text import model_name
+    from phasewise.cli.render.plan_text import model_name
     from phasewise.tuner.plans import model_key, plans_for, resolve_plans
 
     if model is None:
@@ -142,7 +142,7 @@ def _plans(
 def _show_plans(
     machine: Machine, plans: Mapping[Phase, ServicePlan], svg_path: Path | None, as_json: bool
 ) -> None:
-    from phasewise.cli.plan_text import picture_groups, plan_fields, plan_lines
+    from phasewise.cli.render.plan_text import picture_groups, plan_fields, plan_lines
 
     _draw(machine, picture_groups(plans), svg_path)
     if as_json:

@@ -179,15 +179,15 @@ def _check(wish: Wish) -> None:
 
 
 def _run(wish: Wish, subject: Subject, started_s: float) -> Found:
-    from phasewise.cli.config_progress import progress_of_search
     from phasewise.cli.config_run import tune
+    from phasewise.cli.render.config_progress import progress_of_search
 
     with progress_of_search() as show:
         return tune(wish, subject, started_s, show)
 
 
 def _print_found(found: Found, emit: EmitChoice | None, as_json: bool) -> None:
-    from phasewise.cli.config_text import found_fields, found_text
+    from phasewise.cli.render.config_text import found_fields, found_text
 
     plans = {phase: verdict.plan for phase, verdict in found.verdicts.items()}
     if as_json:
@@ -202,7 +202,7 @@ def _print_found(found: Found, emit: EmitChoice | None, as_json: bool) -> None:
 
 def _emit_stored(wish: Wish, emit: EmitChoice, as_json: bool) -> bool:
     """Print the plans that the database has; False unless it has one for each phase asked for."""
-    from phasewise.cli.config_text import stored_fields
+    from phasewise.cli.render.config_text import stored_fields
     from phasewise.cli.tune_config import stored_plans
 
     machine, plans = stored_plans(wish)
@@ -218,7 +218,7 @@ def _emit_stored(wish: Wish, emit: EmitChoice, as_json: bool) -> bool:
 
 
 def _print_emitted(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: Machine) -> None:
-    from phasewise.cli.emit_text import print_emitted
+    from phasewise.cli.render.emit_text import print_emitted
 
     if plans:
         print_emitted(tool.value, plans, machine)
@@ -232,7 +232,7 @@ def _emit_fields(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: 
 
 
 def _print_dry_run(wish: Wish, subject: Subject, as_json: bool) -> None:
-    from phasewise.cli.config_text import dry_run_fields, dry_run_text
+    from phasewise.cli.render.config_text import dry_run_fields, dry_run_text
 
     if as_json:
         print_json({"dry_run": True, **dry_run_fields(wish, subject)})

@@ -15,9 +15,9 @@ from phasewise.cli.present import note, print_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phasewise.cli.tuning import Round, Shape, Tuned
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase
+    from phasewise.workflows.tune_kernels.rounds import Round, Shape, Tuned
 
 EXIT_INTERRUPTED = 130
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -97,8 +97,8 @@ def parse_budget(text: str) -> float:
 
 def parse_shapes(text: str, kernel_format: str) -> list[Shape]:
     """`3072,576;576,1536` as weights of one format; a usage error otherwise."""
-    from phasewise.cli.tuning import Shape
     from phasewise.tuner.weights import kind_of
+    from phasewise.workflows.tune_kernels.rounds import Shape
 
     if kernel_format == WeightFormat.native:
         raise typer.BadParameter("--shapes needs a --format, such as bf16 or int8")
@@ -124,17 +124,17 @@ def _rounds(
 ) -> list[Round]:
     if (model is None) == (shapes is None):
         raise typer.BadParameter("give either a MODEL or --shapes")
-    from phasewise.cli.tuning import plan_rounds, shapes_of
+    from phasewise.workflows.tune_kernels.rounds import plan_rounds, shapes_of
 
     if model is not None:
-        from phasewise.cli.opening import open_model
         from phasewise.serving.forward import attention_problem
+        from phasewise.workflows.open_model import open_model
 
         if weight_format not in list(WeightFormat):
             raise typer.BadParameter(f"a model's --format is one of {', '.join(WeightFormat)}")
-        opened = open_model(model, WeightFormat(weight_format), threads, db)
+        opened = open_model(model, weight_format, threads, db, note)
         if any(len(plan.ranks) > 1 for plan in opened.plans.values()):
-            from phasewise.cli.config_kernels import kernel_rounds
+            from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
 
             wanted = [plan for one, plan in opened.plans.items() if phase in (PhaseChoice.both, one)]
             return [one.round for one in kernel_rounds(opened.model, machine, wanted, max_m)]
@@ -158,9 +158,9 @@ def _tune(
     rounds: list[Round], machine: Machine, db: str | None, budget_s: float, resume: bool
 ) -> list[Tuned]:
     """Each round in turn, with its share of what is left of the budget; an interrupted one is the last."""
-    from phasewise.cli.tuning import tune_round
-    from phasewise.cli.tuning_text import progress_on_stderr
+    from phasewise.cli.render.tuning_text import progress_on_stderr
     from phasewise.kerneldb.store import open_store
+    from phasewise.workflows.tune_kernels.rounds import tune_round
 
     deadline_s = time.monotonic() + budget_s
     done: list[Tuned] = []
@@ -175,7 +175,7 @@ def _tune(
 
 
 def _print_plan(rounds: list[Round], as_json: bool) -> None:
-    from phasewise.cli.tuning_text import plan_fields, plan_text
+    from phasewise.cli.render.tuning_text import plan_fields, plan_text
 
     if as_json:
         fields = [
@@ -195,7 +195,7 @@ def _print_plan(rounds: list[Round], as_json: bool) -> None:
 
 
 def _print_tuned(tuned: list[Tuned], as_json: bool) -> None:
-    from phasewise.cli.tuning_text import tuned_fields, tuned_text
+    from phasewise.cli.render.tuning_text import tuned_fields, tuned_text
 
     if as_json:
         print_json({"dry_run": False, "rounds": [tuned_fields(one) for one in tuned]})

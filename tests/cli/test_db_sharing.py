@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from phasewise.cli import verifying
 from phasewise.cli.main import app
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import (
@@ -32,6 +31,7 @@ from phasewise.kerneldb.records import (
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.plans import default_plan
+from phasewise.workflows import verify_schedules
 
 ABI = _native.kernel_abi("gemm")
 STALE_ABI = ABI.rpartition("-")[0] + "-000000000000"
@@ -267,7 +267,7 @@ def test_verifying_puts_what_passes_into_use(
 ) -> None:
     copy = str(tmp_path / "copy.db")
     run("import", str(exported), "--db", copy)
-    monkeypatch.setattr(verifying, "NativeBench", FakeBench)
+    monkeypatch.setattr(verify_schedules, "NativeBench", FakeBench)
     found = run_json("verify", "--db", copy)
 
     assert [(one["block_k"], one["promoted"]) for one in found["verdicts"]] == [(128, True)]
@@ -321,7 +321,7 @@ def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) 
 def test_what_cannot_be_computed_here_is_an_obstacle(
     problem: Problem, schedule: Schedule, reason: str
 ) -> None:
-    found = verifying.NativeBench.obstacle(object(), problem, schedule)  # type: ignore[arg-type]
+    found = verify_schedules.NativeBench.obstacle(object(), problem, schedule)  # type: ignore[arg-type]
 
     assert reason in (found or "")
 
@@ -353,7 +353,7 @@ def test_tables_fit_eighty_columns(
     tuned: Path, monkeypatch: pytest.MonkeyPatch, command: Sequence[str]
 ) -> None:
     monkeypatch.chdir(tuned.parent)
-    monkeypatch.setattr(verifying, "NativeBench", FakeBench)
+    monkeypatch.setattr(verify_schedules, "NativeBench", FakeBench)
     wide = Schedule(12, 16, 144, 6144, 4096, 16, 64, 4, "int8_tile_of_somebody", 4, 65_536, "mn")
     widest = Problem("attention", "int8g16", 14336, 14336, 2048)
     with open_store("other.db") as store:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cli.doctor_text import doctor_lines
+from phasewise.cli.render.doctor_text import doctor_lines
 from phasewise.tuner.doctor import CHECKS, examine
 from tests.support.fake_host import CGROUP, CPU, Plant, clean_host, write_files
 

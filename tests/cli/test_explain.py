@@ -50,6 +50,7 @@ def promote(db: Path, model: Path, m: int, kernel_abi: str) -> Schedule:
     origin = Origin(
         machine_key(machine, default_plan(machine, "decode").ranks[0].cores), "0.1.0", 1_795_000_000_000
     )
+    origin = Origin(machine_key(machine, default_plan(machine, "decode").cores), "0.1.0", 1_795_000_000_000)
     won = Comparison(1.5, 1.25, 2.0, 0.95, 40)
     with open_store(db) as store:
         sample = Sample(schedule, (900,), 900, None, 1000)

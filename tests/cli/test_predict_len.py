@@ -166,8 +166,8 @@ def test_eval_under_drift_and_of_a_given_predictor(log: Path, tmp_path: Path) ->
 
 
 def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None:
-    from phasewise.cli.serve_predictor import estimator_from, open_predictor
     from phasewise.serving.http.http_settings import PromptFacts
+    from phasewise.workflows.length_estimator import estimator_from, open_predictor
 
     assert open_predictor("off", "tiny") is None
     assert estimator_from("auto", "nobody") is None

@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from phasewise.cli.probe_svg import draw_probe
-from phasewise.cli.probe_text import probe_lines
+from phasewise.cli.render.probe_svg import draw_probe
+from phasewise.cli.render.probe_text import probe_lines
 from phasewise.topology import Kind, Machine
 from phasewise.tuner.config.space import Space
 from phasewise.tuner.probe import Interference, Probe, read_groups

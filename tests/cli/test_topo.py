@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from phasewise.cli.commands.topo import topo
-from phasewise.cli.topo_text import topo_lines
+from phasewise.cli.render.topo_text import topo_lines
 from phasewise.topology import read_lstopo
 
 DATA = Path(__file__).parents[1] / "data" / "topology"

@@ -15,13 +15,13 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from phasewise.cli import tuning
 from phasewise.cli.commands.tune_kernels import parse_budget
 from phasewise.cli.main import app
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.tuner import timing
 from phasewise.tuner.roofline import Roofline
 from phasewise.tuner.tuning_run import Duel
+from phasewise.workflows.tune_kernels import rounds
 from tests.support.tiny_models import write_tiny_gguf
 
 SMALL = ("--shapes", "160,96;64,32", "--format", "int8", "--max-m", "4")
@@ -76,8 +76,8 @@ def evaluator(monkeypatch: pytest.MonkeyPatch) -> type[FormulaEvaluator]:
     def roofline(cores: Sequence[int], formats: Sequence[str], read_bytes: int) -> Roofline:
         return Roofline({"f32": 1e11, "bf16": 1e11, "int8": 1e12}, 1e10)
 
-    monkeypatch.setattr(tuning, "NativeEvaluator", Evaluator)
-    monkeypatch.setattr(tuning, "measure_roofline", roofline)
+    monkeypatch.setattr(rounds, "NativeEvaluator", Evaluator)
+    monkeypatch.setattr(rounds, "measure_roofline", roofline)
     return Evaluator
 
 

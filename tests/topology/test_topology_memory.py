@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cli.topo_text import topo_lines
+from phasewise.cli.render.topo_text import topo_lines
 from phasewise.topology import Machine, MemoryAccess, NumaDistances, TopologyError, read_lstopo, read_machine
 from tests.support.sysfs_factory import grid, write, write_sysfs
 

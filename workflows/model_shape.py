@@ -1,7 +1,7 @@
-"""As much of a model as its speed depends on: of one in memory, or of a file whose weights are never read.
+"""The dimensions of a model that its speed depends on, from a model in memory or from a file's header.
 
-A plan for a machine that is not here needs no weights: a GGUF file's header, a Hugging Face directory, or a
-lone `config.json` will do.
+Weights are never read for a model that is only planned for: a GGUF file's header, a Hugging Face directory,
+or a lone `config.json` is enough.
 """
 
 from __future__ import annotations
@@ -10,29 +10,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phasewise.cli.options import WeightFormat
-from phasewise.cli.present import note
 from phasewise.serving.model import ModelConfig
 from phasewise.tuner.config.steps import ModelShape
+from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.serving.model import PackedModel
 
 CONFIG_FILE = "config.json"
 _NATIVE_OF_A_CONFIG = {"float32": "f32", "float16": "f32", "bfloat16": "bf16"}
-"""What `native` packs a checkpoint's numbers as, by the type that its config names."""
+"""The weight format that `native` stands for, by the type of numbers that a config names."""
 
 
 def shape_of_model(model: PackedModel) -> ModelShape:
-    """Of a model in memory."""
+    """The shape of a model in memory."""
     from phasewise.serving.forward import resolve_kv_format
 
     read = {name: weight.nbytes for name, weight in model.weights.items()}
     return _shape(model.name, model.config, read, 4 if resolve_kv_format(model) == "f32" else 2)
 
 
-def shape_of_reference(reference: str, weight_format: WeightFormat) -> ModelShape:
-    """Of what a command's MODEL names, with weights in this format. ModelError where there is none."""
+def shape_of_reference(reference: str, weight_format: str, report: Report = silent) -> ModelShape:
+    """The shape of the model that `reference` names, with weights in this format. Raises ModelError.
+
+    reference: as for `open_model`, or the path of a `config.json`.
+    """
     config = _lone_config(reference)
     if config is not None:
         return _shape_of_config(config, weight_format)
@@ -40,15 +42,15 @@ def shape_of_reference(reference: str, weight_format: WeightFormat) -> ModelShap
     from phasewise.serving.loaders.layout import plan_weights
     from phasewise.serving.loaders.resolve import cache_root, locate
 
-    with open_source(locate(reference, cache_root(), note)) as source:
-        plans = plan_weights(source, weight_format.value)
+    with open_source(locate(reference, cache_root(), report)) as source:
+        plans = plan_weights(source, weight_format)
         layers = [plan.form.kind for plan in plans if plan.name.startswith("layers.")]
         element_bytes = 4 if all(kind == "f32" for kind in layers) else 2
         return _shape(source.name, source.config, {plan.name: plan.nbytes for plan in plans}, element_bytes)
 
 
 def _lone_config(reference: str) -> Path | None:
-    """A `config.json` that is given itself, or one that lies in a directory without weights."""
+    """The path of a `config.json` that was given itself or lies in a directory without weights; else None."""
     path = Path(reference).expanduser()
     if path.suffix == ".json" and path.is_file():
         return path
@@ -57,7 +59,7 @@ def _lone_config(reference: str) -> Path | None:
     return inside if inside.is_file() and not has_weights else None
 
 
-def _shape_of_config(path: Path, weight_format: WeightFormat) -> ModelShape:
+def _shape_of_config(path: Path, weight_format: str) -> ModelShape:
     from phasewise.serving.loaders.forms import BF16, F32, INT4, INT8
     from phasewise.serving.loaders.hf_config import config_of
     from phasewise.serving.loaders.layout import weight_shapes
@@ -65,8 +67,8 @@ def _shape_of_config(path: Path, weight_format: WeightFormat) -> ModelShape:
 
     fields = parse_json_object(read_text(path), str(path))
     config = config_of(fields, {}, add_bos=False)
-    kind = str(weight_format)
-    if weight_format is WeightFormat.native:
+    kind = weight_format
+    if kind == "native":
         kind = _NATIVE_OF_A_CONFIG.get(str(fields.get("torch_dtype", fields.get("dtype"))), "bf16")
     form = {"f32": F32, "bf16": BF16, "int8": INT8, "int4": INT4}[kind]
     read = {name: form.nbytes(n, k) for name, (n, k) in weight_shapes(config).items()}
@@ -74,7 +76,7 @@ def _shape_of_config(path: Path, weight_format: WeightFormat) -> ModelShape:
 
 
 def _shape(name: str, config: ModelConfig, read: Mapping[str, int], kv_element_bytes: int) -> ModelShape:
-    """read: bytes of every weight, of which an untied embedding is only looked up in."""
+    """read: bytes of every weight. An untied embedding does not count: its rows are only looked up."""
     looked_up = 0 if config.tied_embeddings else read["embed"]
     return ModelShape(
         name=name,

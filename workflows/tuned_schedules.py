@@ -1,13 +1,15 @@
-"""Tuned schedules for an opened model: the lookup that serving is given, and what `--explain` says of it."""
+"""The tuned schedules of an opened model: the lookup that serving is given, and all of its answers.
+
+`schedules_for` reads the database once. `explain` lists every lookup that a model's steps make.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from phasewise.cli.present import note
 from phasewise.cython_kernels.division import columns, share
 from phasewise.kerneldb.location import locate
 from phasewise.serving.forward import attention_problem
@@ -16,6 +18,7 @@ from phasewise.topology import Machine
 from phasewise.tuner.lookup import Choice, PhaseSchedules, ScheduleTable
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.weights import format_name
+from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.cython_kernels.packing import PackedWeight
@@ -26,7 +29,7 @@ Plans = Mapping[Phase, ServicePlan]
 
 @dataclass(frozen=True)
 class KernelSchedules:
-    """A phase's table in the kernels' numbers; serving's ScheduleLookup."""
+    """The schedules of one phase as the numbers that kernels take; a `serving.schedules.ScheduleLookup`."""
 
     found: PhaseSchedules
     _known: dict[tuple[str, int, int, int], list[RowRange]] = field(default_factory=dict)
@@ -35,7 +38,7 @@ class KernelSchedules:
         return self.found.arithmetic(weight)
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
-        """Worked out once for each shape: a model has hundreds of weights and few shapes."""
+        """The row ranges of this weight's shape; cached, since a model has many weights and few shapes."""
         key = (format_name(weight), weight.n, weight.k, max_m)
         if key not in self._known:
             self._known[key] = _row_ranges(self.found.products(weight, max_m))
@@ -58,21 +61,23 @@ def _row_ranges(choices: Sequence[Choice]) -> list[RowRange]:
 
 
 def schedules_for(
-    db: str | os.PathLike[str] | None, machine: Machine, plans: Plans
+    db: str | os.PathLike[str] | None, machine: Machine, plans: Plans, report: Report = silent
 ) -> Mapping[Phase, KernelSchedules]:
-    """What is in use on each plan's cores with this build of the kernels; nothing without a database."""
+    """The schedules in use on each plan's cores with this build of the kernels; none without a database."""
     absent = locate(db).is_absent
-    tables = {phase: ScheduleTable([]) for phase in plans} if absent else _tables(db, machine, plans)
+    tables = {phase: ScheduleTable([]) for phase in plans} if absent else _tables(db, machine, plans, report)
     return {phase: KernelSchedules(PhaseSchedules(table)) for phase, table in tables.items()}
 
 
-def _tables(db: str | os.PathLike[str] | None, machine: Machine, plans: Plans) -> dict[Phase, ScheduleTable]:
+def _tables(
+    db: str | os.PathLike[str] | None, machine: Machine, plans: Plans, report: Report
+) -> dict[Phase, ScheduleTable]:
     from phasewise.cython_kernels._native import kernel_abi
     from phasewise.kerneldb.store import open_store
     from phasewise.tuner.lookup import read_table
     from phasewise.tuner.native import is_default_for
 
-    with open_store(db, note) as store:
+    with open_store(db, report) as store:
         return {
             phase: read_table(
                 store,
@@ -89,7 +94,7 @@ def _tables(db: str | os.PathLike[str] | None, machine: Machine, plans: Plans) -
 
 @dataclass(frozen=True)
 class ScheduleUse:
-    """By which schedule products of one shape, or attention, run in one phase for a range of rows."""
+    """The schedule of products of one shape, or of attention, in one phase and for a range of rows."""
 
     phase: Phase
     used_for: str
@@ -113,9 +118,9 @@ def explain(
     most_rows: Mapping[Phase, int],
     kv_format: str,
 ) -> list[ScheduleUse]:
-    """Every distinct shape of `model` and its attention, up to `most_rows` of each phase.
+    """One entry for every distinct shape of `model`, and for attention, up to `most_rows` of each phase.
 
-    Of several ranks, what the first one computes: its columns, its heads.
+    Where a plan has several ranks, the entries are for the columns and heads that rank 0 computes.
     """
     uses: list[ScheduleUse] = []
     for phase, plan in plans.items():
@@ -137,7 +142,7 @@ def explain(
 
 
 def _shapes(model: PackedModel) -> Iterator[tuple[str, PackedWeight]]:
-    """One weight of each shape, and the names of all that have it: `layers.*.qkv`."""
+    """One weight of each shape, and the names of all weights of that shape, e.g. `layers.*.qkv`."""
     names: dict[tuple[str, int, int], dict[str, None]] = {}
     first: dict[tuple[str, int, int], PackedWeight] = {}
     for name, weight in model.weights.items():
@@ -192,56 +197,4 @@ def _attention_use(phase: Phase, problem: tuple[str, int, int], found: tuple[int
     kv_format, n, k = problem
     return ScheduleUse(
         phase, "attention", kv_format, n, k, "fma", 1, first_m, rows.last_m, rows.why, rows.schedule
-    )
-
-
-def uses_fields(uses: Iterable[ScheduleUse]) -> list[dict[str, Any]]:
-    """As JSON values."""
-    return [asdict(use) for use in uses]
-
-
-def uses_text(uses: Sequence[ScheduleUse]) -> str:
-    """As a table for people."""
-    from tabulate import tabulate
-
-    rows = [
-        (
-            use.phase,
-            use.used_for,
-            _problem(use),
-            _arithmetic(use),
-            _rows(use),
-            use.why,
-            describe(use.schedule),
-        )
-        for use in uses
-    ]
-    return tabulate(
-        rows,
-        headers=("phase", "used for", "format n x k", "computed by", "rows", "why", "schedule"),
-        tablefmt="plain",
-    )
-
-
-def _problem(use: ScheduleUse) -> str:
-    return f"{use.format} {use.n} x {use.k}"
-
-
-def _arithmetic(use: ScheduleUse) -> str:
-    return use.compute_path + (f" in {use.k_parts} parts" if use.k_parts > 1 else "")
-
-
-def _rows(use: ScheduleUse) -> str:
-    return str(use.first_m) if use.first_m == use.last_m else f"{use.first_m}-{use.last_m}"
-
-
-def describe(schedule: Mapping[str, int] | None) -> str:
-    """A kernel's schedule in a line: tile and block as rows x columns, grid as threads over m, n and k."""
-    if schedule is None:
-        return "by the step"
-    s = schedule
-    return (
-        f"tile {s['mr']}x{16 * s['panels']}, block {s['block_m']}x{16 * s['block_n']}x{s['block_k']}, "
-        f"grid {s['grid_m']}x{s['grid_n']}x{s['grid_k']}, {'mn' if s['rows_outside'] else 'nm'}, "
-        f"prefetch {s['prefetch_bytes']}"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from string import ascii_letters, digits
 from typing import Any
 
-from phasewise.cli.topo_text import WIDTH
+from phasewise.cli.render.topo_text import WIDTH
 from phasewise.topology import Kind, Machine, Node
 from phasewise.topology.cpusets import format_list
 from phasewise.topology.picture import GROUP_FILLS, PuGroup
@@ -53,6 +53,14 @@ def plan_fields(plans: Plans) -> dict[str, Any]:
             "ranks": [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in plan.ranks],
             "source": plan.source,
         }
+        for phase, plan in plans.items()
+    }
+
+
+def plan_cores(plans: Plans) -> dict[str, Any]:
+    """The plans as JSON values, each rank as a list of its cores."""
+    return {
+        phase: {"ranks": [list(rank.cores) for rank in plan.ranks], "source": plan.source}
         for phase, plan in plans.items()
     }
 

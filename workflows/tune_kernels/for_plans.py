@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from phasewise.cli.tuning import Round, Shape, plan_rounds, shapes_of
 from phasewise.cython_kernels.packing import PANEL
 from phasewise.serving.forward import attention_problem
 from phasewise.topology import Machine, placement_signature
 from phasewise.tuner.plans import Phase, ServicePlan, list_cores
+from phasewise.workflows.tune_kernels.rounds import Round, Shape, plan_rounds, shapes_of
 
 if TYPE_CHECKING:
     from phasewise.serving.model import PackedModel

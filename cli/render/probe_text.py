@@ -53,7 +53,7 @@ def run_probe(
             note("another phasewise still measures on this machine: the numbers will be disturbed")
         found = probe(machine, budget_s, NativeInstruments(), note)
     if svg_path is not None:
-        from phasewise.cli.probe_svg import draw_probe
+        from phasewise.cli.render.probe_svg import draw_probe
 
         write_atomically(svg_path, draw_probe(machine, found))
         note(f"picture written to {svg_path}")

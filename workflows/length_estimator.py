@@ -1,10 +1,10 @@
-"""The predictor that `serve` and `bench kv` are given by --predictor."""
+"""Open the predictor of answer lengths that `serve` uses."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phasewise.cli.present import note
+from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.serving.service import Predictor
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 AUTO, OFF = "auto", "off"
 
 
-def estimator_from(text: str, model_name: str, hold: float | None = None) -> LiveEstimator | None:
-    """The estimator of a file; `auto`: of the model's own file, None where there is none; `off`: None.
+def estimator_from(
+    text: str, model_name: str, hold: float | None = None, report: Report = silent
+) -> LiveEstimator | None:
+    """An estimator of answer lengths. Raises PredictorError where its file cannot be read.
 
-    It is called with a prompt's facts and gives (length of the answer, uncertainty); `observe` tells it
-    what became of one. hold: estimates are to hold that share of answers; None: they are means, which is
+    text: the predictor's file; `auto` for the model's own file, None where there is none; `off` for None.
+    hold: the share of answers that must be no longer than estimated; None to estimate the mean, which is
     what ODMA's pool admits by.
     """
     if text == OFF:
@@ -29,18 +31,18 @@ def estimator_from(text: str, model_name: str, hold: float | None = None) -> Liv
     if text == AUTO and not default_file(model_name).exists():
         return None
     predictor = load_predictor(path)
-    note(
+    report(
         f"answers' lengths are predicted by {path}, "
         f"trained on {predictor.trained_on.get('answers', 0)} answers"
     )
     if predictor.model_name != model_name:
-        note(f"it was trained on answers of {predictor.model_name}, not of {model_name}")
+        report(f"it was trained on answers of {predictor.model_name}, not of {model_name}")
     return LiveEstimator(predictor, hold)
 
 
-def open_predictor(text: str, model_name: str) -> Predictor | None:
-    """The same for a server."""
-    estimator = estimator_from(text, model_name)
+def open_predictor(text: str, model_name: str, report: Report = silent) -> Predictor | None:
+    """The same for a server, which also tells it how long answers became."""
+    estimator = estimator_from(text, model_name, report=report)
     if estimator is None:
         return None
     from phasewise.serving.pools.contract import Estimate

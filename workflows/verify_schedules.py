@@ -1,10 +1,10 @@
-"""Wires `db verify`: the database's claims, the tuner's evaluator, this machine's cores."""
+"""Verify imported schedules: time them on this machine's cores and promote those that a duel confirms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phasewise.cli.present import note
+from phasewise._version import __version__
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.kerneldb.store import Store
@@ -16,11 +16,12 @@ from phasewise.tuner.native import NativeEvaluator, paths_of
 from phasewise.tuner.plans import PHASES, default_plan, machine_key
 from phasewise.tuner.search.space import arithmetic_of
 from phasewise.tuner.weights import cold_bytes
+from phasewise.workflows.report import Report, silent
 
 FAMILIES = ("gemm", "attention")
-"""Those that the evaluator times."""
+"""The kernel families that the evaluator times."""
 
-# A stranger's row may ask for more memory or time than there is. No model that we know comes near these.
+# An imported row may ask for more memory or time than there is. No known model comes near these limits.
 MAX_WEIGHT = 1 << 29
 MAX_ROWS_OF_X_OR_Y = 1 << 28
 MAX_MULTIPLY_ADDS = 1 << 40
@@ -28,7 +29,7 @@ MAX_ATTENTION = 1 << 26
 
 
 class NativeBench(NativeEvaluator):
-    """The tuner's evaluator, which also says what it will not try."""
+    """The tuner's evaluator; it also names the reason why it refuses to time a row."""
 
     def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
         """See `kerneldb.upkeep.Bench`."""
@@ -64,15 +65,22 @@ def _attention_obstacle(problem: Problem, schedule: Schedule) -> str | None:
 
 
 def verdicts(
-    store: Store, machine: Machine, top: int, threads: int | None, program_version: str
+    store: Store,
+    machine: Machine,
+    top: int,
+    threads: int | None,
+    report: Report = silent,
 ) -> Iterator[Verdict]:
-    """Verify on the cores of each phase's default plan, which is what imported rows were measured on."""
+    """Verify the `top` best imported schedules of each problem, one verdict for each.
+
+    They are timed on the cores of each phase's default plan, which is where imported rows were measured.
+    """
     plans = [default_plan(machine, phase, threads) for phase in PHASES]
     for cores in dict.fromkeys(plan.ranks[0].cores for plan in plans):
         abis = {family: _native.kernel_abi(family) for family in FAMILIES}
-        here = Here(machine_key(machine, cores), abis, program_version)
+        here = Here(machine_key(machine, cores), abis, __version__)
         bench = NativeBench(cores, cold_bytes(machine))
         try:
-            yield from verify(store, here, bench, top, note)
+            yield from verify(store, here, bench, top, report)
         finally:
             bench.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from phasewise.cli.topo_text import WIDTH, glyphs_for
+from phasewise.cli.render.topo_text import WIDTH, glyphs_for
 from phasewise.topology.cpusets import format_list
 from phasewise.topology.picture import GROUP_FILLS, PuGroup, plan_groups
 from phasewise.tuner.topotree import (

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from phasewise.cli.present import note
 
 if TYPE_CHECKING:
-    from phasewise.cli.tuning import Round, Shape, Tuned
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain, TuningProgress
+    from phasewise.workflows.tune_kernels.rounds import Round, Shape, Tuned
 
 LINE_EVERY_S = 10.0
 """Off a terminal, progress is a line so often."""

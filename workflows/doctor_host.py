@@ -1,4 +1,4 @@
-"""The host that `phasewise doctor` examines: this one, with what no file tells, or a snapshot."""
+"""The host that `phasewise doctor` examines: this machine, or a snapshot of another one's /proc and /sys."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phasewise.cli.present import fail
+from phasewise.workflows.errors import WorkflowError
 
 if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.tuner.doctor import Host, Tuned
 
 WATCH_S = 0.5
-"""Long enough for shares of the scheduler's ticks, short enough to wait for."""
+"""Time for which the CPUs' use is watched; long enough for shares of the scheduler's ticks."""
 
 
 def snapshot_host(root: Path) -> Host:
-    """A folder with the /proc and /sys of another host."""
+    """The host whose /proc and /sys lie in the folder `root`. Raises WorkflowError."""
     from phasewise.topology import read_machine
     from phasewise.tuner.doctor import Host
 
     if not root.is_dir():
-        fail(f"{root} is no folder: --root takes one with a host's proc and sys", exit_code=1)
+        raise WorkflowError(f"{root} is no folder: --root takes one with a host's proc and sys")
     return Host(root, read_machine(root))
 
 
 def this_host(db: str | None) -> Host:
-    """The running host, watched for a moment, its calls tried, its database looked into."""
+    """The running host: watched for WATCH_S, its system calls tried, its tuning database counted."""
     from phasewise.cython_kernels import isa
     from phasewise.topology import read_machine
     from phasewise.tuner.conditions import Watch
@@ -52,7 +52,7 @@ def this_host(db: str | None) -> Host:
 
 
 def _tuned(db: str | None, machine: Machine) -> Tuned:
-    """What the database, which is never created here, holds for cores of this kind."""
+    """What the database holds for cores of this kind. An absent database is not created."""
     from phasewise.kerneldb.location import locate
     from phasewise.topology import core_signature
     from phasewise.tuner.doctor import Tuned
@@ -68,7 +68,7 @@ def _tuned(db: str | None, machine: Machine) -> Tuned:
 
 
 def _refused_calls() -> dict[str, str]:
-    """Calls that ranks make and a container may filter, with the error of those that were refused."""
+    """System calls that ranks make and a container may refuse, with the error of each that was refused."""
     from phasewise.cython_kernels._native import place_on_node, prefer_node
 
     with mmap.mmap(-1, mmap.PAGESIZE) as page:

@@ -289,7 +289,7 @@ def _finalist_fields(final: Finalist) -> dict[str, Any]:
 
 
 def _kernel_fields(found: Found, number: int) -> dict[str, Any]:
-    from phasewise.cli.tuning_text import mean_gain
+    from phasewise.cli.render.tuning_text import mean_gain
 
     tuned = found.kernels[number]
     gains = tuned.outcome.gains

@@ -1,0 +1,62 @@
+"""What `--explain` prints: the schedule of every product and of attention, as a table or as JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phasewise.workflows.tuned_schedules import ScheduleUse
+
+
+def uses_fields(uses: Iterable[ScheduleUse]) -> list[dict[str, Any]]:
+    """One JSON object for each entry."""
+    return [asdict(use) for use in uses]
+
+
+def uses_text(uses: Sequence[ScheduleUse]) -> str:
+    """One table, a row for each entry."""
+    from tabulate import tabulate
+
+    rows = [
+        (
+            use.phase,
+            use.used_for,
+            _problem(use),
+            _arithmetic(use),
+            _rows(use),
+            use.why,
+            describe(use.schedule),
+        )
+        for use in uses
+    ]
+    return tabulate(
+        rows,
+        headers=("phase", "used for", "format n x k", "computed by", "rows", "why", "schedule"),
+        tablefmt="plain",
+    )
+
+
+def _problem(use: ScheduleUse) -> str:
+    return f"{use.format} {use.n} x {use.k}"
+
+
+def _arithmetic(use: ScheduleUse) -> str:
+    return use.compute_path + (f" in {use.k_parts} parts" if use.k_parts > 1 else "")
+
+
+def _rows(use: ScheduleUse) -> str:
+    return str(use.first_m) if use.first_m == use.last_m else f"{use.first_m}-{use.last_m}"
+
+
+def describe(schedule: Mapping[str, int] | None) -> str:
+    """A schedule in one line: tile and block as rows x columns, grid as threads over m, n and k."""
+    if schedule is None:
+        return "by the step"
+    s = schedule
+    return (
+        f"tile {s['mr']}x{16 * s['panels']}, block {s['block_m']}x{16 * s['block_n']}x{s['block_k']}, "
+        f"grid {s['grid_m']}x{s['grid_n']}x{s['grid_k']}, {'mn' if s['rows_outside'] else 'nm'}, "
+        f"prefetch {s['prefetch_bytes']}"
+    )

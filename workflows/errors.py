@@ -1,0 +1,11 @@
+"""What a workflow cannot do, where no room below has a name for it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class WorkflowError(Exception):
+    """A workflow cannot do what was asked. The message names the thing, what is wrong and what to do."""
+
+    exit_code: ClassVar[int] = 1

@@ -1,0 +1,58 @@
+"""Open a model for running: its weights, one service plan for each phase, and the tuned schedules in use.
+
+`generate`, `serve`, `bench run` and `predict-len collect` all begin here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.serving.model import PackedModel
+    from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.workflows.tuned_schedules import KernelSchedules, ScheduleUse
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model in memory, and how this machine runs it."""
+
+    model: PackedModel
+    plans: Mapping[Phase, ServicePlan]
+    schedules: Mapping[Phase, KernelSchedules]
+
+    def explain(self, prefill_rows: int, decode_rows: int, kv_format: str = "auto") -> list[ScheduleUse]:
+        """The schedule of every product and of attention, for steps of up to this many rows in each phase."""
+        from phasewise.workflows.tuned_schedules import explain
+
+        most_rows: dict[Phase, int] = {"prefill": prefill_rows, "decode": decode_rows}
+        return explain(self.model, self.plans, self.schedules, most_rows, kv_format)
+
+
+def open_model(
+    ref: str,
+    weight_format: str = "native",
+    threads: int | None = None,
+    db: str | None = None,
+    report: Report = silent,
+) -> OpenModel:
+    """Load a model, find its plans and the schedules in use on the plans' cores.
+
+    ref: a known name, a GGUF file, a Hugging Face directory or a hub name. weight_format: one of
+    `serving.model.FORMATS`. threads: cores of each phase; None for the stored plan, or the default one.
+    db: URL or file of the tuning database; None for the user's own. Raises ModelError, PlanError,
+    KernelDbError.
+    """
+    from phasewise.serving.loaders import load_model
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import model_key, plans_for
+    from phasewise.workflows.tuned_schedules import schedules_for
+
+    model = load_model(ref, weight_format, report=report)
+    machine = read_machine()
+    plans = plans_for(db, machine, model_key(model.name, model.format), threads, report)
+    return OpenModel(model, plans, schedules_for(db, machine, plans, report))
