@@ -106,7 +106,8 @@ class ServerProcess:
     def rank_pids(self) -> list[int]:
         """The processes of its other ranks."""
         tasks = Path(f"/proc/{self.pid}/task")
-        return [int(pid) for task in tasks.iterdir() for pid in _read(task / "children").split()]
+        children = [int(pid) for task in tasks.iterdir() for pid in _read(task / "children").split()]
+        return [pid for pid in children if "rank_worker" in _read(Path(f"/proc/{pid}/cmdline"))]
 
     def n_descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))

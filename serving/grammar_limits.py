@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from phasewise.serving.errors import RequestError
@@ -21,6 +22,9 @@ MOST_PROPERTIES = 400  # of one object; the parser's rows hold four items for ea
 MOST_TEXT_CHARACTERS = 4096  # of one key, value or pattern inside a schema
 MOST_PATTERN_CHARACTERS = 4096  # with its repetitions written out: (a{10}){3} counts 30
 MOST_CHOICES = 1000
+MOST_INTERSECTION = 1 << 18
+"""States of an automaton, more or less: constraints on one value multiply where all of them must hold."""
+_LARGEST_STEP = 2**53
 
 _ESCAPE = re.compile(r"\\[pPxu]\{[^}]*\}|\\.?", re.DOTALL)
 _QUANTIFIER = re.compile(r"\{(\d{0,18})(,?)(\d{0,18})\}")
@@ -31,11 +35,13 @@ def checked_schema(schema: Any) -> str:
     if not isinstance(schema, dict):
         raise RequestError("a schema must be a JSON object")
     depth = 0
-    level = [schema]
+    level: list[Any] = [schema]
+    levels: list[list[Any]] = []
     n_values = n_pattern_characters = 0
     references: set[str] = set()
     while level:
         depth += 1
+        levels.append(level)
         if depth > MOST_SCHEMA_DEPTH:
             raise RequestError(
                 f"the schema is nested deeper than {MOST_SCHEMA_DEPTH} levels; make it flatter"
@@ -53,6 +59,7 @@ def checked_schema(schema: Any) -> str:
         level = [child for value in level for child in _children(value)]
     if len(references) > MOST_REFERENCES:
         raise RequestError(f"the schema has more than {MOST_REFERENCES} different references; use fewer")
+    _check_intersections(levels)
     return _written(schema)
 
 
@@ -139,6 +146,47 @@ def _check_value(value: Any, references: set[str]) -> int:
     if isinstance(patterns, dict):
         named += patterns
     return sum(map(pattern_weight, named))
+
+
+def _check_intersections(levels: list[list[Any]]) -> None:
+    """Refuse a schema that holds one value to too much at a time. `levels`: the deepest last."""
+    weights: dict[int, int] = {}
+    for level in reversed(levels):
+        for value in level:
+            if isinstance(value, dict):
+                weights[id(value)] = weight = _intersection(value, weights)
+                if weight > MOST_INTERSECTION:
+                    raise RequestError(
+                        "the schema holds one value to too many patterns, multiples or alternatives "
+                        "at a time; use fewer of them together"
+                    )
+
+
+def _intersection(schema: dict[str, Any], weights: dict[int, int]) -> int:
+    """What the constraints on one value weigh together: alternatives add up, all else multiplies."""
+
+    def parts(name: str) -> list[int]:
+        listed = schema.get(name)
+        return [weights.get(id(part), 1) for part in listed] if isinstance(listed, list) else []
+
+    pattern = schema.get("pattern")
+    weight = _n_remainders(schema.get("multipleOf"))
+    weight *= pattern_weight(pattern) or 1 if isinstance(pattern, str) else 1
+    for part in (*parts("allOf"), sum(parts("anyOf")), sum(parts("oneOf"))):
+        weight = min(weight * max(1, part), MOST_INTERSECTION + 1)
+    return weight
+
+
+def _n_remainders(step: Any) -> int:
+    """States that tell the multiples of a number: its digits without the point and the zeros behind them."""
+    if (
+        isinstance(step, bool)
+        or not isinstance(step, int | float)
+        or not -_LARGEST_STEP < step < _LARGEST_STEP
+    ):
+        return 1  # llguidance refuses it
+    digits = Decimal(repr(step)).normalize().as_tuple().digits
+    return max(1, int("".join(map(str, digits))))
 
 
 def _check_text(text: str) -> None:

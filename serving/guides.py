@@ -6,6 +6,7 @@ a grammar from outside is held to, the compiled grammars kept, and the masks put
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from phasewise.serving.confined import Bounds, ConfinedProcess, JobRefused, Overrun, Patience
 from phasewise.serving.errors import QueueFull, RequestError
 from phasewise.serving.grammar_limits import checked_choices, checked_pattern, checked_schema
 
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MOST_COMPILED = 32
-_COMPILE_S = 2.0  # llguidance cannot be interrupted; the limits below end almost everything before
-_WAIT_S = 1.0
+_MOST_COMPILED_BYTES = 64 << 20
+_TURN_S = 2.0
+BOUNDS = Bounds(seconds=1.0, memory_bytes=96 << 20)
+"""Of one compilation. A schema of everyday use takes some milliseconds and megabytes."""
 _STACK_BYTES = 64 * 1024 * 1024  # llguidance follows references by recursion
 _LONGEST_TOKEN_BYTES = 64
 
@@ -151,80 +155,114 @@ class TokenView:
         return ids
 
 
-class GuideCompiler:
-    """From grammars to guides, for one vocabulary. Any thread may ask; nothing is loaded before the first."""
+class _Kept(NamedTuple):
+    """What became of one grammar: a matcher at its beginning, or why it is refused; and its memory."""
 
-    def __init__(self, tokens: TokenView) -> None:
+    found: LLMatcher | str
+    n_bytes: int
+
+
+class GuideCompiler:
+    """From grammars to guides, for one vocabulary. Any thread may ask; nothing is loaded before the first.
+
+    A confined process compiles each grammar first, within bounds of memory and time (`confined`). What it has
+    proven is compiled again here: that takes as long and as much, and lets other threads of Python run.
+    """
+
+    def __init__(self, tokens: TokenView, bounds: Bounds = BOUNDS) -> None:
         self._tokens = tokens
+        self._bounds = bounds
         self._first_use = threading.Lock()
         self._compiling = threading.Lock()
         self._cache_lock = threading.Lock()
-        self._cache: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()
+        self._cache: OrderedDict[Grammar, _Kept] = OrderedDict()
 
-    def load(self) -> None:
-        """What the first grammar would have to wait for. Stalls other threads for some tenths of a second."""
+    def warm(self) -> None:
+        """Do beforehand what the first grammar would have to wait for: some tenths of a second."""
+        self.compile(ANY_OBJECT)
+
+    def _load(self) -> None:
         with self._first_use:
             _ = self._tokenizer
+            self._prover.start()
 
-    def compile(self, grammar: Grammar) -> Guide:
+    def close(self) -> None:
+        """End the confined process; the next grammar would start it again."""
+        with self._first_use:
+            self._prover.close()
+
+    def compile(self, grammar: Grammar, patience: Patience | None = None) -> Guide:
         """A guide at the beginning of `grammar`, to be copied by `fresh`. Blocks: not for the event loop.
 
-        RequestError where the grammar is refused, QueueFull where others' take too long.
+        patience: what ends the compilation when it ends. RequestError where the grammar is refused,
+        QueueFull where others' take too long, Abandoned where patience has ended.
         """
         if not self._tokens.end_token_ids:
             raise RequestError("this model names no end token, so its answers cannot be held to a grammar")
-        found = self._known(grammar)
-        if found is None:
-            found = self._compile_in_turn(grammar)
-        if isinstance(found, str):
-            raise RequestError(found)
-        return _MatcherGuide(found, self._tokens.vocab_size, min(self._tokens.end_token_ids))
+        return self._guide(self._known(grammar) or self._compile_proven(grammar, patience))
 
-    def _known(self, grammar: Grammar) -> LLMatcher | str | None:
+    def known(self, grammar: Grammar) -> Guide | None:
+        """The guide of a grammar that was compiled of late; else None, and at once."""
+        kept = self._known(grammar)
+        return None if kept is None or isinstance(kept.found, str) else self._guide(kept)
+
+    def _guide(self, kept: _Kept) -> Guide:
+        if isinstance(kept.found, str):
+            raise RequestError(kept.found)
+        return _MatcherGuide(kept.found, self._tokens.vocab_size, min(self._tokens.end_token_ids))
+
+    def _known(self, grammar: Grammar) -> _Kept | None:
         with self._cache_lock:
-            found = self._cache.get(grammar)
-            if found is not None:
+            kept = self._cache.get(grammar)
+            if kept is not None:
                 self._cache.move_to_end(grammar)
-            return found
+            return kept
 
-    def _keep(self, grammar: Grammar, found: LLMatcher | str) -> None:
+    def _keep(self, grammar: Grammar, kept: _Kept) -> _Kept:
         with self._cache_lock:
-            self._cache[grammar] = found
-            while len(self._cache) > _MOST_COMPILED:
+            self._cache[grammar] = kept
+            while len(self._cache) > _MOST_COMPILED or self._kept_bytes() > _MOST_COMPILED_BYTES:
                 self._cache.popitem(last=False)
+        return kept
 
-    def _compile_in_turn(self, grammar: Grammar) -> LLMatcher | str:
+    def _kept_bytes(self) -> int:
+        return sum(kept.n_bytes for kept in self._cache.values())
+
+    def _compile_proven(self, grammar: Grammar, patience: Patience | None) -> _Kept:
         """One at a time, so that grammars never take more than one core from answers."""
-        self.load()
-        if not self._compiling.acquire(timeout=_WAIT_S):
-            raise QueueFull("grammars of other requests are being compiled; try again later")
-        found = self._known(grammar)
-        if found is not None:
-            self._compiling.release()
-            return found
-        outcome: Future[LLMatcher | str] = Future()
-        _start_with_stack(lambda: self._work(grammar, outcome))
+        self._load()
         try:
-            return outcome.result(_COMPILE_S)
-        except TimeoutError:
-            return f"the grammar takes more than {_COMPILE_S:g} s to compile; make it simpler"
-
-    def _work(self, grammar: Grammar, outcome: Future[LLMatcher | str]) -> None:
-        try:
-            found = _compiled(grammar, self._tokenizer, self._tokens.vocab_size)
-            self._keep(grammar, found)
-            outcome.set_result(found)
-        except BaseException as error:  # the one who waits gets it
-            outcome.set_exception(error)
-        finally:
-            self._compiling.release()
+            n_bytes = int(self._prover.ask(json.dumps(grammar).encode(), patience, _TURN_S))
+        except TimeoutError as error:
+            raise QueueFull("grammars of other requests are being compiled; try again later") from error
+        except JobRefused as error:
+            return self._keep(grammar, _Kept(str(error), 0))
+        except Overrun as error:
+            return self._keep(grammar, _Kept(f"the grammar is too complex: {error}; make it simpler", 0))
+        with self._compiling:
+            known = self._known(grammar)
+            if known is not None:
+                return known
+            found = _with_stack(lambda: compile_grammar(grammar, self._tokenizer, self._tokens.vocab_size))
+            return self._keep(grammar, _Kept(found, n_bytes))
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
+        return open_tokenizer(self._tokens)
 
-        ends = sorted(self._tokens.end_token_ids)
-        return LLTokenizer(_Wrapped(self._tokens, ends[0]), self._tokens.vocab_size, ends)  # type: ignore[arg-type]
+    @cached_property
+    def _prover(self) -> ConfinedProcess:
+        from phasewise.serving.grammar_job import told_of
+
+        return ConfinedProcess("grammar", told_of(self._tokens), self._bounds)
+
+
+def open_tokenizer(tokens: TokenView) -> LLTokenizer:
+    """The vocabulary's tree, as llguidance walks it."""
+    from llguidance import LLTokenizer
+
+    ends = sorted(tokens.end_token_ids)
+    return LLTokenizer(_Wrapped(tokens, ends[0]), tokens.vocab_size, ends)  # type: ignore[arg-type]
 
 
 class _Wrapped:
@@ -278,7 +316,7 @@ def _allowed(matcher: LLMatcher, mask: npt.NDArray[np.uint32], vocab_size: int) 
     return np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size)
 
 
-def _compiled(grammar: Grammar, tokenizer: LLTokenizer, vocab_size: int) -> LLMatcher | str:
+def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer, vocab_size: int) -> LLMatcher | str:
     """The grammar's matcher, its first mask computed, or why there is none."""
     from llguidance import LLMatcher
 
@@ -313,9 +351,19 @@ def _in_one_line(message: str) -> str:
     return " ".join(message.replace("<non-verbose/>", "").split())[:300]
 
 
-def _start_with_stack(work: Callable[[], None]) -> None:
+def _with_stack(work: Callable[[], LLMatcher | str]) -> LLMatcher | str:
+    """What `work` returns, on a thread with a large stack."""
+    outcome: Future[LLMatcher | str] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # the one that waits gets it
+            outcome.set_exception(error)
+
     before = threading.stack_size(_STACK_BYTES)
     try:
-        threading.Thread(target=work, name="grammar", daemon=True).start()
+        threading.Thread(target=run, name="grammar", daemon=True).start()
     finally:
         threading.stack_size(before)
+    return outcome.result()

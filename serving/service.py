@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,7 +77,8 @@ def run_service(
         life = Lifecycle(thread)
         metrics = Metrics(_gauges(client, thread, life, log, lambda: len(connections.open)))
         connections = Connections(settings.limits, metrics)
-        app = create_app(_served(opened, settings), client, settings.limits, life, metrics)
+        guides = stack.enter_context(closing(_guides(opened)))
+        app = create_app(_served(opened, settings, guides), client, settings.limits, life, metrics)
         service = Service(app, client, life, connections, report, log.reopen if log else None)
         server = HttpServer(service, address, settings.tls)
         stack.enter_context(allocator_headroom())
@@ -142,7 +143,7 @@ def _gauges(
     )
 
 
-def _served(opened: OpenEngine, settings: ServiceSettings) -> ServedModel:
+def _served(opened: OpenEngine, settings: ServiceSettings, guides: GuideCompiler) -> ServedModel:
     config = opened.model.config
     return ServedModel(
         names=settings.names,
@@ -155,7 +156,7 @@ def _served(opened: OpenEngine, settings: ServiceSettings) -> ServedModel:
         render_chat=opened.text.render_chat,
         max_prompt_tokens=settings.max_prompt_tokens,
         estimate=settings.predictor.estimate if settings.predictor else None,
-        guides=_guides(opened),
+        guides=guides,
     )
 
 
@@ -183,5 +184,5 @@ def _guides(opened: OpenEngine) -> GuideCompiler:
         TokenView(config.vocab_size, ends, tokenizer.special_ids, tokenizer.piece, tokenizer.encode)
     )
     if ends:
-        threading.Thread(target=guides.load, name="grammar-load", daemon=True).start()
+        threading.Thread(target=guides.warm, name="grammar-load", daemon=True).start()
     return guides

@@ -150,12 +150,23 @@ class Siege:
         _warm(client, server)
         memory_mib = all_memory_mib(server.pid)
         idle = _watched(server, client, lambda: time.sleep(self.seconds / 2))
-        process = multiprocessing.get_context("fork").Process(target=attack, args=arguments, daemon=True)
-        process.start()
-        beside = _watched(server, client, lambda: process.join(self.seconds))
+        with attacking(attack, *arguments) as process:
+            beside = _watched(server, client, lambda: process.join(self.seconds))
+        return _judged(server, idle, beside, memory_mib)
+
+
+@contextmanager
+def attacking(
+    attack: Callable[..., object], *arguments: object
+) -> Iterator[multiprocessing.process.BaseProcess]:
+    """`attack(*arguments)` in a process of its own, which ends with the block."""
+    process = multiprocessing.get_context("fork").Process(target=attack, args=arguments, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
         process.kill()
         process.join()
-        return _judged(server, idle, beside, memory_mib)
 
 
 def _warm(client: Callable[[], tuple[int, Any]], server: ServerProcess) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,10 +16,10 @@ from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connection import connection_of
 from phasewise.serving.http.errors import from_engine, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
-from phasewise.serving.http.lengths import estimated, facts_of
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.metrics import Metrics
-from phasewise.serving.http.middleware import CheckHost, Client, CountAnswers, RequireKey, client_of
+from phasewise.serving.http.middleware import CheckHost, CountAnswers, RequireKey
+from phasewise.serving.http.preparation import Preparation
 from phasewise.serving.http.prepare import chat_requests, completion_requests
 from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering, Reply
 from phasewise.serving.http.respond import respond
@@ -55,7 +53,7 @@ def create_app(
     _add_health(app, life, metrics)
     _add_models(app, model)
     bodies = app.state.bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
-    service = _Service(model, client, bodies, life)
+    service = _Service(model, client, bodies, Preparation(model), life)
     _add_completions(app, service)
     _add_chat(app, service)
     openapi.describe(app)
@@ -109,6 +107,7 @@ class _Service:
     model: ServedModel
     client: EngineClient
     bodies: BodyReader
+    preparation: Preparation
     life: Lifecycle
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
@@ -137,7 +136,7 @@ def _add_completions(app: FastAPI, service: _Service) -> None:
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
         body = await service.read(request, CompletionRequest)
-        requests, facts = await _prepared(completion_requests, body, service.model, client_of(request.scope))
+        requests, facts = await service.preparation.prepare(request, body, completion_requests)
         rendering = CompletionRendering(_response_id(requests), service.model)
         return await service.answer(_reply(body, requests, facts, rendering), request)
 
@@ -147,28 +146,9 @@ def _add_chat(app: FastAPI, service: _Service) -> None:
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, ChatRequest)
-        requests, facts = await _prepared(chat_requests, body, service.model, client_of(request.scope))
+        requests, facts = await service.preparation.prepare(request, body, chat_requests)
         rendering = ChatRendering(_response_id(requests), service.model)
         return await service.answer(_reply(body, requests, facts, rendering), request)
-
-
-async def _prepared(
-    prepare: Callable[[Body, ServedModel, str], list[Submit]],
-    body: Body,
-    model: ServedModel,
-    client: Client,
-) -> tuple[list[Submit], list[PromptFacts]]:
-    """Tokenising a long prompt takes longer than other requests may wait, so it has a thread."""
-
-    def work() -> tuple[list[Submit], list[PromptFacts]]:
-        requests = prepare(body, model, client.cache_space)
-        facts = facts_of(requests, body)
-        return estimated(requests, facts, model), facts
-
-    try:
-        return await asyncio.to_thread(work)
-    except ServingError as error:
-        raise from_engine(error) from error
 
 
 def _reply(

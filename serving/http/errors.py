@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -64,6 +64,11 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
+class ClientLeft(Exception):
+    """The connection closed before there was anything to send."""
+
+
+_CLIENT_LEFT = 499  # nginx's; it is counted, and sent to nobody
 _TYPE_OF_STATUS = {
     401: "authentication_error",
     429: "rate_limit_error",
@@ -134,6 +139,10 @@ def install(app: FastAPI, refused: Callable[[ApiError], None]) -> None:
     async def _api_error(_request: Request, error: ApiError) -> JSONResponse:
         refused(error)
         return error.response()
+
+    @app.exception_handler(ClientLeft)
+    async def _client_left(_request: Request, _error: ClientLeft) -> Response:
+        return Response(status_code=_CLIENT_LEFT)
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from phasewise.serving.confined import Patience
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
-from phasewise.serving.guides import ANY_OBJECT, Grammar, Guide
+from phasewise.serving.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler
 from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
+    ContentPart,
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -74,7 +76,6 @@ def _choices(
         sampling,
         stop,
         body.ignore_eos,
-        guide=_guide(body, model),
         cache_space=_salted(space, body.cache_salt),
     )
     return [first] + [
@@ -149,20 +150,47 @@ def _rendered(body: ChatRequest, model: ServedModel) -> str:
         raise ApiError(400, str(error), param="messages") from error
 
 
-def _guide(body: GenerationRequest, model: ServedModel) -> Guide | None:
-    """What the answer must look like, compiled; None where it may be anything."""
-    field = "structured_outputs" if body.structured_outputs is not None else "response_format"
+def grammar_of(body: GenerationRequest, model: ServedModel) -> Grammar | None:
+    """What the answer must look like; None where it may be anything."""
+    field = _grammar_field(body)
     try:
         grammar = _grammar(body)
-        if grammar is None:
-            return None
-        if body.ignore_eos:
-            raise bad_request(f"ignore_eos cannot be kept together with {field}", "ignore_eos")
-        if model.guides is None:
-            raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
-        return model.guides.compile(grammar)
     except RequestError as error:
         raise bad_request(f"{field}: {error}", field) from error
+    if grammar is None:
+        return None
+    if body.ignore_eos:
+        raise bad_request(f"ignore_eos cannot be kept together with {field}", "ignore_eos")
+    if model.guides is None:
+        raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+    return grammar
+
+
+def compiled(grammar: Grammar, body: GenerationRequest, guides: GuideCompiler, patience: Patience) -> Guide:
+    """The guide of `grammar`, which `body` asks for. Blocks while it is compiled, until `patience` ends."""
+    try:
+        return guides.compile(grammar, patience)
+    except RequestError as error:
+        field = _grammar_field(body)
+        raise bad_request(f"{field}: {error}", field) from error
+
+
+def n_characters(body: GenerationRequest) -> int:
+    """How long a prompt is, more or less: tokens count as one character each."""
+    if isinstance(body, ChatRequest):
+        return sum(_n_content(message.content) for message in body.messages)
+    assert isinstance(body, CompletionRequest)
+    return sum(map(len, _prompts(body.prompt)))
+
+
+def _n_content(content: str | Sequence[ContentPart] | None) -> int:
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.text) for part in content or ())
+
+
+def _grammar_field(body: GenerationRequest) -> str:
+    return "structured_outputs" if body.structured_outputs is not None else "response_format"
 
 
 def _grammar(body: GenerationRequest) -> Grammar | None:

@@ -13,24 +13,20 @@ from starlette.types import Receive, Scope, Send
 from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.client import AnswerStream, EngineClient, Pieces
 from phasewise.serving.http.connection import Connection, connection_of
-from phasewise.serving.http.errors import from_engine
+from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.events import DONE, Events, encode
 from phasewise.serving.http.render import Choice, Reply
 from phasewise.serving.messages import Answer, Failure
 
-_CLIENT_LEFT = 499  # nginx's; nobody reads it
 _TOKENS_WORTH_A_THREAD = 256
 """Writing out the log-probabilities of more takes longer than other answers may wait."""
 
 
 async def respond(client: EngineClient, reply: Reply, request: Request) -> Response:
     """Send the messages and answer with what comes back. A client that leaves frees its KV slots."""
-    try:
-        if reply.streamed:
-            return await _streamed(client, reply, request)
-        return await _whole(client, reply, request)
-    except _ClientLeft:
-        return Response(status_code=_CLIENT_LEFT)
+    if reply.streamed:
+        return await _streamed(client, reply, request)
+    return await _whole(client, reply, request)
 
 
 async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Response:
@@ -41,7 +37,7 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
         # Headers wait for the first piece, so that an early failure still gets its own status.
         first = await stream.take()
         if stream.closed:
-            raise _ClientLeft
+            raise ClientLeft
     except BaseException:
         leaving.cancel()
         stream.close()
@@ -71,7 +67,7 @@ async def _choices(client: EngineClient, reply: Reply, request: Request) -> list
             for index, piece in pieces:
                 choices[index].add(piece)
         if stream.closed:
-            raise _ClientLeft
+            raise ClientLeft
     finally:
         leaving.cancel()
         stream.close()
@@ -140,10 +136,6 @@ async def _said(events: Events, pieces: Pieces, stream: AnswerStream) -> AsyncIt
     if total := events.total():
         yield total
     yield DONE
-
-
-class _ClientLeft(Exception):
-    """The connection closed before there was anything to send."""
 
 
 def _closing_when_gone(stream: AnswerStream, request: Request) -> asyncio.Task[None]:

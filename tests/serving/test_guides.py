@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 
@@ -301,3 +303,59 @@ def test_threads_that_ask_for_one_grammar_all_get_it() -> None:
 
     assert len(found) == 6
     assert all(answer(guide, 3) == answer(found[0], 3) for guide in found)
+
+
+def _together(n_patterns: int, keyword: str = "allOf") -> dict[str, object]:
+    return {keyword: [{"type": "string", "pattern": f".*a.{{{at}}}b.*"} for at in range(n_patterns)]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "refused"),
+    [
+        (_together(3), False),
+        (_together(16), True),
+        (_together(30), True),
+        ({"properties": {"x": {"items": _together(16)}}}, True),
+        (_together(30, "anyOf"), False),
+        ({"allOf": [_together(20, "anyOf")] * 4}, True),
+        ({"type": "integer", "multipleOf": 999983}, True),
+        ({"type": "integer", "multipleOf": 1000}, False),
+        ({"type": "number", "multipleOf": 0.01}, False),
+        ({"type": "number", "multipleOf": 1e300}, False),
+        ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, True),
+        ({"properties": {f"p{at}": {"multipleOf": 10007} for at in range(100)}}, False),
+    ],
+)
+def test_constraints_that_must_hold_together_are_weighed_together(
+    schema: dict[str, object], refused: bool
+) -> None:
+    if refused:
+        with pytest.raises(RequestError, match="at a time"):
+            Grammar.of_schema(schema)
+    else:
+        Grammar.of_schema(schema)
+
+
+def test_a_compilation_that_is_refused_leaves_nothing_behind() -> None:
+    """A schema that passes the weighing, and would take gigabytes: others are compiled at once after it."""
+    own = GuideCompiler(TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode))
+    bomb = Grammar("json_schema", json.dumps(_together(30)))
+    try:
+        before = _resident_bytes()
+        with pytest.raises(RequestError, match="too complex"):
+            own.compile(bomb)
+        grown = _resident_bytes() - before
+        began = time.monotonic()
+        with pytest.raises(RequestError, match="too complex"):
+            own.compile(bomb)  # known by now
+
+        assert time.monotonic() - began < 0.5
+        assert own.compile(ANY_OBJECT) is not None
+        assert grown < 32 << 20
+    finally:
+        own.close()
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,102 @@
+"""From a checked body to messages for the engine, on threads that clients share by turns.
+
+Three lanes, so that what takes long holds up nothing but its like: ordinary prompts, long ones, and grammars
+that have to be compiled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from fastapi import Request
+
+from phasewise.serving.confined import Abandoned, Patience
+from phasewise.serving.errors import ServingError
+from phasewise.serving.guides import Grammar, Guide
+from phasewise.serving.http.errors import ClientLeft, from_engine
+from phasewise.serving.http.fair_lane import FairLane
+from phasewise.serving.http.http_settings import PromptFacts, ServedModel
+from phasewise.serving.http.lengths import estimated, facts_of
+from phasewise.serving.http.middleware import client_of
+from phasewise.serving.http.prepare import compiled, grammar_of, n_characters
+from phasewise.serving.http.schemas import GenerationRequest
+from phasewise.serving.messages import Submit
+
+Body = TypeVar("Body", bound=GenerationRequest)
+Made = TypeVar("Made")
+
+_LONG_CHARACTERS = 128 * 1024
+_N_ORDINARY = 4
+_MOST_ORDINARY = 256
+_MOST_LONG = 16
+_MOST_GRAMMARS = 16
+
+
+class Preparation:
+    """Prepares the requests of one server; on one event loop."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._ordinary = FairLane("prompt", _N_ORDINARY, _MOST_ORDINARY)
+        self._long = FairLane("long prompt", 1, _MOST_LONG)
+        self._grammars = FairLane("grammar", 1, _MOST_GRAMMARS)
+
+    async def prepare(
+        self, request: Request, body: Body, make: Callable[[Body, ServedModel, str], list[Submit]]
+    ) -> tuple[list[Submit], list[PromptFacts]]:
+        """Messages that `make` makes of `body`, with what is known of each. ApiError, or ClientLeft."""
+        client = client_of(request.scope)
+
+        def work() -> tuple[list[Submit], list[PromptFacts], Grammar | None]:
+            grammar = grammar_of(body, self._model)
+            requests = make(body, self._model, client.cache_space)
+            facts = facts_of(requests, body)
+            return estimated(requests, facts, self._model), facts, grammar
+
+        lane = self._long if n_characters(body) > _LONG_CHARACTERS else self._ordinary
+        patience = Patience()
+        try:
+            requests, facts, grammar = await _while_there(request, lane.run(client.name, work), patience)
+            if grammar is not None:
+                guide = await self._guide(request, body, grammar, client.name, patience)
+                requests = [replace(one, guide=guide) for one in requests]
+        except Abandoned as error:
+            raise ClientLeft from error
+        except ServingError as error:
+            raise from_engine(error) from error
+        return requests, facts
+
+    async def _guide(
+        self, request: Request, body: GenerationRequest, grammar: Grammar, client: str, patience: Patience
+    ) -> Guide:
+        guides = self._model.guides
+        assert guides is not None, "grammar_of refuses"
+        known = guides.known(grammar)
+        if known is not None:
+            return known
+        work = self._grammars.run(client, lambda: compiled(grammar, body, guides, patience))
+        return await _while_there(request, work, patience)
+
+
+async def _while_there(request: Request, work: Awaitable[Made], patience: Patience) -> Made:
+    """What `work` gives; where the client closes its connection before, ClientLeft, and `patience` ends."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            patience.end()
+            raise ClientLeft
+        return working.result()
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
