@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels.kv_formats import KV_FORMATS, kv_slot_bytes
+from tests.support.tiers import examples
 
 CHUNK = 128
 DIMS = (2, 8, 16, 40, 64, 80, 96, 128, 256)
@@ -185,7 +186,7 @@ def test_float16_saturates_instead_of_overflowing() -> None:
     assert np.allclose(out, -65504.0)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     rows=st.integers(1, 40),
     positions=st.integers(1, 300),

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels.errors import WeightError
 from tests.support.gemm_reference import FORMATS, expected, make_weight
+from tests.support.tiers import examples
 
 EDGES = (1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 97)
 ROWS = (*range(1, 10), 15, 16, 17, 31, 32, 33, 64)
@@ -71,7 +72,7 @@ def cuts(size: int, rng: np.random.Generator) -> list[tuple[int, int]]:
 
 
 @formats
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     n=st.integers(1, 150),
     k=st.integers(1, 300),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import KINDS, Kind
 from tests.support.gemm_reference import FORMATS, expected, make_weight
+from tests.support.tiers import examples
 
 WAYS = [(name, kind) for name in isa.usable() for kind in KINDS]
 SIZES = (-5, 0, 1, 2, 3, 4, 5, 8, 9, 14, 15, 30, 31, 1000)
@@ -25,7 +26,7 @@ FORMAT_PATHS = [(name, fmt, path) for name, kind, path in PATHS for fmt in FORMA
 
 
 @pytest.mark.parametrize(("name", "fmt", "path"), FORMAT_PATHS)
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     n=st.integers(1, 150),
     k=st.integers(1, 300),

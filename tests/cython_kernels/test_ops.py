@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa
+from tests.support.tiers import examples
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 576, 1024, 1025, 4099)
 U = 2.0**-24
@@ -141,7 +142,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(values=rows)
 def test_argmax_is_numpys(values: list[float]) -> None:
     """The first of the largest; a NaN counts as larger than anything, so that it is noticed."""
@@ -160,7 +161,7 @@ def test_argmax_of_long_rows_is_numpys(size: int, strange: float | None) -> None
     assert _native.argmax(x) == x.argmax()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(values=rows, k=st.integers(0, 210))
 def test_top_k_is_a_stable_sort_cut_short(values: list[float], k: int) -> None:
     x = np.array(values, np.float32)

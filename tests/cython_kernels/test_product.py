@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels._native import Team, TeamProduct, compute_paths, default_schedule
 from tests.support.cross import COMMON_FLAGS, HERE, KERNELS
 from tests.support.gemm_reference import FORMATS, make_weight
+from tests.support.tiers import examples
 
 sizes = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(0, 70))
 schedules = st.fixed_dictionaries(
@@ -30,7 +31,7 @@ def weight(n: int, k: int, fmt: str, seed: int = 0) -> packing.PackedWeight:
     return make_weight(fmt, n, k, np.random.default_rng(seed))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     fmt=st.sampled_from(FORMATS),
     n=st.sampled_from((1, 16, 90, 200)),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import Engine, event
 
@@ -28,6 +28,7 @@ from phasewise.kerneldb.errors import (
 )
 from phasewise.kerneldb.store import open_store
 from tests.support.kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, measured, without_rights
+from tests.support.tiers import examples
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_a_signature_that_lost_a_letter_is_reported(file: Path) -> None:
     assert any("placement_sig" in line and str(file) in line for line in said)
 
 
-@settings(max_examples=int(os.environ.get("PHASEWISE_FUZZ_CASES", "60")), deadline=None)
+@examples(60)
 @given(flips=st.lists(st.tuples(st.integers(0, 45_055), st.integers(1, 255)), min_size=1, max_size=30))
 def test_flipped_bits_give_rows_or_one_clear_line(
     flips: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.kerneldb import portable
@@ -49,6 +49,7 @@ from tests.support.kerneldb_examples import (
     STEP_TIME,
     measured,
 )
+from tests.support.tiers import examples
 
 NOTED = dataclasses.replace(MEASUREMENT, sample=dataclasses.replace(SAMPLE, conditions=NOTICED))
 ELSEWHERE = dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
@@ -193,7 +194,7 @@ any_row: st.SearchStrategy[Row] = (
 )
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(any_row, max_size=5))
 def test_any_row_that_a_database_may_hold_survives_the_trip(rows: list[Row]) -> None:
     with open_store(":memory:") as store:
@@ -411,7 +412,7 @@ def test_a_file_of_a_newer_version_is_refused_as_a_whole() -> None:
         read(b'{"file":"phasewise schedules","version":2}\n')
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(1, 255)), min_size=1, max_size=8))
 def test_flipped_bits_never_change_a_row(flips: list[tuple[int, int]]) -> None:
     """A row comes through as it was, or is refused with a short printable reason."""
@@ -440,7 +441,7 @@ FIELDS = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.dictionaries(st.sampled_from(FIELDS), json_values, min_size=1, max_size=2))
 def test_any_json_in_any_field_is_a_valid_row_or_refused(changes: dict[str, Any]) -> None:
     """Nothing else happens; what is let in is a record with its bounds."""

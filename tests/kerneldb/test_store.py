@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
@@ -47,6 +47,7 @@ from tests.support.kerneldb_examples import (
     measured,
 )
 from tests.support.kerneldb_server import new_database_url
+from tests.support.tiers import examples
 
 BACKENDS = ["file", "memory", "postgresql"]
 SPAWN = multiprocessing.get_context("spawn")
@@ -412,7 +413,7 @@ def test_a_server_that_does_not_answer_is_one_clear_line(url: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     estimates=st.lists(st.tuples(st.integers(1, 2**63 - 1), st.booleans()), max_size=12),
 )

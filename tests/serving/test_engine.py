@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.engine import Engine
@@ -27,6 +27,7 @@ from phasewise.serving.pacing import Pacing
 from phasewise.serving.sampling import GREEDY, SamplingParams
 from phasewise.tuner.plans import Phase
 from tests.support.fake_engine import END, FakeRanks, encode, make_engine, next_letter, run_all, text_of
+from tests.support.tiers import examples
 
 
 def ask(name: str, prompt: str = "a", max_tokens: int | None = 5, **fields: object) -> Submit:
@@ -77,7 +78,7 @@ def test_a_stop_string_ends_it_and_frees_its_slots_in_that_step() -> None:
     assert engine.scheduler.pool.stats().slots_used == 0
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     prompts=st.lists(st.text(alphabet="abcxyz€", min_size=1, max_size=90), min_size=1, max_size=8),
     max_batch_tokens=st.integers(1, 64),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.engine import Engine
@@ -20,6 +20,7 @@ from phasewise.serving.messages import Abort, Answer, Delivery, Failure, Submit
 from phasewise.serving.restarts import Restarts
 from phasewise.serving.sampling import GREEDY, SamplingParams
 from tests.support.fake_engine import FakeRanks, encode, make_engine, text_of
+from tests.support.tiers import examples
 
 LOST = RankLost("rank 1 (pid 7) was killed by SIGKILL")
 BOUND_S = 10.0
@@ -40,7 +41,7 @@ def run_out(engine: Engine, outs: dict[str, list[Answer | Failure]]) -> None:
     raise AssertionError("it does not end")
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     prompts=st.lists(st.text(alphabet="abcxyz€", min_size=1, max_size=60), min_size=1, max_size=8),
     max_sequences=st.integers(1, 4),

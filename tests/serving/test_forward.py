@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import isa
@@ -23,6 +22,7 @@ from phasewise.serving.forward import AUTO, Capacity, build_program
 from phasewise.serving.model import Llama3Scaling, PackedModel, RopeSpec
 from phasewise.serving.schedules import RowRange, ScheduleLookup
 from tests.support.reference_forward import reference_logits, tiny_config, tiny_model
+from tests.support.tiers import examples, isas
 
 SLOTS = 1024
 
@@ -83,7 +83,7 @@ def test_float32_logits_equal_numpy_in_float64(name: str) -> None:
     model = make_model(name)
     ids = random_ids(170, model)
     want = reference_logits(model, ids)
-    for isa_name in isa.usable():
+    for isa_name in isas():
         with isa.using(isa_name):
             got = Machine(model, threads=2).every_row(sliced(ids, base=5))
             assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max(), isa_name
@@ -95,7 +95,7 @@ def test_rounded_activations_cost_little(kind: str, loss: float) -> None:
     model = make_model("llama", kind)
     ids = random_ids(150, model)
     want = reference_logits(model, ids)
-    for isa_name in isa.usable():
+    for isa_name in isas():
         with isa.using(isa_name):
             got = Machine(model).every_row(sliced(ids))
             error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
@@ -108,7 +108,7 @@ def test_rounded_keys_and_values_cost_little(kv_format: str, loss: float) -> Non
     model = make_model("llama")
     ids = random_ids(150, model)
     want = reference_logits(model, ids)
-    for isa_name in isa.usable():
+    for isa_name in isas():
         with isa.using(isa_name):
             got = Machine(model, kv_format=kv_format).every_row(sliced(ids))
             error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
@@ -186,7 +186,7 @@ class RandomSchedules:
         return {**wild, **grid, "rows_outside": int(rng.integers(0, 2))}
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     name=st.sampled_from(("llama", "separate-parts", "odd-sizes")),
     kind=st.sampled_from(("f32", "bf16", "q8", "q4")),
@@ -207,7 +207,7 @@ def test_no_schedule_changes_a_bit(name: str, kind: str, threads: int, k_parts: 
     assert (plain.last_rows(*steps) == tuned.last_rows(*steps)).all()
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     name=st.sampled_from(("llama", "mistral-window", "wide-head")),
     positions=st.sampled_from((-5, 0, 127, 128, 256, 300, 10**9)),
@@ -252,7 +252,7 @@ def random_steps(
             yield step, ending
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     kind=st.sampled_from(("f32", "q4")),
@@ -345,7 +345,7 @@ def test_hostile_steps_either_run_or_are_refused() -> None:
     model = make_model("llama")
     machine = Machine(model, threads=2)
 
-    @settings(max_examples=int(os.environ.get("PHASEWISE_FUZZ_CASES", "300")), deadline=None)
+    @examples(300)
     @given(slices=wild_slices)
     def check(slices: list[SequenceSlice]) -> None:
         with contextlib.suppress(ValueError):
@@ -356,7 +356,7 @@ def test_hostile_steps_either_run_or_are_refused() -> None:
     assert np.isfinite(machine.last_rows(sliced(random_ids(50, model)))).all()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     source=st.one_of(st.integers(0, 300), st.integers(0, 18).map(lambda panel: 16 * panel)),
     target=st.one_of(st.integers(0, 300), st.integers(0, 18).map(lambda panel: 16 * panel)),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import isa
@@ -30,6 +30,7 @@ from tests.serving.test_forward import (
     random_ids,
     sliced,
 )
+from tests.support.tiers import examples
 
 STEP_TOKENS = 256
 
@@ -155,7 +156,7 @@ def test_the_other_ranks_follow_the_first_ones_instruction_set(isa_name: str) ->
         assert (many.run(prompts(model)) == want).all()
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     sizes=st.tuples(*[st.lists(st.integers(1, 2), min_size=1, max_size=4)] * 2).filter(
         lambda sizes: max(map(len, sizes)) > 1

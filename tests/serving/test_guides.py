@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.errors import RequestError
@@ -23,6 +23,7 @@ from phasewise.serving.sampling import GREEDY, SampledToken, Sampler, SamplingPa
 from phasewise.serving.tokenizer import Tokenizer, tokenizer_from_gguf
 from tests.support.api_bombs import PATTERNS, schema_bombs
 from tests.support.fake_engine import END, VOCAB_SIZE, encode, make_engine, piece, run_all, text_of
+from tests.support.tiers import examples
 from tests.support.tiny_vocabs import TINY_VOCABULARIES
 
 PERSON = {
@@ -57,7 +58,7 @@ def answer(guide: Guide, seed: int, most: int = 400, **params: object) -> tuple[
     return said, False
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     seed=st.integers(0, 2**32),
     params=st.sampled_from(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
@@ -17,6 +16,7 @@ from phasewise.serving.first_rank import FirstRank
 from phasewise.serving.forward import Capacity
 from tests.serving.test_forward import SLOTS, Machine, make_model, random_ids, random_steps, sliced
 from tests.serving.test_forward_ranks import OneRank, ranks
+from tests.support.tiers import examples
 
 CHUNK = 128
 
@@ -40,7 +40,7 @@ def scattered(lengths: Sequence[int], rng: np.random.Generator) -> list[Table]:
     return [tuple(table[at] for at in sorted(table)) for table in tables]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
     kv_format=st.sampled_from(KV_FORMATS),
@@ -186,7 +186,7 @@ def test_hostile_tables_either_run_or_are_refused() -> None:
     model = make_model("llama", "q8")
     machines = [Machine(model, threads=2, kv_format=kv_format) for kv_format in ("f16", "int8")]
 
-    @settings(max_examples=int(os.environ.get("PHASEWISE_FUZZ_CASES", "200")), deadline=None)
+    @examples(200)
     @given(
         slices=st.lists(
             st.builds(

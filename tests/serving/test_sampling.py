@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.errors import RequestError, StepFailed
 from phasewise.serving.sampling import GREEDY, Sampler, SamplingParams, sample_rows
+from tests.support.tiers import examples
 
 SEEDS = st.integers(0, 2**32)
 
@@ -57,7 +58,7 @@ def test_rows_are_sampled_each_by_its_own_sampler() -> None:
     assert plain == logits.argmax(axis=1).tolist() == [one.token_id for one in mixed]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     seed=SEEDS,
     temperature=st.floats(0.2, 3.0),
@@ -207,7 +208,7 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: object) -> No
     assert caught.value.param == name
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(seed=SEEDS, size=st.integers(1, 20_000), n=st.integers(1, 50), steps=st.integers(1, 1000))
 def test_the_largest_logits_are_found_without_sorting(seed: int, size: int, n: int, steps: int) -> None:
     """Also among many equals, where the first stay."""

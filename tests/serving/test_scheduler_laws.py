@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.engine import Engine
@@ -15,6 +15,7 @@ from phasewise.serving.sampling import GREEDY
 from phasewise.serving.scheduler import MOST_PREEMPTIONS, Scheduler
 from tests.support.fake_engine import END, AttentiveRanks, make_engine, run_all, text_of
 from tests.support.scheduled import POLICIES, Turns, any_pool, make
+from tests.support.tiers import examples
 
 CONTEXT = 320
 N_SLOTS = 384  # three pages; the longest request fits, and little beside it
@@ -56,7 +57,7 @@ def alone(request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(asked=asked, data=st.data())
 def test_answers_under_load_are_those_of_the_request_alone(
     policy: str,
@@ -113,7 +114,7 @@ class HalfDone(AttentiveRanks):
         super().copy_kv(source_slot, target_slot, n_slots)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(asked=asked, fails_at=st.integers(1, 12), policy=st.sampled_from(POLICIES), reuse=st.booleans())
 def test_who_was_to_be_moved_by_a_step_that_failed_is_computed_again(
     asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]],
@@ -146,7 +147,7 @@ def test_who_was_to_be_moved_by_a_step_that_failed_is_computed_again(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(asked=asked, chunk=st.integers(1, 64), sequences=st.integers(1, 8))
 def test_everybody_ends_within_a_bound_that_the_work_before_gives(
     policy: str,
@@ -182,7 +183,7 @@ def naive_steps(requests: list[Request]) -> int:
     return sum(request.max_tokens for request in requests)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(asked=asked, policy=st.sampled_from(POLICIES))
 def test_company_never_takes_more_steps_than_one_after_the_other(
     asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]], policy: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from phasewise.serving.tokenizer import DetokenizeStream, Tokenizer, tokenizer_from_gguf
 from tests.support.mixed_text import mixed_lines
 from tests.support.peers import ask
+from tests.support.tiers import n_examples
 from tests.support.tiny_vocabs import (
     TINY_VOCABULARIES,
     byte_level_metadata,
@@ -25,7 +25,7 @@ from tests.support.token_blocks import BLOCK, N_LINES, block_hashes
 
 FIXTURE = Path(__file__).parent.parent / "data" / "reference" / "tokens.json"
 DEFAULT_MODEL = "smollm2-135m-instruct"
-N_LIVE_LINES = int(os.environ.get("PHASEWISE_FUZZ_CASES", "1000"))
+N_LIVE_LINES = n_examples(1000, soak=10_000)
 
 
 @cache

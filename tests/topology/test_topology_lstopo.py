@@ -14,10 +14,11 @@ from phasewise.topology import Kind, Machine, TopologyError, core_signature, pla
 from phasewise.topology.lstopo import MAX_FILE_BYTES
 from phasewise.topology.outline import outline
 from phasewise.topology.picture import draw_svg
+from tests.support.tiers import n_examples
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
 VERSIONS = ("lstopo_v1.xml", "lstopo_v2.xml", "lstopo_v3.xml")
-FUZZ_CASES = int(os.environ.get("PHASEWISE_FUZZ_CASES", "400"))
+FUZZ_CASES = n_examples(400, soak=10_000)
 SLOWEST_CASE_S = 10.0
 
 
@@ -250,7 +251,7 @@ def _fuzz_seeds() -> list[bytes]:
 
 
 def test_damaged_files_give_a_machine_or_a_topology_error(tmp_path: Path) -> None:
-    """PHASEWISE_FUZZ_CASES files, each of them a machine that can be used or one clear error, and soon."""
+    """FUZZ_CASES files, each of them a machine that can be used or one clear error, and soon."""
     rng = random.Random(20_261_121)
     seeds, path = _fuzz_seeds(), tmp_path / "damaged.xml"
     outcomes = {"machine": 0, "error": 0}

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.topology import Kind, Machine, Node, TopologyError, placement_signature, read_machine
 from tests.support.sysfs_factory import FakeCpu, grid, write, write_sysfs
+from tests.support.tiers import examples
 
 SHAPES = st.tuples(*(st.integers(1, 3) for _ in range(5)))
 
@@ -30,7 +31,7 @@ def _assert_partition(node: Node) -> None:
     assert node.kind is Kind.PU or seen == set(node.cpus)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(shape=SHAPES)
 def test_a_regular_machine_is_counted_level_by_level(shape: tuple[int, int, int, int, int]) -> None:
     packages, nodes, l3, cores, threads = shape

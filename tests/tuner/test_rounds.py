@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.tuner.rounds import Times, against_best, halved, ratio, shuffled_rounds, standing
+from tests.support.tiers import examples
 
 ROUNDS = 150
 MACHINES = 60
@@ -59,7 +60,7 @@ def test_the_least_median_of_many_is_lucky_and_the_judge_is_not() -> None:
     assert abs(judged - 1) < 0.004
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(0, 1000), st.floats(0.5, 20))
 def test_the_pace_of_a_round_cancels(seed: int, factor: float) -> None:
     dice = np.random.default_rng(seed)
@@ -85,7 +86,7 @@ def test_halving_keeps_one_of_the_best_of_many() -> None:
         assert min(true[one] for one in kept) <= 1.01
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 100))
 def test_everyone_takes_one_turn_a_round_whatever_the_order(count: int, rounds: int, seed: int) -> None:
     turns: list[int] = []

@@ -1,7 +1,4 @@
-"""Damaged model files: whatever the damage, the outcome is a model or a `ModelError`, soon, in little memory.
-
-PHASEWISE_FUZZ_CASES sets the number of cases per kind of file (default 150, 10000 for the full run).
-"""
+"""Damaged model files: whatever the damage, the outcome is a model or a `ModelError`, soon, in little memory."""
 
 from __future__ import annotations
 
@@ -18,9 +15,10 @@ import pytest
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.model import PackedModel
+from tests.support.tiers import n_examples
 from tests.support.tiny_models import TinyShape, safetensors_bytes, tiny_gguf, tiny_weights, write_tiny_hf
 
-CASES = int(os.environ.get("PHASEWISE_FUZZ_CASES", "150"))
+CASES = n_examples(150, soak=10_000)
 SLOWEST_S = 10.0  # of one case: a hang, on however busy a machine
 GROWTH_BYTES = 400 << 20
 TINY = TinyShape(n_layers=1, hidden=32, ffn=32, n_heads=2, n_kv_heads=1, head_dim=16, vocab_size=261)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels.packing import unpack
@@ -17,6 +17,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.packed_file import PREFIX
 from phasewise.serving.model import PackedModel
+from tests.support.tiers import examples
 from tests.support.tiny_models import TinyShape, tiny_gguf, write_tiny_gguf, write_tiny_hf
 
 
@@ -77,7 +78,7 @@ def test_arrays_are_aligned_read_only_views(tmp_path: Path) -> None:
     assert model.weight_bytes == sum(array.nbytes for array in arrays if array is not None)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+@examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_head_is_noticed_and_rebuilt(tmp_path: Path, data: st.DataObject) -> None:
     source = str(write_tiny_gguf(tmp_path / "tiny.gguf"))

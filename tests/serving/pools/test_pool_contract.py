@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.batch import KvCopy
@@ -19,6 +19,7 @@ from phasewise.serving.pools.contract import (
     PoolSettings,
 )
 from phasewise.serving.pools.opening import POLICIES, open_pool
+from tests.support.tiers import examples
 
 N_SLOTS = 960
 LONGEST_REQUEST = 400
@@ -171,7 +172,7 @@ ACTIONS = st.one_of(
 
 @pytest.mark.parametrize("name", SMALL)
 class TestEveryPool:
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(actions=st.lists(ACTIONS, min_size=1, max_size=40))
     def test_slots_are_conserved_and_contents_survive(
         self, name: str, actions: list[tuple[str, object]]
@@ -197,7 +198,7 @@ class TestEveryPool:
             memory.release(owner, ended=False)
         assert memory.pool.stats().slots_free == memory.pool.n_slots
 
-    @settings(max_examples=30, deadline=None)
+    @examples(30)
     @given(
         prompt=st.integers(1, 300),
         lessons=st.lists(st.integers(1, 300), max_size=40),

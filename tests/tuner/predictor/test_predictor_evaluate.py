@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.tuner.errors import PredictorError
@@ -17,6 +17,7 @@ from phasewise.tuner.predictor.facts import Example, held_out
 from phasewise.tuner.predictor.log import read_log
 from phasewise.tuner.predictor.train import TrainOptions, train
 from tests.support.length_examples import made_up
+from tests.support.tiers import examples
 
 LINE = {"model": "m", "prompt_token_ids": [1, 2], "temperature": 0.5, "max_tokens": 9, "output_tokens": 4}
 
@@ -25,7 +26,7 @@ def bounds_of(lengths: object) -> list[int]:
     return sorted({int(bound) for bound in np.quantile(np.array(list(lengths)), [0.25, 0.5, 0.75, 1])})
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(share=st.floats(0.05, 0.95), seed=st.integers(0, 1000))
 def test_no_prompt_is_on_both_sides(share: float, seed: int) -> None:
     """However often it was asked, at whatever temperature; and it stays where it is as the log grows."""

@@ -10,7 +10,7 @@ from functools import cache
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.kerneldb.records import Sample, Schedule
@@ -23,6 +23,7 @@ from phasewise.tuner.search.roller import roller
 from phasewise.tuner.search.sandwich import fast_start, neighbours, parallel_limit, qualified, sandwich
 from phasewise.tuner.search.space import MicroKernel, Space, fitting, grid_of, kernel_of, pieces
 from tests.support.landscapes import FEW_KERNELS, KERNELS, Evaluator, Landscape, shortfall, space_of
+from tests.support.tiers import examples
 
 OPTIONS = SearchOptions()
 SEARCHES: dict[str, Callable[[Space], Search[Schedule]]] = {
@@ -60,7 +61,7 @@ def spaces(draw: st.DrawFn) -> Space:
 
 
 @pytest.mark.parametrize("name", SEARCHES.keys() - {"exhaustive", "roller"})
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(space=spaces(), seed=st.integers(0, 1000))
 def test_only_schedules_of_the_space_are_proposed(name: str, space: Space, seed: int) -> None:
     """Kernels that exist, a grid that leaves no thread idle, blocks no larger than their region."""
@@ -73,7 +74,7 @@ def test_only_schedules_of_the_space_are_proposed(name: str, space: Space, seed:
         assert space.holds(schedule)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(space=spaces(), seed=st.integers(0, 1000))
 def test_roller_scales_up_on_one_thread_and_out_over_all(space: Space, seed: int) -> None:
     evaluate = Evaluator(Landscape(seed), space.problem)
@@ -85,7 +86,7 @@ def test_roller_scales_up_on_one_thread_and_out_over_all(space: Space, seed: int
     assert all(space.holds(schedule) or alone.holds(schedule) for schedule in evaluate.asked)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(space=spaces())
 def test_a_space_holds_each_of_its_schedules_once(space: Space) -> None:
     schedules = list(space.schedules())
@@ -94,7 +95,7 @@ def test_a_space_holds_each_of_its_schedules_once(space: Space) -> None:
     assert all(space.holds(schedule) for schedule in schedules)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(space=spaces())
 def test_a_grid_gives_every_thread_a_piece_or_there_are_too_few(space: Space) -> None:
     m, n = space.problem.m, space.problem.n
@@ -106,7 +107,7 @@ def test_a_grid_gives_every_thread_a_piece_or_there_are_too_few(space: Space) ->
             assert grid.threads <= space.threads
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(space=spaces(), data=st.data())
 def test_neighbours_are_mutual_and_in_the_space(space: Space, data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from(sorted(space.schedules(), key=repr)))
@@ -126,7 +127,7 @@ def test_a_slice_leaves_one_for_every_thread_along_each_axis() -> None:
     assert limits == [64, 32, 32]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(space=spaces(), seed=st.integers(0, 1000))
 def test_the_fast_start_takes_no_grid_away(space: Space, seed: int) -> None:
     """No slice that it tries is longer than an axis' share for each thread, or than one tile."""

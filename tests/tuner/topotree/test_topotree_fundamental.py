@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.topology import CpuKind, Machine
 from phasewise.tuner.topotree import LeftOut, TopoTreeError, fundamental
 from tests.support.machine_shapes import machine_of, nest_of
 from tests.support.paper_machines import epyc, kunpeng, xeon
+from tests.support.tiers import examples
 
 
 def _levels(machine: Machine) -> list[tuple[str, int]]:
@@ -87,7 +88,7 @@ def test_no_pu_is_refused() -> None:
         fundamental(replace(machine_of((2,)), allowed_pus=()))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(allowed=st.sets(st.integers(0, 23), min_size=1))
 def test_tree_and_left_out_are_all_that_is_allowed(allowed: set[int]) -> None:
     """Whatever a cgroup leaves, each allowed PU is in the tree or left out for a reason."""

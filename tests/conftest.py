@@ -1,0 +1,142 @@
+"""Chooses the tests of a tier (tests/support/tiers.py), says what it left out, refuses unexpected skips."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from tests.support.expected_skips import EXPECTED_SKIPS
+from tests.support.tiers import TIERS, VARIABLE, middle_isas, n_examples
+
+_DEFAULT_EXAMPLES = 100  # hypothesis' own
+
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("phasewise")
+    group.addoption("--tier", choices=TIERS, default="all", help="which tests to run; default: all but soak")
+    group.addoption(
+        "--no-unexpected-skips",
+        action="store_true",
+        help="fail what skips for a reason that tests/support/expected_skips.py does not list",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[VARIABLE] = config.getoption("--tier")
+    settings.register_profile("tier", max_examples=n_examples(_DEFAULT_EXAMPLES), deadline=None)
+    settings.load_profile("tier")
+    config.stash[LEFT_OUT] = Counter()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier = config.getoption("--tier")
+    dropped = []
+    for item in items:
+        reason = _why_not_quick(item)
+        if tier == "quick" and reason:
+            config.stash[LEFT_OUT][reason] += 1
+        if not _is_in(tier, item, reason):
+            dropped.append(item)
+    if dropped:
+        unwanted = set(dropped)
+        items[:] = [item for item in items if item not in unwanted]
+        config.hook.pytest_deselected(items=dropped)
+
+
+_SOAK = "marked soak"
+
+
+def _is_in(tier: str, item: pytest.Item, reason: str) -> bool:
+    """Whether a tier has a test; reason: why `quick` leaves it out."""
+    match tier:
+        case "quick":
+            return not reason
+        case "rest":
+            return reason not in ("", _SOAK) or (not reason and _draws(item))
+        case "all":
+            return reason != _SOAK
+        case _:
+            return True
+
+
+def _why_not_quick(item: pytest.Item) -> str:
+    """Why `quick` leaves a test out; "" where it runs it."""
+    if item.get_closest_marker("soak"):
+        return _SOAK
+    if set(middle_isas()).intersection(_texts_of(item)):
+        return "on instruction sets between the lowest and the highest"
+    if item.get_closest_marker("slow") and not item.get_closest_marker("smoke"):
+        return "marked slow"
+    return ""
+
+
+def _texts_of(item: pytest.Item) -> Iterator[str]:
+    """The parameters of a test that are strings, or are in tuples."""
+    callspec = getattr(item, "callspec", None)
+    for value in callspec.params.values() if callspec else ():
+        yield from (
+            part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, str)
+        )
+
+
+def _draws(item: pytest.Item) -> bool:
+    """Whether hypothesis draws a test's examples, of which `quick` has taken a fifth."""
+    return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if not hasattr(report, "wasxfail"):
+        _refuse_unexpected_skip(item.config, report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _refuse_unexpected_skip(collector.config, report)
+    return report
+
+
+def _refuse_unexpected_skip(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
+    """With --no-unexpected-skips, a skip for a reason that is not listed is a failure that says so."""
+    if report.skipped and config.getoption("--no-unexpected-skips"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not any(re.search(pattern, reason) for pattern in EXPECTED_SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"unexpected skip (see tests/support/expected_skips.py): {reason}"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(
+        session.config, "workeroutput", None
+    )  # what a worker of pytest-xdist tells the controller
+    if output is not None:
+        output["left_out"] = dict(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] |= Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("--tier") == "quick":
+        terminalreporter.section("left out of this tier")
+        for reason, n in config.stash[LEFT_OUT].most_common():
+            terminalreporter.line(f"{n:5} tests {reason}")
+        terminalreporter.line("      four fifths of the examples that tests draw")
+        terminalreporter.line("make test-all runs them; what is marked soak: make test-soak")

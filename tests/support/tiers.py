@@ -1,0 +1,54 @@
+"""The tiers of the tests: how many examples are drawn in each, and which instruction sets are taken.
+
+- `quick`, by `make test`: the lowest and the highest usable instruction set, a fifth of the drawn examples,
+  and of what is marked `slow` only what is marked `smoke` too.
+- `all`, by `make test-all`: everything but what is marked `soak`.
+- `rest`: what `all` has and `quick` has not. CI runs it after `quick`.
+- `soak`, by `make test-soak`: everything, with twenty times the examples.
+
+tests/conftest.py chooses the tests; pytest's option `--tier` names the tier.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import settings
+
+from phasewise.cython_kernels import isa
+
+TIERS = ("quick", "rest", "all", "soak")
+VARIABLE = "PHASEWISE_TEST_TIER"
+"""Set by tests/conftest.py before test modules are imported; processes that tests start inherit it."""
+
+_QUICK_SHARE = 5
+_SOAK_FACTOR = 20
+
+
+def tier() -> str:
+    """The tier of this run; `all` where a module is imported outside pytest."""
+    return os.environ.get(VARIABLE, "all")
+
+
+def n_examples(n: int, *, soak: int = 0) -> int:
+    """How many examples to draw where `all` draws n: a fifth in `quick`; in `soak` that many, or 20 n."""
+    if tier() == "quick":
+        return -(-n // _QUICK_SHARE)
+    return (soak or n * _SOAK_FACTOR) if tier() == "soak" else n
+
+
+def examples(n: int, *, soak: int = 0, **more: Any) -> settings:
+    """Hypothesis settings of a test that draws `n_examples(n)`; no deadline: no test asserts a time."""
+    return settings(max_examples=n_examples(n, soak=soak), deadline=None, **more)
+
+
+def isas() -> Sequence[str]:
+    """The usable instruction sets, lowest first, that a test takes in this tier."""
+    return [name for name in isa.usable() if tier() != "quick" or name not in middle_isas()]
+
+
+def middle_isas() -> Sequence[str]:
+    """The usable instruction sets that `quick` leaves out."""
+    return isa.usable()[1:-1]
