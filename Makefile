@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+TIER ?= all
+# Tests run in two processes; each file stays in one of them. WORKERS= runs them all in this one.
+WORKERS ?= -n 2 --dist loadfile
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-cores test-arm test-asan lint demo bench compare docs wheel clean
+.PHONY: help setup build test test-all test-soak test-cores test-arm test-asan lint demo bench compare docs wheel clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -26,8 +29,17 @@ $(VENV)/.built: $(VENV)/.setup $(KERNEL_SOURCES)
 		echo compiling the kernels; $(BIN)/python setup.py -q build_ext --inplace; fi
 	@touch $@
 
-test: build        ## run the tests: make test ARGS="-k rmsnorm"
-	$(BIN)/python -m pytest $(ARGS)
+test: build        ## the quick tier of the tests: make test ARGS="-k rmsnorm"
+	$(BIN)/python -m pytest --tier=quick $(WORKERS) $(ARGS)
+
+test-all: build    ## all tests but the soak; with TIER=rest what `make test` has left out
+	$(BIN)/python -m pytest --tier=$(TIER) $(WORKERS) $(ARGS)
+
+test-soak: build test-asan  ## hours: twenty times the examples, ASan, fuzzing, faults; a soak with TRACE=CSV
+	$(BIN)/python -m pytest --tier=soak $(ARGS)
+	$(BIN)/python benchmarks/fuzz_api.py --cases 10000
+	$(BIN)/python benchmarks/faults.py
+	$(if $(TRACE),$(BIN)/python benchmarks/soak.py --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
 
 test-cores: build  ## the kernels by the defaults of every kind of core (PHASEWISE_CORE), one after the other
 	for core in $$($(BIN)/python -c "from phasewise.cython_kernels import core; print(*core.names())"); do \

@@ -1,4 +1,4 @@
-"""Damaged model files: whatever the damage, the outcome is a model or a `ModelError`, soon, in little memory."""
+"""Damaged model files: whatever the damage, a model or a `ModelError` comes of it, soon, in little memory."""
 
 from __future__ import annotations
 
