@@ -331,6 +331,7 @@ def shell(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on_where_it_was(db: Path, llama: str, tmp_path: Path) -> None:
     """With trials kept in a file, as a measured search keeps them."""
     machine = write_machine(tmp_path / "machine.xml", 8, 24)
@@ -367,6 +368,7 @@ def test_two_processes_with_one_study_share_the_work(db: Path, llama: str, tmp_p
     assert first["replayed"] + second["replayed"] > 0
 
 
+@pytest.mark.slow
 def test_two_processes_with_one_study_on_a_server_share_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: str
 ) -> None:

@@ -32,6 +32,7 @@ SHAPES = (
 
 needs_emulator = pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR} to run it with")
 pytestmark = [
+    pytest.mark.slow,  # `quick` has the vocabulary on an emulated Arm: test_words.py
     pytest.mark.skipif(
         platform.machine() == "aarch64", reason="this machine runs the tests themselves on Arm"
     ),

@@ -55,7 +55,7 @@ def _on_the_real_unit(w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_p
         return np.asarray(_native.gemm(x, w, schedule=schedule, path=name, k_parts=k_parts))
 
 
-@pytest.fixture(params=["emulated", "real"])
+@pytest.fixture(params=[pytest.param("emulated", marks=pytest.mark.slow), "real"])
 def multiply(request: pytest.FixtureRequest) -> Product:
     """A product by the tile kernels, on one of the two units."""
     if request.param == "emulated":

@@ -18,6 +18,7 @@ def compiled(source: Path, flags: list[str], others: list[Path], target: Path) -
     return None if subprocess.run(command, capture_output=True).returncode else target
 
 
+@pytest.mark.slow
 def test_no_rank_reads_what_another_may_still_write(tmp_path: Path) -> None:
     """Three ranks and two, in turn, against one; any data race fails it."""
     flags = ["-fsanitize=thread", '-DPW_GEMM_ABI=""', '-DPW_ATTENTION_ABI=""']

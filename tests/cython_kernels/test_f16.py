@@ -49,7 +49,7 @@ def _on_the_instructions(w: PackedWeight, x: Array, walk: Walk, k_parts: int = 1
         return np.asarray(_native.gemm(x, w, schedule=schedule, path=PATH, k_parts=k_parts))
 
 
-@pytest.fixture(params=["emulated", "real"])
+@pytest.fixture(params=[pytest.param("emulated", marks=pytest.mark.slow), "real"])
 def multiply(request: pytest.FixtureRequest) -> Product:
     """A product by the float16 kernels, on either kind of instructions."""
     if request.param == "emulated":
@@ -101,6 +101,7 @@ def test_the_walk_changes_no_bit(multiply: Product) -> None:
 
 
 @pytest.mark.skipif(not HERE_TOO, reason="this machine has no float16 instructions to compare with")
+@pytest.mark.slow
 def test_emulated_and_real_instructions_give_the_same_bits(program: str) -> None:
     rng = np.random.default_rng(6)
     for n, k, m, walk in SHAPES:

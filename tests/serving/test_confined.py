@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_engine import END, VOCAB_SIZE, encode, piece
-from rude_clients import until
 
 from phasewise.serving.confined import Abandoned, Bounds, ConfinedProcess, JobRefused, Overrun, Patience
 from phasewise.serving.grammar_job import told_of
 from phasewise.serving.guides import TokenView
+from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
+from tests.support.rude_clients import until
 
 TOKENS = TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode)
 ROOMY = Bounds(seconds=30.0, memory_bytes=1 << 30)
