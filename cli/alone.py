@@ -11,11 +11,13 @@ for one sleeps until the kernel gives it: whoever is timed pays for no look of t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import math
 import os
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -38,12 +40,18 @@ class _TimeIsUpError(Exception):
     """Out of a wait for a lock."""
 
 
+class CannotLockError(Exception):
+    """The file of the locks is not one that this user can use, and so nothing can be measured."""
+
+    exit_code = 1
+
+
 class Company:
     """This process among others that measure here. One object per process and file, for the main thread."""
 
     def __init__(self, path: Path) -> None:
         # Closing any other descriptor of the file would end all locks, so this one stays open.
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._file = _opened(path)
         self._working_until_s: float | None = None
 
     @contextmanager
@@ -142,6 +150,22 @@ class Company:
 
     def _release(self, byte: int) -> None:
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of the file, made where there is none. CannotLockError where its place is taken: anybody
+    may make files in a directory for temporary ones, links to other files included."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    why = "it is no file"
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror or str(error)
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    raise CannotLockError(f"the lock {path} cannot be used ({why}): remove it, or name another TMPDIR")
 
 
 def _byte_of(name: str) -> int:

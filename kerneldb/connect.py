@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool, StaticPool
 
@@ -39,6 +39,12 @@ LEAST_ROOM_BYTES = 64 << 10
 
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _WRITES = "sqlite_writes"
+_STEPS = "sqlite_steps"
+
+MAX_STATEMENT_STEPS = 4_000_000_000
+"""Of SQLite's virtual machine, which takes some 100 million in a second: enough to group and sort ten million
+rows. A damaged or hostile file can ask for any number."""
+_STEPS_BETWEEN_LOOKS = 1_000_000
 
 MAX_REASON_CHARS = 160
 """Of what the driver says: SQLite may quote the whole definition of a table."""
@@ -100,6 +106,8 @@ def _with_sqlite_habits(engine: Engine) -> Engine:
         for pragma in ("foreign_keys = ON", "synchronous = NORMAL", "trusted_schema = OFF"):
             dbapi.execute(f"PRAGMA {pragma}")
 
+    _limit_steps(engine)
+
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         if connection.get_execution_options().get(_WRITES):
@@ -108,6 +116,39 @@ def _with_sqlite_habits(engine: Engine) -> Engine:
             connection.exec_driver_sql("BEGIN")
 
     return engine
+
+
+class _StepLimit:
+    """Ends a statement that takes too many steps. SQLite calls it, so Python sees Ctrl-C amid a long one."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self) -> int:
+        self.steps += _STEPS_BETWEEN_LOOKS
+        return int(self.steps > MAX_STATEMENT_STEPS)
+
+
+def _limit_steps(engine: Engine) -> None:
+    """Of each statement by itself."""
+
+    @event.listens_for(engine, "connect")
+    def set_up(dbapi: sqlite3.Connection, entry: ConnectionPoolEntry) -> None:
+        entry.info[_STEPS] = limit = _StepLimit()
+        dbapi.set_progress_handler(limit, _STEPS_BETWEEN_LOOKS)
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def begin(connection: Connection, *_: object) -> None:
+        connection.info[_STEPS].steps = 0
+
+    @event.listens_for(engine, "handle_error")
+    def tell_apart(context: ExceptionContext) -> None:
+        """An interrupted statement had too many steps, or else Ctrl-C came while SQLite called back."""
+        error = context.original_exception
+        if getattr(error, "sqlite_errorname", "") != "SQLITE_INTERRUPT" or context.connection is None:
+            return
+        if context.connection.info[_STEPS].steps <= MAX_STATEMENT_STEPS:
+            raise KeyboardInterrupt from error
 
 
 def for_writing(engine: Engine) -> Engine:
@@ -257,6 +298,10 @@ def _translate(name: str, error: BaseException | None) -> KernelDbError:
         return KernelDbError(
             f"database {name} cannot be opened: check your rights on it and on its directory "
             "(one that was not closed cleanly has to be opened once by a user who may write it)"
+        )
+    if code.startswith("SQLITE_INTERRUPT"):
+        return DamagedDatabaseError(
+            f"database {name} makes SQLite work without end: it is far too large, or not made by phasewise"
         )
     if code.startswith("SQLITE_READONLY"):
         return ReadOnlyDatabaseError(f"database {name} is read-only")

@@ -18,7 +18,10 @@ FILE_NAME = "phasewise.db"
 MEMORY_URL = "sqlite://"
 
 _SQLITE_URL = re.compile(r"sqlite(?:\+pysqlite)?://(?:/([^?#]*))?")
-_PASSWORD = re.compile(r"(://[^/?#]*?:)[^/?#]*@")
+# SQLAlchemy takes all up to the @ for the password, a slash or a question mark too. Where there are several,
+# too much is hidden rather than too little.
+_PASSWORD = re.compile(r"(://[^:/@]*:).*@", re.DOTALL)
+_SECRET_PARAMETER = re.compile(r"(?i)([?&;][^=&;#]*(?:pass|pwd|secret|token|key)[^=&;#]*=)[^&;#]*")
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,19 @@ class Location:
     @property
     def name(self) -> str:
         """For people: the file, or the URL without its password."""
-        return str(self.file) if self.file else _PASSWORD.sub(r"\1***@", self.url or "")
+        return str(self.file) if self.file else redacted(self.url or "")
 
     @property
     def is_absent(self) -> bool:
         """Known not to exist yet. A server is never known to be absent."""
         return self.file is not None and not os.path.lexists(self.file)
+
+
+def redacted(url: str) -> str:
+    """An SQLAlchemy URL without what is secret in it; other text as it is."""
+    if "://" not in url:
+        return url
+    return _SECRET_PARAMETER.sub(r"\1***", _PASSWORD.sub(r"\1***@", url))
 
 
 def default_file() -> Path:
@@ -62,7 +72,9 @@ def locate(db: str | os.PathLike[str] | None) -> Location:
     if sqlite:
         return Location(Path(sqlite[1]).absolute(), None)
     if text.startswith(("sqlite:", "sqlite+")):
-        raise KernelDbError(f"database {text}: for SQLite give the path of a file, without parameters")
+        raise KernelDbError(
+            f"database {redacted(text)}: for SQLite give the path of a file, without parameters"
+        )
     if "://" in text:
         return Location(None, text)
     try:

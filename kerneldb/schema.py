@@ -42,6 +42,8 @@ def read_revision(connection: Connection, name: str) -> str | None:
 
     Refuses a database of another program, one without exactly one revision, and one newer than this program.
     """
+    if connection.dialect.name == "sqlite":
+        _refuse_computed_rows(connection, name)
     if not connection.dialect.has_table(connection, VERSION_TABLE):
         _refuse_foreign_tables(connection, name)
         return None
@@ -58,6 +60,36 @@ def read_revision(connection: Connection, name: str) -> str | None:
             "upgrade phasewise, or name another database with --db"
         )
     return str(found[0])
+
+
+_GUARDED = ("measurement", "promotion", "service_plan", "step_time")
+_COMPUTES = """
+    SELECT CASE WHEN type = 'table' THEN 'virtual table' ELSE type END, name, tbl_name, sql FROM sqlite_master
+    WHERE type IN ('view', 'trigger') OR (type = 'table' AND rootpage = 0)
+    UNION ALL
+    SELECT 'generated column', c.name, t.name, '' FROM sqlite_master t, pragma_table_xinfo(t.name) c
+    WHERE t.type = 'table' AND t.rootpage <> 0 AND c.hidden <> 0
+    LIMIT 100
+"""
+
+
+def _refuse_computed_rows(connection: Connection, name: str) -> None:
+    """A file from elsewhere may give a view our table's name, whose rows never end; triggers, virtual tables
+    and generated columns compute as well. Ours are the triggers that forbid to edit rows; Optuna has none."""
+    for kind, what, where, definition in connection.execute(text(_COMPUTES)):
+        if kind == "trigger" and where in _GUARDED and definition == _guard_of(where):
+            continue
+        raise ForeignDatabaseError(
+            f"database {name} has a {kind} {what!s:.60}, which no database of phasewise has: do not use it"
+        )
+
+
+def _guard_of(table_name: str) -> str:
+    """As the migrations write it."""
+    return (
+        f"CREATE TRIGGER {table_name}_is_never_edited BEFORE UPDATE ON {table_name} "
+        f"BEGIN SELECT RAISE(ABORT, 'rows of {table_name} are appended, never edited'); END"
+    )
 
 
 def _refuse_foreign_tables(connection: Connection, name: str) -> None:

@@ -5,9 +5,11 @@ A thread writes it, so that no request waits for a disk. A disk that is full or 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,9 @@ _Line = tuple[str, RealisedLength]
 
 
 class LengthLog:
-    """Appends to `path`, made with mode 0600, from `with` to its end. ServingError where it cannot be opened.
+    """Appends to `path`, of mode 0600, from `with` to its end. ServingError where it cannot be opened.
+
+    A file that others could read before is theirs no more; a link is not followed, wherever it leads.
 
     `report` gets one line when a line is lost first.
     """
@@ -40,7 +44,8 @@ class LengthLog:
         try:
             self._open()
         except OSError as error:
-            raise ServingError(f"the length log {path} cannot be written: {error.strerror}") from error
+            why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise ServingError(f"the length log {path} cannot be written: {why}") from error
         self._thread = threading.Thread(target=self._write, name="phasewise-length-log", daemon=True)
 
     def put(self, model_name: str, length: RealisedLength) -> None:
@@ -85,8 +90,20 @@ class LengthLog:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(self.path, flags, _MODE)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(self.path, flags, _MODE)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) and not stat.S_ISFIFO(found.st_mode):
+                raise OSError(errno.EINVAL, "it is no file")
+            os.set_blocking(descriptor, True)  # only a pipe that nobody reads must not hold up the start
+            if stat.S_IMODE(found.st_mode) & ~_MODE:
+                os.fchmod(descriptor, _MODE)
+                self._report(f"length log {self.path}: others could read it; its mode is 0600 now")
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
 
     def _append(self, model_name: str, length: RealisedLength) -> None:
         """A whole line or, where the disk fills up within it, one that the next line does not continue."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from phasewise.serving.errors import RanksError
 from phasewise.serving.rank_instructions import Instructions, Report
+from phasewise.serving.secrets import environment_for_children
 
 START_S = 300.0
 """A worker that is not ready by then never will be. Copying the weights of a large model takes most of it."""
@@ -198,7 +199,7 @@ def _start(told: Instructions) -> _Worker:
             stdin=written,
             stdout=subprocess.PIPE,
             pass_fds=told.descriptors,
-            env={**os.environ, **ONE_THREAD},
+            env={**environment_for_children(), **ONE_THREAD},
             bufsize=0,
         )
     finally:

@@ -134,12 +134,13 @@ def merge(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False
 
     Its step times come too; `tune-config --evaluator recorded` replays them.
     """
+    from phasewise.kerneldb.location import redacted
     from phasewise.kerneldb.portable import import_rows, rows_of
     from phasewise.kerneldb.store import open_store
 
     with _other_store(other) as source, open_store(db, note) as store:
         taken = import_rows(store, rows_of(source, step_times=True))
-    _print_taken(other, taken, 0, as_json)
+    _print_taken(redacted(other), taken, 0, as_json)
 
 
 def _print_taken(name: str, taken: Taken, refused: int, as_json: bool) -> None:

@@ -127,7 +127,8 @@ def serve(
         typer.Option(
             envvar="PHASEWISE_API_KEY",
             metavar="KEY",
-            help="a key that requests must carry; may be given several times",
+            help="a key that requests must carry; may be given several times. Others on this machine can see "
+            "a command line: prefer PHASEWISE_API_KEY or --api-key-file",
             rich_help_panel=_ACCEPTING,
         ),
     ] = None,
@@ -296,6 +297,13 @@ def serve(
     to be started again. SIGHUP opens the length log anew; without one it
     ends the server as SIGTERM does, unless it is ignored (nohup).
     """
+    from phasewise.serving.secrets import hide_values_of
+
+    if hide_values_of("--api-key"):
+        note(
+            "warning: the command line showed the API key to everybody on this machine until now; "
+            "PHASEWISE_API_KEY or --api-key-file does not"
+        )
     from phasewise.serving.headroom import use_one_heap
 
     use_one_heap()  # before numpy's threads are there
@@ -396,7 +404,11 @@ def _tls(certificate: Path | None, key: Path | None, unix_socket: Path | None) -
         raise typer.BadParameter("--tls-key needs --tls-cert")
     if unix_socket is not None:
         raise typer.BadParameter("TLS is for ports; leave --tls-cert out, or --unix-socket")
-    return tls_context(certificate, key)
+    context = tls_context(certificate, key)
+    secret = key or certificate
+    if secret.stat().st_mode & stat.S_IROTH:
+        note(f"warning: everybody on this machine can read the TLS key in {secret}; chmod 600 it")
+    return context
 
 
 def _address(host: str, port: int, unix_socket: Path | None, *, secure: bool) -> Address:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cli.alone import Company
+from phasewise.cli.alone import CannotLockError, Company
 
 HOLD = """
 import sys, time
@@ -147,3 +148,28 @@ def test_nobody_works_or_has_a_turn_while_another_has_one(path: Path) -> None:
     assert [len(of_one) for of_one in turns] == [20, 20, 20]
     together = sorted(itertools.chain(*turns))
     assert all(end_ns <= begin_ns for (_, end_ns), (begin_ns, _) in itertools.pairwise(together))
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "fifo", "missing directory"])
+def test_what_is_no_lock_is_named_in_one_line(path: Path, kind: str) -> None:
+    """Anybody may make files where temporary ones lie."""
+    precious = path.parent / "precious"
+    precious.write_text("mine")
+    match kind:
+        case "link":
+            path.symlink_to(precious)
+        case "dangling link":
+            path.symlink_to(path.parent / "none")
+        case "directory":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+        case _:
+            path = path / "lock"
+
+    with pytest.raises(CannotLockError, match="cannot be used") as refusal:
+        Company(path)
+
+    assert str(path) in str(refusal.value)
+    assert precious.read_text() == "mine"
+    assert not (path.parent / "none").exists()

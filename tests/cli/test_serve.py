@@ -145,6 +145,60 @@ def test_it_answers_and_a_signal_ends_it(model: Path, environment: dict[str, str
     assert "\nprefill: 1 rank on core" in said
 
 
+@pytest.mark.parametrize("form", [("--api-key", "secret-1", "--api-key=secret-2"), ("--api-key=secret-1",)])
+def test_keys_are_not_on_the_command_line_that_others_see(
+    model: Path, environment: dict[str, str], form: tuple[str, ...]
+) -> None:
+    with serving(model, environment, *form, "--port", 0) as server:
+        shown = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+        assert b"secret" not in shown
+        assert b"--port\x000" in shown
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer secret-1"})
+        assert answer.status_code == 200
+    assert any("PHASEWISE_API_KEY" in line and "secret" not in line for line in server.lines)
+
+
+def test_a_tls_key_that_others_can_read_is_said(
+    model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    tls = Path(__file__).parents[1] / "data" / "tls"
+    key = tmp_path / "key.pem"
+    key.write_bytes((tls / "key.pem").read_bytes())
+    arguments = ("--port", 0, "--tls-cert", tls / "cert.pem", "--tls-key", key)
+    key.chmod(0o604)
+    with serving(model, environment, *arguments) as server:
+        assert (
+            f"warning: everybody on this machine can read the TLS key in {key}; chmod 600 it" in server.lines
+        )
+    key.chmod(0o640)
+    with serving(model, environment, *arguments) as server:
+        assert not any("warning" in line for line in server.lines)
+
+
+def test_a_key_from_the_environment_stays_there_and_no_rank_has_it(
+    model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    surroundings = environment | {
+        "PHASEWISE_API_KEY": "secret-1",
+        "PHASEWISE_DB": str(tmp_path / "secret.db"),
+    }
+    cores = [part for one in sorted(os.sched_getaffinity(0))[:2] for part in ("--cores", str(one))]
+    if len(cores) < 4:
+        pytest.skip("two ranks need two cores")
+    for phase in ("prefill", "decode"):
+        plan = [sys.executable, "-m", "phasewise", "db", "set-plan", "tiny", "--phase", phase, *cores]
+        subprocess.run(plan, env=surroundings, check=True, capture_output=True)
+    with serving(model, surroundings, "--port", 0) as server:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+        children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+        assert children
+        for pid in children:
+            assert b"secret" not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert not any("secret-1" in line or "warning" in line for line in server.lines)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_a_stream_with_an_error(
     model: Path, environment: dict[str, str], number: int

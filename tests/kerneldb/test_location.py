@@ -58,6 +58,13 @@ def test_what_names_no_database_is_refused(text: str) -> None:
     [
         ("postgresql://me:secret@host:5432/db", "postgresql://me:***@host:5432/db"),
         ("postgresql+psycopg://me:se:cr@et@host/db", "postgresql+psycopg://me:***@host/db"),
+        ("postgresql://me:pa/ss@host/db", "postgresql://me:***@host/db"),
+        ("postgresql://me:pa?ss#w@host/db", "postgresql://me:***@host/db"),
+        ("postgresql://:secret@host/db", "postgresql://:***@host/db"),
+        ("postgresql://host/db?user=me&password=secret", "postgresql://host/db?user=me&password=***"),
+        ("postgresql://host/db?PassWord=s%20t&x=1", "postgresql://host/db?PassWord=***&x=1"),
+        ("postgresql://host/db?sslpassword=s&sslkey=k", "postgresql://host/db?sslpassword=***&sslkey=***"),
+        ("mysql://host/db?passwd=secret", "mysql://host/db?passwd=***"),
         ("postgresql://me@host/db", "postgresql://me@host/db"),
         ("postgresql://host:5432/db", "postgresql://host:5432/db"),
         ("postgresql:///db?host=/run", "postgresql:///db?host=/run"),
@@ -66,6 +73,16 @@ def test_what_names_no_database_is_refused(text: str) -> None:
 def test_a_url_is_shown_without_its_password(url: str, name: str) -> None:
     assert locate(url).url == url
     assert locate(url).name == name
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite+pysqlcipher://:secret@/file.db", "sqlite:///file.db?password=secret"]
+)
+def test_a_refused_url_is_told_without_its_password(url: str) -> None:
+    with pytest.raises(KernelDbError) as refusal:
+        locate(url)
+
+    assert "secret" not in str(refusal.value)
 
 
 def test_finding_the_database_does_not_load_sqlalchemy() -> None:

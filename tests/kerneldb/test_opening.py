@@ -8,6 +8,7 @@ import os
 import signal
 import sqlite3
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -452,3 +453,64 @@ def test_a_killed_writer_loses_at_most_the_row_in_flight(tmp_path: Path) -> None
     with open_store(path) as store:
         kept = store.stats().rows["measurement"]
     assert len(seen) <= kept <= len(seen) + 1
+
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT "
+
+
+def with_a_view(connection: sqlite3.Connection) -> None:
+    columns = [row[1] for row in connection.execute("PRAGMA table_info(measurement)")]
+    connection.execute("ALTER TABLE measurement RENAME TO other")
+    named = ", ".join(f"x AS {column}" for column in columns)
+    connection.execute(f"CREATE VIEW measurement AS {ENDLESS} {named} FROM n")
+
+
+HOSTILE = {
+    "an endless view": with_a_view,
+    "a view beside": lambda it: it.execute(f"CREATE VIEW other AS {ENDLESS} x FROM n"),
+    "a trigger": lambda it: it.execute(
+        f"CREATE TRIGGER t BEFORE INSERT ON measurement BEGIN {ENDLESS} count(*) FROM n; END"
+    ),
+    "a virtual table": lambda it: it.execute("CREATE VIRTUAL TABLE v USING fts5(a)"),
+    "a generated column": lambda it: it.execute(
+        "ALTER TABLE measurement ADD COLUMN g GENERATED ALWAYS AS (hex(zeroblob(400000000))) VIRTUAL"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_database_that_computes_its_rows_is_refused(file: Path, kind: str) -> None:
+    with contextlib.closing(sqlite3.connect(file)) as connection, connection:
+        HOSTILE[kind](connection)
+
+    with pytest.raises(ForeignDatabaseError, match="which no database of phasewise has"), open_store(file):
+        pass
+
+
+def test_a_statement_without_end_is_ended(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "MAX_STATEMENT_STEPS", 3_000_000)
+    with open_store(file) as store:
+        with pytest.raises(DamagedDatabaseError, match="work without end"), connect.clear_errors(store.name):
+            count_for_ever(store._engine)
+
+        assert list(store.all_measurements()) == [MEASUREMENT]
+
+
+def test_ctrl_c_ends_a_statement(file: Path) -> None:
+    def press() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with open_store(file) as store:
+        presser = threading.Thread(target=press)
+        presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            count_for_ever(store._engine)
+        presser.join()
+
+        assert list(store.all_measurements()) == [MEASUREMENT]
+
+
+def count_for_ever(engine: Engine) -> None:
+    with engine.connect() as connection:
+        connection.exec_driver_sql(f"{ENDLESS} count(*) FROM n").all()

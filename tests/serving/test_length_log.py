@@ -140,3 +140,38 @@ def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
     assert [(length.output_tokens, length.finish_reason) for length in known] == [(7, "length")]
     assert known[0].facts == PromptFacts((97,), 0.5, 7, 1, None)
     assert observer._facts == {}
+
+
+def no_log(path: Path) -> str:
+    """Why it is refused."""
+    with pytest.raises(ServingError) as refusal:
+        LengthLog(path, print)
+    return str(refusal.value)
+
+
+def test_a_log_that_others_could_read_is_theirs_no_more(tmp_path: Path, said: list[str]) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text("{}\n")
+    path.chmod(0o644)
+    with LengthLog(path, said.append) as log:
+        log.put("fake", LENGTH)
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(lines_of(path)) == 2
+    assert said == [f"length log {path}: others could read it; its mode is 0600 now"]
+
+
+def test_a_link_is_not_followed_and_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "link").symlink_to(precious)
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+
+    assert "it is a symbolic link" in no_log(tmp_path / "link")
+    assert "it is a symbolic link" in no_log(tmp_path / "dangling")
+    assert "Is a directory" in no_log(tmp_path / "folder")
+    assert no_log(tmp_path / "fifo")
+    assert precious.read_text() == "mine"
+    assert not (tmp_path / "none").exists()
