@@ -18,7 +18,9 @@ from phasewise.cli.commands import (
     generate,
     models,
     predict_len,
+    provision,
     serve,
+    simulate,
     topo,
     tune_config,
     tune_kernels,
@@ -37,6 +39,8 @@ app.command("topo")(topo.topo)
 app.command("doctor")(doctor.doctor)
 app.command("tune-config")(tune_config.tune_config)
 app.command("tune-kernels")(tune_kernels.tune_kernels)
+app.command("simulate")(simulate.simulate)
+app.command("provision")(provision.provision)
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
 app.add_typer(predict_len.app, name="predict-len")

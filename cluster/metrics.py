@@ -95,6 +95,8 @@ class Summary:
     """One simulation in figures. Times in seconds."""
 
     n_requests: int
+    """That ended."""
+    n_unfinished: int
     output_tokens: int
     duration_s: float
     times_s: Mapping[Metric, Mapping[int, float]]
@@ -119,6 +121,7 @@ def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
     transfers = np.array([life.transfer_s for life in lives if not math.isnan(life.transfer_s)])
     return Summary(
         n_requests=len(lives),
+        n_unfinished=simulation.n_unfinished,
         output_tokens=sum(life.arrival.output_tokens for life in lives),
         duration_s=simulation.end_s - min(life.arrival.at_s for life in lives),
         times_s={metric: _percentiles(times[metric]) for metric in METRICS},
@@ -136,7 +139,8 @@ def broken(summary: Summary, slo: Slo) -> list[str]:
     if found is None:
         raise ClusterError(f"SLO {slo.name} is in slowdowns: name the machine that they are told against")
     unit = "x" if slo.is_slowdown else " s"
-    return [
+    stuck = [f"{summary.n_unfinished} requests never ended"] if summary.n_unfinished else []
+    return stuck + [
         f"{metric} P{percentile} {found[metric][percentile]:.3g}{unit} (below {below:g}{unit})"
         for metric, percentile, below in slo.bounds
         if not found[metric][percentile] < below

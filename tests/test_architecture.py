@@ -27,7 +27,16 @@ PURE = (
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "phasewise": ("",),
     "cli": ("",),
-    "workflows": ("workflows", "serving", "tuner", "kerneldb", "topology", "cython_kernels", "_version"),
+    "workflows": (
+        "workflows",
+        "cluster",
+        "serving",
+        "tuner",
+        "kerneldb",
+        "topology",
+        "cython_kernels",
+        "_version",
+    ),
     "loadtest": ("loadtest", "tuner.config.trace", "tuner.errors", "_version"),
     "serving": ("serving", "tuner.plans", "kerneldb", "topology", "cython_kernels"),
     "serving.request": PURE,

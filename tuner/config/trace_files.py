@@ -1,6 +1,7 @@
-"""Traces in files, in three public formats that are told apart by their content:
+"""Traces in files, in four public formats that are told apart by their content:
 
 - Azure LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens.
+- splitwise-sim: CSV with arrival_timestamp (s), prompt_size, token_size.
 - Mooncake: JSON lines with timestamp (ms), input_length, output_length.
 - ShareGPT: JSON, or JSON lines, of conversations: the first question that was answered, and its answer. Their
   tokens are estimated from characters. Entries may state lengths instead: {"prompt_tokens": 512,
@@ -65,8 +66,11 @@ def _rows(first: str, rest: Iterable[str], name: str) -> Iterator[Row]:
     header = [field.strip() for field in first.split(",")]
     if {"ContextTokens", "GeneratedTokens"} <= set(header):
         return _azure(header, _lines(None, rest, name), name)
+    if {"arrival_timestamp", "prompt_size", "token_size"} <= set(header):
+        return _splitwise_sim(header, _lines(None, rest, name), name)
     raise TraceError(
-        f"{name} is no trace: CSV with ContextTokens and GeneratedTokens (Azure), JSON lines with "
+        f"{name} is no trace: CSV with ContextTokens and GeneratedTokens (Azure) or arrival_timestamp, "
+        "prompt_size and token_size (splitwise-sim), JSON lines with "
         "input_length and output_length (Mooncake) or conversations (ShareGPT) expected"
     )
 
@@ -105,12 +109,38 @@ def _lines(first: str | None, rest: Iterable[str], name: str) -> Iterator[tuple[
             yield at, line
 
 
-def _azure(header: Sequence[str], lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
+def _splitwise_sim(header: Sequence[str], lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
+    for at, row in _csv_rows(header, lines, name):
+        try:
+            arrival_s = _seconds(row["arrival_timestamp"])
+            prompt, output = _count(row["prompt_size"]), _count(row["token_size"])
+            yield at, Request(prompt, output, arrival_s) if prompt and output else None
+        except TraceError as error:
+            raise TraceError(f"{name}, row {at}: {error}") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1e12:
+        raise TraceError(f"a time in seconds is expected, not {text!r:.40}")
+    return value
+
+
+def _csv_rows(
+    header: Sequence[str], lines: Iterator[tuple[int, str]], name: str
+) -> Iterator[tuple[int, dict[str, str]]]:
     for at, line in lines:
         fields = _fields(line, f"{name}, row {at}")
         if len(fields) != len(header):
             raise TraceError(f"{name}, row {at}: {len(fields)} fields, {len(header)} expected")
-        row = dict(zip(header, fields, strict=True))
+        yield at, dict(zip(header, fields, strict=True))
+
+
+def _azure(header: Sequence[str], lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
+    for at, row in _csv_rows(header, lines, name):
         try:
             arrival_s = _instant_s(row["TIMESTAMP"]) if "TIMESTAMP" in row else None
             prompt, output = _count(row["ContextTokens"]), _count(row["GeneratedTokens"])

@@ -1,0 +1,213 @@
+"""Simulated and provisioned clusters as text, JSON and charts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from phasewise.cluster.metrics import METRICS, PERCENTILES, Slo, Summary, broken
+
+if TYPE_CHECKING:
+    from phasewise.cluster.simulate import ClusterSpec
+    from phasewise.workflows.plan_cluster import Provisioned
+
+OCCUPANCY_MARKS = (1, 4, 16, 64, 256, 1024, 2048)
+"""Batch sizes, in tokens, whose share of busy time the text states."""
+
+
+def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> str:
+    """What one simulation was like, for people."""
+    rate = summary.n_requests / summary.duration_s if summary.duration_s else 0.0
+    tokens = summary.output_tokens / summary.duration_s if summary.duration_s else 0.0
+    parts = [
+        f"{summary.n_requests} requests in {summary.duration_s:.1f} s on {spec.n_machines} machines, policy "
+        f"{spec.policy}: {rate:.2f} requests/s, {tokens:.0f} tokens/s",
+        tabulate(_time_rows(summary), headers=["", *(f"P{one}" for one in PERCENTILES)], tablefmt="simple"),
+        tabulate(
+            [
+                [use.role, use.machine, use.count, f"{use.utilisation:.0%}", *_occupancy_cells(use.occupancy)]
+                for use in summary.uses
+            ],
+            headers=["pool", "machine", "count", "busy", *(f"<={mark}" for mark in OCCUPANCY_MARKS)],
+            tablefmt="simple",
+        ),
+        "(columns <=N: share of busy time in batches of at most N tokens)",
+    ]
+    if summary.n_transfers:
+        waits = ", ".join(f"P{one} {seconds * 1000:.1f} ms" for one, seconds in summary.transfer_s.items())
+        parts.append(f"KV transfers: {summary.n_transfers}; from a prompt's end to arrival {waits}")
+    if summary.n_unfinished:
+        parts.append(f"{summary.n_unfinished} requests never ended: no memory ever became free for them")
+    if summary.n_preemptions is not None:
+        parts.append(f"preemptions: {summary.n_preemptions}")
+    parts += _slo_lines(summary, slo)
+    return "\n".join(parts)
+
+
+def _time_rows(summary: Summary) -> Iterable[list[str]]:
+    for metric in METRICS:
+        yield [f"{metric.upper()}, s", *(f"{value:.4g}" for value in summary.times_s[metric].values())]
+    for metric in METRICS if summary.slowdowns is not None else ():
+        assert summary.slowdowns is not None
+        yield [
+            f"{metric.upper()} slowdown",
+            *(f"{value:.3g}" for value in summary.slowdowns[metric].values()),
+        ]
+
+
+def _occupancy_cells(occupancy: Sequence[tuple[int, float]]) -> list[str]:
+    cells = []
+    for mark in OCCUPANCY_MARKS:
+        within = [share for tokens, share in occupancy if tokens <= mark]
+        cells.append(f"{within[-1] if within else 0.0:.0%}")
+    return cells
+
+
+def _slo_lines(summary: Summary, slo: Slo | None) -> list[str]:
+    if slo is None:
+        return []
+    failures = broken(summary, slo)
+    if not failures:
+        return [f"SLO {slo.name}: kept"]
+    return [f"SLO {slo.name}: broken: {'; '.join(failures)}"]
+
+
+def simulation_fields(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> dict[str, Any]:
+    """The same for a script."""
+    return {
+        "policy": spec.policy,
+        "pools": _pool_fields(spec),
+        "cost": spec.cost,
+        "power_w": spec.power_w,
+        **_summary_fields(summary, slo, with_occupancy=True),
+    }
+
+
+def _pool_fields(spec: ClusterSpec) -> list[dict[str, Any]]:
+    return [{"role": pool.role, "machine": pool.machine.name, "count": pool.count} for pool in spec.pools]
+
+
+def _summary_fields(summary: Summary, slo: Slo | None, *, with_occupancy: bool) -> dict[str, Any]:
+    failures = None if slo is None else broken(summary, slo)
+    return {
+        "n_requests": summary.n_requests,
+        "n_unfinished": summary.n_unfinished,
+        "output_tokens": summary.output_tokens,
+        "duration_s": summary.duration_s,
+        "times_s": {metric: _named(values) for metric, values in summary.times_s.items()},
+        "slowdowns": None
+        if summary.slowdowns is None
+        else {metric: _named(values) for metric, values in summary.slowdowns.items()},
+        "machines": [
+            {
+                "role": use.role,
+                "machine": use.machine,
+                "count": use.count,
+                "utilisation": use.utilisation,
+                **({"occupancy": [list(row) for row in use.occupancy]} if with_occupancy else {}),
+            }
+            for use in summary.uses
+        ],
+        "kv_transfers": {"count": summary.n_transfers, "wait_s": _named(summary.transfer_s)},
+        "n_preemptions": summary.n_preemptions,
+        "slo": None
+        if slo is None or failures is None
+        else {"name": slo.name, "kept": not failures, "broken": failures},
+    }
+
+
+def _named(values: Mapping[int, float]) -> dict[str, float]:
+    return {f"p{percentile}": value for percentile, value in values.items()}
+
+
+def occupancy_chart(summary: Summary) -> str:
+    """Cumulative distribution of busy time over batch sizes, a line a pool (Splitwise, Fig. 17), as SVG."""
+    from phasewise.cli.chart import Chart, Panel, draw_chart
+
+    lines = {f"{use.role} ({use.machine})": list(use.occupancy) for use in summary.uses if use.occupancy}
+    return draw_chart(
+        Chart(
+            title="Time by tokens of a batch",
+            caption=f"{summary.n_requests} requests; share of busy time in batches of at most so many tokens",
+            x_name="tokens of a batch",
+            y_name="share of busy time",
+            limit_name="",
+            emphasised=None,
+            panels=[Panel("busy time", lines, ())],
+            y_is_share=True,
+        )
+    )
+
+
+def provision_text(answers: Sequence[Provisioned], slo: Slo) -> str:
+    """Each design's answer in a row, for people."""
+    rows = [_provision_row(answer) for answer in answers]
+    headers = ["design", "machines", "requests/s", "total", "cost/h", "power, kW", "bound used", "runs"]
+    parts = [f"SLO {slo.name}", tabulate(rows, headers=headers, tablefmt="simple")]
+    for answer in answers:
+        if len(answer.frontier) > 1:
+            cells = ", ".join("+".join(map(str, cell)) for cell in answer.frontier)
+            parts.append(f"frontier of {answer.design.name}: {cells}")
+    return "\n".join(parts)
+
+
+def _provision_row(answer: Provisioned) -> list[str]:
+    if answer.spec is None:
+        return [answer.design.name, answer.reason or "-", "", "", "", "", "", str(answer.n_runs)]
+    spec = answer.spec
+    return [
+        answer.design.name,
+        " + ".join(f"{pool.count} {pool.role}" for pool in spec.pools),
+        f"{answer.rate:g}",
+        str(spec.n_machines),
+        f"{spec.cost:.2f}",
+        f"{spec.power_w / 1000:.1f}",
+        f"{answer.tightness:.0%}",
+        str(answer.n_runs),
+    ]
+
+
+def provision_fields(answers: Sequence[Provisioned], slo: Slo) -> dict[str, Any]:
+    """The same for a script."""
+    return {"slo": slo.name, "designs": [_answer_fields(answer, slo) for answer in answers]}
+
+
+def _answer_fields(answer: Provisioned, slo: Slo) -> dict[str, Any]:
+    fields: dict[str, Any] = {"design": answer.design.name, "n_runs": answer.n_runs, "reason": answer.reason}
+    if answer.spec is None or answer.summary is None:
+        return fields
+    return {
+        **fields,
+        "pools": _pool_fields(answer.spec),
+        "rate": answer.rate,
+        "cost": answer.spec.cost,
+        "power_w": answer.spec.power_w,
+        "n_machines": answer.spec.n_machines,
+        "bound_used": answer.tightness,
+        "frontier": [list(cell) for cell in answer.frontier],
+        **_summary_fields(answer.summary, slo, with_occupancy=False),
+    }
+
+
+def frontier_chart(answers: Sequence[Provisioned]) -> str:
+    """Frontiers of the designs with two kinds of machines, as SVG."""
+    from phasewise.cli.chart import Chart, Panel, draw_chart
+
+    lines = {
+        answer.design.name: [(float(cell[0]), float(cell[1])) for cell in answer.frontier]
+        for answer in answers
+        if answer.frontier and len(answer.frontier[0]) > 1
+    }
+    return draw_chart(
+        Chart(
+            title="Fewest machines that keep the promises",
+            caption="cells that were run and that no other undercuts",
+            x_name="prompt machines",
+            y_name="token machines",
+            limit_name="",
+            emphasised=None,
+            panels=[Panel("frontiers", lines, ())],
+        )
+    )

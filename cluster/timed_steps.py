@@ -1,0 +1,79 @@
+"""Step times made of single steps that were timed, e.g. those that a tuning database keeps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.steps import Curve, StepTimes
+
+
+class TimedStep(NamedTuple):
+    """`sequences` of `context` tokens each took `tokens` new ones, in `seconds`."""
+
+    phase: str
+    tokens: int
+    sequences: int
+    context: int
+    seconds: float
+
+
+def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
+    """Curves through timed steps of both phases. ClusterError where a phase has none.
+
+    A prefill step costs by its tokens, and by pairs of a token and a token of context. A decode step costs by
+    its sequences, and by the context that they read together.
+    """
+    rows = list(timed)
+    prefill = [row for row in rows if row.phase == "prefill"]
+    decode = [row for row in rows if row.phase == "decode"]
+    for phase, found in (("prefill", prefill), ("decode", decode)):
+        if not found:
+            raise ClusterError(f"no {phase} step was timed: time steps of both phases first")
+    by_tokens = _prefill_curve(prefill)
+    pair_s = _positive_median(
+        (row.seconds - by_tokens.at(row.tokens * row.sequences)) / (row.tokens * row.sequences * row.context)
+        for row in prefill
+        if row.context
+    )
+    context_s = _context_s(decode)
+    by_sequences: dict[int, list[float]] = defaultdict(list)
+    for row in decode:
+        by_sequences[row.sequences].append(row.seconds - context_s * row.sequences * row.context)
+    return StepTimes(
+        prefill=by_tokens,
+        decode=Curve([(0, 0.0), (1, context_s)]),
+        decode_sequences=Curve((n, max(0.0, median(values))) for n, values in by_sequences.items()),
+        prefill_context_s=pair_s,
+    )
+
+
+def _prefill_curve(rows: Sequence[TimedStep]) -> Curve:
+    """By tokens, from steps with nothing before them; else from those with the least before them."""
+    least = min(row.context for row in rows)
+    repeats: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.context == least:
+            repeats[row.tokens * row.sequences].append(row.seconds)
+    points = [(float(tokens), median(values)) for tokens, values in repeats.items()]
+    return Curve(points if len(points) > 1 else [(0.0, 0.0), *points])
+
+
+def _context_s(rows: Sequence[TimedStep]) -> float:
+    """Seconds for each token of context: the median slope between steps of equally many sequences."""
+    slopes = []
+    for sequences in {row.sequences for row in rows}:
+        same = sorted((row.context, row.seconds) for row in rows if row.sequences == sequences)
+        (first, first_s), (last, last_s) = same[0], same[-1]
+        if last > first:
+            slopes.append((last_s - first_s) / (sequences * (last - first)))
+    return _positive_median(slopes)
+
+
+def _positive_median(values: Iterable[float]) -> float:
+    """Times scatter; nothing gets faster by having more to do."""
+    found = list(values)
+    return max(0.0, median(found)) if found else 0.0

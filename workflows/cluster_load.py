@@ -1,0 +1,125 @@
+"""What `phasewise simulate` and `phasewise provision` are given, made of text and files: arrivals, step times
+that were recorded in a tuning database."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phasewise.cluster.arrivals import Draw, at_rate, poisson
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.requests import Arrival
+from phasewise.cluster.timed_steps import TimedStep, steps_of
+from phasewise.tuner.config.trace import load_trace, read_trace
+
+if TYPE_CHECKING:
+    from phasewise.cluster.steps import StepTimes
+    from phasewise.kerneldb.records import StepTime
+    from phasewise.tuner.config.lengths import Trace
+
+LENGTHS_FROM_DISTRIBUTION = 10_000
+"""Requests drawn from a distribution such as lognormal:..., to draw arrivals from."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Which requests come, and when.
+
+    rate: requests/s, drawn anew for `duration_s` with lengths from the trace; None: the trace's own arrivals.
+    """
+
+    trace: str
+    rate: float | None = None
+    duration_s: float = 120.0
+    seed: int = 0
+    draw: Draw = "requests"
+    speed: float | None = None
+    """Requests/s that the trace's own arrivals are stretched to."""
+
+
+def arrivals_of(load: Load) -> list[Arrival]:
+    """TraceError or ClusterError, one line, for a trace that has none."""
+    trace = lengths_of(load.trace)
+    if load.rate is not None:
+        lengths = [(one.prompt_tokens, one.output_tokens) for one in trace]
+        return poisson(lengths, load.rate, load.duration_s, load.seed, load.draw)
+    if any(one.arrival_s is None for one in trace):
+        raise ClusterError(f"{load.trace} states no arrivals: draw some with --rate")
+    prefixes = _prefix_ids(load.trace)
+    rows = [
+        (one.arrival_s or 0.0, one.prompt_tokens, one.output_tokens, prefixes.get(at, ()))
+        for at, one in enumerate(trace)
+    ]
+    rows.sort(key=lambda row: row[0])
+    arrivals = [Arrival(index, *row) for index, row in enumerate(rows)]
+    return arrivals if load.speed is None else at_rate(arrivals, load.speed)
+
+
+def lengths_of(text: str) -> Trace:
+    """Every request of a file, or many of a distribution."""
+    if ":" in text and "/" in text.partition(":")[2] and not text.endswith((".csv", ".json", ".jsonl")):
+        return load_trace(text, LENGTHS_FROM_DISTRIBUTION)
+    return read_trace(text)
+
+
+def _prefix_ids(path: str) -> dict[int, tuple[int, ...]]:
+    """Of the served requests of a Mooncake trace, by index: what each block of their prompts holds."""
+    if not path.endswith(".jsonl"):
+        return {}
+    found: dict[int, tuple[int, ...]] = {}
+    served = 0
+    with open(path, encoding="utf-8-sig") as file:
+        for line in file:
+            entry = json.loads(line) if line.strip() else None
+            if not isinstance(entry, dict) or not (entry.get("input_length") and entry.get("output_length")):
+                continue
+            ids = entry.get("hash_ids", [])
+            if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 1 << 40 for one in ids):
+                raise ClusterError(f"{path}: hash_ids must be whole numbers from 0 on")
+            found[served] = tuple(ids)
+            served += 1
+    return found
+
+
+def steps_from_db(db: str | None, signature: str, report: Report) -> StepTimes:
+    """Step times that a tuning database keeps for a kind of machine.
+
+    signature: the beginning of its core signature, or `CORE@PLACEMENT`. Of several models or plans the one
+    with the most timed steps counts, and `report` is told. ClusterError where nothing fits.
+    """
+    from phasewise.kerneldb.store import open_store
+
+    core, _, placement = signature.partition("@")
+    with open_store(db) as store:
+        rows = [
+            row
+            for row in store.all_step_times()
+            if row.origin.machine.core_sig.startswith(core)
+            and row.origin.machine.placement_sig.startswith(placement)
+        ]
+    if not rows:
+        raise ClusterError(
+            f"the tuning database has no timed steps of a machine {signature!r:.60}: run phasewise "
+            "tune-config there, or import its database"
+        )
+    chosen, count = Counter(map(_kind_of, rows)).most_common(1)[0]
+    steps = [row for row in rows if _kind_of(row) == chosen]
+    others = len({_kind_of(row) for row in rows}) - 1
+    beside = f"; {others} other combinations are left out" if others else ""
+    report(f"step times of {chosen[2]} on {chosen[0]} @ {chosen[1]}: {count} timed steps{beside}")
+    return steps_of(
+        TimedStep(
+            row.step.phase, row.step.tokens, row.step.sequences, row.step.context, row.estimate_ns / 1e9
+        )
+        for row in steps
+    )
+
+
+def _kind_of(row: StepTime) -> tuple[str, str, str]:
+    machine = row.origin.machine
+    return machine.core_sig, machine.placement_sig, row.model_key
