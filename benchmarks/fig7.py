@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from phasewise.cli.chart import Chart, Panel, draw_chart
-from phasewise.cli.kernel_formats import KernelRow, count_threads, rows_from_json
+from phasewise.workflows.bench.kernel_rows import KernelRow, rows_from_json
+from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 
 
 def speedups(rows: Sequence[KernelRow]) -> dict[str, dict[int, float]]:
@@ -52,7 +52,7 @@ def figure(rows: Sequence[KernelRow]) -> str:
         panels.append(Panel(name, lines, [(min(ms), 1.0), (max(ms), 1.0)]))
     return draw_chart(
         Chart(
-            title=f"A layer's products on {count_threads(rows[0].threads)}: phasewise against each library",
+            title=f"A layer's products on {rows[0].threads} threads: phasewise against each library",
             caption=rows[0].core_signature,
             x_name="tokens m",
             y_name="times as fast",

@@ -38,7 +38,6 @@ from random import Random
 
 import numpy as np
 
-from phasewise.cli.kernel_peers import Peer, PeerCell, opened_peers
 from phasewise.cython_kernels import isa
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.topology import read_machine
@@ -54,6 +53,7 @@ from phasewise.tuner.search.roller import roller
 from phasewise.tuner.search.sandwich import qualified, sandwich
 from phasewise.tuner.search.space import Space, kernel_of
 from phasewise.tuner.weights import cold_bytes
+from phasewise.workflows.bench.peers.processes import Peer, PeerCell, opened_peers
 
 TVM_WORKER = Path(__file__).resolve().parent / "peers" / "tvm_tune.py"
 ROUNDS = 150

@@ -27,8 +27,6 @@ import numpy as np
 import numpy.typing as npt
 from tabulate import tabulate
 
-from phasewise.cli.bench_kv import Load, Replay, replay_of
-from phasewise.cli.kv_trace import Asked
 from phasewise.serving.batch import Batch
 from phasewise.serving.engine import Engine
 from phasewise.serving.messages import Answer, Submit
@@ -37,6 +35,8 @@ from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.sampling import SamplingParams
 from phasewise.tuner.errors import TraceError
+from phasewise.workflows.bench.kv.inputs import TraceSelection
+from phasewise.workflows.bench.kv.replay import Replay, ReplayInputs, replay_of
 from phasewise.workflows.open_model import OpenModel, open_model
 
 POLICIES = ("odma", "static", "fixed", "paged")
@@ -254,14 +254,14 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed()
-    asked = Asked(
+    asked = TraceSelection(
         arguments.column,
         arguments.prompt_tokens,
         arguments.requests,
         seed=arguments.seed,
         model=arguments.prompts_of,
     )
-    wanted = Load([arguments.trace], asked, arguments.max_tokens, [arguments.estimate], None)
+    wanted = ReplayInputs([arguments.trace], asked, arguments.max_tokens, [arguments.estimate], None)
     try:
         settings = {} if arguments.reserve is None else {"reserve_share": arguments.reserve}
         replay, story = replay_of(wanted, arguments.slots, arguments.max_sequences, settings)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from phasewise.tuner.plans import Phase, ServicePlan
 
-SCHEMA_VERSION = 1
+from phasewise._version import SCHEMA_VERSION
 
 
 def print_json(fields: dict[str, Any]) -> None:

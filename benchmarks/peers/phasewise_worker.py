@@ -6,9 +6,9 @@ Run as `python phasewise_worker.py MODEL THREADS [FORMAT]`.
 import json
 import sys
 
-from phasewise.cli.bench_run import MAX_BATCH_TOKENS, open_ranks
 from phasewise.serving.forward import AUTO
 from phasewise.serving.throughput import Workload, measure
+from phasewise.workflows.bench.model import MAX_BATCH_TOKENS, open_ranks
 from phasewise.workflows.open_model import open_model
 
 LARGEST = (Workload(MAX_BATCH_TOKENS, 0, 1), Workload(0, 256, 8))

@@ -23,8 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cli"))
-import kernel_peer_worker as worker
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "workflows" / "bench" / "peers"))
+from peer_worker import tvm as tvm_peer
+from peer_worker.cells import Cell
+from peer_worker.timing import PeerTimer
 
 COLD_BYTES = 256 << 20
 ROUNDS, ROUND_NS = 9, 20_000_000
@@ -70,8 +72,8 @@ def tune(m: int, n: int, k: int, threads: int, trials: int, records: str, progre
     callbacks = meta_schedule.measure_callback.MeasureCallback.create("default")
     try:
         meta_schedule.tune_tir(
-            worker.tvm_product(m, n, k),
-            worker.tvm_target(threads),
+            tvm_peer.tvm_product(m, n, k),
+            tvm_peer.tvm_target(threads),
             records,
             trials,
             num_trials_per_iter=min(BATCH, trials),
@@ -116,10 +118,10 @@ def reporter(progress: Progress) -> Any:
 
 
 def time_best(m: int, n: int, k: int, threads: int) -> dict[str, float]:
-    bench = worker.Bench(worker.Tvm(threads))
-    prepared = bench.prepare(worker.Cell("f32", n, k, m, -(-COLD_BYTES // (4 * n * k))))
+    timer = PeerTimer(tvm_peer.Tvm(threads))
+    prepared = timer.prepare(Cell("f32", n, k, m, -(-COLD_BYTES // (4 * n * k))))
     calls = max(1, round(ROUND_NS / prepared["ns"]))
-    rounds = [bench.time(calls) for _ in range(ROUNDS)]
+    rounds = [timer.time(calls) for _ in range(ROUNDS)]
     return {
         "ns": statistics.median(taken["ns"] / taken["products"] for taken in rounds),
         "error": prepared["error"],

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from phasewise.cli.predict_len_eval import Report
     from phasewise.serving.open_engine import OpenEngine
     from phasewise.tuner.predictor.model import LengthPredictor
+    from phasewise.tuner.predictor.train import Epoch
 
 app = typer.Typer(
     no_args_is_help=True, help="Predict how long answers will be: collect lengths, train, evaluate, ask."
@@ -76,8 +77,8 @@ def collect(
     Every answer is logged when it ends. Interrupted or killed, the same
     command goes on where it was: what the log holds is not computed again.
     """
-    from phasewise.cli.predict_len import message_prompt, read_prompts
     from phasewise.cli.predict_len_collect import AnswerLog, Settings
+    from phasewise.workflows.predict_len.inputs import message_prompt, read_prompts
 
     texts = read_prompts(prompts)[:limit]
     settings = Settings(max_tokens, temperature, sequences)
@@ -163,13 +164,13 @@ def train_command(
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`."""
-    from phasewise.cli.predict_len import Tokens, predictor_file, read_logs, tell_epoch
     from phasewise.cli.predict_len_eval import Split, with_split
     from phasewise.tuner.predictor.facts import held_out
     from phasewise.tuner.predictor.files import save_predictor
     from phasewise.tuner.predictor.train import TrainOptions, train
+    from phasewise.workflows.predict_len.inputs import Tokens, predictor_file, read_logs
 
-    found, name = read_logs(logs, Tokens(model) if model else None)
+    found, name = read_logs(logs, Tokens(model, note) if model else None)
     kept, _ = held_out([one for log in found for one in log.examples], split, seed)
     predictor = train(kept, name, TrainOptions(seed=seed), tell_epoch if verbose else lambda _: None)
     path = predictor_file(output, name)
@@ -179,6 +180,14 @@ def train_command(
     else:
         print(path)
         note(", ".join(f"{count} {what}" for what, count in predictor.trained_on.items()))
+
+
+def tell_epoch(epoch: Epoch) -> None:
+    """One line on stderr for an epoch of one network."""
+    note(
+        f"network {epoch.member + 1}, epoch {epoch.number}: "
+        f"loss {epoch.loss:.3f}, unseen {epoch.unseen_loss:.3f}"
+    )
 
 
 @app.command("eval")
@@ -204,7 +213,6 @@ def evaluate(
     given first. A --predictor is judged by the prompts that its file says it
     did not learn from; without one, ours is trained here as the others are.
     """
-    from phasewise.cli.predict_len import Tokens, read_logs
     from phasewise.cli.predict_len_eval import (
         Split,
         report_drift,
@@ -214,8 +222,9 @@ def evaluate(
         strangers,
     )
     from phasewise.tuner.predictor.files import load_predictor
+    from phasewise.workflows.predict_len.inputs import Tokens, read_logs
 
-    found, name = read_logs(logs, Tokens(model) if model else None)
+    found, name = read_logs(logs, Tokens(model, note) if model else None)
     ours = None if predictor is None else load_predictor(predictor)
     chosen = Split(split, seed) if ours is None else _split_of(ours, split, seed)
     halves = [chosen.of(log.examples) for log in found]
@@ -265,12 +274,12 @@ def predict(
 ) -> None:
     """Predict how long MODEL's answer to a message will be."""
     from phasewise.cli.commands.generate import _read_stdin
-    from phasewise.cli.predict_len import Tokens, predictor_file
     from phasewise.tuner.predictor.facts import PromptFacts
     from phasewise.tuner.predictor.files import load_predictor
+    from phasewise.workflows.predict_len.inputs import Tokens, predictor_file
 
     text = _read_stdin() if prompt == "-" else prompt
-    tokens = Tokens(model)
+    tokens = Tokens(model, note)
     known = load_predictor(predictor_file(predictor, tokens.model_name))
     facts = PromptFacts(tokens.prompt(text), temperature, max_tokens)
     forecasts = {hold: known.forecast(facts, known.price(hold)) for hold in (0.5, 0.9, 0.99)}

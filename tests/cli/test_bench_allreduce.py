@@ -12,10 +12,15 @@ from dataclasses import asdict
 import pytest
 from typer.testing import CliRunner
 
-from phasewise.cli.all_reduce_formats import FORMATS, AllReduceRow, size_text
-from phasewise.cli.all_reduce_ranks import RankError, RankProcesses, our_systems
-from phasewise.cli.bench_allreduce import Grid, all_reduce_rows
 from phasewise.cli.main import app
+from phasewise.cli.render.all_reduce_formats import FORMATS
+from phasewise.workflows.bench.allreduce.compare import (
+    AllReduceGrid,
+    AllReduceRow,
+    all_reduce_rows,
+    size_text,
+)
+from phasewise.workflows.bench.allreduce.processes import RankError, RankProcesses, our_systems
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 
@@ -48,7 +53,9 @@ def row(system: str = "rank-shifted", median_ns: int = 1000) -> AllReduceRow:
 
 @pytest.mark.skipif(len(CORES) < 2, reason="two ranks need two cores")
 def test_every_system_is_measured_at_every_point() -> None:
-    grid = Grid(CORES, rank_counts=[1, 2], message_bytes=[4, 4096], kinds=["ring", "rank-shifted"], rounds=2)
+    grid = AllReduceGrid(
+        CORES, rank_counts=[1, 2], message_bytes=[4, 4096], kinds=["ring", "rank-shifted"], rounds=2
+    )
 
     rows = list(all_reduce_rows(grid))
 

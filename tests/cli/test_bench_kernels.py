@@ -17,20 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from phasewise.cli import bench_kernels, kernel_peers
-from phasewise.cli.bench_kernels import BITS, Contestant, Point, take_turns
-from phasewise.cli.chart import LEFT, PLOT_HEIGHT, Chart, Panel, draw_chart
-from phasewise.cli.kernel_formats import (
-    KernelRow,
-    as_csv,
-    as_json,
-    as_md,
-    draw_rows,
-    rows_from_json,
-    summarise,
-)
-from phasewise.cli.kernel_peers import NAMES, Peer, PeerCell, PeerError, opened_peers
 from phasewise.cli.main import app
+from phasewise.cli.render.kernel_formats import as_csv, as_json, as_md, draw_rows
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import (
     Comparison,
@@ -46,6 +34,12 @@ from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.plans import default_plan
 from phasewise.tuner.weights import blank_weight
+from phasewise.workflows.bench import kernels as bench_kernels
+from phasewise.workflows.bench.kernel_rows import KernelRow, rows_from_json, summarise
+from phasewise.workflows.bench.kernels import BITS, Point, TimedSystem, take_turns
+from phasewise.workflows.bench.peers import processes as kernel_peers
+from phasewise.workflows.bench.peers.processes import NAMES, Peer, PeerCell, PeerError, opened_peers
+from phasewise.workflows.line_chart import LEFT, PLOT_HEIGHT, Chart, Panel, draw_chart
 
 CORE = read_machine().allowed_pus[0]
 SMALL = ("bench", "kernels", "--threads", "1", "--shape", "48,64", "-r", "2", "--cold-mib", "1")
@@ -85,7 +79,7 @@ for line in sys.stdin:
 def fake_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(FAKE_PEER)
-    monkeypatch.setattr(kernel_peers, "WORKER", worker)
+    monkeypatch.setattr(kernel_peers, "WORKER", [str(worker)])
     monkeypatch.setenv("PHASEWISE_PEERS_PYTHON", sys.executable)
 
 
@@ -94,7 +88,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are not about speed."""
     monkeypatch.setattr("phasewise.tuner.machine_limits.REPEAT_S", 0.001)
     monkeypatch.setattr("phasewise.tuner.machine_limits.LEAST_READ_BYTES", 1 << 20)
-    monkeypatch.setattr("phasewise.cli.bench_kernels.TURN_NS", 100_000)
+    monkeypatch.setattr("phasewise.workflows.bench.kernels.TURN_NS", 100_000)
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +252,7 @@ def test_every_system_takes_one_turn_a_round_and_the_order_changes() -> None:
         order.append(name)
         return float(len(order))
 
-    reader, *others = (Contestant(name, lambda name=name: turn(name)) for name in "rab")  # type: ignore[misc]
+    reader, *others = (TimedSystem(name, lambda name=name: turn(name)) for name in "rab")  # type: ignore[misc]
     samples = take_turns(reader, others, 3, sleep=lambda _: None)
 
     assert {name: len(taken) for name, taken in samples.items()} == {"r": 3, "a": 3, "b": 3}
@@ -419,6 +413,9 @@ def test_no_line_leaves_its_plot(
 
 def test_a_peer_needs_nothing_of_ours() -> None:
     """It runs under interpreters that have no phasewise."""
-    source = Path(kernel_peers.__file__).with_name("kernel_peer_worker.py").read_text()
+    sources = list(Path(kernel_peers.__file__).with_name("peer_worker").glob("*.py"))
 
-    assert "phasewise" not in source
+    assert len(sources) > len(NAMES)
+    for source in sources:
+        assert "import phasewise" not in source.read_text()
+        assert "from phasewise" not in source.read_text()

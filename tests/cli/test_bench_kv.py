@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from phasewise.cli.bench_kv import KV_POLICIES, Load, replay_of, replayed
-from phasewise.cli.kv_speeds import speeds_of
-from phasewise.cli.kv_trace import (
-    Asked,
+from phasewise.cli.main import app
+from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
+from phasewise.tuner.errors import TraceError
+from phasewise.tuner.plans import Phase
+from phasewise.workflows.bench.kv.inputs import (
+    TraceSelection,
     estimates_for,
     limit_for,
     read_samples,
     requests_of,
     static_shares,
 )
-from phasewise.cli.main import app
-from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
-from phasewise.tuner.errors import TraceError
-from phasewise.tuner.plans import Phase
+from phasewise.workflows.bench.kv.replay import KV_POLICIES, ReplayInputs, replay_of, replayed
+from phasewise.workflows.bench.kv.step_times import speeds_of
 
 ALPACA = Path(__file__).parents[3] / "shared/data/prompts/alpaca_vicuna7b_lengths_train10k.csv"
 
@@ -38,8 +38,8 @@ def rows_of(*args: str) -> list[dict[str, object]]:
     return found
 
 
-def load(*traces: str, count: int = 150, max_tokens: str = "256", estimate: str = "none") -> Load:
-    return Load(traces, Asked(count=count), max_tokens, [estimate], None)
+def load(*traces: str, count: int = 150, max_tokens: str = "256", estimate: str = "none") -> ReplayInputs:
+    return ReplayInputs(traces, TraceSelection(count=count), max_tokens, [estimate], None)
 
 
 @pytest.mark.parametrize("estimate", ["none", "exact", "constant", "error:0.5"])
@@ -131,7 +131,10 @@ def test_halves_share_no_request(tmp_path: Path) -> None:
     path.write_text("id,answer\n" + "".join(f"{at},{length}\n" for at, length in enumerate(lengths)))
 
     halves = [
-        {one.output_tokens for one in requests_of(read_samples(str(path), Asked("answer", part=part)))}
+        {
+            one.output_tokens
+            for one in requests_of(read_samples(str(path), TraceSelection("answer", part=part)))
+        }
         for part in ("first", "second")
     ]
 
@@ -144,7 +147,7 @@ def test_a_length_log_tells_its_lengths(tmp_path: Path) -> None:
     line = {"schema_version": 1, "model": "m", "prompt_token_ids": [1, 2, 3], "output_tokens": 7}
     log.write_text(json.dumps(line) + "\n")
 
-    (sample,) = read_samples(str(log), Asked())
+    (sample,) = read_samples(str(log), TraceSelection())
 
     assert (sample.request.prompt_tokens, sample.request.output_tokens) == (3, 7)
     assert sample.facts is not None
@@ -187,22 +190,22 @@ def test_columns_of_a_csv_file_are_listed(tmp_path: Path) -> None:
     path.write_text("id,short,long\n1,2,3\n")
 
     with pytest.raises(TraceError, match="id, short, long: name with --column"):
-        read_samples(str(path), Asked())
+        read_samples(str(path), TraceSelection())
     with pytest.raises(TraceError, match="absent"):
-        read_samples(str(tmp_path / "absent.csv"), Asked("long"))
+        read_samples(str(tmp_path / "absent.csv"), TraceSelection("long"))
 
 
 def test_a_limit_that_static_never_reaches_is_refused() -> None:
-    samples = read_samples("fixed:1000/1", Asked(count=5))
+    samples = read_samples("fixed:1000/1", TraceSelection(count=5))
 
     assert limit_for(requests_of(samples), "final:0.5") >= 1
     with pytest.raises(TraceError, match=r"live:0\.999"):
-        limit_for(requests_of(read_samples(TRACE, Asked(count=50))), "live:0.999")
+        limit_for(requests_of(read_samples(TRACE, TraceSelection(count=50))), "live:0.999")
 
 
 def test_no_estimate_of_a_predictor_without_prompts(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="reads prompts"):
-        estimates_for(str(tmp_path / "x.safetensors"), read_samples(TRACE, Asked(count=5)), 0)
+        estimates_for(str(tmp_path / "x.safetensors"), read_samples(TRACE, TraceSelection(count=5)), 0)
 
 
 JUDGED = ["--column", "L_t0.0", "--slots", "4096", "-n", "400", "--part", "second", "--policies"]

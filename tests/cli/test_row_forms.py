@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 
 import pytest
 
-from phasewise.cli import row_forms
-from phasewise.cli.present import SCHEMA_VERSION
+from phasewise._version import SCHEMA_VERSION
+from phasewise.cli.render import row_forms
 
 
 @dataclass(frozen=True)

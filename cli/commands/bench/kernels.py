@@ -1,0 +1,146 @@
+"""`phasewise bench kernels`: matrix products, beside the machine's limits and beside peers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phasewise.cli.commands.bench.options import Table, counts
+from phasewise.cli.options import DbOption, ThreadsOption
+from phasewise.cli.present import note
+
+if TYPE_CHECKING:
+    from phasewise.workflows.bench.kernels import KernelGrid
+
+MAX_M = 1 << 16
+MAX_SIDE = 1 << 20
+"""Largest rows, and outputs or inputs, of a product."""
+
+
+def kernels(
+    formats: Annotated[
+        str, typer.Option("--format", help="weight formats, e.g. f32,bf16,int8,int8c,int4")
+    ] = "bf16",
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            metavar="N,K|NAME",
+            help="outputs and inputs, or the layers of a model; may be repeated",
+        ),
+    ] = None,
+    ms: Annotated[str, typer.Option("--m", help="rows of activations")] = "1,8,64",
+    threads: ThreadsOption = None,
+    peers: Annotated[
+        str,
+        typer.Option(
+            "--peers", metavar="auto|none|LIST", help="any of torch, mkl, openblas, openvino, ggml, tvm"
+        ),
+    ] = "auto",
+    rounds: Annotated[int, typer.Option("-r", "--rounds", min=1, max=1000)] = 7,
+    cold_mib: Annotated[
+        int | None,
+        typer.Option(
+            "--cold-mib",
+            min=1,
+            max=1 << 16,
+            help="bytes of weights used in turn [default: twice the last-level cache]",
+        ),
+    ] = None,
+    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="draw throughput over m, with the limit")
+    ] = None,
+    kept: Annotated[
+        Path | None,
+        typer.Option(
+            "--rows",
+            metavar="FILE.jsonl",
+            help="append each row here as it is measured, and measure only missing rows",
+        ),
+    ] = None,
+    db: DbOption = None,
+) -> None:
+    """Time matrix products beside the machine's limits and beside every peer that is installed, in turns.
+
+    Peers run under the interpreter that PHASEWISE_PEERS_PYTHON names, or this one. Named shapes:
+    smollm2-135m, llama-1.3b, llama-3-8b. A run with --rows may be killed and started again; it
+    prints all rows of the grid.
+    """
+    from phasewise.cli.render.kernel_formats import FORMATS, draw_rows
+    from phasewise.workflows.bench.kernel_rows import KernelRow, PointKey, RowFile
+    from phasewise.workflows.bench.kernels import kernel_rows, schedules_of
+    from phasewise.workflows.bench.peers.processes import opened_peers
+
+    grid = _grid(formats, shapes or ["smollm2-135m"], ms, threads, rounds, cold_mib)
+    if plot is not None and not (plot.parent.is_dir() and os.access(plot.parent, os.W_OK)):
+        raise typer.BadParameter(f"{plot.parent} is not a folder that can be written to")
+    try:
+        file = None if kept is None else RowFile(kept)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--rows: {error}") from error
+    known: dict[PointKey, KernelRow] = {row.key: row for row in (file.rows if file else ())}
+    if not known.keys() >= set(grid.points()):
+        with opened_peers(_peer_names(peers), grid.cores, note) as found:
+            for row in kernel_rows(grid, found, schedules_of(db, grid.cores, note), known.keys(), note):
+                if file is not None:
+                    file.add(row)
+                known = {**known, row.key: row}
+    rows = [known[point] for point in grid.points()]
+    print(FORMATS[output.value](rows), end="")
+    if plot is not None:
+        plot.write_text(draw_rows(rows), encoding="utf-8")
+
+
+def _grid(
+    formats: str, shapes: list[str], ms: str, threads: int | None, rounds: int, cold_mib: int | None
+) -> KernelGrid:
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import default_plan
+    from phasewise.tuner.weights import cold_bytes
+    from phasewise.workflows.bench.kernels import BITS, KernelGrid
+
+    names = [name.strip() for name in formats.split(",")]
+    if not set(names) <= set(BITS):
+        raise typer.BadParameter(f"{formats!r} is not a list of formats: {', '.join(BITS)}")
+    rows = counts(ms)
+    if not rows or max(rows) > MAX_M:
+        raise typer.BadParameter(f"--m takes numbers of rows from 1 to {MAX_M}")
+    machine = read_machine()
+    return KernelGrid(
+        formats=names,
+        shapes=[shape for text in shapes for shape in _shapes(text)],
+        ms=rows,
+        cores=default_plan(machine, "decode", threads).ranks[0].cores,
+        rounds=rounds,
+        cold_bytes=cold_bytes(machine) if cold_mib is None else cold_mib << 20,
+    )
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    """`576,1536`, or the shapes of a model by its name."""
+    from phasewise.workflows.bench.kernels import SHAPES
+
+    if text in SHAPES:
+        return list(SHAPES[text])
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdecimal() and 1 <= int(part) <= MAX_SIDE for part in parts):
+        raise typer.BadParameter(
+            f"{text!r} is neither N,K (each 1 to {MAX_SIDE}) nor one of {', '.join(SHAPES)}"
+        )
+    return [(int(parts[0]), int(parts[1]))]
+
+
+def _peer_names(text: str) -> list[str] | None:
+    """The names, or None for all installed peers."""
+    from phasewise.workflows.bench.peers.processes import NAMES
+
+    if text == "auto":
+        return None
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    if not set(names) <= set(NAMES):
+        raise typer.BadParameter(f"{text!r} is neither auto nor none nor a list of {', '.join(NAMES)}")
+    return names

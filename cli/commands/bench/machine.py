@@ -1,0 +1,57 @@
+"""`phasewise bench machine`: the measured limits of the machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phasewise.cli.options import JsonOption, ThreadsOption
+from phasewise.cli.present import note, print_json
+
+if TYPE_CHECKING:
+    from phasewise.tuner.machine_limits import MachineLimits
+
+
+def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
+    """Measure this machine's limits: peak multiply rates and read bandwidth, on one core and on all."""
+    from phasewise.topology import core_signature, placement_signature, read_machine
+    from phasewise.tuner.machine_limits import measure_limits
+    from phasewise.tuner.plans import default_plan
+
+    here = read_machine()
+    cores = default_plan(here, "decode", threads).ranks[0].cores
+    groups = [cores[:1]] if len(cores) == 1 else [cores[:1], cores]
+    limits = []
+    for group in groups:
+        note(f"measuring {len(group)} core{'s' if len(group) > 1 else ''} ...")
+        limits.append(measure_limits(group))
+    if as_json:
+        print_json(
+            {
+                "signature": {"core": core_signature(here), "placement": placement_signature(here, cores)},
+                "limits": [_limit_fields(limit) for limit in limits],
+            }
+        )
+    else:
+        _print_limits(limits)
+
+
+def _limit_fields(limit: MachineLimits) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {"n_cores": len(limit.cores), **asdict(limit)}
+
+
+def _print_limits(limits: list[MachineLimits]) -> None:
+    from tabulate import tabulate
+
+    rows: list[list[str]] = [
+        [f"{kind} multiply-add", *(f"{limit.peak_flops[kind] / 1e9:.0f} G/s" for limit in limits)]
+        for kind in limits[0].peak_flops
+    ]
+    size = f"{limits[0].read_buffer_bytes >> 20} MiB"
+    rows.append([f"read {size}", *(f"{limit.read_bytes_per_s / 1e9:.1f} GB/s" for limit in limits)])
+    headers = [
+        f"limit ({limits[0].isa})",
+        *(f"{len(limit.cores)} core" + "s" * (len(limit.cores) > 1) for limit in limits),
+    ]
+    print(tabulate(rows, headers=headers, tablefmt="github", colalign=("left", *["right"] * len(limits))))

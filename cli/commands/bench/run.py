@@ -1,0 +1,69 @@
+"""`phasewise bench run`: the throughput of a model, beside the machine's measured limits."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from phasewise.cli.commands.bench.options import counts
+from phasewise.cli.options import (
+    DbOption,
+    ExplainOption,
+    FormatOption,
+    KvFormat,
+    KvFormatOption,
+    ModelArgument,
+    ThreadsOption,
+    WeightFormat,
+)
+from phasewise.cli.present import note, note_plans
+
+
+class Output(StrEnum):
+    """How the rows of `bench run` are printed."""
+
+    md = "md"
+    csv = "csv"
+    json = "json"
+    jsonl = "jsonl"
+    sql = "sql"
+
+
+def run(
+    model: ModelArgument,
+    prompts: Annotated[str, typer.Option("-p", "--n-prompt", help="prompt lengths; empty for none")] = "512",
+    n_gen: Annotated[str, typer.Option("-n", "--n-gen", help="decode lengths; empty for none")] = "128",
+    sequences: Annotated[str, typer.Option("-b", "--n-sequences", help="sequences at once")] = "1",
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000)] = 5,
+    output: Annotated[Output, typer.Option("-o", "--output", help="form of the rows")] = Output.md,
+    weight_format: FormatOption = WeightFormat.native,
+    kv_format: KvFormatOption = KvFormat.auto,
+    threads: ThreadsOption = None,
+    db: DbOption = None,
+    explain: ExplainOption = False,
+) -> None:
+    """Time prefill (-p) and decode (-n) of MODEL, with llama-bench's field names."""
+    from phasewise.cli.render.bench_formats import FORMATS
+    from phasewise.cli.render.explain_text import uses_text
+    from phasewise.serving.ranks import STEP_TOKENS
+    from phasewise.serving.throughput import Workload
+    from phasewise.workflows.bench.model import bench_rows, open_ranks
+    from phasewise.workflows.open_model import open_model
+
+    workloads = [
+        Workload(n_prompt, gen, n_sequences)
+        for n_sequences in counts(sequences)
+        for n_prompt, gen in [(p, 0) for p in counts(prompts)] + [(0, n) for n in counts(n_gen)]
+    ]
+    if not workloads:
+        raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
+    found = open_model(model, weight_format, threads, db, note)
+    note_plans(found.plans)
+    if explain:
+        uses = found.explain(STEP_TOKENS, max(workload.n_sequences for workload in workloads), kv_format)
+        note(uses_text(uses))
+    with open_ranks(found, workloads, kv_format.value) as opened:
+        rows = list(bench_rows(opened, workloads, repetitions, note))
+    print(FORMATS[output.value](rows), end="")

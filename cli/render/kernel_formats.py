@@ -1,0 +1,146 @@
+"""The rows of `phasewise bench kernels` as JSON, CSV, Markdown and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from phasewise.cli.render import row_forms
+from phasewise.workflows.bench.kernel_rows import LARGE_M, KernelRow, Summary, summarise
+from phasewise.workflows.line_chart import Chart, Panel, draw_chart
+
+
+def as_json(rows: Sequence[KernelRow]) -> str:
+    """A list of objects, each with the version of our schema."""
+    return row_forms.as_json(rows)
+
+
+def as_csv(rows: Sequence[KernelRow]) -> str:
+    """Scalars, the schedule in one cell, and a column of nanoseconds for every peer of the run."""
+    peers = _peer_names(rows)
+    scalars = row_forms.scalar_names(KernelRow)
+    lines = (
+        [
+            *(getattr(row, name) for name in scalars),
+            schedule_text(row.schedule),
+            *(row.peers.get(peer, "") for peer in peers),
+        ]
+        for row in rows
+    )
+    return row_forms.as_csv([*scalars, "schedule", *(f"{peer}_ns" for peer in peers)], lines)
+
+
+def as_md(rows: Sequence[KernelRow]) -> str:
+    """A table of the points, peers as the ratio of our speed to theirs, and a table of the summaries."""
+    points = [_md_row(row, _peer_names(rows)) for row in rows]
+    return row_forms.as_md(points, left=("format", "schedule")) + "\n" + summary_table(rows)
+
+
+def summary_table(rows: Sequence[KernelRow]) -> str:
+    """The summary of the rows by format, as Markdown."""
+    return row_forms.as_md(
+        [_md_summary(summary) for summary in summarise(rows)], left=("format", "worst point")
+    )
+
+
+FORMATS: dict[str, Callable[[Sequence[KernelRow]], str]] = {"md": as_md, "csv": as_csv, "json": as_json}
+
+
+def schedule_text(schedule: Mapping[str, Any]) -> str:
+    """`4x48 block 64x96x576 grid 1x2x1 nm int8_dot`; k parts and prefetch where there are any."""
+    s = schedule
+    parts = [
+        f"{s['mr']}x{16 * s['panels']}",
+        f"block {s['block_m']}x{s['block_n']}x{s['block_k']}",
+        f"grid {s['threads_m']}x{s['threads_n']}x{s['threads_k']}",
+        s["loop_order"],
+        s["compute_path"],
+        *([f"{s['k_parts']} k parts"] if s["k_parts"] > 1 else []),
+        *([f"prefetch {s['prefetch_bytes']}"] if s["prefetch_bytes"] else []),
+    ]
+    return " ".join(parts)
+
+
+def draw_rows(rows: Sequence[KernelRow]) -> str:
+    """Throughput over m as SVG: a panel for each format and shape, a line for each system, and the limit."""
+    groups = {key: [row for row in rows if _group(row) == key] for key in dict.fromkeys(map(_group, rows))}
+    first = rows[0]
+    return draw_chart(
+        Chart(
+            title=f"y[m, n] = x[m, k] W[n, k]^T on {count_threads(first.threads)}; weights from memory",
+            caption=first.core_signature,
+            x_name="rows m",
+            y_name="GFLOP/s",
+            limit_name="limit: arithmetic, or reading the weights",
+            emphasised="phasewise",
+            panels=[_panel(group) for group in groups.values()],
+        )
+    )
+
+
+def _group(row: KernelRow) -> tuple[str, int, int]:
+    return row.format, row.n, row.k
+
+
+def _panel(rows: Sequence[KernelRow]) -> Panel:
+    ordered = sorted(rows, key=lambda row: row.m)
+    own = [(row.m, row.gflops) for row in ordered]
+    others = {
+        peer: [(row.m, _flops(row) / row.peers[peer]) for row in ordered if peer in row.peers]
+        for peer in _peer_names(ordered)
+    }
+    limit = [(row.m, _limit_gflops(row)) for row in ordered]
+    return Panel(f"{rows[0].format}, {rows[0].n}x{rows[0].k}", {"phasewise": own, **others}, limit)
+
+
+def _flops(row: KernelRow) -> float:
+    return 2.0 * row.m * row.n * row.k
+
+
+def _limit_gflops(row: KernelRow) -> float:
+    read_s = row.weight_bytes / row.read_bytes_per_s
+    return min(row.peak_flops_per_s, _flops(row) / read_s) / 1e9
+
+
+def count_threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def _peer_names(rows: Sequence[KernelRow]) -> list[str]:
+    return list(dict.fromkeys(peer for row in rows for peer in row.peers))
+
+
+def _md_row(row: KernelRow, peers: Sequence[str]) -> dict[str, str]:
+    return {
+        "format": row.format,
+        "n x k": f"{row.n}x{row.k}",
+        "m": str(row.m),
+        "threads": str(row.threads),
+        "us": f"{row.median_ns / 1e3:.1f}",
+        "spread": f"{row_forms.spread(row.samples_ns):.0%}",
+        "GFLOP/s": f"{row.gflops:.0f}",
+        "GB/s": f"{row.gbps:.1f}",
+        "peak": f"{row.peak_fraction:.0%}",
+        "bandwidth": f"{row.bandwidth_fraction:.0%}",
+        **{peer: f"{row.peers[peer] / row.median_ns:.2f}x" if peer in row.peers else "" for peer in peers},
+        "schedule": f"{row.schedule_source}: {schedule_text(row.schedule)}",
+    }
+
+
+def _md_summary(summary: Summary) -> dict[str, str]:
+    def ratio(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}x"
+
+    def shares(found: tuple[float, float] | None) -> str:
+        return "" if found is None else f"{found[0]:.0%}, {found[1]:.0%}"
+
+    return {
+        "format": summary.format,
+        "points": str(summary.points),
+        "over the best peer": ratio(summary.speedup),
+        "worst": ratio(summary.worst_speedup),
+        "worst point": summary.worst_point,
+        f"peak, m >= {LARGE_M}: lowest, median": shares(summary.peak),
+        "bandwidth, m = 1, 4 MB and more": shares(summary.bandwidth_large),
+        "below 4 MB": shares(summary.bandwidth_small),
+    }

@@ -1,0 +1,140 @@
+"""When the requests of a load are sent: arrivals drawn with a seed, taken from a trace, or a closed loop.
+
+Arrivals follow vLLM's benchmark: gaps are gamma distributed with shape B (burstiness) and mean 1/rate, so
+B = 1 is a Poisson process and larger B is steadier; they are scaled so that the last request comes at n/rate.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import accumulate
+
+from phasewise.tuner.config.lengths import Request, Trace, whole_tokens
+from phasewise.tuner.errors import TraceError
+
+
+class Arrivals(StrEnum):
+    """How the gaps between requests are drawn."""
+
+    poisson = "poisson"
+    constant = "constant"
+    gamma = "gamma"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPace:
+    """When requests are sent. Without `rate` and `instants_s` each client waits for its answer first.
+
+    rate: requests/s. instants_s: arrivals of a trace, seconds; `rate` does not apply to them. most_at_once:
+    most requests in flight, None for no limit; in a closed loop the number of clients.
+    """
+
+    rate: float | None
+    arrivals: Arrivals = Arrivals.poisson
+    burstiness: float = 1.0
+    instants_s: Sequence[float] | None = None
+    most_at_once: int | None = None
+
+    @property
+    def is_closed_loop(self) -> bool:
+        return self.rate is None and self.instants_s is None
+
+    def arrivals_s(self, count: int, seed: int) -> list[float]:
+        """`count` ascending instants, seconds from the start of the load."""
+        if self.instants_s is not None:
+            return list(self.instants_s)
+        if self.rate is None:
+            return [0.0] * count
+        if self.arrivals is Arrivals.constant:
+            return [at / self.rate for at in range(count)]
+        burstiness = self.burstiness if self.arrivals is Arrivals.gamma else 1.0
+        return gamma_arrivals_s(self.rate, burstiness, count, random.Random(seed))
+
+
+def gamma_arrivals_s(rate: float, burstiness: float, count: int, rng: random.Random) -> list[float]:
+    """Gamma-distributed arrivals, scaled so that the last is at count / rate in short runs too."""
+    gaps_s = [rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count)]
+    instants_s = list(accumulate(gaps_s))
+    if not instants_s or instants_s[-1] <= 0:
+        return [0.0] * count
+    scale = count / rate / instants_s[-1]
+    return [at * scale for at in instants_s]
+
+
+def scaled(trace: Trace, time_scale: float, length_scale: float) -> Trace:
+    """The trace with gaps multiplied by `time_scale` and lengths by `length_scale`."""
+    return tuple(
+        Request(
+            whole_tokens(one.prompt_tokens * length_scale),
+            whole_tokens(one.output_tokens * length_scale),
+            None if one.arrival_s is None else one.arrival_s * time_scale,
+        )
+        for one in trace
+    )
+
+
+def repeated(trace: Trace, count: int) -> Trace:
+    """The first `count` requests by arrival; a shorter trace is repeated from its end.
+
+    Two passes are the mean gap apart, so the rate does not change.
+    """
+    if not trace:
+        raise TraceError("a trace without requests cannot be replayed")
+    ordered = sorted(trace, key=lambda one: one.arrival_s or 0.0)
+    span_s = ordered[-1].arrival_s or 0.0
+    pass_s = span_s * len(ordered) / max(1, len(ordered) - 1)
+    return tuple(_later(ordered[at % len(ordered)], at // len(ordered) * pass_s) for at in range(count))
+
+
+def _later(request: Request, by_s: float) -> Request:
+    return request if request.arrival_s is None else replace(request, arrival_s=request.arrival_s + by_s)
+
+
+def instants_of(trace: Trace) -> list[float] | None:
+    """The arrivals of all requests, seconds; None if any request has none."""
+    instants_s = [one.arrival_s for one in trace if one.arrival_s is not None]
+    return instants_s if len(instants_s) == len(trace) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySlo:
+    """Upper bounds of a request's latencies in milliseconds; None: no bound."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2el_ms: float | None = None
+
+    def scaled(self, by: float) -> LatencySlo:
+        """Every bound multiplied by `by`."""
+        return LatencySlo(
+            *(None if ms is None else ms * by for ms in (self.ttft_ms, self.tpot_ms, self.e2el_ms))
+        )
+
+    def describe(self) -> str:
+        return ",".join(f"{name}:{ms:g}" for name, ms in self.promises().items())
+
+    def promises(self) -> dict[str, float]:
+        named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2el_ms}
+        return {name: ms for name, ms in named.items() if ms is not None}
+
+
+def parse_slo(text: str) -> LatencySlo:
+    """Read `ttft:2000,tpot:280` (milliseconds). Raises TraceError saying what is wrong."""
+    found: dict[str, float] = {}
+    for part in text.replace(" ", ",").split(","):
+        name, _, value = part.partition(":")
+        try:
+            ms = float(value)
+        except ValueError:
+            ms = math.nan
+        if name not in {"ttft", "tpot", "e2el"} or name in found or not 0 < ms < math.inf:
+            raise TraceError(
+                f"{text!r:.60} promises nothing that can be measured: write ttft:2000,tpot:280 "
+                "(ttft, tpot or e2el, each once, in milliseconds)"
+            )
+        found[name] = ms
+    return LatencySlo(*(found.get(name) for name in ("ttft", "tpot", "e2el")))

@@ -1,0 +1,237 @@
+"""The client of a load test: it sends one request and returns one outcome, whatever the server does.
+
+It often runs on the cores of the server under test, so it does little: bodies are bytes, events are read as
+they come, and only what the figures need is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from phasewise.loadtest.outcome import Failure, RequestOutcome
+from phasewise.loadtest.stream import MAX_ERROR_CHARS, StreamReader
+
+CONNECT_S = 10.0
+KEEP_ALIVE_S = 3.0
+"""Less than servers keep an idle connection: a reused one must not close under a request."""
+STALE_CONNECTIONS = 8
+"""How many kept connections may prove closed before a request counts as failed."""
+
+MAX_BODY_BYTES = 4 << 20
+MAX_RETRY_AFTER_S = 3600.0
+
+Prompt: TypeAlias = str | Sequence[int]
+
+
+class LoadTestError(Exception):
+    """The server cannot be measured at all. The message says what to do."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go and what they have in common. `base`: the server's address without /v1."""
+
+    base: str
+    model: str = ""
+    is_chat: bool = False
+    api_key: str | None = None
+    unix_socket: str | None = None
+    timeout_s: float = 600.0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of every body beside model, prompt and max_tokens."""
+
+    @property
+    def url(self) -> str:
+        return f"{self.base}/v1/{'chat/completions' if self.is_chat else 'completions'}"
+
+    def body(self, prompt: Prompt, max_tokens: int, *, streamed: bool = True) -> bytes:
+        """The JSON of one request."""
+        asked: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
+        if self.is_chat:
+            asked["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            asked["prompt"] = prompt
+        if streamed:
+            asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        return json.dumps({**asked, **self.fields}).encode()
+
+
+def base_of(url: str) -> str:
+    """`http://host:8000` of that, or of `http://host:8000/v1/`; LoadTestError for anything else."""
+    address = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(address)
+        is_usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise LoadTestError(f"{url!r:.80} is no address of a server: write one like http://127.0.0.1:8000")
+    return address.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class Client:
+    """An open HTTP session with one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, target: Target, *, keeps_text: bool = False) -> None:
+        self._session = session
+        self._keeps_text = keeps_text
+        self.target = target
+
+    def aimed_at(self, target: Target) -> Client:
+        """A client of another target over the same connections."""
+        return Client(self._session, target, keeps_text=self._keeps_text)
+
+    async def send(self, body: bytes, prompt_tokens: int, timeout_s: float | None = None) -> RequestOutcome:
+        """Send one streamed request. Raises nothing but CancelledError.
+
+        prompt_tokens: the count in the outcome unless the server reports another.
+        """
+        outcome = RequestOutcome(time.perf_counter(), prompt_tokens)
+        stream = StreamReader(outcome, keeps_text=self._keeps_text)
+        limit_s = min(self.target.timeout_s, timeout_s or self.target.timeout_s)
+        try:
+            async with self._post_again(body, limit_s) as response:
+                if response.status == 200:
+                    async for chunk in response.content.iter_any():
+                        stream.feed(chunk, time.perf_counter())
+                        if outcome.failure is not None:
+                            break
+                else:
+                    await _refusal(outcome, response)
+        except (TimeoutError, OSError, ValueError, aiohttp.ClientError) as error:
+            if outcome.failure is None and not stream.is_finished:
+                outcome.failure, outcome.error = _kind(error), _why(error)
+        stream.close()
+        return outcome
+
+    @asynccontextmanager
+    async def _post_again(self, body: bytes, limit_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
+        async with AsyncExitStack() as stack:
+            yield await self._begun(stack, body, limit_s)
+
+    async def _begun(self, stack: AsyncExitStack, body: bytes, limit_s: float) -> aiohttp.ClientResponse:
+        """Send again where a kept connection proves closed; the next one may be closed too."""
+        response: aiohttp.ClientResponse
+        for _ in range(STALE_CONNECTIONS):
+            try:
+                response = await stack.enter_async_context(self._post(body, limit_s))
+                return response
+            except aiohttp.ClientConnectorError:
+                raise
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                continue
+        response = await stack.enter_async_context(self._post(body, limit_s))
+        return response
+
+    def _post(self, body: bytes, limit_s: float) -> Any:
+        return self._session.post(
+            self.target.url,
+            data=body,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S),
+        )
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What /v1/models lists. LoadTestError where there is no such list."""
+        where = f"{self.target.base}/v1/models"
+        try:
+            async with self._session.get(where, timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as response:
+                listed = await _json(response)
+                status = response.status
+        except (TimeoutError, OSError, ValueError, aiohttp.ClientError) as error:
+            raise LoadTestError(f"{where} does not answer: {_why(error)}") from error
+        cards = listed.get("data") if isinstance(listed, dict) else None
+        if status != 200 or not isinstance(cards, list):
+            raise LoadTestError(f"{where} lists no models (status {status}): name one with --model")
+        return [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
+
+    async def count_prompt(self, prompt: Prompt) -> int | None:
+        """The server's count of the tokens of `prompt`; None where it refuses or gives no count."""
+        body = self.target.body(prompt, 1, streamed=False)
+        try:
+            async with self._post(body, self.target.timeout_s) as response:
+                answer = await _json(response)
+                usage = answer.get("usage") if response.status == 200 and isinstance(answer, dict) else None
+        except (TimeoutError, OSError, ValueError, aiohttp.ClientError):
+            return None
+        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        return count if type(count) is int and count > 0 else None
+
+
+@asynccontextmanager
+async def open_client(target: Target, *, keeps_text: bool = False) -> AsyncIterator[Client]:
+    """A client without a limit on connections; the load decides how many are open."""
+    connector: aiohttp.BaseConnector = (
+        aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        if target.unix_socket is None
+        else aiohttp.UnixConnector(target.unix_socket, limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    )
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    async with aiohttp.ClientSession(
+        connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar()
+    ) as session:
+        yield Client(session, target, keeps_text=keeps_text)
+
+
+async def _json(response: aiohttp.ClientResponse) -> Any:
+    """A small JSON body. Raises ValueError where the body is no JSON."""
+    try:
+        return json.loads(await response.content.read(MAX_BODY_BYTES))
+    except RecursionError:
+        raise ValueError("JSON that is too deep") from None
+
+
+async def _refusal(outcome: RequestOutcome, response: aiohttp.ClientResponse) -> None:
+    status = response.status
+    outcome.failure = (
+        Failure.overloaded if status == 429 else Failure.broken_server if status >= 500 else Failure.rejected
+    )
+    outcome.retry_after_s = _retry_after_s(response.headers.get("Retry-After"))
+    outcome.error = f"status {status}: {_reason(await response.content.read(4096))}"[:MAX_ERROR_CHARS]
+
+
+def _reason(body: bytes) -> str:
+    """The message of an error in OpenAI's shape, else the body itself."""
+    text = body.decode("utf-8", "replace")
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        text = str(json.loads(text)["error"]["message"])
+    return " ".join(text.split())
+
+
+def _retry_after_s(text: str | None) -> float | None:
+    """Seconds; None where the header is missing, or a date."""
+    if text is None or not text.strip().isascii() or not text.strip().isdecimal():
+        return None
+    return min(float(text.strip()[:9]), MAX_RETRY_AFTER_S)
+
+
+def _kind(error: Exception) -> Failure:
+    match error:
+        case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
+            return Failure.refused
+        case asyncio.TimeoutError():
+            return Failure.timeout
+        case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | OSError():
+            return Failure.broken_stream
+        case _:
+            return Failure.garbage
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {error.reason}"
+    return (" ".join(str(error).split()) or type(error).__name__)[:MAX_ERROR_CHARS]

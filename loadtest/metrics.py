@@ -1,0 +1,153 @@
+"""Figures of a load from its outcomes, with the names and the meaning of vLLM's `bench serve`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phasewise.loadtest.arrivals import LatencySlo
+from phasewise.loadtest.outcome import RequestOutcome
+
+PERCENTILES = (50, 90, 99)
+METRICS = ("ttft", "tpot", "itl", "e2el")
+GOAL = 0.9
+"""Share of the requests that must keep a promise, e.g. P90 of TTFT (Sandwich, section 8)."""
+
+SCALES = tuple(2.0 ** (step / 4) for step in range(-12, 13))
+"""Factors of the SLO for attainment over scale, an eighth to eight."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The outcomes of a load, and the CPU time of the client itself."""
+
+    outcomes: Sequence[RequestOutcome]
+    duration_s: float
+    client_cpu_s: float
+
+    @property
+    def complete(self) -> list[RequestOutcome]:
+        return [one for one in self.outcomes if one.is_complete]
+
+    @property
+    def client_cpu_share(self) -> float:
+        """The client's CPU time over the duration, as a share of one core."""
+        return self.client_cpu_s / self.duration_s if self.duration_s > 0 else 0.0
+
+
+def latencies_ms(outcomes: Sequence[RequestOutcome]) -> dict[str, list[float]]:
+    """Samples of every metric in milliseconds. TPOT needs two tokens; ITL pools the gaps of all requests."""
+    return {
+        "ttft": [1e3 * one.ttft_s for one in outcomes],
+        "tpot": [1e3 * one.tpot_s for one in outcomes if one.tpot_s is not None],
+        "itl": [1e3 * gap_s for one in outcomes for gap_s in one.itls_s],
+        "e2el": [1e3 * one.latency_s for one in outcomes],
+    }
+
+
+def flat_result(measured: Measured, slo: LatencySlo | None) -> dict[str, Any]:
+    """vLLM's flat fields. As in vLLM, a metric without samples is 0; so is rtfx, which is for speech."""
+    complete, duration_s = measured.complete, measured.duration_s
+    n_input = sum(one.prompt_tokens for one in complete)
+    n_output = sum(one.output_tokens for one in complete)
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    fields: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(complete),
+        "failed": len(measured.outcomes) - len(complete),
+        "total_input_tokens": n_input,
+        "total_output_tokens": n_output,
+        "request_throughput": len(complete) * per_s,
+        "request_goodput": None if slo is None else sum(keeps(one, slo) for one in complete) * per_s,
+        "output_throughput": n_output * per_s,
+        "total_token_throughput": (n_input + n_output) * per_s,
+        "max_output_tokens_per_s": float(max(_events_a_second(complete), default=0)),
+        "max_concurrent_requests": max(_alive_a_second(complete), default=0),
+        "rtfx": 0.0,
+    }
+    for name, samples in latencies_ms(complete).items():
+        fields.update(_statistics(name, samples))
+    return fields
+
+
+def _statistics(name: str, samples: Sequence[float]) -> dict[str, float]:
+    values = np.asarray(samples or [0.0])
+    return {
+        f"mean_{name}_ms": float(values.mean()),
+        f"median_{name}_ms": float(np.median(values)),
+        f"std_{name}_ms": float(values.std()),
+        **{f"p{rank}_{name}_ms": float(np.percentile(values, rank)) for rank in PERCENTILES},
+    }
+
+
+def keeps(outcome: RequestOutcome, slo: LatencySlo) -> bool:
+    """Whether the answer is complete and within every bound. An answer of one token keeps any TPOT."""
+    return outcome.is_complete and all(kept_promises(outcome, slo).values())
+
+
+def kept_promises(outcome: RequestOutcome, slo: LatencySlo) -> dict[str, bool]:
+    """Which bounds a request kept; a failed request keeps none."""
+    found_s = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.latency_s}
+    return {
+        name: outcome.is_complete and 1e3 * found_s[name] <= most_ms
+        for name, most_ms in slo.promises().items()
+    }
+
+
+def attainment(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> float:
+    """Share of all requests, failed ones too, that kept every promise."""
+    return sum(keeps(one, slo) for one in outcomes) / len(outcomes) if outcomes else 0.0
+
+
+def attainment_by_scale(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> dict[float, float]:
+    """Attainment for the SLO multiplied by each of SCALES (Sandwich, Fig. 9)."""
+    return {scale: attainment(outcomes, slo.scaled(scale)) for scale in SCALES}
+
+
+def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencySlo, goal: float = GOAL) -> bool:
+    """Whether each promise by itself was kept by `goal` of all requests: P90 of TTFT, and P90 of TPOT."""
+    missed = Counter(name for one in outcomes for name, kept in kept_promises(one, slo).items() if not kept)
+    most = most_missed(len(outcomes), goal)
+    return bool(outcomes) and all(missed[name] <= most for name in slo.promises())
+
+
+def most_missed(count: int, goal: float = GOAL) -> int:
+    """How many of `count` requests may miss one promise."""
+    return math.floor(count * (1 - goal) + 1e-9)
+
+
+def failures(outcomes: Sequence[RequestOutcome]) -> Mapping[str, int]:
+    """Failures by kind, the most frequent first."""
+    return dict(Counter(one.failure.value for one in outcomes if one.failure is not None).most_common())
+
+
+def _first_start_s(outcomes: Sequence[RequestOutcome]) -> float:
+    return min((one.start_s for one in outcomes), default=0.0)
+
+
+def _events_a_second(outcomes: Sequence[RequestOutcome]) -> list[int]:
+    """Token events in each second since the first request was sent."""
+    first_s = _first_start_s(outcomes)
+    seconds: Counter[int] = Counter()
+    for one in outcomes:
+        at_s = one.start_s + one.ttft_s - first_s
+        seconds[int(at_s)] += 1
+        for gap_s in one.itls_s:
+            at_s += gap_s
+            seconds[int(at_s)] += 1
+    return list(seconds.values())
+
+
+def _alive_a_second(outcomes: Sequence[RequestOutcome]) -> list[int]:
+    """Requests in flight at some time within each second."""
+    first_s = _first_start_s(outcomes)
+    seconds: Counter[int] = Counter()
+    for one in outcomes:
+        begin_s = one.start_s - first_s
+        seconds.update(range(int(begin_s), int(begin_s + one.latency_s) + 1))
+    return list(seconds.values())

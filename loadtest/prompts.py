@@ -1,0 +1,106 @@
+"""Prompts of a given number of tokens, different for every request so that no prefix cache has them.
+
+If the server accepts token ids, they are drawn at random and the number is exact. Otherwise prompts are
+common words, and the server's token counts of two probes give the tokens per word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from phasewise.loadtest.client import Prompt
+
+ID_RANGE = (1000, 30000)
+"""Token ids that are plain tokens in the vocabularies of all common models."""
+
+_TEXT = """
+the of and to in is that for it was on with as be by at this had not are but from or have an they which
+one you were all her she there would their we him been has when who will no more if out so what up its
+about into than them can only other time new some could these two may first then do any like my now over
+such our man me even most made after also did many off before must well back through years where much
+your way down should because long each just state those people too make world own see men work how still
+good
+"""
+WORDS = tuple(_TEXT.split())
+"""Each is one token with the space before it in almost every English vocabulary."""
+
+FEW, MANY = 32, 96
+"""Numbers of words of the two probes."""
+
+PROBE_TOKENS = 16
+MOST_ADDED = 2
+"""Most tokens that a server may put before the ids, such as a begin-of-text token."""
+
+
+class Prompts(Protocol):
+    """Prompts by index; the same index and seed give the same prompt."""
+
+    def __call__(self, index: int, n_tokens: int) -> Prompt: ...
+
+    def describe(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class IdPrompts:
+    """Random token ids. `added`: tokens that the server puts before them."""
+
+    seed: int
+    low: int = ID_RANGE[0]
+    high: int = ID_RANGE[1]
+    added: int = 0
+
+    def __call__(self, index: int, n_tokens: int) -> Prompt:
+        drawn = np.random.default_rng((self.seed, index)).integers(
+            self.low, self.high, max(1, n_tokens - self.added)
+        )
+        ids: list[int] = drawn.tolist()
+        return ids
+
+    def describe(self) -> str:
+        return "random token ids"
+
+
+@dataclass(frozen=True)
+class TextPrompts:
+    """Random words. `added`: tokens of an empty prompt, such as a chat template's."""
+
+    seed: int
+    tokens_a_word: float = 1.0
+    added: float = 0.0
+    is_measured: bool = False
+
+    def __call__(self, index: int, n_tokens: int) -> Prompt:
+        return words(self.seed, index, max(1, round((n_tokens - self.added) / self.tokens_a_word)))
+
+    def describe(self) -> str:
+        if not self.is_measured:
+            return "random words, taken for a token each: the server does not count them"
+        return f"random words, {self.tokens_a_word:.2f} tokens each and {self.added:.0f} around them"
+
+
+Count: TypeAlias = Callable[[Prompt], Awaitable[int | None]]
+"""The number of tokens that a server counts in a prompt; None where it refuses or gives no count."""
+
+
+async def calibrated(count: Count, seed: int, *, may_use_ids: bool) -> Prompts:
+    """Token ids if the server accepts them and counts as many, otherwise words by the server's counts."""
+    if may_use_ids:
+        found = await count(IdPrompts(seed)(0, PROBE_TOKENS))
+        if found is not None and PROBE_TOKENS <= found <= PROBE_TOKENS + MOST_ADDED:
+            return IdPrompts(seed, added=found - PROBE_TOKENS)
+    few, many = await count(words(seed, 0, FEW)), await count(words(seed, 0, MANY))
+    if few is None or many is None or many <= few:
+        return TextPrompts(seed)
+    tokens_a_word = (many - few) / (MANY - FEW)
+    return TextPrompts(seed, tokens_a_word, max(0.0, few - FEW * tokens_a_word), is_measured=True)
+
+
+def words(seed: int, index: int, n_words: int) -> str:
+    """A text of random words. Every word appears once before any repeats, so short texts are like long."""
+    rng = np.random.default_rng((seed, index))
+    order = np.concatenate([rng.permutation(len(WORDS)) for _ in range(-(-n_words // len(WORDS)))])
+    return " " + " ".join(WORDS[at] for at in order[:n_words])

@@ -1,0 +1,148 @@
+"""Sends a load: at given instants, or by clients that wait for their answers, until its end or a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from phasewise.loadtest.arrivals import RequestPace
+from phasewise.loadtest.client import Client
+from phasewise.loadtest.metrics import Measured
+from phasewise.loadtest.outcome import Failure, RequestOutcome
+from phasewise.loadtest.prompts import Prompts
+from phasewise.tuner.config.lengths import Trace
+
+MOST_WAIT_S = 60.0
+"""The longest pause of a closed-loop client after a Retry-After header."""
+
+AFTER_FAILURE_S = 0.2
+"""The pause of a closed-loop client after another failure."""
+
+Limit: TypeAlias = Callable[[int], float | None]
+"""From the tokens of an answer to the seconds it may take; None: the client's own limit."""
+
+
+@dataclass
+class Load:
+    """Requests to send, in order, and their pace. `seed` draws the arrivals; prompts have their own seed."""
+
+    requests: Trace
+    pace: RequestPace
+    prompts: Prompts
+    seed: int = 0
+    first_index: int = 0
+    """Index of the first prompt; loads of one test use different ranges, so that they share no prompt."""
+    duration_s: float | None = None
+    """No request is sent later than this after the start."""
+    limit_s: Limit = field(default=lambda _tokens: None)
+
+
+Observe: TypeAlias = Callable[[RequestOutcome], bool]
+"""Called with every outcome; True stops the load."""
+
+
+async def run_load(
+    client: Client, load: Load, stop: asyncio.Event, observe: Observe = lambda _outcome: False
+) -> Measured:
+    """Send the load and measure it.
+
+    When `stop` is set, nothing more is sent and requests in flight are cut off.
+    """
+    running = _Running(client, load, stop, observe)
+    cpu_s, started_s = time.process_time(), time.perf_counter()
+    await running.run(started_s)
+    ended_s = time.perf_counter()
+    outcomes = [replace(one, start_s=one.start_s - started_s) for one in running.outcomes]
+    return Measured(outcomes, ended_s - started_s, time.process_time() - cpu_s)
+
+
+class _Running:
+    """One load under way."""
+
+    def __init__(self, client: Client, load: Load, stop: asyncio.Event, observe: Observe) -> None:
+        self.outcomes: list[RequestOutcome] = []
+        self._client = client
+        self._load = load
+        self._stop = stop
+        self._observe = observe
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, started_s: float) -> None:
+        sending = (
+            self._closed_loop(started_s) if self._load.pace.is_closed_loop else self._open_loop(started_s)
+        )
+        work = asyncio.ensure_future(sending)
+        stopping = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if work.done():
+            work.result()
+        for task in (work, *self._tasks):
+            task.cancel()
+        await asyncio.gather(work, *self._tasks, return_exceptions=True)
+
+    async def _open_loop(self, started_s: float) -> None:
+        """Send each request at its instant, whether or not earlier ones have ended."""
+        load = self._load
+        gate = asyncio.Semaphore(load.pace.most_at_once or len(load.requests) or 1)
+        instants_s = load.pace.arrivals_s(len(load.requests), load.seed)
+        for index, at_s in enumerate(instants_s):
+            if load.duration_s is not None and at_s > load.duration_s:
+                break
+            wait_s = started_s + at_s - time.perf_counter()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            await gate.acquire()
+            self._start(self._one(index), gate)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _start(self, work: Coroutine[Any, Any, object], gate: asyncio.Semaphore) -> None:
+        async def through_the_gate() -> None:
+            try:
+                await work
+            finally:
+                gate.release()
+
+        task = asyncio.create_task(through_the_gate())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _closed_loop(self, started_s: float) -> None:
+        """Run `most_at_once` clients, each with one request at a time, until no request is left."""
+        waiting = deque(range(len(self._load.requests)))
+
+        async def client() -> None:
+            while waiting and not self._is_late(started_s):
+                outcome = await self._one(waiting.popleft())
+                if outcome.failure is not None and waiting:
+                    await asyncio.sleep(min(outcome.retry_after_s or AFTER_FAILURE_S, MOST_WAIT_S))
+
+        await asyncio.gather(*(client() for _ in range(self._load.pace.most_at_once or 1)))
+
+    def _is_late(self, started_s: float) -> bool:
+        duration_s = self._load.duration_s
+        return duration_s is not None and time.perf_counter() - started_s > duration_s
+
+    async def _one(self, index: int) -> RequestOutcome:
+        request = self._load.requests[index]
+        prompt = self._load.prompts(self._load.first_index + index, request.prompt_tokens)
+        body = self._client.target.body(prompt, request.output_tokens)
+        begun_s = time.perf_counter()
+        try:
+            outcome = await self._client.send(
+                body, request.prompt_tokens, self._load.limit_s(request.output_tokens)
+            )
+        except asyncio.CancelledError:
+            self.outcomes.append(
+                RequestOutcome(begun_s, request.prompt_tokens, failure=Failure.unfinished, error="cut off")
+            )
+            raise
+        self.outcomes.append(outcome)
+        if self._observe(outcome):
+            self._stop.set()
+        return outcome

@@ -1,0 +1,336 @@
+"""A load test: find the model, calibrate prompts, warm up, then send one load or search for a rate.
+
+Nothing here prints: remarks go to `report`, outcomes to the observers that `progress` opens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TypeAlias
+
+from phasewise.loadtest.arrivals import LatencySlo, RequestPace
+from phasewise.loadtest.client import Client, LoadTestError, Target, open_client
+from phasewise.loadtest.metrics import Measured, attainment, is_kept, kept_promises, most_missed
+from phasewise.loadtest.outcome import RequestOutcome
+from phasewise.loadtest.prompts import Prompts, calibrated
+from phasewise.loadtest.rate_search import RateSearch, find_rate
+from phasewise.loadtest.send import Load, Observe, run_load
+from phasewise.tuner.config.lengths import Request, Trace
+from phasewise.tuner.config.trace import fitted
+
+SETTLE_S = 1.0
+"""Pause between two probes, in which a server gives up what the first one left behind."""
+
+FEWEST_OF_A_PROBE, LONGEST_PROBE = 10, 3
+"""A probe at a low rate is prolonged until it has FEWEST_OF_A_PROBE requests, up to LONGEST_PROBE times its
+length."""
+
+MOST_WARM_AT_ONCE = 8
+
+Report: TypeAlias = Callable[[str], None]
+"""Given one line of text about what is done, without a newline."""
+
+OpenProgress: TypeAlias = Callable[[int], AbstractContextManager[Observe]]
+"""Given the number of requests of a load: a context whose observer is called with each outcome."""
+
+
+@dataclass(frozen=True)
+class LoadTest:
+    """What to measure: the server, the requests, when they are sent, and whether to search for a rate."""
+
+    target: Target
+    requests: Trace
+    pace: RequestPace
+    seed: int = 0
+    n_warm_up: int = 0
+    duration_s: float | None = None
+    slo: LatencySlo | None = None
+    search: RateSearch | None = None
+    """Search for the highest rate that keeps `slo`; `pace` then says all but the rate."""
+    probe_s: float = 20.0
+    may_cut_probes: bool = True
+    """End a probe as soon as it is lost.
+
+    Its attainment then counts only what was sent, and is no point of a curve.
+    """
+    may_use_ids: bool = True
+    keeps_text: bool = False
+
+
+@dataclass(frozen=True)
+class RateProbe:
+    """The load of one rate that a search asked for."""
+
+    rate: float
+    measured: Measured
+    attainment: float
+    """Share of its requests that kept all promises; of those that were sent, where it was cut short."""
+    is_kept: bool
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was measured. After a search `measured` is the probe of the highest rate that was kept."""
+
+    target: Target
+    date: datetime
+    n_requests: int
+    pace: RequestPace
+    slo: LatencySlo | None
+    measured: Measured
+    prompts: str
+    probes: Sequence[RateProbe] = ()
+    found_rate: float | None = None
+    is_search: bool = False
+    was_stopped: bool = False
+
+
+def no_report(_line: str) -> None:
+    """Drop the remark."""
+
+
+def no_progress(_n_requests: int) -> AbstractContextManager[Observe]:
+    """An observer that never stops a load and shows nothing."""
+    return nullcontext(lambda _outcome: False)
+
+
+def run_load_test(
+    test: LoadTest, report: Report = no_report, progress: OpenProgress = no_progress
+) -> LoadReport:
+    """Run the test on an event loop of its own. Ctrl-C ends it early, with what was measured until then.
+
+    Raises LoadTestError where the server cannot be measured at all.
+    """
+    return asyncio.run(_run(test, report, progress))
+
+
+async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadReport:
+    stop = asyncio.Event()
+    async with open_client(test.target, keeps_text=test.keeps_text) as client:
+        client, context = await _with_model(client)
+        requests = _fitting(test.requests, context, report)
+        test = replace(test, target=client.target, requests=requests)
+        prompts = await calibrated(
+            client.count_prompt, test.seed, may_use_ids=test.may_use_ids and not test.target.is_chat
+        )
+        report(f"{client.target.model} at {client.target.url}: {prompts.describe()}")
+        session = _Session(client, test, prompts, stop, report, progress)
+        with stopping_at_interrupt(stop, report):
+            await session.warm_up()
+            return await (session.measure() if test.search is None else session.search(test.search))
+
+
+async def _with_model(client: Client) -> tuple[Client, int | None]:
+    """The client with the named model, or the first that is served; and its context, if known."""
+    wanted = client.target.model
+    try:
+        cards = await client.models()
+    except LoadTestError:
+        if not wanted:
+            raise
+        return client, None
+    named = [card for card in cards if wanted in ("", card["id"])]
+    if not wanted and not named:
+        raise LoadTestError(f"{client.target.base} serves no model: name one with --model")
+    context = named[0].get("max_model_len") if named else None
+    target = replace(client.target, model=wanted or named[0]["id"])
+    return client.aimed_at(target), context if type(context) is int and context > 1 else None
+
+
+def _fitting(requests: Trace, context: int | None, report: Report) -> Trace:
+    """Requests cut to the model's context; reports how many were cut."""
+    if context is None:
+        return requests
+    cut = fitted(requests, context)
+    n_cut = sum(before != after for before, after in zip(requests, cut, strict=True))
+    if n_cut:
+        report(f"{n_cut} of {len(cut)} requests are cut to the model's context of {context} tokens")
+    return cut
+
+
+@dataclass(frozen=True)
+class _Session:
+    """One test on an open client."""
+
+    client: Client
+    test: LoadTest
+    prompts: Prompts
+    stop: asyncio.Event
+    report: Report
+    progress: OpenProgress
+
+    async def warm_up(self) -> None:
+        test = self.test
+        if test.n_warm_up:
+            self.report(f"warming up: {test.n_warm_up} requests ...")
+            pace = RequestPace(None, most_at_once=min(test.n_warm_up, MOST_WARM_AT_ONCE))
+            requests = tuple(test.requests[at % len(test.requests)] for at in range(test.n_warm_up))
+            load = Load(requests, pace, self.prompts, first_index=1 << 40)
+            await run_load(self.client, load, self.stop)
+
+    async def measure(self) -> LoadReport:
+        """One load at the pace of the test."""
+        test = self.test
+        load = Load(test.requests, test.pace, self.prompts, test.seed, duration_s=test.duration_s)
+        with self.progress(len(test.requests)) as observe:
+            measured = await run_load(self.client, load, self.stop, observe)
+        return self._load_report(measured, test.pace)
+
+    async def search(self, search: RateSearch) -> LoadReport:
+        """Probes of the rates that the search asks for, until it ends or is interrupted."""
+        probes: list[RateProbe] = []
+        rates = find_rate(search)
+        best: float | None = None
+        try:
+            rate = next(rates)
+            while True:
+                probe = await self._probe(rate, len(probes))
+                if self.stop.is_set():  # the probe was cut off, so it says nothing
+                    break
+                probes.append(probe)
+                self.report(_probe_line(probe))
+                await asyncio.sleep(SETTLE_S)
+                rate = rates.send(probe.is_kept)
+        except StopIteration as end:
+            best = end.value
+        else:  # interrupted: the best so far
+            best = max((probe.rate for probe in probes if probe.is_kept), default=None)
+        return self._found(probes, best)
+
+    async def _probe(self, rate: float, number: int) -> RateProbe:
+        """Requests at one rate, for a bounded time; ended as soon as too many promises are broken."""
+        test, slo = self.test, self.test.slo
+        assert slo is not None
+        requests = probe_requests(test.requests, rate, test.probe_s)
+        load = Load(
+            requests,
+            replace(test.pace, rate=rate),
+            self.prompts,
+            test.seed + number,
+            first_index=(number + 1) << 24,
+            limit_s=lambda tokens: longest_s(slo, tokens),
+        )
+        decided = asyncio.Event()
+        with self.progress(len(requests)) as observe, _either(self.stop, decided):
+            judge = Judge(slo, len(requests))
+            measured = await run_load(
+                self.client,
+                load,
+                decided,
+                lambda outcome: observe(outcome) or (judge(outcome) and test.may_cut_probes),
+            )
+        kept = (
+            not judge.is_lost and len(measured.outcomes) == len(requests) and is_kept(measured.outcomes, slo)
+        )
+        return RateProbe(rate, measured, attainment(measured.outcomes, slo), kept)
+
+    def _found(self, probes: Sequence[RateProbe], rate: float | None) -> LoadReport:
+        """The report of a search that ended at `rate`, the highest that was kept; None: no rate was kept.
+
+        It shows the probe of that rate, or that of the lowest rate tried.
+        """
+        best = next((probe for probe in probes if probe.rate == rate and probe.is_kept), None)
+        shown = best or min(probes, key=lambda probe: probe.rate, default=None)
+        measured = shown.measured if shown else Measured((), 0.0, 0.0)
+        return replace(
+            self._load_report(measured, replace(self.test.pace, rate=shown.rate if shown else None)),
+            probes=tuple(probes),
+            found_rate=best.rate if best else None,
+            is_search=True,
+            n_requests=len(measured.outcomes),
+        )
+
+    def _load_report(self, measured: Measured, pace: RequestPace) -> LoadReport:
+        test = self.test
+        return LoadReport(
+            test.target,
+            datetime.now(UTC),
+            len(test.requests) if test.duration_s is None else len(measured.outcomes),
+            pace,
+            test.slo,
+            measured,
+            self.prompts.describe(),
+            was_stopped=self.stop.is_set(),
+        )
+
+
+@contextmanager
+def _either(stop: asyncio.Event, decided: asyncio.Event) -> Iterator[None]:
+    """Within, `decided` is set as soon as `stop` is."""
+
+    async def follow() -> None:
+        await stop.wait()
+        decided.set()
+
+    following = asyncio.ensure_future(follow())
+    try:
+        yield
+    finally:
+        following.cancel()
+
+
+def probe_requests(requests: Trace, rate: float, probe_s: float) -> tuple[Request, ...]:
+    """The requests of one probe: `requests` in turn, as often as needed."""
+    count = max(1, round(rate * probe_s), min(FEWEST_OF_A_PROBE, round(rate * probe_s * LONGEST_PROBE)))
+    return tuple(requests[at % len(requests)] for at in range(count))
+
+
+def longest_s(slo: LatencySlo, output_tokens: int) -> float | None:
+    """The seconds after which an answer has broken a promise for certain; None where no promise bounds it."""
+    bounds_ms = []
+    if slo.ttft_ms is not None and slo.tpot_ms is not None:
+        bounds_ms.append(slo.ttft_ms + slo.tpot_ms * max(0, output_tokens - 1))
+    if slo.e2el_ms is not None:
+        bounds_ms.append(slo.e2el_ms)
+    return min(bounds_ms) / 1e3 if bounds_ms else None
+
+
+class Judge:
+    """Says when a probe of `count` requests is lost, however the rest of it goes."""
+
+    def __init__(self, slo: LatencySlo, count: int) -> None:
+        self._slo = slo
+        self._most = most_missed(count)
+        self._missed = dict.fromkeys(slo.promises(), 0)
+
+    @property
+    def is_lost(self) -> bool:
+        return max(self._missed.values(), default=0) > self._most
+
+    def __call__(self, outcome: RequestOutcome) -> bool:
+        for name, kept in kept_promises(outcome, self._slo).items():
+            self._missed[name] += not kept
+        return self.is_lost
+
+
+def _probe_line(probe: RateProbe) -> str:
+    verdict = "kept" if probe.is_kept else "missed"
+    return (
+        f"{probe.rate:8.3f} requests/s: {verdict}, {probe.attainment:.0%} of {len(probe.measured.outcomes)}"
+    )
+
+
+@contextmanager
+def stopping_at_interrupt(stop: asyncio.Event, report: Report) -> Iterator[None]:
+    """Ctrl-C sets `stop`, so that what was measured is kept; a second Ctrl-C raises KeyboardInterrupt."""
+    loop = asyncio.get_running_loop()
+
+    def on_interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        report("interrupted: this is what was measured; again to leave at once")
+        stop.set()
+
+    try:
+        loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    except (RuntimeError, ValueError):  # not the main thread: it gets no signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)

@@ -1,0 +1,252 @@
+"""The figures of `bench serve` against their definitions, written out plainly."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.cli.render.bench_serve_text import FORMATS, draw_report, fields_of
+from phasewise.loadtest.arrivals import LatencySlo, RequestPace
+from phasewise.loadtest.client import Target
+from phasewise.loadtest.metrics import (
+    Measured,
+    attainment,
+    attainment_by_scale,
+    failures,
+    flat_result,
+    is_kept,
+)
+from phasewise.loadtest.outcome import Failure, RequestOutcome
+from phasewise.loadtest.session import Judge, LoadReport, RateProbe, longest_s
+
+SHARED = Path(
+    os.environ.get("PHASEWISE_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data")
+)
+SLO = LatencySlo(200.0, 50.0)
+
+seconds = st.floats(0.0001, 5.0)
+
+
+@st.composite
+def outcomes(draw: st.DrawFn) -> RequestOutcome:
+    """Any answer: whole or failed, of a token or of many, several tokens an event or one."""
+    start_s, ttft_s = draw(st.floats(0, 50)), draw(seconds)
+    itls_s = draw(st.lists(seconds, max_size=12))
+    failure = draw(st.sampled_from([None, None, None, *Failure]))
+    return RequestOutcome(
+        start_s,
+        draw(st.integers(1, 4000)),
+        draw(st.integers(0, 3)) + len(itls_s),
+        ttft_s,
+        ttft_s + sum(itls_s),
+        itls_s,
+        failure=failure,
+    )
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Linear between the two nearest, as numpy and vLLM have it."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def naive(samples_s: list[float], name: str) -> dict[str, float]:
+    ms = [1000 * value for value in samples_s] or [0.0]
+    mean = math.fsum(ms) / len(ms)
+    return {
+        f"mean_{name}_ms": mean,
+        f"median_{name}_ms": quantile(ms, 0.5),
+        f"std_{name}_ms": math.sqrt(math.fsum((value - mean) ** 2 for value in ms) / len(ms)),
+        **{f"p{rank}_{name}_ms": quantile(ms, rank / 100) for rank in (50, 90, 99)},
+    }
+
+
+@given(found=st.lists(outcomes(), max_size=30), duration_s=st.floats(0.1, 100))
+def test_every_figure_is_its_definition(found: list[RequestOutcome], duration_s: float) -> None:
+    """Latencies of whole answers alone; throughput over the run's whole duration."""
+    result = flat_result(Measured(found, duration_s, 0.1), SLO)
+
+    whole = [one for one in found if one.failure is None]
+    tpots = [(one.latency_s - one.ttft_s) / (one.output_tokens - 1) for one in whole if one.output_tokens > 1]
+    expected: dict[str, float] = {
+        "completed": len(whole),
+        "failed": len(found) - len(whole),
+        "total_input_tokens": sum(one.prompt_tokens for one in whole),
+        "total_output_tokens": sum(one.output_tokens for one in whole),
+        "request_throughput": len(whole) / duration_s,
+        "output_throughput": sum(one.output_tokens for one in whole) / duration_s,
+        "total_token_throughput": sum(one.prompt_tokens + one.output_tokens for one in whole) / duration_s,
+        **naive([one.ttft_s for one in whole], "ttft"),
+        **naive(tpots, "tpot"),
+        **naive([gap_s for one in whole for gap_s in one.itls_s], "itl"),
+        **naive([one.latency_s for one in whole], "e2el"),
+    }
+    for name, value in expected.items():
+        assert result[name] == pytest.approx(value, abs=1e-6), name
+
+
+@given(found=st.lists(outcomes(), min_size=1, max_size=30))
+def test_goodput_counts_whole_answers_that_kept_everything(found: list[RequestOutcome]) -> None:
+    """A single token has no TPOT and keeps any; what failed keeps nothing."""
+    good = 0
+    for one in found:
+        tpot_s = (one.latency_s - one.ttft_s) / (one.output_tokens - 1) if one.output_tokens > 1 else 0.0
+        good += one.failure is None and one.ttft_s <= 0.2 and tpot_s <= 0.05
+
+    assert flat_result(Measured(found, 4.0, 0.0), SLO)["request_goodput"] == pytest.approx(good / 4)
+    assert attainment(found, SLO) == pytest.approx(good / len(found))
+
+
+@given(found=st.lists(outcomes(), min_size=1, max_size=30))
+def test_attainment_never_falls_with_the_scale(found: list[RequestOutcome]) -> None:
+    shares = list(attainment_by_scale(found, SLO).values())
+
+    assert shares == sorted(shares)
+    assert attainment_by_scale(found, SLO)[1.0] == attainment(found, SLO)
+
+
+@given(found=st.lists(outcomes(), min_size=1, max_size=40))
+def test_a_judge_calls_a_probe_lost_only_when_it_is(found: list[RequestOutcome]) -> None:
+    """Whatever came after it would not have helped; and at the end judge and verdict agree."""
+    judge = Judge(SLO, len(found))
+    for one in found:
+        judge(one)
+
+    assert judge.is_lost == (not is_kept(found, SLO))
+
+
+def test_each_promise_is_judged_by_itself_at_p90() -> None:
+    """One of ten may miss its TTFT and another its TPOT; two of one kind may not."""
+    good = RequestOutcome(0, 8, 3, 0.1, 0.16, [0.03, 0.03])
+    slow_start = RequestOutcome(0, 8, 3, 0.3, 0.36, [0.03, 0.03])
+    slow_tokens = RequestOutcome(0, 8, 3, 0.1, 0.4, [0.15, 0.15])
+
+    assert is_kept([good] * 8 + [slow_start, slow_tokens], SLO)
+    assert not is_kept([good] * 8 + [slow_start] * 2, SLO)
+    assert not is_kept([], SLO)
+
+
+def test_who_takes_longest_has_broken_a_promise() -> None:
+    assert longest_s(LatencySlo(200, 50), 11) == pytest.approx(0.7)
+    assert longest_s(LatencySlo(200, 50, 300), 11) == pytest.approx(0.3)
+    assert longest_s(LatencySlo(200), 11) is None
+
+
+def test_the_busiest_second_is_found() -> None:
+    """Two requests of three tokens that overlap for a while."""
+    found = [
+        RequestOutcome(10.0, 1, 3, 0.1, 0.3, [0.1, 0.1]),
+        RequestOutcome(10.2, 1, 3, 0.1, 1.5, [0.2, 1.2]),
+    ]
+
+    result = flat_result(Measured(found, 2.0, 0.0), None)
+
+    assert result["max_output_tokens_per_s"] == 5
+    assert result["max_concurrent_requests"] == 2
+    assert result["request_goodput"] is None
+
+
+def report(**more: Any) -> LoadReport:
+    found = [
+        RequestOutcome(0.0, 128, 3, 0.1, 0.18, [0.04, 0.04], text="a b c"),
+        RequestOutcome(0.5, 128, 3, 0.3, 0.5, [0.1, 0.1], text="d e f"),
+        RequestOutcome(1.0, 128, failure=Failure.overloaded, error="status 429: full"),
+    ]
+    probes = (
+        RateProbe(2.0, Measured(found[:1], 1.0, 0.0), 1.0, True),
+        RateProbe(4.0, Measured(found, 1, 0), 0.3, False),
+    )
+    return LoadReport(
+        Target("http://127.0.0.1:1", "models/tiny"),
+        datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+        3,
+        RequestPace(2.0),
+        SLO,
+        Measured(found, 2.0, 0.02),
+        "random token ids",
+        probes,
+        2.0,
+        is_search=True,
+        **more,
+    )
+
+
+def documented_fields() -> list[str]:
+    """What vLLM's readers look for, without the words that explain it."""
+    path = SHARED / "formats" / "FIELDS.json"
+    if not path.exists():
+        pytest.skip(f"{path} is not here: the lists of other tools' fields")
+    listed = json.loads(path.read_text())["vllm_bench_serve"]
+    names = [
+        name
+        for part in ("header_fields", "stable_result_fields", "newer_result_fields")
+        for name in listed[part]
+    ]
+    names += listed["detailed_fields_only_with_save_detailed"] + ["latencies", "start_times"]
+    names = [re.split(r"[ ,(]", name)[0] for name in names if not name.startswith(("<", "ramp"))]
+    metrics = [
+        f"{statistic}_{metric}_ms"
+        for metric in ("ttft", "tpot", "itl", "e2el")
+        for statistic in ("mean", "median", "std", "p99")
+    ]
+    return names + metrics
+
+
+def test_json_has_vllms_field_names_flat() -> None:
+    fields = fields_of(report(), is_detailed=True)
+
+    assert fields["schema_version"] == 1
+    assert [name for name in documented_fields() if name not in fields] == []
+    assert fields["date"] == "20260102-030405"
+    assert fields["request_rate"] == 2.0
+
+
+def test_details_come_only_when_asked_for_and_row_by_row() -> None:
+    whole = json.loads(FORMATS["json"](report(), is_detailed=True))
+
+    assert "ttfts" not in json.loads(FORMATS["json"](report()))
+    assert whole["ttfts"] == [0.1, 0.3, 0.0]
+    assert whole["itls"] == [[0.04, 0.04], [0.1, 0.1], []]
+    assert whole["generated_texts"] == ["a b c", "d e f", ""]
+    assert whole["errors"][2] == "status 429: full"
+    assert len(FORMATS["csv"](report(), is_detailed=True).splitlines()) == 4
+
+
+def test_tables_tell_failures_probes_and_goodput() -> None:
+    text = FORMATS["md"](report())
+
+    for said in ("http_429", "status 429: full", "missed", "kept", "2.000 requests/s", "this client's CPU"):
+        assert said in text
+
+
+def test_the_picture_has_both_curves_and_the_goal() -> None:
+    picture = draw_report(report())
+
+    for said in (
+        "attainment over the rate",
+        "attainment over the scale",
+        "goal: 90%",
+        "requests/s",
+        ">tiny<",
+    ):
+        assert said in picture
+
+
+def test_failures_are_counted_by_kind() -> None:
+    found = [
+        RequestOutcome(0, 1, failure=kind) for kind in (Failure.timeout, Failure.refused, Failure.timeout)
+    ]
+
+    assert failures(found) == {"timeout": 2, "refused": 1}

@@ -1,0 +1,134 @@
+"""All-reduces over shared memory and plain copying by the same cores, timed in turns.
+
+Every round times each system once, every other round in the opposite order, so that a drift of the machine
+affects all of them. Before each all-reduce every rank writes its message anew, which is not timed: in the
+engine the partial sums have just been computed as well, and are in the caches.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from phasewise.topology import core_signature, placement_signature, read_machine
+from phasewise.tuner.conditions import Watch
+from phasewise.workflows.bench.allreduce.processes import System, our_systems
+from phasewise.workflows.bench.allreduce.rank import COPY
+from phasewise.workflows.report import Report, silent
+
+TURN_NS = 3_000_000
+"""Length of one system's turn: long against the request for it, short against another guest's burst."""
+
+TRIES = 5
+"""All-reduces that are timed first, to find how many fill a turn."""
+
+MOST_TIMES = 1000
+LEAST_TIMES = 3
+
+OpenOthers = Callable[[Sequence[int]], AbstractContextManager[list[System]]]
+"""Opens further systems with one rank per core, on these cores."""
+
+
+@dataclass(frozen=True)
+class AllReduceGrid:
+    """What is measured: every size with every number of ranks, and all kinds each time."""
+
+    cores: tuple[int, ...]
+    rank_counts: Sequence[int]
+    message_bytes: Sequence[int]
+    kinds: Sequence[str]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class AllReduceRow:
+    """One system adding up messages of one size, or copying them, over one rank a core."""
+
+    ranks: int
+    message_bytes: int
+    system: str
+    median_ns: int
+    """Median over the rounds; a round is the median of its turns, and a turn the time of its slowest rank."""
+    lowest_ns: int
+    highest_ns: int
+    gbps: float
+    """Bytes of one message per nanosecond of the median."""
+    copy_fraction: float
+    """Median over the rounds of our speed over that of plain copying in the same round."""
+    cores: Sequence[int]
+    core_signature: str
+    placement_signature: str
+    steal: float
+    """Share of the cores' time that other guests had meanwhile."""
+    samples_ns: Sequence[int]
+    """One for each round."""
+
+
+def size_text(size: int) -> str:
+    """`64 KiB`, or bytes where it is no whole number of KiB."""
+    for bits, unit in ((20, "MiB"), (10, "KiB")):
+        if size % (1 << bits) == 0:
+            return f"{size >> bits} {unit}"
+    return f"{size} B"
+
+
+def no_others(cores: Sequence[int]) -> AbstractContextManager[list[System]]:
+    """Only our own all-reduces."""
+    return nullcontext([])
+
+
+def all_reduce_rows(
+    grid: AllReduceGrid, open_others: OpenOthers = no_others, report: Report = silent
+) -> Iterator[AllReduceRow]:
+    """Measure the grid: for each number of ranks and each size, one row per system."""
+    most_floats = max(grid.message_bytes) // 4
+    for ranks in grid.rank_counts:
+        cores = grid.cores[:ranks]
+        with our_systems(cores, grid.kinds, most_floats) as ours, open_others(cores) as others:
+            for size in grid.message_bytes:
+                report(f"{ranks} ranks, {size_text(size)}")
+                watch = Watch(cores)
+                samples = _in_turns([*ours, *others], size // 4, grid.rounds)
+                yield from _rows(size, cores, samples, watch.lap().steal)
+
+
+def _in_turns(systems: Sequence[System], floats: int, rounds: int) -> Mapping[str, list[float]]:
+    """Median time of every system, round by round, nanoseconds."""
+    times = {system.name: _times_a_turn(system, floats) for system in systems}
+    samples: dict[str, list[float]] = {system.name: [] for system in systems}
+    for number in range(rounds):
+        for system in systems if number % 2 else reversed(systems):
+            taken = system.time(floats, times[system.name])
+            samples[system.name].append(statistics.median(taken))
+    return samples
+
+
+def _times_a_turn(system: System, floats: int) -> int:
+    typical_ns = max(1.0, statistics.median(system.time(floats, TRIES)))
+    return max(LEAST_TIMES, min(MOST_TIMES, round(TURN_NS / typical_ns)))
+
+
+def _rows(
+    size: int, cores: Sequence[int], samples: Mapping[str, list[float]], steal: float
+) -> Iterator[AllReduceRow]:
+    machine = read_machine()
+    for name, taken in samples.items():
+        median_ns = statistics.median(taken)
+        shares = [copy_ns / ns for copy_ns, ns in zip(samples[COPY], taken, strict=True)]
+        yield AllReduceRow(
+            ranks=len(cores),
+            message_bytes=size,
+            system=name,
+            median_ns=round(median_ns),
+            lowest_ns=round(min(taken)),
+            highest_ns=round(max(taken)),
+            gbps=size / median_ns,
+            copy_fraction=statistics.median(shares),
+            cores=tuple(cores),
+            core_signature=core_signature(machine),
+            placement_signature=placement_signature(machine, cores),
+            steal=round(steal, 4),
+            samples_ns=[round(ns) for ns in taken],
+        )

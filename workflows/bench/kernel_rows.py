@@ -1,0 +1,161 @@
+"""The rows of a kernel comparison, the file that keeps them, and their summary by format."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TypeAlias
+
+from phasewise._version import SCHEMA_VERSION
+
+LARGE_M = 128
+"""Products with at least this many rows are compared with the peak."""
+
+LARGE_WEIGHT_BYTES = 4_000_000
+"""Weights of at least this size are summarised apart, for products of one row."""
+
+PointKey: TypeAlias = tuple[str, int, int, int, int]
+"""Format, n, k, m and threads: the product that a row describes."""
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One product on `threads` threads: y[m, n] = x[m, k] W[n, k]^T, weights from memory, x float32."""
+
+    format: str
+    n: int
+    k: int
+    m: int
+    threads: int
+    median_ns: int
+    gflops: float
+    gbps: float
+    """Bytes of packed weights, scales included, per nanosecond; activations are not counted."""
+    peak_fraction: float
+    bandwidth_fraction: float
+    """Median over the rounds of our read rate over that of plain reading in the same round."""
+    schedule: Mapping[str, int | str]
+    peers: Mapping[str, int]
+    """Median nanoseconds of each peer that does this product."""
+    schedule_source: str
+    """exact, neighbour or default."""
+    weight_bytes: int
+    peak_flops_per_s: float
+    read_bytes_per_s: float
+    isa: str
+    core_signature: str
+    placement_signature: str
+    steal: float
+    """Share of the cores' time that other guests had while this was timed."""
+    samples_ns: Sequence[int]
+    peer_samples_ns: Mapping[str, Sequence[int]]
+    peer_settings: Mapping[str, str]
+
+    @property
+    def key(self) -> PointKey:
+        return self.format, self.n, self.k, self.m, self.threads
+
+    @property
+    def best_peer_ns(self) -> int | None:
+        return min(self.peers.values(), default=None)
+
+    @property
+    def speedup(self) -> float | None:
+        """Speed over that of the best peer at this point; None without peers."""
+        best_ns = self.best_peer_ns
+        return None if best_ns is None else best_ns / self.median_ns
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The summary of the rows of one format; None where no row applies."""
+
+    format: str
+    points: int
+    """Points that a peer computed too."""
+    speedup: float | None
+    """Geometric mean over the points of the speed over the best peer's."""
+    worst_speedup: float | None
+    worst_point: str
+    peak: tuple[float, float] | None
+    """Lowest and median share of the peak, m of 128 and more."""
+    bandwidth_large: tuple[float, float] | None
+    """Lowest and median share of the bandwidth, m = 1, weights of 4 MB and more."""
+    bandwidth_small: tuple[float, float] | None
+    """The same below 4 MB."""
+
+
+def summarise(rows: Sequence[KernelRow]) -> list[Summary]:
+    """One summary a format, in the order in which the formats appear."""
+    return [
+        _summary(name, [row for row in rows if row.format == name])
+        for name in dict.fromkeys(row.format for row in rows)
+    ]
+
+
+def _summary(name: str, rows: Sequence[KernelRow]) -> Summary:
+    speedups = {_point(row): row.speedup for row in rows if row.speedup is not None}
+    worst = min(speedups, key=lambda point: speedups[point], default="")
+    single = [row for row in rows if row.m == 1]
+    return Summary(
+        format=name,
+        points=len(speedups),
+        speedup=math.exp(statistics.fmean(map(math.log, speedups.values()))) if speedups else None,
+        worst_speedup=speedups.get(worst),
+        worst_point=worst,
+        peak=_low_and_middle([row.peak_fraction for row in rows if row.m >= LARGE_M]),
+        bandwidth_large=_low_and_middle(
+            [row.bandwidth_fraction for row in single if row.weight_bytes >= LARGE_WEIGHT_BYTES]
+        ),
+        bandwidth_small=_low_and_middle(
+            [row.bandwidth_fraction for row in single if row.weight_bytes < LARGE_WEIGHT_BYTES]
+        ),
+    )
+
+
+def _point(row: KernelRow) -> str:
+    return f"{row.n}x{row.k}, m = {row.m}"
+
+
+def _low_and_middle(shares: Sequence[float]) -> tuple[float, float] | None:
+    return (min(shares), statistics.median(shares)) if shares else None
+
+
+def rows_from_json(text: str) -> list[KernelRow]:
+    """The rows in a JSON array, or in one JSON object per line."""
+    found = json.loads(text) if text.lstrip().startswith("[") else map(json.loads, text.splitlines())
+    names = [field.name for field in fields(KernelRow)]
+    return [KernelRow(**{name: row[name] for name in names}) for row in found]
+
+
+def as_line(row: KernelRow) -> str:
+    """A row as one line of a `RowFile`."""
+    return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(row)}) + "\n"
+
+
+class RowFile:
+    """A file of rows, one JSON object per line, written as each row is measured.
+
+    A run that is killed loses at most the row in flight: a last line without a newline is removed. Raises
+    ValueError for a file of anything else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        try:
+            self.rows = rows_from_json(whole)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no rows of `bench kernels --rows`: {error!r}") from error
+        if whole != text:
+            path.write_text(whole, encoding="utf-8")
+
+    def add(self, row: KernelRow) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(as_line(row))
+        self.rows.append(row)

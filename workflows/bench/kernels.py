@@ -1,0 +1,300 @@
+"""Matrix products of ours and of the peers, and plain reading, timed in turns.
+
+Every round times each system once, every other round in the opposite order, so that a drift of the machine
+affects all of them; medians over the rounds are compared. Weights are used in turn, so that they come from
+memory. Our time includes converting x from float32 rows to our own form.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from phasewise.cython_kernels import _native, isa, limit_loops
+from phasewise.kerneldb.location import locate
+from phasewise.kerneldb.records import Schedule
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import core_signature, placement_signature, read_machine
+from phasewise.tuner.conditions import Watch
+from phasewise.tuner.lookup import ScheduleTable, read_table
+from phasewise.tuner.machine_limits import StreamingRead, peak_flops
+from phasewise.tuner.native import default_schedule, is_default_for, kernel_fields
+from phasewise.tuner.plans import machine_key
+from phasewise.tuner.roofline import peak_kinds
+from phasewise.tuner.search.space import Arithmetic, arithmetic_of
+from phasewise.tuner.weights import copies_of, format_name, random_weight
+from phasewise.workflows.bench.kernel_rows import KernelRow, PointKey
+from phasewise.workflows.bench.peers.processes import FORMAT_OF, Peer, PeerCell, PeerError
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.cython_kernels.packing import PackedWeight
+
+SHAPES: Mapping[str, tuple[tuple[int, int], ...]] = {
+    "smollm2-135m": ((960, 576), (576, 576), (1536, 576), (576, 1536)),
+    "llama-1.3b": ((6144, 2048), (2048, 2048), (5504, 2048), (2048, 5504)),
+    "llama-3-8b": ((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),
+}
+"""(n, k) of a model's linear layers, for `--shape NAME`."""
+
+BITS = {"f32": 32, "bf16": 16, "int8": 8, "int8m": 8, "int8g16": 8, "int8c": 8, "int4": 4, "int4m": 4}
+"""Bits of one weight, by format."""
+
+TURN_NS = 8_000_000
+"""Length of one system's turn: long against a barrier, short against another guest's burst."""
+
+PAUSE_S = 0.004
+"""Pause before each turn, in which the threads of the last system go to sleep."""
+
+LEAST_COPIES = 2
+
+
+@dataclass(frozen=True)
+class KernelGrid:
+    """What is measured: every format with every shape and every m, on these cores."""
+
+    formats: Sequence[str]
+    shapes: Sequence[tuple[int, int]]
+    ms: Sequence[int]
+    cores: tuple[int, ...]
+    rounds: int
+    cold_bytes: int
+    """Least bytes of the copies of a weight that are used in turn where reading is the limit."""
+
+    def points(self) -> Iterator[PointKey]:
+        """The points in the order in which they are measured."""
+        for weight_format, (n, k), m in itertools.product(self.formats, self.shapes, self.ms):
+            yield weight_format, n, k, m, len(self.cores)
+
+
+@dataclass(frozen=True)
+class ChosenSchedule:
+    """The schedule of a product and where it comes from: exact, neighbour or default."""
+
+    schedule: Schedule
+    source: str
+
+
+Choose = Callable[["PackedWeight", int], ChosenSchedule]
+"""From a weight and m to the schedule to use."""
+
+
+def schedules_of(db: str | None, cores: Sequence[int], report: Report = silent) -> Choose:
+    """The schedules tuned for these cores, and the kernels' default where none was.
+
+    Raises KernelDbError if there is a database and it cannot be used.
+    """
+    table = _tuned(db, cores, report)
+    threads = len(cores)
+
+    def choose(weight: PackedWeight, m: int) -> ChosenSchedule:
+        key = ("gemm", format_name(weight), weight.n, weight.k)
+        choice = table.choice(key, m)
+        if choice.schedule is not None:
+            return ChosenSchedule(choice.schedule, choice.kind)
+        arithmetic = table.arithmetic(key) or Arithmetic(_native.compute_paths(weight.kind, weight.group)[0])
+        return ChosenSchedule(default_schedule(weight, m, threads, arithmetic), "default")
+
+    return choose
+
+
+def _tuned(db: str | None, cores: Sequence[int], report: Report) -> ScheduleTable:
+    if locate(db).is_absent:
+        return ScheduleTable([])
+    with open_store(db, report) as store:
+        return read_table(
+            store, machine_key(read_machine(), cores), _native.kernel_abi, is_default_for(len(cores))
+        )
+
+
+@dataclass(frozen=True)
+class TimedSystem:
+    """A system that is ready for one product. A turn returns nanoseconds per product."""
+
+    name: str
+    turn: Callable[[], float]
+
+
+class OurKernels:
+    """Our products, on a team with one thread per core."""
+
+    def __init__(self, cores: Sequence[int], choose: Choose) -> None:
+        self._team = _native.Team(cores)
+        self._choose = choose
+
+    def prepare(self, packs: Sequence[PackedWeight], m: int) -> tuple[TimedSystem, ChosenSchedule]:
+        chosen = self._choose(packs[0], m)
+        arithmetic = arithmetic_of(chosen.schedule)
+        product = _native.TeamProduct(self._team, packs, m, arithmetic.compute_path, arithmetic.k_parts)
+        fields = kernel_fields(chosen.schedule)
+
+        def time_calls(calls: int) -> float:
+            return float(product.time(fields, calls, prepare=True).mean())
+
+        calls = turn_calls(time_calls(len(packs)))
+        return TimedSystem("phasewise", lambda: time_calls(calls)), chosen
+
+    def close(self) -> None:
+        self._team.close()
+
+
+def kernel_rows(
+    grid: KernelGrid,
+    peers: Sequence[Peer],
+    choose: Choose,
+    known: Container[PointKey] = (),
+    report: Report = silent,
+) -> Iterator[KernelRow]:
+    """Measure the points of the grid that are not `known`, product by product."""
+    missing = [point for point in grid.points() if point not in known]
+    with (
+        closing(OurKernels(grid.cores, choose)) as ours,
+        closing(StreamingRead(grid.cores, grid.cold_bytes)) as read,
+    ):
+        peaks = dict.fromkeys(limit_loops.KINDS, 0.0)
+        for (weight_format, n, k), points in itertools.groupby(missing, key=lambda point: point[:3]):
+            packs = copies_of(random_weight(weight_format, n, k), grid.cold_bytes)
+            kinds = peak_kinds(weight_format)
+            # Measured before each product, and the highest kept: other guests can only lower it.
+            peaks |= {kind: max(peaks[kind], peak_flops(kind, grid.cores)) for kind in kinds}
+            peak = max(peaks[kind] for kind in kinds)
+            for _, _, _, m, _ in points:
+                report(f"{weight_format} {n}x{k}, m = {m}")
+                yield _measure(grid, Point(weight_format, n, k, m, packs, peak), ours, peers, read, report)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One product of the grid, its weights and its limit."""
+
+    format: str
+    n: int
+    k: int
+    m: int
+    packs: Sequence[PackedWeight]
+    peak_flops_per_s: float
+
+    def copies(self, cold_bytes: int) -> int:
+        """How many copies of the weight a turn uses one after another.
+
+        Enough for `cold_bytes`, but no more than one turn can use: before the next turn the other systems
+        fill the caches anyway.
+        """
+        product_ns = 2e9 * self.m * self.n * self.k / self.peak_flops_per_s
+        weight_bytes = self.n * self.k * BITS[self.format] // 8
+        cold = -(-cold_bytes // weight_bytes)
+        return min(cold, len(self.packs), max(LEAST_COPIES, math.ceil(TURN_NS / product_ns)))
+
+
+def _measure(
+    grid: KernelGrid,
+    point: Point,
+    ours: OurKernels,
+    peers: Sequence[Peer],
+    read: StreamingRead,
+    report: Report,
+) -> KernelRow:
+    own, chosen = ours.prepare(point.packs[: point.copies(grid.cold_bytes)], point.m)
+    settings: dict[str, str] = {}
+    systems = [own]
+    for peer in peers:
+        prepared = peer.prepare(peer_cell(point, grid.cold_bytes))
+        if prepared is not None:
+            settings[peer.name] = prepared.setting
+            systems.append(_peer_system(peer, prepared.ns))
+    watch = Watch(grid.cores)
+    samples = take_turns(TimedSystem("read", read.rate), systems, grid.rounds, report)
+    return _row(grid, point, chosen, samples, settings, watch.lap().steal)
+
+
+def _peer_system(peer: Peer, product_ns: float) -> TimedSystem:
+    calls = turn_calls(product_ns)
+    return TimedSystem(peer.name, lambda: peer.time(calls))
+
+
+def take_turns(
+    reader: TimedSystem,
+    systems: Sequence[TimedSystem],
+    rounds: int,
+    report: Report = silent,
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, list[float]]:
+    """Every system's results, round by round, without the peers that failed in a round.
+
+    The reader begins each round: it evicts from the caches what the last system of the round before left
+    there.
+    """
+    samples: dict[str, list[float]] = {system.name: [] for system in (reader, *systems)}
+    for number in range(rounds):
+        for system in (reader, *(systems if number % 2 else reversed(systems))):
+            if system.name in samples:
+                sleep(PAUSE_S)
+                _take_turn(system, samples, report)
+    return samples
+
+
+def _take_turn(system: TimedSystem, samples: dict[str, list[float]], report: Report) -> None:
+    try:
+        samples[system.name].append(system.turn())
+    except PeerError as error:
+        report(f"{error}: it is left out")
+        del samples[system.name]
+
+
+def turn_calls(product_ns: float) -> int:
+    """The number of products that fill a turn."""
+    return max(1, math.ceil(TURN_NS / product_ns))
+
+
+def peer_cell(point: Point, cold_bytes: int) -> PeerCell:
+    """The product for a peer, over as many copies of the weight as ours."""
+    name = FORMAT_OF.get(point.format, point.format)
+    return PeerCell(name, point.n, point.k, point.m, point.copies(cold_bytes))
+
+
+def _row(
+    grid: KernelGrid,
+    point: Point,
+    chosen: ChosenSchedule,
+    samples: Mapping[str, Sequence[float]],
+    settings: Mapping[str, str],
+    steal: float,
+) -> KernelRow:
+    own_ns, read_rates = samples["phasewise"], samples["read"]
+    median_ns = statistics.median(own_ns)
+    weight_bytes = point.packs[0].nbytes
+    flops_per_s = 2e9 * point.m * point.n * point.k / median_ns
+    shares = [weight_bytes * 1e9 / ns / rate for ns, rate in zip(own_ns, read_rates, strict=True)]
+    machine = read_machine()
+    peer_samples = {name: samples[name] for name in settings if name in samples}
+    return KernelRow(
+        format=point.format,
+        n=point.n,
+        k=point.k,
+        m=point.m,
+        threads=len(grid.cores),
+        median_ns=round(median_ns),
+        gflops=flops_per_s / 1e9,
+        gbps=weight_bytes / median_ns,
+        peak_fraction=flops_per_s / point.peak_flops_per_s,
+        bandwidth_fraction=statistics.median(shares),
+        schedule=asdict(chosen.schedule),
+        peers={name: round(statistics.median(taken)) for name, taken in peer_samples.items()},
+        schedule_source=chosen.source,
+        weight_bytes=weight_bytes,
+        peak_flops_per_s=point.peak_flops_per_s,
+        read_bytes_per_s=statistics.median(read_rates),
+        isa=isa.active(),
+        core_signature=core_signature(machine),
+        placement_signature=placement_signature(machine, grid.cores),
+        steal=round(steal, 4),
+        samples_ns=[round(ns) for ns in own_ns],
+        peer_samples_ns={name: [round(ns) for ns in taken] for name, taken in peer_samples.items()},
+        peer_settings={name: settings[name] for name in peer_samples},
+    )

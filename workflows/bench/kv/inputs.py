@@ -1,0 +1,270 @@
+"""The inputs of a KV replay: the lengths of requests, from files of several kinds, and estimates of answers.
+
+Beside the traces that `tuner.config.trace` reads, a file may be CSV with a column of answer lengths (prompts
+get a stated length), or a log of answers' lengths, written by the server or by `predict-len collect`.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from phasewise.serving.pools.arena import aligned
+from phasewise.serving.pools.contract import Estimate
+from phasewise.tuner.config.lengths import Request, Trace
+from phasewise.tuner.config.trace import load_trace
+from phasewise.tuner.errors import TraceError
+from phasewise.tuner.predictor.facts import PromptFacts
+from phasewise.workflows.report import Report, silent
+
+Estimates: TypeAlias = tuple[Estimate | None, ...]
+"""One for each request of a trace."""
+
+
+@dataclass(frozen=True)
+class TraceSelection:
+    """Which requests of a trace are replayed."""
+
+    column: str | None = None
+    """The column of a CSV file without prompts that holds the lengths of answers."""
+    prompt_tokens: int = 48
+    """Prompt length of each request of such a file."""
+    count: int = 2000
+    part: str = "all"
+    """`all`, or the `first` or `second` half of the requests, drawn with the seed."""
+    seed: int = 0
+    model: str | None = None
+    """The model whose tokenizer encodes the prompts of a log that has them as text."""
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request of a trace. facts: the input of a length predictor; None where the trace has no prompts."""
+
+    request: Request
+    facts: PromptFacts | None = None
+
+
+TraceRequests: TypeAlias = tuple[TraceRequest, ...]
+
+
+def read_samples(text: str, selection: TraceSelection, report: Report = silent) -> TraceRequests:
+    """At most `selection.count` requests, in order, of `text`: a file's name or a distribution."""
+    wanted = selection.count if selection.part == "all" else 2 * selection.count
+    if text.endswith(".csv") and not _is_azure(text):
+        samples = _column(text, selection)
+    elif text.endswith((".jsonl", ".jsonl.xz")) and (selection.model is not None or _is_length_log(text)):
+        samples = _logged(text, selection.model, report)
+    else:
+        return _part(tuple(TraceRequest(one) for one in load_trace(text, wanted, selection.seed)), selection)
+    rng = random.Random(selection.seed)
+    chosen = sorted(rng.sample(range(len(samples)), min(wanted, len(samples))))
+    return _part(tuple(samples[at] for at in chosen), selection)
+
+
+def estimates_for(text: str, samples: TraceRequests, seed: int) -> Estimates:
+    """Estimates by `none`, `exact`, `constant` (the trace's mean), `error:SIGMA` (standard deviation of the
+    logarithm, drawn with this seed) or a predictor's file. Raises TraceError for anything else."""
+    if text in _ESTIMATORS:
+        return _ESTIMATORS[text](requests_of(samples))
+    if text.endswith(".safetensors"):
+        return _predicted(text, samples)
+    kind, _, sigma_text = text.partition(":")
+    try:
+        sigma = float(sigma_text)
+    except ValueError:
+        sigma = math.nan
+    if kind != "error" or not 0 <= sigma <= 5:
+        names = ", ".join(_ESTIMATORS)
+        raise TraceError(f"{text!r:.40} is no estimate: one of {names}, error:SIGMA or a .safetensors file")
+    return _erring(requests_of(samples), sigma, random.Random(seed))
+
+
+def unseen_by(text: str, samples: TraceRequests) -> TraceRequests:
+    """If `text` is a predictor's file, only the requests whose prompts it was not trained on."""
+    if not text.endswith(".safetensors"):
+        return samples
+    from phasewise.tuner.predictor.facts import Example, held_out
+    from phasewise.tuner.predictor.files import load_predictor
+
+    facts = _facts_of(samples)
+    about = load_predictor(text).trained_on
+    share, seed = float(about.get("held_out_share", 0)), int(about.get("held_out_seed", 0))
+    if not share:  # trained on other prompts
+        return samples
+    examples = [
+        Example(known, one.request.output_tokens, False) for known, one in zip(facts, samples, strict=True)
+    ]
+    out = {id(example) for example in held_out(examples, share, seed)[1]}
+    unseen = tuple(one for one, example in zip(samples, examples, strict=True) if id(example) in out)
+    if not unseen:
+        raise TraceError(f"{text} learnt from every prompt of this trace: there is nothing to judge it by")
+    return unseen
+
+
+def requests_of(samples: TraceRequests) -> Trace:
+    return tuple(sample.request for sample in samples)
+
+
+def limited(samples: TraceRequests, max_tokens: int) -> TraceRequests:
+    """The requests with answers cut at `max_tokens`, as a server cuts them."""
+    return tuple(
+        TraceRequest(
+            replace(one.request, output_tokens=min(one.request.output_tokens, max_tokens)),
+            None if one.facts is None else one.facts._replace(max_tokens=max_tokens),
+        )
+        for one in samples
+    )
+
+
+def static_shares(trace: Trace, max_tokens: int) -> Mapping[str, float]:
+    """Utilisation of static allocation when answers end at `max_tokens`.
+
+    `final`: share of its block that a request fills at its end. `live`: share of reserved slots in use, over
+    time.
+    """
+    requests = [replace(one, output_tokens=min(one.output_tokens, max_tokens)) for one in trace]
+    longest = aligned(max(one.prompt_tokens for one in requests) + max_tokens)
+    steps = sum(one.output_tokens for one in requests)
+    live = sum(one.output_tokens * (one.prompt_tokens + (one.output_tokens - 1) / 2) for one in requests)
+    return {
+        "final": statistics.fmean(one.tokens for one in requests) / longest,
+        "live": live / (steps * longest),
+    }
+
+
+def limit_for(trace: Trace, text: str) -> int:
+    """The highest max_tokens at which static allocation reaches `final:0.55` or `live:0.55`."""
+    kind, _, share_text = text.partition(":")
+    try:
+        share = float(share_text)
+    except ValueError:
+        share = math.nan
+    if kind not in ("final", "live") or not 0 < share < 1:
+        raise TraceError(f"{text!r:.40} is no share: write final:0.55 or live:0.55")
+    top = max(one.output_tokens for one in trace)
+    for max_tokens in range(top, 0, -1):
+        if static_shares(trace, max_tokens)[kind] >= share:
+            return max_tokens
+    raise TraceError(f"no max_tokens lets static pre-allocation reach {text} on this trace")
+
+
+def _part(samples: TraceRequests, selection: TraceSelection) -> TraceRequests:
+    """The chosen half, drawn at random so that both halves are alike, in the order of the trace."""
+    if selection.part == "all":
+        return samples[: selection.count]
+    order = list(range(len(samples)))
+    random.Random(selection.seed).shuffle(order)
+    middle = len(order) // 2
+    chosen = sorted(order[:middle] if selection.part == "first" else order[middle:])
+    return tuple(samples[at] for at in chosen)
+
+
+def _is_azure(path: str) -> bool:
+    return "ContextTokens" in _first_line(path)
+
+
+def _is_length_log(path: str) -> bool:
+    return '"prompt_token_ids"' in _first_line(path)
+
+
+def _first_line(path: str) -> str:
+    """Empty where the file cannot be read; reading the whole file then raises the error."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.readline(1 << 22)
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _column(path: str, selection: TraceSelection) -> TraceRequests:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file)
+            if selection.column not in (rows.fieldnames or ()):
+                names = ", ".join(rows.fieldnames or ())
+                raise TraceError(
+                    f"{path} has the columns {names}: name with --column whose numbers are lengths of answers"
+                )
+            lengths = [_length(row[selection.column], f"{path}, row {at}") for at, row in enumerate(rows, 2)]
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{path}: {error}") from None
+    samples = tuple(TraceRequest(Request(selection.prompt_tokens, length)) for length in lengths if length)
+    if not samples:
+        raise TraceError(f"{path} holds no answer in column {selection.column}")
+    return samples
+
+
+def _length(text: str | None, where: str) -> int:
+    if text is None or not text.strip().isdecimal():
+        raise TraceError(f"{where}: a number of tokens is expected, not {text!r:.40}")
+    return int(text)
+
+
+def _logged(path: str, model: str | None, report: Report) -> TraceRequests:
+    from phasewise.workflows.predict_len.inputs import Tokens, read_logs
+
+    logs, _ = read_logs([Path(path)], None if model is None else Tokens(model, report))
+    return tuple(
+        TraceRequest(Request(len(one.facts.token_ids), one.output_tokens), one.facts)
+        for log in logs
+        for one in log.examples
+    )
+
+
+def _predicted(path: str, samples: TraceRequests) -> Estimates:
+    """The estimates of a server that starts with this predictor and has learnt from no answer."""
+    from phasewise.tuner.predictor.files import load_predictor
+    from phasewise.tuner.predictor.model import LiveEstimator
+
+    facts = _facts_of(samples)
+    estimate = LiveEstimator(load_predictor(path))
+    return tuple(Estimate(*estimate(known)) for known in facts)
+
+
+def _facts_of(samples: TraceRequests) -> list[PromptFacts]:
+    facts = [one.facts for one in samples if one.facts is not None]
+    if len(facts) < len(samples):
+        raise TraceError("a predictor reads prompts, and this trace has lengths only: give a length log")
+    return facts
+
+
+def _exact(trace: Trace) -> Estimates:
+    return tuple(Estimate(one.output_tokens, 0.0) for one in trace)
+
+
+def _constant(trace: Trace) -> Estimates:
+    mean = statistics.fmean(one.output_tokens for one in trace)
+    return (Estimate(mean, 0.0),) * len(trace)
+
+
+def _none(trace: Trace) -> Estimates:
+    return (None,) * len(trace)
+
+
+def _erring(trace: Trace, sigma: float, rng: random.Random) -> Estimates:
+    return tuple(
+        Estimate(one.output_tokens * math.exp(rng.gauss(0.0, sigma)), min(1.0, sigma)) for one in trace
+    )
+
+
+_ESTIMATORS: Mapping[str, Callable[[Trace], Estimates]] = {
+    "none": _none,
+    "exact": _exact,
+    "constant": _constant,
+}
+
+
+def how_far_off(trace: Trace, estimates: Sequence[Estimate | None]) -> str:
+    """The error of estimates as a line of text."""
+    pairs = [(one.output_tokens, e.output_tokens) for one, e in zip(trace, estimates, strict=True) if e]
+    off = sorted(abs(estimate - real) / real for real, estimate in pairs)
+    return f"off by {off[len(off) // 2]:.0%} at the median, {off[len(off) * 9 // 10]:.0%} at p90"

@@ -1,0 +1,280 @@
+"""Replays a trace of lengths through the engine's own scheduler and KV pools, without a model.
+
+Every batch of the scheduler counts as one step, and token ids are made up. Utilisation is reported in three
+ways:
+
+- live/reserved: tokens with keys and values, as a share of the slots of the blocks that requests hold, over
+  time;
+- live/pool: the same tokens as a share of all slots, over the time in which requests wait;
+- final/reserved: prompt and answer as a share of the block at the end, over all requests that ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from phasewise.serving.errors import RequestError
+from phasewise.serving.pools.contract import Estimate, KvPool, PoolSettings
+from phasewise.serving.pools.opening import POLICIES, open_pool
+from phasewise.serving.request import Request
+from phasewise.serving.scheduler import Scheduler, SchedulerLimits
+from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
+from phasewise.tuner.config.trace import describe
+from phasewise.tuner.errors import TraceError
+from phasewise.workflows.bench.kv.inputs import (
+    Estimates,
+    TraceSelection,
+    estimates_for,
+    how_far_off,
+    limit_for,
+    limited,
+    read_samples,
+    requests_of,
+    static_shares,
+    unseen_by,
+)
+from phasewise.workflows.bench.kv.step_times import Speeds
+from phasewise.workflows.report import Report, silent
+
+WHOLE = "odma-whole"
+"""ODMA as in the paper: the block for a request's whole bucket is allocated at once."""
+
+KV_POLICIES = (*POLICIES, WHOLE)
+
+UNESTIMATED = ("static", "paged")
+
+GOES_ON, STOPS = 0, 1
+"""Token ids: any token of an answer, and the one that ends it."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A trace and the pool that it is replayed on."""
+
+    trace: Trace
+    estimates: Mapping[str, Estimates]
+    """Estimates by the name of their source."""
+    max_tokens: int
+    n_slots: int
+    settings: PoolSettings
+    max_sequences: int
+    step_s: float | None
+    """Length of a step, for requests that arrive by the trace; None: all requests wait from the beginning."""
+    speeds: Speeds | None = None
+
+
+@dataclass(frozen=True)
+class ReplayInputs:
+    """What to replay, as text."""
+
+    traces: Sequence[str]
+    selection: TraceSelection
+    max_tokens: str
+    """A number, `final:SHARE` or `live:SHARE`."""
+    estimates: Sequence[str]
+    """Each as `inputs.estimates_for` reads it."""
+    step_ms: float | None
+    speeds: Speeds | None = None
+
+
+def replay_of(
+    inputs: ReplayInputs, n_slots: int, max_sequences: int, settings: dict[str, Any], report: Report = silent
+) -> tuple[Replay, str]:
+    """The replay, and a line of text that describes it. settings: fields of PoolSettings."""
+    samples = tuple(one for text in inputs.traces for one in read_samples(text, inputs.selection, report))
+    for text in inputs.estimates:
+        samples = unseen_by(text, samples)
+    whole = requests_of(samples)
+    if inputs.step_ms is not None and any(one.arrival_s is None for one in whole):
+        raise TraceError(f"{', '.join(inputs.traces)}: no arrivals, so leave --step-ms out")
+    limit = int(inputs.max_tokens) if inputs.max_tokens.isdecimal() else limit_for(whole, inputs.max_tokens)
+    if not 1 <= limit <= MAX_TOKENS:
+        raise TraceError(f"max_tokens must be from 1 to {MAX_TOKENS}, not {limit}")
+    samples = limited(samples, limit)
+    trace = requests_of(samples)
+    estimates = {text: estimates_for(text, samples, inputs.selection.seed) for text in inputs.estimates}
+    longest = max(one.prompt_tokens for one in trace) + limit
+    off = [f"{text}: {how_far_off(trace, found)}" for text, found in estimates.items() if text != "none"]
+    story = "; ".join([story_of(trace, limit, inputs.selection.seed), *off])
+    pool = PoolSettings(longest_request=longest, answer_tokens=limit, **settings)
+    step_s = None if inputs.step_ms is None else inputs.step_ms / 1000
+    return Replay(trace, estimates, limit, n_slots, pool, max_sequences, step_s, inputs.speeds), story
+
+
+def story_of(trace: Trace, max_tokens: int, seed: int) -> str:
+    """The trace and its limit as a line of text."""
+    shares = static_shares(trace, max_tokens)
+    return (
+        f"{describe(trace)}; max_tokens {max_tokens}, with which static pre-allocation fills "
+        f"{shares['final']:.1%} of its blocks in the end and {shares['live']:.1%} over time; seed {seed}"
+    )
+
+
+@dataclass(frozen=True)
+class KvRow:
+    """One policy on one trace."""
+
+    policy: str
+    estimate: str
+    """Source of the estimates; "-" for a policy that uses none."""
+    n_requests: int
+    n_slots: int
+    max_tokens: int
+    live_reserved: float
+    live_pool: float
+    final_reserved: float
+    wasted_slots: int
+    """Slots of ended blocks that were never filled."""
+    mean_running: float
+    """Mean number of running requests while others wait."""
+    peak_running: int
+    failed: int
+    migrations: int
+    moved_slots: int
+    """Slots copied because blocks grew or moved."""
+    overflows: int
+    preemptions: int
+    recomputed_tokens: int
+    to_large: int
+    estimated: int
+    mispredicted: int
+    refreshes: int
+    decode_steps: int
+    prefill_steps: int
+    output_tokens: int
+    tokens_a_step: float
+    """Tokens of answers per decode step."""
+    tokens_per_s: float | None
+    """Tokens of answers per second while requests wait, by the given speeds; None without speeds."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    live: int = 0
+    reserved: int = 0
+    live_waiting: int = 0
+    running_waiting: int = 0
+    steps_waiting: int = 0
+    decode_steps: int = 0
+    prefill_steps: int = 0
+    prefill_tokens: int = 0
+    moved_slots: int = 0
+    waiting_tokens: int = 0
+    waiting_s: float = 0.0
+    peak_running: int = 0
+    ended: set[str] = field(default_factory=set)
+
+
+def replayed(replay: Replay, policies: Sequence[str]) -> Iterator[KvRow]:
+    """One row for each policy (of KV_POLICIES) and each source of estimates that it uses."""
+    for policy in policies:
+        settings = replay.settings if policy != WHOLE else replace(replay.settings, climbs=False)
+        for estimate in replay.estimates if policy not in UNESTIMATED else [None]:
+            pool = open_pool("odma" if policy == WHOLE else policy, replay.n_slots, settings)
+            yield _row(policy, estimate, replay, pool)
+
+
+def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvRow:
+    longest = replay.settings.longest_request
+    limits = SchedulerLimits(longest, max_sequences=replay.max_sequences, prefix_reuse=False)
+    scheduler = Scheduler(pool, limits)
+    sums = _Sums()
+    estimates = (None,) * len(replay.trace) if estimate is None else replay.estimates[estimate]
+    _run(replay, estimates, scheduler, sums)
+    pool.check()
+    stats = pool.stats()
+    ended = sum(bucket.slots_ended for bucket in stats.buckets)
+    wasted = sum(bucket.slots_wasted for bucket in stats.buckets)
+    output = sum(one.output_tokens for at, one in enumerate(replay.trace) if str(at) in sums.ended)
+    prompts = sum(one.prompt_tokens for at, one in enumerate(replay.trace) if str(at) in sums.ended)
+    waiting = max(1, sums.steps_waiting)
+    return KvRow(
+        policy=policy,
+        estimate=estimate or "-",
+        n_requests=len(replay.trace),
+        n_slots=pool.n_slots,
+        max_tokens=replay.max_tokens,
+        live_reserved=sums.live / max(1, sums.reserved),
+        live_pool=sums.live_waiting / waiting / pool.n_slots,
+        final_reserved=1 - wasted / max(1, ended),
+        wasted_slots=wasted,
+        mean_running=sums.running_waiting / waiting,
+        peak_running=sums.peak_running,
+        failed=len(replay.trace) - len(sums.ended),
+        migrations=stats.migrations,
+        moved_slots=sums.moved_slots,
+        overflows=stats.overflows,
+        preemptions=scheduler.counts.preemptions,
+        recomputed_tokens=sums.prefill_tokens - prompts,
+        to_large=stats.to_large,
+        estimated=stats.estimated,
+        mispredicted=stats.mispredicted,
+        refreshes=stats.refreshes,
+        decode_steps=sums.decode_steps,
+        prefill_steps=sums.prefill_steps,
+        output_tokens=output,
+        tokens_a_step=output / max(1, sums.decode_steps),
+        tokens_per_s=sums.waiting_tokens / sums.waiting_s if sums.waiting_s else None,
+    )
+
+
+def _run(replay: Replay, estimates: Estimates, scheduler: Scheduler, sums: _Sums) -> None:
+    """Run steps until every request has ended."""
+    coming = list(enumerate(replay.trace))[::-1]
+    step = 0
+    while coming or scheduler.has_work:
+        while coming and (replay.step_s is None or (coming[-1][1].arrival_s or 0) <= step * replay.step_s):
+            at, _ = coming.pop()
+            _add(scheduler, replay, at, estimates[at])
+        _step(replay, scheduler, sums)
+        scheduler.pool.refresh()
+        step += 1
+
+
+def _add(scheduler: Scheduler, replay: Replay, at: int, estimate: Estimate | None) -> None:
+    """Add a request; one that can never run counts as failed."""
+    prompt = (GOES_ON,) * replay.trace[at].prompt_tokens
+    stops = frozenset({STOPS})
+    with suppress(RequestError):
+        scheduler.add(Request(str(at), prompt, replay.max_tokens, stops, estimate))
+
+
+def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:
+    batch = scheduler.next_batch()
+    if batch is None:
+        return
+    if batch.phase == "decode":
+        _observe(sum(piece.start + 1 for piece in batch.slices), scheduler, sums)
+    else:
+        sums.prefill_steps += 1
+        sums.prefill_tokens += batch.n_tokens
+    sums.moved_slots += sum(copy.n_slots for copy in batch.copies)
+    if scheduler.n_waiting and replay.speeds is not None:
+        sums.waiting_tokens += batch.n_logits
+        sums.waiting_s += replay.speeds.step_s(batch)
+    tokens = []
+    for request_id, piece in zip(batch.request_ids, batch.slices, strict=True):
+        if piece.wants_logits:
+            one = replay.trace[int(request_id)]
+            answered = piece.start + len(piece.token_ids) - one.prompt_tokens + 1
+            tokens.append(STOPS if answered >= one.output_tokens else GOES_ON)
+    sums.ended.update(out.request_id for out in scheduler.commit(batch, tokens) if out.finish_reason)
+
+
+def _observe(live: int, scheduler: Scheduler, sums: _Sums) -> None:
+    """Count one decode step.
+
+    live: tokens of the sequences that take part; half-prefilled ones are not counted.
+    """
+    placements = scheduler.pool.placements().values()
+    sums.decode_steps += 1
+    sums.live += live
+    sums.reserved += sum(placement.n_slots for placement in placements)
+    sums.peak_running = max(sums.peak_running, len(placements))
+    if scheduler.n_waiting:
+        sums.steps_waiting += 1
+        sums.live_waiting += live
+        sums.running_waiting += len(placements)

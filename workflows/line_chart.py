@@ -1,0 +1,244 @@
+"""Small line charts as SVG text: panels side by side, logarithmic axes or shares, one legend on top."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+PLOT_WIDTH, PLOT_HEIGHT = 300.0, 210.0
+LEFT, RIGHT, TOP, BOTTOM = 56.0, 14.0, 30.0, 44.0
+"""Room around a plot for its title, its numbers and the names of its axes."""
+
+MARGIN, LEGEND_ROW, SWATCH = 16.0, 22.0, 26.0
+TEXT_CHAR = 6.8
+"""Width of an average character of the legend, pixels."""
+
+MAX_COLUMNS = 2  # wider, and a page would shrink the letters too much
+PAPER, INK, FAINT_INK, GRID = "#fbfaf7", "#1f2933", "#52606d", "#dcdfe3"
+LIMIT_INK = "#6b7280"
+STROKES = ("#0072b2", "#d55e00", "#2e7d5b", "#a2488a", "#8a6d00", "#3b4cc0", "#b40426")
+"""Told apart by most colour-blind eyes; each has its own mark beside."""
+
+MARKS = ("circle", "square", "diamond", "triangle", "cross", "plus", "ring")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot: points (x, y), in ascending x, a line a name; positive, but a share may be 0."""
+
+    title: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    limit: Sequence[tuple[float, float]]
+    """What no line can pass, or is to reach, drawn dashed; may be empty."""
+    x_name: str | None = None
+    """Where it differs from the chart's."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Panels that share their axes' names and their legend."""
+
+    title: str
+    caption: str
+    x_name: str
+    y_name: str
+    limit_name: str
+    """Of the dashed line."""
+    emphasised: str | None
+    """The line that is drawn boldly."""
+    panels: Sequence[Panel]
+    y_is_share: bool = False
+    """Upwards from 0 to 1, evenly, written as percentages."""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """A logarithmic axis: values from `low` to `high` on pixels from `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """An even axis from 0 to 1 on pixels from `start` to `end`."""
+
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        return self.start + value * (self.end - self.start)
+
+
+SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+def draw_chart(chart: Chart) -> str:
+    """The chart as SVG text."""
+    names = list(dict.fromkeys(name for panel in chart.panels for name in panel.lines))
+    columns = min(MAX_COLUMNS, len(chart.panels))
+    width = 2 * MARGIN + columns * (LEFT + PLOT_WIDTH + RIGHT)
+    legend = _legend_rows([*names, chart.limit_name], width - 2 * MARGIN)
+    above = MARGIN + 44
+    head = above + LEGEND_ROW * len(legend)
+    rows = -(-len(chart.panels) // columns)
+    height = head + rows * (TOP + PLOT_HEIGHT + BOTTOM) + MARGIN
+    elements = [_text(MARGIN, MARGIN + 12, chart.title, "t"), _text(MARGIN, MARGIN + 30, chart.caption, "c")]
+    for index, entries in enumerate(legend):
+        elements += _legend(MARGIN, above + LEGEND_ROW * (index + 0.5), entries, names)
+    for index, panel in enumerate(chart.panels):
+        x = MARGIN + index % columns * (LEFT + PLOT_WIDTH + RIGHT) + LEFT
+        y = head + index // columns * (TOP + PLOT_HEIGHT + BOTTOM) + TOP
+        elements += _panel(x, y, panel, chart, names)
+    return _document(width, height, elements)
+
+
+def _panel(x: float, y: float, panel: Panel, chart: Chart, names: Sequence[str]) -> list[str]:
+    points = [point for line in (*panel.lines.values(), panel.limit) for point in line]
+    across = _Scale(*_span([px for px, _ in points], 2), x, x + PLOT_WIDTH)
+    up, up_ticks = _upwards([py for _, py in points], y, is_share=chart.y_is_share)
+    elements = [
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{PLOT_WIDTH}" height="{PLOT_HEIGHT}" fill="#ffffff" '
+        f'stroke="{FAINT_INK}"/>',
+        _text(x, y - 10, panel.title, "t"),
+        _text(x + PLOT_WIDTH / 2, y + PLOT_HEIGHT + 34, panel.x_name or chart.x_name, "m"),
+        f'<text class="m" transform="translate({x - 44:.1f} {y + PLOT_HEIGHT / 2:.1f}) rotate(-90)">'
+        f"{escape(chart.y_name)}</text>",
+    ]
+    for value in _ticks(across, 2):
+        elements.append(_rule(across.at(value), y, across.at(value), y + PLOT_HEIGHT))
+        elements.append(_text(across.at(value), y + PLOT_HEIGHT + 15, _number(value), "m"))
+    for value, label in up_ticks:
+        elements.append(_rule(x, up.at(value), x + PLOT_WIDTH, up.at(value)))
+        elements.append(_text(x - 6, up.at(value) + 4, label, "e"))
+    if panel.limit:
+        path = " ".join(f"{across.at(px):.1f},{up.at(py):.1f}" for px, py in panel.limit)
+        elements.append(
+            f'<polyline points="{path}" fill="none" stroke="{LIMIT_INK}" stroke-width="1.5" '
+            'stroke-dasharray="6 4"/>'
+        )
+    for name in reversed(names):  # the first system is drawn last, above the others
+        if name in panel.lines:
+            places = [(across.at(px), up.at(py)) for px, py in panel.lines[name]]
+            elements += _line(places, names.index(name), name == chart.emphasised)
+    return elements
+
+
+def _upwards(
+    values: Sequence[float], y: float, *, is_share: bool
+) -> tuple[_Scale | _Share, list[tuple[float, str]]]:
+    """The axis of a panel whose top is at `y`, and its ticks with their labels."""
+    if is_share:
+        return _Share(y + PLOT_HEIGHT, y), [(share, f"{share:.0%}") for share in SHARES]
+    scale = _Scale(*_span(values, 10), y + PLOT_HEIGHT, y)
+    return scale, [(value, _number(value)) for value in _ticks(scale, 10)]
+
+
+def _span(values: Sequence[float], base: float) -> tuple[float, float]:
+    """The whole powers of `base` around all values, at least one step apart."""
+    low = base ** math.floor(math.log(min(values), base) + 1e-9)
+    high = base ** math.ceil(math.log(max(values), base) - 1e-9)
+    return low, max(high, low * base)
+
+
+def _ticks(scale: _Scale, base: float) -> list[float]:
+    """Powers of `base`, with 2 and 5 between powers of ten that are few, and not more than can be read."""
+    steps = round(math.log(scale.high / scale.low, base))
+    powers = [scale.low * base**step for step in range(steps + 1)]
+    if base == 10 and steps <= 2:
+        between = [power * factor for power in powers for factor in (1, 2, 5)]
+        return [value for value in between if value <= scale.high]
+    return powers[:: -(-len(powers) // 12)]
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if value < 10_000 else f"{value / 1000:g}k"
+
+
+def _line(places: Sequence[tuple[float, float]], index: int, is_bold: bool) -> list[str]:
+    stroke = STROKES[index % len(STROKES)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    width = 2.4 if is_bold else 1.5
+    return [
+        f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width}"/>',
+        *(_mark(x, y, index) for x, y in places),
+    ]
+
+
+def _mark(x: float, y: float, index: int) -> str:
+    stroke, mark = STROKES[index % len(STROKES)], MARKS[index % len(MARKS)]
+    if mark in {"circle", "ring"}:
+        fill = stroke if mark == "circle" else "#ffffff"
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{fill}" stroke="{stroke}"/>'
+    shapes = {
+        "square": "M-3-3H3V3H-3Z",
+        "diamond": "M0-4L4 0L0 4L-4 0Z",
+        "triangle": "M0-4L3.6 3H-3.6Z",
+        "cross": "M-3-3L3 3M-3 3L3-3",
+        "plus": "M0-4V4M-4 0H4",
+    }
+    return (
+        f'<path transform="translate({x:.1f} {y:.1f})" d="{shapes[mark]}" fill="{stroke}" '
+        f'stroke="{stroke}" stroke-width="1.5"/>'
+    )
+
+
+def _legend_rows(names: Sequence[str], width: float) -> list[list[str]]:
+    rows: list[list[str]] = [[]]
+    left = 0.0
+    for name in names:
+        if rows[-1] and left + _entry_width(name) > width:
+            rows.append([])
+            left = 0.0
+        rows[-1].append(name)
+        left += _entry_width(name)
+    return rows
+
+
+def _entry_width(name: str) -> float:
+    return SWATCH + 6 + len(name) * TEXT_CHAR + 18
+
+
+def _legend(x: float, y: float, entries: Sequence[str], names: Sequence[str]) -> list[str]:
+    elements = []
+    for entry in entries:
+        if entry in names:
+            elements += _line([(x, y), (x + SWATCH, y)], names.index(entry), False)
+        else:
+            elements.append(
+                f'<path d="M{x:.1f} {y:.1f}h{SWATCH}" stroke="{LIMIT_INK}" stroke-width="1.5" '
+                'stroke-dasharray="6 4"/>'
+            )
+        elements.append(_text(x + SWATCH + 6, y + 4, entry, "s"))
+        x += _entry_width(entry)
+    return elements
+
+
+def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{GRID}"/>'
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+
+
+def _document(width: float, height: float, elements: Sequence[str]) -> str:
+    style = (
+        "text{font-family:system-ui,-apple-system,'Segoe UI','DejaVu Sans',Arial,sans-serif;font-size:12px}"
+        f".t{{font-weight:600;fill:{INK};font-size:13px}}.s{{fill:{INK}}}"
+        f".c{{fill:{FAINT_INK};font-size:11px}}.m{{text-anchor:middle;fill:{FAINT_INK}}}.e{{text-anchor:end;fill:{FAINT_INK}}}"
+    )
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">\n<style>{style}</style>\n'
+        f'<rect width="100%" height="100%" rx="8" fill="{PAPER}"/>\n'
+    )
+    return head + "\n".join(elements) + "\n</svg>\n"

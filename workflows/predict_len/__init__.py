@@ -1,0 +1,1 @@
+"""Prompts, logs of answers, and predictors of answers' lengths."""

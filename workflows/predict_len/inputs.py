@@ -1,0 +1,92 @@
+"""The inputs of length prediction: prompts, logs of answers, and predictors on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phasewise.tuner.errors import PredictorError
+from phasewise.tuner.predictor.files import default_file
+from phasewise.tuner.predictor.log import Log, lines_of, read_log
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.serving.open_engine import ModelText
+
+PROMPT_FIELDS = ("prompt", "instruction", "question")
+
+
+class Tokens:
+    """The tokenizer of a model, which is loaded at its first use."""
+
+    def __init__(self, ref: str, report: Report = silent) -> None:
+        self._ref = ref
+        self._report = report
+
+    @cached_property
+    def _loaded(self) -> tuple[str, ModelText]:
+        from phasewise.serving.loaders import load_model
+        from phasewise.serving.open_engine import ModelText
+
+        model = load_model(self._ref, "native", report=self._report)
+        return model.name, ModelText(model)
+
+    @property
+    def model_name(self) -> str:
+        return self._loaded[0]
+
+    def prompt(self, message: str) -> list[int]:
+        """The token ids of a prompt with one user's message."""
+        return message_prompt(self._loaded[1], message)
+
+
+def message_prompt(text: ModelText, message: str) -> list[int]:
+    """The token ids of a user's message in the chat template, or as plain text without a template."""
+    return text.encode(message, True) if text.render_chat is None else text.chat_prompt(message)
+
+
+def read_prompts(paths: Sequence[Path]) -> list[str]:
+    """Every prompt once: the lines of text files; of JSON lines `prompt`, `instruction` or `question`."""
+    found: dict[str, None] = {}
+    for path in paths:
+        for at, line in lines_of(path):
+            found.setdefault(_prompt_of(line, f"{path}, line {at}"))
+    if not found:
+        raise PredictorError("there is no prompt in these files")
+    return list(found)
+
+
+def _prompt_of(line: str, where: str) -> str:
+    if not line.lstrip().startswith("{"):
+        return line.rstrip("\r\n")
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise PredictorError(f"{where}: not JSON, though it begins like it") from None
+    for name in PROMPT_FIELDS:
+        if isinstance(row.get(name), str):
+            return str(row[name])
+    raise PredictorError(f"{where}: none of the fields {', '.join(PROMPT_FIELDS)} is a text")
+
+
+def read_logs(paths: Sequence[Path], tokens: Tokens | None) -> tuple[list[Log], str]:
+    """The logs, and the model whose answers they hold: the one they name, or that of `tokens`."""
+    logs = [read_log(path, tokens.prompt if tokens else None) for path in paths]
+    names = sorted(frozenset().union(*(log.model_names for log in logs)))
+    if len(names) > 1:
+        raise PredictorError(
+            f"these logs hold answers of several models ({', '.join(names[:4])}): take one's"
+        )
+    if names:
+        return logs, names[0]
+    if tokens is None:
+        raise PredictorError("these logs do not say whose answers they hold: name it with --model")
+    return logs, tokens.model_name
+
+
+def predictor_file(given: Path | None, model_name: str) -> Path:
+    """The given file, or the default place of the model's predictor."""
+    return default_file(model_name) if given is None else given
