@@ -124,7 +124,7 @@ def _named(values: Mapping[int, float]) -> dict[str, float]:
 
 def occupancy_chart(summary: Summary) -> str:
     """Cumulative distribution of busy time over batch sizes, a line a pool (Splitwise, Fig. 17), as SVG."""
-    from phasewise.cli.chart import Chart, Panel, draw_chart
+    from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 
     lines = {f"{use.role} ({use.machine})": list(use.occupancy) for use in summary.uses if use.occupancy}
     return draw_chart(
@@ -193,7 +193,7 @@ def _answer_fields(answer: Provisioned, slo: Slo) -> dict[str, Any]:
 
 def frontier_chart(answers: Sequence[Provisioned]) -> str:
     """Frontiers of the designs with two kinds of machines, as SVG."""
-    from phasewise.cli.chart import Chart, Panel, draw_chart
+    from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 
     lines = {
         answer.design.name: [(float(cell[0]), float(cell[1])) for cell in answer.frontier]
