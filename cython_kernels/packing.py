@@ -150,7 +150,7 @@ def pack_dense(w: Array, kind: Kind) -> PackedWeight:
 
 
 def bf16_top_exponent(bits: Array) -> int:
-    """Of the largest magnitude of some bf16 bits (uint16): see `PackedWeight.top_exponent`."""
+    """The exponent of the largest magnitude among bf16 bits (uint16): see `PackedWeight.top_exponent`."""
     return int((bits & np.uint16(0x7FFF)).max(initial=0)) >> 7
 
 

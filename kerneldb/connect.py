@@ -35,19 +35,22 @@ LOOK_AGAIN_S = 0.0003
 """Whether another writer is done."""
 
 LEAST_ROOM_BYTES = 64 << 10
-"""Of the file system, to open a database for writing: SQLite puts 32 KiB beside it, and its log."""
+"""Free bytes that the file system needs before a database is opened for writing: SQLite adds 32 KiB and a
+log.
+"""
 
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _WRITES = "sqlite_writes"
 _STEPS = "sqlite_steps"
 
 MAX_STATEMENT_STEPS = 4_000_000_000
-"""Of SQLite's virtual machine, which takes some 100 million in a second: enough to group and sort ten million
-rows. A damaged or hostile file can ask for any number."""
+"""Most steps of SQLite's virtual machine for one statement. It takes some 100 million in a second: enough
+to group and sort ten million rows. A damaged or hostile file can ask for any number.
+"""
 _STEPS_BETWEEN_LOOKS = 1_000_000
 
 MAX_REASON_CHARS = 160
-"""Of what the driver says: SQLite may quote the whole definition of a table."""
+"""Longest part of a driver's message that is shown: SQLite may quote the whole definition of a table."""
 
 
 def engine_for(location: Location, read_only: bool) -> Engine:
@@ -130,7 +133,7 @@ class _StepLimit:
 
 
 def _limit_steps(engine: Engine) -> None:
-    """Of each statement by itself."""
+    """Limit the steps of each statement by itself."""
 
     @event.listens_for(engine, "connect")
     def set_up(dbapi: sqlite3.Connection, entry: ConnectionPoolEntry) -> None:

@@ -291,7 +291,7 @@ class _Lines:
                 return
 
     def digest_before(self) -> str:
-        """Of all bytes before the line that was returned last."""
+        """SHA-256, in hex, of all bytes before the line that was returned last."""
         return self._digest.hexdigest()
 
 

@@ -114,7 +114,7 @@ def measurement_count() -> AnySelect:
 
 
 def key_parameters(problem: Problem, machine: MachineKey, kernel_abi: str) -> dict[str, Any]:
-    """Of a key, for a query that was built before."""
+    """The bound parameters of one key, for a query that was built before."""
     of_build = (machine.core_sig, machine.placement_sig, kernel_abi)
     return asdict(problem) | dict(zip(BUILD_FIELDS, of_build, strict=True))
 

@@ -246,7 +246,7 @@ class Comparison:
     gain_low: float
     gain_high: float
     confidence: float
-    """Of the interval from `gain_low` to `gain_high`, e.g. 0.95."""
+    """Confidence level of the interval from `gain_low` to `gain_high`, e.g. 0.95."""
     pairs: int
 
     def __post_init__(self) -> None:
@@ -329,7 +329,7 @@ class StepTime:
     estimate_ns: int
     """The stated robust estimate over `samples_ns`."""
     kernel_abi: str
-    """Of the family that most of the time is spent in."""
+    """Build of the kernel family in which most of the time is spent."""
     origin: Origin
     conditions: Mapping[str, float] = field(default_factory=dict, hash=False)
 

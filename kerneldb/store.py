@@ -65,7 +65,7 @@ T = TypeVar("T")
 _IMPORT_LOCK = 0x70687769  # of PostgreSQL: a number that no other program is likely to use
 
 ROWS_AT_ONCE = 500
-"""Of a scan over everything: so many are in memory."""
+"""Rows that a scan over a whole table keeps in memory."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class BuildCount:
     kernel_abi: str
     measurements: int
     unverified: int
-    """Of these: imported, and not measured here."""
+    """Measurements that were imported and not measured here."""
 
 
 @dataclass(frozen=True)

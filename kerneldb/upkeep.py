@@ -51,13 +51,13 @@ class Preferred:
 
     @property
     def key(self) -> Key:
-        """Of the timing."""
+        """The key of the timing."""
         row = self.measurement
         return Key(row.problem, row.origin.machine, row.kernel_abi)
 
     @property
     def schedule(self) -> Schedule:
-        """Of the timing."""
+        """The schedule of the timing."""
         return self.measurement.sample.schedule
 
 

@@ -53,12 +53,12 @@ class Abandoned(ConfinedError):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one job. `memory_bytes`: address space beyond what the process has when the job begins."""
+    """Limits of one job. `memory_bytes`: address space beyond what the process has when the job begins."""
 
     seconds: float
     memory_bytes: int
     start_s: float = 60.0
-    """Of the process, until it can take jobs."""
+    """Seconds that the process may take to start."""
 
 
 class Patience:

@@ -38,7 +38,7 @@ class Capacity:
     sequences: int
     logit_rows: int
     threads: int
-    """Of the largest team of this process."""
+    """Threads of the largest team of this process."""
     kv_format: str = AUTO
     """How keys and values are stored: `resolve_kv_format`."""
     touched: bool = False

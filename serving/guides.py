@@ -29,7 +29,7 @@ _MOST_COMPILED = 32
 _MOST_COMPILED_BYTES = 64 << 20
 _TURN_S = 2.0
 BOUNDS = Bounds(seconds=1.0, memory_bytes=96 << 20)
-"""Of one compilation. A schema of everyday use takes some milliseconds and megabytes."""
+"""Limits of one compilation. An everyday schema takes some milliseconds and megabytes."""
 _STACK_BYTES = 64 * 1024 * 1024  # llguidance follows references by recursion
 _LONGEST_TOKEN_BYTES = 64
 

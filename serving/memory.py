@@ -33,7 +33,7 @@ def _machine_bytes(root: Path) -> int | None:
 
 
 def _cgroup_bytes(root: Path) -> Iterator[int]:
-    """Of version 2: what this process's own leaves, and every one above it."""
+    """Bytes left by this process's cgroup (version 2) and by each one above it."""
     folder, top = root / _CGROUPS / _own_cgroup(root, "0::"), root / _CGROUPS
     while folder.is_relative_to(top):
         with suppress(OSError, ValueError):  # no such controller, or "max"
@@ -45,7 +45,7 @@ def _cgroup_bytes(root: Path) -> Iterator[int]:
 
 
 def _old_cgroup_bytes(root: Path) -> int | None:
-    """Of version 1, which tells the least limit of this one and those above."""
+    """Bytes left by cgroup version 1, which tells the least limit of this group and those above."""
     own = root / _CGROUPS / "memory" / _own_cgroup(root, ":memory:")
     told = _fields(own / "memory.stat")
     limit = told.get("hierarchical_memory_limit")

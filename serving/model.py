@@ -219,7 +219,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
-    """Of what `config_to_json` wrote; KeyError or TypeError for anything else."""
+    """The config that `config_to_json` wrote; KeyError or TypeError for anything else."""
     values = dict(fields)
     rope = dict(values.pop("rope"))
     scaling = _scaling_from_json(rope.pop("scaling"))

@@ -50,7 +50,7 @@ class OneAnswer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding: the inverse of TPOT."""
+        """Decoded tokens per second: the inverse of TPOT."""
         return 1000 / self.tpot_ms if self.tpot_ms else None
 
     def _add(self, out: Answer) -> None:

@@ -69,7 +69,7 @@ class EngineSize:
     kv_slots: int
     max_sequences: int
     max_batch_tokens: int = 2048
-    """Of one prefill step. While answers run, and where the machine is slow, it is less: `pacing`."""
+    """Most tokens of one prefill step. `pacing` lowers it while answers run and on slow machines."""
     kv_policy: str = DEFAULT_POLICY
     """One of `pools.opening.POLICIES`."""
     tpot_ms: float = DEFAULT_TPOT_MS

@@ -75,7 +75,7 @@ class Instructions:
 
     @classmethod
     def read(cls, text: bytes) -> Instructions:
-        """Of what `write` wrote, in the same version of the program."""
+        """The instructions that `write` of the same program version wrote."""
         known = json.loads(text)
         known |= {
             "config": config_from_json(known["config"]),

@@ -61,7 +61,7 @@ class _Flight(NamedTuple):
 
     batch: Batch
     sequences: tuple[LiveSequence, ...]
-    """Of its slices, in order."""
+    """Sequences of the batch's slices, in order."""
     moved: frozenset[str]
     """Requests, also of other batches, whose keys and values it copies."""
 

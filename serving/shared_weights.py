@@ -62,7 +62,7 @@ class Places:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Places:
-        """Of what `to_json` gave."""
+        """The places that `to_json` wrote."""
         weights = {
             name: WeightPlace(
                 **{**weight, "arrays": tuple(_array_place(array) for array in weight["arrays"])}
@@ -99,7 +99,7 @@ class Places:
 
 
 def places_in_file(model: PackedModel) -> Places:
-    """Of a model that is mapped from its packed file."""
+    """Where the weights of a model mapped from its packed file lie."""
     assert model.file is not None
     address = model.file.address
     weights = {

@@ -51,7 +51,7 @@ class WrittenSchedules:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> WrittenSchedules:
-        """Of what `to_json` gave."""
+        """The schedules that `to_json` wrote."""
         return cls(
             {key: (path, k_parts) for key, (path, k_parts) in fields["arithmetics"].items()},
             {key: _row_ranges(ranges) for key, ranges in fields["by_weight"].items()},

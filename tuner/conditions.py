@@ -57,7 +57,9 @@ class Conditions:
 
 
 def parse_ticks(stat: str, cpus: Sequence[int]) -> CpuTicks:
-    """Of /proc/stat's text, over these CPUs. Guest time, columns 8 and 9, is in user time already."""
+    """CPU ticks from the text of /proc/stat, summed over `cpus`. Guest time, columns 8 and 9, is in user
+    time already.
+    """
     wanted = {f"cpu{cpu}" for cpu in cpus}
     rows = [line.split() for line in stat.splitlines()]
     ticks = [[int(field) for field in row[1:9]] for row in rows if row and row[0] in wanted]
@@ -130,7 +132,7 @@ def _text(file: Path) -> str:
 
 
 def is_disturbed(conditions: Mapping[str, float]) -> bool:
-    """Of `Conditions.fields`: others took a noticeable share of the cores."""
+    """Whether other processes or guests took a noticeable share of the cores; takes `Conditions.fields`."""
     return conditions.get("steal", 0.0) + conditions.get("others", 0.0) > DISTURBED_SHARE
 
 

@@ -43,13 +43,13 @@ class Ledger:
         self._scope = scope
         self._samples: dict[Problem, dict[Schedule, list[Sample]]] = {}
         self._weights_read: set[Problem] = set()
-        """Of each the problem of one row."""
+        """Weights whose rows have been read, each as its problem of one row."""
         self._row_counts: dict[Problem, int] = {}
         self._verdicts: dict[Problem, list[Promotion]] = {}
 
     @property
     def name(self) -> str:
-        """Of the database and the scope, for people."""
+        """Name of the database and the scope, for messages."""
         machine = self._scope.machine
         return f"{self._store.name} {machine.core_sig} {machine.placement_sig} {self._scope.kernel_abi}"
 

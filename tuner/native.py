@@ -33,7 +33,7 @@ from phasewise.tuner.weights import blank_weight, copies_of, kind_of, random_wei
 ACCURACY = {"f32": 2.0**-16, "bf16": 2.0**-7}
 """Largest error of a product, relative to its largest value, that a way of computing a format may have."""
 ACCURACY_OF_QUANTISED = 2.0**-5
-"""Of the formats whose activations may be rounded to 8 bits a group (decision 0003)."""
+"""Tolerance of formats whose activations may be rounded to 8 bits a group (decision 0003)."""
 
 REFERENCE_ROWS = 4
 REFERENCE_COLUMNS = 1024
@@ -246,7 +246,7 @@ class NativeEvaluator:
         return self._attention
 
     def _product(self, problem: Problem, arithmetic: Arithmetic) -> _Product:
-        """Of this m only: the rows of others take memory for nothing."""
+        """The product for this m; products for other m are dropped, because their rows take memory."""
         weights, key = self._weights_of(problem), (problem.m, arithmetic)
         if key not in self._products:
             self._products = {known: one for known, one in self._products.items() if known[0] == problem.m}
@@ -292,14 +292,14 @@ class _Product:
         self._native.time(None, 1)
         self._expected = self._native.result()
         self.call_ns: dict[Schedule, int] = {}
-        """Of schedules that were found right: about how long a call took of late."""
+        """Recent time of one call, for schedules whose result was found right."""
 
     def run(self, fields: dict[str, int], calls: int) -> npt.NDArray[np.int64]:
         """Nanoseconds of each call."""
         return np.asarray(self._native.time(fields, calls))
 
     def check(self, schedule: Schedule) -> None:
-        """Of the last call."""
+        """Check the result of the last call."""
         if not np.array_equal(self._native.result(), self._expected):
             raise KernelMismatchError(f"a schedule changes the result of a product: {schedule}")
 
@@ -321,7 +321,7 @@ class _Attention:
         return self._native.run(fields, calls)
 
     def check(self, schedule: Schedule) -> None:
-        """Of the last call."""
+        """Check the result of the last call."""
         if not self._native.is_right():
             raise KernelMismatchError(f"a schedule changes the result of attention: {schedule}")
 

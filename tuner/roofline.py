@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 
 FLOAT_BYTES = 4
-"""Of an activation, before and after a product."""
+"""Bytes of an activation, before and after a product."""
 
 READ_PASSES = 12
 
@@ -43,7 +43,7 @@ class Roofline:
 
 
 def measure_roofline(cores: Sequence[int], formats: Iterable[str], read_buffer_bytes: int) -> Roofline:
-    """Of the instruction set in use, for weights of these formats; about a second.
+    """Measure the limits of the instruction set in use, for weights of these formats; about 1 s.
 
     `read_buffer_bytes` is what the timed weights take together.
     """

@@ -57,7 +57,7 @@ def shuffled_rounds(takes: Sequence[Take], rounds: int, seed: int = 0) -> Times:
 
 
 def standing(times: Times) -> npt.NDArray[np.float64]:
-    """Of each contestant: the median over rounds of its time over that of the round's middle contestant."""
+    """Per contestant, the median over rounds of its time divided by the round's median time."""
     within = times / np.median(times, axis=1, keepdims=True)
     return np.asarray(np.median(within, axis=0))
 

@@ -127,7 +127,7 @@ class TaskDivision:
         self._company.wait_for(self._name(waiting[0]), seconds)
 
     def share(self, task: Task, waiting: Sequence[Task]) -> float:
-        """Of the work that is left to this run, 0 to 1."""
+        """Share of the work left to this run that `task` is, 0 to 1."""
         ours = [one for one in waiting if self._name(one) not in self._elsewhere]
         whole = sum(map(self._work_of, ours))
         return self._work_of(task) / whole if task in ours else 1 / len(waiting)
@@ -151,7 +151,7 @@ class TaskDivision:
         return found
 
     def _found(self, task: Task, at_ms: float) -> GroupOutcome:
-        """Of a settled task: what was in use at that time."""
+        """The outcome of a settled task: the schedules in use at that time."""
         used = {m: self._ledger.in_use(task.problem(m), at_ms) for m in task.ms}
         arithmetic = arithmetic_of(
             max(used.values(), key=lambda verdict: verdict.origin.created_at_ms).schedule

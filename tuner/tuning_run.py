@@ -39,7 +39,7 @@ INTERLEAVED = 12
 """So many schedules are timed in turns and then stored: what a killed run loses is less than that."""
 
 DUEL_SHARE = 0.1
-"""Of a weight's share of the budget; kept back for its duels."""
+"""Part of a weight's share of the budget that is kept back for its duels."""
 
 End = Literal["complete", "budget", "interrupted"]
 
@@ -95,7 +95,7 @@ class Gain:
     tuned_ns: int
     is_default: bool
     comparison: Comparison
-    """Of what is in use with the loser of the last duel."""
+    """The schedule in use, compared with the loser of the last duel."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class TuningOutcome:
 
     end: End
     gains: tuple[Gain, ...]
-    """Of the problems that have a verdict, from this run or an older one."""
+    """Gains of the problems that have a verdict, from this run or an older one."""
     products: int
     """How many the run was asked to tune."""
     timed: int
@@ -115,7 +115,7 @@ class TuningOutcome:
     laps: int
     """Batches of timings, and duels."""
     disturbed: int
-    """Of the laps, those during which other processes or guests took a noticeable share of the cores."""
+    """Laps during which other processes or guests took a noticeable share of the cores."""
     conditions: Mapping[str, float]
     """Means over all timings."""
 
@@ -300,7 +300,7 @@ class _Run:
         )
 
     def _best_so_far(self, task: Task) -> dict[int, Schedule]:
-        """Of an unfinished search: by m, the fastest of the arithmetic in use."""
+        """The fastest schedule so far for each m of an unfinished search, within the arithmetic in use."""
         arithmetic = _arithmetic_in_use(task, self._tools.ledger)
         best = ((m, self._fastest(task.problem(m), arithmetic)) for m in task.ms)
         return {m: schedule for m, schedule in best if schedule is not None}

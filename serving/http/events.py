@@ -26,7 +26,7 @@ class _Said:
 
 
 class _Frame(NamedTuple):
-    """Of one choice: what stands around the text in an event that has nothing else to say."""
+    """The bytes around the text of one choice, in an event that carries text alone."""
 
     before: str
     after: str
@@ -40,7 +40,7 @@ class Events:
         self._head = encode(reply.rendering.head(streamed=True))[:-1]
         self._said = [_Said() for _ in reply.requests]
         self._frames: dict[str, _Frame] = {}
-        """Of the requests whose events have nothing but text most of the time."""
+        """By request; only for requests whose events mostly carry text alone."""
         for index, request in enumerate(reply.requests):
             if request.sampling.top_logprobs is None and not reply.continuous_usage:
                 self._frames[request.request_id] = self._frame(index)

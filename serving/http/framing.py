@@ -17,7 +17,7 @@ from phasewise.serving.http.errors import ApiError
 PIECE_BYTES = 64 * 1024
 """The most of a body that one call of `Framing.next_piece` gives."""
 MAX_TARGET_BYTES = 8 * 1024
-"""Of the request line: method, path, query and version."""
+"""Longest request line: method, path, query and version."""
 MAX_HEADERS = 100
 FREE_CHUNKS = 1024
 """A body may have this many chunks of any size."""
@@ -27,7 +27,7 @@ MIN_MEAN_CHUNK_BYTES = 64
 _CHUNKS_A_PIECE = 256
 """Decoding so many takes some 200 us."""
 _MAX_CHUNK_LINE_BYTES = 256
-"""Of a chunk's size with its extensions, which are ignored."""
+"""Longest line with a chunk's size and its extensions; extensions are ignored."""
 _MAX_TRAILER_BYTES = 4 * 1024
 
 _NO_METHOD = re.compile(rb"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
@@ -64,9 +64,9 @@ class Framing:
     max_head_bytes: int
     unread: bytearray = field(default_factory=bytearray)
     _searched: int = 0
-    """Of an unfinished head: how much has been looked at."""
+    """Bytes of an unfinished head that have been searched for its end."""
     _sized: int = 0
-    """Of a body with Content-Length: bytes to come."""
+    """Bytes still to come of a body with Content-Length."""
     _chunks: _Chunks | None = None
 
     def add(self, data: bytes | memoryview) -> None:

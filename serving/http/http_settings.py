@@ -64,7 +64,7 @@ class HttpLimits:
     """What a request's Host may be, without a port; empty: anything."""
     max_body_bytes: int = 4 * 1024 * 1024
     max_unfinished_bytes: int = 64 * 1024 * 1024
-    """Of all bodies that have not come whole; the one that began first makes room."""
+    """Most bytes of all unfinished bodies together. Beyond it the body that began first is refused."""
     max_live_requests: int = 256
     """Answers in progress or waiting, each of the `n` choices counted; a request beyond it gets 429."""
     max_waiting_requests: int = 224

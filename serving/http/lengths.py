@@ -50,7 +50,7 @@ class LengthObserver:
 
 
 def facts_of(requests: Sequence[Submit], body: GenerationRequest) -> list[PromptFacts]:
-    """Of each request that `body` became. The choices of one prompt share theirs."""
+    """The facts of each request that `body` became. The choices of one prompt share theirs."""
     n_messages, system_prompt_id = _conversation(body)
     facts: list[PromptFacts] = []
     for request in requests:

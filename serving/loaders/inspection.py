@@ -40,7 +40,7 @@ class Inspection:
 
 
 def inspect_source(source: ModelSource) -> Inspection:
-    """Of an open, checked source; reads no tensor."""
+    """Inspect an open, checked source; reads no tensor."""
     by_type: dict[str, list[SourceTensor]] = defaultdict(list)
     for tensor in source.tensors.values():
         by_type[tensor.type_name].append(tensor)

@@ -41,7 +41,7 @@ class Bounds(NamedTuple):
     lengths: tuple[int, ...] = ()
     """Those they were learnt from, in order of size."""
     sums: tuple[int, ...] = ()
-    """Of the first none, one, two ... of the lengths."""
+    """Prefix sums: `sums[i]` is the sum of the first i lengths."""
 
     def bucket_for(self, answer_tokens: float) -> int | None:
         """The smallest bucket that holds such an answer; None where only the large one does."""

@@ -93,7 +93,7 @@ class LearntSizes:
         return estimate.output_tokens * (1 + self._settings.alpha * estimate.uncertainty)
 
     def _size(self, demand: Demand, needed: int) -> Size:
-        """Of a block for an answer of `needed` tokens at least."""
+        """The block for an answer of at least `needed` tokens."""
         found = self._learnt
         expected = self._expected(demand)
         if expected is not None and expected < needed:  # it has been outgrown and tells nothing any more

@@ -29,7 +29,7 @@ from phasewise.serving.pools.squeeze import Shift, enlarged, opened
 
 
 class Size(NamedTuple):
-    """Of a block, and of what its request is thought to need in the end."""
+    """The size of a block, and what its request is expected to need in the end."""
 
     n_positions: int
     end_positions: int
@@ -45,25 +45,25 @@ class Sizes(Protocol):
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Of the buckets that new requests get, ascending; another object whenever they have changed."""
+        """Bounds of the buckets for new requests, ascending. A new object whenever they have changed."""
 
     @property
     def large_bound(self) -> int:
-        """Of the large bucket."""
+        """Bound of the large bucket."""
 
     @property
     def reserve_share(self) -> float:
-        """Of all slots: kept out of what is promised to requests."""
+        """Share of all slots that is never promised to requests."""
 
     @property
     def squeezes(self) -> bool:
         """Whether requests are moved where another needs slots that are free, but lie apart."""
 
     def first(self, demand: Demand) -> Size:
-        """Of a request that begins, or begins again."""
+        """The block of a request that begins, or begins again."""
 
     def next(self, demand: Demand, n_positions: int) -> Size:
-        """Of one whose block is full and that needs so many positions now."""
+        """The next block of a request whose block is full and that needs `n_positions` now."""
 
     def ended(self, demand: Demand, answer_tokens: int) -> None:
         """A request ended by itself."""
@@ -80,7 +80,7 @@ class _Holding:
     block: Block
     size: Size
     bounds: tuple[int, ...]
-    """Of the buckets when the block was taken."""
+    """Bounds of the buckets at the time the block was taken."""
     demand: Demand
     is_pinned: bool = False
 

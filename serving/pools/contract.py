@@ -86,9 +86,9 @@ class BucketStats(NamedTuple):
     """Free, and waiting for the bucket's next request; the arena has them back when it needs them."""
     slots_used: int
     slots_ended: int
-    """Of all blocks given back so far by requests that ended by themselves. Never falls."""
+    """Slots of all blocks that finished requests have given back. Never falls."""
     slots_wasted: int
-    """Of those, slots that no prompt and no answer filled. Never falls."""
+    """Part of `slots_ended` that neither prompt nor answer filled. Never falls."""
 
 
 class PoolStats(NamedTuple):
@@ -108,7 +108,7 @@ class PoolStats(NamedTuple):
     estimated: int = 0
     """Requests with an estimate that ended by themselves."""
     mispredicted: int = 0
-    """Of those, answers that belonged in another bucket than their estimate."""
+    """Answers that ended in another bucket than the one estimated."""
     refreshes: int = 0
     """Times that new bounds came into use."""
 

@@ -44,7 +44,7 @@ class Rules:
     patience: int | None = PATIENCE
     """None: no group is given up."""
     share: float | None = 0.1
-    """Of all configurations, no more are asked for (though always `FEW`). None: no limit."""
+    """Largest share of all configurations to evaluate; at least `FEW` are. None: no limit."""
     seed: int = 0
     batch: int = 6
     """So many configurations are asked for at once: what processes that search together may divide."""
@@ -102,7 +102,7 @@ class _Strand:
     depth: int
     partition: Partition
     place: int
-    """Of the grouping within its generation."""
+    """Place of the grouping within its generation."""
     interest: Interest
     parent: _Strand | None = None
 

@@ -112,7 +112,9 @@ class _Waits:
     ranks: int
 
     def layer_ns(self, hidden_bytes: float) -> float:
-        """Of one layer. Every rank's part sums are read once by the others, and the sum by all."""
+        """Exchange time of one layer: each rank's partial sums are read once by the others, and the sum by
+        all.
+        """
         moved = 2 * hidden_bytes * (self.ranks - 1)
         exchange_ns = self.all_reduce_ns + moved / self.exchange_bytes_per_s * 1e9
         return BARRIERS_A_LAYER * self.barrier_ns + ALL_REDUCES_A_LAYER * exchange_ns
@@ -154,7 +156,7 @@ class _RankModel:
 
 
 def _shares(size: int, piece: int, ranks: int) -> list[float]:
-    """Of `size` divided between its pieces: contiguous, as even as pieces allow."""
+    """Each rank's share of `size`: contiguous, in whole pieces, as even as possible."""
     pieces = -(-size // piece)
     ends = [pieces * rank // ranks for rank in range(ranks + 1)]
     return [(end - start) / pieces for start, end in pairwise(ends)]
@@ -175,7 +177,7 @@ def _even_line_ns(where: Neighbourhood, latency: LineLatency, pus: Sequence[int]
 
 
 def _exchange_share(where: Neighbourhood, rates: MachineRates, pus: Sequence[int]) -> float:
-    """Of a core's rate, when it reads what others have written."""
+    """Share of its read rate that a core reaches on lines that other cores have written."""
     if len(where.nodes_of(pus)) == 1:
         return 1.0
     return rates.remote_node_share if where.share_package(pus) else rates.remote_package_share

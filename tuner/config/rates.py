@@ -38,8 +38,9 @@ class MachineRates:
     link_read_bytes_per_s: float | None = 40e9
     """What the cores of one NUMA node read from all other nodes together."""
     remote_node_share: float = 0.7
-    """Of `core_read_bytes_per_s` that a core reaches in another node of its package, where the firmware rates
-    no distances."""
+    """Share of `core_read_bytes_per_s` that a core reaches in another node of its package, where the
+    firmware rates no distances.
+    """
     remote_package_share: float = 0.5
     """As above, in another package."""
     node_share: Mapping[int, float] = field(default_factory=dict)

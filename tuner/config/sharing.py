@@ -23,7 +23,7 @@ Vector = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float64]
 
 LOCAL_RATING = 10
-"""Of a NUMA node's distance to itself; 20 is twice as far."""
+"""Firmware's rating of a NUMA node's distance to itself; 20 is twice as far."""
 
 _EVEN = 1 + 1e-9
 """Rounding must not keep a full resource open."""
@@ -61,7 +61,7 @@ class Neighbourhood:
         self._package_of_node = {node: self._package_of.get(pu, 0) for pu, node in self._node_of.items()}
 
     def l3s_of(self, pus: Sequence[int]) -> list[int | None]:
-        """Of each PU, its L3 by position in the machine; None where it has none."""
+        """The L3 of each PU, by position in the machine; None where it has none."""
         return [self._l3_of.get(pu) for pu in pus]
 
     def node_of(self, pu: int) -> int:

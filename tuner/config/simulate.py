@@ -30,7 +30,7 @@ from phasewise.tuner.errors import TraceError
 from phasewise.tuner.plans import Phase
 
 CHUNK_TOKENS = 512
-"""Of a prompt in one step: the engine's ranks compute no more rows at once."""
+"""Most prompt tokens of one step: the engine's ranks compute no more rows at once."""
 
 GRID_FACTOR = {"prefill": 4.0, "decode": 8.0}
 """A decode step grows by what it reads of the context alone, which is linear; a prefill step bends."""
@@ -55,13 +55,13 @@ class Slo:
     tpot_ms: float | None = None
 
     def bound_ms(self, phase: Phase) -> float:
-        """Of the time to the first token in prefill, of the mean time of each further one in decode."""
+        """The target of a phase: TTFT in prefill, TPOT in decode."""
         bound = self.ttft_ms if phase == "prefill" else self.tpot_ms
         return math.inf if bound is None else bound
 
 
 def parse_slo(text: str) -> Slo:
-    """Of `ttft=200,tpot=50`, in milliseconds, or with units: `ttft=1.5s,tpot=50ms`."""
+    """Latency targets from `ttft=200,tpot=50` (milliseconds) or `ttft=1.5s,tpot=50ms`."""
     bounds: dict[str, float] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s)?\s*", part)
@@ -140,7 +140,7 @@ class StepGrid:
         return (*(self._step(length) for length in self.lengths), *far)
 
     def times_ns(self, lengths: Sequence[int] | npt.NDArray[np.int64], timer: StepTimer) -> Times:
-        """Of a step at each of these lengths; times the points around them."""
+        """Step times at each of these lengths, in nanoseconds; times the grid points around them."""
         first = max(0, bisect_right(self.lengths, min(lengths)) - 1)
         last = min(len(self.lengths) - 1, bisect_left(self.lengths, max(lengths)))
         points = self.lengths[min(first, last) : last + 1]

@@ -94,9 +94,9 @@ class ModelShape:
     ffn: int
     vocab: int
     weight_bytes: int
-    """Of all packed weights that a step reads, the lm head included, the embedding table not."""
+    """Bytes of all packed weights that a step reads: with the lm head, without the embedding table."""
     kv_bytes_per_slot: int
-    """Of one token's keys and values over all layers."""
+    """Bytes of one token's keys and values over all layers."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__[1:]:

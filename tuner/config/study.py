@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 SLICES = 5
-"""Of a trace. A hopeless configuration is known after two."""
+"""Slices of a trace. A hopeless configuration is known after two."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.2
 """Between two looks whether another process has finished; each pause is twice the last."""
@@ -77,7 +77,7 @@ class SearchTask:
     key: StudyKey
     evaluator: Evaluator
     costs: tuple[SliceCost, ...]
-    """Of the slices of the trace, see `slice_costs`. A configuration costs their mean."""
+    """One function per slice of the trace (`slice_costs`). A configuration costs their mean."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Tried:
     """A configuration that has an answer now."""
 
     number: int
-    """Of the answers of this run, from 1."""
+    """Serial number of the answer in this run, from 1."""
     candidate: Candidate
     state: State
     is_replayed: bool
@@ -107,7 +107,7 @@ class Tried:
     evaluations: int
     """Answers that this process has timed."""
     configurations: int
-    """Of the whole space."""
+    """Configurations in the whole space."""
 
 
 class Others(Protocol):
@@ -142,14 +142,14 @@ class SearchOutcome:
     top: tuple[Scored, ...]
     """The `top_k` configurations of least cost, the best first; only such as were timed to the end."""
     configurations: int
-    """Of the whole space."""
+    """Configurations in the whole space."""
     tried: int
     """Configurations with an answer: evaluations and replayed ones."""
     evaluations: int
     """Answers that this process has timed, those included that were stopped early."""
     replayed: int
     pruned: int
-    """Of the tried ones, those that were stopped early."""
+    """Tried configurations that were stopped early."""
     failed: int
     study: str
     """Its name in the storage."""

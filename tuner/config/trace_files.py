@@ -32,7 +32,7 @@ MAX_ROW_CHARS = 4 << 20
 MAX_REASON_CHARS = 200
 MAX_TURNS = 64
 CHARS_A_TOKEN = 4.0
-"""Of English text, for conversations that state no token counts."""
+"""Characters per token of English text, for conversations that state no token counts."""
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -163,7 +163,7 @@ def _count(text: str) -> int:
 
 
 def _instant_s(text: str) -> float:
-    """Of `2023-11-16 18:15:46.6805900`; Python reads six digits of the seven."""
+    """Unix seconds of `2023-11-16 18:15:46.6805900`; Python reads six of its seven digits."""
     try:
         moment = datetime.fromisoformat(re.sub(r"(\.[0-9]{6})[0-9]+", r"\1", text.strip()))
         return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()

@@ -51,7 +51,7 @@ class Known:
 
     state: State
     cost_ms: float | None
-    """Of a pruned one an estimate. None: failed."""
+    """Milliseconds; an estimate where the trial was pruned. None: failed."""
     reason: str | None = None
     """Why it failed, in one line."""
 
@@ -95,7 +95,7 @@ class Trials:
 
     @property
     def name(self) -> str:
-        """Of the study and where it is kept."""
+        """Name of the study and of the place where it is kept."""
         return f"{self._location_name} {self.study_name}"
 
     def look(self) -> tuple[dict[str, Known], set[str]]:

@@ -46,7 +46,7 @@ class Host:
     isa: IsaUse | None = None
     tuned: Tuned | None = None
     conditions: Conditions | None = None
-    """Of a moment just now; None: only the sums since boot are known."""
+    """Measured just now; None: only the sums since boot are known."""
     refused_calls: Mapping[str, str] | None = None
     """System calls that were tried and refused, with the error; None: not tried."""
     shm_bytes: Callable[[], int | None] = lambda: None

@@ -17,7 +17,7 @@ GIB = 1 << 30
 SMALL_SHM_BYTES = GIB
 SMALL_MEMLOCK_BYTES = 64 << 20
 LEAST_LIMIT_SHARE = 0.9
-"""Of the machine's memory; a limit above is no limit."""
+"""Share of the machine's memory above which a limit is no limit."""
 
 SMALL_LIMIT_BYTES = 4 * GIB
 MUCH_RESERVED = 0.05
@@ -100,7 +100,7 @@ def policy_denied(host: Host) -> Iterator[Finding]:
 
 
 def _filtered(host: Host) -> tuple[Evidence, ...]:
-    """Of a snapshot: container runtimes filter these calls for whoever lacks CAP_SYS_NICE."""
+    """Evidence, in a snapshot, of filtered calls: container runtimes filter them without CAP_SYS_NICE."""
     status = host.words("proc/self/status")
     try:
         capable = int(status.get("CapEff", ""), 16) >> CAP_SYS_NICE & 1

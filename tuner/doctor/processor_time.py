@@ -13,7 +13,7 @@ from phasewise.tuner.doctor.host import Host, whole_number
 MUCH_STEAL, SOME_STEAL = 0.10, 0.02
 SOME_OTHERS = 0.05
 MUCH_THROTTLED = 0.01
-"""Of the scheduler's periods."""
+"""Share of the scheduler's periods that counts as much throttling."""
 
 SOME_PRESSURE = 5.0
 """Percent of a minute in which something waited for a CPU."""

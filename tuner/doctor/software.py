@@ -131,7 +131,9 @@ def untuned(host: Host) -> Iterator[Finding]:
 
 
 def _by_kernel(host: Host) -> tuple[str, ...]:
-    """Of a snapshot: everything, but AMX on kernels that do not know it."""
+    """Instruction sets that the kernel of a snapshot allows: all, without AMX on kernels that do not know
+    it.
+    """
     version = _version(host.text(OSRELEASE) or "")
     is_old = version is not None and version < AMX_KERNEL
     return tuple(name for name, _ in PROMISED if not (is_old and name == "amx"))

@@ -198,7 +198,7 @@ class Calibration:
     coverage: tuple[float, ...]
     mean_error_tokens: float
     constant_error_tokens: float
-    """Of the median of training, said of every answer."""
+    """Mean error of predicting the training median for every answer."""
 
 
 def calibration(

@@ -32,7 +32,7 @@ MOST_RARITY = 1.5
 FEWEST_PROMPTS = 2
 """A piece of fewer prompts weighs nothing: nothing that holds for others can be learnt from it."""
 MAX_TOKENS_READ = 2048
-"""Of a longer prompt only both ends are read."""
+"""Longest prompt that is read whole; of a longer one, both ends."""
 N_FIGURES = 7
 
 _MULTIPLIER = np.uint64(

@@ -110,7 +110,7 @@ def _merges(distances: Matrix, quantile: float) -> Iterator[tuple[Partition, flo
 
 
 def _quantile(pairs: Matrix, quantile: float) -> float:
-    """Of the pairs that were measured, the lower one where it falls between two; infinite where none was."""
+    """Quantile over the measured pairs, rounded down to one of them; infinite where none was measured."""
     known = np.sort(pairs[~np.isnan(pairs)])
     return float(known[int(quantile * (known.size - 1))]) if known.size else np.inf
 

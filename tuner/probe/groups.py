@@ -29,10 +29,10 @@ LOST_GAP = 0.1
 """The same of the share of bandwidth that two readers take from each other."""
 
 LEAST_COMPARED = 2 / 3
-"""Of the comparisons that the best known PU had; whoever had fewer would look alone."""
+"""Least share of the best known PU's comparisons that a PU needs; with fewer it would look alone."""
 
 LEAST_AGREEMENT = 0.9
-"""Of the pairs together in a cluster or in a group, so many are in both: a core in twenty may be misjudged.
+"""Least share of pairs, together in a cluster or a group, that are in both: 1 core in 20 may be misjudged.
 """
 
 
@@ -62,7 +62,7 @@ class GroupHint:
     t: int
     d: int
     agreement: float = 1.0
-    """Of the measured clusters with this group; 1 is exact."""
+    """Agreement of the measured clusters with this group; 1 is exact."""
     evidence: tuple[Evidence, ...] = field(default=())
 
     @property

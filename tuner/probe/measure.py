@@ -41,7 +41,7 @@ MAX_READERS = 32
 SMALLEST_STREAM_BYTES, LEAST_STREAM_BYTES, MOST_STREAM_BYTES = 16 * MIB, 64 * MIB, 512 * MIB
 MOST_CACHED_BYTES = 32 * MIB
 MEMORY_SHARE = 0.25
-"""Of the memory that is free, which all buffers together may take."""
+"""Share of the free memory that all buffers together may take."""
 
 TOUCHED_BYTES_PER_S, TOUCH_SHARE = 2 << 30, 0.05
 """How fast fresh memory is had, at the least; so much of the time may go to that."""
@@ -65,7 +65,9 @@ class Instruments(Protocol):
     """What is measured with; `tuner.probe.native` has those of this machine."""
 
     def one_way_ns(self, first: int, second: int) -> Sequence[float]:
-        """Of a cache line between two PUs, a number for each round; none where the host gave no time."""
+        """Time that a cache line takes between two PUs, one number a round; empty where the host gave no
+        time.
+        """
 
     def readers(self, pus: Sequence[int], size_bytes: int) -> AbstractContextManager[Reading]:
         """A reader on each PU with a buffer of its own. MemoryError where there is no room."""
@@ -142,7 +144,7 @@ def _fill_latencies(
     instruments: Instruments,
     is_over: Deadline,
 ) -> None:
-    """Of each pair the least of its passes, each a median of rounds: what disturbs a line only delays it."""
+    """Per pair, the least of its passes (each a median of rounds): a disturbance can only add delay."""
     for first, second in _passes(ordered_pairs(nodes, Random(SEED)), LATENCY_PASSES, is_over):
         rounds = instruments.one_way_ns(pus[first], pus[second])
         if rounds:
@@ -188,7 +190,7 @@ def _buffers(machine: Machine, pus: Sequence[int], budget_s: float) -> list[_Buf
 
 
 def _cache_bytes(machine: Machine, kind: Kind, pu: int) -> int:
-    """Of the cache of this kind above a PU; 0 where there is none or its size is not known."""
+    """Bytes of the cache of this kind above a PU; 0 where there is none or its size is not known."""
     return next((node.size_bytes or 0 for node in machine.nodes(kind) if pu in node.cpus), 0)
 
 

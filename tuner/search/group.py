@@ -313,7 +313,7 @@ class _History:
         return tuple(dict.fromkeys([*won, *new]))
 
     def seeds(self, space: Space) -> list[Schedule]:
-        """Of each kernel in the window, the schedule with which it won last."""
+        """The schedule with which each kernel of the window won last."""
         last: dict[MicroKernel, Schedule] = {}
         for winner in self._last(self.options.window):
             moved = transfer(winner, space)

@@ -24,7 +24,7 @@ class SearchOptions:
     finalists: int = 2
     """Pairs of micro-kernel and grid that are finetuned."""
     moves: int = 3
-    """Of each that is finetuned, at most; a noisy machine rewards moves for ever."""
+    """Most moves of each schedule that is finetuned: on a noisy machine moves seem to gain for ever."""
     patience: int = 1
     """Rounds of the finetune without a gain before it ends."""
     window: int = 16

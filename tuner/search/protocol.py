@@ -31,7 +31,7 @@ class Ask:
     schedules: tuple[Schedule, ...]
     """All different. The answer is a list of one sample for each, in this order."""
     takes: tuple[int, ...]
-    """Of each: how often it was asked for at this m before. 0 may be answered by the first sample that was
+    """How often each schedule was asked for at this m before. 0 may be answered by the first sample that was
     ever stored, 1 by the second, and so on, so that no sample answers twice."""
 
 

@@ -76,7 +76,7 @@ def _phases(space: Space, options: SearchOptions, seeds: Sequence[Schedule]) -> 
 
 
 def _every_pass(space: Space, samples: Sequence[Sample]) -> Search[list[Sample]]:
-    """Of each slice, over every length of a pass over k: the fastest; fastest first.
+    """Time every slice with every length of a pass over k; return each slice's fastest, fastest first.
 
     All at once, because what a pass costs falls in cliffs: where a tile's weights fit L1, and where one pass
     is all and no sums are stored.
