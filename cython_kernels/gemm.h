@@ -12,10 +12,11 @@
 
 #include <stdint.h>
 
+#include "blocks.h"
+
 enum { PW_PANEL = 16, PW_K_MULTIPLE = 32, PW_MAX_K_PARTS = 64 };
 enum { PW_MOST_TILE = 32 }; /* no micro-kernel has more rows or more panels */
 
-typedef enum { PW_F32, PW_BF16, PW_Q8, PW_Q4, PW_KINDS } pw_kind;
 /* How weights and activations meet. Names: pw_path_name. A path that an ISA lacks is its default one for the kind. */
 typedef enum {
     PW_FMA,       /* float32 multiply-adds of widened weights */
@@ -31,17 +32,25 @@ typedef enum { PW_STORE, PW_ADD } pw_epilogue; /* y = x W^T, or y = y + x W^T (t
 
 typedef struct {
     int32_t kind;        /* pw_kind */
-    int32_t group;       /* inputs that share a scale: 16, 32 or 0, all of k (q8), 32 (q4), 0 otherwise */
+    int32_t group;       /* inputs that share a scale: 16, 32 or 0, all of k (q8), 32 (q4), of a block, 0 otherwise */
     int32_t zero_point;  /* 0..255; 0 where there are mins */
     int32_t scale_bytes; /* 2: float16 scales and mins, 4: float32, 0: no scales */
     int32_t path;        /* pw_path; -1: the ISA's default for the kind */
     int32_t top_exponent; /* bf16: the exponent field of the largest magnitude, 255: not finite; otherwise 0 */
     int32_t k_parts;     /* 1..PW_MAX_K_PARTS: k is summed in so many parts, whose sums are added in order */
     int64_t n, k;        /* outputs and inputs, before padding */
-    const void *values;  /* panels, see packing.py; no alignment is assumed */
-    const void *scales;  /* [panels][padded k / group][16] or NULL */
+    const void *values;  /* panels, see packing.py and blocks.py; no alignment is assumed */
+    const void *scales;  /* [panels][padded k / group][16] or NULL: blocks hold their own */
     const void *mins;    /* like scales, or NULL */
 } pw_weight;
+
+/* Bytes of one panel of a weight's values. */
+static inline int64_t pw_panel_bytes(const pw_weight *w) {
+    int64_t k = (w->k + PW_K_MULTIPLE - 1) / PW_K_MULTIPLE * PW_K_MULTIPLE;
+    if (!pw_in_blocks(w->kind)) return k * PW_PANEL * 4 / (1 << w->kind);
+    pw_block_format f = pw_block_format_of(w->kind);
+    return k / f.inputs * pw_block_bytes(f);
+}
 
 /* What rows must look like for a weight. Weights of equal form and k share prepared rows. */
 typedef struct {
@@ -74,7 +83,7 @@ static inline int64_t pw_panels(int64_t n) { return (n + PW_PANEL - 1) / PW_PANE
 static inline int64_t pw_padded_k(int64_t k) { return (k + PW_K_MULTIPLE - 1) / PW_K_MULTIPLE * PW_K_MULTIPLE; }
 
 static inline pw_form pw_form_of(const pw_weight *w) {
-    return (pw_form){w->kind, w->group, w->zero_point, w->path};
+    return (pw_form){pw_arithmetic_kind(w->kind), w->group, w->zero_point, w->path};
 }
 
 /* `fma`, `bf16_dot`, ..: what databases and people call a path; NULL past the last. */

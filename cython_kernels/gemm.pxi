@@ -7,7 +7,7 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.stdlib cimport free, malloc
 
-from phasewise.cython_kernels import packing
+from phasewise.cython_kernels import blocks, packing
 from phasewise.cython_kernels.errors import IsaError, WeightError
 
 
@@ -185,6 +185,8 @@ def path_names():
 def compute_paths(kind, int32_t group=packing.DEFAULT_GROUP):
     """The paths that the active ISA computes weights of this kind (and group, if q8) by, the default one first."""
     cdef int32_t number = packing.KINDS.index(kind)
+    if kind in blocks.BLOCKS:
+        group = blocks.BLOCKS[kind].group
     default = pw_active().gemm.path_of(number, group, -1)
     own = [path for path in range(PW_PATHS)
            if path != default and pw_active().gemm.path_of(number, group, path) == path]
@@ -195,6 +197,8 @@ def micro_kernels(kind, path=None, int32_t group=packing.DEFAULT_GROUP):
     """[(rows, panels)] of every micro-kernel that the active ISA has for weights of this kind (and group, if q8)."""
     cdef pw_weight w
     cdef int32_t mr, panels
+    if kind in blocks.BLOCKS:
+        group = blocks.BLOCKS[kind].group
     w.kind, w.group, w.path = packing.KINDS.index(kind), group, path_number(path)
     sizes = range(1, PW_MOST_TILE + 1)
     return [(mr, panels) for panels in sizes for mr in sizes if pw_active().gemm.has_tile(&w, mr, panels)]
@@ -226,6 +230,8 @@ cdef pw_weight weight_view(packed, path=None, int32_t k_parts=1) except *:
         w.path = PW_FMA
     w.scale_bytes = 0
     w.scales = w.mins = NULL
+    if packed.kind in blocks.BLOCKS and k % blocks.BLOCKS[packed.kind].inputs:
+        raise WeightError(f"a {packed.kind} weight of {k} inputs, which are not whole blocks")
     w.values = _bytes_of(packed.values, packing.values_dtype(packed.kind),
                          packing.values_shape(packed.kind, n, k), "values")
     if packed.scales is not None:

@@ -8,6 +8,7 @@ multiple of 16, k to a multiple of 32; padded columns have scale 0. With P panel
 - bf16: values uint16 [P, Kp/2, 16, 2], pairs along k
 - q8:   values uint8 [P, Kp/4, 16, 4], quads along k
 - q4:   values uint8 [P, Kp/8, 16, 4]: byte j of a column holds k = 8i + j low and k = 8i + 4 + j high
+- kinds in blocks (q4_k and its kin): uint8 [P, k / inputs of a block, bytes of a panel's block]: blocks.py
 
 q8 and q4 carry scales (and maybe mins) [P, Kp/group, 16] with w = scale * (q - zero_point) + min. For q8,
 group 0 is all of k: scales [P, 1, 16] and no mins; rows of x have one scale each too.
@@ -21,16 +22,24 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from phasewise.cython_kernels import blocks
+from phasewise.cython_kernels.blocks import BLOCKS, BlockRows
+
 PANEL = 16  # output columns per panel, for every format and instruction set
 K_MULTIPLE = 32
 DEFAULT_GROUP = 32
 COLUMN_GROUP = 0  # one group for all of k
 NOT_FINITE = 255  # the exponent field of infinities and NaN
-PACKING_VERSION = 1  # change with any layout above: packed files of another version are rebuilt
+PACKING_VERSION = 2  # change with any layout above: packed files of another version are rebuilt
 
 Array = npt.NDArray[Any]
-Kind = Literal["f32", "bf16", "q8", "q4"]
+Kind = Literal[
+    "f32", "bf16", "q8", "q4",
+    "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq4_nl", "mxfp4", "q5_0", "q5_1",
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+BLOCK_KINDS: dict[str, Kind] = {kind: kind for kind in KINDS if kind in BLOCKS}
 
 _K_INNER = {"f32": 1, "bf16": 2, "q8": 4, "q4": 8}
 _VALUE_DTYPE: dict[str, npt.DTypeLike] = {
@@ -112,13 +121,15 @@ def groups_of(k: int, group: int) -> int:
 
 def values_shape(kind: Kind, n: int, k: int) -> tuple[int, ...]:
     """Shape of `PackedWeight.values`."""
+    if kind in BLOCKS:
+        return blocks.values_shape(kind, n, k)
     panels, inner = padded_n(n) // PANEL, _K_INNER[kind]
     steps = padded_k(k) // inner
     return (panels, steps, PANEL) if kind == "f32" else (panels, steps, PANEL, min(inner, 4))
 
 
 def values_dtype(kind: Kind) -> np.dtype[Any]:
-    return np.dtype(_VALUE_DTYPE[kind])
+    return np.dtype(_VALUE_DTYPE.get(kind, np.uint8))
 
 
 def scales_shape(n: int, k: int, group: int) -> tuple[int, int, int]:
@@ -166,6 +177,19 @@ def pack_quant(rows: QuantRows) -> PackedWeight:
     scales = _panels(rows.scales, 1, 0, groups)
     mins = None if rows.mins is None else _panels(rows.mins, 1, 0, groups)
     return PackedWeight(rows.kind, n, k, rows.group, rows.zero_point, values, scales, mins)
+
+
+def pack_blocks(rows: BlockRows) -> PackedWeight:
+    """Rows of blocks to panels of them; nothing is rounded or multiplied out."""
+    form, (n, k) = rows.format, rows.codes.shape
+    values = blocks.pack_values(rows)
+    return PackedWeight(BLOCK_KINDS[rows.kind], n, k, form.group, form.zero_point, values, None, None)
+
+
+def widened(rows: BlockRows) -> QuantRows:
+    """The same numbers with a byte for each and float32 scales and minima; nothing is rounded."""
+    scales, mins = blocks.scale_values(rows)
+    return QuantRows(blocks.looked_up(rows), scales, mins, rows.format.zero_point, rows.format.group, 8)
 
 
 def quantise(w: Array, bits: int, symmetric: bool) -> QuantRows:
@@ -225,7 +249,9 @@ def unpack(p: PackedWeight) -> Array:
 
 
 def unpack_quant(p: PackedWeight) -> QuantRows:
-    """The rows that `pack_quant` was given."""
+    """The rows that `pack_quant` was given; of blocks, those that `widened` gives."""
+    if p.kind in BLOCKS:
+        return widened(unpack_blocks(p))
     assert p.scales is not None
     values = p.values
     if p.kind == "q4":
@@ -234,6 +260,11 @@ def unpack_quant(p: PackedWeight) -> QuantRows:
     scales = _rows(p.scales, p.n, groups)
     mins = None if p.mins is None else _rows(p.mins, p.n, groups)
     return QuantRows(_rows(values, p.n, p.k), scales, mins, p.zero_point, p.group, 4 if p.kind == "q4" else 8)
+
+
+def unpack_blocks(p: PackedWeight) -> BlockRows:
+    """The rows that `pack_blocks` was given."""
+    return blocks.unpack_values(p.kind, p.values, p.n, p.k)
 
 
 def _symmetric(blocks: Array, bits: int) -> tuple[Array, None, int]:

@@ -7,7 +7,15 @@
 
 enum { MOST_COLUMN_INPUTS = 65536 }; /* 255 * 127 times as much is an int32 */
 
+static const char *block_problem(const pw_weight *w) {
+    pw_block_format f = pw_block_format_of(w->kind);
+    if (w->k % f.inputs) return "k is not a multiple of the block";
+    if (w->group != f.group || w->zero_point != f.zero_point) return "group or zero_point is not the block's";
+    return w->scales || w->mins ? "scales beside blocks" : NULL;
+}
+
 static const char *quant_problem(const pw_weight *w) {
+    if (pw_in_blocks(w->kind)) return block_problem(w);
     int column = w->kind == PW_Q8 && w->group == 0;
     if (w->group != 32 && !(w->kind == PW_Q8 && w->group == 16) && !column) return "group must be 32, or 16 or 0 for q8";
     if (column && w->mins) return "a column with one scale has no minima";
@@ -19,7 +27,7 @@ static const char *quant_problem(const pw_weight *w) {
 }
 
 const char *pw_weight_problem(const pw_weight *w) {
-    if (w->kind < 0 || w->kind >= PW_KINDS) return "kind must be f32, bf16, q8 or q4";
+    if (w->kind < 0 || w->kind >= PW_KINDS) return "there is no such kind";
     if (w->n < 1 || w->k < 1 || w->n > INT32_MAX || w->k > INT32_MAX) return "n and k must lie in 1..2^31";
     if (!w->values) return "values are missing";
     if (w->path < -1 || w->path >= PW_PATHS) return "there is no such compute path";
@@ -55,7 +63,8 @@ static int64_t value_eighths(const pw_weight *w, int64_t m) {
     int32_t path = pw_active()->gemm.path_of(w->kind, w->group, w->path);
     if (w->kind >= PW_Q8 && path == PW_FMA) return 32;
     if (w->kind >= PW_Q8 && (path == PW_BF16_DOT || path == PW_BF16_TILE)) return 16;
-    return w->kind == PW_Q4 && m > STREAM_ROWS ? 8 : 32 >> w->kind;
+    int nibbles = w->kind >= PW_Q4;
+    return nibbles ? (m > STREAM_ROWS ? 8 : 4) : 32 >> w->kind;
 }
 
 /* Float16 is staged in half the bytes of float32. */
@@ -83,7 +92,7 @@ static int64_t pass_inputs(int64_t k, int64_t fitting) {
 static void stream_from_afar(const pw_weight *w, int64_t m, pw_schedule *s) {
     int quant = w->kind >= PW_Q8;
     if (!pw_core()->streams_unaided || m > (quant ? STREAM_ROWS : 2 * STREAM_ROWS)) return;
-    s->prefetch_bytes = m == 1 && w->kind != PW_Q4 ? 0 : FAR_BYTES;
+    s->prefetch_bytes = m == 1 && w->kind < PW_Q4 ? 0 : FAR_BYTES;
     if (quant) s->panels = 1;
 }
 

@@ -17,7 +17,7 @@ import numpy as np
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.model import ModelConfig, PackedModel
 
-COMPUTE_KIND = {"f32": "f32", "bf16": "bf16", "q8": "int8", "q4": "int8"}
+COMPUTE_KIND = {"f32": "f32", "bf16": "bf16"}  # all others: int8
 
 
 class Forward(Protocol):
@@ -143,6 +143,6 @@ def compute_kind(model: PackedModel) -> str:
     work: dict[str, int] = {}
     for name, weight in model.weights.items():
         if name.startswith("layers."):
-            kind = COMPUTE_KIND[weight.kind]
+            kind = COMPUTE_KIND.get(weight.kind, "int8")
             work[kind] = work.get(kind, 0) + weight.n * weight.k
     return max(work, key=lambda kind: work[kind])

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels import packing
+from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.topology import Kind, Machine
 from phasewise.tuner.errors import TunerError
@@ -23,8 +24,11 @@ Array = npt.NDArray[Any]
 
 
 def format_name(weight: PackedWeight) -> str:
-    """What the database calls a weight's format: f32, bf16, int8, int8m, int8g16, int8c, int4, int4m."""
-    if weight.kind in ("f32", "bf16"):
+    """What the database calls a weight's format.
+
+    f32, bf16, int8, int8m, int8g16, int8c, int4, int4m, or a kind in blocks, such as q4_k.
+    """
+    if weight.kind in ("f32", "bf16") or weight.kind in BLOCKS:
         return weight.kind
     bits = "int8" if weight.kind == "q8" else "int4"
     grouping = {0: "c", 16: "g16", 32: ""}[weight.group]
@@ -41,6 +45,8 @@ def random_weight(weight_format: str, n: int, k: int, seed: int = 0) -> PackedWe
     if weight.kind == "bf16":
         values = packing.to_bf16(rng.standard_normal(shape, dtype=np.float32))
         return replace(weight, values=values, top_exponent=packing.bf16_top_exponent(values))
+    if weight.kind in BLOCKS:
+        return replace(weight, values=_random_blocks(weight, rng))
     assert weight.scales is not None
     steps = rng.random(weight.scales.shape, dtype=np.float32) / 100 + np.float32(0.01)
     scales = steps.astype(weight.scales.dtype)
@@ -52,12 +58,30 @@ def random_weight(weight_format: str, n: int, k: int, seed: int = 0) -> PackedWe
     )
 
 
+def _random_blocks(weight: PackedWeight, rng: np.random.Generator) -> Array:
+    """Any codes and sub-scales; scales and minima about 0.01."""
+    form = BLOCKS[weight.kind]
+    values = rng.integers(0, 256, weight.values.shape, dtype=np.uint8)
+    if form.scaling == "exponent":
+        values[..., -packing.PANEL :] = rng.integers(118, 123, (*weight.values.shape[:2], packing.PANEL))
+        return values
+    count = packing.PANEL * (2 if form.has_mins else 1)
+    steps = rng.random((*weight.values.shape[:2], count), dtype=np.float32) / 100 + np.float32(0.01)
+    values[..., -2 * count :] = steps.astype(np.float16).view(np.uint8)
+    return values
+
+
 def blank_weight(weight_format: str, n: int, k: int) -> PackedWeight:
     """A weight whose arrays hold nothing yet, for what looks at sizes only; it takes no memory."""
     kind = kind_of(weight_format)
-    values = np.empty(packing.values_shape(kind, n, k), dtype=packing.values_dtype(kind))
+    try:
+        values = np.empty(packing.values_shape(kind, n, k), dtype=packing.values_dtype(kind))
+    except ValueError as error:
+        raise TunerError(str(error)) from None
     if kind in ("f32", "bf16"):
         return PackedWeight(kind, n, k, 0, 0, values, None, None)
+    if kind in BLOCKS:
+        return PackedWeight(kind, n, k, BLOCKS[kind].group, BLOCKS[kind].zero_point, values, None, None)
     group = scale_group_of(weight_format)
     scales = np.empty(packing.scales_shape(n, k, group), dtype=np.float16 if group else np.float32)
     if weight_format.endswith("m"):
@@ -72,6 +96,7 @@ def kind_of(weight_format: str) -> packing.Kind:
         "bf16": "bf16",
         **dict.fromkeys(("int8", "int8m", "int8g16", "int8c"), "q8"),
         **dict.fromkeys(("int4", "int4m"), "q4"),
+        **packing.BLOCK_KINDS,
     }
     if weight_format not in kinds:
         known = ", ".join(kinds)
@@ -81,6 +106,8 @@ def kind_of(weight_format: str) -> packing.Kind:
 
 def scale_group_of(weight_format: str) -> int:
     """The inputs that share a scale in a format: 0 where all of a column do, or there are none."""
+    if weight_format in BLOCKS:
+        return BLOCKS[weight_format].group
     return {"f32": 0, "bf16": 0, "int8c": 0, "int8g16": 16}.get(weight_format, packing.DEFAULT_GROUP)
 
 

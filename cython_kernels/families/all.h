@@ -1,8 +1,9 @@
 /* Every kernel family, then the table of one ISA. An isa/<name>.c defines PW_ISA and its vocabulary before this. */
-#include "families/quantise.c"
 #include "families/gemm_dense.c"
 #include "families/gemm_f16.c"
 #include "families/gemm_quant.c"
+#include "families/gemm_blocks.c"
+#include "families/quantise.c"
 #ifdef PW_AMX
 #include "families/gemm_amx.c"
 #endif

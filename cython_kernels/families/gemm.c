@@ -12,9 +12,11 @@
 
 enum { BLOCK_FLOATS = 1 << 16, STAGED_ROWS = 24, MOST_AHEAD_BYTES = 1 << 16 };
 
-/* The ways that a product is computed: a table of micro-kernels each, or what q8 and q4 are unpacked to first. */
+/* The ways that a product is computed: a table of micro-kernels each, or what quantised weights are unpacked to first.
+ * Blocks that are not unpacked have a table for each kind. */
 typedef enum {
-    F32, BF16_FMA, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4, ARITHMETICS,
+    F32, BF16_FMA, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4,
+    IN_BLOCKS, ARITHMETICS,
     QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE
 } arithmetic;
 
@@ -45,6 +47,14 @@ static const tile_table tiles[ARITHMETICS] = {
 #undef TILE
 #define TILE(mr, np) [Q8_COLUMN][mr][np] = q8c_##mr##x##np,
     COLUMN_TILES(TILE)
+#undef TILE
+};
+
+static const tile_table block_tiles[PW_KINDS] = {
+#define TILE(kind, mr, np) [PW_##kind][mr][np] = kind##_##mr##x##np,
+#define KIND(kind) BLOCK_TILES(TILE, kind)
+    BLOCK_KINDS(KIND)
+#undef KIND
 #undef TILE
 };
 
@@ -82,6 +92,7 @@ static arithmetic quant_arithmetic(const pw_weight *w) {
     if (path == PW_BF16_DOT) return QUANT_AS_BF16_DOT;
     if (path == PW_BF16_TILE) return QUANT_AS_BF16_TILE;
     if (path == PW_INT8_TILE) return Q8_COLUMN_TILE;
+    if (pw_in_blocks(w->kind)) return IN_BLOCKS;
     if (w->kind == PW_Q4) return Q4;
     return w->group == 16 ? Q8_GROUP16 : w->group ? Q8_GROUP32 : Q8_COLUMN;
 }
@@ -95,7 +106,8 @@ static arithmetic arithmetic_of(const pw_weight *w) {
 }
 
 /* Whose micro-kernels read the weights once they are staged; all others read them as they are. */
-static arithmetic staged_as(arithmetic a) {
+static arithmetic staged_as(arithmetic a, const pw_weight *w) {
+    if (a == IN_BLOCKS) a = pw_arithmetic_kind(w->kind) == PW_Q4 ? Q4 : w->group == 16 ? Q8_GROUP16 : Q8_GROUP32;
     switch (a) {
     case QUANT_AS_BF16_DOT: return BF16_DOT;
     case QUANT_AS_BF16_TILE: return BF16_TILE;
@@ -107,16 +119,18 @@ static arithmetic staged_as(arithmetic a) {
     }
 }
 
-static int is_grouped(arithmetic a) { return a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4; }
+static int is_grouped(arithmetic a) { return a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4 || a == IN_BLOCKS; }
 
 /* Inputs and bytes of a prepared row that one step of a pass takes. */
 static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
+    if (pw_in_blocks(w->kind)) return pw_block_format_of(w->kind).inputs;
     if (a == F32) return 1;
     if (a == BF16_FMA || a == BF16_AS_F16 || a == BF16_DOT) return 2;
     return a == Q8_GROUP16 ? w->group : PW_K_MULTIPLE;
 }
 
 static int64_t row_bytes_of_step(arithmetic a, const pw_weight *w) {
+    if (a == IN_BLOCKS) return inputs_of_step(a, w) / w->group * group_block_bytes(pw_arithmetic_kind(w->kind), w->group);
     if (is_grouped(a)) return group_block_bytes(w->kind, w->group);
     if (a == Q8_COLUMN || a == Q8_COLUMN_TILE) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
     return inputs_of_step(a, w) * (a == F32 || a == BF16_FMA || a == QUANT_AS_F32 ? 4 : 2);
@@ -140,6 +154,7 @@ typedef struct {
     int64_t panel_bytes, panel_scale_bytes; /* of a whole panel of the weight */
     int32_t first_part, end_part; /* what this call computes of w->k_parts */
     arithmetic arithmetic, kernels; /* of the weight, of what a pass reads of it */
+    const tile_table *tiles;        /* of these kernels */
     int staged;                     /* several tiles of rows meet the same panels, which are unpacked once for them */
 } walk;
 
@@ -159,12 +174,12 @@ static int64_t fair_part(int64_t count, int64_t most) {
 static int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 /* The largest existing tile with at most these rows and panels; 1 x 1 always exists. */
-static tile_kernel *largest_tile(arithmetic a, int *mr, int *np) {
+static tile_kernel *largest_tile(const tile_table *table, int *mr, int *np) {
     *mr = (int)clamp(*mr, 1, MAX_MR);
     *np = (int)clamp(*np, 1, MAX_TILE_PANELS);
-    while (*np > 1 && !tiles[a][1][*np]) --*np;
-    while (!tiles[a][*mr][*np]) --*mr;
-    return tiles[a][*mr][*np];
+    while (*np > 1 && !(*table)[1][*np]) --*np;
+    while (!(*table)[*mr][*np]) --*mr;
+    return (*table)[*mr][*np];
 }
 
 /* The columns of a tile that exist go from t->out to y, the padding stays behind. */
@@ -297,6 +312,7 @@ static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
     case QUANT_AS_F32: stage_widened(t, k->w, WIDEN_TO_F32, bytes); break;
     case QUANT_AS_BF16_DOT: stage_widened(t, k->w, WIDEN_TO_PAIRS, bytes); break;
     case QUANT_AS_BF16_TILE: stage_widened(t, k->w, WIDEN_TO_BF16, bytes); break;
+    case IN_BLOCKS: stage_blocks(t, k->w, bytes); break;
     default: stage_groups(t, k->w, bytes);
     }
 }
@@ -312,7 +328,7 @@ static void run_strip(const walk *k, const strip *s, tile_call *t) {
     const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
     for (int64_t row = s->rows.begin; row < s->rows.end; row += t->mr) {
         t->mr = (int)fair_part(s->rows.end - row, k->mr);
-        tile_kernel *kernel = largest_tile(k->kernels, &t->mr, &t->panels);
+        tile_kernel *kernel = largest_tile(k->tiles, &t->mr, &t->panels);
         t->rows = block + row * t->row_bytes;
         t->row_scales = rows + row * t->row_bytes + row_values_bytes(k->arithmetic, k->w->k);
         t->row_biases = t->row_scales + COLUMN_SCALE_BYTES + 4 * s->pass->steps.begin;
@@ -331,7 +347,7 @@ static void block_pass(const walk *k, const pass *p, pw_range rows, pw_range pan
     s.bytes_a_row = pieces((p->steps.end - p->steps.begin) * k->step_value_bytes, rows.end - rows.begin);
     for (int64_t panel = panels.begin; panel < panels.end; panel = s.panels.end, ++s.index) {
         int mr = 1, np = (int)at_most(k->panels, panels.end - panel);
-        largest_tile(k->kernels, &mr, &np);
+        largest_tile(k->tiles, &mr, &np);
         int64_t at = (rows.end - rows.begin) * (panel - panels.begin) * PW_PANEL;
         s.panels = (pw_range){panel, panel + np};
         s.partial = partial + at;
@@ -366,13 +382,16 @@ static int staging_pays(arithmetic a, int64_t rows, int64_t mr) {
     if (a >= ARITHMETICS) return 1;
     if (a == BF16_FMA) return rows >= STAGED_ROWS;
     if (a == BF16_AS_F16) return rows > 2 * mr; /* a second tile finds what the first has read in L1 */
+    if (a == IN_BLOCKS) return rows > BLOCK_MR;
     return is_grouped(a) && rows > 2 * mr;
 }
 
 /* Bytes that a step of one panel takes staged. */
-static int64_t staged_step_bytes(arithmetic a) {
-    if (a == QUANT_AS_F32) return PW_K_MULTIPLE * VECTOR_ROW_BYTES;
-    if (a >= ARITHMETICS) return PW_K_MULTIPLE * VECTOR_ROW_BYTES / 2;
+static int64_t staged_step_bytes(arithmetic a, const pw_weight *w) {
+    int64_t inputs = pw_in_blocks(w->kind) ? inputs_of_step(a, w) : PW_K_MULTIPLE;
+    if (a == QUANT_AS_F32) return inputs * VECTOR_ROW_BYTES;
+    if (a >= ARITHMETICS) return inputs * VECTOR_ROW_BYTES / 2;
+    if (a == IN_BLOCKS) return inputs / w->group * 3 * VECTOR_ROW_BYTES + inputs * PW_PANEL;
     if (a == BF16_FMA) return 2 * VECTOR_ROW_BYTES;
     if (a == BF16_AS_F16) return VECTOR_ROW_BYTES;
     return 3 * VECTOR_ROW_BYTES + (a == Q4 && stages_nibbles() ? PW_K_MULTIPLE * PW_PANEL : 0);
@@ -384,18 +403,22 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     k.arithmetic = arithmetic_of(w);
     k.block_m = clamp(s->block_m, 1, INT32_MAX);
     k.staged = staging_pays(k.arithmetic, at_most(k.block_m, rows), clamp(s->mr, 1, MAX_MR));
-    k.kernels = k.staged ? staged_as(k.arithmetic) : k.arithmetic;
-    largest_tile(k.kernels, &k.mr, &k.panels);
+    k.kernels = k.staged ? staged_as(k.arithmetic, w) : k.arithmetic;
+    k.tiles = k.kernels == IN_BLOCKS ? &block_tiles[w->kind] : &tiles[k.kernels];
+    int64_t staged_bytes = staged_step_bytes(k.arithmetic, w);
+    if (k.staged) k.panels = (int)clamp(k.panels, 1, STAGED_BYTES / staged_bytes);
+    largest_tile(k.tiles, &k.mr, &k.panels);
     k.step_inputs = inputs_of_step(k.arithmetic, w);
     k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / k.step_inputs;
-    k.step_value_bytes = k.step_inputs * VECTOR_ROW_BYTES / inputs_per_vector_row(w->kind);
     k.step_row_bytes = row_bytes_of_step(k.arithmetic, w);
-    k.panel_bytes = pw_padded_k(w->k) / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
+    k.panel_bytes = pw_panel_bytes(w);
+    k.step_value_bytes = pw_in_blocks(w->kind) ? k.panel_bytes / k.steps
+                                               : k.step_inputs * VECTOR_ROW_BYTES / inputs_per_vector_row(w->kind);
     k.panel_scale_bytes = (w->group ? pw_padded_k(w->k) / w->group : 1) * PW_PANEL * w->scale_bytes;
     k.block_steps = clamp(s->block_k / k.step_inputs, 1, k.steps);
     if (k.arithmetic == Q8_COLUMN_TILE && k.block_steps > 1) k.block_steps &= ~INT64_C(1); /* whole tiles */
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
-    int64_t fitting = STAGED_BYTES / (k.panels * staged_step_bytes(k.arithmetic));
+    int64_t fitting = STAGED_BYTES / (k.panels * staged_bytes);
     if (k.staged) k.block_steps = clamp(fitting, 1, k.block_steps);
     if (k.arithmetic == BF16_AS_F16 && k.block_steps < k.steps) k.block_steps = whole_folds(k.block_steps);
     if (k.block_steps < k.steps || w->k_parts > 1) {
@@ -466,12 +489,13 @@ static tile_size size_for(arithmetic a, int64_t m) {
 
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
-    tile_size size = size_for(arithmetic_of(w), m);
+    arithmetic a = arithmetic_of(w);
+    tile_size size = size_for(a == IN_BLOCKS ? staged_as(a, w) : a, m);
     *panels = size.panels;
     *mr = (int32_t)(m < 1 ? 1 : m <= 3 * size.rows ? pieces(m, pieces(m, size.rows)) : size.rows);
 }
 
 int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {
-    arithmetic a = arithmetic_of(w), kernels = a >= ARITHMETICS ? staged_as(a) : a;
+    arithmetic a = arithmetic_of(w), kernels = a >= IN_BLOCKS ? staged_as(a, w) : a;
     return mr >= 1 && mr <= MAX_MR && panels >= 1 && panels <= MAX_TILE_PANELS && tiles[kernels][mr][panels];
 }

@@ -3,6 +3,7 @@
  * A staged call reads the stage, in L1 or L2, instead of the panels:
  * - bf16 as float32, one input after the other (exact), or as float16 (gemm_f16.c);
  * - groups of q8 and q4 with float32 scales and minima, and nibbles as bytes (exact; stages_nibbles);
+ * - blocks as such groups (exact);
  * - q8 and q4 as the float32 weights that packing.dequantise gives, s (q - z), then + m, each rounded once; for bf16
  *   paths these rounded once more, to the nearest bf16. The product with them keeps the bound of gemm_dense.c. */
 #include "families/gemm.h"
@@ -92,6 +93,59 @@ static void stage_nibbles(const tile_call *t, uint8_t *to) {
     }
 }
 
+/* Blocks [panels][t->steps] to groups: codes, scales and minima. */
+static void unpack_blocks(const tile_call *t, const pw_weight *w, uint8_t *codes, float *scales, float *mins) {
+    pw_block_format f = pw_block_format_of(w->kind);
+    unpack_slot *unpack = block_unpackers[w->kind];
+    int64_t slots = f.inputs / PW_K_MULTIPLE, slot_floats = PW_K_MULTIPLE / f.group * PW_PANEL, bytes = pw_block_bytes(f);
+    for (int64_t panel = 0; panel < t->panels; ++panel) {
+        const uint8_t *block = t->values + panel * t->panel_bytes;
+        for (int64_t step = 0; step < t->steps; ++step, block += bytes) {
+            for (int64_t slot = 0; slot < slots; ++slot) {
+                unpack(block, slot, codes, scales, mins);
+                codes += PW_K_MULTIPLE * PW_PANEL;
+                scales += slot_floats;
+                mins += slot_floats;
+            }
+        }
+    }
+}
+
+/* The same with nibbles left as they are. */
+static void unpack_scales(const tile_call *t, const pw_weight *w, uint8_t *nibbles, float *scales, float *mins) {
+    pw_block_format f = pw_block_format_of(w->kind);
+    uint8_t codes[PW_K_MULTIPLE * PW_PANEL] __attribute__((aligned(64)));
+    int64_t low_bytes = f.inputs * PW_PANEL / 2;
+    for (int64_t panel = 0; panel < t->panels; ++panel) {
+        const uint8_t *block = t->values + panel * t->panel_bytes;
+        for (int64_t step = 0; step < t->steps; ++step, block += pw_block_bytes(f), nibbles += low_bytes) {
+            memcpy(nibbles, block, (size_t)low_bytes);
+            for (int64_t slot = 0; slot < f.inputs / PW_K_MULTIPLE; ++slot, scales += PW_PANEL, mins += PW_PANEL) {
+                block_unpackers[w->kind](block, slot, codes, scales, mins);
+            }
+        }
+    }
+}
+
+static void stage_blocks(tile_call *t, const pw_weight *w, uint8_t *bytes) {
+    pw_block_format f = pw_block_format_of(w->kind);
+    int64_t groups = t->steps * (f.inputs / f.group), floats = t->panels * groups * PW_PANEL;
+    float *scales = (float *)(void *)bytes, *offsets = scales + floats, *mins = offsets + floats;
+    uint8_t *values = (uint8_t *)(mins + floats);
+    int of_nibbles = pw_arithmetic_kind(w->kind) == PW_Q4, nibbles = of_nibbles && !stages_nibbles();
+    if (nibbles) unpack_scales(t, w, values, scales, mins);
+    else unpack_blocks(t, w, values, scales, mins);
+    for (int64_t i = 0; of_nibbles && !nibbles && Q8_WEIGHT_OFFSET && i < floats * f.group; ++i) values[i] |= Q8_WEIGHT_OFFSET;
+    t->scales = (const uint8_t *)scales;
+    t->mins = pw_has_mins(f) ? (const uint8_t *)mins : NULL;
+    t->offsets = stage_offsets(scales, floats, offsets) ? (const uint8_t *)offsets : NULL;
+    t->scale_bytes = sizeof(float);
+    t->panel_scale_bytes = groups * PW_PANEL * (int64_t)sizeof(float);
+    t->values = values;
+    t->steps = groups;
+    t->panel_bytes = groups * f.group * PW_PANEL / (nibbles ? 2 : 1);
+}
+
 static void stage_groups(tile_call *t, const pw_weight *w, uint8_t *bytes) {
     int64_t floats = t->panels * t->steps * PW_PANEL;
     float *scales = (float *)(void *)bytes, *offsets = scales + floats, *mins = offsets + floats;
@@ -166,12 +220,29 @@ PW_INLINE void widen_inputs(const packed_inputs *p, const pw_weight *w, int to_f
     }
 }
 
-/* t->steps of 32 inputs. */
-static void stage_widened(tile_call *t, const pw_weight *w, widening to, uint8_t *bytes) {
+/* Blocks, t->steps of them. */
+static void stage_widened_blocks(tile_call *t, const pw_weight *w, widening to, uint8_t *out, int64_t vector_rows) {
+    pw_block_format f = pw_block_format_of(w->kind);
+    uint8_t codes[PW_K_MULTIPLE * PW_PANEL] __attribute__((aligned(64)));
+    float scales[2 * PW_PANEL], mins[2 * PW_PANEL];
+    packed_inputs p = {codes, (const uint8_t *)scales, pw_has_mins(f) ? (const uint8_t *)mins : NULL, sizeof(float)};
+    pw_weight as_bytes = *w;
+    as_bytes.kind = PW_Q8;
+    for (int64_t panel = 0; panel < t->panels; ++panel) {
+        const uint8_t *block = t->values + panel * t->panel_bytes;
+        for (int64_t step = 0; step < t->steps; ++step, block += pw_block_bytes(f)) {
+            for (int64_t slot = 0; slot < f.inputs / PW_K_MULTIPLE; ++slot, out += vector_rows * VECTOR_ROW_BYTES) {
+                block_unpackers[w->kind](block, slot, codes, scales, mins);
+                widen_inputs(&p, &as_bytes, to == WIDEN_TO_F32, out);
+            }
+        }
+    }
+    t->steps *= f.inputs / PW_K_MULTIPLE;
+}
+
+static void stage_widened_groups(tile_call *t, const pw_weight *w, widening to, uint8_t *out, int64_t vector_rows) {
     int64_t values = PW_K_MULTIPLE / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
     int64_t scales = w->group ? PW_K_MULTIPLE / w->group * PW_PANEL * t->scale_bytes : 0;
-    int64_t vector_rows = to == WIDEN_TO_F32 ? PW_K_MULTIPLE : PW_K_MULTIPLE / 2;
-    uint8_t *out = bytes;
     for (int64_t panel = 0; panel < t->panels; ++panel) {
         packed_inputs p = {t->values + panel * t->panel_bytes, t->scales + panel * t->panel_scale_bytes,
                            t->mins ? t->mins + panel * t->panel_scale_bytes : NULL, t->scale_bytes};
@@ -182,6 +253,13 @@ static void stage_widened(tile_call *t, const pw_weight *w, widening to, uint8_t
             if (p.mins) p.mins += scales;
         }
     }
+}
+
+/* t->steps of 32 inputs, or of blocks. */
+static void stage_widened(tile_call *t, const pw_weight *w, widening to, uint8_t *bytes) {
+    int64_t vector_rows = to == WIDEN_TO_F32 ? PW_K_MULTIPLE : PW_K_MULTIPLE / 2;
+    if (pw_in_blocks(w->kind)) stage_widened_blocks(t, w, to, bytes, vector_rows);
+    else stage_widened_groups(t, w, to, bytes, vector_rows);
     t->values = bytes;
     t->panel_bytes = t->steps * vector_rows * VECTOR_ROW_BYTES;
     if (to != WIDEN_TO_BF16) t->steps *= vector_rows;

@@ -232,6 +232,25 @@ static void unpack_quant_row(const pw_weight *w, int64_t row, float *out) {
     }
 }
 
+/* Of every block the 32 inputs at a time that its panel's sixteen outputs have there. */
+static void unpack_block_row(const pw_weight *w, int64_t row, float *out) {
+    pw_block_format f = pw_block_format_of(w->kind);
+    int64_t panel = row / PW_PANEL, column = row % PW_PANEL, slots = f.inputs / PW_K_MULTIPLE;
+    const uint8_t *block = (const uint8_t *)w->values + panel * pw_panel_bytes(w);
+    uint8_t codes[PW_K_MULTIPLE * PW_PANEL];
+    float scales[2 * PW_PANEL], mins[2 * PW_PANEL];
+    for (int64_t first = 0; first < w->k; first += PW_K_MULTIPLE) {
+        int64_t slot = first / PW_K_MULTIPLE % slots;
+        block_unpackers[w->kind](block, slot, codes, scales, mins);
+        for (int i = 0; i < PW_K_MULTIPLE; ++i) {
+            int at = i / f.group * PW_PANEL + (int)column;
+            float x = (float)(codes[i / 4 * VECTOR_ROW_BYTES + column * 4 + i % 4] - f.zero_point) * scales[at];
+            out[first + i] = pw_has_mins(f) ? x + mins[at] : x;
+        }
+        if (slot + 1 == slots) block += pw_block_bytes(f);
+    }
+}
+
 void ISA(unpack_row)(const pw_weight *w, int64_t row, float *out) {
     int64_t padded = pw_padded_k(w->k), first = row / PW_PANEL * padded * PW_PANEL, column = row % PW_PANEL;
     if (w->kind == PW_F32) {
@@ -240,6 +259,8 @@ void ISA(unpack_row)(const pw_weight *w, int64_t row, float *out) {
     } else if (w->kind == PW_BF16) {
         const uint16_t *values = (const uint16_t *)w->values + first + 2 * column;
         for (int64_t i = 0; i < w->k; ++i) out[i] = pw_from_bf16(values[i / 2 * 2 * PW_PANEL + i % 2]);
+    } else if (pw_in_blocks(w->kind)) {
+        unpack_block_row(w, row, out);
     } else {
         unpack_quant_row(w, row, out);
     }

@@ -73,6 +73,11 @@ PW_INLINE void vi_store_i8(int8_t *p, vi v) {
     _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
 }
 
+/* LANES bytes, unsigned. A table of 16 bytes, and of each byte of v, below 16, what it holds there. */
+PW_INLINE vi vi_load_u8(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+PW_INLINE vi vi_table(const uint8_t *p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p)); }
+PW_INLINE vi vi_look_up(vi table, vi v) { return _mm256_shuffle_epi8(table, v); }
+
 /* Dot words (gemm_quant.c): quads of unsigned weights times quads of signed activations, exact in int32. */
 PW_INLINE vi quad_set1(const uint8_t *quads, int quad) {
     int32_t four;

@@ -60,6 +60,11 @@ PW_INLINE int32_t vi_sum(vi v) { return _mm512_reduce_add_epi32(v); }
 PW_INLINE int32_t vi_max_all(vi v) { return _mm512_reduce_max_epi32(v); }
 PW_INLINE void vi_store_i8(int8_t *p, vi v) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(v)); }
 
+/* LANES bytes, unsigned. A table of 16 bytes, and of each byte of v, below 16, what it holds there. */
+PW_INLINE vi vi_load_u8(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+PW_INLINE vi vi_table(const uint8_t *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)); }
+PW_INLINE vi vi_look_up(vi table, vi v) { return _mm512_shuffle_epi8(table, v); }
+
 PW_INLINE vi quad_set1(const uint8_t *quads, int quad) {
     int32_t four;
     memcpy(&four, quads + 4 * quad, sizeof four);

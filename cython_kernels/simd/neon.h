@@ -70,6 +70,17 @@ PW_INLINE void vi_store_i8(int8_t *p, vi v) {
     memcpy(p, &bytes, 4);
 }
 
+/* LANES bytes, unsigned. A table of 16 bytes, and of each byte of v, below 16, what it holds there. */
+PW_INLINE vi vi_load_u8(const uint8_t *p) {
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+}
+PW_INLINE vi vi_table(const uint8_t *p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
+PW_INLINE vi vi_look_up(vi table, vi v) {
+    return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(v)));
+}
+
 PW_INLINE vi quad_set1(const uint8_t *quads, int64_t quad) {
     int32_t four;
     memcpy(&four, quads + 4 * quad, sizeof four);

@@ -50,6 +50,17 @@ PW_INLINE int32_t vi_max_all(vi v) {
 }
 PW_INLINE void vi_store_i8(int8_t *p, vi v) { for (int i = 0; i < 4; ++i) p[i] = (int8_t)v[i]; }
 
+/* LANES bytes, unsigned. A table of 16 bytes, and of each byte of v, below 16, what it holds there. */
+PW_INLINE vi vi_load_u8(const uint8_t *p) { return (vi){p[0], p[1], p[2], p[3]}; }
+PW_INLINE vi vi_table(const uint8_t *p) { return vi_load(p); }
+PW_INLINE vi vi_look_up(vi table, vi v) {
+    uint8_t values[16], found[16];
+    memcpy(values, &table, 16);
+    memcpy(found, &v, 16);
+    for (int i = 0; i < 16; ++i) found[i] = values[found[i] & 15];
+    return vi_load(found);
+}
+
 /* Dot words (gemm_quant.c): quads of unsigned weights times quads of signed activations, exact in int32. */
 enum { Q8_ACTIVATION_BYTES = 1, Q8_WEIGHT_OFFSET = 0 };
 typedef struct { int32_t a[4]; } va8;

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from phasewise.cython_kernels import packing
-from phasewise.cython_kernels.packing import Array, Kind, PackedWeight, QuantRows
+from phasewise.cython_kernels.blocks import BLOCKS, BlockRows, joined
+from phasewise.cython_kernels.packing import BLOCK_KINDS, Kind, PackedWeight, QuantRows
 from phasewise.serving.errors import ModelError
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ INT8_ZERO_POINT = 128
 
 @dataclass(frozen=True)
 class WeightForm:
-    """How a weight lies in memory, apart from its size. scale_dtype is "float16", "float32" or None."""
+    """How a weight lies in memory, apart from its size.
+
+    scale_dtype is "float16", "float32", or None: without scales, or with scales inside its blocks.
+    """
 
     kind: Kind
     group: int = 0
@@ -48,6 +52,15 @@ class WeightForm:
             shapes += [scales, scales] if self.has_mins else [scales]
         return [(shape, dtype, int(np.prod(shape, dtype=object)) * dtype.itemsize) for shape, dtype in shapes]
 
+    @property
+    def is_quantised(self) -> bool:
+        return self.kind not in ("f32", "bf16")
+
+    @property
+    def in_blocks(self) -> bool:
+        """Scales lie with the codes, in one array."""
+        return self.kind in BLOCKS
+
 
 F32 = WeightForm("f32")
 BF16 = WeightForm("bf16")
@@ -55,7 +68,10 @@ INT8 = WeightForm("q8", packing.DEFAULT_GROUP, INT8_ZERO_POINT, "float16")
 INT4 = WeightForm("q4", packing.DEFAULT_GROUP, 0, "float16", True)
 
 
-def form_of(rows: QuantRows) -> WeightForm:
+def form_of(rows: QuantRows | BlockRows) -> WeightForm:
+    if isinstance(rows, BlockRows):
+        form = rows.format
+        return WeightForm(BLOCK_KINDS[rows.kind], form.group, form.zero_point, None, form.has_mins)
     return WeightForm(rows.kind, rows.group, rows.zero_point, str(rows.scales.dtype), rows.mins is not None)
 
 
@@ -68,10 +84,13 @@ def target_form(source: WeightForm, weight_format: str, name: str) -> WeightForm
             return F32
         case "bf16":
             return BF16
-        case "int4" if source.kind == "q4":
+        case "int4" if source.kind == "q4" or (source.in_blocks and BLOCKS[source.kind].code_bits <= 4):
             return source
         case "int4" if name not in EMBEDDINGS:
             return INT4
+    if source.in_blocks:
+        zero_point = 0 if source.has_mins else INT8_ZERO_POINT
+        return WeightForm("q8", source.group, zero_point, "float32", source.has_mins)
     if source.scale_dtype is None:
         return INT8
     return replace(source, kind="q8", zero_point=0 if source.has_mins else INT8_ZERO_POINT)
@@ -80,9 +99,11 @@ def target_form(source: WeightForm, weight_format: str, name: str) -> WeightForm
 def convert_rows(rows: Rows, form: WeightForm, what: str) -> Rows:
     """Some rows as `form` holds them: rounded once or not at all. `what` names the tensor in errors."""
     check_finite(rows, what)
-    if isinstance(rows, QuantRows):
+    if not isinstance(rows, np.ndarray):
         if form_of(rows) == form:
             return rows
+        if isinstance(rows, BlockRows):
+            rows = packing.widened(rows)
         if form.kind == "q8":
             shift = np.uint8(form.zero_point - rows.zero_point)
             return replace(rows, q=rows.q + shift, zero_point=form.zero_point, bits=8)
@@ -99,6 +120,8 @@ def convert_rows(rows: Rows, form: WeightForm, what: str) -> Rows:
 def pack_rows(pieces: list[Rows], form: WeightForm, what: str) -> PackedWeight:
     """Pack rows that are in `form` already, one piece below the other."""
     rows = pieces[0] if len(pieces) == 1 else _joined(pieces)
+    if isinstance(rows, BlockRows):
+        return packing.pack_blocks(rows)
     if isinstance(rows, QuantRows):
         return packing.pack_quant(rows)
     packed = packing.pack_dense(rows, form.kind)
@@ -109,12 +132,19 @@ def pack_rows(pieces: list[Rows], form: WeightForm, what: str) -> PackedWeight:
 
 def check_finite(rows: Rows, what: str) -> None:
     """Refuse NaN and infinity, in plain numbers or in scales and minima."""
-    arrays: tuple[Array | None, ...] = (rows.scales, rows.mins) if isinstance(rows, QuantRows) else (rows,)
-    if not all(np.isfinite(array).all() for array in arrays if array is not None):
+    if isinstance(rows, BlockRows):
+        finite = rows.is_finite
+    else:
+        arrays = (rows.scales, rows.mins) if isinstance(rows, QuantRows) else (rows,)
+        finite = all(np.isfinite(array).all() for array in arrays if array is not None)
+    if not finite:
         raise ModelError(f"{what} holds NaN or infinity: the file is damaged or its model diverged")
 
 
 def _joined(pieces: list[Rows]) -> Rows:
+    in_blocks = [piece for piece in pieces if isinstance(piece, BlockRows)]
+    if in_blocks:
+        return joined(in_blocks)
     quantised = [piece for piece in pieces if isinstance(piece, QuantRows)]
     if not quantised:
         return np.concatenate([piece for piece in pieces if isinstance(piece, np.ndarray)])

@@ -1,4 +1,4 @@
-"""GGUF's block formats as quantised rows, without a second rounding.
+"""GGUF's block formats as quantised rows, or as rows of blocks, without a second rounding.
 
 Every decoder takes uint8 [rows, blocks, bytes per block]. The layouts are those of `gguf.quants`, whose
 float output ours equals exactly: products of a 16-bit scale and a 6- or 8-bit sub-scale fit in float32.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows, from_bf16
 from phasewise.serving.loaders.forms import BF16, F32, WeightForm, form_of
 from phasewise.serving.loaders.source import Rows
@@ -53,27 +54,32 @@ def _fifth_bits(raw: Array) -> Array:
     return np.unpackbits(raw, axis=-1, bitorder="little") << np.uint8(4)
 
 
-def _q5_0(raw: Array) -> QuantRows:
-    q = _nibbles(raw[..., 6:]) | _fifth_bits(raw[..., 2:6])
-    return QuantRows(_rows(q), _half(raw[..., :2]), None, 16, 32, 8)
+def _q5_0(raw: Array) -> BlockRows:
+    codes = _nibbles(raw[..., 6:]) | _fifth_bits(raw[..., 2:6])
+    return BlockRows("q5_0", _rows(codes), _half(raw[..., :2]), None, None, None)
 
 
-def _q5_1(raw: Array) -> QuantRows:
-    q = _nibbles(raw[..., 8:]) | _fifth_bits(raw[..., 4:8])
-    return QuantRows(_rows(q), _half(raw[..., :2]), _half(raw[..., 2:4]), 0, 32, 8)
+def _q5_1(raw: Array) -> BlockRows:
+    codes = _nibbles(raw[..., 8:]) | _fifth_bits(raw[..., 4:8])
+    return BlockRows("q5_1", _rows(codes), _half(raw[..., :2]), _half(raw[..., 2:4]), None, None)
 
 
 def _q8_0(raw: Array) -> QuantRows:
     return QuantRows(_rows(raw[..., 2:] ^ np.uint8(0x80)), _half(raw[..., :2]), None, 128, 32, 8)
 
 
-def _k_scales(raw: Array) -> tuple[Array, Array]:
-    """Scales and minima, float32 [rows, 8 per block], from the 16 leading bytes of a Q4_K or Q5_K block."""
-    d, dmin = (_half(raw[..., at : at + 2]).astype(np.float32)[..., None] for at in (0, 2))
+def _pairs(raw: Array, bits: int, count: int) -> Array:
+    """Fields of `bits` bits, `count` to a byte: the lowest of all bytes, then the next ones."""
+    mask = np.uint8((1 << bits) - 1)
+    return np.concatenate([(raw >> np.uint8(bits * i)) & mask for i in range(count)], axis=-1)
+
+
+def _k_scales(raw: Array) -> tuple[Array, Array, Array, Array]:
+    """Scales and minima of a Q4_K or Q5_K block, then of its 8 groups, from its 16 leading bytes."""
     low, mid, high = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
     scales = np.concatenate([low & 0x3F, (high & 0x0F) | ((low >> 2) & 0x30)], axis=-1)
     mins = np.concatenate([mid & 0x3F, (high >> 4) | ((mid >> 2) & 0x30)], axis=-1)
-    return _rows(d * scales.astype(np.float32)), _rows(-(dmin * mins.astype(np.float32)))
+    return _half(raw[..., :2]), _half(raw[..., 2:4]), _rows(scales), _rows(mins)
 
 
 def _k_nibbles(raw: Array) -> Array:
@@ -82,26 +88,59 @@ def _k_nibbles(raw: Array) -> Array:
     return np.concatenate([quads & 0x0F, quads >> 4], axis=-2).reshape(*raw.shape[:2], 8, 32)
 
 
-def _q4_k(raw: Array) -> QuantRows:
-    scales, mins = _k_scales(raw)
-    return QuantRows(_rows(_k_nibbles(raw[..., 16:])), scales, mins, 0, 32, 4)
+def _q2_k(raw: Array) -> BlockRows:
+    """Each 32 bytes hold the inputs of four runs of 32, two bits each."""
+    runs = raw[..., 16:80].reshape(*raw.shape[:2], 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8)
+    subs = _rows(raw[..., :16])
+    top, top_min = _half(raw[..., 80:82]), _half(raw[..., 82:84])
+    return BlockRows("q2_k", _rows(runs & 3), top, top_min, subs & 15, subs >> 4)
 
 
-def _q5_k(raw: Array) -> QuantRows:
-    scales, mins = _k_scales(raw)
+def _q3_k(raw: Array) -> BlockRows:
+    """As Q2_K, and a third bit: bit i of 32 bytes belongs to the i-th run of 32."""
+    low = raw[..., 32:96].reshape(*raw.shape[:2], 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8)
+    third = (raw[..., :32][..., None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    codes = (low & 3).reshape(*raw.shape[:2], 256) | (third << 2).reshape(*raw.shape[:2], 256)
+    subs = _pairs(raw[..., 96:104], 4, 2) | _pairs(raw[..., 104:108], 2, 4) << 4
+    return BlockRows("q3_k", _rows(codes), _half(raw[..., 108:110]), None, _rows(subs), None)
+
+
+def _q4_k(raw: Array) -> BlockRows:
+    top, top_min, subs, sub_mins = _k_scales(raw)
+    return BlockRows("q4_k", _rows(_k_nibbles(raw[..., 16:])), top, top_min, subs, sub_mins)
+
+
+def _q5_k(raw: Array) -> BlockRows:
+    top, top_min, subs, sub_mins = _k_scales(raw)
     shifts = np.arange(8, dtype=np.uint8)[:, None]
     fifth = ((raw[..., 16:48][..., None, :] >> shifts) & 1) << 4
-    return QuantRows(_rows(_k_nibbles(raw[..., 48:]) | fifth), scales, mins, 0, 32, 8)
+    return BlockRows("q5_k", _rows(_k_nibbles(raw[..., 48:]) | fifth), top, top_min, subs, sub_mins)
 
 
-def _q6_k(raw: Array) -> QuantRows:
+def _q6_k(raw: Array) -> BlockRows:
     rows, blocks = raw.shape[:2]
     low = raw[..., :128].reshape(rows, blocks, 2, 1, 64) >> np.array([[0], [4]], dtype=np.uint8)
     high = raw[..., 128:192].reshape(rows, blocks, 2, 1, 32) >> np.array([[0], [2], [4], [6]], dtype=np.uint8)
-    q = (low & 0x0F).reshape(rows, blocks, 256) | ((high & 3) << 4).reshape(rows, blocks, 256)
-    d = _half(raw[..., 208:210]).astype(np.float32)[..., None]
-    scales = d * np.ascontiguousarray(raw[..., 192:208]).view(np.int8).astype(np.float32)
-    return QuantRows(_rows(q), _rows(scales), None, 32, 16, 8)
+    codes = (low & 0x0F).reshape(rows, blocks, 256) | ((high & 3) << 4).reshape(rows, blocks, 256)
+    subs = raw[..., 192:208] ^ np.uint8(0x80)
+    return BlockRows("q6_k", _rows(codes), _half(raw[..., 208:210]), None, _rows(subs), None)
+
+
+def _iq4_xs(raw: Array) -> BlockRows:
+    """A sub-scale has its low four bits in one place and its high two in another."""
+    low = np.stack([raw[..., 4:8] & 15, raw[..., 4:8] >> 4], axis=-1).reshape(*raw.shape[:2], 8)
+    high = np.ascontiguousarray(raw[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
+    subs = low | (high & 3).astype(np.uint8) << 4
+    codes = _nibbles(raw[..., 8:].reshape(*raw.shape[:2], 8, 16))
+    return BlockRows("iq4_xs", _rows(codes), _half(raw[..., :2]), None, _rows(subs), None)
+
+
+def _iq4_nl(raw: Array) -> BlockRows:
+    return BlockRows("iq4_nl", _rows(_nibbles(raw[..., 2:])), _half(raw[..., :2]), None, None, None)
+
+
+def _mxfp4(raw: Array) -> BlockRows:
+    return BlockRows("mxfp4", _rows(_nibbles(raw[..., 1:])), raw[..., 0], None, None, None)
 
 
 def _f32(raw: Array) -> Array:
@@ -116,7 +155,7 @@ def _bf16(raw: Array) -> Array:
     return from_bf16(_rows(np.ascontiguousarray(raw)).view(np.uint16))
 
 
-def _quantised(values: int, block_bytes: int, decode: Callable[[Array], QuantRows]) -> BlockType:
+def _quantised(values: int, block_bytes: int, decode: Callable[[Array], QuantRows | BlockRows]) -> BlockType:
     form = form_of(decode(np.zeros((1, 1, block_bytes), np.uint8)))
     return BlockType(values, block_bytes, form, decode)
 
@@ -130,9 +169,14 @@ BLOCK_TYPES: dict[str, BlockType] = {
     "Q5_0": _quantised(32, 22, _q5_0),
     "Q5_1": _quantised(32, 24, _q5_1),
     "Q8_0": _quantised(32, 34, _q8_0),
+    "Q2_K": _quantised(256, 84, _q2_k),
+    "Q3_K": _quantised(256, 110, _q3_k),
     "Q4_K": _quantised(256, 144, _q4_k),
     "Q5_K": _quantised(256, 176, _q5_k),
     "Q6_K": _quantised(256, 210, _q6_k),
+    "IQ4_NL": _quantised(32, 18, _iq4_nl),
+    "IQ4_XS": _quantised(256, 136, _iq4_xs),
+    "MXFP4": _quantised(32, 17, _mxfp4),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.gguf_blocks import BLOCK_TYPES, decode_rows
@@ -187,7 +188,7 @@ def _tensor(file: SourceFile, info: TensorInfo, permuted_heads: int) -> SourceTe
     n_rows = info.shape[0] if len(info.shape) > 1 else 1
     row_bytes = info.n_bytes // n_rows
 
-    if len(info.shape) == 1 and kind.form.scale_dtype is not None:
+    if len(info.shape) == 1 and kind.form.is_quantised:
         raise ModelError(f"{file.path} has the vector {info.name} in {info.type_name}, which no writer does")
 
     def rows(start: int, stop: int) -> Rows:
@@ -211,13 +212,15 @@ def _half_split(rows: RowReader, shape: tuple[int, ...], n_heads: int) -> RowRea
 
     def vector_row(start: int, stop: int) -> Rows:
         bias = rows(start, stop)
-        assert not isinstance(bias, QuantRows)
+        assert isinstance(bias, np.ndarray)
         return bias.reshape(n_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(1, -1)
 
     return matrix_rows if len(shape) > 1 else vector_row
 
 
 def _take(rows: Rows, order: Array) -> Rows:
+    if isinstance(rows, BlockRows):
+        return rows.taken(order)
     if not isinstance(rows, QuantRows):
         return rows[order]
     mins = None if rows.mins is None else rows.mins[order]

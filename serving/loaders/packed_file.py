@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from phasewise.cython_kernels.packing import PACKING_VERSION, PANEL, Array, PackedWeight, QuantRows
+from phasewise.cython_kernels.packing import PACKING_VERSION, PANEL, Array, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.forms import WeightForm, check_finite, convert_rows, pack_rows
 from phasewise.serving.loaders.layout import VectorPlan, WeightPlan, plan_vectors, plan_weights
@@ -249,7 +249,7 @@ def _packed_chunks(plan: WeightPlan) -> Iterator[PackedWeight]:
 
 
 def _vector(rows: Rows, what: str) -> Array:
-    assert not isinstance(rows, QuantRows)
+    assert isinstance(rows, np.ndarray)
     check_finite(rows, what)
     return np.ascontiguousarray(rows, dtype=np.float32).reshape(-1)
 

@@ -15,12 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.forms import WeightForm
 from phasewise.serving.model import ModelConfig
 
-Rows = QuantRows | Array  # float32 [rows, k] where the file holds plain numbers
+Rows = QuantRows | BlockRows | Array  # float32 [rows, k] where the file holds plain numbers
 RowReader = Callable[[int, int], Rows]  # of rows [start, stop)
 
 MAX_JSON_BYTES = 16 << 20

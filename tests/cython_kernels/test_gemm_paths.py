@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa
-from phasewise.cython_kernels.packing import KINDS, Kind
-from tests.support.gemm_reference import FORMATS, expected, make_weight
+from phasewise.cython_kernels.packing import Kind
+from tests.support.gemm_reference import FORMATS, PLAIN_KINDS, expected, make_weight
 from tests.support.tiers import examples
 
-WAYS = [(name, kind) for name in isa.usable() for kind in KINDS]
+WAYS = [(name, kind) for name in isa.usable() for kind in PLAIN_KINDS]
 SIZES = (-5, 0, 1, 2, 3, 4, 5, 8, 9, 14, 15, 30, 31, 1000)
 
 

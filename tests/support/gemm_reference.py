@@ -8,10 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels import _native, packing
-from phasewise.cython_kernels.packing import PackedWeight, QuantRows
+from phasewise.cython_kernels.blocks import BLOCKS, BlockRows
+from phasewise.cython_kernels.packing import KINDS, PackedWeight, QuantRows
 
 Array = npt.NDArray[Any]
 UNIT = 2.0**-24
+PLAIN_KINDS = tuple(kind for kind in KINDS if kind not in BLOCKS)
 FORMATS = ("f32", "bf16", "q8", "q8 f32", "q8 min", "q8 group 16", "q8 column", "q4", "q4 min", "q4 min f32")
 
 
@@ -27,6 +29,29 @@ def make_weight(fmt: str, n: int, k: int, rng: np.random.Generator) -> PackedWei
     mins = rng.standard_normal((n, groups)).astype(dtype) if "min" in fmt else None
     zero_point = 0 if mins is not None else int(rng.choice([1 << (bits - 1), 1, 255 if bits == 8 else 15]))
     return packing.pack_quant(QuantRows(q, scales, mins, zero_point, group, bits))
+
+
+def random_blocks(kind: str, n: int, k: int, rng: np.random.Generator) -> BlockRows:
+    """Random codes, sub-scales and scales of a kind in blocks; k is whole blocks."""
+    form = BLOCKS[kind]
+    blocks = (n, k // form.inputs)
+
+    def halves() -> Array:
+        return rng.standard_normal(blocks).astype(np.float16)
+
+    def bytes_below(top: int, shape: tuple[int, int]) -> Array:
+        return rng.integers(0, top, shape, dtype=np.uint8)
+
+    sub_top = {"super_halves": 16, "super_mins": 64}.get(form.scaling, 2 * form.sub_zero)
+    groups = (n, k // form.group)
+    return BlockRows(
+        kind,
+        bytes_below(1 << form.code_bits, (n, k)),
+        rng.integers(90, 140, blocks, dtype=np.uint8) if form.scaling == "exponent" else halves(),
+        halves() if form.has_mins else None,
+        bytes_below(sub_top, groups) if form.has_subs else None,
+        bytes_below(sub_top, groups) if form.has_subs and form.has_mins else None,
+    )
 
 
 def quantise_rows(x: Array, group: int) -> tuple[Array, Array]:

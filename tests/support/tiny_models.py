@@ -18,9 +18,13 @@ import numpy as np
 GGML_TYPES = {
     "F32": (0, 1, 4), "F16": (1, 1, 2), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20), "Q5_0": (6, 32, 22),
     "Q5_1": (7, 32, 24), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176),
-    "Q6_K": (14, 256, 210), "BF16": (30, 1, 2),
+    "Q6_K": (14, 256, 210), "BF16": (30, 1, 2), "Q2_K": (10, 256, 84), "Q3_K": (11, 256, 110),
+    "IQ4_NL": (20, 32, 18), "IQ4_XS": (23, 256, 136), "MXFP4": (39, 32, 17),
 }  # fmt: skip  # name: id, values per block, bytes per block
-WITHOUT_QUANTISER = ("Q4_K", "Q5_K", "Q6_K")
+SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,),
+             "IQ4_XS": (0,), "MXFP4": ()}  # fmt: skip
+"""Where blocks of the types that gguf cannot write have their float16 scales."""
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -144,17 +148,19 @@ def encode_value(value: Any) -> tuple[int, bytes]:
 
 def encode_blocks(values: np.ndarray, type_name: str, seed: int = 0) -> bytes:
     """The tensor in a GGUF type; types that gguf cannot write get random blocks of sane scales."""
-    if type_name in WITHOUT_QUANTISER:
-        return _random_k_blocks(values.size // 256, type_name, seed).tobytes()
+    if type_name in SCALES_AT:
+        return _random_blocks(values.size // GGML_TYPES[type_name][1], type_name, seed).tobytes()
     from gguf import GGMLQuantizationType, quants
 
     return np.ascontiguousarray(quants.quantize(values, GGMLQuantizationType[type_name])).tobytes()
 
 
-def _random_k_blocks(n_blocks: int, type_name: str, seed: int) -> np.ndarray:
+def _random_blocks(n_blocks: int, type_name: str, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (n_blocks, GGML_TYPES[type_name][2]), dtype=np.uint8)
-    for at in (208,) if type_name == "Q6_K" else (0, 2):
+    if type_name == "MXFP4":
+        blocks[:, 0] = rng.integers(116, 121, n_blocks)
+    for at in SCALES_AT[type_name]:
         scale = (rng.uniform(1e-5, 2e-4, n_blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
     return blocks

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from phasewise.cython_kernels import _native, packing
+from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.topology import read_machine
 from phasewise.tuner import timing
@@ -49,10 +50,25 @@ def test_a_random_weight_is_of_its_format_and_its_kernels_are_accurate(weight_fo
     found = arithmetics(weight_format, 37, 75, threads=2)
 
     assert format_name(weight) == format_name(blank_weight(weight_format, 37, 75)) == weight_format
-    assert found[0] == Arithmetic(_native.compute_paths(weight.kind)[0], 1)
+    assert found[0] == Arithmetic(_native.compute_paths(weight.kind, weight.group)[0], 1)
     limit = ACCURACY.get(weight_format, ACCURACY_OF_QUANTISED)
     for one in found:
         assert 0 <= numeric_error(weight_format, 37, 75, one) <= limit
+
+
+@pytest.mark.parametrize("weight_format", BLOCKS)
+def test_a_random_weight_in_blocks_is_of_its_format_and_accurate(weight_format: str) -> None:
+    weight = random_weight(weight_format, 37, 256)
+    found = arithmetics(weight_format, 37, 256, threads=2)
+
+    assert format_name(weight) == format_name(blank_weight(weight_format, 37, 256)) == weight_format
+    for one in found:
+        assert 0 <= numeric_error(weight_format, 37, 256, one) <= ACCURACY_OF_QUANTISED
+
+
+def test_a_width_that_is_not_whole_blocks_is_refused() -> None:
+    with pytest.raises(TunerError, match="whole blocks of 256"):
+        blank_weight("q4_k", 16, 96)
 
 
 def test_an_unknown_format_is_refused() -> None:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from phasewise.cython_kernels import _native, isa, limit_loops
+from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import Schedule
 from phasewise.kerneldb.store import open_store
@@ -44,6 +45,7 @@ SHAPES: Mapping[str, tuple[tuple[int, int], ...]] = {
 """(n, k) of a model's linear layers, for `--shape NAME`."""
 
 BITS = {"f32": 32, "bf16": 16, "int8": 8, "int8m": 8, "int8g16": 8, "int8c": 8, "int4": 4, "int4m": 4}
+BITS |= {kind: form.code_bits for kind, form in BLOCKS.items()}
 """Bits of one weight, by format."""
 
 TURN_NS = 8_000_000

@@ -22,6 +22,7 @@ CASES = n_examples(150, soak=10_000)
 SLOWEST_S = 10.0  # of one case: a hang, on however busy a machine
 GROWTH_BYTES = 400 << 20
 TINY = TinyShape(n_layers=1, hidden=32, ffn=32, n_heads=2, n_kv_heads=1, head_dim=16, vocab_size=261)
+BLOCKS = TinyShape(n_layers=1, hidden=256, ffn=256, n_heads=4, n_kv_heads=1, head_dim=64, vocab_size=261)
 NUMBERS = (
     0,
     1,
@@ -105,11 +106,11 @@ def outcome(path: Path, weight_format: str, cache: Path) -> str:
 
 
 def fuzz(
-    name: str, healthy: bytes, header_bytes: int, target: Path, load: Path, cache: Path
+    name: str, healthy: bytes, header_bytes: int, target: Path, load: Path, cache: Path, cases: int = CASES
 ) -> dict[str, int]:
     counts = {"refused": 0, "loaded": 0}
     before = peak_bytes()
-    for case in range(CASES):
+    for case in range(cases):
         rng = random.Random(f"{name} {case}")
         raw = bytearray(healthy)
         for _ in range(rng.choice([1, 1, 1, 3])):
@@ -134,6 +135,21 @@ def test_damaged_gguf_files_load_or_are_refused(tmp_path: Path) -> None:
 
     assert counts["refused"] > CASES // 4
     assert counts["loaded"] > 0
+
+
+@pytest.mark.parametrize(
+    "type_name",
+    ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"],
+)
+def test_damaged_files_of_blocks_load_or_are_refused(tmp_path: Path, type_name: str) -> None:
+    """Blocks anywhere, header and data: a tenth of the cases for each type, all of them in the full run."""
+    healthy = tiny_gguf("llama", type_name, shape=BLOCKS).to_bytes()
+    path = tmp_path / "fuzz.gguf"
+    cases = CASES if "PHASEWISE_FUZZ_CASES" in os.environ else CASES // 10
+
+    counts = fuzz(f"gguf {type_name}", healthy, len(healthy), path, path, tmp_path, cases)
+
+    assert counts["loaded"] + counts["refused"] == cases
 
 
 @pytest.mark.parametrize("victim", ["model.safetensors", "config.json"])

@@ -91,7 +91,10 @@ def test_a_gguf_file_and_a_directory_of_one_model_are_equal(tmp_path: Path, weig
     assert ours.chat_template == theirs.chat_template == CHAT_TEMPLATE
 
 
-TYPES = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+IN_BLOCKS = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+TYPES = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", *IN_BLOCKS]
+FILE_SHARE = {"Q3_K": 1.04}
+"""Of a packed weight in its tensor's bytes, at most; of all other types 1.03."""
 
 
 @pytest.mark.parametrize("type_name", TYPES)
@@ -109,8 +112,9 @@ def test_every_type_means_what_the_gguf_package_says(
         assert np.array_equal(got[our_name(hf)], expected)
 
 
-NATIVE_KINDS = {"F32": "f32", "F16": "f32", "BF16": "bf16", "Q8_0": "q8", "Q4_0": "q4", "Q4_1": "q4",
-                "Q5_0": "q8", "Q5_1": "q8", "Q4_K": "q4", "Q5_K": "q8", "Q6_K": "q8"}  # fmt: skip
+NATIVE_KINDS = {"F32": "f32", "F16": "f32", "BF16": "bf16", "Q8_0": "q8", "Q4_0": "q4", "Q4_1": "q4"} | {
+    name: name.lower() for name in IN_BLOCKS
+}
 
 
 @pytest.mark.parametrize(("type_name", "kind"), NATIVE_KINDS.items())
@@ -122,7 +126,17 @@ def test_native_takes_the_closest_exact_kind(tmp_path: Path, type_name: str, kin
     assert {weight.kind for weight in model.weights.values()} == {kind}
 
 
-@pytest.mark.parametrize("type_name", [name for name in TYPES if name.startswith("Q")])
+@pytest.mark.parametrize("type_name", IN_BLOCKS)
+def test_blocks_are_packed_in_their_own_size(tmp_path: Path, type_name: str) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", "llama", type_name, shape=WIDE)
+
+    packed = load_model(str(path), "native", tmp_path)
+
+    in_file = sum(int(tensor.n_bytes) for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1)
+    assert packed.weight_bytes <= FILE_SHARE.get(type_name, 1.03) * in_file
+
+
+@pytest.mark.parametrize("type_name", [name for name in TYPES if "16" not in name])
 def test_int8_widens_block_types_exactly(tmp_path: Path, type_name: str) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", "llama", type_name, shape=WIDE)
 
@@ -142,7 +156,8 @@ def test_int4_keeps_four_bit_blocks_and_holds_the_embedding_in_int8(tmp_path: Pa
 
     kinds = {name: weight.kind for name, weight in int4.weights.items()}
     assert kinds.pop("embed") == "q8"
-    assert set(kinds.values()) == {"q4"}
+    assert kinds.pop("layers.0.v") == "q4"
+    assert set(kinds.values()) == {"q4_k"}
     assert np.array_equal(unpack(int4.weights["layers.0.down"]), unpack(native.weights["layers.0.down"]))
 
 
@@ -276,11 +291,26 @@ def test_a_scale_of_nan_in_a_block_is_one_clear_error(tmp_path: Path) -> None:
         load_model(str(tmp_path / "tiny.gguf"), "native", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("type_name", "at", "raw"), [("Q4_K", 2, b"\x00\x7c"), ("Q6_K", 208, b"\x01\x7c"), ("MXFP4", 0, b"\xff")]
+)
+def test_a_block_without_a_scale_is_one_clear_error(
+    tmp_path: Path, type_name: str, at: int, raw: bytes
+) -> None:
+    writer = tiny_gguf(types=type_name, shape=WIDE)
+    name, shape, kind, blocks = writer.tensors[3]
+    writer.tensors[3] = (name, shape, kind, blocks[:at] + raw + blocks[at + len(raw) :])
+    (tmp_path / "tiny.gguf").write_bytes(writer.to_bytes())
+
+    with pytest.raises(ModelError, match="NaN or infinity"):
+        load_model(str(tmp_path / "tiny.gguf"), "native", tmp_path)
+
+
 def test_a_type_we_do_not_read_is_named(tmp_path: Path) -> None:
     writer = tiny_gguf(shape=WIDE)
     name, shape, _, _ = writer.tensors[1]
-    writer.tensors[1] = (name, shape, 10, bytes(shape[0] * shape[1] // 256 * 84))
+    writer.tensors[1] = (name, shape, 34, bytes(shape[0] * shape[1] // 256 * 54))
     (tmp_path / "tiny.gguf").write_bytes(writer.to_bytes())
 
-    with pytest.raises(ModelError, match="in Q2_K; readable are"):
+    with pytest.raises(ModelError, match="in TQ1_0; readable are"):
         load_model(str(tmp_path / "tiny.gguf"), "native", tmp_path)

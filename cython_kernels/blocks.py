@@ -1,0 +1,297 @@
+"""Weights in the blocks that GGUF files have them in, packed at their own size: K-quants and their kin.
+
+A block is `inputs` consecutive inputs of one output: codes of 2 to 6 bits and what scales them. With the
+levels that a kind has, an input is worth
+
+    w = scale * sub_scale[g] * (table[code] or code - zero_point)  -  min * sub_min[g],       g = i // group
+
+where the scale is float16, or a power of two (MXFP4), and sub-scales are small integers. Packed, the blocks
+of a panel's 16 outputs lie together, [P, k / inputs, block bytes], each in this order:
+
+- the low bits of the codes, 4 or 2 each: of four bits, rows of 64 bytes as in q4; of two bits, rows of 64
+  bytes for 16 inputs, byte j of a column holding inputs j, 4 + j, 8 + j and 12 + j, the first one lowest;
+- the high bits, 2 or 1 each: two bits as above; one bit in rows of 64 bytes for 32 inputs, bit q of byte j
+  being input 4 q + j;
+- sub-scales, then sub-minima, a byte each, [inputs / group, 16]; q2_k has both in the halves of one byte;
+- scales, then minima, float16 [16]; of mxfp4 the exponents, a byte each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Scaling = Literal["half", "half_mins", "exponent", "super", "super_mins", "super_halves"]
+
+PANEL = 16
+SUPER_BLOCK = 256
+SMALL_BLOCK = 32
+NOT_A_NUMBER = 255  # as the exponent of an mxfp4 block
+LOOKED_UP_ZERO = 128  # what looked-up values are stored above, to be unsigned
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """How a kind of block lies in memory, and what its numbers mean."""
+
+    inputs: int
+    group: int
+    """Inputs that share a sub-scale, or a scale where there are none."""
+    low_bits: int
+    high_bits: int
+    zero_point: int
+    """What stands for zero among codes, or among looked-up values."""
+    scaling: Scaling
+    sub_zero: int = 0
+    """What stands for zero among sub-scales."""
+    table: tuple[int, ...] | None = None
+
+    @property
+    def groups(self) -> int:
+        return self.inputs // self.group
+
+    @property
+    def code_bits(self) -> int:
+        return self.low_bits + self.high_bits
+
+    @property
+    def has_mins(self) -> bool:
+        return self.scaling in ("half_mins", "super_mins", "super_halves")
+
+    @property
+    def has_subs(self) -> bool:
+        return self.scaling.startswith("super")
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one panel's block."""
+        codes = self.inputs * self.code_bits // 8
+        subs = {"super": 1, "super_mins": 2, "super_halves": 1}.get(self.scaling, 0) * self.groups
+        return PANEL * (codes + subs + (1 if self.scaling == "exponent" else 4 if self.has_mins else 2))
+
+
+BLOCKS: dict[str, BlockFormat] = {
+    "q2_k": BlockFormat(SUPER_BLOCK, 16, 2, 0, 0, "super_halves"),
+    "q3_k": BlockFormat(SUPER_BLOCK, 16, 2, 1, 4, "super", 32),
+    "q4_k": BlockFormat(SUPER_BLOCK, 32, 4, 0, 0, "super_mins"),
+    "q5_k": BlockFormat(SUPER_BLOCK, 32, 4, 1, 0, "super_mins"),
+    "q6_k": BlockFormat(SUPER_BLOCK, 16, 4, 2, 32, "super", 128),
+    "iq4_xs": BlockFormat(SUPER_BLOCK, 32, 4, 0, LOOKED_UP_ZERO, "super", 32, IQ4_VALUES),
+    "iq4_nl": BlockFormat(SMALL_BLOCK, 32, 4, 0, LOOKED_UP_ZERO, "half", 0, IQ4_VALUES),
+    "mxfp4": BlockFormat(SMALL_BLOCK, 32, 4, 0, LOOKED_UP_ZERO, "exponent", 0, FP4_VALUES),
+    "q5_0": BlockFormat(SMALL_BLOCK, 32, 4, 1, 16, "half"),
+    "q5_1": BlockFormat(SMALL_BLOCK, 32, 4, 1, 0, "half_mins"),
+}
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Rows of blocks before packing; everything is as the file has it, nothing is multiplied out."""
+
+    kind: str
+    codes: Array
+    """uint8 [n, k]"""
+    scales: Array
+    """float16 [n, k / inputs]; uint8, the exponents, of mxfp4"""
+    mins: Array | None
+    """like scales, or None"""
+    sub_scales: Array | None
+    """uint8 [n, k / group]: above sub_zero"""
+    sub_mins: Array | None
+
+    def __post_init__(self) -> None:
+        form, (n, k) = BLOCKS[self.kind], self.codes.shape
+        if k % form.inputs:
+            raise ValueError(f"rows of {k} inputs are not whole blocks of {form.inputs}")
+        subs = (n, k // form.group) if form.has_subs else None
+        expected = (
+            ("scales", self.scales, (n, k // form.inputs)),
+            ("mins", self.mins, (n, k // form.inputs) if form.has_mins else None),
+            ("sub_scales", self.sub_scales, subs),
+            ("sub_mins", self.sub_mins, subs if form.has_mins else None),
+        )
+        for name, array, shape in expected:
+            if (None if array is None else array.shape) != shape:
+                raise ValueError(f"{name} of {self.kind} rows must have the shape {shape}")
+
+    @property
+    def format(self) -> BlockFormat:
+        return BLOCKS[self.kind]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every scale and minimum is a number."""
+        if self.format.scaling == "exponent":
+            return bool((self.scales != NOT_A_NUMBER).all())
+        return all(bool(np.isfinite(array).all()) for array in (self.scales, self.mins) if array is not None)
+
+    def taken(self, order: Array) -> BlockRows:
+        """Some of the rows, or all in another order."""
+
+        def take(array: Array | None) -> Array | None:
+            return None if array is None else array[order]
+
+        return BlockRows(
+            self.kind,
+            self.codes[order],
+            self.scales[order],
+            take(self.mins),
+            take(self.sub_scales),
+            take(self.sub_mins),
+        )
+
+
+def joined(pieces: list[BlockRows]) -> BlockRows:
+    """The rows of several pieces of one kind, one below the other."""
+
+    def join(arrays: list[Array | None]) -> Array | None:
+        found = [array for array in arrays if array is not None]
+        return np.concatenate(found) if found else None
+
+    return BlockRows(
+        pieces[0].kind,
+        np.concatenate([piece.codes for piece in pieces]),
+        np.concatenate([piece.scales for piece in pieces]),
+        join([piece.mins for piece in pieces]),
+        join([piece.sub_scales for piece in pieces]),
+        join([piece.sub_mins for piece in pieces]),
+    )
+
+
+def values_shape(kind: str, n: int, k: int) -> tuple[int, int, int]:
+    """Shape of packed values; k must be whole blocks (ValueError)."""
+    form = BLOCKS[kind]
+    if k % form.inputs:
+        raise ValueError(f"a {kind} weight has whole blocks of {form.inputs} inputs, not {k}")
+    return -(-n // PANEL), k // form.inputs, form.block_bytes
+
+
+def scale_values(rows: BlockRows) -> tuple[Array, Array | None]:
+    """float32 scales and minima of each group, [n, k / group]; exact."""
+    form = rows.format
+    if form.scaling == "exponent":
+        exponents = np.maximum(rows.scales.astype(np.uint32) << 23, np.uint32(0x00400000))
+        return exponents.view(np.float32) * np.float32(0.5), None
+    scales = rows.scales.astype(np.float32)
+    mins = None if rows.mins is None else -rows.mins.astype(np.float32)
+    if form.scaling == "half_mins":
+        assert mins is not None
+        mins = -mins  # these are added as they are
+    if rows.sub_scales is not None:
+        subs = rows.sub_scales.astype(np.float32) - np.float32(form.sub_zero)
+        scales = np.repeat(scales, form.groups, axis=1) * subs
+    if mins is not None and rows.sub_mins is not None:
+        mins = np.repeat(mins, form.groups, axis=1) * rows.sub_mins.astype(np.float32)
+    return scales, mins
+
+
+def looked_up(rows: BlockRows) -> Array:
+    """uint8 [n, k]: what zero_point is taken from."""
+    table = rows.format.table
+    if table is None:
+        return rows.codes
+    found: Array = (np.array(table, np.int16) + LOOKED_UP_ZERO).astype(np.uint8)[rows.codes]
+    return found
+
+
+def pack_values(rows: BlockRows) -> Array:
+    """uint8 [P, k / inputs, block bytes]; padded outputs have scale 0."""
+    form, (n, k) = rows.format, rows.codes.shape
+    blocks = k // form.inputs
+
+    def by_panel(array: Array, each: int) -> Array:
+        """[n, blocks * each] to [P, blocks, each, 16]."""
+        padded = np.pad(array, ((0, -n % PANEL), (0, 0)))
+        return padded.reshape(-1, PANEL, blocks, each).transpose(0, 2, 3, 1)
+
+    parts = [_packed_quads(by_panel(rows.codes, form.inputs), form.low_bits)]
+    if form.high_bits:
+        parts.append(_packed_quads(by_panel(rows.codes >> form.low_bits, form.inputs), form.high_bits))
+    if rows.sub_scales is not None:
+        subs = rows.sub_scales
+        if form.scaling == "super_halves":
+            assert rows.sub_mins is not None
+            subs = subs | rows.sub_mins << 4
+        parts.append(by_panel(subs, form.groups))
+    if rows.sub_mins is not None and form.scaling == "super_mins":
+        parts.append(by_panel(rows.sub_mins, form.groups))
+    parts += [by_panel(array, 1) for array in (rows.scales, rows.mins) if array is not None]
+    flat = [np.ascontiguousarray(part).reshape(*part.shape[:2], -1).view(np.uint8) for part in parts]
+    packed: Array = np.concatenate(flat, axis=2)
+    return packed
+
+
+def unpack_values(kind: str, values: Array, n: int, k: int) -> BlockRows:
+    """The rows that `pack_values` was given."""
+    form = BLOCKS[kind]
+    panels, blocks, _ = values.shape
+    at = 0
+
+    def take(count: int) -> Array:
+        nonlocal at
+        found = values[:, :, at : at + count]
+        at += count
+        return found
+
+    def by_row(array: Array) -> Array:
+        """[P, blocks, each, 16] to [n, blocks * each]."""
+        rows: Array = array.transpose(0, 3, 1, 2).reshape(panels * PANEL, -1)[:n]
+        return np.ascontiguousarray(rows)
+
+    def subs() -> Array:
+        return by_row(take(PANEL * form.groups).reshape(panels, blocks, form.groups, PANEL))
+
+    codes = _from_plane(take(PANEL * form.inputs * form.low_bits // 8), form.inputs, form.low_bits)
+    if form.high_bits:
+        high = take(PANEL * form.inputs * form.high_bits // 8)
+        codes = codes | _from_plane(high, form.inputs, form.high_bits) << form.low_bits
+    sub_scales = sub_mins = mins = None
+    if form.has_subs:
+        sub_scales = subs()
+        if form.scaling == "super_mins":
+            sub_mins = subs()
+        if form.scaling == "super_halves":
+            sub_scales, sub_mins = sub_scales & 15, sub_scales >> 4
+    dtype = np.dtype(np.uint8 if form.scaling == "exponent" else np.float16)
+
+    def scales() -> Array:
+        found = np.ascontiguousarray(take(PANEL * dtype.itemsize)).view(dtype)
+        return by_row(found.reshape(panels, blocks, 1, PANEL))
+
+    top = scales()
+    if form.has_mins:
+        mins = scales()
+    return BlockRows(kind, by_row(codes), top, mins, sub_scales, sub_mins)
+
+
+def _quads(codes: Array, per_row: int) -> Array:
+    """[P, blocks, inputs, 16] to [P, blocks, rows, quads of a row, 16, 4]."""
+    panels, blocks, inputs, _ = codes.shape
+    quads = codes.reshape(panels, blocks, inputs // (4 * per_row), per_row, 4, PANEL)
+    return quads.transpose(0, 1, 2, 3, 5, 4)
+
+
+def _packed_quads(codes: Array, bits: int) -> Array:
+    """Bytes of `bits` bits from each of 8 / bits quads, the first one lowest: [P, blocks, rows, 16, 4]."""
+    quads = _quads(codes & ((1 << bits) - 1), 8 // bits)
+    packed = quads[:, :, :, 0]
+    for i in range(1, 8 // bits):
+        packed = packed | quads[:, :, :, i] << (bits * i)
+    return packed
+
+
+def _from_plane(plane: Array, inputs: int, bits: int) -> Array:
+    """[P, blocks, bytes] to codes [P, blocks, inputs, 16]."""
+    panels, blocks, _ = plane.shape
+    rows = plane.reshape(panels, blocks, -1, 1, PANEL, 4)
+    shifts = (np.arange(8 // bits, dtype=np.uint8) * bits).reshape(-1, 1, 1)
+    quads = (rows >> shifts) & np.uint8((1 << bits) - 1)
+    codes: Array = quads.transpose(0, 1, 2, 3, 5, 4).reshape(panels, blocks, inputs, PANEL)
+    return codes
