@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +104,7 @@ class FirstRank:
     @property
     def native_ns(self) -> int:
         """Time spent computing steps outside Python, since the start. RanksError after `close`."""
-        return cast(int, self.program.native_ns)
+        return self.program.native_ns
 
     @property
     def program(self) -> Program:
@@ -140,10 +139,10 @@ class FirstRank:
             self._warned = True
             _log.warning(
                 "threads planned for cores %s were seen on %s: another program or a cpuset moves them",
-                list_cores(team.cpus),
+                list_cores(team.cpus or ()),
                 list_cores(team.observed_cpus()),
             )
-        return cast(int, n_rows)
+        return n_rows
 
 
 def _steps(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterator[list[SequenceSlice]]:

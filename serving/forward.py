@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.division import Division
@@ -182,10 +182,19 @@ class _Linears:
     most_rows: int
     division: Division | None
 
-    def add(self, parts: Parts, source: str, *places: int, **options: Any) -> None:
+    def add(
+        self,
+        parts: Parts,
+        source: Literal["rows", "norm", "gate"],
+        from_at: int,
+        from_stride: int,
+        out: int,
+        out_stride: int,
+        **options: Any,
+    ) -> None:
         """Program.linear, and what the lookups say about its weights."""
-        arithmetics = [self._arithmetic(weight) for weight, _ in parts]
-        op = self.program.linear(parts, source, *places, arithmetics=arithmetics, **options)
+        options["arithmetics"] = [self._arithmetic(weight) for weight, _ in parts]
+        op = self.program.linear(parts, source, from_at, from_stride, out, out_stride, **options)
         for table, lookup in enumerate(self.lookups):
             for part, (whole, _) in enumerate(parts):
                 weight = whole if self.division is None else self.division.weight(whole, table)
