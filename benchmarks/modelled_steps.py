@@ -15,7 +15,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from phasewise.cli.measured import MeasuredEvaluator, Room
 from phasewise.serving.loaders import load_model
 from phasewise.serving.throughput import compute_kind
 from phasewise.topology import Machine, read_machine
@@ -26,6 +25,7 @@ from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 from phasewise.tuner.plans import list_cores, rank_on
 from phasewise.tuner.topotree import Configuration, OperatorLimits, configurations, fundamental
 from phasewise.workflows.model_shape import shape_of_model
+from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, Room
 
 STEPS = (
     *(Step("prefill", tokens) for tokens in (16, 128, 512)),

@@ -25,7 +25,7 @@ from phasewise.cli.commands import (
     tune_config,
     tune_kernels,
 )
-from phasewise.cli.present import fail
+from phasewise.cli.present import EXIT_INTERRUPTED, fail
 
 app = typer.Typer(
     name="phasewise",
@@ -47,7 +47,6 @@ app.add_typer(predict_len.app, name="predict-len")
 app.add_typer(db.app, name="db")
 
 EXIT_FAILURE = 1
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Annotated
 
@@ -27,6 +28,16 @@ class KvFormat(StrEnum):
     bf16 = "bf16"
     int8 = "int8"
 
+
+class PhaseChoice(StrEnum):
+    """What the tuned products are for."""
+
+    prefill = "prefill"
+    decode = "decode"
+    both = "both"
+
+
+UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 ModelArgument = Annotated[
     str,
@@ -57,3 +68,11 @@ ExplainOption = Annotated[
     typer.Option("--explain", help="say on stderr by which kernel schedule each weight runs, and why"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+
+
+def parse_budget(text: str) -> float:
+    """`90`, `90s`, `1.5m`, `1h` in seconds; a usage error otherwise."""
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smh]?)\s*", text)
+    if match is None or float(match[1]) == 0:
+        raise typer.BadParameter(f"a budget is written like 90s, 10m or 1h, not {text!r:.40}")
+    return float(match[1]) * UNITS_S[match[2]]

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 from phasewise._version import SCHEMA_VERSION
 
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, which shells report for Ctrl-C."""
+
 
 def print_json(fields: dict[str, Any]) -> None:
     """One JSON object on stdout, led by the version of its schema."""
@@ -40,6 +43,14 @@ def fail(message: str, exit_code: int) -> NoReturn:
     """One line on stderr, then the end."""
     note("phasewise: " + " ".join(message.split()))
     sys.exit(exit_code)
+
+
+def read_stdin() -> str:
+    """The prompt on stdin; ends the command where it is not UTF-8."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        fail(f"the prompt on stdin is not UTF-8: {error.reason} at byte {error.start}", 1)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,11 +1,11 @@
-"""Runs that share a database divide its weights, and learn from each other's: what is whose, what is known.
+"""Runs that share a database divide its weights and learn from each other: which run tunes which weight.
 
-Runs on one machine know of each other (`Company`). A weight is one run's until it is done with it. The others
-leave it alone, take it as it is when all its rows have verdicts, and go on with it otherwise: its run died,
-or had no time left.
+Runs on one machine know of each other by a `MeasurementLock`. A run claims a weight until it is done with
+it. The other runs leave that weight alone; afterwards they take its results if all its rows have verdicts,
+and go on with it otherwise, because its run has died or had no time left.
 
-What a search may learn from other weights follows from the database alone: what was in use for those that
-were settled when the weight was begun. So whoever asks again, asks the same.
+What a search may learn from other weights depends on the database alone: the schedules in use for weights
+that were settled before this one was begun. So a run that asks again asks the same.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from phasewise.kerneldb.records import Problem
 from phasewise.tuner.ledger import Ledger
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, tune_group
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import GroupSearch
 from phasewise.tuner.search.space import arithmetic_of
-
-PAUSE_S = 0.02
 
 GroupTuner = Callable[[Group, Sequence[int], SearchOptions, ScheduleCache], GroupSearch[GroupOutcome]]
 
@@ -45,51 +43,15 @@ class Task:
         return tuple(map(self.problem, self.ms))
 
 
-class Company(Protocol):
-    """Other runs on this machine with the same database."""
-
-    def turn(self) -> AbstractContextManager[bool]:
-        """Nobody else times or works until its end; False: there was no time to wait for that."""
-        ...
-
-    def let_pass(self) -> None:
-        """Whoever waits for a turn has it now."""
-        ...
-
-    def claim(self, name: str) -> AbstractContextManager[bool]:
-        """Whether what has this name is this run's until the end; False: it is another's."""
-        ...
-
-    def wait_for(self, name: str, seconds: float) -> None:
-        """Sleep, in nobody's way, until nobody has claimed this, or so long."""
-        ...
-
-
-class Nobody:
-    """No company."""
-
-    def turn(self) -> AbstractContextManager[bool]:
-        return nullcontext(True)
-
-    def let_pass(self) -> None:
-        pass
-
-    def claim(self, name: str) -> AbstractContextManager[bool]:
-        return nullcontext(True)
-
-    def wait_for(self, name: str, seconds: float) -> None:
-        time.sleep(min(seconds, PAUSE_S))
-
-
 class TaskDivision:
     """Which of its tasks a run takes next, and what others make of them."""
 
     def __init__(
-        self, tasks: Sequence[Task], ledger: Ledger, company: Company, work_of: Callable[[Task], float]
+        self, tasks: Sequence[Task], ledger: Ledger, lock: MeasurementLock, work_of: Callable[[Task], float]
     ) -> None:
         self._tasks = tasks
         self._ledger = ledger
-        self._company = company
+        self._lock = lock
         self._work_of = work_of
         self._elsewhere: set[str] = set()
         """What others had claimed at some time."""
@@ -104,7 +66,7 @@ class TaskDivision:
         left = self._in_turn(waiting)
         while left:
             task = left.pop(0)
-            with self._company.claim(self._name(task)) as is_ours:
+            with self._lock.claim(self._name(task)) as is_ours:
                 if is_ours:
                     self._look_again(task)
                     yield task
@@ -124,7 +86,7 @@ class TaskDivision:
 
     def wait(self, waiting: Sequence[Task], seconds: float) -> None:
         """Until one of them may be nobody's any more, or so long."""
-        self._company.wait_for(self._name(waiting[0]), seconds)
+        self._lock.wait_for(self._name(waiting[0]), seconds)
 
     def share(self, task: Task, waiting: Sequence[Task]) -> float:
         """Share of the work left to this run that `task` is, 0 to 1."""

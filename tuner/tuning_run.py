@@ -27,12 +27,13 @@ from typing import Literal, Protocol
 from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule
 from phasewise.tuner.conditions import is_disturbed, mean_conditions
 from phasewise.tuner.ledger import Ledger, reversed_comparison
+from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
 from phasewise.tuner.pace import Pace
 from phasewise.tuner.search.group import GroupOutcome
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Ask
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
-from phasewise.tuner.task_division import Company, Nobody, Task, TaskDivision
+from phasewise.tuner.task_division import Task, TaskDivision
 from phasewise.tuner.timing import proves_faster
 
 INTERLEAVED = 12
@@ -131,7 +132,7 @@ class Tools:
     call_s: Callable[[Problem], float] = lambda _: 0.0
     """About how long a product takes: what the estimate of the time left goes by."""
     clock: Callable[[], float] = time.monotonic
-    company: Company = field(default_factory=Nobody)
+    lock: MeasurementLock = field(default_factory=NoLock)
 
 
 def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> TuningOutcome:
@@ -153,7 +154,7 @@ class _Run:
         self._started_s = tools.clock()
         self._deadline_s = self._started_s + budget_s
         self._pace = Pace(tasks, tools.call_s)
-        self._division = TaskDivision(tasks, tools.ledger, tools.company, self._pace.work_of)
+        self._division = TaskDivision(tasks, tools.ledger, tools.lock, self._pace.work_of)
         self._timed = self._replayed = self._duels = 0
         self._timing_s = 0.0
         self._waited_s = 0.0
@@ -213,7 +214,7 @@ class _Run:
     @contextmanager
     def _turn(self) -> Iterator[bool]:
         waiting_s = self._tools.clock()
-        with self._tools.company.turn() as is_alone:
+        with self._tools.lock.turn(self._deadline_s - waiting_s) as is_alone:
             self._waited_s += self._tools.clock() - waiting_s
             yield is_alone
             waiting_s = self._tools.clock()  # until nobody else has a turn
@@ -221,7 +222,7 @@ class _Run:
 
     def _let_pass(self) -> None:
         waiting_s = self._tools.clock()
-        self._tools.company.let_pass()
+        self._tools.lock.let_pass()
         self._waited_s += self._tools.clock() - waiting_s
 
     def outcome(self, end: End) -> TuningOutcome:

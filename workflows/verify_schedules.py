@@ -12,6 +12,7 @@ from phasewise.kerneldb.upkeep import Here, Verdict, verify
 from phasewise.topology import Machine
 from phasewise.tuner.attention import ARITHMETIC, KV_BYTES, head_dim_of
 from phasewise.tuner.errors import TunerError
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import NativeEvaluator, paths_of
 from phasewise.tuner.plans import PHASES, default_plan, machine_key
 from phasewise.tuner.search.space import arithmetic_of
@@ -69,11 +70,13 @@ def verdicts(
     machine: Machine,
     top: int,
     threads: int | None,
+    lock: MeasurementLock,
     report: Report = silent,
 ) -> Iterator[Verdict]:
     """Verify the `top` best imported schedules of each problem, one verdict for each.
 
-    They are timed on the cores of each phase's default plan, which is where imported rows were measured.
+    They are timed, with the machine to this process, on the cores of each phase's default plan, which is
+    where imported rows were measured.
     """
     plans = [default_plan(machine, phase, threads) for phase in PHASES]
     for cores in dict.fromkeys(plan.ranks[0].cores for plan in plans):
@@ -81,6 +84,7 @@ def verdicts(
         here = Here(machine_key(machine, cores), abis, __version__)
         bench = NativeBench(cores, cold_bytes(machine))
         try:
-            yield from verify(store, here, bench, top, report)
+            with lock.turn():
+                yield from verify(store, here, bench, top, report)
         finally:
             bench.close()

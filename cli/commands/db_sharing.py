@@ -190,11 +190,12 @@ def verify(
     command goes on where it was interrupted.
     """
     from phasewise.topology import read_machine
+    from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.verify_schedules import verdicts
 
     found: list[dict[str, Any]] = []
     with _existing(db) as store:
-        for verdict in verdicts(store, read_machine(), top, threads, note):
+        for verdict in verdicts(store, read_machine(), top, threads, user_lock(note), note):
             found.append(db_text.verdict_fields(verdict))
             note(db_text.verdict_line(verdict))
         left = sum(build.unverified for build in store.stats().builds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,7 @@ from phasewise.cli.options import (
     ThreadsOption,
     WeightFormat,
 )
-from phasewise.cli.present import fail, note, note_plans, print_json
+from phasewise.cli.present import note, note_plans, print_json, read_stdin
 from phasewise.workflows.open_model import open_model
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def generate(
     if "" in (stop or ()):
         raise typer.BadParameter("a stop text must not be empty")
     sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, repetition_penalty)
-    text = _read_stdin() if prompt == "-" else prompt
+    text = read_stdin() if prompt == "-" else prompt
     found = open_model(model, weight_format, threads, db, note)
     note_plans(found.plans)
     packed = found.model
@@ -89,13 +88,6 @@ def generate(
     else:
         typer.echo()
         note(_summary(answer))
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        fail(f"the prompt on stdin is not UTF-8: {error.reason} at byte {error.start}", 1)
 
 
 def _fields(answer: OneAnswer, opened: OpenEngine) -> dict[str, Any]:

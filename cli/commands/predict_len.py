@@ -18,20 +18,18 @@ from phasewise.cli.options import (
     ThreadsOption,
     WeightFormat,
 )
-from phasewise.cli.present import note, note_plans, print_json
+from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, print_json, read_stdin
 
 if TYPE_CHECKING:
-    from phasewise.cli.predict_len_collect import AnswerLog, Settings
-    from phasewise.cli.predict_len_eval import Report
     from phasewise.serving.open_engine import OpenEngine
     from phasewise.tuner.predictor.model import LengthPredictor
-    from phasewise.tuner.predictor.train import Epoch
+    from phasewise.workflows.predict_len.collect import AnswerLog, Settings
+    from phasewise.workflows.predict_len.compare import Report
 
 app = typer.Typer(
     no_args_is_help=True, help="Predict how long answers will be: collect lengths, train, evaluate, ask."
 )
 
-EXIT_INTERRUPTED = 130
 TELL_EVERY = 50
 TIMED_CALLS = 200
 
@@ -77,7 +75,7 @@ def collect(
     Every answer is logged when it ends. Interrupted or killed, the same
     command goes on where it was: what the log holds is not computed again.
     """
-    from phasewise.cli.predict_len_collect import AnswerLog, Settings
+    from phasewise.workflows.predict_len.collect import AnswerLog, Settings
     from phasewise.workflows.predict_len.inputs import message_prompt, read_prompts
 
     texts = read_prompts(prompts)[:limit]
@@ -124,7 +122,7 @@ def _answer_all(
     opened: OpenEngine, log: AnswerLog, every: list[tuple[int, ...]], settings: Settings
 ) -> tuple[list[int], int]:
     """Lengths of the answers computed now, and how many prompts leave no room for one."""
-    from phasewise.cli.predict_len_collect import answers
+    from phasewise.workflows.predict_len.collect import answers
 
     room = opened.size.context_length - settings.max_tokens
     fitting = [ids for ids in every if 0 < len(ids) <= room and ids not in log.done]
@@ -164,15 +162,21 @@ def train_command(
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`."""
-    from phasewise.cli.predict_len_eval import Split, with_split
+    from phasewise.cli.render.predict_len_text import epoch_line
     from phasewise.tuner.predictor.facts import held_out
     from phasewise.tuner.predictor.files import save_predictor
     from phasewise.tuner.predictor.train import TrainOptions, train
+    from phasewise.workflows.predict_len.compare import Split, with_split
     from phasewise.workflows.predict_len.inputs import Tokens, predictor_file, read_logs
 
     found, name = read_logs(logs, Tokens(model, note) if model else None)
     kept, _ = held_out([one for log in found for one in log.examples], split, seed)
-    predictor = train(kept, name, TrainOptions(seed=seed), tell_epoch if verbose else lambda _: None)
+    predictor = train(
+        kept,
+        name,
+        TrainOptions(seed=seed),
+        (lambda epoch: note(epoch_line(epoch))) if verbose else lambda _: None,
+    )
     path = predictor_file(output, name)
     save_predictor(with_split(predictor, Split(split, seed)), path)
     if as_json:
@@ -180,14 +184,6 @@ def train_command(
     else:
         print(path)
         note(", ".join(f"{count} {what}" for what, count in predictor.trained_on.items()))
-
-
-def tell_epoch(epoch: Epoch) -> None:
-    """One line on stderr for an epoch of one network."""
-    note(
-        f"network {epoch.member + 1}, epoch {epoch.number}: "
-        f"loss {epoch.loss:.3f}, unseen {epoch.unseen_loss:.3f}"
-    )
 
 
 @app.command("eval")
@@ -213,15 +209,15 @@ def evaluate(
     given first. A --predictor is judged by the prompts that its file says it
     did not learn from; without one, ours is trained here as the others are.
     """
-    from phasewise.cli.predict_len_eval import (
+    from phasewise.cli.render.predict_len_text import report_text
+    from phasewise.tuner.predictor.files import load_predictor
+    from phasewise.workflows.predict_len.compare import (
         Split,
         report_drift,
         report_log,
-        report_text,
         rivals_of,
         strangers,
     )
-    from phasewise.tuner.predictor.files import load_predictor
     from phasewise.workflows.predict_len.inputs import Tokens, read_logs
 
     found, name = read_logs(logs, Tokens(model, note) if model else None)
@@ -249,7 +245,7 @@ def evaluate(
 
 def _split_of(predictor: LengthPredictor, share: float, seed: int) -> Any:
     """The predictor's own, so that it is judged by what it has not seen."""
-    from phasewise.cli.predict_len_eval import Split
+    from phasewise.workflows.predict_len.compare import Split
 
     own = predictor.trained_on.get("held_out_share", 0)
     if not own:
@@ -273,12 +269,11 @@ def predict(
     as_json: JsonOption = False,
 ) -> None:
     """Predict how long MODEL's answer to a message will be."""
-    from phasewise.cli.commands.generate import _read_stdin
     from phasewise.tuner.predictor.facts import PromptFacts
     from phasewise.tuner.predictor.files import load_predictor
     from phasewise.workflows.predict_len.inputs import Tokens, predictor_file
 
-    text = _read_stdin() if prompt == "-" else prompt
+    text = read_stdin() if prompt == "-" else prompt
     tokens = Tokens(model, note)
     known = load_predictor(predictor_file(predictor, tokens.model_name))
     facts = PromptFacts(tokens.prompt(text), temperature, max_tokens)

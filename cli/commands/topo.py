@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat
-from phasewise.cli.present import note, print_json, write_atomically
+from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat, parse_budget
+from phasewise.cli.present import fail, note, print_json, write_atomically
 
 if TYPE_CHECKING:
     from phasewise.topology import Machine, Node
@@ -63,9 +63,9 @@ def topo(
     _check_one_view(model, trees, notation, plan, plan_file, probe)
     machine = _machine(input_path)
     if probe:
-        from phasewise.cli.render.probe_text import run_probe
-
-        run_probe(machine, is_live=input_path is None, budget=budget, svg_path=svg_path, as_json=as_json)
+        if input_path is not None:
+            fail("a probe measures the machine it runs on: leave --input out", exit_code=1)
+        _show_probe(machine, parse_budget(budget), svg_path, as_json)
     elif trees:
         _show_trees(machine, power_of_two, limit, as_json)
     elif notation is not None:
@@ -149,6 +149,23 @@ def _show_plans(
         print_json({"source": machine.source, "plans": plan_fields(plans)})
     else:
         _print(plan_lines(machine, plans))
+
+
+def _show_probe(machine: Machine, budget_s: float, svg_path: Path | None, as_json: bool) -> None:
+    from phasewise.cli.render.probe_text import probe_lines
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.probe_machine import probe_machine
+
+    found = probe_machine(machine, budget_s, user_lock(note), note)
+    if svg_path is not None:
+        from phasewise.cli.render.probe_svg import draw_probe
+
+        write_atomically(svg_path, draw_probe(machine, found))
+        note(f"picture written to {svg_path}")
+    if as_json:
+        print_json(found.fields())
+    else:
+        _print(probe_lines(machine, found))
 
 
 def _draw(machine: Machine, groups: Iterable[PuGroup] | None, svg_path: Path | None) -> None:

@@ -9,17 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise.cli.commands.tune_kernels import EXIT_INTERRUPTED, PhaseChoice, parse_budget
-from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument, WeightFormat
-from phasewise.cli.present import note, print_json
+from phasewise.cli.options import (
+    DbOption,
+    FormatOption,
+    JsonOption,
+    ModelArgument,
+    PhaseChoice,
+    WeightFormat,
+    parse_budget,
+)
+from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phasewise.cli.config_run import Found
-    from phasewise.cli.tune_config import Subject, Wish
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.workflows.tune_config.run import Found
+    from phasewise.workflows.tune_config.subject import Subject, Wish
 
 MAX_TOP_K = 1000
 
@@ -123,12 +130,12 @@ def tune_config(
     describe hardware that is not here, and MODEL may be a lone config.json.
     """
     started_s = time.monotonic()
-    from phasewise.cli.tune_config import Wish, open_subject
     from phasewise.tuner.config.simulate import Objective, parse_slo
+    from phasewise.workflows.tune_config.subject import Wish, open_subject
 
     wish = Wish(
         model=model,
-        weight_format=weight_format,
+        weight_format=weight_format.value,
         phases=_phases(phase),
         objective=Objective(objective.value, parse_slo(slo) if slo else None, concurrency),
         budget_s=parse_budget(budget),
@@ -148,7 +155,7 @@ def tune_config(
     _check(wish)
     if emit is not None and resume and not dry_run and _emit_stored(wish, emit, as_json):
         return
-    subject = open_subject(wish)
+    subject = open_subject(wish, note)
     if dry_run:
         _print_dry_run(wish, subject, as_json)
         return
@@ -179,11 +186,12 @@ def _check(wish: Wish) -> None:
 
 
 def _run(wish: Wish, subject: Subject, started_s: float) -> Found:
-    from phasewise.cli.config_run import tune
     from phasewise.cli.render.config_progress import progress_of_search
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.tune_config.run import tune
 
     with progress_of_search() as show:
-        return tune(wish, subject, started_s, show)
+        return tune(wish, subject, started_s, show, user_lock(show.say))
 
 
 def _print_found(found: Found, emit: EmitChoice | None, as_json: bool) -> None:
@@ -203,9 +211,9 @@ def _print_found(found: Found, emit: EmitChoice | None, as_json: bool) -> None:
 def _emit_stored(wish: Wish, emit: EmitChoice, as_json: bool) -> bool:
     """Print the plans that the database has; False unless it has one for each phase asked for."""
     from phasewise.cli.render.config_text import stored_fields
-    from phasewise.cli.tune_config import stored_plans
+    from phasewise.workflows.tune_config.subject import stored_plans
 
-    machine, plans = stored_plans(wish)
+    machine, plans = stored_plans(wish, note)
     if set(plans) != set(wish.phases):
         return False
     if as_json:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise.cli.options import DbOption, JsonOption, ThreadsOption, WeightFormat
-from phasewise.cli.present import note, print_json
+from phasewise.cli.options import (
+    DbOption,
+    JsonOption,
+    PhaseChoice,
+    ThreadsOption,
+    WeightFormat,
+    parse_budget,
+)
+from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,17 +24,6 @@ if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase
     from phasewise.workflows.tune_kernels.rounds import Round, Shape, Tuned
-
-EXIT_INTERRUPTED = 130
-UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
-
-
-class PhaseChoice(StrEnum):
-    """What the tuned products are for."""
-
-    prefill = "prefill"
-    decode = "decode"
-    both = "both"
 
 
 def tune_kernels(
@@ -85,14 +80,6 @@ def tune_kernels(
     _print_tuned(tuned, as_json)
     if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def parse_budget(text: str) -> float:
-    """`90`, `90s`, `1.5m`, `1h` in seconds; a usage error otherwise."""
-    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smh]?)\s*", text)
-    if match is None or float(match[1]) == 0:
-        raise typer.BadParameter(f"a budget is written like 90s, 10m or 1h, not {text!r:.40}")
-    return float(match[1]) * UNITS_S[match[2]]
 
 
 def parse_shapes(text: str, kernel_format: str) -> list[Shape]:
@@ -160,15 +147,17 @@ def _tune(
     """Each round in turn, with its share of what is left of the budget; an interrupted one is the last."""
     from phasewise.cli.render.tuning_text import progress_on_stderr
     from phasewise.kerneldb.store import open_store
+    from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_kernels.rounds import tune_round
 
     deadline_s = time.monotonic() + budget_s
     done: list[Tuned] = []
     note("measuring the limits of these cores ...")
-    with open_store(db, note) as store, progress_on_stderr() as report:
+    lock = user_lock(note)
+    with open_store(db, note) as store, progress_on_stderr() as report, lock.working(budget_s):
         for number, one in enumerate(rounds):
             share_s = (deadline_s - time.monotonic()) / (len(rounds) - number)
-            done.append(tune_round(one, machine, store, share_s, resume, report))
+            done.append(tune_round(one, machine, store, share_s, resume, report, lock))
             if done[-1].is_interrupted:
                 break
     return done

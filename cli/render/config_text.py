@@ -7,15 +7,16 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from phasewise._version import __version__
-from phasewise.cli.tune_config import objective_words
 from phasewise.tuner.config.references import PER_NODE, same_cores
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.plans import Phase, ServicePlan, list_cores
+from phasewise.workflows.tune_config.search import objective_words
 
 if TYPE_CHECKING:
-    from phasewise.cli.config_run import Found
-    from phasewise.cli.finals import Finalist, Verdict, Versus
-    from phasewise.cli.tune_config import Searched, Subject, Wish
+    from phasewise.workflows.tune_config.run import Found
+    from phasewise.workflows.tune_config.search import Searched
+    from phasewise.workflows.tune_config.subject import Subject, Wish
+    from phasewise.workflows.tune_config.verdict import Finalist, Verdict, Versus
 
 SHORT_NAMES = {PER_NODE: "one per NUMA node"}
 """In a table of eighty columns."""
@@ -329,9 +330,9 @@ def dry_run_text(wish: Wish, subject: Subject) -> str:
 
 def dry_run_fields(wish: Wish, subject: Subject) -> dict[str, Any]:
     """As JSON values."""
-    from phasewise.cli.finals import habits_of
-    from phasewise.cli.tune_config import space_of
     from phasewise.tuner.topotree import fundamental
+    from phasewise.workflows.tune_config.search import space_of
+    from phasewise.workflows.tune_config.verdict import habits_of
 
     found = fundamental(subject.machine)
     return {

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phasewise.cli.alone import company
-from phasewise.cli.commands.tune_kernels import parse_budget
-from phasewise.cli.present import fail, note, print_json, write_atomically
 from phasewise.topology.cpusets import format_list
 
 if TYPE_CHECKING:
@@ -31,37 +26,6 @@ MEASURED = {
     "memory": "reading memory",
 }
 DISTURBED = 0.05
-
-
-def run_probe(
-    machine: Machine,
-    *,
-    is_live: bool,
-    budget: str = "30s",
-    svg_path: Path | None = None,
-    as_json: bool = False,
-) -> None:
-    """Probe this machine, write the picture, print the result. Another machine's file is refused."""
-    from phasewise.tuner.probe import probe
-    from phasewise.tuner.probe.native import NativeInstruments
-
-    if not is_live:
-        fail("a probe measures the machine it runs on: leave --input out", exit_code=1)
-    budget_s = parse_budget(budget)
-    with company().turn(time.monotonic() + budget_s) as is_alone:
-        if not is_alone:
-            note("another phasewise still measures on this machine: the numbers will be disturbed")
-        found = probe(machine, budget_s, NativeInstruments(), note)
-    if svg_path is not None:
-        from phasewise.cli.render.probe_svg import draw_probe
-
-        write_atomically(svg_path, draw_probe(machine, found))
-        note(f"picture written to {svg_path}")
-    if as_json:
-        print_json(found.fields())
-    else:
-        for line in probe_lines(machine, found):
-            print(line)
 
 
 def probe_lines(machine: Machine, probe: Probe) -> list[str]:

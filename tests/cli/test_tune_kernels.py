@@ -15,8 +15,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from phasewise.cli.commands.tune_kernels import parse_budget
 from phasewise.cli.main import app
+from phasewise.cli.options import parse_budget
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.tuner import timing
 from phasewise.tuner.roofline import Roofline

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from phasewise.cli.alone import Company
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey
 from phasewise.topology import Kind
@@ -23,7 +22,6 @@ from phasewise.tuner.config.space import Space
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
 from phasewise.tuner.config.study import (
     Event,
-    Others,
     SearchOutcome,
     SearchSettings,
     SearchTask,
@@ -32,6 +30,7 @@ from phasewise.tuner.config.study import (
 )
 from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.errors import EvaluationError
+from phasewise.tuner.measurement_lock import FileLock, MeasurementLock
 from phasewise.tuner.plans import Phase
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
 from tests.support import paper_machines
@@ -92,9 +91,9 @@ def run_on(
     settings: SearchSettings | None = None,
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Event], None] = lambda event: None,
-    others: Others | None = None,
+    lock: MeasurementLock | None = None,
 ) -> SearchOutcome:
-    return run(small_space(), task(evaluator), locate(database), settings, stop, report, others)
+    return run(small_space(), task(evaluator), locate(database), settings, stop, report, lock)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -106,7 +105,7 @@ def main(arguments: Sequence[str]) -> None:
 
     kind: EvaluatorKind = "modelled" if arguments[2:] == ["modelled"] else "measured"
     evaluator = FakeEvaluator(happens=happens, kind=kind)
-    outcome = run_on(arguments[0], evaluator, UNPRUNED, others=Company(Path(f"{arguments[0]}.lock")))
+    outcome = run_on(arguments[0], evaluator, UNPRUNED, lock=FileLock(Path(f"{arguments[0]}.lock")))
     assert outcome.best is not None
     summary = {"end": outcome.end, "best": outcome.best[0].key, "tried": outcome.tried}
     print(json.dumps({**summary, "evaluations": outcome.evaluations}), flush=True)

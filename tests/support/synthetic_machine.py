@@ -1,7 +1,7 @@
 """A machine made of arithmetic, and a tuning run on it that a test can interrupt, kill, or start twice.
 
-As a script: `python synthetic_machine.py DATABASE [SECONDS A MEASUREMENT [LOCK FILE]]` tunes, in company of
-others with the same file if there is one, and prints what is in use.
+As a script: `python synthetic_machine.py DATABASE [SECONDS A MEASUREMENT [LOCK FILE]]` tunes, divided with
+others that have the same lock file if there is one, and prints what is in use.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from phasewise.cli import alone
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.tuner import timing
 from phasewise.tuner.ledger import Ledger, Scope
+from phasewise.tuner.measurement_lock import FileLock, MeasurementLock, NoLock
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
-from phasewise.tuner.task_division import Company, Nobody, Task
+from phasewise.tuner.task_division import Task
 from phasewise.tuner.tuning_run import Duel, Tools, TuningOutcome, tune
 
 MACHINE = MachineKey("AuthenticAMD 26/2 avx2+avx512f L1d 48K L2 1M", "2 threads: 1 node x 1 L3 x 2 cores")
@@ -101,32 +100,17 @@ class SyntheticMachine:
         return Sample(schedule, (cost_ns,), cost_ns, None, 5 * cost_ns, {"steal": 0.0, "others": 0.0})
 
 
-class Neighbours:
-    """Other processes with the same lock file."""
-
-    def __init__(self, lock: Path) -> None:
-        self._company = alone.Company(lock)
-        self._end_s = time.monotonic() + 60
-        self.claim, self.let_pass = self._company.claim, self._company.let_pass
-
-    def turn(self) -> AbstractContextManager[bool]:
-        return self._company.turn(self._end_s)
-
-    def wait_for(self, name: str, seconds: float) -> None:
-        self._company.wait_for(name, self._end_s)
-
-
 def run_on(
     machine: SyntheticMachine,
     database: str,
     tasks: Sequence[Task] = (task_of(), task_of(512)),
     budget_s: float = 1e9,
     since_ms: int = 0,
-    company: Company | None = None,
+    lock: MeasurementLock | None = None,
 ) -> TuningOutcome:
     with open_store(database) as store:
         ledger = Ledger(store, replace(SCOPE, since_ms=since_ms))
-        tools = Tools(machine, ledger, OPTIONS, clock=machine.clock, company=company or Nobody())
+        tools = Tools(machine, ledger, OPTIONS, clock=machine.clock, lock=lock or NoLock())
         return tune(tasks, tools, budget_s)
 
 
@@ -137,6 +121,6 @@ def in_use(outcome: TuningOutcome) -> list[tuple[int, int, dict[str, object]]]:
 
 if __name__ == "__main__":
     pause_s = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
-    company = Neighbours(Path(sys.argv[3])) if len(sys.argv) > 3 else None
-    found = run_on(SyntheticMachine(happens=lambda: time.sleep(pause_s)), sys.argv[1], company=company)
+    lock = FileLock(Path(sys.argv[3])) if len(sys.argv) > 3 else None
+    found = run_on(SyntheticMachine(happens=lambda: time.sleep(pause_s)), sys.argv[1], lock=lock)
     print(json.dumps({"end": found.end, "timed": found.timed, "in_use": in_use(found)}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ import pytest
 
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.kerneldb.store import open_store
+from phasewise.tuner.measurement_lock import NoLock
 from phasewise.tuner.search.space import Arithmetic
-from phasewise.tuner.task_division import Nobody, Task
+from phasewise.tuner.task_division import Task
 from phasewise.tuner.tuning_run import INTERLEAVED, Tools, TuningOutcome, TuningProgress, tune
 from tests.support import synthetic_machine
 from tests.support.kerneldb_server import new_database_url, postgres_socket
@@ -322,7 +324,7 @@ def test_rows_of_another_build_or_machine_are_not_used(database: str) -> None:
             assert len(machine.timed) == first.timed
 
 
-class OtherRun(Nobody):
+class OtherRun(NoLock):
     """Another run has claimed the second weight, and tunes it while we are at the first."""
 
     def __init__(self, database: str) -> None:
@@ -344,7 +346,7 @@ def test_a_weight_that_another_run_has_claimed_is_left_to_it(database: str) -> N
     machine, other = SyntheticMachine(), OtherRun(database)
     with open_store(database) as store:
         ledger = synthetic_machine.Ledger(store, SCOPE)
-        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock, company=other)
+        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock, lock=other)
         tools = replace(tools, call_s=lambda problem: problem.n / 1e6)
         outcome = tune([task_of(512), task_of(), task_of(1024)], tools, 1e9)
     again = run_on(SyntheticMachine(), database, [task_of(512), task_of(), task_of(1024)])
@@ -357,7 +359,7 @@ def test_a_weight_that_another_run_has_claimed_is_left_to_it(database: str) -> N
     assert again.timed == again.duels == 0
 
 
-class QuickRun(Nobody):
+class QuickRun(NoLock):
     """Another run tunes the second weight while we are at the first, and nobody sees it have it."""
 
     def __init__(self, database: str) -> None:
@@ -371,7 +373,7 @@ class QuickRun(Nobody):
 
 
 def test_what_another_run_settled_meanwhile_is_not_gone_through_again(database: str) -> None:
-    outcome = run_on(SyntheticMachine(), database, company=QuickRun(database))
+    outcome = run_on(SyntheticMachine(), database, lock=QuickRun(database))
     again = run_on(SyntheticMachine(), database)
 
     assert (outcome.end, outcome.replayed) == ("complete", 0)
@@ -388,7 +390,7 @@ class Watched(SyntheticMachine):
         self.prepared: set[tuple[Problem, Schedule]] = set()
 
     @contextmanager
-    def turn(self) -> Iterator[bool]:
+    def turn(self, seconds: float = math.inf) -> Iterator[bool]:
         self.is_alone = True
         yield True
         self.is_alone = False
@@ -399,27 +401,27 @@ class Watched(SyntheticMachine):
 
 
 def test_all_is_prepared_before_a_turn(database: str) -> None:
-    machine, company = Watched(), Nobody()
-    company.turn = machine.turn  # type: ignore[method-assign]
-    run_on(machine, database, company=company)
+    machine, lock = Watched(), NoLock()
+    lock.turn = machine.turn  # type: ignore[method-assign]
+    run_on(machine, database, lock=lock)
 
     fought = {(problem, one) for problem, *both in machine.duels for one in both}
     assert machine.prepared == {*machine.timed, *fought}
 
 
 def test_what_another_run_keeps_until_the_budget_is_over_is_not_tuned(database: str) -> None:
-    machine, other = SyntheticMachine(), Nobody()
+    machine, other = SyntheticMachine(), NoLock()
     other.claim = lambda name: nullcontext(False)  # type: ignore[method-assign]
     with open_store(database) as store:
         ledger = synthetic_machine.Ledger(store, SCOPE)
-        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, company=other)
+        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, lock=other)
         outcome = tune([task_of()], tools, 0.1)
 
     assert (outcome.end, outcome.timed, outcome.gains) == ("budget", 0, ())
 
 
-class NeverAlone(Nobody):
-    def turn(self) -> AbstractContextManager[bool]:
+class NeverAlone(NoLock):
+    def turn(self, seconds: float = math.inf) -> AbstractContextManager[bool]:
         return nullcontext(False)
 
 
@@ -427,13 +429,13 @@ def test_without_a_turn_nothing_is_timed(database: str) -> None:
     machine = SyntheticMachine()
     with open_store(database) as store:
         ledger = synthetic_machine.Ledger(store, SCOPE)
-        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, company=NeverAlone())
+        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, lock=NeverAlone())
         outcome = tune([task_of()], tools, 60)
 
     assert (outcome.end, outcome.timed, machine.timed) == ("budget", 0, [])
 
 
-class Crowd(Nobody):
+class Crowd(NoLock):
     """Others, who time four times as long as this run: before its turns, after them, where it lets them."""
 
     def __init__(self, machine: SyntheticMachine) -> None:
@@ -441,7 +443,7 @@ class Crowd(Nobody):
         self._owed_s = 0.0
 
     @contextmanager
-    def turn(self) -> Iterator[bool]:
+    def turn(self, seconds: float = math.inf) -> Iterator[bool]:
         self.let_pass()
         began_s = self._machine.now_s
         yield True
@@ -459,7 +461,7 @@ def test_waiting_for_others_takes_nothing_of_a_weights_share(database: str) -> N
     run_on(whole, str(Path(database).with_name("whole.db")), tasks)
     with open_store(database) as store:
         ledger = synthetic_machine.Ledger(store, SCOPE)
-        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock, company=Crowd(machine))
+        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock, lock=Crowd(machine))
         outcome = tune(tasks, tools, 3 * whole.now_s)
 
     turns = [n for n, _ in itertools.groupby(problem.n for problem, _ in machine.timed)]

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from phasewise.kerneldb.location import Location
 from phasewise.kerneldb.records import MachineKey
@@ -29,6 +28,7 @@ from phasewise.tuner.config.trace import slices
 from phasewise.tuner.config.trials import Claim, Entry, Known, State, Trials
 from phasewise.tuner.config.walk import Ask, Candidate, Cut, Decision, Rules, Stopped, walk
 from phasewise.tuner.errors import EvaluationError
+from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
 from phasewise.tuner.plans import Phase
 from phasewise.tuner.topotree import Configuration
 
@@ -110,26 +110,6 @@ class Tried:
     """Configurations in the whole space."""
 
 
-class Others(Protocol):
-    """Other processes on this machine with the same study."""
-
-    def claim(self, name: str) -> AbstractContextManager[bool]:
-        """Whether what has this name is this process's until the end; False: it is another's."""
-        ...
-
-    def rest(self, seconds: float) -> None:
-        """Sleep, in nobody's way."""
-        ...
-
-
-class _Nobody:
-    def claim(self, name: str) -> AbstractContextManager[bool]:
-        return nullcontext(True)
-
-    def rest(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-
 Event: TypeAlias = Tried | Cut | Stopped
 
 
@@ -179,18 +159,18 @@ def run(
     settings: SearchSettings | None = None,
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Event], None] = lambda event: None,
-    others: Others | None = None,
+    lock: MeasurementLock | None = None,
 ) -> SearchOutcome:
     """Search until the walk ends, `stop` says so (it is asked before every timing), or Ctrl-C.
 
-    others: on this machine; None: there are none, or they are elsewhere.
+    lock: by which processes on this machine divide the study; None: no other process has it.
 
     KernelDbError when the database cannot be used. A configuration that cannot run costs infinitely much.
     """
     settings = settings or SearchSettings()
     storage = open_storage(location)
     search = _Search(space, task, _open_trials(storage, task, settings, location.name), settings, report)
-    end = search.until(stop, others or _Nobody())
+    end = search.until(stop, lock or NoLock())
     return search.outcome(end)
 
 
@@ -222,7 +202,7 @@ class _Search:
         self._trees_cut = 0
         self._groups_stopped = 0
 
-    def until(self, stop: Callable[[], bool], others: Others) -> End:
+    def until(self, stop: Callable[[], bool], lock: MeasurementLock) -> End:
         """Walk and answer."""
         walking = walk(self._space, self._settings.rules)
         try:
@@ -230,7 +210,7 @@ class _Search:
             while True:
                 self._decided(ask.decisions)
                 with ExitStack() as claims:
-                    costs_ms = self._answer(ask, stop, others, claims)
+                    costs_ms = self._answer(ask, stop, lock, claims)
                 ask = walking.send(costs_ms)
         except StopIteration as done:
             self._decided(done.value)
@@ -269,7 +249,9 @@ class _Search:
             self._groups_stopped += isinstance(decision, Stopped)
             self._report(decision)
 
-    def _answer(self, ask: Ask, stop: Callable[[], bool], others: Others, claims: ExitStack) -> list[float]:
+    def _answer(
+        self, ask: Ask, stop: Callable[[], bool], lock: MeasurementLock, claims: ExitStack
+    ) -> list[float]:
         """Costs of a batch: what the study holds, what others are timing now, and the rest timed here."""
         waiting = {candidate.configuration.key: candidate for candidate in ask.candidates}
         self._candidates.update(waiting)
@@ -282,17 +264,17 @@ class _Search:
                 raise _Ended
             free = [candidate for key, candidate in waiting.items() if key not in elsewhere]
             if self._task.evaluator.kind != "measured":
-                free = self._calculate(free, stop, others, claims)
+                free = self._calculate(free, stop, lock, claims)
             # From the other end where somebody is at work already, or both would reach for the same ones.
             elif free and (claim := self._trials.claim(self._entry(free[-1 if elsewhere else 0]))):
                 self._evaluate(claim, self._candidates[claim.key])
             if not free:
-                others.rest(pause_s)
+                lock.rest(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return [self._cost(candidate) for candidate in ask.candidates]
 
     def _calculate(
-        self, free: Sequence[Candidate], stop: Callable[[], bool], others: Others, claims: ExitStack
+        self, free: Sequence[Candidate], stop: Callable[[], bool], lock: MeasurementLock, claims: ExitStack
     ) -> list[Candidate]:
         """Those that were calculated here: all that no other process of this machine has claimed.
 
@@ -303,7 +285,7 @@ class _Search:
             if stop():
                 raise _Ended
             name = f"{self._trials.name} {candidate.configuration.key}"
-            if claims.enter_context(others.claim(name)):
+            if claims.enter_context(lock.claim(name)):
                 self._evaluate(self._trials.draft(self._entry(candidate)), candidate)
                 calculated.append(candidate)
         return calculated

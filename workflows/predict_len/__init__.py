@@ -1,1 +1,1 @@
-"""Prompts, logs of answers, and predictors of answers' lengths."""
+"""Predict how long answers will be: read prompts and logs, collect answers, compare methods."""

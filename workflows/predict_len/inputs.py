@@ -1,4 +1,4 @@
-"""The inputs of length prediction: prompts, logs of answers, and predictors on disk."""
+"""What `predict-len` reads: a model's tokens, prompts, logs of answers, and where a predictor is kept."""
 
 from __future__ import annotations
 

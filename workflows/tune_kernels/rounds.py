@@ -1,4 +1,7 @@
-"""`phasewise tune-kernels` between its options and its tables: which products, on which cores, what limit."""
+"""Which products of a model are tuned on which cores, and one tuning run over them.
+
+A round is one set of cores: prefill and decode share a round where their plans use the same cores.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,22 @@ from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
 from phasewise.cython_kernels._native import kernel_abi
-from phasewise.kerneldb.records import MachineKey, Problem
+from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule
 from phasewise.kerneldb.store import Store
 from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.ranks import ALL_LOGITS_ROWS
 from phasewise.topology import Machine
 from phasewise.tuner.attention import attention_group
 from phasewise.tuner.ledger import Ledger, Scope
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
 from phasewise.tuner.plans import Phase, machine_key
 from phasewise.tuner.roofline import Roofline, measure_roofline
 from phasewise.tuner.search.attention import attention_grid, tune_attention
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.task_division import Company, Nobody, Task
-from phasewise.tuner.tuning_run import Gain, Tools, TuningOutcome, TuningProgress, tune
+from phasewise.tuner.task_division import Task
+from phasewise.tuner.tuning_run import Duel, Evaluator, Gain, Tools, TuningOutcome, TuningProgress, tune
 from phasewise.tuner.weights import cold_bytes, format_name
 
 if TYPE_CHECKING:
@@ -161,58 +165,70 @@ def tune_round(
     budget_s: float,
     resume: bool,
     report: Callable[[TuningProgress], None],
-    company: Company | None = None,
+    lock: MeasurementLock,
 ) -> Tuned:
-    """Tune a round for at most `budget_s`, the measuring of its limits included; None: nobody else does."""
+    """Tune a round for at most `budget_s`, the measuring of its limits included."""
     started_s = time.monotonic()
-    company = _Pinned(company or Nobody(), one.cores)
+    everywhere = os.sched_getaffinity(0)
     total_bytes = cold_bytes(machine)
-    with company.turn():
+    with lock.turn(budget_s):
         roofline = measure_roofline(one.cores, (shape.format for shape in one.shapes), total_bytes)
     since_ms = 0 if resume else time.time_ns() // 1_000_000
     key, deadline_s = machine_key(machine, one.cores), started_s + budget_s
     scope = Scope(key, kernel_abi("gemm"), __version__, since_ms)
     attention: TuningOutcome | None = None
-    evaluator = NativeEvaluator(one.cores, total_bytes)
+    native = NativeEvaluator(one.cores, total_bytes)
+    evaluator = _OnFirstCore(native, one.cores[0])
     try:
+        os.sched_setaffinity(0, everywhere)  # the team has just put this thread on its first core
         tools = Tools(
             evaluator,
             Ledger(store, scope),
             report=report,
             call_s=lambda problem: bound_s(one, roofline, problem),
-            company=company,
+            lock=lock,
         )
         left_s = deadline_s - time.monotonic()
         outcome = tune(one.tasks, tools, left_s * (1 - ATTENTION_SHARE) if one.attention else left_s)
         if one.attention and outcome.end != "interrupted":
             own = Scope(key, kernel_abi("attention"), __version__, since_ms)
-            tools = Tools(evaluator, Ledger(store, own), report=report, company=company)
+            tools = Tools(evaluator, Ledger(store, own), report=report, lock=lock)
             attention = tune([one.attention], tools, deadline_s - time.monotonic())
     finally:
-        evaluator.close()
+        native.close()
     return Tuned(one, scope.machine, scope.kernel_abi, roofline, outcome, attention)
 
 
-class _Pinned:
-    """Company, for a thread that a team keeps on its first core; between turns it may work on any.
+@contextmanager
+def _on_core(core: int) -> Iterator[None]:
+    """Keep this thread on a core; afterwards it may run on all cores that it could run on before."""
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, everywhere)
 
-    Else all processes that tune for these cores would work on the same one.
+
+class _OnFirstCore:
+    """An evaluator whose caller, the team's first thread, is on the team's first core while it times.
+
+    Between timings the thread may run on any core. Otherwise all processes that tune for these cores would
+    compute on the same one.
     """
 
-    def __init__(self, company: Company, cores: Sequence[int]) -> None:
-        self._company = company
-        self._first_core = cores[0]
-        self._everywhere = os.sched_getaffinity(0)
-        self.let_pass, self.claim, self.wait_for = company.let_pass, company.claim, company.wait_for
+    def __init__(self, evaluator: Evaluator, core: int) -> None:
+        self._evaluator = evaluator
+        self._core = core
+        self.prepare = evaluator.prepare
 
-    @contextmanager
-    def turn(self) -> Iterator[bool]:
-        with self._company.turn() as is_alone:
-            os.sched_setaffinity(0, {self._first_core})
-            try:
-                yield is_alone
-            finally:
-                os.sched_setaffinity(0, self._everywhere)
+    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
+        with _on_core(self._core):
+            return self._evaluator.measure(problem, schedules)
+
+    def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
+        with _on_core(self._core):
+            return self._evaluator.duel(problem, incumbent, candidate)
 
 
 def bound_s(one: Round, roofline: Roofline, problem: Problem) -> float:

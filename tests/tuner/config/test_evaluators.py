@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from phasewise.cli import measured
 from phasewise.kerneldb.records import MachineKey, StepTime
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.serving.batch import Batch
@@ -26,6 +25,7 @@ from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.ledger import Scope
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, machine_key, rank_on
 from phasewise.tuner.topotree import Configuration
+from phasewise.workflows.tune_config import measured_evaluator as measured
 from tests.support.paper_machines import llama_2_7b
 
 EVALUATORS = ["measured", "modelled", "recorded"]

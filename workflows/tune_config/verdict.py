@@ -1,4 +1,4 @@
-"""What is made of a search: a last run of its best plans and of what people do by habit, and a verdict.
+"""From the best plans of a search to the plan in use: a last run, comparisons with references, a verdict.
 
 The order of a measured run: the best plans of the search and the three references get the kernels that the
 budget allows; all are timed again with them; the fastest is held against each reference in pairs of turns. It
@@ -22,9 +22,9 @@ from phasewise.tuner.plans import Phase, ServicePlan
 from phasewise.tuner.topotree import Configuration
 
 if TYPE_CHECKING:
-    from phasewise.cli.measured import MeasuredEvaluator
-    from phasewise.cli.tune_config import Subject
     from phasewise.tuner.config.steps import Evaluator
+    from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator
+    from phasewise.workflows.tune_config.subject import Subject
 
 FINALIST_MARGIN = 1.5
 """A plan that looks so many times slower than the best one is not worth kernels of its own."""

@@ -8,7 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from phasewise.cli.finals import (
+from phasewise.kerneldb.records import Comparison
+from phasewise.tuner.config.references import Reference
+from phasewise.tuner.errors import EvaluationError
+from phasewise.tuner.plans import RankCores, ServicePlan
+from phasewise.workflows.tune_config.verdict import (
     TIMINGS_A_DUEL,
     Verdict,
     decide,
@@ -16,10 +20,6 @@ from phasewise.cli.finals import (
     finalists,
     last_run,
 )
-from phasewise.kerneldb.records import Comparison
-from phasewise.tuner.config.references import Reference
-from phasewise.tuner.errors import EvaluationError
-from phasewise.tuner.plans import RankCores, ServicePlan
 
 LATER_S = math.inf
 

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from phasewise.cli.measured import MeasuredEvaluator, Reading, Room
 from phasewise.serving.loaders import load_model
 from phasewise.serving.model import PackedModel
 from phasewise.topology import Machine, read_machine
@@ -15,6 +14,7 @@ from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan
 from phasewise.tuner.topotree import Configuration
+from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, Reading, Room
 from tests.support.tiny_models import write_tiny_gguf
 
 STEPS = (Step("prefill", 24), Step("prefill", 8, context=16), Step("decode", 1, 3, 20))

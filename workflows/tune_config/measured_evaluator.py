@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from phasewise.cli.alone import company
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ServingError
@@ -26,6 +25,7 @@ from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch, is_disturbed
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
 from phasewise.tuner.errors import EvaluationError, TunerError
+from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, default_plan
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ Duel = Callable[[int], list[tuple[timing.Samples, timing.Samples]]]
 LEAST_NS_A_STEP = 100_000_000
 MOST_NS_A_STEP = 3_000_000_000
 MOST_TURNS = 25
-"""A short step gets turns for so long, or so many; one that is so slow that `timing.ROUNDS` of them would
-take longer gets fewer, but two."""
+"""A short step is repeated until LEAST_NS_A_STEP or MOST_TURNS. A step of which `timing.ROUNDS` turns would
+last longer than MOST_NS_A_STEP is repeated fewer times, but at least twice."""
 SETTLE_NS = 1_000_000
 """Of uncounted work at the beginning of a turn: the other contestant's threads have gone to sleep by then."""
 FILLED_AT_FIRST = 16
@@ -94,14 +94,14 @@ class Tally:
 
 
 def _ignore(reading: Reading) -> None:
-    """Where nobody keeps readings."""
+    """Drop the reading: the default of `keep`."""
 
 
 class MeasuredEvaluator:
-    """Times configurations on this machine's cores. For one thread, whose affinity `open` gives back.
+    """Times configurations on this machine's cores. For one thread, whose affinity `open` restores.
 
-    schedules: by which the kernels of some plans run; None: by their own default ones. keep: told every
-    reading.
+    schedules: the kernel schedules of some plans; it returns None for the kernels' own defaults. keep: called
+    with every reading. lock: taken while anything is timed.
     """
 
     kind: EvaluatorKind = "measured"
@@ -113,15 +113,17 @@ class MeasuredEvaluator:
         room: Room,
         schedules: Callable[[Plans], Schedules | None] = lambda plans: None,
         keep: Callable[[Reading], None] = _ignore,
+        lock: MeasurementLock | None = None,
     ) -> None:
         self._model = model
         self._machine = machine
         self._room = room
         self._schedules = schedules
         self._keep = keep
+        self._lock = lock or NoLock()
         self.tally = Tally()
         self.deadline_s = math.inf
-        """By `time.monotonic`: so long it waits for another process that measures."""
+        """When it stops waiting for another process that measures, by `time.monotonic`."""
 
     @contextmanager
     def open(self, configuration: Configuration, phase: Phase) -> Iterator[Clock]:
@@ -140,10 +142,11 @@ class MeasuredEvaluator:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Nobody else measures. EvaluationError at the deadline: a slow model must not outlast it."""
-        if time.monotonic() >= self.deadline_s:
+        """The machine to itself. EvaluationError at the deadline, which a slow model must not outlast."""
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
             raise EvaluationError("the budget was used up while it was timed")
-        with company().turn(self.deadline_s) as is_alone:
+        with self._lock.turn(left_s) as is_alone:
             if not is_alone:
                 raise EvaluationError("another phasewise measured here until the budget was used up")
             yield

@@ -11,14 +11,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from phasewise._version import __version__
-from phasewise.cli.alone import company
-from phasewise.cli.finals import (
+from phasewise.kerneldb.records import Origin, PlanRecord
+from phasewise.tuner.config.study_messages import StudyMessages
+from phasewise.tuner.plans import Phase
+from phasewise.workflows.tune_config.search import Searched, search, study_location
+from phasewise.workflows.tune_config.subject import Subject, Wish
+from phasewise.workflows.tune_config.verdict import (
     CalculatedJury,
     Finalist,
     Jury,
@@ -30,21 +34,23 @@ from phasewise.cli.finals import (
     habits_of,
     last_run,
 )
-from phasewise.cli.present import note
-from phasewise.cli.tune_config import Searched, Subject, Wish, search, study_location
-from phasewise.cli.verdict_fields import verdict_fields, verdict_of
-from phasewise.kerneldb.records import Origin, PlanRecord
-from phasewise.tuner.config.study_messages import StudyMessages
-from phasewise.tuner.plans import Phase
+from phasewise.workflows.tune_config.verdict_json import verdict_fields, verdict_of
 
 if TYPE_CHECKING:
-    from phasewise.cli.measured import MeasuredEvaluator, Plans, Reading, Room, Schedules
     from phasewise.kerneldb.location import Location
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.config.recorded import Kernels
     from phasewise.tuner.config.steps import Evaluator
     from phasewise.tuner.config.study import Event
+    from phasewise.tuner.measurement_lock import MeasurementLock
     from phasewise.tuner.tuning_run import TuningProgress
+    from phasewise.workflows.tune_config.measured_evaluator import (
+        MeasuredEvaluator,
+        Plans,
+        Reading,
+        Room,
+        Schedules,
+    )
     from phasewise.workflows.tune_kernels.rounds import Tuned
 
 SEARCH_SHARE = 0.5
@@ -97,13 +103,14 @@ class Found:
 
 
 @dataclass
-class _Run:
+class Run:
     """What has been found so far."""
 
     wish: Wish
     subject: Subject
     show: Show
     started_s: float
+    lock: MeasurementLock
     began_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
     """Unix time."""
     searched: list[Searched] = field(default_factory=list)
@@ -117,18 +124,21 @@ class _Run:
         return self.started_s + share * self.wish.budget_s
 
 
-def tune(wish: Wish, subject: Subject, started_s: float, show: Show) -> Found:
-    """Search, and measure what the evaluator measures. started_s: of the command, by `time.monotonic`."""
-    run = _Run(wish, subject, show, started_s)
+def tune(wish: Wish, subject: Subject, started_s: float, show: Show, lock: MeasurementLock) -> Found:
+    """Search, tune kernels, compare and store, within the wish's budget. Ctrl-C ends it early.
+
+    started_s: when the command began, by `time.monotonic`. lock: taken while anything is timed.
+    """
+    run = Run(wish, subject, show, started_s, lock)
     measured: MeasuredEvaluator | None = None
     try:
         if wish.evaluator == "measured":
             from phasewise.kerneldb.store import open_store
 
-            with open_store(wish.db, note) as store:
-                measured = _plain(subject, store)
+            with open_store(wish.db, run.show.say) as store:
+                measured = _plain(run, store)
                 measured.deadline_s = run.deadline_s()
-                with company().working(run.deadline_s()):
+                with lock.working(run.deadline_s() - time.monotonic()):
                     _run_measured(run, measured, store)
         else:
             _run_calculated(run)
@@ -151,17 +161,17 @@ def tune(wish: Wish, subject: Subject, started_s: float, show: Show) -> Found:
 # ---- nothing is timed --------------------------------------------------------------------------------------
 
 
-def _run_calculated(run: _Run) -> None:
-    with _opened_study(run.wish), _calculating(run) as evaluator:
+def _run_calculated(run: Run) -> None:
+    with _opened_study(run), _calculating(run) as evaluator:
         if not _search(run, evaluator, 1.0):
             return
         for one in run.searched:
             jury = CalculatedJury(evaluator, run.subject, one.phase)
-            _judge(run, one, jury, math.inf)
+            judge(run, one, jury, math.inf)
 
 
 @contextmanager
-def _calculating(run: _Run) -> Iterator[Evaluator]:
+def _calculating(run: Run) -> Iterator[Evaluator]:
     wish, subject = run.wish, run.subject
     if wish.evaluator == "modelled":
         from phasewise.tuner.config.hidden import read_hidden
@@ -173,38 +183,40 @@ def _calculating(run: _Run) -> Iterator[Evaluator]:
     from phasewise.kerneldb.store import open_store
     from phasewise.tuner.config.recorded import RecordedEvaluator
 
-    with open_store(wish.db, note) as store:
-        yield RecordedEvaluator(store, subject.key, subject.model_key, report=note)
+    with open_store(wish.db, run.show.say) as store:
+        yield RecordedEvaluator(store, subject.key, subject.model_key, report=run.show.say)
 
 
 # ---- measured ----------------------------------------------------------------------------------------------
 
 
-def _plain(subject: Subject, store: Store) -> MeasuredEvaluator:
+def _plain(run: Run, store: Store) -> MeasuredEvaluator:
     """By the kernels' own schedules: all configurations alike."""
-    from phasewise.cli.measured import MeasuredEvaluator
+    from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator
 
+    subject = run.subject
     assert subject.model is not None
-    room, heard = _room(subject), _keeper(subject, store, "default")
-    return MeasuredEvaluator(subject.model, subject.machine, room, keep=heard)
+    heard = _keeper(subject, store, "default")
+    return MeasuredEvaluator(subject.model, subject.machine, _room(subject), keep=heard, lock=run.lock)
 
 
-def _tuned(subject: Subject, store: Store, db: str | None) -> MeasuredEvaluator:
+def _tuned(run: Run, store: Store) -> MeasuredEvaluator:
     """By whatever schedules are in use for a plan's cores."""
-    from phasewise.cli.measured import MeasuredEvaluator
+    from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator
     from phasewise.workflows.tuned_schedules import schedules_for
 
     def in_use(plans: Plans) -> Schedules:
-        return schedules_for(db, subject.machine, plans, note)
+        return schedules_for(run.wish.db, subject.machine, plans, run.show.say)
 
+    subject = run.subject
     assert subject.model is not None
     heard = _keeper(subject, store, "tuned")
-    return MeasuredEvaluator(subject.model, subject.machine, _room(subject), in_use, heard)
+    return MeasuredEvaluator(subject.model, subject.machine, _room(subject), in_use, heard, run.lock)
 
 
 def _room(subject: Subject) -> Room:
-    from phasewise.cli.measured import Room
     from phasewise.tuner.plans import PHASES
+    from phasewise.workflows.tune_config.measured_evaluator import Room
 
     return Room.for_steps(step for phase in PHASES for step in subject.grid(phase).steps)
 
@@ -221,34 +233,34 @@ def _keeper(subject: Subject, store: Store, kernels: Kernels) -> Callable[[Readi
     return lambda reading: keep(store, scope, subject.model_key, reading, kernels)
 
 
-def _run_measured(run: _Run, plain: MeasuredEvaluator, store: Store) -> None:
-    with _opened_study(run.wish):
+def _run_measured(run: Run, plain: MeasuredEvaluator, store: Store) -> None:
+    with _opened_study(run):
         if not _search(run, plain, SEARCH_SHARE):
             return
     chosen = {one.phase: _finalists(run.subject, one) for one in run.searched}
     needed_s = _last_run_s(run, chosen)
     if not _tune_kernels(run, chosen, run.deadline_s() - sum(needed_s.values()), store):
         return
-    tuned = _tuned(run.subject, store, run.wish.db)
+    tuned = _tuned(run, store)
     tuned.tally, tuned.deadline_s = plain.tally, plain.deadline_s
     _last_runs(run, tuned, needed_s, store)
 
 
-def _last_runs(run: _Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, float], store: Store) -> None:
+def _last_runs(run: Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, float], store: Store) -> None:
     """Of each phase, by this process or by another that has the same study at the same time."""
     waiting = {one.phase: one for one in run.searched}
     location = study_location(run.wish)
     while waiting:
         for phase, one in waiting.items():
             words = StudyMessages(location, one.outcome.study)
-            with company().claim(_last_run_claim(location, one)) as is_ours:
+            with run.lock.claim(_last_run_claim(location, one)) as is_ours:
                 if not _hear_verdict(run, phase, words):
                     if not is_ours:
                         continue
                     now_s = time.monotonic()
                     share = needed_s[phase] / sum(needed_s[other] for other in waiting)
                     deadline_s = now_s + share * (run.deadline_s() - now_s)
-                    _judge(run, one, MeasuredJury(tuned, run.subject, phase), deadline_s)
+                    judge(run, one, MeasuredJury(tuned, run.subject, phase), deadline_s)
                     _keep_plan(run, phase, store)
                     _say_verdict(run, phase, words)
             del waiting[phase]
@@ -257,17 +269,18 @@ def _last_runs(run: _Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, flo
             if time.monotonic() >= run.deadline_s():
                 run.end = "budget"
                 return
-            company().wait_for(_last_run_claim(location, next(iter(waiting.values()))), run.deadline_s())
+            name = _last_run_claim(location, next(iter(waiting.values())))
+            run.lock.wait_for(name, run.deadline_s() - time.monotonic())
     for one in run.searched:
-        _judge_again(run, one, MeasuredJury(tuned, run.subject, one.phase), store)
+        judge_again(run, one, MeasuredJury(tuned, run.subject, one.phase), store)
 
 
-def _judge_again(run: _Run, one: Searched, jury: Jury, store: Store) -> None:
+def judge_again(run: Run, one: Searched, jury: Jury, store: Store) -> None:
     """With what other phases left of their time, where a phase's own did not suffice for comparisons."""
     before = run.verdicts.get(one.phase)
     if before is None or before.is_settled or time.monotonic() >= run.deadline_s():
         return
-    _judge(run, one, jury, run.deadline_s())
+    judge(run, one, jury, run.deadline_s())
     _keep_plan(run, one.phase, store)
 
 
@@ -275,7 +288,7 @@ def _last_run_claim(location: Location, one: Searched) -> str:
     return f"{location.name} {one.outcome.study} {LAST_RUN}"
 
 
-def _hear_verdict(run: _Run, phase: Phase, words: StudyMessages) -> bool:
+def _hear_verdict(run: Run, phase: Phase, words: StudyMessages) -> bool:
     """Whether another process has come to a verdict since this run began; then it is this run's as well."""
     heard = words.hear(LAST_RUN, run.began_ms)
     if heard is None:
@@ -286,7 +299,7 @@ def _hear_verdict(run: _Run, phase: Phase, words: StudyMessages) -> bool:
     return True
 
 
-def _say_verdict(run: _Run, phase: Phase, words: StudyMessages) -> None:
+def _say_verdict(run: Run, phase: Phase, words: StudyMessages) -> None:
     """Unless there was no time to come to one."""
     verdict = run.verdicts.get(phase)
     if verdict is not None and verdict.is_settled:
@@ -294,25 +307,25 @@ def _say_verdict(run: _Run, phase: Phase, words: StudyMessages) -> None:
 
 
 @contextmanager
-def _opened_study(wish: Wish) -> Iterator[None]:
+def _opened_study(run: Run) -> Iterator[None]:
     """The database that keeps the study exists and is ours before Optuna looks into it."""
-    location = study_location(wish)
+    wish, location = run.wish, study_location(run.wish)
     if location.url == "sqlite://":
         yield
         return
     from phasewise.kerneldb.store import open_store
 
-    with open_store(wish.storage or wish.db, note):
+    with open_store(wish.storage or wish.db, run.show.say):
         yield
 
 
-def _search(run: _Run, evaluator: Evaluator, share: float) -> bool:
+def _search(run: Run, evaluator: Evaluator, share: float) -> bool:
     """Each phase in turn, what one leaves of its time going to the next; False when interrupted."""
     phases = run.wish.phases
     for place, phase in enumerate(phases):
         deadline_s = run.deadline_s(share * (place + 1) / len(phases))
         report = run.show.searching(phase, deadline_s)
-        run.searched.append(search(run.subject, phase, run.wish, evaluator, deadline_s, report))
+        run.searched.append(search(run.subject, phase, run.wish, evaluator, deadline_s, report, run.lock))
         outcome = run.searched[-1].outcome
         if outcome.end == "interrupted":
             run.end = "interrupted"
@@ -327,7 +340,7 @@ def _finalists(subject: Subject, one: Searched) -> tuple[Finalist, ...]:
     return finalists(top, habits_of(subject, one.phase))
 
 
-def _judge(run: _Run, one: Searched, jury: Jury, deadline_s: float) -> None:
+def judge(run: Run, one: Searched, jury: Jury, deadline_s: float) -> None:
     now_s = time.monotonic()
     habits, chosen = habits_of(run.subject, one.phase), _finalists(run.subject, one)
     if not chosen:
@@ -339,7 +352,7 @@ def _judge(run: _Run, one: Searched, jury: Jury, deadline_s: float) -> None:
         run.verdicts[one.phase] = verdict
 
 
-def _keep_plan(run: _Run, phase: Phase, store: Store) -> None:
+def _keep_plan(run: Run, phase: Phase, store: Store) -> None:
     verdict = run.verdicts.get(phase)
     if verdict is None or not verdict.is_settled or not store.writable:
         return
@@ -353,7 +366,7 @@ def _keep_plan(run: _Run, phase: Phase, store: Store) -> None:
 
 
 def _tune_kernels(
-    run: _Run, chosen: Mapping[Phase, Sequence[Finalist]], deadline_s: float, store: Store
+    run: Run, chosen: Mapping[Phase, Sequence[Finalist]], deadline_s: float, store: Store
 ) -> bool:
     """The finalists' products on the cores of their ranks, the best plans' first; False: interrupted.
 
@@ -365,7 +378,6 @@ def _tune_kernels(
     assert run.subject.model is not None
     plans = [one.plan for turn in zip_longest(*chosen.values()) for one in turn if one]
     rounds = kernel_rounds(run.subject.model, run.subject.machine, plans)
-    others = _Others(deadline_s)
     for place, one in enumerate(rounds):
         left_s = deadline_s - time.monotonic()
         if left_s < LEAST_KERNEL_S:
@@ -375,7 +387,7 @@ def _tune_kernels(
         share_s = left_s if place == len(rounds) - 1 else left_s / 2
         run.show.say(f"kernels: {one.describe()}, at most {share_s:.0f} s")
         machine, resume, report = run.subject.machine, run.wish.resume, run.show.tuning
-        run.kernels.append(tune_round(one.round, machine, store, share_s, resume, report, others))
+        run.kernels.append(tune_round(one.round, machine, store, share_s, resume, report, run.lock))
         if run.kernels[-1].is_interrupted:
             run.end = "interrupted"
             return False
@@ -384,26 +396,7 @@ def _tune_kernels(
     return True
 
 
-@dataclass(frozen=True)
-class _Others:
-    """Runs that tune kernels at the same time, until a deadline (`time.monotonic`)."""
-
-    deadline_s: float
-
-    def turn(self) -> AbstractContextManager[bool]:
-        return company().turn(self.deadline_s)
-
-    def let_pass(self) -> None:
-        company().let_pass()
-
-    def claim(self, name: str) -> AbstractContextManager[bool]:
-        return company().claim(name)
-
-    def wait_for(self, name: str, seconds: float) -> None:
-        company().wait_for(name, min(self.deadline_s, time.monotonic() + seconds))
-
-
-def _last_run_s(run: _Run, chosen: Mapping[Phase, Sequence[Finalist]]) -> dict[Phase, float]:
+def _last_run_s(run: Run, chosen: Mapping[Phase, Sequence[Finalist]]) -> dict[Phase, float]:
     """What to keep for each phase's last run: the search says how long a configuration takes."""
     needed_s = {}
     for one in run.searched:

@@ -7,11 +7,11 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cli.finals import Finalist, Verdict, Versus
-from phasewise.cli.verdict_fields import verdict_fields, verdict_of
 from phasewise.kerneldb.records import Comparison
 from phasewise.tuner.config.references import Reference
 from phasewise.tuner.plans import RankCores, ServicePlan
+from phasewise.workflows.tune_config.verdict import Finalist, Verdict, Versus
+from phasewise.workflows.tune_config.verdict_json import verdict_fields, verdict_of
 
 costs = st.floats(0.001, 1e6)
 words = st.none() | st.text(max_size=20)

@@ -1,5 +1,4 @@
-"""`phasewise predict-len eval`: our predictor and buckets beside S3's and a constant, on prompts nobody
-learnt from."""
+"""Compare our predictor and buckets with those of S3 and with a constant, on prompts that were held out."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from tabulate import tabulate
 
 from phasewise.serving.pools.bounds import learnt
 from phasewise.serving.pools.contract import PoolSettings
@@ -183,45 +181,3 @@ def with_split(predictor: LengthPredictor, split: Split) -> LengthPredictor:
     """A predictor that says which prompts it did not learn from."""
     facts = {**predictor.trained_on, "held_out_share": split.share, "held_out_seed": split.seed}
     return replace(predictor, trained_on=facts)
-
-
-def report_text(report: Report) -> str:
-    """One log's figures, to read."""
-    lines = [f"{report.name}: {report.n_answers} answers"]
-    headers = ["accuracy", "overflow", "exact bucket", "block", "utilisation", "given max_tokens"]
-    for point, scores in report.scores.items():
-        rows = [
-            [one.method, f"{one.accuracy:.2%}", f"{one.overflow:.2%}", _share(one.exact_bucket),
-             f"{one.block_tokens:.0f}", f"{one.utilisation:.1%}", f"{one.whole_limit:.1%}"]
-            for one in scores
-        ]  # fmt: skip
-        table = tabulate(rows, [point, *headers], tablefmt="simple", disable_numparse=True)
-        lines += ["", table, f"ours above S3: {report.points_gained(point):+.2f} points"]
-    if report.calibration is not None:
-        lines += ["", _calibration_text(report.calibration)]
-    return "\n".join(lines)
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _calibration_text(found: Calibration) -> str:
-    rows = [
-        [
-            f"{one.uncertainty:.2f}",
-            f"{one.held:.1%}",
-            f"{one.room_tokens:.0f}",
-            f"{one.mean_error_tokens:.0f}",
-        ]
-        for one in found.deciles
-    ]
-    coverage = ", ".join(f"{share:.0%}" for share in found.coverage)
-    return "\n".join(
-        [
-            tabulate(rows, ["u, by deciles", "held", "room", "mean error"], disable_numparse=True),
-            f"answers within the forecast's 10 %, 20 %, .. 90 %: {coverage}",
-            f"mean error {found.mean_error_tokens:.0f} tokens; "
-            f"of a constant {found.constant_error_tokens:.0f}",
-        ]
-    )

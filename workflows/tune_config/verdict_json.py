@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from phasewise.cli.finals import Finalist, Verdict, Versus
 from phasewise.kerneldb.records import Comparison
 from phasewise.tuner.config.references import Reference
 from phasewise.tuner.plans import ServicePlan
+from phasewise.workflows.tune_config.verdict import Finalist, Verdict, Versus
 
 
 def verdict_fields(verdict: Verdict) -> dict[str, Any]:

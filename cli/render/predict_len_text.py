@@ -1,0 +1,62 @@
+"""What `predict-len eval` and `predict-len train --verbose` print."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+if TYPE_CHECKING:
+    from phasewise.tuner.predictor.evaluate import Calibration
+    from phasewise.tuner.predictor.train import Epoch
+    from phasewise.workflows.predict_len.compare import Report
+
+
+def epoch_line(epoch: Epoch) -> str:
+    """One network's loss after one epoch."""
+    return (
+        f"network {epoch.member + 1}, epoch {epoch.number}: "
+        f"loss {epoch.loss:.3f}, unseen {epoch.unseen_loss:.3f}"
+    )
+
+
+def report_text(report: Report) -> str:
+    """One log's figures, to read."""
+    lines = [f"{report.name}: {report.n_answers} answers"]
+    headers = ["accuracy", "overflow", "exact bucket", "block", "utilisation", "given max_tokens"]
+    for point, scores in report.scores.items():
+        rows = [
+            [one.method, f"{one.accuracy:.2%}", f"{one.overflow:.2%}", _share(one.exact_bucket),
+             f"{one.block_tokens:.0f}", f"{one.utilisation:.1%}", f"{one.whole_limit:.1%}"]
+            for one in scores
+        ]  # fmt: skip
+        table = tabulate(rows, [point, *headers], tablefmt="simple", disable_numparse=True)
+        lines += ["", table, f"ours above S3: {report.points_gained(point):+.2f} points"]
+    if report.calibration is not None:
+        lines += ["", _calibration_text(report.calibration)]
+    return "\n".join(lines)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _calibration_text(found: Calibration) -> str:
+    rows = [
+        [
+            f"{one.uncertainty:.2f}",
+            f"{one.held:.1%}",
+            f"{one.room_tokens:.0f}",
+            f"{one.mean_error_tokens:.0f}",
+        ]
+        for one in found.deciles
+    ]
+    coverage = ", ".join(f"{share:.0%}" for share in found.coverage)
+    return "\n".join(
+        [
+            tabulate(rows, ["u, by deciles", "held", "room", "mean error"], disable_numparse=True),
+            f"answers within the forecast's 10 %, 20 %, .. 90 %: {coverage}",
+            f"mean error {found.mean_error_tokens:.0f} tokens; "
+            f"of a constant {found.constant_error_tokens:.0f}",
+        ]
+    )

@@ -1,0 +1,128 @@
+"""Search one phase's configurations: the space, the study that keeps its trials, and the deadline."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from phasewise.kerneldb.location import MEMORY_URL, Location, locate
+from phasewise.tuner.config.simulate import Objective
+from phasewise.tuner.config.space import Space
+from phasewise.tuner.config.steps import Evaluator
+from phasewise.tuner.config.study import (
+    Event,
+    SearchOutcome,
+    SearchSettings,
+    SearchTask,
+    StudyKey,
+    Tried,
+    run,
+    slice_costs,
+)
+from phasewise.tuner.config.walk import Rules
+from phasewise.tuner.measurement_lock import MeasurementLock
+from phasewise.tuner.plans import Phase
+from phasewise.tuner.topotree import OperatorLimits, fundamental
+from phasewise.workflows.tune_config.subject import Subject, Wish
+
+IN_MEMORY = "sqlite://"
+
+
+@dataclass(frozen=True)
+class ExactRanks(OperatorLimits):
+    """The limits of a model, and plans of exactly `ranks` ranks."""
+
+    ranks: int = 1
+
+    def reason(self, n_ranks: int) -> str | None:
+        if n_ranks != self.ranks:
+            return f"--ranks {self.ranks} leaves it out"
+        return super().reason(n_ranks)
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The search of one phase, and how long it took."""
+
+    phase: Phase
+    outcome: SearchOutcome
+    elapsed_s: float
+    failures: Mapping[str, int]
+    """How many configurations could not run for the same reason."""
+
+
+def study_location(wish: Wish) -> Location:
+    """Where trials are kept: what is only modelled is forgotten unless `--storage` says where."""
+    if wish.storage is not None:
+        return locate(wish.storage)
+    return locate(wish.db if wish.evaluator == "measured" else IN_MEMORY)
+
+
+def objective_words(objective: Objective) -> str:
+    """What is made small, in a few words that name a study, e.g. `e2e, 4 sequences at once`."""
+    slo = objective.slo
+    bounds = {"TTFT": slo.ttft_ms, "TPOT": slo.tpot_ms} if slo else {}
+    within = [f"{name} {bound:g} ms" for name, bound in bounds.items() if bound is not None]
+    together = [f"{objective.concurrency} sequences at once"] if objective.concurrency > 1 else []
+    return ", ".join([objective.kind, *within, *together])
+
+
+def space_of(subject: Subject) -> Space:
+    """The configurations to choose from."""
+    limits = subject.limits
+    if subject.ranks is not None:
+        limits = ExactRanks(
+            limits.n_heads, limits.n_kv_heads, limits.head_dim, limits.ffn, ranks=subject.ranks
+        )
+    return Space(fundamental(subject.machine).tree, limits, subject.hints)
+
+
+def search(
+    subject: Subject,
+    phase: Phase,
+    wish: Wish,
+    evaluator: Evaluator,
+    deadline_s: float,
+    report: Callable[[Event], None],
+    lock: MeasurementLock,
+) -> Searched:
+    """The phase's configurations, until the deadline (`time.monotonic`) or the end of them."""
+    started_s = time.monotonic()
+    failures: Counter[str] = Counter()
+
+    def heard(event: Event) -> None:
+        if isinstance(event, Tried) and event.reason:
+            failures[event.reason] += 1
+        report(event)
+
+    key = StudyKey(
+        machine=subject.key,
+        model=subject.model_key,
+        phase=phase,
+        objective=objective_words(subject.objective),
+        trace=subject.trace_digest,
+        evaluator=f"{evaluator.kind} {_answers_digest(subject, wish)}",
+    )
+    location = study_location(wish)
+    outcome = run(
+        space_of(subject),
+        SearchTask(key, evaluator, slice_costs(subject.objective, phase, subject.trace)),
+        location,
+        SearchSettings(Rules(seed=wish.seed), wish.top_k, wish.resume),
+        stop=lambda: time.monotonic() >= deadline_s,
+        report=heard,
+        lock=None if location.url == MEMORY_URL else lock,
+    )
+    return Searched(phase, outcome, time.monotonic() - started_s, failures)
+
+
+def _answers_digest(subject: Subject, wish: Wish) -> str:
+    """Of what an evaluator's answers depend on besides machine, model and requests."""
+    from phasewise.cython_kernels._native import kernel_abi
+
+    hidden = wish.hidden_file.read_bytes() if wish.hidden_file else b""
+    what = kernel_abi("gemm") if wish.evaluator == "measured" else f"{subject.shape} {subject.machine}"
+    return hashlib.sha256(what.encode() + hidden).hexdigest()[:12]
