@@ -33,12 +33,15 @@ def allreduce(
     """
     from phasewise.cli.render.all_reduce_formats import FORMATS
     from phasewise.topology import read_machine
+    from phasewise.tuner.measurement_lock import user_lock
     from phasewise.tuner.plans import default_plan
     from phasewise.workflows.bench.allreduce.compare import AllReduceGrid, all_reduce_rows
 
     cores = default_plan(read_machine(), "decode", threads).ranks[0].cores
     grid = AllReduceGrid(cores, _rank_counts(ranks, len(cores)), _sizes(sizes), _kinds(kinds), rounds)
-    print(FORMATS[output.value](list(all_reduce_rows(grid, report=note))), end="")
+    with user_lock(note).turn():
+        rows = list(all_reduce_rows(grid, report=note))
+    print(FORMATS[output.value](rows), end="")
 
 
 def _rank_counts(text: str, n_cores: int) -> list[int]:

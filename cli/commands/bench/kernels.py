@@ -71,6 +71,7 @@ def kernels(
     prints all rows of the grid.
     """
     from phasewise.cli.render.kernel_formats import FORMATS, draw_rows
+    from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.bench.kernel_rows import KernelRow, PointKey, RowFile
     from phasewise.workflows.bench.kernels import kernel_rows, schedules_of
     from phasewise.workflows.bench.peers.processes import opened_peers
@@ -84,7 +85,7 @@ def kernels(
         raise typer.BadParameter(f"--rows: {error}") from error
     known: dict[PointKey, KernelRow] = {row.key: row for row in (file.rows if file else ())}
     if not known.keys() >= set(grid.points()):
-        with opened_peers(_peer_names(peers), grid.cores, note) as found:
+        with user_lock(note).turn(), opened_peers(_peer_names(peers), grid.cores, note) as found:
             for row in kernel_rows(grid, found, schedules_of(db, grid.cores, note), known.keys(), note):
                 if file is not None:
                     file.add(row)

@@ -15,15 +15,17 @@ def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
     """Measure this machine's limits: peak multiply rates and read bandwidth, on one core and on all."""
     from phasewise.topology import core_signature, placement_signature, read_machine
     from phasewise.tuner.machine_limits import measure_limits
+    from phasewise.tuner.measurement_lock import user_lock
     from phasewise.tuner.plans import default_plan
 
     here = read_machine()
     cores = default_plan(here, "decode", threads).ranks[0].cores
     groups = [cores[:1]] if len(cores) == 1 else [cores[:1], cores]
     limits = []
-    for group in groups:
-        note(f"measuring {len(group)} core{'s' if len(group) > 1 else ''} ...")
-        limits.append(measure_limits(group))
+    with user_lock(note).turn():
+        for group in groups:
+            note(f"measuring {len(group)} core{'s' if len(group) > 1 else ''} ...")
+            limits.append(measure_limits(group))
     if as_json:
         print_json(
             {

@@ -49,6 +49,7 @@ def run(
     from phasewise.cli.render.explain_text import uses_text
     from phasewise.serving.ranks import STEP_TOKENS
     from phasewise.serving.throughput import Workload
+    from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.bench.model import bench_rows, open_ranks
     from phasewise.workflows.open_model import open_model
 
@@ -64,6 +65,6 @@ def run(
     if explain:
         uses = found.explain(STEP_TOKENS, max(workload.n_sequences for workload in workloads), kv_format)
         note(uses_text(uses))
-    with open_ranks(found, workloads, kv_format.value) as opened:
+    with user_lock(note).turn(), open_ranks(found, workloads, kv_format.value) as opened:
         rows = list(bench_rows(opened, workloads, repetitions, note))
     print(FORMATS[output.value](rows), end="")

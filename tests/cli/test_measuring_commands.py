@@ -1,0 +1,67 @@
+"""Two phasewise commands that measure, started together: one waits, says for whom, and both end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phasewise.tuner.measurement_lock import LOCK_NAME, FileLock
+from tests.support.tiny_models import write_tiny_gguf
+
+PATIENCE_S = 120
+
+
+def start(tmp_path: Path, *arguments: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "phasewise", *map(str, arguments)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PHASEWISE_DB": str(tmp_path / "tuning.db")}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def until_it_measures(lock: FileLock, process: subprocess.Popen[str]) -> None:
+    ends_s = time.monotonic() + PATIENCE_S
+    while lock.holder() != process.pid:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        ("bench", "run", "MODEL", "-p", "4", "-n", "", "-r", "1"),
+        ("bench", "machine", "--threads", "1"),
+        ("bench", "kernels", "--shape", "64,64", "--m", "1", "-r", "1", "--peers", "none", "--cold-mib", "1"),
+        ("bench", "allreduce", "--ranks", "1", "--sizes", "4K", "-r", "1"),
+        ("topo", "--probe", "--budget", "60s"),
+        ("tune-kernels", "--shapes", "64,64", "--format", "f32", "--max-m", "1", "--budget", "8s"),
+        ("tune-config", "MODEL", "--lengths", "fixed:8/8", "--budget", "8s", "--top-k", "1", "--cores", "0"),
+    ],
+    ids=lambda second: " ".join(second[:2]),
+)
+def test_the_second_waits_says_for_whom_and_both_end(tmp_path: Path, second: tuple[str, ...]) -> None:
+    """The first is stopped while it measures, so that the second has to wait however fast the machine is."""
+    model = tmp_path / "tiny.gguf"
+    write_tiny_gguf(model)
+    first = start(tmp_path, "bench", "run", model, "-p", "8", "-n", "8", "-r", "20")
+    until_it_measures(FileLock(tmp_path / LOCK_NAME), first)
+    first.send_signal(signal.SIGSTOP)
+    waiting = start(tmp_path, *(str(model) if word == "MODEL" else word for word in second))
+    try:
+        assert waiting.stderr is not None
+        told = next((line for line in waiting.stderr if line.startswith("waiting for")), "")
+    finally:
+        first.send_signal(signal.SIGCONT)
+    ends = [process.communicate(timeout=PATIENCE_S) for process in (first, waiting)]
+
+    assert told.startswith(f"waiting for process {first.pid} ("), ends
+    assert "bench run" in told
+    assert "waited " in ends[1][1]
+    assert (first.returncode, waiting.returncode) == (0, 0), ends
