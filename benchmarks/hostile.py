@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hostile_rows import connections, grammars, requests
+from hostile_rows import connections, grammars, requests, templates
 from hostile_rows.siege import Missed, Siege, Skipped
 from served_process import DEFAULT_MODEL, TINY, leave_no_server
 
@@ -27,6 +27,8 @@ ROWS: dict[str, Callable[[Siege], str]] = {
     "schemas_that_explode": grammars.schemas_that_explode,
     "grammars_before_prompts": grammars.grammars_before_prompts,
     "a_grammar_for_the_other": grammars.a_grammar_for_the_other,
+    "templates_that_burn": templates.templates_that_burn,
+    "turns_in_contents": templates.turns_in_contents,
     "huge_integers": requests.huge_integers,
     "prompts_told_by_time": requests.prompts_told_by_time,
     "tiny_chunks": connections.tiny_chunks,

@@ -1,78 +1,71 @@
-"""A conversation written out as one prompt, by the template that came with the model."""
+"""Conversations written out by a model's own template, in a process where a template can harm nobody."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-import jinja2
-
-from phasewise.serving.errors import ModelError, RequestError
-from phasewise.serving.template_sandbox import (
-    MAX_OUTPUT_CHARS,
-    Budget,
-    RefusedError,
-    SpentError,
-    compile_template,
-)
+from phasewise.serving.chat_template import ChatTemplateError
+from phasewise.serving.confined import Bounds, ConfinedError, ConfinedProcess, JobRefused, Overrun
+from phasewise.serving.errors import ModelError
 from phasewise.serving.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
+BOUNDS = Bounds(seconds=2.0, memory_bytes=256 << 20, start_s=30.0)
+"""Of one conversation. One of everyday use takes less than a millisecond."""
+MOST_CHARACTERS = 1 << 24
+_LONG_BYTES = 256 * 1024
 
 
-class ChatTemplateError(RequestError):
-    """This conversation cannot be written out by the model's template, often because the template says so."""
+class ChatPrompt(NamedTuple):
+    """A conversation written out. `mark`: the character that breaks control texts in contents; "": none."""
+
+    text: str
+    mark: str
 
 
-class ChatTemplate:
-    """A model's chat template, compiled. Safe to share between threads."""
+class Conversations:
+    """Writes conversations out by one template. Any thread may ask; short ones do not wait for long ones."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` maps the names templates use (`bos_token`, `eos_token`, ...) to the tokens' texts.
+    def __init__(self, source: str, special_tokens: Mapping[str, str], control_texts: Sequence[str]) -> None:
+        """`special_tokens`: by the names that templates use. `control_texts` are plain text in contents."""
+        told = json.dumps(
+            {
+                "source": source,
+                "special_tokens": dict(special_tokens),
+                "control_texts": list(control_texts),
+                "most_characters": MOST_CHARACTERS,
+            }
+        ).encode()
+        self._short, self._long = (ConfinedProcess("template", told, BOUNDS) for _ in range(2))
 
-        Raises ModelError for a template that cannot be read.
-        """
+    def start(self) -> None:
+        """Read the template now. ModelError where it cannot be used."""
         try:
-            self._template = compile_template(source)
-        except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ModelError(f"the model's chat template cannot be read: {reason}; give another") from error
-        self._special_tokens = dict(special_tokens)
+            self._short.start()
+        except JobRefused as error:
+            raise ModelError(str(error)) from error
+        except ConfinedError as error:
+            raise ModelError(f"the model's chat template cannot be read: {error}; give another") from error
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt for a conversation, special tokens spelled out: encode it with `add_special=False`.
-
-        `variables` are further names for the template, such as `enable_thinking`. All values must be plain
-        JSON ones. Raises ChatTemplateError.
-        """
-        names = self._special_tokens | {
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **(variables or {}),
-        }
+    def write(self, messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
+        """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError."""
+        request = json.dumps(messages).encode()
+        process = self._short if len(request) <= _LONG_BYTES else self._long
         try:
-            with Budget() as budget:
-                return _gather(self._template.generate(**names), budget)
-        except RefusedError as error:
-            raise ChatTemplateError(
-                f"the model's chat template refuses this conversation: {error}"
-            ) from error
-        except SpentError as error:
+            answer = process.ask(request)
+        except JobRefused as error:
+            raise ChatTemplateError(str(error)) from error
+        except Overrun as error:
             raise ChatTemplateError(f"the model's chat template was stopped: {error}") from error
-        except Exception as error:  # a template is a stranger's program, and may fail in any way
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            message = (
-                f"the model's chat template fails on this conversation ({reason}); check roles and contents"
-            )
-            raise ChatTemplateError(message) from error
+        n_mark = answer[0]
+        mark, text = answer[1 : 1 + n_mark], answer[1 + n_mark :]
+        return ChatPrompt(text.decode("utf-8", "surrogatepass"), mark.decode())
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in (self._short, self._long):
+            process.close()
 
 
 def special_tokens_of(
@@ -82,15 +75,3 @@ def special_tokens_of(
     ids = {"bos_token": bos_token_id, "eos_token": next(iter(eos_token_ids), None)}
     texts = {name: tokenizer.token(at) for name, at in ids.items() if at is not None}
     return {name: text for name, text in texts.items() if text is not None}
-
-
-def _gather(pieces: Iterable[str], budget: Budget) -> str:
-    written: list[str] = []
-    n_chars = 0
-    for piece in pieces:
-        budget.step()
-        n_chars += len(piece)
-        if n_chars > MAX_OUTPUT_CHARS:
-            raise SpentError("it wrote too much")
-        written.append(piece)
-    return "".join(written)

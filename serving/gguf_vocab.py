@@ -100,7 +100,7 @@ _VISIBLE = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + at) for a
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
 """Those that some text has in UTF-8."""
 
-_ALWAYS_FOUND = frozenset(
+ALWAYS_FOUND = frozenset(
     f"""
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
     <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos>
@@ -175,7 +175,7 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
         int(kind) for kind in _numbers(metadata, "tokenizer.ggml.token_type", len(named), TokenKind.NORMAL)
     ]
     for at, token in enumerate(named):
-        if token in _ALWAYS_FOUND and kinds[at] == TokenKind.NORMAL:
+        if token in ALWAYS_FOUND and kinds[at] == TokenKind.NORMAL:
             kinds[at] = TokenKind.USER_DEFINED
     return _Vocabulary(named, tuple(kinds), metadata)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
@@ -22,6 +22,9 @@ from phasewise.serving.schedules import ScheduleLookup
 from phasewise.serving.tokenizer import DetokenizeStream, Tokenizer
 from phasewise.tuner.plans import Phase, ServicePlan
 
+if TYPE_CHECKING:
+    from phasewise.serving.chat import Conversations
+
 Plans = Mapping[Phase, ServicePlan]
 
 KV_SHARE_OF_FREE_MEMORY = 0.25
@@ -31,10 +34,14 @@ _LEAST_ANSWER_TOKENS = 256
 
 
 class ModelText:
-    """Text to tokens and back, as one model has it."""
+    """Text to tokens and back, as one model has it.
 
-    def __init__(self, model: PackedModel) -> None:
+    allow_special: texts of control tokens in a conversation's contents become these tokens.
+    """
+
+    def __init__(self, model: PackedModel, *, allow_special: bool = False) -> None:
         self._model = model
+        self._allow_special = allow_special
         self.tokenizer = Tokenizer.from_json(model.tokenizer_json, model.config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
@@ -43,22 +50,27 @@ class ModelText:
     def open_stream(self) -> DetokenizeStream:
         return DetokenizeStream(self.tokenizer)
 
+    @property
+    def has_template(self) -> bool:
+        return self._model.chat_template is not None
+
     @cached_property
-    def render_chat(self) -> Callable[[Sequence[Mapping[str, Any]]], str] | None:
-        """OpenAI messages to a prompt's text, special tokens included; None without a template."""
+    def conversations(self) -> Conversations:
+        """What writes OpenAI messages out. RequestError without a template, ModelError for a bad one."""
         if self._model.chat_template is None:
-            return None
-        from phasewise.serving.chat import ChatTemplate, special_tokens_of
+            raise RequestError(f"{self._model.name} has no chat template", "messages")
+        from phasewise.serving.chat import Conversations, special_tokens_of
 
         config = self._model.config
         special = special_tokens_of(self.tokenizer, config.bos_token_id, config.eos_token_ids)
-        return ChatTemplate(self._model.chat_template, special).render
+        control_texts = [] if self._allow_special else self.tokenizer.control_texts(config.eos_token_ids)
+        found = Conversations(self._model.chat_template, special, control_texts)
+        found.start()
+        return found
 
     def chat_prompt(self, message: str) -> list[int]:
         """Token ids of a conversation that consists of one user message."""
-        if self.render_chat is None:
-            raise RequestError(f"{self._model.name} has no chat template", "messages")
-        return self.encode(self.render_chat([{"role": "user", "content": message}]), False)
+        return self.tokenizer.encode_marked(*self.conversations.write([{"role": "user", "content": message}]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import ContextLengthExceeded
@@ -78,6 +79,8 @@ def run_service(
         metrics = Metrics(_gauges(client, thread, life, log, lambda: len(connections.open)))
         connections = Connections(settings.limits, metrics)
         guides = stack.enter_context(closing(_guides(opened)))
+        if opened.text.has_template:
+            stack.enter_context(closing(opened.text.conversations))
         app = create_app(_served(opened, settings, guides), client, settings.limits, life, metrics)
         service = Service(app, client, life, connections, report, log.reopen if log else None)
         server = HttpServer(service, address, settings.tls)
@@ -153,7 +156,7 @@ def _served(opened: OpenEngine, settings: ServiceSettings, guides: GuideCompiler
         end_token_ids=frozenset(config.eos_token_ids),
         encode=_bounded(opened),
         piece=opened.text.tokenizer.piece,
-        render_chat=opened.text.render_chat,
+        encode_chat=_chat_encoder(opened) if opened.text.has_template else None,
         max_prompt_tokens=settings.max_prompt_tokens,
         estimate=settings.predictor.estimate if settings.predictor else None,
         guides=guides,
@@ -162,18 +165,39 @@ def _served(opened: OpenEngine, settings: ServiceSettings, guides: GuideCompiler
 
 def _bounded(opened: OpenEngine) -> Callable[[str, bool], list[int]]:
     """Cutting megabytes of text takes seconds of every core, only to learn that they are too many tokens."""
-    context = opened.size.context_length
-    longest = max(len(opened.text.tokenizer.piece(one)) for one in range(opened.model.config.vocab_size))
+    check = _length_check(opened, "prompt")
 
     def encode(text: str, add_special: bool) -> list[int]:
-        if len(text) > context * longest:
-            raise ContextLengthExceeded(
-                f"this model's context of {context} tokens cannot hold a text of {len(text)} characters",
-                "prompt",
-            )
+        check(text)
         return opened.text.encode(text, add_special)
 
     return encode
+
+
+def _chat_encoder(opened: OpenEngine) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
+    """The template is read beforehand: one that cannot be is told at the start."""
+    conversations, check = opened.text.conversations, _length_check(opened, "messages")
+
+    def encode(messages: Sequence[dict[str, Any]]) -> list[int]:
+        prompt = conversations.write(messages)
+        check(prompt.text)
+        return opened.text.tokenizer.encode_marked(*prompt)
+
+    return encode
+
+
+def _length_check(opened: OpenEngine, param: str) -> Callable[[str], None]:
+    context = opened.size.context_length
+    longest = max(len(opened.text.tokenizer.piece(one)) for one in range(opened.model.config.vocab_size))
+
+    def check(text: str) -> None:
+        if len(text) > context * longest:
+            raise ContextLengthExceeded(
+                f"this model's context of {context} tokens cannot hold a text of {len(text)} characters",
+                param,
+            )
+
+    return check
 
 
 def _guides(opened: OpenEngine) -> GuideCompiler:

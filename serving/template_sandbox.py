@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
+from string import Formatter
 from typing import Any, NoReturn
 
 import jinja2
@@ -155,13 +156,47 @@ def _written(value: Any) -> Any:
     return value
 
 
-_WIDE = re.compile(r"%(\([^)]*\))?[-+ #0-9.]*(\d{4}|\*)|\{[^{}]*:[^{}]*(\d{4}|\{)")
+_MOST_WIDTH = 999
+_FLAGS_AND_WIDTHS = re.compile(r"[-+ #]*+(\d*+)(\*?)\.?(\d*+)(\*?)")
 
 
-def _check_pattern(pattern: object) -> None:
-    """Formatting may not pad to a width of thousands, nor to one that comes from an argument."""
-    if isinstance(pattern, str) and _WIDE.search(pattern):
+def _check_percent(pattern: str) -> None:
+    """`%` may not pad to a width of thousands, nor to one that comes from an argument. Linear in the text."""
+    at = pattern.find("%")
+    while at >= 0:
+        at += 1
+        if pattern.startswith("(", at):
+            at = _after_name(pattern, at)
+        found = _FLAGS_AND_WIDTHS.match(pattern, at)
+        assert found is not None
+        _check_widths(found[1], found[3], is_given=bool(found[2] or found[4]))
+        at = pattern.find("%", found.end() + pattern.startswith("%", found.end()))
+
+
+def _after_name(pattern: str, at: int) -> int:
+    """Where a name in parentheses ends, as Python reads it: parentheses may nest."""
+    depth = 0
+    for found in _PARENTHESIS.finditer(pattern, at):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.end()
+    return len(pattern)
+
+
+_PARENTHESIS = re.compile("[()]")
+
+
+def _check_braces(pattern: str) -> None:
+    """The same for `format`: no width in the thousands, nor one that is a field itself."""
+    for _, _, spec, _ in Formatter().parse(pattern):
+        if spec:
+            _check_widths(*re.findall(r"\d+", spec), is_given="{" in spec)
+
+
+def _check_widths(*widths: str, is_given: bool) -> None:
+    if is_given or any(len(width) > 20 or int(width or 0) > _MOST_WIDTH for width in widths):
         raise SpentError("it formats to a width that is not allowed")
+    _BUDGET.get().make(sum(int(width or 0) for width in widths))
 
 
 def _make_product(left: Any, right: Any) -> None:
@@ -184,7 +219,7 @@ def _make_sum(left: Any, right: Any) -> None:
 
 def _make_formatted(left: Any, right: Any) -> None:
     if isinstance(left, str):
-        _check_pattern(left)
+        _check_percent(left)
         _weigh(right)
         _weigh(left)
 
@@ -215,7 +250,7 @@ def _before_call(function: object, args: tuple[Any, ...]) -> None:
     if name in _PADDING_METHODS and args and isinstance(args[0], int):
         _BUDGET.get().make(max(args[0], 0))
     elif name == "format":
-        _check_pattern(text)
+        _check_braces(text)
     elif name == "replace":
         _make_replaced(text, *args)
     elif name == "join" and args:
@@ -233,7 +268,7 @@ def _make_indented(text: object, width: object = 4, *_: object, **__: object) ->
 
 
 def _format(pattern: str, *args: Any, **kwargs: Any) -> str:
-    _check_pattern(pattern)
+    _check_percent(str(pattern))
     return str(pattern) % (kwargs or args)
 
 

@@ -21,7 +21,7 @@ from typing import Protocol
 import tokenizers
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.gguf_vocab import SPACE_MARK, tokenizer_from_gguf, visible_byte
+from phasewise.serving.gguf_vocab import ALWAYS_FOUND, SPACE_MARK, tokenizer_from_gguf, visible_byte
 
 __all__ = ["DetokenizeStream", "Tokenizer", "TokenizerFacts", "tokenizer_from_gguf"]
 
@@ -85,14 +85,29 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool) -> list[int]:
         """Token ids of a text of any length. Half a surrogate pair, which has no UTF-8, reads as U+FFFD."""
-        if not text.isascii():
-            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        text = _whole(text)
         with _model_errors("the tokenizer cannot cut this text"):
             # A batch, though of one: for that alone the library lets other threads run meanwhile.
             ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         if add_special and self._bos_first is not None:
             return [self._bos_first, *ids]
         return ids
+
+    def encode_marked(self, text: str, mark: str) -> list[int]:
+        """Token ids of a text in which a mark breaks what must not become a special token; none of it."""
+        if not mark:
+            return self.encode(text, False)
+        text = _whole(text)
+        with _model_errors("the tokenizer cannot cut this text"):
+            found = self._backend.encode_batch([text], add_special_tokens=False)[0]
+        spans = zip(found.ids, found.offsets, strict=True)
+        return [token_id for token_id, (begin, end) in spans if text[begin:end] != mark]
+
+    def control_texts(self, end_token_ids: Iterable[int]) -> list[str]:
+        """How the tokens are written that begin and end turns or answers, and others that are no text."""
+        ids = self.special_ids.union(end_token_ids)
+        texts = {self._added[at] for at in ids if at in self._added}
+        return sorted(texts.union(ALWAYS_FOUND.intersection(self._added.values())))
 
     def piece(self, token_id: int) -> bytes:
         """What a token adds to a text: often no whole character, and nothing for an id without a name."""
@@ -156,6 +171,13 @@ class DetokenizeStream:
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
+
+
+def _whole(text: str) -> str:
+    """`text`, with U+FFFD for half surrogate pairs."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")

@@ -195,6 +195,14 @@ def serve(
             rich_help_panel=_ACCEPTING,
         ),
     ] = 2048,
+    allow_special: Annotated[
+        bool,
+        typer.Option(
+            "--allow-special",
+            help="let chat contents name control tokens, such as <|im_end|>; else these are text",
+            rich_help_panel=_ACCEPTING,
+        ),
+    ] = False,
     drain: Annotated[
         float,
         typer.Option(
@@ -310,7 +318,7 @@ def serve(
     from phasewise.cli.render.explain_text import uses_text
     from phasewise.serving.http.listening import allowed_hosts
     from phasewise.serving.length_log import LengthLog
-    from phasewise.serving.open_engine import EngineSize, open_engine
+    from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
     from phasewise.serving.rank_teams import keeping_affinity
     from phasewise.serving.service import ServiceSettings, run_service
     from phasewise.workflows.length_estimator import open_predictor
@@ -343,7 +351,8 @@ def serve(
         if explain:
             note(uses_text(found.explain(size.step_tokens, size.max_sequences)))
         with keeping_affinity():
-            opened = open_engine(found.model, found.plans, size, schedules=found.schedules)
+            text = ModelText(found.model, allow_special=allow_special)
+            opened = open_engine(found.model, found.plans, size, text, found.schedules)
         settings = ServiceSettings(
             names=(opened.model.name, model),
             limits=limits,

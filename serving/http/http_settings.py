@@ -29,8 +29,8 @@ class PromptFacts(NamedTuple):
 class ServedModel:
     """`names`: names that a request may use; the first is the model's id. `created_s`: Unix time.
 
-    `context_length`: the most tokens that a prompt and its answer may have together. `render_chat` turns
-    OpenAI messages into the prompt's text; None where the model has no chat template.
+    `context_length`: the most tokens that a prompt and its answer may have together. `encode_chat` turns
+    OpenAI messages into the prompt's token ids; None where the model has no chat template.
     """
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class ServedModel:
     """(text, whether to add the model's own opening tokens) -> token ids."""
     piece: Callable[[int], bytes]
     """The bytes that a token adds to a text; they may end within a character."""
-    render_chat: Callable[[Sequence[dict[str, Any]]], str] | None
+    encode_chat: Callable[[Sequence[dict[str, Any]]], list[int]] | None
     max_prompt_tokens: int | None = None
     """Longer prompts are refused; None: only `context_length` limits them."""
     estimate: Callable[[PromptFacts], Estimate] | None = None

@@ -50,9 +50,7 @@ def chat_requests(body: ChatRequest, model: ServedModel, space: str = "") -> lis
     _refuse(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    prompt = tuple(
-        model.encode(_rendered(body, model), False)
-    )  # the template writes the opening tokens itself
+    prompt = _conversation(body, model)
     max_tokens = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(body, (body.top_logprobs or 0) if body.logprobs else None)
     return list(_choices(body, f"chatcmpl-{uuid.uuid4().hex}", prompt, max_tokens, sampling, model, space))
@@ -139,13 +137,16 @@ def _token_ids(prompt: str | list[int], model: ServedModel) -> tuple[int, ...]:
     return token_ids
 
 
-def _rendered(body: ChatRequest, model: ServedModel) -> str:
-    if model.render_chat is None:
+def _conversation(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:
+    """Its token ids; the template writes the opening tokens itself."""
+    if model.encode_chat is None:
         raise bad_request(
             f"{model.model_id} has no chat template: use /v1/completions", "messages", "no_chat_template"
         )
     try:
-        return model.render_chat([message.for_template() for message in body.messages])
+        return tuple(model.encode_chat([message.for_template() for message in body.messages]))
+    except ContextLengthExceeded:
+        raise
     except ServingError as error:
         raise ApiError(400, str(error), param="messages") from error
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.chat import ChatTemplate, ChatTemplateError, special_tokens_of
+from phasewise.serving.chat import special_tokens_of
+from phasewise.serving.chat_template import ChatTemplate, ChatTemplateError
 from phasewise.serving.errors import ModelError, RequestError
 from tests.serving.test_tokenizer import default_model
 from tests.support.chat_templates import (
@@ -139,6 +140,12 @@ HOSTILE = {
     "a width in %": "{{ '%999999999d' % 1 }}",
     "a width from an argument": "{{ '%*d' % (10**9, 1) }}",
     "a width in the time": "{{ strftime_now('%999999999Y') }}",
+    "a width behind a name in parentheses": "{{ '%((a)b)999999999d' % {'(a)b': 1} }}",
+    "a width behind an escape": "{{ '%%%999999999d' % 1 }}",
+    "a precision": "{{ '%.999999999f' % 1 }}",
+    "many widths": "{{ ('%999d' * 300000) % 1 }}",
+    "percent signs": "{{ ('%(' * 3000000) % 1 }}",
+    "colons": "{{ ('{' ~ ':' * 200000).format() }}",
     "bytes": "{{ (1).to_bytes(10**10, 'big') }}",
     "a list in itself, printed": _NESTED + "{{ c }}",
     "a list in itself, as JSON": _NESTED + "{{ c | tojson }}",

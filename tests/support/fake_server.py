@@ -94,7 +94,7 @@ def fake_server(
         frozenset({END}),
         encode,
         piece,
-        render_chat if has_template else None,
+        (lambda messages: encode(render_chat(messages))) if has_template else None,
     )
     app = create_app(model(served), client, limits, life, metrics)
     said: list[str] = []

@@ -45,7 +45,7 @@ class Tokens:
 
 def message_prompt(text: ModelText, message: str) -> list[int]:
     """The token ids of a user's message in the chat template, or as plain text without a template."""
-    return text.encode(message, True) if text.render_chat is None else text.chat_prompt(message)
+    return text.chat_prompt(message) if text.has_template else text.encode(message, True)
 
 
 def read_prompts(paths: Sequence[Path]) -> list[str]:

@@ -1,0 +1,69 @@
+"""Texts of control tokens, such as `<|im_end|>`, in what users write: there they are text.
+
+A template writes its own control tokens among its users' contents, and the tokenizer finds both in the text
+that comes out. So what stands in a content is broken before the template is rendered, by a mark behind its
+first character, and the mark's own tokens are taken out of the prompt (`Tokenizer.encode_marked`). A mark is
+one of Unicode's noncharacters: no text has a use for it, and no template strips it or looks for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+_MOST_LOOKED_AT = 64
+_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+
+
+class ControlTexts:
+    """The texts of one vocabulary's control tokens, of two characters at least."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        known = sorted({text[:_MOST_LOOKED_AT] for text in texts if len(text) > 1})
+        self._beginning = re.compile(f"(?={_any_of(known)})(.)", re.DOTALL) if known else None
+
+    def broken(self, messages: Any) -> tuple[Any, str]:
+        """`messages` with a mark in each control text within them, and the mark: "" where there is none."""
+        if self._beginning is None or not any(map(self._beginning.search, _texts(messages))):
+            return messages, ""
+        used = set().union(*map(set, _texts(messages)))
+        mark = next((one for one in _MARKS if one not in used), None)
+        if mark is None:
+            raise ValueError("a conversation with every noncharacter of Unicode cannot be written out")
+        return self._marked(messages, mark), mark
+
+    def _marked(self, value: Any, mark: str) -> Any:
+        if isinstance(value, str):
+            assert self._beginning is not None
+            return self._beginning.sub(rf"\1{mark}", value)
+        if isinstance(value, list):
+            return [self._marked(item, mark) for item in value]
+        if isinstance(value, dict):
+            return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
+        return value
+
+
+def _texts(value: Any) -> Iterable[str]:
+    """All texts in a value of JSON, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        yield from value
+        for item in value.values():
+            yield from _texts(item)
+
+
+def _any_of(texts: list[str]) -> str:
+    """A pattern of all of them; it looks at a character of a text once for each of theirs, at most."""
+    if len(texts) == 1:
+        return re.escape(texts[0])
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        by_first.setdefault(text[:1], []).append(text[1:])
+    # Where one of them ends it is found, whatever the longer ones with the same beginning want.
+    branches = [re.escape(first) + (_any_of(rest) if all(rest) else "") for first, rest in by_first.items()]
+    return f"(?:{'|'.join(branches)})"
