@@ -31,7 +31,7 @@ from tests.support import planted
 
 KS = (1, 2, 5, 10, 15, 20)
 MOST_FOLD = 3
-"""An ablated walk ends after so many times the configurations that there are."""
+"""An ablated walk ends after this multiple of the number of configurations."""
 
 
 @dataclass(frozen=True)

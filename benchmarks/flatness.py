@@ -6,8 +6,8 @@ Neighbouring samples hang together, so the interval is drawn from blocks of them
 
 Resident memory never falls to what is in use: it is the most that was ever in use, page by page, and the
 most of a load that goes up and down at random is surpassed now and then, ever more rarely, without an end. So
-an interval that leaves out 0 by a few pages in thousands of requests is no leak. Whoever keeps something of
-every request keeps a block of memory of each: `is_flat` asks whether the interval leaves out the least one.
+an interval that leaves out 0 by a few pages in thousands of requests is no leak. A server that keeps
+something of every request keeps a block of memory of each: `is_flat` asks whether the interval leaves out the least one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.float64]
 
 PARTS = 40
-"""Samples are averaged over so many equal stretches of the run; a line is fitted through these."""
+"""Number of equal stretches of the run over which samples are averaged; a line is fitted through these."""
 LEAST_BLOCK_BYTES = 16
 """Of Python's allocator; malloc's is 32."""
 _NEIGHBOURS = 5
@@ -67,7 +67,7 @@ def slope(samples: Sequence[tuple[float, float]]) -> Slope:
 
 
 def rises(samples: Sequence[tuple[float, float]], parts: int = 4) -> list[float]:
-    """By how much y rises in each of so many equal stretches of x: alike in all where something leaks,
+    """By how much y rises in each of `parts` equal stretches of x: alike in all where something leaks,
     less and less where memory is only used for the first time."""
     x, y = np.array(samples, dtype=np.float64).T
     heights = np.interp(np.linspace(x[0], x[-1], parts + 1), x, y)

@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--db", default=None)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--most", type=int, default=40, help="so many m at most, spread evenly over all")
+    parser.add_argument("--most", type=int, default=40, help="most values of m, spread evenly over all")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

@@ -11,7 +11,7 @@ as there. What they chose, and the kernels' own default, then run side by side i
 another order; a schedule counts by the median over rounds of its time over the best's in the same round, with
 a 95 % interval.
 
-With --oracle-limit the candidates are thinned until there are no more than so many, and all of them are
+With --oracle-limit the candidates are thinned to at most that number, and all of them are
 timed, in heats with the default in each round. The fastest of these race one another until a few are left
 (successive halving), and these run in the rounds too. The best schedule of the rounds is the oracle, whoever
 found it: one half of the rounds chooses it, the other half judges, so that luck makes no best.
@@ -60,9 +60,9 @@ ROUNDS = 150
 RANDOM_COUNT = 60
 HEAT, HEAT_ROUNDS = 32, 3
 RACED = 128
-"""Of the exhaustive search's fastest, so many begin the race for the oracle .."""
+"""Number of the exhaustive search's fastest that begin the race for the oracle .."""
 ORACLES = 8
-""".. and so many run in the rounds."""
+""".. and number that run in the rounds."""
 WITHIN = (0.03, 0.05, 0.1, 0.2)
 TVM_HANDICAP = 100
 FINALS_OF_THEIR_OWN = ("sandwich", "mikpoly")

@@ -41,7 +41,7 @@ TTFT_MS, TPOT_MS = 200, 100
 SLO = f"ttft:{TTFT_MS},tpot:{TPOT_MS}"
 PROBE_S, MOST_PROBES, VOTES = 6.0, 8, 3
 LONGER_THAN_TTFT = 4
-"""A probe is at least so many times the promised TTFT: a queue that breaks it must have time to grow."""
+"""A probe lasts at least this many promised TTFTs: a queue that breaks it must have time to grow."""
 START_SHARE = 0.6
 """The first probe's rate, over the throughput of the closed loop."""
 

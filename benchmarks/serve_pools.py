@@ -242,7 +242,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--warm", type=int, default=80, help="requests that end before time counts")
     parser.add_argument("--max-sequences", type=int, default=64)
-    parser.add_argument("--reserve", type=float, help="odma: share of the slots promised to nobody")
+    parser.add_argument("--reserve", type=float, help="odma: share of the slots that no request is promised")
     parser.add_argument(
         "--policies", default=",".join(POLICIES), help="the first is compared with the others"
     )

@@ -86,7 +86,7 @@ class ServerProcess:
         return asyncio.run(raw_http.ask(self.port, method, path, body))
 
     def status(self, path: str) -> int | None:
-        """Of a GET; None while nobody answers."""
+        """Status of a GET; None while the server does not answer."""
         try:
             return self.ask("GET", path).status
         except (ConnectionError, OSError):

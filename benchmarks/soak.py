@@ -242,7 +242,7 @@ def arrivals(trace: Sequence[Lengths], n_requests: int, within_s: float) -> list
 
 
 def scaled(trace: Sequence[Lengths], prompts: float, answers: float) -> list[Lengths]:
-    """With prompts and answers so many times shorter, of one token at least."""
+    """With prompts and answers shortened by this factor, to one token at least."""
     return [
         Lengths(math.ceil(one.prompt_tokens / prompts), math.ceil(one.output_tokens / answers), one.arrival_s)
         for one in trace
@@ -329,7 +329,7 @@ def arguments() -> argparse.Namespace:
         "--minutes", type=float, default=5.0, help="how long the trace's times are made to last"
     )
     parser.add_argument(
-        "--scale", type=float, default=16.0, help="prompts are so many times shorter than the trace's"
+        "--scale", type=float, default=16.0, help="factor by which prompts are shorter than the trace's"
     )
     parser.add_argument("--answer-scale", type=float, default=2.0, help="the same for answers")
     parser.add_argument("--kv-budget", help="[default: 16M for the tiny model, else 128M]")

@@ -1,6 +1,6 @@
 /* Attention of a program: queries, keys and values from the fused projection to the weighted values.
  *
- * A step in which every slice has one token is split by (run of chunks of positions, KV head); whoever finishes the
+ * A step in which every slice has one token is split by (run of chunks of positions, KV head); the thread that finishes the
  * last chunk of a head merges them all in order. Any other step stores its keys and values first and is then split by
  * (block of rows, KV head). Both do the same arithmetic in the same order for a row (families/attention.c).
  *
@@ -89,7 +89,7 @@ static void plan_tail(pw_step *step, int64_t tokens) {
     }
 }
 
-/* Tokens of a block that a schedule gives so many rows. */
+/* Tokens of a block to which a schedule gives this number of rows. */
 static int64_t block_of(const pw_shape *shape, const pw_schedule *schedule) {
     int64_t tokens = schedule->block_m / pw_group_of(shape), most = pw_block_tokens(shape);
     return tokens < 1 ? 1 : tokens < most ? tokens : most;

@@ -52,7 +52,7 @@ static const pw_kernels *active = &pw_portable_kernels;
 static const pw_kernels *usable[RUNGS];
 static int usable_count;
 
-/* Tiles are the last that a rung needs: nobody else's process asks for them. */
+/* Tiles are asked for last: a process that uses a lower rung never asks for them. */
 static int runs_here(unsigned needs, unsigned features) {
     return (needs & features) == needs && (!(needs & PW_CPU_AMX) || pw_cpu_request_tiles());
 }

@@ -12,7 +12,7 @@ typedef struct {
     int32_t first_thread, own_threads, n_threads; /* this rank's threads among those of all ranks; own 0: takes no part */
 } pw_division;
 
-/* Ranks with so many threads each, as `rank` sees them. */
+/* Ranks of `threads` threads each, as `rank` sees them. */
 pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank);
 
 /* This rank's share of `count` panels or heads. */

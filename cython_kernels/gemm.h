@@ -37,7 +37,7 @@ typedef struct {
     int32_t scale_bytes; /* 2: float16 scales and mins, 4: float32, 0: no scales */
     int32_t path;        /* pw_path; -1: the ISA's default for the kind */
     int32_t top_exponent; /* bf16: the exponent field of the largest magnitude, 255: not finite; otherwise 0 */
-    int32_t k_parts;     /* 1..PW_MAX_K_PARTS: k is summed in so many parts, whose sums are added in order */
+    int32_t k_parts;     /* 1..PW_MAX_K_PARTS: k is summed in k_parts parts, whose sums are added in order */
     int64_t n, k;        /* outputs and inputs, before padding */
     const void *values;  /* panels, see packing.py and blocks.py; no alignment is assumed */
     const void *scales;  /* [panels][padded k / group][16] or NULL: blocks hold their own */

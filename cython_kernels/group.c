@@ -3,7 +3,7 @@
  * Every rank has a place of its own in the region, which no other rank writes but to wake it, to ring its bell or to
  * fail the group. There it counts its arrivals, one counter for each number of ranks that may take part. To arrive is
  * to add one; a barrier is passed when the counters of all ranks have come as far as one's own. Counters only grow, so
- * that ranks which are a barrier ahead disturb nobody, and nothing has to be reset.
+ * that a rank which is a barrier ahead disturbs no other, and nothing has to be reset.
  *
  * A rank that goes to sleep first says for whom, then looks once more at what it waits for; a rank that arrives first
  * counts, then looks who sleeps for it. Both in one order for all (sequential consistency), so one of the two sees the
@@ -26,7 +26,7 @@
 enum {
     LOOKS_PER_GLANCE = 64,     /* at what is awaited, for one at the clock */
     SPIN_NS = 200000,          /* longer, and the host took a CPU away or the shares were uneven: sleep */
-    CROWDED_SPIN_NS = 2000,    /* where there are more ranks than CPUs, somebody else needs this one */
+    CROWDED_SPIN_NS = 2000,    /* with more ranks than CPUs, another rank needs this CPU */
 };
 
 enum { AWAKE = 0, FOR_BELL = -1 }; /* asleep: 1 + the rank whose arrival is awaited, or FOR_BELL */
@@ -172,7 +172,7 @@ uint32_t pw_group_arrivals(const pw_group *group, int rank, int n_ranks) {
     return atomic_load(&place_of(group, rank)->arrivals[n_ranks - 1]);
 }
 
-/* `awaited` has arrived so often; who is late has been counted already, so nobody can go on without it. */
+/* Waits until rank `awaited` has reached `arrivals`. Our own arrival is counted, so a timeout fails the group. */
 static int await_rank(pw_group *group, int rank, int n_ranks, int awaited, uint32_t arrivals, patience *patience) {
     event arrival = {&place_of(group, awaited)->arrivals[n_ranks - 1], arrivals, 1 + awaited};
     int status = wait_for(group, rank, &arrival, patience);

@@ -30,10 +30,10 @@ enum {
 /* Bytes of a group of 1 <= ranks <= PW_GROUP_MAX_RANKS. */
 int64_t pw_group_bytes(int ranks);
 
-/* Makes a region a group that nobody has used; by one process, before others look. */
+/* Makes a region an unused group. One process calls it, before any other opens the region. */
 void pw_group_init(pw_group *group, int ranks);
 
-/* For how many ranks the group was made; 0 where nobody did. */
+/* The number of ranks that the group was made for; 0 if it was not made. */
 int pw_group_ranks(const pw_group *group);
 
 /* ---- waiting for all ------------------------------------------------------------------------------------------- */

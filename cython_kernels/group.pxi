@@ -62,7 +62,7 @@ cdef int _check_group(int status, str act, timeout_s) except -1:
 
 
 def group_bytes(int ranks):
-    """Bytes of shared memory that a group of so many ranks takes, a multiple of its alignment."""
+    """Bytes of shared memory that a group of `ranks` ranks takes, a multiple of its alignment."""
     if not 1 <= ranks <= PW_GROUP_MAX_RANKS:
         raise GroupError(f"a group has 1 to {PW_GROUP_MAX_RANKS} ranks, not {ranks}")
     return pw_group_bytes(ranks)
@@ -149,7 +149,7 @@ cdef class Group:
         return <uintptr_t>self.group
 
     def initialise(self):
-        """Makes the memory a group that nobody has used."""
+        """Makes the memory an unused group."""
         pw_group_init(self.group, self.ranks)
 
     def barrier(self, int rank, ranks=None, timeout_s=None):

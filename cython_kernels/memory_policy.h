@@ -13,7 +13,7 @@ int pw_prefer_node(int node);
 /* The calling thread's pages go where it runs again: the system's default. */
 int pw_prefer_no_node(void);
 
-/* Pages of a mapping that do not exist yet; of a shared one, whoever touches them. Pages partly covered count whole. */
+/* Pages of a mapping that do not exist yet; of a shared one, whichever process touches them. Pages partly covered count whole. */
 int pw_place_on_node(void *memory, size_t bytes, int node);
 
 #endif

@@ -1,7 +1,7 @@
 /* What rank 0 tells the other ranks of a program, in the memory that they share.
  *
  * Every rank has a letter box and a bell (group.h). Rank 0 writes a step where all can read it, puts an order into the
- * boxes of those who take part, rings, and runs its own share; nobody reads a step that is being written, because its
+ * boxes of those who take part, rings, and runs its own share; no process reads a step that is being written, because its
  * last barrier comes before the next one. An order is taken out of its box once, so that a ring too many does nothing. */
 #ifndef PHASEWISE_ORDERS_H
 #define PHASEWISE_ORDERS_H

@@ -4,7 +4,7 @@
 
 enum {
     STREAMED_ROWS = 8,     /* up to here memory is the limit, and long runs of panels arrive fastest */
-    PIECES_PER_REGION = 6, /* beyond it, at least so many, for those who help out */
+    PIECES_PER_REGION = 6, /* beyond it, the least number of pieces, for threads that help out */
 };
 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }

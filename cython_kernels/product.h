@@ -25,7 +25,7 @@ typedef struct {
     const int64_t *base_rows;
 } pw_product;
 
-/* The next piece of a region that nobody has taken. */
+/* The next piece of a region that no thread has taken. */
 typedef struct {
     _Alignas(64) atomic_long next;
 } pw_ticket;

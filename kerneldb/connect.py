@@ -73,7 +73,7 @@ def engine_for(location: Location, read_only: bool) -> Engine:
 
 
 def _read_only_parameters(file: Path) -> str:
-    """Without a write-ahead log nobody writes, and SQLite need not create files beside the database."""
+    """Without a write-ahead log no process writes, and SQLite need not create files beside the database."""
     log_exists = os.path.lexists(f"{file}-wal")
     return "?mode=ro" if log_exists else "?mode=ro&immutable=1"
 

@@ -4,7 +4,7 @@ Optuna keeps its studies beside our tables, under its own names and its own Alem
 of another name, see `schema.VERSION_TABLE`). It brings its own engine; here is what that engine needs so that
 several processes may write to one SQLite file: the same waiting for a lock, and the lock taken when a
 transaction begins, since reading first and writing later would let two processes claim the same row. What
-only reads says so (`only_reading`), and then waits for nobody.
+only reads says so (`only_reading`), and then waits for no lock.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Schedule:
     compute_path: str
     """How weights and activations meet, e.g. `fma`, `int8_dot`, `bf16_dot`; known to the kernel family."""
     k_parts: int
-    """The k inputs are summed in so many parts, whose sums are added in order."""
+    """Number of parts in which the k inputs are summed; the parts' sums are added in order."""
     prefetch_bytes: int
     """How far ahead of a panel's reads its lines are asked for; 0: not at all."""
     loop_order: str
@@ -214,7 +214,7 @@ class Origin:
     created_at_ms: int
     """Unix time in milliseconds."""
     verified: bool = True
-    """Measured on a machine of this kind by whoever owns the database; imported rows start unverified."""
+    """Measured by this database's owner on a machine of this kind; imported rows start unverified."""
 
     def __post_init__(self) -> None:
         _check_line("program_version", self.program_version)
@@ -313,7 +313,7 @@ class ServedStep:
 class StepTime:
     """One timing of one step of a model on one configuration of cores.
 
-    The plan is opaque JSON here, as in a PlanRecord; whoever replays the timing checks that the plan is the
+    The plan is opaque JSON here, as in a PlanRecord; code that replays the timing checks that the plan is the
     one that `configuration_key` names.
     """
 

@@ -93,7 +93,7 @@ def _guard_of(table_name: str) -> str:
 
 
 def _refuse_foreign_tables(connection: Connection, name: str) -> None:
-    """A file with any table is somebody else's; a server may be shared, as long as no name collides."""
+    """A file with any table belongs to another program; a server may be shared while no name collides."""
     tables = set(inspect(connection).get_table_names())
     if connection.dialect.name != "sqlite":
         tables &= set(Base.metadata.tables)

@@ -2,7 +2,7 @@
 
 Promises that every backend keeps (tests/kerneldb/test_store.py runs them on each):
 - Rows are appended, never edited; a call that appends several appends all of them or none.
-- Keys are content: the same problem or schedule is one row, whoever writes it first.
+- Keys are content: the same problem or schedule is one row, whichever process writes it first.
 - A row that breaks its record's bounds is skipped and reported, and does not hide the good ones.
 - Several processes may read and write at once. A `Store` itself belongs to one thread at a time.
 - A newer schema is refused before anything is touched.

@@ -64,6 +64,6 @@ class RankLost(RanksError):
 
 
 class EngineLost(RanksError):
-    """The engine has given up. Whoever supervises the process must start it again."""
+    """The engine has given up. The process's supervisor must start it again."""
 
     exit_code: ClassVar[int] = 70  # EX_SOFTWARE of sysexits.h

@@ -174,7 +174,7 @@ def _room(model: PackedModel, capacity: Capacity) -> dict[str, int | str]:
 class _Linears:
     """Adds linear ops to a program, every weight with its arithmetic and its schedules.
 
-    The arithmetic is the whole weight's, whoever computes it; schedules are for what this rank has of it.
+    The arithmetic is the whole weight's, whichever rank computes it; schedules are for this rank's part of it.
     """
 
     program: Program
@@ -271,7 +271,7 @@ def attention_problem(
 ) -> tuple[str, int, int]:
     """Under what attention's schedules are kept: KV format, dimensions of query and of KV heads.
 
-    Those of all heads, or of so many KV heads and what queries them.
+    Those of all heads, or of some KV heads and the query heads that use them.
     """
     config = model.config
     own = config.n_kv_heads if kv_heads is None else kv_heads

@@ -69,7 +69,7 @@ def use_one_heap() -> None:
 
 @contextmanager
 def allocator_headroom(n_bytes: int = HEADROOM_BYTES) -> Iterator[None]:
-    """Both allocators have so many bytes of pages more than they use now, until the end."""
+    """Until the end, both allocators hold this many bytes of pages beyond what they use now."""
     kept_objects = _fill_arenas(n_bytes)
     with _hole_in_heap(n_bytes):
         yield

@@ -1,4 +1,4 @@
-"""What need not be done while somebody waits for a token: a thread of its own does it now and then."""
+"""A thread for work that no token waits for, done now and then."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def check_memory(name: str, needed: int, kv_slots: int) -> None:
-    """RanksError if so many bytes are not free."""
+    """RanksError if fewer bytes than `n_bytes` are free."""
     left = available_bytes()
     if left is not None and needed > left:
         raise RanksError(

@@ -36,7 +36,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Nobody waits for this answer any more."""
+    """The client no longer waits for this answer."""
 
     request_id: str
 

@@ -212,7 +212,7 @@ def scheduler_of(size: EngineSize, pool: KvPool) -> Scheduler:
 
 
 def _habits(size: EngineSize) -> tuple[Pacing, int | None]:
-    """The pacing, and how long an answer may be that nobody limited.
+    """The pacing, and how long an answer without a limit may be.
 
     Where every request gets its whole block at once that is an equal share of the slots; else the context.
     """

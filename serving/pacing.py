@@ -33,7 +33,7 @@ class Pacing:
         self._prefill_tokens = 0.0
 
     def observe(self, phase: Phase, n_tokens: int, duration_ns: int) -> None:
-        """A step of so many tokens took so long."""
+        """A step of this many tokens took this long."""
         if phase == "prefill":
             self._prefill_ns = _OLD * self._prefill_ns + duration_ns
             self._prefill_tokens = _OLD * self._prefill_tokens + n_tokens

@@ -144,13 +144,13 @@ class PrefixIndex:
             self._leave(oldest, 0)
 
     def drop(self, owner: str) -> None:
-        """Nobody knows what the block of `owner` holds."""
+        """Forget what the block of `owner` holds."""
         source = self._live.pop(owner, None)
         if source is not None:
             self._leave(source, 0)
 
     def forget_ended(self) -> None:
-        """Nobody knows whether what has ended is where it was said to be."""
+        """Forget where ended sequences lie."""
         for source in self._retired:
             self._leave(source, 0)
         self._retired.clear()
@@ -191,7 +191,7 @@ class PrefixIndex:
             self._stamps[first:last] = [source.serial] * (last - first)
 
     def _n_there(self, source: _Source, n_tokens: int) -> int:
-        """How many of the first tokens nobody has written over, in whole runs."""
+        """How many of the first tokens have not been overwritten, in whole runs."""
         n_there = 0
         for begin, end in _pieces(source.placement, n_tokens // RUN_TOKENS * RUN_TOKENS):
             for stamp in self._stamps[begin // RUN_TOKENS : end // RUN_TOKENS]:

@@ -47,7 +47,7 @@ LEARN_S = 5.0
 """How long after a failed step its cause may take to be known."""
 LEAST_RESTART_S = 20.0
 RESTART_FACTOR = 5.0
-"""Ranks that are opened again may take so many times as long as they took at first; see LEAST_RESTART_S."""
+"""Reopened ranks may take this many times as long as they took at first; see LEAST_RESTART_S."""
 
 _log = logging.getLogger(__name__)
 

@@ -114,7 +114,7 @@ class SampledToken(NamedTuple):
 class Sampler:
     """The state that one request's choice of tokens depends on: its generator, the tokens seen, its guide.
 
-    `cut_short` says that the guide could not go on, so the last token is an end token that nobody chose.
+    `cut_short` says that the guide could not go on, so the last token is an end token that was not sampled.
     """
 
     def __init__(

@@ -231,7 +231,7 @@ class Scheduler:
         dropped = [one for one in flight.sequences if one.placement is not None]
         for sequence in dropped:
             if self._prefixes is not None:
-                self._prefixes.drop(sequence.request_id)  # nobody knows how far the step came
+                self._prefixes.drop(sequence.request_id)  # it is unknown how far the step came
             self._end(sequence, None)
         for sequence in self._running:
             if sequence.request_id in flight.moved:
@@ -368,7 +368,7 @@ class Scheduler:
         return self._fly("decode", going_on) if going_on else None
 
     def _grow(self, sequence: LiveSequence) -> None:
-        """Room for its next token, at the price of whoever came last: perhaps of itself.
+        """Room for its next token, taken from the request that came last, perhaps from itself.
 
         It has none yet where the others' blocks are all pinned.
         """
@@ -383,7 +383,7 @@ class Scheduler:
             self._preempt(last)
 
     def _last_to_come(self, growing: LiveSequence) -> LiveSequence | None:
-        """Who must give way, so that `growing` or somebody older can go on; None: what is pinned will."""
+        """The sequence that must give way for `growing` or an older one; None: a pinned one will end."""
         is_oldest = self._running[0] is growing
         for other in reversed(self._running):
             if other is growing:

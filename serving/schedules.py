@@ -1,7 +1,7 @@
-"""What the engine asks of tuned schedules: a weight's arithmetic, and by which numbers so many rows run.
+"""What the engine asks of tuned schedules: a weight's arithmetic, and by which schedule m rows run.
 
-Serving knows neither database nor search: whoever opens the model hands in a lookup for each phase, and
-without one every product runs by the kernels' own default. Schedules change speed, never a result; the
+Serving knows neither database nor search: the caller that opens the model hands in a lookup for each phase,
+and without one every product runs by the kernels' own default. Schedules change speed, never a result; the
 arithmetic may (gemm.h), so all phases of a model share one.
 """
 

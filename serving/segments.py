@@ -1,6 +1,6 @@
 """Memory that several processes map. It has no name: it goes when the last process that holds it does.
 
-So nothing can be left behind by an engine that is killed, and nobody else can open it.
+So nothing can be left behind by an engine that is killed, and no other process can open it.
 """
 
 from __future__ import annotations

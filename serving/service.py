@@ -97,7 +97,7 @@ def run_service(
         raise thread.lost
     if not stopped:
         address.__exit__()
-        os._exit(0)  # a step cannot be interrupted, and nobody waits for it any more
+        os._exit(0)  # a step cannot be interrupted, and no client waits for it any more
 
 
 @contextmanager

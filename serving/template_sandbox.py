@@ -359,7 +359,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # folding constants would run what nobody has paid for
+            optimized=False,  # folding constants would run work that is not counted
             extensions=[LoopControlExtension, _Generation],
             finalize=_written,
         )

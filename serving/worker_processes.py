@@ -94,7 +94,7 @@ class WorkerProcesses:
     def reason(self, wait_s: float) -> str | None:
         """`lost`, once the thread has learnt of a death that others have felt already.
 
-        Where nobody dies for `wait_s`, those who are still there hang: all others leave a group that failed.
+        If no process dies within `wait_s`, those that remain hang: all others leave a failed group.
         """
         deadline = time.monotonic() + wait_s
         while (self._outcome.lost is None or self._outcome.followed) and time.monotonic() < deadline:

@@ -36,10 +36,10 @@ IsDefault: TypeAlias = Callable[[Problem, Schedule], bool]
 NEAR = 1.05
 """The largest ratio of an m and its neighbour's. Farther off, schedules have been seen to lose."""
 REPEAT_FROM = 128
-"""A schedule tuned for so many rows or more serves any larger m that has no nearer one."""
+"""A schedule tuned for at least this many rows serves any larger m that has no nearer one."""
 NEIGHBOURS = ", and its neighbours"
 MOST_CHOICES = 64
-"""So many ranges of m a program takes for each of its products."""
+"""Most ranges of m that a program takes for each of its products."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,7 @@ class NativeEvaluator:
     def rounds(
         self, problem: Problem, schedules: Sequence[Schedule], count: int, beside: Sequence[timing.Take] = ()
     ) -> Times:
-        """One short turn of each schedule, and of the systems `beside` them, in so many shuffled rounds.
+        """One short turn of each schedule, and of the systems `beside` them, in `rounds` shuffled rounds.
 
         Nanoseconds [count, schedules, then systems].
         """

@@ -28,7 +28,7 @@ Times: TypeAlias = npt.NDArray[np.float64]
 
 T = TypeVar("T")
 Race: TypeAlias = Callable[[Sequence[T], int], Times]
-"""Times of some contestants over so many rounds."""
+"""Times of some contestants, by round."""
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95

@@ -37,7 +37,7 @@ from phasewise.tuner.task_division import Task, TaskDivision
 from phasewise.tuner.timing import proves_faster
 
 INTERLEAVED = 12
-"""So many schedules are timed in turns and then stored: what a killed run loses is less than that."""
+"""Schedules that are timed in turns and then stored together: a killed run loses fewer than that."""
 
 DUEL_SHARE = 0.1
 """Part of a weight's share of the budget that is kept back for its duels."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from served_process import PHASEWISE, ServerProcess, model_reference, own_cache
 
 SETTLES_S = 30.0
-"""Within which a server frees what nobody uses any more."""
+"""Seconds within which a server frees what is no longer used."""
 
 
 class Wrong(Exception):
@@ -29,7 +29,7 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 class Held(NamedTuple):
-    """What a server holds while nobody asks anything."""
+    """What a server holds while no request runs."""
 
     descriptors: int
     shared_mappings: int
@@ -77,7 +77,7 @@ class Setting:
         )
 
     def body(self, prompt: str | list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
-        """A greedy completion of exactly so many tokens."""
+        """A greedy completion of exactly `n` tokens."""
         return {
             "model": self.model,
             "prompt": prompt,

@@ -255,7 +255,7 @@ typedef struct {
     float *partial, *total; /* [row of the block][column of the tile] */
 } strip;
 
-/* The weights so many bytes ahead of their reading, and at a panel's end the first of the next panels. Tiles in groups
+/* Prefetches weights a given number of bytes ahead of their reading, and at a panel's end the first of the next panels. Tiles in groups
  * ask for these themselves. */
 static lookahead stream(const walk *k, const tile_call *t) {
     int nothing = !t->prefetch_bytes || is_grouped(k->kernels);
@@ -377,7 +377,7 @@ static int64_t whole_folds(int64_t steps) {
     return steps < F16_FOLD_STEPS ? F16_FOLD_STEPS : steps / F16_FOLD_STEPS * F16_FOLD_STEPS;
 }
 
-/* Whether unpacking weights for so many rows costs less than reading them as they are. */
+/* Whether unpacking the weights costs less, for this number of rows, than reading them packed. */
 static int staging_pays(arithmetic a, int64_t rows, int64_t mr) {
     if (a >= ARITHMETICS) return 1;
     if (a == BF16_FMA) return rows >= STAGED_ROWS;

@@ -47,7 +47,7 @@ PW_INLINE int32_t f16_fields_less(int32_t top_exponent) {
     return top_exponent > F16_TOP_FIELD ? top_exponent - F16_TOP_FIELD : 0;
 }
 
-/* Lines that a dense kernel asks for, one a step: of each panel from `values` on, and of two rows so many bytes from
+/* Lines that a dense kernel asks for, one a step: of each panel from `values` on, and of two rows this many bytes from
  * the first one's reading. */
 typedef struct {
     const uint8_t *values;

@@ -38,7 +38,7 @@ PW_INLINE const uint8_t *row_at(const row_pointers *x, int r) {
     return r % 5 == 3 ? fifth + x->thrice : fifth + r % 5 * x->bytes;
 }
 
-/* One input of each row, so many bytes from where the pointers are. */
+/* One input of each row, at a byte offset from the pointers. */
 PW_INLINE void f32_step(const row_pointers *x, int offset, const vi *w, vf *acc, int mr, int vectors) {
     PW_UNROLL for (int r = 0; r < mr; ++r) {
         vf factor = v_set1(float_at(row_at(x, r) + offset));

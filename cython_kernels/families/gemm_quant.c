@@ -30,7 +30,7 @@ PW_INLINE void point_to_blocks(const tile_call *t, const uint8_t **rows, int mr)
     PW_UNROLL for (int r = 0; r < mr; ++r) rows[r] = t->rows + r * t->row_bytes;
 }
 
-/* So many bytes on. Dots that broadcast an operand from memory want a pointer for each row: with an index register the
+/* The pointers moved on by a byte offset. Dots that broadcast an operand from memory want a pointer for each row: with an index register the
  * core takes them apart again. So the compiler forgets how the pointers hang together. */
 PW_INLINE void advance_blocks(const uint8_t **rows, int mr, int64_t bytes) {
     PW_UNROLL for (int r = 0; r < mr; ++r) {

@@ -136,7 +136,7 @@ uint64_t ISA(limit_int8)(uint64_t rounds) {
 #endif
 }
 
-/* Reads the whole blocks of equal parts of a buffer side by side, each asked for so many bytes ahead, or not at all. */
+/* Reads the whole blocks of equal parts of a buffer side by side, each prefetched a given number of bytes ahead, or not at all. */
 static inline __attribute__((always_inline)) uint64_t read_streams(const char *buffer, size_t bytes, int streams,
                                                                    int ahead) {
     enum { BLOCK = 512 };

@@ -115,7 +115,7 @@ def _no_one() -> None:
 def _refuse_floods(raw: bytes) -> None:
     """Every value of JSON costs far more than its bytes, and nothing else runs while JSON is read.
 
-    Signs inside of texts are counted too; a text with so many of them is longer than any context.
+    Signs inside of texts are counted too; a text with that many of them is longer than any context.
     """
     n_values = n_containers = 0
     for start in range(0, len(raw), _COUNTED_AT_ONCE_BYTES):

@@ -25,8 +25,8 @@ _LONGEST_RETRY_S = 300
 class AnswerStream:
     """The pieces of one HTTP answer.
 
-    `most_unread`: so many pieces may wait here; with one more the stream closes itself and calls
-    `on_overflow`. None: whoever reads this keeps up.
+    `most_unread`: most pieces that may wait here; with one more the stream closes itself and calls
+    `on_overflow`. None: the reader always keeps up.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class AnswerStream:
         self._open = set(self._index)
         self._arrived: deque[Answer | Failure] = deque()
         self._something = asyncio.Event()
-        """Cleared while somebody waits in `take`, and then alone."""
+        """Cleared only while a task waits in `take`."""
         self._most_unread = most_unread
         self._on_overflow = on_overflow
         self.at_once: Callable[[Iterable[Answer | Failure]], bool] | None = None
-        """Offered what has come while somebody waits in `take`; True: it has passed all of it on."""
+        """Offered what has come while a task waits in `take`; True: it has passed all of it on."""
         self.closed = False
 
     def put(self, out: Answer | Failure) -> None:
@@ -140,7 +140,7 @@ class EngineClient:
         return len(self._answers)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say on which loop the HTTP answers live. Deliveries before are lost: nobody has asked yet."""
+        """Say on which loop the HTTP answers live. Deliveries before are lost: no request can have come."""
         self._wakeup = LoopWakeup(loop, self._route_delivered)
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class EngineClient:
         return stream
 
     def forget(self, stream: AnswerStream, request_ids: Iterable[str], unfinished: set[str]) -> None:
-        """Nobody reads these any more; those unfinished are aborted."""
+        """The reader of these has gone; those unfinished are aborted."""
         self._answers.discard(stream)
         for request_id in request_ids:
             self._end(request_id)
@@ -206,7 +206,7 @@ class EngineClient:
             stream.wake()
 
     def retry_after_s(self, n_too_many: int) -> int:
-        """When so many places will be free, if answers go on ending at the rate at which the last did.
+        """Seconds until `n` places will be free, if answers go on ending at the rate at which the last did.
 
         Before any has ended: the age of the oldest, for it has at least begun.
         """

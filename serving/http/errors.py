@@ -68,7 +68,7 @@ class ClientLeft(Exception):
     """The connection closed before there was anything to send."""
 
 
-_CLIENT_LEFT = 499  # nginx's; it is counted, and sent to nobody
+_CLIENT_LEFT = 499  # nginx's code: counted, never sent
 _TYPE_OF_STATUS = {
     401: "authentication_error",
     429: "rate_limit_error",

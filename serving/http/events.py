@@ -73,7 +73,7 @@ class Events:
         return f"data: {encode(error.body())}\n\n".encode()
 
     def total(self) -> bytes:
-        """What was used, once the last piece has come; nothing where nobody asked."""
+        """What was used, once the last piece has come; nothing where the request did not ask."""
         if not self._reply.include_usage:
             return b""
         return f'data: {self._head},"choices":[],"usage":{encode(self._usage())}}}\n\n'.encode()

@@ -1,4 +1,4 @@
-"""What is known of a request beforehand, asked for its length; what became of it, told to whoever learns."""
+"""Estimates an answer's length from the request, and reports its true length to the learner."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class TcpAddress:
 @dataclass
 class UnixAddress:
     """A socket in the file system, mode 0660. What a killed server left there is replaced; a socket that
-    somebody serves, and any other file, is not. Gone from the file system at the end."""
+    another server answers, and any other file, is not. Gone from the file system at the end."""
 
     path: Path
     _listener: socket.socket | None = field(default=None, init=False)

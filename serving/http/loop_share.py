@@ -5,7 +5,7 @@ thousands of times what they cost to send. Each connection therefore has an allo
 short burst and refills at a rate; a connection that has used it up is not read until it has refilled. All
 active connections of one standing divide that standing's rate, so opening more of them gains nothing.
 
-Pure: whoever charges says what time it is.
+Pure: the caller of `charge` passes the time.
 """
 
 from __future__ import annotations

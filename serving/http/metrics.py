@@ -2,7 +2,7 @@
 
 The instants are those of a request's life: sent, first token, last token. TTFT = first token - sent;
 TPOT = (last token - first token) / (tokens - 1); ITL = a token - the one before.
-What the engine counts itself is read when somebody asks. All of it happens on the event loop.
+What the engine counts itself is read when /metrics is asked for. All of it happens on the event loop.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Metrics:
     """Observes the traffic with the engine; `http` counts the answers, `gauges` gives the rest."""
 
     def __init__(self, gauges: Gauges) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each count, which nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second, unused line for each count
         self.registry = registry = CollectorRegistry()
         registry.register(_Read(gauges))
         ProcessCollector(registry=registry)
         self.http = self._counter("http_responses", "answers", "path", "status")
         self._ended = self._counter("requests", "requests ended, by finish reason", "reason")
         self._refused = self._counter("requests_rejected", "requests refused, by reason", "reason")
-        self._slow = self._counter("slow_readers_cut", "connections closed because nobody read")
+        self._slow = self._counter("slow_readers_cut", "connections closed because their reader stopped")
         self._prompt = self._counter("prompt_tokens", "tokens in prompts")
         self._generated = self._counter("generated_tokens", "tokens generated")
         self._ttft = self._histogram("ttft_seconds", "time to first token", _LATENCY_S)

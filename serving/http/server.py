@@ -136,7 +136,7 @@ class HttpServer(uvicorn.Server):
         n_live = client.n_live
         waiting = f": {n_live} in progress have {limit_s:g} s; signal again to end them now" if n_live else ""
         self._drain = asyncio.ensure_future(self._end_in_peace())
-        self._service.report(f"stopping{waiting}")  # last: nobody may hear it, and it ends all the same
+        self._service.report(f"stopping{waiting}")  # last: stderr may be gone, and the end goes on
 
     async def _end_in_peace(self) -> None:
         """Answers in progress end by themselves, or are told; what they say is sent to those who read."""

@@ -182,7 +182,7 @@ def _renamed_when_done(target: Path) -> Iterator[int]:
     try:
         yield fd
         os.fsync(fd)
-        # Written bit by bit, it lies in small pages; whoever maps it reads it anew into large ones.
+        # Written bit by bit, it lies in small pages; a process that maps it reads it anew into large ones.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.replace(temporary, target)
     except BaseException:

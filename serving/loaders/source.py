@@ -82,7 +82,7 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model in somebody else's file format. Tensors go by our names; a fused weight is still in parts:
+    """A model in another program's file format. Tensors go by our names; a fused weight is still in parts:
 
     "embed", "lm_head", "final_norm", and per layer "layers.{i}." + q, k, v, o, gate, up, down, attn_norm,
     ffn_norm, and where the model has them q_bias, k_bias, v_bias, q_norm, k_norm.

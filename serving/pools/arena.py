@@ -22,12 +22,12 @@ class Block(NamedTuple):
 
 
 def aligned(n_slots: int) -> int:
-    """Slots of the shortest block that holds so many."""
+    """Slots of the shortest block that holds `n` slots."""
     return -(-n_slots // ALIGNMENT) * ALIGNMENT
 
 
 class Arena:
-    """Which slots nobody holds. Whoever takes a block gives back exactly that."""
+    """The free slots. A block is given back exactly as it was taken."""
 
     def __init__(self, n_slots: int) -> None:
         self.n_slots = n_slots // ALIGNMENT * ALIGNMENT
@@ -41,7 +41,7 @@ class Arena:
         return tuple(self._gaps)
 
     def take(self, n_slots: int) -> Block | None:
-        """The lowest block of so many slots (rounded up), or None while no gap is long enough."""
+        """The lowest free block of `n` slots (rounded up), or None while no gap is long enough."""
         length = aligned(n_slots)
         for index, gap in enumerate(self._gaps):
             if gap.n_slots >= length > 0:

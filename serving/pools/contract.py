@@ -68,7 +68,7 @@ class Move(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """Room that was given, and whoever had to move for it, in the order of the copies."""
+    """Room that was given, and the moves that made it, in the order of the copies."""
 
     placement: Placement
     moves: tuple[Move, ...] = ()
@@ -120,7 +120,7 @@ class PoolSettings:
     longest_request: int
     """Positions of the longest request that may come: the model's context, or less."""
     n_buckets: int = 8
-    """odma: at most so many learnt buckets below the large one."""
+    """odma: most learnt buckets below the large one."""
     climbs: bool = True
     """odma: blocks climb the bounds as answers get longer; False, as in the paper: whole at once."""
     alpha: float = 0.25
@@ -132,7 +132,7 @@ class PoolSettings:
     large_level: float = 0.9
     """odma: the large bucket hands out this quantile of the answers that lasted as long as this one has."""
     reserve_share: float = 0.15
-    """odma, climbing: share of the slots that is promised to nobody: the large bucket's reserve. Less, where
+    """odma, climbing: share of the slots that no request is promised: the large bucket's reserve. Less, where
     all that run could not ask for so much more."""
     window: int = 1024
     """odma: realised lengths that the bounds are learnt from."""

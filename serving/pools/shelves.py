@@ -26,7 +26,7 @@ class Shelves:
         return self.arena.n_free + self._n_idle_slots
 
     def take(self, bucket: Bucket, n_slots: int) -> Block | None:
-        """A block of so many slots (rounded up), of this bucket's list if one waits there: the one that has
+        """A block of `n` slots (rounded up), of this bucket's list if one waits there: the one that has
         waited longest, so that what it held can be read as long as possible."""
         idle = self._idle.get((bucket, aligned(n_slots)))
         if idle:

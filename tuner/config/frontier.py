@@ -18,19 +18,19 @@ PATIENCE = 40
 """Results of a group in a row that are no better than its best, until it is given up."""
 
 FAR = 1.25
-"""Costs above so many times the best one are far from it."""
+"""A cost above this many times the best one is far from it."""
 
 FAR_MISSES = 4
-"""So many results without improvement a far one counts for."""
+"""A far result counts as this many results without improvement."""
 
 WORTH = 0.997
 """A cost above so much of another does not beat it: a gain of 0.3 % is noise, or an even road without end."""
 
 SURVEYED_SECTIONS = 3
-"""So many of the fundamental tree's cross-sections, the best ones, are surveyed under each grouping."""
+"""Number of the fundamental tree's best cross-sections that are surveyed under each grouping."""
 
 FEW = 32
-"""So many configurations are worth a look however small the space is."""
+"""At least this many configurations are evaluated, however small the space is."""
 
 Group: TypeAlias = tuple[int, tuple[int | None, ...]]
 
@@ -47,7 +47,7 @@ class Rules:
     """Largest share of all configurations to evaluate; at least `FEW` are. None: no limit."""
     seed: int = 0
     batch: int = 6
-    """So many configurations are asked for at once: what processes that search together may divide."""
+    """Configurations asked for at once: what processes that search together may divide."""
 
 
 @dataclass(frozen=True)

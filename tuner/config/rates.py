@@ -45,7 +45,7 @@ class MachineRates:
     """As above, in another package."""
     node_share: Mapping[int, float] = field(default_factory=dict)
     """NUMA nodes that are slower than the others, by number: so much of both memory rates, and cache lines
-    that take so many times longer."""
+    that take this many times longer."""
     latency: LineLatency = LineLatency()
 
     def __post_init__(self) -> None:

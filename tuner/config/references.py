@@ -28,7 +28,7 @@ class Reference:
 
 
 def references(machine: Machine, phase: Phase, refusal: Callable[[int], str | None]) -> tuple[Reference, ...]:
-    """The three of a machine. refusal(ranks): why the model cannot be split so often, or None."""
+    """The three of a machine. refusal(ranks): why the model cannot be split into `ranks` ranks, or None."""
     physical = _one_pu_a_core(machine, machine.allowed_pus)
     nodes = _nodes(machine)
     reason = refusal(len(nodes)) if len(nodes) > 1 else None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 15
 GRACE_S = 120
-"""A trial whose process gave no sign for so long is somebody else's to take. It gives one with every slice
+"""A trial whose process gave no sign for this long may be taken by another. It gives one with every slice
 of the trace, and opening a large model may take a minute. On the same machine a death is seen at once."""
 
 _ATTEMPTS = 8

@@ -265,7 +265,7 @@ class _Search:
             free = [candidate for key, candidate in waiting.items() if key not in elsewhere]
             if self._task.evaluator.kind != "measured":
                 free = self._calculate(free, stop, lock, claims)
-            # From the other end where somebody is at work already, or both would reach for the same ones.
+            # From the other end if another process works already, or both would take the same ones.
             elif free and (claim := self._trials.claim(self._entry(free[-1 if elsewhere else 0]))):
                 self._evaluate(claim, self._candidates[claim.key])
             if not free:

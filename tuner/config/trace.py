@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 SAMPLE = 90
-"""Requests of a sample that nobody sized: as many as the Sandwich paper takes (section 8.1)."""
+"""Requests of a sample without a stated size: as many as the Sandwich paper takes (section 8.1)."""
 
 DEFAULT_TRACE = "lognormal:220,1.1/160,0.8"
 """Chat: short questions with a long tail, answers of some paragraphs. A stated choice, not a measurement."""
@@ -43,7 +43,7 @@ def load_trace(text: str, count: int = SAMPLE, seed: int = 0) -> Trace:
 
 
 def default_trace(count: int = SAMPLE, seed: int = 0) -> Trace:
-    """What is served when nobody says: DEFAULT_TRACE."""
+    """The requests that are served by default: DEFAULT_TRACE."""
     return parse_distribution(DEFAULT_TRACE, count, seed)
 
 

@@ -8,7 +8,7 @@ What takes no time to answer is not claimed here: its trial is a draft, stored i
 finished, since telling of it bit by bit takes longer than the answer.
 
 A process that dies leaves a running trial behind. On the same machine that is seen at once, elsewhere by its
-heartbeat; whoever sees it marks the trial as failed, and the configuration may be claimed again.
+heartbeat; the process that sees it marks the trial as failed, and the configuration may be claimed again.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Trials:
         return claim
 
     def draft(self, entry: Entry) -> Claim:
-        """Nobody else knows of it before it is finished."""
+        """No other process sees it before it is finished."""
         return Claim(entry.key, None, _running(entry))
 
     def _is_late(self, key: str) -> bool:

@@ -18,7 +18,7 @@ CAPPED = 0.98
 
 
 def siblings(host: Host) -> Iterator[Finding]:
-    """Two hardware threads of a core look like two CPUs to whoever counts."""
+    """Two hardware threads of a core count as two CPUs."""
     cores = host.cores()
     cpus = [cpu for core in cores for cpu in core]
     if len(cpus) == len(cores):

@@ -42,7 +42,7 @@ def huge_pages_denied(host: Host) -> Iterator[Finding]:
 
 
 def huge_pages_reserved(host: Host) -> Iterator[Finding]:
-    """Explicit huge pages that lie unused: memory that nobody else gets."""
+    """Explicit huge pages that lie unused: memory lost to all else."""
     words = host.words("proc/meminfo")
     free, size_kb, total_kb = (
         whole_number(words.get(name, "").split(" ")[0]) or 0

@@ -69,7 +69,7 @@ class RunningRatio:
         return min(4.0, max(0.25, self._became / self._expected))
 
     def observe(self, expected: float, became: int) -> None:
-        """An answer that was expected to have so many tokens, by a mean not multiplied yet, and what it
+        """An answer with this many expected tokens, by a mean not multiplied yet, and what it
         had."""
         self._recent.append((expected, became))
         self._expected += expected

@@ -38,7 +38,7 @@ class LengthDistribution:
         return int(lengths[at])
 
     def price_of(self, output_tokens: int) -> float:
-        """The highest price at which there is still room for so many tokens."""
+        """The highest price at which there is still room for `n` tokens."""
         lengths, prices = self._hull
         at = int(np.searchsorted(lengths, min(output_tokens, self.limit)))
         return float(prices[at - 1]) if at else float("inf")

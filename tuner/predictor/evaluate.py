@@ -89,7 +89,7 @@ class FixedBuckets:
         return [-(-longest * at // S3_BUCKETS) for at in range(1, S3_BUCKETS)]
 
     def give(self, examples: Sequence[Example], up: int = 0) -> Given:
-        """`up`: so many buckets larger than the likeliest one."""
+        """`up`: number of buckets above the likeliest one."""
         likeliest = [int(self.classifier.distribution(one.facts).shares.argmax()) for one in examples]
         return _given(examples, np.array(likeliest) + up, [*self.inner_bounds(self.longest), self.longest])
 

@@ -125,7 +125,7 @@ class LiveEstimator:
         return float(length), thought.uncertainty
 
     def observe(self, facts: PromptFacts, output_tokens: int) -> None:
-        """An answer ended, by itself or at its limit, after so many tokens."""
+        """An answer ended, by itself or at its limit, after this many tokens."""
         thought = self.predictor.distribution(facts)
         with self._lock:
             if self._running is None:

@@ -12,7 +12,7 @@ BATCH = 64
 
 
 def exhaustive(space: Space, batch: int = BATCH) -> Search[Schedule]:
-    """Time all of `space.schedules()`, so many at a time."""
+    """Time all of `space.schedules()`, a batch at a time."""
     best: list[Sample] = []
     schedules = space.schedules()
     while asked := list(itertools.islice(schedules, batch)):

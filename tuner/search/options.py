@@ -28,13 +28,13 @@ class SearchOptions:
     patience: int = 1
     """Rounds of the finetune without a gain before it ends."""
     window: int = 16
-    """The paper's sigma: for so many shapes every micro-kernel is a candidate; later, their winners are."""
+    """The paper's sigma: for this many shapes every micro-kernel is a candidate, then only their winners."""
     per_octave: int = 4
     """Beyond the window, how many m of each octave are tuned; the others use a neighbour."""
     reuse_from: int = 64
     """Schedules may be fixed from this m on: where products stop being skinny."""
     steady: int = 3
-    """So many shapes in a row must confirm the slice before it is fixed."""
+    """Number of shapes in a row that must confirm the slice before it is fixed."""
     slice_threshold: float = 0.25
     """A slice confirms the previous ones if each side differs from their average by at most this share, .."""
     reuse_within: float = 0.03
@@ -43,7 +43,7 @@ class SearchOptions:
     """The fastest schedules of each m, the better half of twice as many, timed again side by side with the
     default before one is chosen, .."""
     final_laps: int = 3
-    """.. so many times."""
+    """.. this number of times."""
     stay_within: float = 0.01
     """The previous slice is kept if it is slower by at most this share."""
     probes: int = 4

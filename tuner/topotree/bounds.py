@@ -19,7 +19,7 @@ def count_groupings_of_levels(tree: TopoTree, *, power_of_two: bool = True) -> t
 
 
 def group_bound(n: int, *, power_of_two: bool = True) -> float:
-    """Proposition 1: at most so many groupings of `n` PUs.
+    """Proposition 1: the most groupings of `n` PUs.
 
     Without A.3 it is n^n / (n - 1)!. With A.3 the paper prints n^(log2(n) / 2) over the same factorial, which
     is less than one from n = 4 on, although the ungrouped tree always exists; the product that it bounds, (7)
@@ -31,7 +31,7 @@ def group_bound(n: int, *, power_of_two: bool = True) -> float:
 
 
 def removal_bound(n: int) -> int:
-    """Proposition 2: at most so many trees by removals from one grouped tree of `n` PUs.
+    """Proposition 2: the most trees by removals from one grouped tree of `n` PUs.
 
     Under A.1 they are exactly the product of the arities, which is n.
     """

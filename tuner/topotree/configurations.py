@@ -1,7 +1,7 @@
 """From trees to service configurations: how many ranks, and which PUs each has (the paper's section 5.3).
 
 A horizontal cross-section of a tree makes a rank of every node that it meets. One tree gives as many as it
-has depths, fewer where the operators cannot be divided so often.
+has depths, fewer where the operators cannot be divided further.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OperatorLimits:
         return self.reason(n_ranks) is None
 
     def reason(self, n_ranks: int) -> str | None:
-        """Why the model cannot run in so many ranks, in a line; None if it can."""
+        """One line that says why the model cannot run in `ranks` ranks; None if it can."""
         if n_ranks == 1:
             return None
         if not 1 <= n_ranks <= self.n_kv_heads:

@@ -24,7 +24,7 @@ Shape = tuple[tuple[Kind, int], ...]
 """A symmetric part: the kind and the number of children at each depth, outer first. A PU has none."""
 
 MAX_SHAPES = 32
-"""The largest so many that a part can be cut down to are looked at; a machine has one or two."""
+"""How many of the largest sizes that a part can be cut down to are tried; a machine has one or two."""
 
 
 @dataclass(frozen=True, slots=True)

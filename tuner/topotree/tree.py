@@ -182,7 +182,7 @@ def _kinds(base_kinds: tuple[str, ...], depths: tuple[int, ...]) -> tuple[str, .
 
 @lru_cache(maxsize=1 << 16)
 def active(chain: Chain, kept: tuple[int, ...]) -> tuple[int, ...]:
-    """The siblings that are left of a nest, in its order, where only so many children stay at each level."""
+    """The siblings that are left of a nest, in its order, where only some children stay at each level."""
     places = [0]
     inside = len(chain.order)
     for arity, count in zip(chain.arities, kept, strict=True):
