@@ -7,7 +7,8 @@ Neighbouring samples hang together, so the interval is drawn from blocks of them
 Resident memory never falls to what is in use: it is the most that was ever in use, page by page, and the
 most of a load that goes up and down at random is surpassed now and then, ever more rarely, without an end. So
 an interval that leaves out 0 by a few pages in thousands of requests is no leak. A server that keeps
-something of every request keeps a block of memory of each: `is_flat` asks whether the interval leaves out the least one.
+something of every request keeps a block of memory of each: `is_flat` asks whether the interval leaves out
+the least one.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def _room(model: PackedModel, capacity: Capacity) -> dict[str, int | str]:
 class _Linears:
     """Adds linear ops to a program, every weight with its arithmetic and its schedules.
 
-    The arithmetic is the whole weight's, whichever rank computes it; schedules are for this rank's part of it.
+    The arithmetic is the whole weight's on every rank; schedules are for this rank's part of it.
     """
 
     program: Program

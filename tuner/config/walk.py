@@ -18,9 +18,9 @@ from being asked for, each a switch:
 The order decides what that leaves to be asked. First a survey: the cross-sections of the fundamental tree,
 and of the best of them the first removal at each depth; then, for each grouping by one latent level, the
 first removal below that level. A latent resource that is crowded shows at once, since its own grouping
-relieves it fully and others in part. After the survey, the configuration with the cheapest parent is asked
-for next; of equals, the removal of one child or of half of them. Groupings by two latent levels and more follow,
-generation by generation, and patience begins anew with each.
+relieves it fully and others in part. After the survey, the configuration with the cheapest parent is
+asked for next; of equals, the removal of one child or of half of them. Groupings by two latent levels
+and more follow, generation by generation, and patience begins anew with each.
 
 With a rule switched off, all is asked for that would be asked for with it, and more.
 """
