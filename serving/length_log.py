@@ -97,7 +97,7 @@ class LengthLog:
             if not stat.S_ISREG(found.st_mode) and not stat.S_ISFIFO(found.st_mode):
                 raise OSError(errno.EINVAL, "it is no file")
             os.set_blocking(descriptor, True)  # a pipe without a reader must not hold up the start
-            if stat.S_IMODE(found.st_mode) & ~_MODE:
+            if stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) & ~_MODE:
                 os.fchmod(descriptor, _MODE)
                 self._report(f"length log {self.path}: others could read it; its mode is 0600 now")
         except OSError:
