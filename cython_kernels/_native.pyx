@@ -4,6 +4,7 @@
 include "gemm.pxi"
 include "group.pxi"
 include "limits.pxi"
+include "mapped_fault.pxi"
 include "memory_policy.pxi"
 include "ops.pxi"
 include "probe.pxi"

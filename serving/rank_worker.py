@@ -15,7 +15,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phasewise.cython_kernels._native import Program, Team, isa_select
+import numpy as np
+
+from phasewise.cython_kernels._native import Program, Team, isa_select, watch_mapping
 from phasewise.cython_kernels.errors import GroupFailed, KernelError
 from phasewise.serving.errors import ServingError
 from phasewise.serving.forward import build_program
@@ -112,7 +114,12 @@ def _model(told: Instructions) -> PackedModel:
 
 
 def _mapped(holding: Holding, writable: bool = False) -> Segment:
-    return Segment(holding.fd, holding.places.n_bytes, writable)
+    segment = Segment(holding.fd, holding.places.n_bytes, writable)
+    if not writable:
+        file = os.readlink(f"/proc/self/fd/{holding.fd}")
+        address = np.frombuffer(segment.memory, np.uint8).ctypes.data
+        watch_mapping(address, segment.n_bytes, f"phasewise: {file} was cut short while a rank uses it")
+    return segment
 
 
 if __name__ == "__main__":

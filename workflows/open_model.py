@@ -39,12 +39,15 @@ def open_model(
     threads: int | None = None,
     db: str | None = None,
     report: Report = silent,
+    *,
+    checksum: bool = False,
 ) -> OpenModel:
     """Load a model, find its plans and the schedules in use on the plans' cores.
 
     ref: a known name, a GGUF file, a Hugging Face directory or a hub name. weight_format: one of
     `serving.model.FORMATS`. threads: cores of each phase; None for the stored plan, or the default one.
-    db: URL or file of the tuning database; None for the user's own. Raises ModelError, PlanError,
+    db: URL or file of the tuning database; None for the user's own. checksum: read the packed file whole, and
+    make it anew where it is not as it was written. Raises ModelError, PlanError,
     KernelDbError.
     """
     from phasewise.serving.loaders import load_model
@@ -52,7 +55,7 @@ def open_model(
     from phasewise.tuner.plans import model_key, plans_for
     from phasewise.workflows.tuned_schedules import schedules_for
 
-    model = load_model(ref, weight_format, report=report)
+    model = load_model(ref, weight_format, report=report, checksum=checksum)
     machine = read_machine()
     plans = plans_for(db, machine, model_key(model.name, model.format), threads, report)
     return OpenModel(model, plans, schedules_for(db, machine, plans, report))

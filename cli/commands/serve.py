@@ -274,6 +274,15 @@ def serve(
             rich_help_panel=_ENGINE,
         ),
     ] = 100,
+    checksum: Annotated[
+        bool,
+        typer.Option(
+            "--checksum",
+            envvar="PHASEWISE_CHECKSUM",
+            help="read the packed model whole at the start, and make it anew if any byte has changed",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = False,
     no_prefix_reuse: Annotated[
         bool,
         typer.Option(
@@ -338,7 +347,7 @@ def serve(
         host, port, unix_socket, secure=tls is not None
     ) as address:  # told before the model is read
         log = None if length_log is None else LengthLog(length_log, note)
-        found = open_model(model, weight_format, threads, db, note)
+        found = open_model(model, weight_format, threads, db, note, checksum=checksum)
         estimates = open_predictor(predictor, found.model.name, note)
         size = replace(
             EngineSize.for_many(found.model, max_sequences, context, kv_bytes, kv_format.value),

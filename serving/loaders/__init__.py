@@ -22,13 +22,19 @@ Report = Callable[[str], None]
 
 
 def load_model(
-    ref: str, format: str, cache_dir: Path | None = None, report: Report | None = None
+    ref: str,
+    format: str,
+    cache_dir: Path | None = None,
+    report: Report | None = None,
+    *,
+    checksum: bool = False,
 ) -> PackedModel:
     """The model that `ref` names, in a weight format of `FORMATS`, packed now or earlier.
 
     ref: a known name (fetched when absent), a GGUF file, a Hugging Face directory or a hub name.
     cache_dir: where packed files and fetched models live; None for the user's cache directory.
-    report: told in one line whatever takes long. Raises ModelError.
+    report: told in one line whatever takes long.
+    checksum: a packed file whose arrays are not as they were written is made anew. Raises ModelError.
     """
     if format not in FORMATS:
         raise ModelError(f"weight format {format!r} is not one of {', '.join(FORMATS)}")
@@ -37,7 +43,7 @@ def load_model(
     located = locate(ref, root, report)
     identity = _identity(located, format)
     target = root / "packed" / _file_name(located, format)
-    model = read_packed(target, identity, located.path)
+    model = read_packed(target, identity, located.path, checksum=checksum)
     if model is not None:
         return model
     report(f"packing {located.name} as {format}; later starts map the result")

@@ -96,6 +96,27 @@ def check_tensors(source: ModelSource) -> None:
             raise ModelError(f"{source.path} has a tensor {name}, for which its config has no use")
 
 
+def check_packed(
+    config: ModelConfig, weights: Mapping[str, tuple[int, int]], vectors: Mapping[str, int]
+) -> None:
+    """Packed weights, as (outputs, inputs), and vectors, as lengths, are those that the config calls for."""
+    expected = weight_shapes(config)
+    for name, shape in weights.items():
+        stem, _, last = name.rpartition(".")
+        parts = [f"{stem}.{part}" for part in FUSED.get(last, ())] or [name]
+        shapes = [expected.pop(part, None) for part in parts]
+        rows = sum(one[0] for one in shapes if one)
+        if None in shapes or shape != (rows, shapes[0][1] if shapes[0] else 0):
+            raise ModelError(f"the packed weight {name} is {shape}, which the config does not ask for")
+    lengths = vector_lengths(config, has_bias=False)
+    for name, length in vectors.items():
+        fused_bias = config.q_rows + 2 * config.kv_rows if name.endswith(".qkv_bias") else None
+        if lengths.pop(name, fused_bias) != length:
+            raise ModelError(f"the packed vector {name} has {length} numbers, the config asks for others")
+    if expected or lengths:
+        raise ModelError(f"the packed model lacks {next(iter([*expected, *lengths]))}")
+
+
 def has_bias(tensors: Mapping[str, SourceTensor]) -> bool:
     return any(name.endswith(BIASES) for name in tensors)
 

@@ -4,8 +4,11 @@
     head: JSON: config, names, tables of arrays       text: tokenizer JSON, then the chat template
     arrays, each 64-byte aligned, in the order a forward pass reads them
 
-The digest covers head and text; the arrays are only held to the recorded file size. A file is written beside
-its final name and renamed, so readers see all of it or none. One that does not check is simply not there.
+The digest covers head and text. Each array must lie in the file and have the shape that the config asks for.
+A checksum of all arrays is in the head too; to compare it takes as long as reading them (`checksum`). A file
+is written beside its final name and renamed, so readers see all of it or none. One that does not check is
+simply not there: it is made anew. Others must not be able to write to it, nor to its directory. When it is cut short
+while it is mapped, the process ends with one line (`watch_mapping`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import hashlib
 import json
 import mmap
 import os
+import stat
 import struct
 import tempfile
 import time
@@ -25,10 +29,17 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from phasewise.cython_kernels._native import watch_mapping
 from phasewise.cython_kernels.packing import PACKING_VERSION, PANEL, Array, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.forms import WeightForm, check_finite, convert_rows, pack_rows
-from phasewise.serving.loaders.layout import VectorPlan, WeightPlan, plan_vectors, plan_weights
+from phasewise.serving.loaders.layout import (
+    VectorPlan,
+    WeightPlan,
+    check_packed,
+    plan_vectors,
+    plan_weights,
+)
 from phasewise.serving.loaders.source import ModelSource, Rows
 from phasewise.serving.model import MappedFile, PackedModel, config_from_json, config_to_json
 from phasewise.serving.segments import prefer_huge_pages
@@ -40,8 +51,8 @@ ALIGNMENT = 64
 CHUNK_VALUES = 2 << 20  # weights decoded at a time: 8 MiB in float32
 STALE_S = 3600  # a temporary file this old belongs to a run that died
 
-# What reading a file that we did not write whole may raise.
-_NOT_OURS = (OSError, struct.error, KeyError, TypeError, ValueError, ModelError)
+_DIRECTORY_MODE = 0o700
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 Report = Callable[[str], None]
 
@@ -56,6 +67,13 @@ class _Slot:
     form: WeightForm | None  # None: a float32 vector of n numbers
     offsets: tuple[int, ...]
     top_exponent: int = 0  # PackedWeight.top_exponent
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of each of its arrays, in bytes."""
+        return (
+            [4 * self.n] if self.form is None else [size for _, _, size in self.form.arrays(self.n, self.k)]
+        )
 
 
 def write_packed(
@@ -93,21 +111,40 @@ def write_packed(
         ) from error
 
 
-def read_packed(target: Path, identity: str, source: Path) -> PackedModel | None:
-    """Map the packed file if it is whole and was made from what `identity` names; None otherwise."""
+def read_packed(target: Path, identity: str, source: Path, *, checksum: bool = False) -> PackedModel | None:
+    """Map the packed file if it is whole and was made from what `identity` names; None otherwise.
+
+    checksum: read all arrays, and hold them to the checksum that they were written with.
+    """
     try:
         with target.open("rb") as file:
+            status = os.fstat(file.fileno())
             fields, text = _checked_head(file)
-            if fields["identity"] != identity:
+            if fields["identity"] != identity or not _is_ours_alone(status):
                 return None
             mapped = mmap.mmap(file.fileno(), fields["file_bytes"], prot=mmap.PROT_READ)
             prefer_huge_pages(mapped)
-            status = os.fstat(file.fileno())
         address = np.frombuffer(mapped, np.uint8).ctypes.data
+        watch_mapping(address, fields["file_bytes"], _FAULT.format(target))
         mapping = MappedFile(target, address, fields["file_bytes"], (status.st_dev, status.st_ino))
-        return replace(_model(fields, text, mapped, source), file=mapping)
-    except _NOT_OURS:
+        model = replace(_model(fields, text, mapped, source), file=mapping)
+        _check_shapes(model)
+        if checksum and _checksum(_slots(fields), mapped) != fields["content_hash"]:
+            return None
+        return model
+    except Exception:  # a head may say anything, and be wrong in every way there is
         return None
+
+
+_FAULT = (
+    "phasewise: the packed model {} was cut short, or cannot be read any more, while it is in use; start "
+    "again, which makes it anew"
+)
+
+
+def _is_ours_alone(status: os.stat_result) -> bool:
+    """Whether nobody else, root apart, can have written the file or can write to it now."""
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & _OTHERS_WRITE
 
 
 def read_head(target: Path) -> dict[str, Any] | None:
@@ -115,7 +152,7 @@ def read_head(target: Path) -> dict[str, Any] | None:
     try:
         with target.open("rb") as file:
             return _checked_head(file)[0]
-    except _NOT_OURS:
+    except Exception:  # as in `read_packed`
         return None
 
 
@@ -173,7 +210,7 @@ def _placed(
 @contextlib.contextmanager
 def _renamed_when_done(target: Path) -> Iterator[int]:
     """A descriptor of a new file that takes the name `target` if the block ends well, and vanishes if not."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    _make_directory(target.parent)
     for left_over in target.parent.glob(f".{target.name}.*"):
         with contextlib.suppress(OSError):
             if time.time() - left_over.stat().st_mtime > STALE_S:
@@ -191,6 +228,14 @@ def _renamed_when_done(target: Path) -> Iterator[int]:
         raise
     finally:
         os.close(fd)
+
+
+def _make_directory(path: Path) -> None:
+    """For this user alone: who can write to it can give another file the name of a packed one."""
+    path.mkdir(parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != _DIRECTORY_MODE:
+        path.chmod(_DIRECTORY_MODE)
 
 
 def _write_arrays(
@@ -237,7 +282,7 @@ def _label(slot: _Slot) -> bytes:
 
 def _packed_chunks(plan: WeightPlan) -> Iterator[PackedWeight]:
     """The weight in runs of whole panels, in order."""
-    step = max(CHUNK_VALUES // plan.k // PANEL, 1) * PANEL
+    step = _rows_at_once(plan.k)
     for start in range(0, plan.n, step):
         stop, pieces, base = min(start + step, plan.n), [], 0
         for part in plan.parts:
@@ -265,17 +310,60 @@ def _write(fd: int, offset: int, data: bytes | memoryview) -> int:
     return written
 
 
+def _slots(fields: dict[str, Any]) -> list[_Slot]:
+    """Those that a head names. ValueError where an array is not aligned or not in the file."""
+    slots = []
+    for one in fields["slots"]:
+        form = None if one["form"] is None else WeightForm(**one["form"])
+        slot = _Slot(one["name"], one["n"], one["k"], form, tuple(one["offsets"]), one["top_exponent"])
+        for offset, size in zip(slot.offsets, slot.sizes, strict=True):
+            in_file = 0 <= offset <= fields["file_bytes"] - size
+            if slot.n <= 0 or slot.k <= 0 or offset % ALIGNMENT or not in_file:
+                raise ValueError(f"{slot.name} lies at byte {offset} of {fields['file_bytes']}")
+        slots.append(slot)
+    return slots
+
+
+def _check_shapes(model: PackedModel) -> None:
+    """ModelError where weights or vectors are not those that the config asks for: kernels trust it."""
+    weights = {name: (weight.n, weight.k) for name, weight in model.weights.items()}
+    check_packed(model.config, weights, {name: len(vector) for name, vector in model.vectors.items()})
+
+
+def _checksum(slots: list[_Slot], mapped: mmap.mmap) -> str:
+    """As `_write_arrays` computes it: chunk by chunk of rows, in order."""
+    content, memory = hashlib.sha256(), memoryview(mapped)
+    for slot in slots:
+        content.update(_label(slot))
+        if slot.form is None:
+            content.update(memory[slot.offsets[0] : slot.offsets[0] + 4 * slot.n])
+            continue
+        step, at = _rows_at_once(slot.k), list(slot.offsets)
+        for start in range(0, slot.n, step):
+            chunk = slot.form.arrays(min(step, slot.n - start), slot.k)
+            for i, (_, _, size) in enumerate(chunk):
+                content.update(memory[at[i] : at[i] + size])
+                at[i] += size
+    return content.hexdigest()
+
+
+def _rows_at_once(k: int) -> int:
+    """Of a weight, in whole panels."""
+    return max(CHUNK_VALUES // k // PANEL, 1) * PANEL
+
+
 def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path) -> PackedModel:
     weights: dict[str, PackedWeight] = {}
     vectors: dict[str, Any] = {}
-    for slot in fields["slots"]:
-        name, n, k, offsets = slot["name"], slot["n"], slot["k"], slot["offsets"]
-        if slot["form"] is None:
-            vectors[name] = np.frombuffer(mapped, np.float32, n, offsets[0])
+    for slot in _slots(fields):
+        if slot.form is None:
+            vectors[slot.name] = np.frombuffer(mapped, np.float32, slot.n, slot.offsets[0])
         else:
-            weight = _weight(WeightForm(**slot["form"]), n, k, offsets, mapped)
-            weights[name] = replace(weight, top_exponent=slot["top_exponent"])
+            weight = _weight(slot.form, slot.n, slot.k, slot.offsets, mapped)
+            weights[slot.name] = replace(weight, top_exponent=slot.top_exponent)
     tokenizer_bytes = fields["tokenizer_bytes"]
+    if not 0 <= tokenizer_bytes <= len(text):
+        raise ValueError(f"a tokenizer of {tokenizer_bytes} bytes, of {len(text)}")
     return PackedModel(
         config=config_from_json(fields["config"]),
         format=fields["format"],
@@ -290,7 +378,7 @@ def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path)
     )
 
 
-def _weight(form: WeightForm, n: int, k: int, offsets: list[int], mapped: mmap.mmap) -> PackedWeight:
+def _weight(form: WeightForm, n: int, k: int, offsets: tuple[int, ...], mapped: mmap.mmap) -> PackedWeight:
     views: list[Array] = []
     for (shape, dtype, size), offset in zip(form.arrays(n, k), offsets, strict=True):
         views.append(np.frombuffer(mapped, dtype, size // dtype.itemsize, offset).reshape(shape))

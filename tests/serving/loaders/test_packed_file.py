@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,3 +209,131 @@ def test_progress_is_told_only_while_packing(tmp_path: Path) -> None:
     assert first
     assert not second
     assert not any("\n" in line for line in first)
+
+
+def rewrite_head(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Another head with a digest that is right, as an attacker or a bug would write it."""
+    content = path.read_bytes()
+    magic, head_bytes, text_bytes, total, _ = PREFIX.unpack(content[: PREFIX.size])
+    fields = json.loads(content[PREFIX.size : PREFIX.size + head_bytes])
+    text = content[PREFIX.size + head_bytes :][:text_bytes]
+    changed = change(fields)
+    head = json.dumps(fields if changed is None else changed).encode()
+    body = head + text
+    digest = hashlib.sha256(body).digest()
+    start = PREFIX.pack(magic, len(head), text_bytes, total, digest) + body
+    first = min(slot["offsets"][0] for slot in json.loads(content[PREFIX.size :][:head_bytes])["slots"])
+    assert len(start) <= first
+    swap(path, start.ljust(first, b"\0") + content[first:])
+
+
+HEADS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a list": lambda fields: [fields["identity"]],
+    "no slots": lambda fields: fields.update(slots=[]),
+    "slots of no kind": lambda fields: fields.update(slots=[1, None, "a"]),
+    "a slot less": lambda fields: fields["slots"].pop(),
+    "an array past the end": lambda fields: fields["slots"][0].update(offsets=[1 << 40] * 3),
+    "an array before the start": lambda fields: fields["slots"][0]["offsets"].__setitem__(0, -64),
+    "an array between lines": lambda fields: fields["slots"][0]["offsets"].__setitem__(0, 4097),
+    "fewer rows": lambda fields: fields["slots"][1].update(n=fields["slots"][1]["n"] - 16),
+    "no columns": lambda fields: fields["slots"][1].update(k=0),
+    "a longer vector": lambda fields: fields["slots"][-1].update(n=fields["slots"][-1]["n"] + 1),
+    "another name": lambda fields: fields["slots"][1].update(name="layers.99.o"),
+    "a larger model": lambda fields: fields["config"].update(hidden=1 << 20),
+    "no head at all in a head": lambda fields: fields["config"].update(n_heads=0),
+    "a config of no kind": lambda fields: fields.update(config="none"),
+    "more layers": lambda fields: fields["config"].update(n_layers=fields["config"]["n_layers"] + 1),
+    "another exponent": lambda fields: fields["slots"][0].pop("top_exponent"),
+    "an endless tokenizer": lambda fields: fields.update(tokenizer_bytes=-1, has_template=1),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_that_makes_no_sense_is_made_anew(tmp_path: Path, kind: str) -> None:
+    ref = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    first, said = load_model(ref, "native", tmp_path), list[str]()
+    rewrite_head(packed_path(tmp_path), HEADS[kind])
+
+    again = load_model(ref, "native", tmp_path, said.append)
+
+    assert_same(first, again)
+    assert any(line.startswith("packing tiny") for line in said)
+
+
+@pytest.mark.parametrize("format", ["native", "int8", "int4"])
+def test_a_damaged_array_is_noticed_by_the_checksum_alone(tmp_path: Path, format: str) -> None:
+    shape = TinyShape(vocab_size=261, hidden=64)
+    ref = str(write_tiny_gguf(tmp_path / "tiny.gguf", shape=shape))
+    first, said = load_model(ref, format, tmp_path), list[str]()
+    load_model(ref, format, tmp_path, said.append, checksum=True)
+    assert said == []  # what was written has the checksum that it was written with
+    content = bytearray(packed_path(tmp_path).read_bytes())
+    content[first.weights["embed"].values.ctypes.data - first.file.address] ^= 64  # type: ignore[union-attr]
+    swap(packed_path(tmp_path), bytes(content))
+
+    load_model(ref, format, tmp_path, said.append)
+    assert said == []
+    assert_same(first, load_model(ref, format, tmp_path, said.append, checksum=True))
+    assert said
+
+
+def test_only_this_user_writes_to_what_is_packed(tmp_path: Path) -> None:
+    ref = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    (tmp_path / "packed").mkdir(mode=0o777)
+    load_model(ref, "native", tmp_path)
+    assert (tmp_path / "packed").stat().st_mode & 0o777 == 0o700
+    said: list[str] = []
+    packed_path(tmp_path).chmod(0o622)
+
+    load_model(ref, "native", tmp_path, said.append)
+
+    assert said
+    assert packed_path(tmp_path).stat().st_mode & 0o777 == 0o600
+
+
+USE = """
+import sys; from pathlib import Path
+from phasewise.serving.loaders import load_model
+model = load_model(sys.argv[1], "native", Path(sys.argv[2]))
+print("mapped", flush=True); sys.stdin.readline()
+print(sum(float(weight.values.view("u1").sum()) for weight in model.weights.values()))
+"""
+
+
+def test_a_file_that_is_cut_short_while_it_is_mapped_ends_in_one_line(tmp_path: Path) -> None:
+    ref = str(write_tiny_gguf(tmp_path / "tiny.gguf", shape=TinyShape(vocab_size=5000, hidden=64)))
+    load_model(ref, "native", tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", USE, ref, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "mapped\n"
+    os.truncate(packed_path(tmp_path), 8192)
+
+    _, said = process.communicate("\n", timeout=30)
+
+    assert process.returncode == 70
+    assert len(said.splitlines()) == 1
+    assert str(packed_path(tmp_path)) in said
+
+
+def test_a_bus_error_elsewhere_is_none_of_ours(tmp_path: Path) -> None:
+    """The handler hands on what it does not know, and so the process dies of the signal."""
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * 8192)
+    ref = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    script = (
+        "import mmap, os, sys; from pathlib import Path; from phasewise.serving.loaders import load_model;"
+        f"model = load_model({ref!r}, 'native', Path({str(tmp_path)!r}));"
+        f"file = open({str(other)!r}, 'r+b'); mapped = mmap.mmap(file.fileno(), 8192);"
+        "os.truncate(file.fileno(), 0); print(mapped[5000])"
+    )
+
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert result.returncode == -signal.SIGBUS
+    assert "packed" not in result.stderr
