@@ -103,10 +103,12 @@ class TurnQueue:
             return
         first = next(iter(self._waiting))
         del self._waiting[first]
-        first.turn()
-        if self._waiting and not self._runs:
-            self._runs = True
-            first.loop.call_soon(self._next)
+        try:
+            first.turn()
+        finally:
+            if self._waiting and not self._runs:
+                self._runs = True
+                first.loop.call_soon(self._next)
 
 
 @dataclass
@@ -510,8 +512,14 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self._paused is not None:
             self._stop(self._paused)
         self._others.turns.leave(self)
-        self.transport.write_eof()
-        self.transport.resume_reading()
+        if self.cycle is not None and not self.cycle.response_complete:  # what is in progress has no reader
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        try:
+            self.transport.write_eof()
+            self.transport.resume_reading()
+        except OSError:  # the client is quicker, and gone
+            self.transport.abort()
 
     @staticmethod
     def _stop(clock: asyncio.TimerHandle | None) -> None:

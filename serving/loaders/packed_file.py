@@ -7,8 +7,8 @@
 The digest covers head and text. Each array must lie in the file and have the shape that the config asks for.
 A checksum of all arrays is in the head too; to compare it takes as long as reading them (`checksum`). A file
 is written beside its final name and renamed, so readers see all of it or none. One that does not check is
-simply not there: it is made anew. Others must not be able to write to it, nor to its directory. When it is cut short
-while it is mapped, the process ends with one line (`watch_mapping`).
+simply not there: it is made anew. Others must not be able to write to it, nor to its directory. When it is
+cut short while it is mapped, the process ends with one line (`watch_mapping`).
 """
 
 from __future__ import annotations
