@@ -38,6 +38,8 @@ test-all: build    ## all tests but the soak; with TIER=rest what `make test` ha
 test-soak: build test-asan  ## hours: twenty times the examples, ASan, fuzzing, faults; a soak with TRACE=CSV
 	$(BIN)/python -m pytest --tier=soak $(ARGS)
 	$(BIN)/python benchmarks/fuzz_api.py --cases 10000
+	$(BIN)/python benchmarks/fuzz_http.py --inputs 100000
+	$(BIN)/python benchmarks/hostile.py
 	$(BIN)/python benchmarks/faults.py
 	$(if $(TRACE),$(BIN)/python benchmarks/soak.py --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
 

@@ -4,9 +4,9 @@
 
 Each input is a valid request, or several, changed in some places: bytes, lines, sizes of chunks, headers,
 parts of other requests. It is sent in one to three pieces on a connection of its own, which the client then
-half closes or resets, or on which it waits for the end. Exit code 0: no 5xx but 503, every connection ended in
-time, the server answers as before, and neither its memory nor its descriptors grow beyond what a tenth of the
-run took.
+half closes or resets, or on which it waits for the end. Exit code 0: no 5xx but 503, every connection ended,
+the server answers as before, and neither its memory nor its descriptors grow beyond what a tenth of the run
+took.
 """
 
 from __future__ import annotations
