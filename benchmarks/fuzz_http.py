@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import os
 import random
@@ -143,12 +144,25 @@ async def _run(port: int, inputs: int, rng: random.Random, outcome: Outcome) -> 
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
 
 
+class _Surprises(logging.Handler):
+    """What the application raised: a fault of ours, even where no client got to see a 500."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__(logging.ERROR)
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raised = record.exc_info[1] if record.exc_info else None
+        self._pipe.send(f"{record.getMessage().strip()}: {raised!r}")
+
+
 def _serve(pipe: Connection) -> None:
     from phasewise.serving.http.http_settings import HttpLimits
     from tests.support.fake_server import fake_server
 
     # Clocks as short as a test needs; a throttled connection must not be cut by them.
     limits = HttpLimits(header_s=1.0, body_s=1.0, keep_alive_s=0.2, max_body_bytes=1 << 20)
+    logging.getLogger("uvicorn.error").addHandler(_Surprises(pipe))
     with fake_server(limits) as server:
         pipe.send(server.url)
         pipe.recv()
@@ -194,7 +208,12 @@ def fuzz(inputs: int, seed: int) -> tuple[Outcome, str]:
         if fds > before_fds:
             outcome.faults.append(f"{fds} descriptors are open, {before_fds} were")
         ours.send(None)
-        if not ours.poll(30):
+        while ours.poll(30):
+            surprise = ours.recv()
+            if surprise is None:
+                break
+            outcome.faults.append(surprise)
+        else:
             outcome.faults.append("the engine is not idle afterwards")
     finally:
         server.kill()

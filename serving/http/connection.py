@@ -152,12 +152,21 @@ class _Flow(FlowControl):
 
 
 class _Outlet:
-    """The transport, as an answer in progress sees it: a close that waits for those who still send."""
+    """The transport, as an answer in progress sees it: its close waits for those who still send, and what is
+    written after the end is dropped."""
 
-    def __init__(self, transport: asyncio.Transport, finish: Callable[[], None]) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = finish
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        if not self._connection.is_ending:
+            self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._connection.is_ending or self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        self._connection.finish()
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
@@ -185,6 +194,11 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """Whether the client has yet to get the rest of an answer."""
         begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         return begun or self.transport.get_write_buffer_size() > 0
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether all has been said: what still comes is dropped."""
+        return self._linger is not None
 
     def cut(self) -> None:
         """The reader is too slow: what it has not read is dropped."""
@@ -355,7 +369,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
                 n_requests += 1
             elif isinstance(event, h11.Data):
                 if self.conn.our_state is h11.DONE:
-                    self._discard(len(event.data), _DISCARD_BYTES, self._finish)
+                    self._discard(len(event.data), _DISCARD_BYTES, self.finish)
                     continue
                 self.cycle.body += event.data
                 if len(self.cycle.body) > HIGH_WATER_LIMIT:
@@ -395,7 +409,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.cycle = RequestResponseCycle(
             scope=self.scope,
             conn=self.conn,
-            transport=_Outlet(self.transport, self._finish),  # type: ignore[arg-type]
+            transport=_Outlet(self),  # type: ignore[arg-type]
             flow=self.flow,
             logger=self.logger,
             access_logger=self.access_logger,
@@ -485,7 +499,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer what is no request, and close."""
         self._write_refusal(error)
-        self._finish()
+        self.finish()
 
     def _write_refusal(self, error: ApiError) -> None:
         self._others.observer.refused(error)
@@ -495,7 +509,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             lines += [name + b": " + value for name, value in answer.raw_headers if name != b"connection"]
             self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(answer.body))
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Close when all is written. A client that may still be sending would be reset, and lose its answer
         unread: what it sends is dropped for a while first."""
         if self._linger is not None or self.transport.is_closing():
