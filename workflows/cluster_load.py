@@ -1,5 +1,5 @@
-"""What `phasewise simulate` and `phasewise provision` are given, made of text and files: arrivals, step times
-that were recorded in a tuning database."""
+"""What `phasewise simulate` and `phasewise provision` are given, made of text and files: arrivals, and step
+times that a tuning database has or that are modelled."""
 
 from __future__ import annotations
 
@@ -123,3 +123,47 @@ def steps_from_db(db: str | None, signature: str, report: Report) -> StepTimes:
 def _kind_of(row: StepTime) -> tuple[str, str, str]:
     machine = row.origin.machine
     return machine.core_sig, machine.placement_sig, row.model_key
+
+
+PREFILL_TOKENS = (16, 64, 256, 512)
+DECODE_SEQUENCES = (1, 8, 32, 128)
+CONTEXTS = (64, 4096)
+MODELLED_STEPS = (
+    *(("prefill", tokens, 1, context) for tokens in PREFILL_TOKENS for context in (0, CONTEXTS[-1])),
+    *(("decode", 1, sequences, context) for sequences in DECODE_SEQUENCES for context in CONTEXTS),
+)
+"""Phase, tokens, sequences, context of the steps that stand for a described machine."""
+
+
+def steps_from_xml(xml: str, model: str, weight_format: str, report: Report) -> StepTimes:
+    """Step times that the modelled evaluator computes for a machine that need not exist.
+
+    xml: from lstopo. model: a model's name or file, or a `config.json`. The default plan is used: one rank
+    over all cores. TopologyError, ModelError or EvaluationError, one line each.
+    """
+    from pathlib import Path
+
+    from phasewise.topology import read_lstopo
+    from phasewise.tuner.config.modelled import ModelledEvaluator
+    from phasewise.tuner.config.steps import Step
+    from phasewise.tuner.plans import PHASES, default_plan
+    from phasewise.tuner.topotree import Configuration
+    from phasewise.workflows.model_shape import shape_of_reference
+
+    machine = read_lstopo(Path(xml))
+    shape = shape_of_reference(model, weight_format, report)
+    evaluator = ModelledEvaluator(machine, shape)
+    timed = []
+    for phase in PHASES:
+        plan = default_plan(machine, phase)
+        with evaluator.open(Configuration(plan.ranks), phase) as timer:
+            timed += [
+                TimedStep(*step, timer(Step(phase, *step[1:])) / 1e9)
+                for step in MODELLED_STEPS
+                if step[0] == phase
+            ]
+    report(
+        f"step times of {shape.name} on {xml} are modelled; weight_bytes = {shape.weight_bytes}, "
+        f"kv_bytes_per_token = {shape.kv_bytes_per_slot}, n_layers = {shape.n_layers}"
+    )
+    return steps_of(timed)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from phasewise.cluster.spec_file import MachineCatalogue, StepSources
     from phasewise.cluster.steps import StepTimes
 
-DB_MACHINE = "db"
-"""Name of the machine type that --machine-from-db makes."""
+DB_MACHINE, XML_MACHINE = "db", "xml"
+"""Names of the machine types that --machine-from-db and --machine-from-xml give step times."""
 
 
 class Lengths(StrEnum):
@@ -55,6 +55,15 @@ MachineFromDbOption = Annotated[
         "database: the beginning of a core signature, or CORE@PLACEMENT",
     ),
 ]
+MachineFromXmlOption = Annotated[
+    str | None,
+    typer.Option(
+        "--machine-from-xml",
+        metavar="XML:MODEL",
+        help="model the step times of the machine type xml, which a cluster file describes: XML from lstopo "
+        "of a machine that need not exist, and a model, e.g. machine.xml:config.json",
+    ),
+]
 DurationOption = Annotated[
     float, typer.Option("--duration", min=1.0, help="seconds of drawn requests, where a rate is given")
 ]
@@ -72,7 +81,9 @@ ReferenceOption = Annotated[
 ]
 
 
-def sources_of(perf_model: Path | None, signature: str | None, db: str | None) -> StepSources:
+def sources_of(
+    perf_model: Path | None, signature: str | None, described: str | None, db: str | None
+) -> StepSources:
     """Where step times come from, besides the machine types' own curves."""
     from phasewise.cluster.spec_file import StepSources
     from phasewise.cluster.steps import read_profile
@@ -83,6 +94,13 @@ def sources_of(perf_model: Path | None, signature: str | None, db: str | None) -
         from phasewise.workflows.cluster_load import steps_from_db
 
         timed[DB_MACHINE] = steps_from_db(db, signature, note)
+    if described is not None:
+        from phasewise.workflows.cluster_load import steps_from_xml
+
+        xml, _, model = described.partition(":")
+        if not xml or not model:
+            raise typer.BadParameter(f"--machine-from-xml takes XML:MODEL, not {described!r:.60}")
+        timed[XML_MACHINE] = steps_from_xml(xml, model, "native", note)
     return StepSources(profile, timed)
 
 

@@ -13,6 +13,7 @@ from phasewise.cli.commands.cluster_options import (
     DurationOption,
     Lengths,
     MachineFromDbOption,
+    MachineFromXmlOption,
     ModelOption,
     PerfModelOption,
     ReferenceOption,
@@ -102,6 +103,7 @@ def provision(
     seed: SeedOption = 0,
     perf_model: PerfModelOption = None,
     machine_from_db: MachineFromDbOption = None,
+    machine_from_xml: MachineFromXmlOption = None,
     reference: ReferenceOption = "a100",
     plot: Annotated[
         Path | None,
@@ -131,7 +133,7 @@ def provision(
     if (rate is None and minimise is not None) or (rate is not None and maximise is not None):
         raise typer.BadParameter("--minimise goes with --rate, --maximise with --cost or --power")
     promises = parse_slo(slo)
-    catalogue = _catalogue(machines, sources_of(perf_model, machine_from_db, db), model)
+    catalogue = _catalogue(machines, sources_of(perf_model, machine_from_db, machine_from_xml, db), model)
     designs = parse_designs(design, catalogue)
     lengths = [(one.prompt_tokens, one.output_tokens) for one in lengths_of(trace)]
     told = reference_of(reference, catalogue)

@@ -13,6 +13,7 @@ from phasewise.cli.commands.cluster_options import (
     DurationOption,
     Lengths,
     MachineFromDbOption,
+    MachineFromXmlOption,
     ModelOption,
     PerfModelOption,
     ReferenceOption,
@@ -82,6 +83,7 @@ def simulate(
     seed: SeedOption = 0,
     perf_model: PerfModelOption = None,
     machine_from_db: MachineFromDbOption = None,
+    machine_from_xml: MachineFromXmlOption = None,
     prefix_reuse: Annotated[
         bool, typer.Option("--prefix-reuse", help="reuse common beginnings of prompts (Mooncake traces)")
     ] = False,
@@ -114,7 +116,7 @@ def simulate(
     from phasewise.workflows.cluster_load import Load, arrivals_of
 
     promises = None if slo is None else parse_slo(slo)
-    spec, catalogue = _cluster(pools, sources_of(perf_model, machine_from_db, db), model)
+    spec, catalogue = _cluster(pools, sources_of(perf_model, machine_from_db, machine_from_xml, db), model)
     spec = _with_policy(spec, scheduler, policy, prefix_reuse=prefix_reuse)
     arrivals = arrivals_of(Load(trace, rate, duration, seed, draw.value))
     summary = summarise(run(spec, arrivals), reference_of(reference, catalogue))

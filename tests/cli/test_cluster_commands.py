@@ -114,6 +114,28 @@ def test_a_machine_is_made_from_a_tuning_database(tmp_path: Path) -> None:
     assert "no step times" in fails(*options)
 
 
+def test_a_machine_is_modelled_from_its_xml(tmp_path: Path) -> None:
+    """Its steps are computed; a prompt of 128 tokens takes longer than one token."""
+    data = Path(__file__).parents[1] / "data"
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(
+        'model = "mine"\n[[pool]]\nrole = "mixed"\nmachine = "xml"\ncount = 1\n[machines.xml]\n'
+        "memory_bytes = 64_000_000_000\n[machines.xml.models.mine]\nweight_bytes = 16_000_000_000\n"
+        "kv_bytes_per_token = 131_072\nn_layers = 32\n",
+        encoding="utf-8",
+    )
+    described = f"{data}/topology/lstopo_v2.xml:{data}/guide/llama-3-8b.json"
+    options = ("simulate", "fixed:128/9", "--rate", 0.1, "--duration", 60, "--pools", cluster, "--json")
+
+    found = run(*options, "--machine-from-xml", described)
+
+    assert found.exit_code == 0, found.output
+    times = json.loads(found.stdout)["times_s"]
+    assert 0 < times["tbt"]["p50"] < times["ttft"]["p50"]
+    assert run(*options, "--machine-from-xml", "only.xml").exit_code == 2
+    assert fails(*options, "--machine-from-xml", "absent.xml:absent.json")
+
+
 def test_the_cheapest_cluster_for_a_rate(tmp_path: Path) -> None:
     plot = tmp_path / "frontier.svg"
     options = ("provision", LENGTHS, "--rate", 6, "--duration", 15, "--most", 8)
