@@ -56,7 +56,7 @@ PAPER_CELLS = {
         "Splitwise-HHcap": "25+21",
     },
 }
-"""Iso-power designs: the paper's text, and the artifact's scripts/run_throughput_*.sh."""
+"""Iso-power designs: the paper's text and the artifact's scripts."""
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
         name, _, path = pair.partition("=")
         lengths = [(one.prompt_tokens, one.output_tokens) for one in lengths_of(path)]
         question = Question(
-            lengths, TABLE_VI, catalogue["a100"].steps, asked.policy, asked.duration, draw="columns"
+            lengths, TABLE_VI, catalogue["a100"].steps, asked.policy, asked.duration, draw="columns", most=140
         )
         print(f"\n{asked.part}, {name} trace, policy {asked.policy}, {asked.duration:g} s of requests\n")
         print(PARTS[asked.part](question, catalogue, asked.designs, name))

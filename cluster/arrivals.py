@@ -1,4 +1,4 @@
-"""Arrivals made from a trace: its own, faster or slower, or drawn anew at a rate (Splitwise V-B)."""
+"""Arrivals drawn at a rate, with the lengths of a trace (Splitwise V-B)."""
 
 from __future__ import annotations
 
@@ -40,12 +40,3 @@ def poisson(
     if not arrivals:
         raise ClusterError(f"no request arrives in {duration_s:g} s at {rate:g} requests/s")
     return arrivals
-
-
-def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same requests in the same order, their arrivals stretched to a mean rate."""
-    span_s = arrivals[-1].at_s - arrivals[0].at_s
-    if span_s <= 0:
-        raise ClusterError("all requests of the trace arrive at once: its rate cannot be changed")
-    factor = (len(arrivals) - 1) / rate / span_s
-    return [one._replace(at_s=(one.at_s - arrivals[0].at_s) * factor) for one in arrivals]

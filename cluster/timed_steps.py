@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from phasewise.cluster.errors import ClusterError
@@ -63,14 +63,18 @@ def _prefill_curve(rows: Sequence[TimedStep]) -> Curve:
 
 
 def _context_s(rows: Sequence[TimedStep]) -> float:
-    """Seconds for each token of context: the median slope between steps of equally many sequences."""
-    slopes = []
-    for sequences in {row.sequences for row in rows}:
-        same = sorted((row.context, row.seconds) for row in rows if row.sequences == sequences)
-        (first, first_s), (last, last_s) = same[0], same[-1]
-        if last > first:
-            slopes.append((last_s - first_s) / (sequences * (last - first)))
-    return _positive_median(slopes)
+    """Seconds for each token of context: the slope of one regression within groups of equally many sequences.
+
+    Pooled, so that contexts that lie far apart decide, not the noise of those that are nearly equal.
+    """
+    products = squares = 0.0
+    for sequences in sorted({row.sequences for row in rows}):
+        same = [row for row in rows if row.sequences == sequences]
+        tokens = fmean(row.context for row in same)
+        seconds = fmean(row.seconds for row in same)
+        products += sum(sequences * (row.context - tokens) * (row.seconds - seconds) for row in same)
+        squares += sum((sequences * (row.context - tokens)) ** 2 for row in same)
+    return max(0.0, products / squares) if squares else 0.0
 
 
 def _positive_median(values: Iterable[float]) -> float:

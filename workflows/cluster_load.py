@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phasewise.cluster.arrivals import Draw, at_rate, poisson
+from phasewise.cluster.arrivals import Draw, poisson
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.requests import Arrival
 from phasewise.cluster.timed_steps import TimedStep, steps_of
@@ -38,8 +38,6 @@ class Load:
     duration_s: float = 120.0
     seed: int = 0
     draw: Draw = "requests"
-    speed: float | None = None
-    """Requests/s that the trace's own arrivals are stretched to."""
 
 
 def arrivals_of(load: Load) -> list[Arrival]:
@@ -56,8 +54,7 @@ def arrivals_of(load: Load) -> list[Arrival]:
         for at, one in enumerate(trace)
     ]
     rows.sort(key=lambda row: row[0])
-    arrivals = [Arrival(index, *row) for index, row in enumerate(rows)]
-    return arrivals if load.speed is None else at_rate(arrivals, load.speed)
+    return [Arrival(index, *row) for index, row in enumerate(rows)]
 
 
 def lengths_of(text: str) -> Trace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phasewise.cluster.arrivals import at_rate, poisson
+from phasewise.cluster.arrivals import poisson
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.metrics import TABLE_VI, Bound, broken, parse_slo, summarise
 from phasewise.cluster.requests import Arrival
@@ -89,14 +89,6 @@ def test_drawn_arrivals_have_the_rate_and_the_lengths() -> None:
             poisson(lengths, rate, duration, 0)
     with pytest.raises(ClusterError):
         poisson([], 1.0, 1.0, 0)
-
-
-def test_a_trace_is_stretched_to_a_rate() -> None:
-    arrivals = [Arrival(at, 5.0 + at, 1, 1) for at in range(11)]
-
-    assert [one.at_s for one in at_rate(arrivals, 2.0)] == pytest.approx([at / 2 for at in range(11)])
-    with pytest.raises(ClusterError, match="at once"):
-        at_rate([Arrival(0, 1.0, 1, 1)] * 2, 1.0)
 
 
 def test_timed_steps_give_back_the_machine_that_was_timed() -> None:
