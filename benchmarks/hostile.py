@@ -31,6 +31,7 @@ ROWS: dict[str, Callable[[Siege], str]] = {
     "turns_in_contents": templates.turns_in_contents,
     "huge_integers": requests.huge_integers,
     "prompts_told_by_time": requests.prompts_told_by_time,
+    "many_choices": requests.many_choices,
     "tiny_chunks": connections.tiny_chunks,
     "pipelined_requests": connections.pipelined_requests,
     "unfinished_bodies": connections.unfinished_bodies,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 
-from hostile_rows.siege import Asked, Missed, Siege
+from hostile_rows.siege import Asked, Missed, Siege, attacking
 
 KEYS = ("first-key", "second-key")
 _TRIES = 3
@@ -51,3 +53,34 @@ def _took_s(prepare: Asked | None, ask: Asked, n_words: int, attempt: int) -> fl
     if status != 200:
         raise Missed(f"{status} {said}")
     return time.monotonic() - began
+
+
+def many_choices(siege: Siege) -> str:
+    """Requests with 128 choices and all log-probabilities: another key finds its place, memory is bounded."""
+    keys = ("--api-key", KEYS[0], "--api-key", KEYS[1], "--max-sequences-per-key", "8")
+    with siege.server(*keys) as server:
+        modest = siege.asked(server, KEYS[1])
+        line = siege.under_attack(
+            server, _choices, siege.asked(server, KEYS[0]), well_behaved=modest.complete
+        )
+    with siege.server(*keys[:4]) as server:
+        greedy, modest = (siege.asked(server, key) for key in KEYS)
+        with attacking(_choices, greedy):
+            time.sleep(1.0)
+            status, said = modest.complete("a", 2)
+    if status != 200:
+        raise Missed(f"with the default share another key is answered {status}: {said}")
+    return line
+
+
+def _choices(asked: Asked) -> None:
+    def client(n: int) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                asked.complete("a", 64, n=n, logprobs=20, ignore_eos=True)
+
+    threads = [threading.Thread(target=client, args=(n,), daemon=True) for n in (128, 128, 8, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -195,6 +195,24 @@ def serve(
             rich_help_panel=_ACCEPTING,
         ),
     ] = 2048,
+    max_sequences_per_key: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="answers computed or waiting for one API key, or one address where no key is asked for; "
+            "without it, three quarters of all",
+            rich_help_panel=_ACCEPTING,
+        ),
+    ] = None,
+    max_response: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES",
+            help="memory of one answer until it is sent; a larger one ends with an error",
+            rich_help_panel=_ACCEPTING,
+        ),
+    ] = "64M",
     allow_special: Annotated[
         bool,
         typer.Option(
@@ -339,6 +357,8 @@ def serve(
         max_unfinished_bytes=parse_bytes(max_unfinished),
         max_connections=min(limits.max_connections, max_connections),
         max_connections_per_address=max_connections_per_address,
+        max_sequences_per_key=max_sequences_per_key or max(1, (max_sequences + max_waiting) * 3 // 4),
+        max_response_bytes=parse_bytes(max_response),
     )
     kv_bytes = None if kv_budget is None else parse_bytes(kv_budget)
     if tls_cert is not None or tls_key is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -20,6 +20,11 @@ Pieces = list[tuple[int, Answer]]
 
 _RATE_OF_LAST = 64
 _LONGEST_RETRY_S = 300
+_MOST_RESPONSES = 8
+"""All answers together may hold as much memory as so many of the largest."""
+_TOKEN_BYTES = 128
+_ALTERNATIVE_BYTES = 112
+"""A log-probability of a token that was not chosen: two numbers in a tuple."""
 
 
 class AnswerStream:
@@ -35,7 +40,11 @@ class AnswerStream:
         requests: Sequence[Submit],
         most_unread: int | None = None,
         on_overflow: Callable[[], None] = lambda: None,
+        owner: str = "",
     ) -> None:
+        self.owner = owner
+        self.n_bytes = 0
+        """Of memory, more or less: pieces that wait here, and all pieces of an answer that is sent whole."""
         self._client = client
         self._index = {request.request_id: index for index, request in enumerate(requests)}
         self._open = set(self._index)
@@ -46,23 +55,38 @@ class AnswerStream:
         self._on_overflow = on_overflow
         self.at_once: Callable[[Iterable[Answer | Failure]], bool] | None = None
         """Offered what has come while a task waits in `take`; True: it has passed all of it on."""
-        self.closed = False
+        self.closed = self._is_refused = False
 
     def put(self, out: Answer | Failure) -> None:
         """After the last of a delivery, `wake`."""
-        if self.closed:
+        if self.closed or self._is_refused:
             return
         if self._most_unread is not None and len(self._arrived) >= self._most_unread:
             self.close()
             self._on_overflow()
             return
         self._arrived.append(out)
+        if isinstance(out, Answer):
+            size = _bytes_of(out)
+            self.n_bytes += size
+            self._client.holds(self, size)
+
+    def refuse(self, error: RequestError) -> None:
+        """End it: its reader is told, or cut off where an answer has begun to be sent."""
+        if self._most_unread is None:
+            self._is_refused = True
+            self._arrived.append(Failure(next(iter(self._index)), error))
+            self._something.set()
+        else:
+            self.close()
+            self._on_overflow()
 
     def wake(self) -> None:
         """What has come goes on, `at_once` or through `take`. A switch of tasks costs more than an event."""
         is_awaited = not self._something.is_set()
         if is_awaited and self.at_once is not None and self.at_once(self._arrived):
             self._arrived.clear()
+            self._release()
         else:
             self._something.set()
 
@@ -89,7 +113,14 @@ class AnswerStream:
             if out.finish_reason is not None:
                 self._open.discard(out.request_id)
             pieces.append((self._index[out.request_id], out))
+        if self._most_unread is not None:
+            self._release()
         return pieces
+
+    def _release(self) -> None:
+        """What was held has gone to the reader."""
+        self._client.holds(self, -self.n_bytes)
+        self.n_bytes = 0
 
     def close(self) -> None:
         """Stop listening; what has not ended is aborted. Closing twice does nothing more."""
@@ -98,9 +129,17 @@ class AnswerStream:
         self.closed = True
         ended = {out.request_id for out in self._arrived if isinstance(out, Failure) or out.finish_reason}
         self._arrived.clear()
+        self._release()
         self._client.forget(self, self._index, self._open - ended)
         self._open = set()
         self._something.set()
+
+
+def _bytes_of(piece: Answer) -> int:
+    """The memory of a piece, more or less."""
+    tokens = piece.tokens
+    n_alternatives = sum(len(token.top) for token in tokens) if tokens and tokens[0].top else 0
+    return len(piece.text) + _TOKEN_BYTES * (1 + len(tokens)) + _ALTERNATIVE_BYTES * n_alternatives
 
 
 class Observer(Protocol):
@@ -123,6 +162,8 @@ class EngineClient:
         self._answers: set[AnswerStream] = set()
         self._ends_s: deque[float] = deque(maxlen=_RATE_OF_LAST)
         self._started_s: dict[str, float] = {}
+        self._n_of_owner: Counter[str] = Counter()
+        self._held_bytes = 0
         self._delivered: deque[Delivery] = deque()
         self._wakeup: LoopWakeup | None = None
         self._observers: list[Observer] = []
@@ -158,17 +199,20 @@ class EngineClient:
         requests: Sequence[Submit],
         facts: Sequence[PromptFacts],
         on_overflow: Callable[[], None] | None = None,
+        owner: str = "",
     ) -> AnswerStream:
         """Send requests to the engine, `facts` being what is known of each. QueueFull: not now.
 
         on_overflow: their reader may be slow; called when it is too far behind, and all is aborted.
+        owner: the client whose share of all places they take.
         """
-        self._refuse_too_many(len(requests))
+        self._refuse_too_many(len(requests), owner)
         if on_overflow is None:
-            stream = AnswerStream(self, requests)
+            stream = AnswerStream(self, requests, owner=owner)
         else:
             most_unread = self._limits.max_pieces_unread * len(requests)
-            stream = AnswerStream(self, requests, most_unread, on_overflow)
+            stream = AnswerStream(self, requests, most_unread, on_overflow, owner)
+        self._n_of_owner[owner] += len(requests)
         self._answers.add(stream)
         now_s = time.monotonic()
         if not self._streams:  # how fast answers ended before a pause says nothing of now
@@ -180,6 +224,24 @@ class EngineClient:
                 observer.sent(request, known)
             self._send(request)
         return stream
+
+    def holds(self, stream: AnswerStream, n_bytes: int) -> None:
+        """`stream` holds so much more memory, or less. Where it, or all, hold too much, the largest ends."""
+        self._held_bytes += n_bytes
+        if n_bytes <= 0:
+            return
+        if stream.n_bytes > self._limits.max_response_bytes:
+            largest = stream
+        elif self._held_bytes > _MOST_RESPONSES * self._limits.max_response_bytes:
+            largest = max(self._answers, key=lambda one: one.n_bytes)
+        else:
+            return
+        largest.refuse(
+            RequestError(
+                f"the answer takes more than {self._limits.max_response_bytes} bytes of memory, or all "
+                "answers take too much; ask for fewer choices, tokens or log-probabilities, or stream it"
+            )
+        )
 
     def forget(self, stream: AnswerStream, request_ids: Iterable[str], unfinished: set[str]) -> None:
         """The reader of these has gone; those unfinished are aborted."""
@@ -218,10 +280,20 @@ class EngineClient:
             wait_s = now_s - min(self._started_s.values(), default=now_s)
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
-    def _refuse_too_many(self, n_new: int) -> None:
-        most = self._limits.max_live_requests
-        if n_new > most:
-            raise RequestError(f"this server computes at most {most} choices at a time", "n")
+    def _refuse_too_many(self, n_new: int, owner: str) -> None:
+        most, share = self._limits.max_live_requests, self._limits.max_sequences_per_key
+        if n_new > min(most, share):
+            raise RequestError(
+                f"this server computes at most {min(most, share)} choices of one client at a time", "n"
+            )
+        n_own = self._n_of_owner[owner]
+        if n_own + n_new > share:
+            after_s = self.retry_after_s(n_own + n_new - share)
+            raise QueueFull(
+                f"{n_own} requests of yours are in progress or waiting, and {share} may be; "
+                f"try again in {after_s} s",
+                after_s,
+            )
         n_too_many = max(self.n_live + n_new - most, self._n_too_many_waiting(n_new))
         if n_too_many > 0:
             after_s = self.retry_after_s(n_too_many)
@@ -256,6 +328,10 @@ class EngineClient:
             stream.wake()
 
     def _end(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._n_of_owner[stream.owner] -= 1
+            if not self._n_of_owner[stream.owner]:
+                del self._n_of_owner[stream.owner]
             del self._started_s[request_id]
             self._ends_s.append(time.monotonic())

@@ -67,6 +67,10 @@ class HttpLimits:
     """Most bytes of all unfinished bodies together. Beyond it the body that began first is refused."""
     max_live_requests: int = 256
     """Answers in progress or waiting, each of the `n` choices counted; a request beyond it gets 429."""
+    max_sequences_per_key: int = 192
+    """Of these, from one client: an API key, or an address where no key is asked for."""
+    max_response_bytes: int = 64 * 1024 * 1024
+    """Memory of an answer that is sent whole, or of what a stream's reader has not read; of all: 8 times."""
     max_waiting_requests: int = 224
     """How many of these may wait for room in the engine."""
     max_connections: int = 8192

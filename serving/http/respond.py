@@ -15,6 +15,7 @@ from phasewise.serving.http.client import AnswerStream, EngineClient, Pieces
 from phasewise.serving.http.connection import Connection, connection_of
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.events import DONE, Events, encode
+from phasewise.serving.http.middleware import client_of
 from phasewise.serving.http.render import Choice, Reply
 from phasewise.serving.messages import Answer, Failure
 
@@ -31,7 +32,12 @@ async def respond(client: EngineClient, reply: Reply, request: Request) -> Respo
 
 async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Response:
     connection = connection_of(request.scope)
-    stream = client.open(reply.requests, reply.facts, connection.cut if connection else lambda: None)
+    stream = client.open(
+        reply.requests,
+        reply.facts,
+        connection.cut if connection else lambda: None,
+        client_of(request.scope).name,
+    )
     leaving = _closing_when_gone(stream, request)
     try:
         # Headers wait for the first piece, so that an early failure still gets its own status.
@@ -59,7 +65,7 @@ async def _whole(client: EngineClient, reply: Reply, request: Request) -> Respon
 
 
 async def _choices(client: EngineClient, reply: Reply, request: Request) -> list[Choice]:
-    stream = client.open(reply.requests, reply.facts)
+    stream = client.open(reply.requests, reply.facts, owner=client_of(request.scope).name)
     leaving = _closing_when_gone(stream, request)
     choices = [Choice() for _ in reply.requests]
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -9,6 +11,7 @@ import pytest
 
 from phasewise.serving.http.http_settings import HttpLimits
 from tests.support.fake_server import FakeServer, fake_server
+from tests.support.rude_clients import until
 
 PROMPT = "a prompt that nobody else must learn of " * 8
 KEYS = ("first key", "second key")
@@ -68,3 +71,44 @@ def test_a_failure_that_nobody_foresaw_is_counted(monkeypatch: pytest.MonkeyPatc
 
     assert answer.status_code == 500
     assert 'phasewise_http_responses_total{path="/v1/completions",status="500"} 1.0' in metrics
+
+
+def many(server: FakeServer, n: int, key: str, **fields: object) -> httpx.Response:
+    return httpx.post(
+        f"{server.url}/v1/completions",
+        json={"model": "fake", "prompt": "a", "n": n, "ignore_eos": True, **fields},
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=60,
+    )
+
+
+def test_one_key_leaves_places_for_the_others() -> None:
+    limits = HttpLimits(
+        api_keys=KEYS, max_live_requests=32, max_waiting_requests=32, max_sequences_per_key=24
+    )
+    with fake_server(limits) as server, ThreadPoolExecutor() as clients:
+        server.ranks.before_step = lambda: time.sleep(0.002)
+        greedy = [clients.submit(many, server, 12, KEYS[0], max_tokens=100) for _ in range(2)]
+        until(lambda: server.client.n_live == 24, "two requests hold their key's share")
+
+        refused = many(server, 1, KEYS[0], max_tokens=1)
+        served = many(server, 8, KEYS[1], max_tokens=1)
+        too_many = many(server, 25, KEYS[1], max_tokens=1)
+
+        assert [one.result().status_code for one in greedy] == [200, 200]
+        assert many(server, 24, KEYS[0], max_tokens=1).status_code == 200
+    assert (refused.status_code, served.status_code, too_many.status_code) == (429, 200, 400)
+    assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_an_answer_that_takes_too_much_memory_ends_and_others_go_on() -> None:
+    with fake_server(HttpLimits(api_keys=KEYS, max_response_bytes=100_000)) as server:
+        refused = many(server, 16, KEYS[0], max_tokens=100, logprobs=20)
+        streamed = many(server, 2, KEYS[0], max_tokens=10, logprobs=20, stream=True)
+        served = many(server, 1, KEYS[1], max_tokens=20, logprobs=20)
+        server.wait_until_idle()
+
+    assert refused.status_code == 400
+    assert "bytes of memory" in refused.json()["error"]["message"]
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert served.status_code == 200
