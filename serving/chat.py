@@ -27,7 +27,13 @@ class ChatPrompt(NamedTuple):
 class Conversations:
     """Writes conversations out by one template. Any thread may ask; short ones do not wait for long ones."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], control_texts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        control_texts: Sequence[str],
+        bounds: Bounds = BOUNDS,
+    ) -> None:
         """`special_tokens`: by the names that templates use. `control_texts` are plain text in contents."""
         told = json.dumps(
             {
@@ -37,7 +43,7 @@ class Conversations:
                 "most_characters": MOST_CHARACTERS,
             }
         ).encode()
-        self._short, self._long = (ConfinedProcess("template", told, BOUNDS) for _ in range(2))
+        self._short, self._long = (ConfinedProcess("template", told, bounds) for _ in range(2))
 
     def start(self) -> None:
         """Read the template now. ModelError where it cannot be used."""

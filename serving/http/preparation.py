@@ -1,7 +1,7 @@
 """From a checked body to messages for the engine, on threads that clients share by turns.
 
-Three lanes, so that what takes long holds up nothing but its like: ordinary prompts, long ones, and grammars
-that have to be compiled.
+Lanes, so that what takes long holds up nothing but its like: texts, conversations (which a template of the
+model's writes out), long prompts of both kinds, and grammars that have to be compiled.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from phasewise.serving.http.http_settings import PromptFacts, ServedModel
 from phasewise.serving.http.lengths import estimated, facts_of
 from phasewise.serving.http.middleware import client_of
 from phasewise.serving.http.prepare import compiled, grammar_of, n_characters
-from phasewise.serving.http.schemas import GenerationRequest
+from phasewise.serving.http.schemas import ChatRequest, GenerationRequest
 from phasewise.serving.messages import Submit
 
 Body = TypeVar("Body", bound=GenerationRequest)
 Made = TypeVar("Made")
 
 _LONG_CHARACTERS = 128 * 1024
-_N_ORDINARY = 4
+_N_ORDINARY = 2
 _MOST_ORDINARY = 256
 _MOST_LONG = 16
 _MOST_GRAMMARS = 16
@@ -40,7 +40,8 @@ class Preparation:
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._ordinary = FairLane("prompt", _N_ORDINARY, _MOST_ORDINARY)
+        self._texts = FairLane("prompt", _N_ORDINARY, _MOST_ORDINARY)
+        self._conversations = FairLane("conversation", _N_ORDINARY, _MOST_ORDINARY)
         self._long = FairLane("long prompt", 1, _MOST_LONG)
         self._grammars = FairLane("grammar", 1, _MOST_GRAMMARS)
 
@@ -56,7 +57,7 @@ class Preparation:
             facts = facts_of(requests, body)
             return estimated(requests, facts, self._model), facts, grammar
 
-        lane = self._long if n_characters(body) > _LONG_CHARACTERS else self._ordinary
+        lane = self._lane_of(body)
         patience = Patience()
         try:
             requests, facts, grammar = await _while_there(request, lane.run(client.name, work), patience)
@@ -68,6 +69,11 @@ class Preparation:
         except ServingError as error:
             raise from_engine(error) from error
         return requests, facts
+
+    def _lane_of(self, body: GenerationRequest) -> FairLane:
+        if n_characters(body) > _LONG_CHARACTERS:
+            return self._long
+        return self._conversations if isinstance(body, ChatRequest) else self._texts
 
     async def _guide(
         self, request: Request, body: GenerationRequest, grammar: Grammar, client: str, patience: Patience

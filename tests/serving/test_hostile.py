@@ -1,0 +1,28 @@
+"""Attacks on a real server: rows of benchmarks/hostile.py, on a tiny model and in small numbers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOSTILE = Path(__file__).parent.parent.parent / "benchmarks" / "hostile.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", ["schemas_that_explode", "templates_that_burn", "huge_integers", "turns_in_contents"]
+)
+def test_an_attack_has_no_effect_on_others(row: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(HOSTILE), "--model", "tiny", "--quick", "--only", row],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"ok   {row}: ")
