@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MOST_COMPILED = 32
-_MOST_COMPILED_BYTES = 64 << 20
+_MOST_COMPILED_BYTES = 24 << 20
 _TURN_S = 2.0
 BOUNDS = Bounds(seconds=1.0, memory_bytes=96 << 20)
 """Limits of one compilation. An everyday schema takes some milliseconds and megabytes."""
