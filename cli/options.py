@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from phasewise.tuner.plans import Phase
 
 
 class WeightFormat(StrEnum):
@@ -46,10 +49,19 @@ ModelArgument = Annotated[
 FormatOption = Annotated[
     WeightFormat, typer.Option("--format", envvar="PHASEWISE_FORMAT", help="weight format in memory")
 ]
-KvFormatOption = Annotated[
-    KvFormat,
-    typer.Option("--kv-format", help="format of keys and values; auto: f16, or f32 beside f32 weights"),
-]
+
+
+def kv_format_option(panel: str | None = None) -> Any:
+    """`--kv-format` of every command that opens ranks, under the heading `panel` of `--help`."""
+    return typer.Option(
+        "--kv-format",
+        envvar="PHASEWISE_KV_FORMAT",
+        help="format of keys and values in memory; auto: f16, or f32 beside f32 weights",
+        rich_help_panel=panel,
+    )
+
+
+KvFormatOption = Annotated[KvFormat, kv_format_option()]
 ThreadsOption = Annotated[
     int | None,
     typer.Option("--threads", min=1, envvar="PHASEWISE_THREADS", help="cores to use [default: the plan's]"),
@@ -76,3 +88,10 @@ def parse_budget(text: str) -> float:
     if match is None or float(match[1]) == 0:
         raise typer.BadParameter(f"a budget is written like 90s, 10m or 1h, not {text!r:.40}")
     return float(match[1]) * UNITS_S[match[2]]
+
+
+def phases_of(choice: PhaseChoice) -> tuple[Phase, ...]:
+    """The phases that `--phase` names, prefill first."""
+    from phasewise.tuner.plans import PHASES
+
+    return tuple(one for one in PHASES if choice in (PhaseChoice.both, one))

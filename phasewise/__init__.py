@@ -1,5 +1,45 @@
-"""Serve LLMs on CPUs with two execution plans, one for prefill and one for decode."""
+"""Serve LLMs on CPUs with two execution plans, one for prefill and one for decode.
+
+The names below are the Python API; `docs/guide/python.md` shows it. They are imported at their first use,
+so that `import phasewise` loads neither numpy nor the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from phasewise._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from phasewise._api import (
+        Generation,
+        Model,
+        open_model,
+        open_store,
+        read_machine,
+        tune_config,
+        tune_kernels,
+    )
+
+__all__ = [
+    "Generation",
+    "Model",
+    "__version__",
+    "open_model",
+    "open_store",
+    "read_machine",
+    "tune_config",
+    "tune_kernels",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from phasewise import _api
+
+        return getattr(_api, name)
+    raise AttributeError(f"module 'phasewise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

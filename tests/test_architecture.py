@@ -119,6 +119,26 @@ def test_imports_follow_the_arrows() -> None:
     assert not broken
 
 
+def test_only_tests_of_the_command_line_import_it() -> None:
+    """A test or benchmark that needs what a command does imports the workflow."""
+    for folder in ("tests", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.parts[len(ROOT.parts) + 1] not in ("cli", "loadtest"):
+                imported = [target for target in _imports(path) if _under(target, "phasewise.cli")]
+                assert not imported, f"{path.relative_to(ROOT)} imports {imported}"
+
+
+def test_nothing_below_the_command_line_prints() -> None:
+    """Except workers, whose stdout is a pipe to the process that started them."""
+    for module, path in SOURCES:
+        if _under(module, "workflows") and not _under(module, "workflows.bench"):
+            calls = (
+                node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+            )
+            names = {func.id for func in calls if isinstance(func, ast.Name)}
+            assert "print" not in names, f"{module} prints"
+
+
 def test_libraries_stay_in_their_room() -> None:
     """SQLAlchemy in the database, typer and rich in the command line, the web framework in `serving.http`."""
     broken = [

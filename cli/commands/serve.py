@@ -15,9 +15,11 @@ from phasewise.cli.options import (
     DbOption,
     ExplainOption,
     FormatOption,
+    KvFormat,
     ModelArgument,
     ThreadsOption,
     WeightFormat,
+    kv_format_option,
 )
 from phasewise.cli.present import fail, note
 from phasewise.workflows.open_model import open_model
@@ -46,16 +48,6 @@ class KvPolicy(StrEnum):
     static = "static"
     fixed = "fixed"
     paged = "paged"
-
-
-class KvFormat(StrEnum):
-    """How keys and values are held. `auto`: f32 beside f32 weights, else f16."""
-
-    auto = "auto"
-    f32 = "f32"
-    f16 = "f16"
-    bf16 = "bf16"
-    int8 = "int8"
 
 
 def parse_bytes(text: str) -> int:
@@ -252,12 +244,7 @@ def serve(
             rich_help_panel=_ENGINE,
         ),
     ] = None,
-    kv_format: Annotated[
-        KvFormat,
-        typer.Option(
-            envvar="PHASEWISE_KV_FORMAT", help="of keys and values in memory", rich_help_panel=_ENGINE
-        ),
-    ] = KvFormat.auto,
+    kv_format: Annotated[KvFormat, kv_format_option(_ENGINE)] = KvFormat.auto,
     kv_policy: Annotated[
         KvPolicy,
         typer.Option(

@@ -17,6 +17,7 @@ from phasewise.cli.options import (
     PhaseChoice,
     WeightFormat,
     parse_budget,
+    phases_of,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json
 
@@ -136,7 +137,7 @@ def tune_config(
     wish = Wish(
         model=model,
         weight_format=weight_format.value,
-        phases=_phases(phase),
+        phases=phases_of(phase),
         objective=Objective(objective.value, parse_slo(slo) if slo else None, concurrency),
         budget_s=parse_budget(budget),
         evaluator=evaluator.value,
@@ -163,12 +164,6 @@ def tune_config(
     _print_found(found, emit, as_json)
     if found.end == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _phases(choice: PhaseChoice) -> tuple[Phase, ...]:
-    from phasewise.tuner.plans import PHASES
-
-    return tuple(one for one in PHASES if choice in (PhaseChoice.both, one))
 
 
 def _one_of(trace: Path | None, lengths: str | None) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,11 +14,12 @@ from phasewise.cli.options import (
     ThreadsOption,
     WeightFormat,
     parse_budget,
+    phases_of,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase
@@ -72,7 +72,7 @@ def tune_kernels(
 
     budget_s = parse_budget(budget)
     machine = read_machine()
-    rounds = _rounds(machine, model, shapes, weight_format, phase, max_m, threads, db)
+    rounds = _rounds(machine, model, shapes, weight_format, phases_of(phase), max_m, threads, db)
     if dry_run:
         _print_plan(rounds, as_json)
         return
@@ -104,63 +104,35 @@ def _rounds(
     model: str | None,
     shapes: str | None,
     weight_format: str,
-    phase: PhaseChoice,
+    phases: Sequence[Phase],
     max_m: int,
     threads: int | None,
     db: str | None,
 ) -> list[Round]:
     if (model is None) == (shapes is None):
         raise typer.BadParameter("give either a MODEL or --shapes")
-    from phasewise.workflows.tune_kernels.rounds import plan_rounds, shapes_of
+    from phasewise.workflows.tune_kernels.run import rounds_of_model, rounds_of_shapes
 
-    if model is not None:
-        from phasewise.serving.forward import attention_problem
-        from phasewise.workflows.open_model import open_model
-
-        if weight_format not in list(WeightFormat):
-            raise typer.BadParameter(f"a model's --format is one of {', '.join(WeightFormat)}")
-        opened = open_model(model, weight_format, threads, db, note)
-        if any(len(plan.ranks) > 1 for plan in opened.plans.values()):
-            from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
-
-            wanted = [plan for one, plan in opened.plans.items() if phase in (PhaseChoice.both, one)]
-            return [one.round for one in kernel_rounds(opened.model, machine, wanted, max_m)]
-        found = list(shapes_of(opened.model))
-        cores = {one: plan.ranks[0].cores for one, plan in opened.plans.items()}
-        attention = attention_problem(opened.model)
-    else:
-        from phasewise.tuner.plans import PHASES, default_plan
-
+    if model is None:
         found = parse_shapes(shapes or "", weight_format)
-        cores = {one: default_plan(machine, one, threads).ranks[0].cores for one in PHASES}
-        attention = None
-    return plan_rounds(machine, _chosen(cores, phase), found, max_m, attention)
+        return rounds_of_shapes(found, machine, phases, max_m, threads)
+    if weight_format not in list(WeightFormat):
+        raise typer.BadParameter(f"a model's --format is one of {', '.join(WeightFormat)}")
+    from phasewise.workflows.open_model import open_model
 
-
-def _chosen(cores: Mapping[Phase, tuple[int, ...]], phase: PhaseChoice) -> dict[Phase, tuple[int, ...]]:
-    return {one: own for one, own in cores.items() if phase in (PhaseChoice.both, one)}
+    return rounds_of_model(open_model(model, weight_format, threads, db, note), machine, phases, max_m)
 
 
 def _tune(
     rounds: list[Round], machine: Machine, db: str | None, budget_s: float, resume: bool
 ) -> list[Tuned]:
-    """Each round in turn, with its share of what is left of the budget; an interrupted one is the last."""
     from phasewise.cli.render.tuning_text import progress_on_stderr
-    from phasewise.kerneldb.store import open_store
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.tune_kernels.rounds import tune_round
+    from phasewise.workflows.tune_kernels.run import tune_rounds
 
-    deadline_s = time.monotonic() + budget_s
-    done: list[Tuned] = []
     note("measuring the limits of these cores ...")
-    lock = user_lock(note)
-    with open_store(db, note) as store, progress_on_stderr() as report, lock.working(budget_s):
-        for number, one in enumerate(rounds):
-            share_s = (deadline_s - time.monotonic()) / (len(rounds) - number)
-            done.append(tune_round(one, machine, store, share_s, resume, report, lock))
-            if done[-1].is_interrupted:
-                break
-    return done
+    with progress_on_stderr() as progress:
+        return tune_rounds(rounds, machine, db, budget_s, resume, user_lock(note), note, progress)
 
 
 def _print_plan(rounds: list[Round], as_json: bool) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cli.render.topo_text import topo_lines
 from phasewise.topology import Machine, MemoryAccess, NumaDistances, TopologyError, read_lstopo, read_machine
 from tests.support.sysfs_factory import grid, write, write_sysfs
 
@@ -170,21 +169,3 @@ def test_nodes_may_be_named_by_gp_index(tmp_path: Path) -> None:
 def test_hostile_numbers_are_one_clear_error(tmp_path: Path, beside: str) -> None:
     with pytest.raises(TopologyError):
         _read(tmp_path, beside)
-
-
-def test_topo_shows_distances_and_memory_in_80_columns(tmp_path: Path) -> None:
-    rated = _distances("0 3", "10 20 20 10") + _attribute("Bandwidth", "20000") + _attribute("Latency", "90")
-    lines = topo_lines(_read(tmp_path, rated), "ascii")
-
-    assert "  node   0   3" in lines
-    assert "     0  10  20" in lines
-    assert "NUMA node 0: read and write 21 GB/s, 90 ns from PU 0 (firmware)" in lines
-    assert max(map(len, lines)) <= 80
-
-
-def test_many_nodes_are_one_line(tmp_path: Path) -> None:
-    root = write_sysfs(tmp_path, grid(1, 40, 1, 1, 1))
-    for node in range(40):
-        write(root / f"{NODES}/node{node}/distance", " ".join("10" if node == o else "32" for o in range(40)))
-
-    assert "NUMA distances: 10 (local) to 32" in topo_lines(read_machine(root), "ascii")

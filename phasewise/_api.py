@@ -1,0 +1,241 @@
+"""The Python API: open a model, generate, tune, look at the machine and at the tuning database.
+
+`import phasewise` imports this module at the first use of one of its names. Nothing here prints; `report` is
+called with one line of text wherever something takes long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phasewise.topology import Machine, read_lstopo
+from phasewise.topology import read_machine as read_sysfs
+from phasewise.workflows.open_model import OpenModel
+from phasewise.workflows.open_model import open_model as open_for_running
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.store import Store
+    from phasewise.tuner.config.steps import EvaluatorKind
+    from phasewise.tuner.config.study import Event
+    from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.tuner.tuning_run import TuningProgress
+    from phasewise.workflows.tune_config.run import Found
+    from phasewise.workflows.tune_kernels.rounds import Tuned
+
+BOTH: tuple[Phase, ...] = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """An answer that has ended, and its times."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    finish_reason: str
+    """`stop`: an end token or a stop text; `length`: max_tokens were generated."""
+    ttft_ms: float
+    """Time to first token, in milliseconds."""
+    tpot_ms: float | None
+    """Mean time of each token after the first, in milliseconds; None where there is one token only."""
+
+
+class Model:
+    """A model in memory, with its service plans and tuned schedules. From `open_model`; for one thread."""
+
+    def __init__(self, opened: OpenModel) -> None:
+        self._opened = opened
+
+    @property
+    def name(self) -> str:
+        return self._opened.model.name
+
+    @property
+    def weight_format(self) -> str:
+        return self._opened.model.format
+
+    @property
+    def context_tokens(self) -> int:
+        """The most tokens of a prompt and its answer together."""
+        return self._opened.model.config.context_length
+
+    @property
+    def plans(self) -> Mapping[Phase, ServicePlan]:
+        """The cores that each phase runs on, by phase."""
+        return self._opened.plans
+
+    def generate(
+        self,
+        prompt: str,
+        max_tokens: int = 64,
+        *,
+        chat: bool = False,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        kv_format: str = "auto",
+        on_text: Callable[[str], None] | None = None,
+    ) -> Generation:
+        """Continue a text, or with `chat` answer a user's message by the model's chat template.
+
+        temperature: 0 takes the likeliest token at each step. top_k, top_p: sample from the k likeliest
+        tokens, and from the likeliest ones whose probabilities sum to top_p. kv_format: auto, f32, f16,
+        bf16 or int8. on_text: called with each piece of text as soon as it is made. Raises RequestError for
+        a request that the model cannot take, ContextLengthExceeded for one that is too long.
+        """
+        from phasewise.serving.messages import Submit
+        from phasewise.serving.one_answer import OneAnswer
+        from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
+        from phasewise.serving.rank_teams import keeping_affinity
+        from phasewise.serving.sampling import SamplingParams
+
+        opened, text = self._opened, ModelText(self._opened.model)
+        prompt_ids = tuple(text.chat_prompt(prompt) if chat else text.encode(prompt, True))
+        size = replace(EngineSize.for_one(opened.model, len(prompt_ids), max_tokens), kv_format=kv_format)
+        sampling = SamplingParams(temperature, top_k, top_p, seed=seed)
+        answer = OneAnswer(Submit("generate", prompt_ids, max_tokens, sampling, tuple(stop)))
+        with (
+            keeping_affinity(),
+            open_engine(opened.model, opened.plans, size, text, opened.schedules) as engine,
+        ):
+            for piece in answer.pieces(engine.engine):
+                if on_text is not None:
+                    on_text(piece)
+        return Generation(
+            text=answer.text,
+            token_ids=tuple(answer.token_ids),
+            prompt_tokens=len(prompt_ids),
+            finish_reason=answer.finish_reason or "",
+            ttft_ms=answer.ttft_ms,
+            tpot_ms=answer.tpot_ms,
+        )
+
+
+def open_model(
+    ref: str,
+    *,
+    weight_format: str = "native",
+    threads: int | None = None,
+    db: str | None = None,
+    report: Report = silent,
+) -> Model:
+    """Open a model for running on this machine.
+
+    ref: a known name such as `smollm2-135m-instruct`, a GGUF file, a Hugging Face directory or a hub name.
+    weight_format: native, f32, bf16, int8 or int4. threads: cores of each phase; None for the stored plan, or
+    all physical cores. db: URL or file of the tuning database; None for the user's own. Raises ModelError,
+    PlanError.
+    """
+    return Model(open_for_running(ref, weight_format, threads, db, report))
+
+
+def read_machine(source: str | Path | None = None) -> Machine:
+    """This machine, or the one in an lstopo XML file or a folder with a sysfs snapshot, as a tree."""
+    if source is None:
+        return read_sysfs()
+    path = Path(source)
+    return read_sysfs(path) if path.is_dir() else read_lstopo(path)
+
+
+def open_store(db: str | None = None, *, report: Report = silent) -> AbstractContextManager[Store]:
+    """The tuning database, for use in `with`: plans, schedules and measurements. It is created if absent.
+
+    db: URL or file; None for the user's own. Raises KernelDbError.
+    """
+    from phasewise.kerneldb.store import open_store as open_in_room
+
+    return open_in_room(db, report)
+
+
+def tune_kernels(
+    model: Model,
+    *,
+    budget_s: float = 600.0,
+    phases: Sequence[Phase] = BOTH,
+    max_rows: int = 512,
+    db: str | None = None,
+    resume: bool = True,
+    report: Report = silent,
+    progress: Callable[[TuningProgress], None] = lambda _: None,
+) -> list[Tuned]:
+    """Tune the matrix products and the attention of a model on this machine, for at most `budget_s` seconds.
+
+    Every timing is stored at once, so a later call goes on from there. One result for each set of cores.
+    Waits while another phasewise process of this user measures, and says so by `report`.
+    """
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.tune_kernels.run import rounds_of_model, tune_rounds
+
+    machine = read_sysfs()
+    rounds = rounds_of_model(model._opened, machine, phases, max_rows)
+    return tune_rounds(rounds, machine, db, budget_s, resume, user_lock(report), report, progress)
+
+
+def tune_config(
+    ref: str,
+    *,
+    budget_s: float = 900.0,
+    phases: Sequence[Phase] = BOTH,
+    requests: str | None = None,
+    evaluator: EvaluatorKind = "measured",
+    machine_file: Path | None = None,
+    top_k: int = 10,
+    weight_format: str = "native",
+    db: str | None = None,
+    resume: bool = True,
+    report: Report = silent,
+) -> Found:
+    """Find the cores and ranks on which each phase of a model runs best, for at most `budget_s` seconds.
+
+    requests: a trace file, or lengths such as `fixed:512/64` (prompt/output tokens); None for built-in
+    lengths. evaluator: measured times plans here and stores the best ones. modelled computes step times and
+    stores nothing, also for the machine that the lstopo XML `machine_file` describes. top_k: plans that go
+    on to kernels and a last run. Raises ModelError, PlanError, EvaluationError, TraceError.
+    """
+    from phasewise.tuner.config.simulate import Objective
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.tune_config.run import tune
+    from phasewise.workflows.tune_config.subject import Wish, open_subject
+
+    started_s = time.monotonic()
+    wish = Wish(
+        model=ref,
+        weight_format=weight_format,
+        phases=tuple(phases),
+        objective=Objective(),
+        budget_s=budget_s,
+        evaluator=evaluator,
+        machine_file=machine_file,
+        requests=requests,
+        top_k=top_k,
+        db=db,
+        resume=resume,
+    )
+    return tune(wish, open_subject(wish, report), started_s, _Told(report), user_lock(report))
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Shows of a search what stays; its events and the progress of kernels are dropped."""
+
+    report: Report
+
+    def searching(self, phase: Phase, deadline_s: float) -> Callable[[Event], None]:
+        return lambda event: None
+
+    def tuning(self, progress: TuningProgress) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        self.report(line)
+
+
+__all__ = ["Generation", "Model", "open_model", "open_store", "read_machine", "tune_config", "tune_kernels"]

@@ -1,0 +1,59 @@
+"""One run of `tune-kernels`: what to tune for a model or for shapes, then each round within the budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from phasewise.kerneldb.store import open_store
+from phasewise.serving.forward import attention_problem
+from phasewise.topology import Machine
+from phasewise.tuner.measurement_lock import MeasurementLock
+from phasewise.tuner.plans import Phase, default_plan
+from phasewise.tuner.tuning_run import TuningProgress
+from phasewise.workflows.report import Report
+from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
+from phasewise.workflows.tune_kernels.rounds import Round, Shape, Tuned, plan_rounds, shapes_of, tune_round
+
+if TYPE_CHECKING:
+    from phasewise.workflows.open_model import OpenModel
+
+
+def rounds_of_model(opened: OpenModel, machine: Machine, phases: Sequence[Phase], max_m: int) -> list[Round]:
+    """The products and the attention of a model, on the cores of its plans for `phases`."""
+    plans = {phase: plan for phase, plan in opened.plans.items() if phase in phases}
+    if any(len(plan.ranks) > 1 for plan in opened.plans.values()):
+        return [one.round for one in kernel_rounds(opened.model, machine, [*plans.values()], max_m)]
+    cores = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
+    return plan_rounds(machine, cores, shapes_of(opened.model), max_m, attention_problem(opened.model))
+
+
+def rounds_of_shapes(
+    shapes: Sequence[Shape], machine: Machine, phases: Sequence[Phase], max_m: int, threads: int | None
+) -> list[Round]:
+    """Products of these shapes, on the cores of the default plans for `phases`."""
+    cores = {phase: default_plan(machine, phase, threads).ranks[0].cores for phase in phases}
+    return plan_rounds(machine, cores, shapes, max_m)
+
+
+def tune_rounds(
+    rounds: Sequence[Round],
+    machine: Machine,
+    db: str | None,
+    budget_s: float,
+    resume: bool,
+    lock: MeasurementLock,
+    report: Report,
+    progress: Callable[[TuningProgress], None],
+) -> list[Tuned]:
+    """Tune each round within its share of the budget that is left. An interrupted round ends the run."""
+    deadline_s = time.monotonic() + budget_s
+    done: list[Tuned] = []
+    with open_store(db, report) as store, lock.working(budget_s):
+        for number, one in enumerate(rounds):
+            share_s = (deadline_s - time.monotonic()) / (len(rounds) - number)
+            done.append(tune_round(one, machine, store, share_s, resume, progress, lock))
+            if done[-1].is_interrupted:
+                break
+    return done
