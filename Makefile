@@ -6,9 +6,12 @@ ARGS ?=
 TIER ?= all
 # Tests run in two processes; each file stays in one of them. WORKERS= runs them all in this one.
 WORKERS ?= -n 2 --dist loadfile
+MEETS_OUTSIDE := tests/kerneldb tests/serving/loaders tests/serving/test_chat.py tests/serving/test_guides.py \
+	tests/serving/test_http_connections.py tests/serving/test_http_api.py tests/serving/test_http_framing.py \
+	tests/serving/test_sampling.py tests/cli/test_main.py tests/cli/test_serve.py tests/tuner/config/test_search_study.py
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-soak test-cores test-arm test-asan lint demo bench compare docs wheel clean
+.PHONY: help setup build test test-all test-lowest test-soak test-cores test-arm test-asan lint demo bench compare docs wheel clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -34,6 +37,11 @@ test: build        ## the quick tier of the tests: make test ARGS="-k rmsnorm"
 
 test-all: build    ## all tests but the soak; with TIER=rest what `make test` has left out
 	$(BIN)/python -m pytest --tier=$(TIER) $(WORKERS) $(ARGS)
+
+test-lowest: build ## what meets the outside, with the lowest allowed version of every dependency
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/pip install -q $$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai
+	PYTHONPATH=. $(VENV)-lowest/bin/python -m pytest --tier=quick $(WORKERS) $(MEETS_OUTSIDE) $(ARGS)
 
 test-soak: build test-asan  ## hours: twenty times the examples, ASan, fuzzing, faults; a soak with TRACE=CSV
 	$(BIN)/python -m pytest --tier=soak $(ARGS)

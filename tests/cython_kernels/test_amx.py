@@ -104,6 +104,7 @@ def test_int8_tiles_and_dots_give_the_same_bits(multiply: Product, k_parts: int)
         assert np.array_equal(multiply(w, x, walk, path=INT8_DOT, k_parts=k_parts), tiles)
 
 
+@pytest.mark.slow
 def test_without_the_systems_permission_the_rung_is_not_usable(program: str) -> None:
     environment = os.environ | {"REFUSE_TILES": "1"}
     status = [

@@ -124,7 +124,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("walk", WALKS)
+LONG = {"mixed 3", "reduce 2 ring rank-shifted", "reduce 2 master-copies ring"}
+
+
+@pytest.mark.parametrize(
+    "walk", [pytest.param(walk, marks=pytest.mark.slow) if walk in LONG else walk for walk in WALKS]
+)
 def test_no_interleaving_breaks(model: Path, walk: str) -> None:
     found = walked(model, walk)
 

@@ -48,6 +48,7 @@ def test_a_line_without_noise_is_found(flatness: ModuleType, rise: float) -> Non
     assert found.high == pytest.approx(rise, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rise", [0.0, 0.05])
 def test_the_interval_holds_the_truth_about_as_often_as_it_says(flatness: ModuleType, rise: float) -> None:
     found = [flatness.slope(samples(0.1 * walk(seed, 0.8), rise)) for seed in range(20)]

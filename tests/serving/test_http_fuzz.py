@@ -14,6 +14,7 @@ from tests.support.api_bombs import Bomb, bombs
 from tests.support.api_fuzz import drop, generate
 from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.fake_server import FakeServer, fake_server
+from tests.support.tiers import n_examples
 
 BOUND_S = 30.0  # against hanging; the longest take part of a second
 
@@ -41,7 +42,7 @@ def test_no_bomb_hangs_breaks_or_surprises_the_server(server: FakeServer, kind: 
 
 
 def test_generated_requests_get_only_what_the_document_states(server: FakeServer) -> None:
-    tally = generate(server.url, 30, BOUND_S)
+    tally = generate(server.url, n_examples(30), BOUND_S)
     server.wait_until_idle()
 
     assert tally.statuses["200"] > 0

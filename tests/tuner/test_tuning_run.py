@@ -118,6 +118,7 @@ def test_interrupted_ten_times_it_ends_as_if_undisturbed(
     assert timed + len(last.timed) <= len(undisturbed.timed) + 10 * INTERLEAVED
 
 
+@pytest.mark.slow
 def test_killed_by_the_system_ten_times_it_ends_as_if_undisturbed(tmp_path: Path) -> None:
     expected = run_on(SyntheticMachine(), str(tmp_path / "undisturbed.db"))
     database, dice = str(tmp_path / "killed.db"), Random(5)

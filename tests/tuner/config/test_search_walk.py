@@ -185,11 +185,12 @@ def test_the_hidden_tag_clusters_of_a_kunpeng_are_found(phase: str) -> None:
     _assert_found(planted.kunpeng(), phase)
 
 
+@pytest.mark.slow
 def test_the_best_plan_of_an_epyc_is_found() -> None:
     _assert_found(planted.epyc())
 
 
-@pytest.mark.parametrize("seed", [3, 8, 13])
+@pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 8)), 13])
 def test_random_hidden_structures_are_found(seed: int) -> None:
     """All twenty are in benchmarks/config_search.py."""
     _assert_found(planted.random_structure(seed))

@@ -1,0 +1,27 @@
+"""Print the lowest allowed version of every dependency in setup.cfg, for pip: `numpy==1.26`."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+
+SETUP = Path(__file__).resolve().parent.parent / "setup.cfg"
+
+
+def main() -> None:
+    settings = configparser.ConfigParser()
+    settings.read(SETUP)
+    needed = (
+        settings["options"]["install_requires"].split()
+        + settings["options.extras_require"]["postgres"].split()
+    )
+    for requirement in needed:
+        found = re.fullmatch(r"([\w\[\]-]+)>=([\d.]+)(,<[\d.]+)?", requirement)
+        if found is None:
+            raise SystemExit(f"setup.cfg: {requirement!r} names no lowest version as NAME>=VERSION")
+        print(f"{found[1]}=={found[2]}")
+
+
+if __name__ == "__main__":
+    main()
