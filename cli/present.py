@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -20,15 +21,32 @@ EXIT_INTERRUPTED = 130
 """128 + SIGINT, which shells report for Ctrl-C."""
 
 
+_STEERS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb]"
+)
+"""Control characters but tab and newline, and invisible ones that reorder text or break lines."""
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal. Names in models, databases and error messages come from outside, and a terminal
+    obeys escape sequences in them. Each character that would steer it is written as JSON writes it."""
+    return _STEERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def say(text: object = "", end: str = "\n") -> None:
+    """A line of results on stdout."""
+    print(printable(str(text)), end=end)
+
+
 def print_json(fields: dict[str, Any]) -> None:
     """One JSON object on stdout, led by the version of its schema."""
-    print(json.dumps({"schema_version": SCHEMA_VERSION, **fields}, indent=2, ensure_ascii=False))
+    say(json.dumps({"schema_version": SCHEMA_VERSION, **fields}, indent=2, ensure_ascii=False))
 
 
 def note(message: str) -> None:
     """One line of progress or remark on stderr; where nobody reads that any more, it is dropped."""
     try:
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
     except OSError:  # the terminal has gone: a server ends in order all the same
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process)
 

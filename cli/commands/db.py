@@ -11,7 +11,7 @@ import typer
 from phasewise._version import __version__
 from phasewise.cli.commands import db_sharing
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat
-from phasewise.cli.present import note, print_json
+from phasewise.cli.present import note, print_json, say
 from phasewise.cli.render import db_text
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def path(db: DbOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print_json({"database": name, "exists": exists})
     else:
-        typer.echo(name)
+        say(name)
 
 
 @app.command()
@@ -111,11 +111,11 @@ def upgrade(db: DbOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print_json({"database": name, "from": change.before, "to": change.after})
     elif change.before is None:
-        typer.echo(f"{name}: created with schema {change.after}")
+        say(f"{name}: created with schema {change.after}")
     elif change.before == change.after:
-        typer.echo(f"{name}: schema {change.after} is current")
+        say(f"{name}: schema {change.after} is current")
     else:
-        typer.echo(f"{name}: upgraded from schema {change.before} to {change.after}")
+        say(f"{name}: upgraded from schema {change.before} to {change.after}")
 
 
 @app.command("set-plan")
@@ -152,7 +152,7 @@ def set_plan(
     if as_json:
         print_json({"model": key, "phase": plan.phase, "ranks": [list(one.cores) for one in plan.ranks]})
     else:
-        typer.echo(f"{key}, {plan.describe()}")
+        say(f"{key}, {plan.describe()}")
 
 
 def _where(db: str | None) -> tuple[str, bool | None]:

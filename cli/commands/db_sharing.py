@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from phasewise.cli.options import DbOption, JsonOption, ThreadsOption
-from phasewise.cli.present import note, print_json
+from phasewise.cli.present import note, print_json, say
 from phasewise.cli.render import db_text
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _print_taken(name: str, taken: Taken, refused: int, as_json: bool) -> None:
         print_json({"source": name, **counts})
     else:
         refusals = f", {refused} lines refused" if refused else ""
-        typer.echo(f"{name}: {taken.added} rows added, {taken.known} known already{refusals}")
+        say(f"{name}: {taken.added} rows added, {taken.known} known already{refusals}")
     if taken.added:
         note("what was added is not used before `phasewise db verify` has measured it")
 
@@ -169,7 +169,7 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
         fields = {"same": found.same, "differences": differences}
         print_json({**fields, "machines": db_text.machine_fields(machines)})
     else:
-        typer.echo(f"{found.same} schedules are the same, {len(differences)} differ")
+        say(f"{found.same} schedules are the same, {len(differences)} differ")
         if differences:
             db_text.print_diff(differences)
     if differences:
@@ -231,7 +231,7 @@ def gc(
         print_json({"dry_run": dry_run, "deleted": dict(deleted)})
     else:
         counts = ", ".join(f"{count} {table.replace('_', ' ')}s" for table, count in deleted.items())
-        typer.echo(f"{'would delete' if dry_run else 'deleted'} {counts}")
+        say(f"{'would delete' if dry_run else 'deleted'} {counts}")
 
 
 @contextmanager

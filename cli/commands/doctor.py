@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from phasewise.cli.options import DbOption, JsonOption
-from phasewise.cli.present import print_json
+from phasewise.cli.present import print_json, say
 
 EXIT_FINDINGS = 1
 
@@ -44,6 +44,6 @@ def doctor(
         print_json(doctor_fields(host, findings))
     else:
         for line in doctor_lines(host, findings, sys.stdout.encoding):
-            print(line)
+            say(line)
     if strict and findings:
         sys.exit(EXIT_FINDINGS)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise.cli.options import JsonOption, ModelArgument
-from phasewise.cli.present import note, print_json
+from phasewise.cli.present import note, print_json, say
 
 if TYPE_CHECKING:
     from phasewise.serving.loaders.inspection import Inspection
@@ -29,7 +29,7 @@ def pull(
     if as_json:
         print_json({"name": located.name, "path": str(located.path)})
     else:
-        print(located.path)
+        say(located.path)
 
 
 @app.command("list")
@@ -44,11 +44,11 @@ def list_models(as_json: JsonOption = False) -> None:
         print_json({"cache": str(root), "models": known, "packed": packed})
         return
     for model in known:
-        print(f"{model['name']}  {_size(model['file_bytes'])}, {model['licence']}")
-        print(f"  {model['about']}")
-        print(f"  {model['path'] or 'not here yet: phasewise models pull ' + model['name']}")
+        say(f"{model['name']}  {_size(model['file_bytes'])}, {model['licence']}")
+        say(f"  {model['about']}")
+        say(f"  {model['path'] or 'not here yet: phasewise models pull ' + model['name']}")
     for file in packed:
-        print(f"packed  {_size(file['file_bytes']):>9}  {file['format']:<6}  {file['name']}")
+        say(f"packed  {_size(file['file_bytes']):>9}  {file['format']:<6}  {file['name']}")
 
 
 @app.command()
@@ -63,7 +63,7 @@ def inspect(model: ModelArgument, as_json: JsonOption = False) -> None:
         print_json(inspection.to_json(found))
         return
     for label, value in _facts(found):
-        print(f"{label:<{LABEL_COLUMNS}}{value}")
+        say(f"{label:<{LABEL_COLUMNS}}{value}")
 
 
 def _facts(found: Inspection) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from phasewise.cli.options import (
     ThreadsOption,
     WeightFormat,
 )
-from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, print_json, read_stdin
+from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, print_json, read_stdin, say
 
 if TYPE_CHECKING:
     from phasewise.serving.open_engine import OpenEngine
@@ -100,7 +100,7 @@ def collect(
     if as_json:
         print_json(fields)
     else:
-        print("\n".join(f"{name:<16}  {value}" for name, value in fields.items() if value is not None))
+        say("\n".join(f"{name:<16}  {value}" for name, value in fields.items() if value is not None))
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def train_command(
     if as_json:
         print_json({"predictor": str(path), "model": name, "trained_on": dict(predictor.trained_on)})
     else:
-        print(path)
+        say(path)
         note(", ".join(f"{count} {what}" for what, count in predictor.trained_on.items()))
 
 
@@ -240,7 +240,7 @@ def evaluate(
         fields = {"split": chosen.share, "seed": chosen.seed, "hold": 1 - overflow, "drift": drift}
         print_json({"model": name, **fields, "logs": [report.fields() for report in reports]})
     else:
-        print("\n\n".join(map(report_text, reports)))
+        say("\n\n".join(map(report_text, reports)))
 
 
 def _split_of(predictor: LengthPredictor, share: float, seed: int) -> Any:
@@ -292,7 +292,7 @@ def predict(
     if as_json:
         print_json(fields)
     else:
-        print("\n".join(f"{name:<14}  {value}" for name, value in fields.items()))
+        say("\n".join(f"{name:<14}  {value}" for name, value in fields.items()))
 
 
 def _median_us(predictor: LengthPredictor, facts: Any) -> float:

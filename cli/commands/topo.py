@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat, parse_budget
-from phasewise.cli.present import fail, note, print_json, write_atomically
+from phasewise.cli.present import fail, note, print_json, say, write_atomically
 
 if TYPE_CHECKING:
     from phasewise.topology import Machine, Node
@@ -179,7 +179,7 @@ def _draw(machine: Machine, groups: Iterable[PuGroup] | None, svg_path: Path | N
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        print(line)
+        say(line)
 
 
 def machine_fields(machine: Machine) -> dict[str, Any]:

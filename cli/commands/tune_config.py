@@ -19,7 +19,7 @@ from phasewise.cli.options import (
     parse_budget,
     phases_of,
 )
-from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json
+from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -197,7 +197,7 @@ def _print_found(found: Found, emit: EmitChoice | None, as_json: bool) -> None:
         emitted = _emit_fields(emit, plans, found.subject.machine) if emit and plans else {}
         print_json({"dry_run": False, **found_fields(found), **emitted})
     elif emit is None:
-        typer.echo(found_text(found))
+        say(found_text(found))
     else:
         note(found_text(found))
         _print_emitted(emit, plans, found.subject.machine)
@@ -240,4 +240,4 @@ def _print_dry_run(wish: Wish, subject: Subject, as_json: bool) -> None:
     if as_json:
         print_json({"dry_run": True, **dry_run_fields(wish, subject)})
     else:
-        typer.echo(dry_run_text(wish, subject))
+        say(dry_run_text(wish, subject))

@@ -16,7 +16,7 @@ from phasewise.cli.options import (
     parse_budget,
     phases_of,
 )
-from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json
+from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,7 +152,7 @@ def _print_plan(rounds: list[Round], as_json: bool) -> None:
         ]
         print_json({"dry_run": True, "rounds": fields})
     else:
-        typer.echo(plan_text(rounds))
+        say(plan_text(rounds))
 
 
 def _print_tuned(tuned: list[Tuned], as_json: bool) -> None:
@@ -161,4 +161,4 @@ def _print_tuned(tuned: list[Tuned], as_json: bool) -> None:
     if as_json:
         print_json({"dry_run": False, "rounds": [tuned_fields(one) for one in tuned]})
     else:
-        typer.echo("\n\n".join(tuned_text(one) for one in tuned))
+        say("\n\n".join(tuned_text(one) for one in tuned))

@@ -7,9 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import typer
-
-from phasewise.cli.present import note
+from phasewise.cli.present import note, say
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import MachineKey, PlanRecord
@@ -272,10 +270,10 @@ def _grid(one: dict[str, Any]) -> str:
 
 
 def print_stats(fields: dict[str, Any]) -> None:
-    typer.echo(f"database  {fields['database']}\nschema    {fields['schema']} (current)")
+    say(f"database  {fields['database']}\nschema    {fields['schema']} (current)")
     if fields["file_bytes"] is not None:
-        typer.echo(f"size      {fields['file_bytes'] / 1024:.0f} KiB")
-    typer.echo("")
+        say(f"size      {fields['file_bytes'] / 1024:.0f} KiB")
+    say("")
     print_table("Rows", [{"table": name, "rows": count} for name, count in fields["rows"].items()])
     by_machine = [
         {name.replace("_", " "): value for name, value in row.items()} for row in fields["by_machine"]
@@ -289,14 +287,12 @@ def print_stats(fields: dict[str, Any]) -> None:
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     from tabulate import tabulate
 
-    typer.echo(
-        f"{title}: none" if not rows else f"{title}\n{tabulate(rows, headers='keys', disable_numparse=True)}"
-    )
-    typer.echo("")
+    say(f"{title}: none" if not rows else f"{title}\n{tabulate(rows, headers='keys', disable_numparse=True)}")
+    say("")
 
 
 def print_machines(machines: list[dict[str, str]]) -> None:
     for machine in machines:
         core = machine["core"].replace("+", " ")  # the list of instruction sets would not wrap
         line = f"{machine['machine']}  {machine['placement']}; {core}"
-        typer.echo(textwrap.fill(line, WIDTH, subsequent_indent="    "))
+        say(textwrap.fill(line, WIDTH, subsequent_indent="    "))

@@ -1,0 +1,62 @@
+"""Text from outside reaches a terminal as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from phasewise.cli.main import app
+from phasewise.cli.present import note, print_json, printable
+from tests.support.tiny_models import write_tiny_gguf
+
+HOSTILE = "a\x1b]0;owned\x07\x1b[2J\x9b31m\u202egpj.exe\rb"
+
+
+def steers(text: str) -> bool:
+    """Whether a terminal would do anything but show it, lines and tabs apart."""
+    return any(not one.isprintable() and one not in "\n\t" and not one.isspace() for one in text)
+
+
+@given(st.text())
+def test_nothing_that_steers_a_terminal_is_left(text: str) -> None:
+    shown = printable(text)
+
+    assert "\x1b" not in shown
+    assert not any(ord(one) < 32 and one not in "\n\t" for one in shown)
+    assert not any(0x7F <= ord(one) < 0xA0 or 0x202A <= ord(one) <= 0x202E for one in shown)
+    assert printable(shown) == shown
+    shown.encode()
+
+
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=126)))
+def test_plain_text_stays_as_it_is(text: str) -> None:
+    assert printable(text + "\n\tä日本語") == text + "\n\tä日本語"
+
+
+@pytest.mark.parametrize("text", [HOSTILE, "\ud800", "\u2066"])
+def test_json_says_the_same_in_printable_characters(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"name": text})
+    said = capsys.readouterr().out
+
+    assert json.loads(said)["name"] == text
+    assert not steers(said)
+
+
+def test_progress_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    note(HOSTILE)
+
+    assert not steers(capsys.readouterr().err)
+
+
+def test_a_models_name_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "a\x1b[31mb.gguf")
+    found = CliRunner().invoke(app, ["models", "inspect", str(path)])
+
+    assert found.exit_code == 0
+    assert "\\u001b[31mb" in found.stdout
+    assert not steers(found.stdout)
