@@ -49,7 +49,6 @@ test-soak: build test-asan  ## hours: twenty times the examples, ASan, fuzzing, 
 	$(BIN)/python benchmarks/fuzz_http.py --inputs 100000
 	$(BIN)/python benchmarks/hostile.py
 	$(BIN)/python benchmarks/faults.py
-	$(BIN)/python benchmarks/hostile.py
 	$(if $(TRACE),$(BIN)/python benchmarks/soak.py --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
 
 test-cores: build  ## the kernels by the defaults of every kind of core (PHASEWISE_CORE), one after the other
