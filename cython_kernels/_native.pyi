@@ -33,6 +33,16 @@ class _Slice(Protocol):
     @property
     def table(self) -> Sequence[int] | None: ...
 
+class _Experts(Protocol):
+    """A mixture of experts: so many, of which so many compute a row."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def chosen(self) -> int: ...
+    @property
+    def normalised(self) -> bool: ...
+
 class _Division(Protocol):
     """Which rank this process is, and what of a weight it computes by each table."""
 
@@ -173,6 +183,8 @@ class Team:
 def rmsnorm(x: _Floats, weight: _Floats, eps: float) -> _Floats: ...
 def rope(x: _Floats, cosine: _Floats, sine: _Floats, factor: float = 1.0) -> _Floats: ...
 def silu_gate(gate: _Floats, up: _Floats) -> _Floats: ...
+def gated(activation: str, gate: _Floats, up: _Floats) -> _Floats: ...
+def capped(x: _Floats, c: float) -> _Floats: ...
 def exponential(x: _Floats) -> _Floats: ...
 def softmax(x: _Floats) -> _Floats: ...
 def argmax(x: _Floats) -> int: ...
@@ -190,6 +202,7 @@ def attend_one_head(
     last: npt.ArrayLike,
     table: Sequence[int],
     kv_format: str = "f32",
+    cap: float = 0,
 ) -> _Floats: ...
 
 # ---- probes
@@ -227,11 +240,13 @@ class Program:
         inv_freq: npt.ArrayLike,
         division: _Division | None = None,
         patience_s: float = 60.0,
+        magnitude: float = 1.0,
     ) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def native_ns(self) -> int: ...
-    def embed(self, packed: PackedWeight, out: int, out_stride: int) -> None: ...
+    def kind(self, inv_freq: npt.ArrayLike, window: int = 0, magnitude: float = 1.0) -> int: ...
+    def embed(self, packed: PackedWeight, out: int, out_stride: int, scale: float = 1.0) -> None: ...
     def linear(
         self,
         parts: Sequence[tuple[PackedWeight, int]],
@@ -245,7 +260,51 @@ class Program:
         rows: _Rows = "every",
         residual: tuple[int, int] | None = None,
         arithmetics: Sequence[tuple[str | None, int]] | None = None,
+        gate: str = "silu",
+        eps: float | None = None,
     ) -> int: ...
+    def adjust(
+        self,
+        width: int,
+        from_at: int,
+        from_stride: int,
+        out: int,
+        out_stride: int,
+        norm: npt.ArrayLike | None = None,
+        bias: npt.ArrayLike | None = None,
+        cap: float = 0,
+        add: bool = False,
+        rows: _Rows = "every",
+        residual: tuple[int, int] | None = None,
+    ) -> None: ...
+    def route(self, experts: _Experts, from_at: int, from_stride: int, rows: _Rows = "every") -> None: ...
+    def experts(
+        self,
+        experts: _Experts,
+        packed: PackedWeight,
+        source: Literal["rows", "norm", "gate"],
+        from_at: int,
+        from_stride: int,
+        out: int,
+        out_stride: int,
+        norm: npt.ArrayLike | None = None,
+        bias: npt.NDArray[np.float32] | None = None,
+        rows: _Rows = "every",
+        arithmetic: tuple[str | None, int] = (None, 1),
+        gate: str = "silu",
+        eps: float | None = None,
+    ) -> int: ...
+    def combine(
+        self,
+        experts: _Experts,
+        width: int,
+        from_at: int,
+        from_stride: int,
+        out: int,
+        out_stride: int,
+        bias: npt.NDArray[np.float32] | None = None,
+        rows: _Rows = "every",
+    ) -> None: ...
     def set_schedules(self, op: int, part: int, ranges: _RowRanges, table: int = 0) -> None: ...
     def set_attention_schedules(self, ranges: _RowRanges, table: int = 0) -> None: ...
     def attend(
@@ -259,6 +318,10 @@ class Program:
         q_norm: npt.ArrayLike | None = None,
         k_norm: npt.ArrayLike | None = None,
         rows: _Rows = "every",
+        kind: int = 0,
+        scale: float | None = None,
+        cap: float = 0,
+        sinks: npt.ArrayLike | None = None,
     ) -> None: ...
     def bytes(self) -> int: ...
     def shared_bytes(self) -> int: ...

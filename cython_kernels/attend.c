@@ -7,15 +7,14 @@
  * Positions lie in runs of PW_CHUNK slots: one behind the other, or where a slice's table says. Sixteen slots share a
  * panel of keys. Where a sequence does not begin on a multiple of 16, a thread may read a panel while another stores a
  * key into it for other positions: those lanes of the scores are thrown away. */
-#include <math.h>
 #include <string.h>
 
 #include "attend.h"
 
 /* ---- planning --------------------------------------------------------------------------------------------------- */
 
-static int64_t first_seen(const pw_shape *shape, int64_t position) {
-    return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
+static int64_t first_seen(const pw_attention_kind *kind, int64_t position) {
+    return kind->window > 0 && position >= kind->window ? position - kind->window + 1 : 0;
 }
 
 typedef struct {
@@ -23,30 +22,31 @@ typedef struct {
 } run_of_chunks;
 
 /* The chunks that a slice of one token sees. */
-static run_of_chunks chunks_of(const pw_program *program, int64_t slice) {
+static run_of_chunks chunks_of(const pw_program *program, int32_t kind, int64_t slice) {
     int64_t position = program->step.slices[slice].start;
-    int64_t first = first_seen(&program->shape, position) / PW_CHUNK;
+    int64_t first = first_seen(&program->kinds[kind], position) / PW_CHUNK;
     return (run_of_chunks){first, position / PW_CHUNK - first + 1};
 }
 
-static int64_t all_chunks(const pw_program *program) {
+static int64_t all_chunks(const pw_program *program, int32_t kind) {
     int64_t all = 0;
-    for (int64_t s = 0; s < program->step.n_slices; ++s) all += chunks_of(program, s).count;
+    for (int64_t s = 0; s < program->step.n_slices; ++s) all += chunks_of(program, kind, s).count;
     return all;
 }
 
-static bool plan_chunks(pw_program *program, int64_t positions) {
+static bool plan_chunks(pw_program *program, int32_t kind, int64_t positions) {
     pw_step *step = &program->step;
+    pw_plan *plan = &step->plans[kind];
     int64_t parts = 0, chunks_each = positions < PW_CHUNK ? 1 : positions / PW_CHUNK;
-    step->n_pieces = 0;
+    plan->n_pieces = 0;
     for (int64_t s = 0; s < step->n_slices; ++s) {
-        run_of_chunks seen = chunks_of(program, s);
-        step->first_part[s] = parts;
+        run_of_chunks seen = chunks_of(program, kind, s);
+        plan->first_part[s] = parts;
         parts += seen.count;
         if (parts > program->partial_room) return false;
         for (int64_t done = 0, count; done < seen.count; done += count) {
             count = seen.count - done < chunks_each ? seen.count - done : chunks_each;
-            step->pieces[step->n_pieces++] = (pw_piece){(int32_t)s, (int32_t)(seen.first + done), (int32_t)count};
+            plan->pieces[plan->n_pieces++] = (pw_piece){(int32_t)s, (int32_t)(seen.first + done), (int32_t)count};
         }
     }
     return true;
@@ -62,14 +62,15 @@ static int64_t fair_tokens(const pw_shape *shape, int64_t n_tokens, int threads)
 
 /* Long pieces of work first: late blocks see more positions. */
 static void plan_blocks(pw_program *program, int64_t tokens) {
-    pw_step *step = &program->step;
-    step->n_pieces = 0;
+    const pw_step *step = &program->step;
+    pw_plan *plan = &program->step.plans[0];
+    plan->n_pieces = 0;
     for (int64_t s = step->n_slices - 1; s >= 0; --s) {
         int64_t rows = step->slices[s].n_rows;
         for (int64_t end = rows; end > 0;) {
             int64_t count = end % tokens ? end % tokens : tokens;
             end -= count;
-            step->pieces[step->n_pieces++] = (pw_piece){(int32_t)s, (int32_t)end, (int32_t)count};
+            plan->pieces[plan->n_pieces++] = (pw_piece){(int32_t)s, (int32_t)end, (int32_t)count};
         }
     }
 }
@@ -125,11 +126,14 @@ void pw_plan_attention(pw_program *program, int threads, int32_t table) {
     pw_step *step = &program->step;
     pw_shape of_rank = shape_of_rank(program, table), *shape = &of_rank;
     const pw_schedule *tuned = pw_tuned(&program->attention[table], most_slice_rows(step));
-    int64_t chunks = step->split ? all_chunks(program) : 0;
+    int64_t chunks = step->split ? all_chunks(program, 0) : 0;
     pw_schedule whole = tuned ? *tuned : pw_default_attention(shape, step->n_tokens, chunks, threads);
     pw_schedule tail = tuned ? *tuned : pw_default_attention(shape, step->n_logit_rows, 0, threads);
     step->tile_rows = whole.mr;
-    if (step->split) step->split = plan_chunks(program, whole.block_k);
+    for (int32_t kind = 0; kind < program->n_kinds && step->split; ++kind) {
+        pw_schedule own = tuned ? *tuned : pw_default_attention(shape, 1, all_chunks(program, kind), threads);
+        step->split = plan_chunks(program, kind, own.block_k);
+    }
     if (step->split) return;
     plan_blocks(program, block_of(shape, &whole));
     plan_tail(step, block_of(shape, &tail));
@@ -157,12 +161,16 @@ static const float *biased_head(const attending *a, int64_t row, int64_t column,
 static void turned_head(const attending *a, int64_t row, int64_t column, const float *norm, float factor, float *out) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
-    int32_t dim = program->shape.head_dim;
-    int64_t at = row * (dim / 2);
-    pw_turn turn = {program->cosines + at, program->sines + at, factor};
+    const pw_attention_kind *kind = &program->kinds[a->op->kind];
+    int32_t dim = program->shape.head_dim, turned = 2 * kind->half;
+    int64_t at = row * kind->half;
+    pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, factor};
     const float *x = biased_head(a, row, column, out);
     if (norm) ops->rmsnorm(dim, x, norm, program->shape.norm_eps, out);
-    ops->rope(dim / 2, &turn, norm ? out : x, out);
+    if (norm) x = out;
+    if (turned < dim && x != out) memcpy(out + turned, x + turned, sizeof(float) * (size_t)(dim - turned));
+    if (turned < dim && factor != 1.0f) ops->scale(dim - turned, factor, out + turned);
+    if (turned > 0) ops->rope(kind->half, &turn, x, out);
 }
 
 static void store_row(const attending *a, int64_t row, int64_t kv_head) {
@@ -182,15 +190,14 @@ static pw_queries load_queries(const attending *a, int64_t row, int64_t tokens, 
     const pw_program *program = a->run->program;
     const pw_shape *shape = &program->shape;
     int32_t group = pw_group_of(shape), n = 0;
-    float factor = (float)(1.0 / sqrt((double)shape->head_dim));
     for (int64_t token = row; token < row + tokens; ++token)
         for (int32_t i = 0; i < group; ++i, ++n) {
             float *q = a->work.q + (int64_t)n * PW_ROW_STRIDE;
-            turned_head(a, token, (kv_head * group + i) * shape->head_dim, a->op->q_norm, factor, q);
+            turned_head(a, token, (kv_head * group + i) * shape->head_dim, a->op->q_norm, a->op->scale, q);
             a->work.last[n] = program->step.positions[token];
-            a->work.first[n] = first_seen(shape, a->work.last[n]);
+            a->work.first[n] = first_seen(&program->kinds[a->op->kind], a->work.last[n]);
         }
-    return (pw_queries){a->work.q, a->work.first, a->work.last, n, program->step.tile_rows, NULL};
+    return (pw_queries){a->work.q, a->work.first, a->work.last, n, program->step.tile_rows, a->op->cap, NULL};
 }
 
 static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
@@ -206,6 +213,18 @@ static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t
 }
 
 /* ---- pieces ----------------------------------------------------------------------------------------------------- */
+
+/* Nothing seen, or the sink of each head: a score whose weight counts and whose value is zero. */
+static void begin_rows(const attending *a, int32_t rows, int64_t kv_head) {
+    const pw_shape *shape = &a->run->program->shape;
+    int32_t group = pw_group_of(shape);
+    a->run->kernels->ops.begin(rows, pw_value_dim_of(shape), a->work.into);
+    if (!a->op->sinks) return;
+    for (int32_t i = 0; i < rows; ++i) {
+        a->work.into.top[i] = a->op->sinks[kv_head * group + i % group];
+        a->work.into.sum[i] = 1.0f;
+    }
+}
 
 /* Where the keys of a chunk of a slice begin. */
 static const void *keys_of(const attending *a, const pw_slice *slice, int64_t chunk, int64_t kv_head) {
@@ -223,7 +242,7 @@ static void attend_whole(const attending *a, const pw_slice *slice, pw_queries *
     const pw_op_kernels *ops = &a->run->kernels->ops;
     int32_t value_dim = pw_value_dim_of(&program->shape);
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
-    ops->begin(queries->rows, value_dim, a->work.into);
+    begin_rows(a, queries->rows, kv_head);
     for (int64_t chunk = first; chunk < first + count; ++chunk) {
         int64_t slot = pw_chunk_slot(program->step.runs, slice, chunk);
         queries->next_keys = chunk + 1 < first + count ? keys_of(a, slice, chunk + 1, kv_head) : next;
@@ -253,16 +272,18 @@ static void merge_chunks(const attending *a, int32_t slice, int64_t n_chunks, in
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
     int32_t group = pw_group_of(&program->shape), value_dim = pw_value_dim_of(&program->shape);
-    ops->begin(group, value_dim, a->work.into);
+    const pw_plan *plan = &program->step.plans[a->op->kind];
+    begin_rows(a, group, kv_head);
     for (int64_t i = 0; i < n_chunks; ++i)
-        ops->merge(group, value_dim, partial_of(program, program->step.first_part[slice] + i, kv_head), a->work.into);
+        ops->merge(group, value_dim, partial_of(program, plan->first_part[slice] + i, kv_head), a->work.into);
 }
 
 /* A run of one token's chunks. The slot of the token itself is read with its last chunk alone. */
 static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_head, const void *next) {
     const pw_program *program = a->run->program;
     const pw_slice *slice = &program->step.slices[piece->slice];
-    run_of_chunks seen = chunks_of(program, piece->slice);
+    const pw_plan *plan = &program->step.plans[a->op->kind];
+    run_of_chunks seen = chunks_of(program, a->op->kind, piece->slice);
     int64_t row = slice->first_row, before = piece->first - seen.first;
     if (before + piece->count == seen.count) store_row(a, row, kv_head);
     pw_queries queries = load_queries(a, row, 1, kv_head);
@@ -273,14 +294,15 @@ static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_
     }
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
     for (int64_t i = 0; i < piece->count; ++i) {
-        int64_t chunk = piece->first + i, part = program->step.first_part[piece->slice] + before + i;
+        int64_t chunk = piece->first + i, part = plan->first_part[piece->slice] + before + i;
         queries.next_keys = i + 1 < piece->count ? keys_of(a, slice, chunk + 1, kv_head) : next;
         a->run->kernels->ops.attend_chunk(&head, &queries, chunk, pw_chunk_slot(program->step.runs, slice, chunk),
                                           a->work.chunk, partial_of(program, part, kv_head));
     }
-    atomic_long *merged = &program->merged[piece->slice * program->shape.n_kv_heads + kv_head];
+    int64_t slot = a->op->kind * program->capacity.max_slices + piece->slice;
+    atomic_long *merged = &program->merged[slot * program->shape.n_kv_heads + kv_head];
     long finished = atomic_fetch_add_explicit(merged, piece->count, memory_order_acq_rel) + piece->count;
-    if (finished % seen.count) return; /* every layer adds as many as the slice sees */
+    if (finished % seen.count) return; /* every layer of a kind adds as many as the slice sees */
     merge_chunks(a, piece->slice, seen.count, kv_head);
     finish_rows(a, row, 1, kv_head);
 }
@@ -327,8 +349,9 @@ void pw_run_attend(pw_run *run, const pw_op *op, int member) {
     float *scratch = (float *)(program->scratch + member * program->scratch_bytes);
     attending a = {run, op, pw_attend_scratch_in(&program->shape, scratch)};
     bool tail = op->rows != PW_EVERY_ROW && !step->split;
-    int64_t kv_heads = own.end - own.begin, n_pieces = tail ? step->n_tail_pieces : step->n_pieces;
-    const portions all = {tail ? step->tail_pieces : step->pieces, own.begin, kv_heads, n_pieces * kv_heads,
+    const pw_plan *plan = &step->plans[step->split ? op->kind : 0];
+    int64_t kv_heads = own.end - own.begin, n_pieces = tail ? step->n_tail_pieces : plan->n_pieces;
+    const portions all = {tail ? step->tail_pieces : plan->pieces, own.begin, kv_heads, n_pieces * kv_heads,
                           &program->tickets[(op - program->ops) * PW_MAX_PARTS].next};
     if (step->split) {
         attend_split(&a, &all);

@@ -2,8 +2,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "adjust.h"
 #include "attend.h"
 #include "executor.h"
+#include "experts.h"
 #include "linear.h"
 
 /* The slots of positions [position, end) of a slice, as far as they lie one behind the other. */
@@ -133,6 +135,10 @@ static void run_ops(void *context, int member) {
         if (op->code == PW_EMBED) pw_run_embed(run, op, member);
         if (op->code == PW_LINEAR) pw_run_linear(run, op, member);
         if (op->code == PW_ATTEND) pw_run_attend(run, op, member);
+        if (op->code == PW_ADJUST) pw_run_adjust(run, op, member);
+        if (op->code == PW_ROUTE) pw_run_route(run, op, member);
+        if (op->code == PW_EXPERTS) pw_run_experts(run, op, member);
+        if (op->code == PW_COMBINE) pw_run_combine(run, op, member);
         if (i + 1 == program->n_ops && run->division->ranks == 1) return;
         if (!pw_meet(run, member)) return;
     }
@@ -142,7 +148,7 @@ int pw_program_run(pw_program *program, pw_team *team, int32_t table) {
     pw_run run = {program, team, pw_active(), pw_team_size(team), table, &program->divisions[table], PW_TEAM_OK};
     memset(program->tickets, 0, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)program->n_ops);
     memset(program->region_tickets, 0, 2 * sizeof(pw_ticket) * (size_t)pw_region_ticket_count(program));
-    memset(program->merged, 0, sizeof *program->merged * (size_t)(program->step.n_slices * program->shape.n_kv_heads));
+    memset(program->merged, 0, sizeof *program->merged * (size_t)pw_merged_count(program));
     int status = pw_team_run(team, run_ops, &run);
     return status == PW_TEAM_OK ? atomic_load(&run.status) : status;
 }

@@ -10,7 +10,6 @@
 typedef struct {
     int32_t n_layers, n_heads, n_kv_heads, head_dim;
     int64_t hidden, ffn, vocab;
-    int64_t window;          /* positions seen, itself included; 0: all */
     float norm_eps;
 } pw_shape;
 

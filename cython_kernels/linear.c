@@ -7,20 +7,26 @@ static pw_range member_rows(int64_t rows, int threads, int member) {
     return (pw_range){rows * member / threads, rows * (member + 1) / threads};
 }
 
+static void find_angles(const pw_program *program, int32_t index, int64_t row) {
+    const pw_attention_kind *kind = &program->kinds[index];
+    float *cosines = program->cosines[index] + row * kind->half, *sines = program->sines[index] + row * kind->half;
+    for (int64_t i = 0; i < kind->half; ++i) {
+        double angle = (double)program->step.positions[row] * kind->inv_freq[i];
+        cosines[i] = (float)(kind->magnitude * cos(angle));
+        sines[i] = (float)(kind->magnitude * sin(angle));
+    }
+}
+
 void pw_run_embed(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
     const pw_step *step = &program->step;
-    int64_t half = program->shape.head_dim / 2;
     pw_range rows = pw_rows_of(run, step->n_tokens, member);
     for (int64_t row = rows.begin; row < rows.end; ++row) {
         float *x = program->arena + op->out + row * op->out_stride;
         run->kernels->gemm.unpack_row(&op->parts[0].weight, step->tokens[row], x);
-        float *cosines = program->cosines + row * half, *sines = program->sines + row * half;
-        for (int64_t i = 0; i < half; ++i) {
-            double angle = (double)step->positions[row] * program->inv_freq[i];
-            cosines[i] = (float)cos(angle);
-            sines[i] = (float)sin(angle);
-        }
+        if (op->scale != 1.0f) run->kernels->ops.scale(op->k, op->scale, x);
+        for (int32_t kind = 0; kind < program->n_kinds; ++kind)
+            if (program->kinds[kind].angles == kind) find_angles(program, kind, row);
     }
 }
 
@@ -29,8 +35,8 @@ static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *
     const pw_op_kernels *ops = &run->kernels->ops;
     int64_t source = op->rows == PW_GATHERED_ROWS ? program->step.logit_rows[row] : row;
     const float *x = program->arena + op->in + source * op->in_stride;
-    if (op->source == PW_FROM_NORM) ops->rmsnorm(op->k, x, op->norm, program->shape.norm_eps, scratch);
-    if (op->source == PW_FROM_GATE) ops->silu_gate(op->k, x, x + op->k, scratch);
+    if (op->source == PW_FROM_NORM) ops->rmsnorm(op->k, x, op->norm, op->eps, scratch);
+    if (op->source == PW_FROM_GATE) ops->gates[op->gate](op->k, x, x + op->k, scratch);
     if (op->source != PW_FROM_ROWS) x = scratch;
     for (int i = 0; i < op->n_forms; ++i)
         run->kernels->gemm.prepare_rows(&op->forms[i], op->k, x, 0, (pw_range){row, row + 1}, prepared[i]);

@@ -49,12 +49,16 @@ static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t form
     return head;
 }
 
+/* What the gate of a feed-forward layer goes through before it multiplies. */
+typedef enum { PW_SILU, PW_GELU_TANH, PW_CLAMPED_SILU, PW_GATES } pw_gate;
+
 /* Rows of queries, all of one sequence. */
 typedef struct {
-    const float *q;     /* [rows][PW_ROW_STRIDE], rotated and scaled by 1 / sqrt(head_dim) */
+    const float *q;     /* [rows][PW_ROW_STRIDE], rotated and scaled as scores are */
     const int64_t *first, *last; /* positions that each row sees, inclusive */
     int32_t rows;
     int32_t tile_rows; /* rows that are computed together, as far as an ISA can; 0: as it likes */
+    float cap; /* c: scores are c tanh(score / c); 0: as they are */
     const void *next_keys; /* what is read after the chunk, to be asked for meanwhile; NULL: nothing */
 } pw_queries;
 
@@ -91,8 +95,17 @@ typedef struct {
     /* y: the pairs (x[i], x[half + i]), i < half, turned and multiplied; y may be x. */
     void (*rope)(int64_t half, const pw_turn *turn, const float *x, float *y);
 
-    /* y[n] = gate / (1 + exp(-gate)) * up; y may be gate or up. */
-    void (*silu_gate)(int64_t n, const float *gate, const float *up, float *y);
+    /* By pw_gate, y[n] = act(gate) * up; y may be gate or up. */
+    void (*gates[PW_GATES])(int64_t n, const float *gate, const float *up, float *y);
+
+    /* y[n] = c tanh(x / c), c > 0; y may be x. */
+    void (*cap)(int64_t n, float c, const float *x, float *y);
+
+    /* y[n] += factor * x[n] */
+    void (*add_scaled)(int64_t n, float factor, const float *x, float *y);
+
+    /* x[n] *= factor */
+    void (*scale)(int64_t n, float factor, float *x);
 
     /* y[n] = exp(x - max) / sum; y may be x. */
     void (*softmax)(int64_t n, const float *x, float *y);

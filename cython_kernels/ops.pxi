@@ -31,6 +31,10 @@ cdef extern from "ops.h" nogil:
         PW_CHUNK
         PW_MAX_HEAD_DIM
         PW_ROW_STRIDE
+        PW_SILU
+        PW_GELU_TANH
+        PW_CLAMPED_SILU
+        PW_GATES
 
     ctypedef struct pw_kv_head:
         void *keys
@@ -44,6 +48,7 @@ cdef extern from "ops.h" nogil:
         const int64_t *first
         const int64_t *last
         int32_t rows, tile_rows
+        float cap
         const void *next_keys
 
     ctypedef struct pw_partial:
@@ -60,7 +65,8 @@ cdef extern from "ops.h" nogil:
         int32_t lanes
         void (*rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) noexcept nogil
         void (*rope)(int64_t half, const pw_turn *turn, const float *x, float *y) noexcept nogil
-        void (*silu_gate)(int64_t n, const float *gate, const float *up, float *y) noexcept nogil
+        void (*gates[PW_GATES])(int64_t n, const float *gate, const float *up, float *y) noexcept nogil
+        void (*cap)(int64_t n, float c, const float *x, float *y) noexcept nogil
         void (*softmax)(int64_t n, const float *x, float *y) noexcept nogil
         void (*exponential)(int64_t n, const float *x, float *y) noexcept nogil
         void (*store_key)(const pw_kv_head *head, int64_t slot, const float *key) noexcept nogil
@@ -228,11 +234,25 @@ def rope(const float[::1] x, const float[::1] cosine, const float[::1] sine, flo
 
 def silu_gate(const float[::1] gate, const float[::1] up):
     """gate / (1 + exp(-gate)) * up, float32 [n]."""
+    return gated("silu", gate, up)
+
+
+def gated(str activation, const float[::1] gate, const float[::1] up):
+    """What a feed-forward layer makes of gate and up by an activation of GATES, float32 [n]."""
     if gate.shape[0] < 1 or up.shape[0] != gate.shape[0]:
         raise ValueError(f"a gate of {gate.shape[0]} and {up.shape[0]} values")
     out = np.empty(gate.shape[0], dtype=np.float32)
     cdef float[::1] y = out
-    _ops().silu_gate(gate.shape[0], &gate[0], &up[0], &y[0])
+    _ops().gates[<int>GATES[activation]](gate.shape[0], &gate[0], &up[0], &y[0])
+    return out
+
+
+def capped(const float[::1] x, float c):
+    """c tanh(x / c), float32 [n]."""
+    out = np.empty(x.shape[0], dtype=np.float32)
+    cdef float[::1] y = out
+    if x.shape[0]:
+        _ops().cap(x.shape[0], c, &x[0], &y[0])
     return out
 
 
@@ -298,11 +318,11 @@ def kv_slot_bytes(str kv_format, int64_t head_dim):
     return pw_kv_slot_bytes(kv_format_code(kv_format), head_dim)
 
 
-def attend_one_head(q, keys, values, first, last, table, str kv_format="f32"):
+def attend_one_head(q, keys, values, first, last, table, str kv_format="f32", float cap=0):
     """Attention of rows over one KV head, chunk by chunk: float32 [rows, head_dim].
 
     q [rows, head_dim] already scaled; keys and values [positions, head_dim]; row r sees first[r]..last[r]. table: the
-    slot of the first of every PW_CHUNK positions. What holds no position is NaN, so that nothing may depend on it.
+    slot of the first of every PW_CHUNK positions. cap: scores are cap tanh(score / cap), 0: as they are. What holds no position is NaN, so that nothing may depend on it.
     """
     rows, dim = q.shape
     wide, slots = -(-dim // 16) * 16, -(-(max(table) + PW_CHUNK) // 16) * 16
@@ -327,7 +347,7 @@ def attend_one_head(q, keys, values, first, last, table, str kv_format="f32"):
     cdef pw_partial part, into
     cdef int64_t n = rows, r, chunk
     queries.q, queries.first, queries.last = &q_rows[0, 0], &firsts[0], &lasts[0]
-    queries.rows, queries.tile_rows, queries.next_keys = rows, 0, NULL
+    queries.rows, queries.tile_rows, queries.cap, queries.next_keys = rows, 0, cap, NULL
     part.top, part.sum, part.values = &memory[0], &memory[n], &memory[2 * n]
     into.top = part.values + n * head.value_dim
     into.sum, into.values = into.top + n, into.top + 2 * n

@@ -20,7 +20,6 @@ static bool open_step(pw_program *program) {
     const pw_capacity *room = &program->capacity;
     pw_step *step = &program->step;
     program->partial_room = room->kv_slots / PW_CHUNK + 2 * room->max_slices;
-    int64_t pieces = larger(room->max_tokens, program->partial_room);
     step->tokens = calloc((size_t)room->max_tokens, sizeof *step->tokens);
     step->positions = calloc((size_t)room->max_tokens, sizeof *step->positions);
     step->slots = calloc((size_t)room->max_tokens, sizeof *step->slots);
@@ -28,29 +27,45 @@ static bool open_step(pw_program *program) {
     step->slices = calloc((size_t)room->max_slices, sizeof *step->slices);
     step->runs = calloc((size_t)(room->max_slices * pw_runs_each(room)), sizeof *step->runs);
     step->written = calloc((size_t)room->max_tokens, sizeof *step->written);
-    step->first_part = calloc((size_t)room->max_slices, sizeof *step->first_part);
-    step->pieces = calloc((size_t)pieces, sizeof *step->pieces);
     step->tail_pieces = calloc((size_t)room->max_logit_rows, sizeof *step->tail_pieces);
-    program->merged = calloc((size_t)(room->max_slices * program->shape.n_kv_heads), sizeof *program->merged);
     return step->tokens && step->positions && step->slots && step->logit_rows && step->slices && step->runs &&
-           step->written && step->first_part && step->pieces && step->tail_pieces && program->merged;
+           step->written && step->tail_pieces;
 }
 
-pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq) {
+pw_program *pw_program_open(pw_shape shape, pw_capacity capacity) {
     pw_program *program = calloc(1, sizeof *program);
     if (!program) return NULL;
-    size_t angles = sizeof(double) * (size_t)(shape.head_dim / 2);
     program->shape = shape;
     program->capacity = capacity;
     program->n_ranks = 1;
     for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) program->divisions[table] = (pw_division){1, 0, 1, 1};
-    program->inv_freq = malloc(angles);
-    if (!open_step(program) || !program->inv_freq) {
+    if (!open_step(program)) {
         pw_program_close(program);
         return NULL;
     }
-    memcpy(program->inv_freq, inv_freq, angles);
     return program;
+}
+
+static bool same_rotation(const pw_attention_kind *a, const pw_attention_kind *b) {
+    return a->half == b->half && a->magnitude == b->magnitude &&
+           memcmp(a->inv_freq, b->inv_freq, sizeof *a->inv_freq * (size_t)a->half) == 0;
+}
+
+int32_t pw_program_kind(pw_program *program, pw_attention_kind kind) {
+    int32_t index = program->n_kinds;
+    if (index == PW_MAX_KINDS) return -1;
+    pw_attention_kind *added = &program->kinds[index];
+    pw_plan *plan = &program->step.plans[index];
+    *added = kind;
+    added->inv_freq = malloc(sizeof *kind.inv_freq * (size_t)larger(kind.half, 1));
+    plan->first_part = calloc((size_t)program->capacity.max_slices, sizeof *plan->first_part);
+    plan->pieces = calloc((size_t)larger(program->capacity.max_tokens, program->partial_room), sizeof *plan->pieces);
+    program->n_kinds += 1; /* closed with the program, whatever is there of it */
+    if (!added->inv_freq || !plan->first_part || !plan->pieces) return -1;
+    memcpy(added->inv_freq, kind.inv_freq, sizeof *kind.inv_freq * (size_t)kind.half);
+    added->angles = 0;
+    while (!same_rotation(&program->kinds[added->angles], added)) added->angles += 1;
+    return index;
 }
 
 /* What a step consists of, which the other ranks read where rank 0 writes it. */
@@ -70,9 +85,15 @@ void pw_program_close(pw_program *program) {
         pw_pages_close(program->kv, program->kv_bytes);
         free_what_is_told(step);
     }
-    void *owned[] = {program->ops,      program->inv_freq,       program->tickets,  program->merged,
-                     program->region_tickets, step->positions,   step->slots,       step->first_part,
-                     step->pieces,      step->tail_pieces,       step->written};
+    pw_routes *routes = &program->routes;
+    void *owned[] = {program->ops,     program->tickets,  program->merged, program->region_tickets, step->positions,
+                     step->slots,      step->tail_pieces, step->written,   routes->expert,          routes->weight,
+                     routes->pair,     routes->first,     routes->busy,    routes->expert_of};
+    for (int32_t kind = 0; kind < program->n_kinds; ++kind) {
+        free(program->kinds[kind].inv_freq);
+        free(step->plans[kind].first_part);
+        free(step->plans[kind].pieces);
+    }
     for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) {
         free(program->attention[table].ranges);
         for (int32_t i = 0; i < program->n_ops; ++i)
@@ -100,6 +121,8 @@ bool pw_program_add(pw_program *program, const pw_op *op) {
     }
     pw_op *added = &program->ops[program->n_ops++];
     *added = *op;
+    if (op->experts.count > program->experts.count) program->experts.count = op->experts.count;
+    if (op->experts.chosen > program->experts.chosen) program->experts.chosen = op->experts.chosen;
     added->n_forms = 0;
     for (int32_t i = 0; i < added->n_parts; ++i)
         added->parts[i].form = form_index(added, pw_form_of(&added->parts[i].weight));
@@ -122,8 +145,10 @@ static void measure_rows(const pw_program *program, int64_t *row_bytes, int64_t 
     *row_bytes = *row_floats = 0;
     for (int32_t i = 0; i < program->n_ops; ++i) {
         const pw_op *op = &program->ops[i];
-        if (op->code != PW_LINEAR) continue;
-        *row_floats = larger(*row_floats, pw_padded_k(op->k));
+        if (op->code == PW_ADJUST) *row_floats = larger(*row_floats, op->k);
+        if (op->code != PW_LINEAR && op->code != PW_EXPERTS) continue;
+        int64_t read = op->code == PW_EXPERTS && op->source == PW_FROM_GATE ? 2 * op->k : op->k; /* with biases added */
+        *row_floats = larger(*row_floats, pw_padded_k(read));
         for (int32_t form = 0; form < op->n_forms; ++form)
             for (int isa = 0; isa < pw_usable_count(); ++isa)
                 *row_bytes = larger(*row_bytes, pw_usable(isa)->gemm.row_bytes(&op->forms[form], op->k));
@@ -154,9 +179,9 @@ static int64_t split_floats(const pw_program *program) {
 /* Byte offsets: of what ranks share, within the shared memory (or program->rows, where nothing comes before the
  * arena), and of a process's own within program->memory. */
 typedef struct {
-    int64_t orders, tokens, logit_rows, slices, runs, arena, cosines, sines, prepared, rows_end, kv, shared_end;
+    int64_t orders, tokens, logit_rows, slices, runs, arena, angles, prepared, pairs, rows_end, kv, shared_end;
     int64_t partials, own_prepared, split, scratch, end;
-    int64_t split_each, private_row, prepared_each, own_prepared_each, scratch_each;
+    int64_t angles_each, split_each, private_row, prepared_each, own_prepared_each, scratch_each;
     int32_t forms;
 } layout;
 
@@ -183,10 +208,11 @@ static layout lay_out(const pw_program *program) {
     int64_t linear = PW_MAX_PARTS * row_bytes + row_floats * 4;
     l.scratch_each = aligned(larger(linear, pw_attend_scratch_floats(&program->shape) * 4));
     lay_out_step(program, &l);
-    l.cosines = l.arena + aligned(program->arena_floats * 4);
-    l.sines = l.cosines + angles;
-    l.prepared = l.sines + angles;
-    l.rows_end = l.prepared + l.forms * l.prepared_each;
+    l.angles = l.arena + aligned(program->arena_floats * 4);
+    l.angles_each = angles;
+    l.prepared = l.angles + 2 * program->n_kinds * angles;
+    l.pairs = l.prepared + l.forms * l.prepared_each;
+    l.rows_end = l.pairs + program->experts.chosen * l.prepared_each;
     l.kv = whole_pages(l.rows_end);
     l.shared_end = whole_pages(l.kv + pw_kv_bytes(&program->shape, &program->capacity));
     l.own_prepared = aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
@@ -224,6 +250,20 @@ static void seal_shared(pw_program *program, const layout *l, char *shared) {
     if (program->rank == 0) pw_group_init(program->group, program->n_ranks);
 }
 
+static bool open_routes(pw_program *program) {
+    pw_routes *routes = &program->routes;
+    size_t experts = (size_t)program->experts.count;
+    size_t pairs = (size_t)pw_most_rows(&program->capacity) * (size_t)program->experts.chosen;
+    if (pairs == 0) return true;
+    routes->expert = calloc(pairs, sizeof *routes->expert);
+    routes->weight = calloc(pairs, sizeof *routes->weight);
+    routes->pair = calloc(pairs, sizeof *routes->pair);
+    routes->expert_of = calloc(pairs, sizeof *routes->expert_of);
+    routes->first = calloc(experts + 1, sizeof *routes->first);
+    routes->busy = calloc(experts, sizeof *routes->busy);
+    return routes->expert && routes->weight && routes->pair && routes->expert_of && routes->first && routes->busy;
+}
+
 bool pw_program_seal(pw_program *program, char *shared) {
     layout l = lay_out(program);
     program->memory_bytes = l.end;
@@ -238,11 +278,16 @@ bool pw_program_seal(pw_program *program, char *shared) {
     }
     program->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)(program->n_ops + 1));
     program->region_tickets = aligned_alloc(LINE, 2 * sizeof(pw_ticket) * (size_t)pw_region_ticket_count(program));
+    program->merged = calloc((size_t)pw_merged_count(program), sizeof *program->merged);
     if (!program->memory || !program->rows || !program->kv || !program->tickets || !program->region_tickets)
         return false;
+    if (!program->merged || !open_routes(program)) return false;
     program->arena = (float *)(program->rows + l.arena);
-    program->cosines = (float *)(program->rows + l.cosines);
-    program->sines = (float *)(program->rows + l.sines);
+    for (int32_t kind = 0; kind < program->n_kinds; ++kind) {
+        program->cosines[kind] = (float *)(program->rows + l.angles + 2 * kind * l.angles_each);
+        program->sines[kind] = (float *)(program->rows + l.angles + (2 * kind + 1) * l.angles_each);
+    }
+    program->pairs = program->rows + l.pairs;
     program->partials = (float *)program->memory;
     for (int32_t i = 0; i < l.forms; ++i) {
         program->prepared[i] = program->rows + l.prepared + i * l.prepared_each;

@@ -25,12 +25,13 @@
 
 enum {
     PW_MAX_PARTS = 3,
+    PW_MAX_KINDS = 4, /* of attention */
     PW_OWN_ROWS = 8, /* up to here each rank prepares all rows for itself, which is cheaper than a barrier over ranks */
 };
 
-typedef enum { PW_EMBED, PW_LINEAR, PW_ATTEND } pw_opcode;
+typedef enum { PW_EMBED, PW_LINEAR, PW_ATTEND, PW_ADJUST, PW_ROUTE, PW_EXPERTS, PW_COMBINE } pw_opcode;
 
-/* What a linear op reads: rows as they are, rows normalised, or silu(first half) * second half of a row. */
+/* What a product reads: rows as they are, rows normalised, or gate(first half) * second half of a row. */
 typedef enum { PW_FROM_ROWS, PW_FROM_NORM, PW_FROM_GATE } pw_source;
 
 /* Which rows an op computes. After the last layer's keys and values only rows that want logits matter: its attention
@@ -51,6 +52,25 @@ typedef struct {
     pw_schedules schedules;
 } pw_column_share;
 
+/* A mixture of experts. Its weights are one stack, expert below expert, whole panels each. */
+typedef struct {
+    int32_t count, chosen;
+    int32_t normalised; /* weights are the softmax over the chosen logits, else over all */
+    int64_t n;          /* outputs of one expert */
+} pw_experts;
+
+/* Which experts compute which rows of a step; filled by PW_ROUTE. A pair is a row and one of its experts; pairs lie in
+ * the order of their experts, and of one expert in the order of their rows. */
+typedef struct {
+    int32_t *expert;    /* [rows][chosen], the largest logit first */
+    float *weight;      /* the same */
+    int64_t *pair;      /* the same: where each lies */
+    int64_t *first;     /* [experts + 1]: pairs [first[e], first[e + 1]) are expert e's */
+    int32_t *expert_of; /* [pairs] */
+    int32_t *busy;      /* experts that have rows, those with the most first */
+    int32_t n_busy;
+} pw_routes;
+
 /* Offsets and strides are floats in the arena. */
 typedef struct {
     int32_t code;
@@ -65,15 +85,37 @@ typedef struct {
     int64_t in, in_stride, out, out_stride;
     int64_t residual, residual_stride;    /* gathered rows with PW_ADD: what the product is added to */
     const float *norm;                    /* [k], for PW_FROM_NORM */
-    int32_t layer;                        /* attention from here on */
-    const float *bias, *q_norm, *k_norm;  /* [qkv columns], [head_dim], [head_dim]; NULL where the model has none */
+    float eps;                            /* of that norm */
+    float scale;                          /* of embeddings; of attention's scores */
+    float cap;                            /* of attention's scores, or of adjusted rows: c tanh(x / c); 0: none */
+    int32_t gate;                         /* pw_gate, for PW_FROM_GATE */
+    const float *bias;                    /* [qkv columns] of attention; [k] of adjusted rows; [experts][n] */
+    int32_t layer, kind;                  /* attention: which layer, and which of the program's kinds */
+    const float *q_norm, *k_norm, *sinks; /* [head_dim], [head_dim], [n_heads]; NULL where the model has none */
+    pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
 } pw_op;
+
+/* What layers differ in: what their tokens see, and how positions turn queries and keys. */
+typedef struct {
+    int64_t window;     /* positions seen, itself included; 0: all */
+    int32_t half;       /* pairs that are turned, (i, half + i); 0: none */
+    int32_t angles;     /* the first kind with the same rotation, which computes them for all */
+    double *inv_freq;   /* [half], radians per position */
+    double magnitude;   /* of cosines and sines */
+} pw_attention_kind;
 
 /* A share of attention's work: rows [first, first + count) of a slice, or as many chunks of its positions. */
 typedef struct {
     int32_t slice;
     int32_t first, count;
 } pw_piece;
+
+/* How the attention of one kind of layers is cut. */
+typedef struct {
+    int64_t n_pieces;
+    pw_piece *pieces;
+    int64_t *first_part; /* [max_slices], when split: where the partial results of its chunks begin */
+} pw_plan;
 
 /* Filled by the caller up to `split`; the rest by pw_program_check (executor.h). */
 typedef struct {
@@ -83,11 +125,9 @@ typedef struct {
     pw_slice *slices;     /* [max_slices] */
     int32_t *runs;        /* [max_slices][pw_runs_each]: the tables of slices, in any order */
     bool split;           /* one token per slice: pieces are runs of chunks, merged afterwards */
-    int64_t n_pieces;
-    pw_piece *pieces;
+    pw_plan plans[PW_MAX_KINDS]; /* by kind of attention when split; else all layers use the first */
     int64_t n_tail_pieces;
     pw_piece *tail_pieces; /* [max_logit_rows]: attention of the rows that want logits, when not split */
-    int64_t *first_part;  /* [max_slices], when split: where the partial results of its chunks begin */
     int32_t tile_rows;    /* of attention */
     int64_t *positions;   /* [max_tokens] */
     int64_t *slots;       /* [max_tokens] */
@@ -103,7 +143,10 @@ typedef struct {
     long patience_ns;          /* for one barrier over ranks */
     int32_t n_ops, ops_room;
     pw_op *ops;
-    double *inv_freq;          /* [head_dim / 2] */
+    int32_t n_kinds;
+    pw_attention_kind kinds[PW_MAX_KINDS];
+    pw_experts experts;        /* the most of any op; count 0: none */
+    pw_routes routes;
     int64_t arena_floats;      /* what the ops use; angles and partials follow */
     int64_t logits;            /* arena offset of [max_logit_rows][vocab] */
     pw_step step;
@@ -112,7 +155,9 @@ typedef struct {
     pw_orders *orders;
     char *rows, *memory, *kv;  /* pages; what is shared is not owned */
     int64_t rows_bytes, memory_bytes, kv_bytes;
-    float *arena, *cosines, *sines, *partials;
+    float *arena, *partials;
+    float *cosines[PW_MAX_KINDS], *sines[PW_MAX_KINDS]; /* [max_tokens][half] */
+    char *pairs;               /* prepared rows of experts' products */
     int64_t partial_room;      /* chunks that may be split off in one step */
     char *prepared[PW_MAX_PARTS];     /* by form: rows of a step */
     char *own_prepared[PW_MAX_PARTS]; /* up to PW_OWN_ROWS, which this rank prepares for itself */
@@ -124,12 +169,15 @@ typedef struct {
     pw_schedules attention[PW_SCHEDULE_TABLES];
     pw_ticket *tickets;        /* [n_ops][PW_MAX_PARTS] */
     pw_ticket *region_tickets; /* [2][PW_MAX_PARTS][max_threads]: an op uses one half, and clears the other */
-    atomic_long *merged;       /* [max_slices][n_kv_heads] */
+    atomic_long *merged;       /* [kinds][max_slices][n_kv_heads] */
 } pw_program;
 
 /* NULL when there is no memory for the bookkeeping. One rank; for others the caller sets `rank`, `n_ranks`,
  * `patience_ns` and, by pw_division_of, `divisions` before it adds ops. */
-pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq);
+pw_program *pw_program_open(pw_shape shape, pw_capacity capacity);
+
+/* Adds a kind of attention (its inv_freq is copied) and returns its number; -1 without memory or room for more. */
+int32_t pw_program_kind(pw_program *program, pw_attention_kind kind);
 void pw_program_close(pw_program *program);
 
 /* A copy of `op` is appended; its forms are worked out here. False without memory. */
@@ -167,5 +215,15 @@ static inline int64_t pw_region_ticket_count(const pw_program *program) {
     return PW_MAX_PARTS * (int64_t)program->capacity.max_threads;
 }
 pw_ticket *pw_region_tickets(const pw_program *program, int64_t op);
+
+/* Counters of finished chunks: [kinds][max_slices][n_kv_heads], so many. */
+static inline int64_t pw_merged_count(const pw_program *program) {
+    return program->n_kinds * program->capacity.max_slices * program->shape.n_kv_heads;
+}
+
+/* Most rows that an op computes. */
+static inline int64_t pw_most_rows(const pw_capacity *room) {
+    return room->max_tokens > room->max_logit_rows ? room->max_tokens : room->max_logit_rows;
+}
 
 #endif

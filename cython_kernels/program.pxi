@@ -1,6 +1,9 @@
 # Flat programs: ops are added once, then a step runs in one call. Textually included by _native.pyx.
 
+from libc.math cimport sqrt
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+from phasewise.cython_kernels.division import columns as _columns
 
 
 cdef extern from "program.h" nogil:
@@ -13,6 +16,10 @@ cdef extern from "program.h" nogil:
         PW_EMBED
         PW_LINEAR
         PW_ATTEND
+        PW_ADJUST
+        PW_ROUTE
+        PW_EXPERTS
+        PW_COMBINE
 
     ctypedef enum pw_source:
         PW_FROM_ROWS
@@ -37,6 +44,10 @@ cdef extern from "program.h" nogil:
         pw_weight weight
         int64_t column
 
+    ctypedef struct pw_experts:
+        int32_t count, chosen, normalised
+        int64_t n
+
     ctypedef struct pw_op:
         int32_t code, source, epilogue
         int32_t rows, n_parts
@@ -46,14 +57,24 @@ cdef extern from "program.h" nogil:
         int64_t in_at "in"
         int64_t out_at "out"
         const float *norm
-        int32_t layer
+        float eps, scale, cap
+        int32_t gate
         const float *bias
+        int32_t layer, kind
         const float *q_norm
         const float *k_norm
+        const float *sinks
+        pw_experts experts
+
+    ctypedef struct pw_attention_kind:
+        int64_t window
+        int32_t half
+        double *inv_freq
+        double magnitude
 
     ctypedef struct pw_shape:
         int32_t n_layers, n_heads, n_kv_heads, head_dim
-        int64_t hidden, ffn, vocab, window
+        int64_t hidden, ffn, vocab
         float norm_eps
 
     ctypedef struct pw_capacity:
@@ -82,14 +103,15 @@ cdef extern from "program.h" nogil:
         char *shared
         char *kv
         pw_group *group
-        int32_t n_ops
+        int32_t n_ops, n_kinds
         pw_op *ops
         int64_t arena_floats, logits
         pw_step step
         float *arena
         int64_t kv_bytes
 
-    pw_program *pw_program_open(pw_shape shape, pw_capacity capacity, const double *inv_freq)
+    pw_program *pw_program_open(pw_shape shape, pw_capacity capacity)
+    int32_t pw_program_kind(pw_program *program, pw_attention_kind kind)
     void pw_program_close(pw_program *program)
     bint pw_program_add(pw_program *program, const pw_op *op)
     bint pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
@@ -139,6 +161,7 @@ cdef extern from "orders.h" nogil:
 
 
 cdef dict SOURCES = {"rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE}
+cdef dict GATES = {"silu": PW_SILU, "gelu_tanh": PW_GELU_TANH, "clamped_silu": PW_CLAMPED_SILU}
 cdef dict ROWS = {"every": PW_EVERY_ROW, "gathered": PW_GATHERED_ROWS, "logits": PW_LOGIT_ROWS}
 
 
@@ -182,7 +205,7 @@ cdef class Program:
     """A model's forward step as ops over an arena of floats. Build with embed/linear/attend, seal, then run.
 
     shape and capacity are mappings with the fields of pw_shape and pw_capacity (program.h), kv_format by its name;
-    inv_freq is float64 [head_dim / 2]. Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
+    inv_freq is float64 [head_dim / 2]; with shape's `window` (0: none) it is attention's kind 0, and `kind` adds others. Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
     The buffer protocol gives the logits, float32 [max_logit_rows, vocab], of the last run.
 
     division: how the steps of each table are divided over ranks, and which rank this process is (None: one rank
@@ -199,7 +222,7 @@ cdef class Program:
     cdef readonly int64_t native_ns
     """Time spent inside `run`'s native call so far; the rest of a step's time is Python's."""
 
-    def __cinit__(self, shape, capacity, inv_freq, division=None, double patience_s=60.0):
+    def __cinit__(self, shape, capacity, inv_freq, division=None, double patience_s=60.0, double magnitude=1.0):
         cdef pw_shape s = shape
         cdef pw_capacity c = {**capacity, "kv_format": kv_format_code(capacity["kv_format"])}
         if not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
@@ -212,13 +235,11 @@ cdef class Program:
         if max(c.kv_slots, c.max_tokens, c.max_slices, c.max_logit_rows) > 1 << 30:
             raise ProgramError(f"more than 2^30 slots, tokens or rows: {capacity}")
         c.kv_slots = (c.kv_slots + 15) // 16 * 16
-        cdef const double[::1] angles = np.ascontiguousarray(inv_freq, np.float64)
-        if angles.shape[0] != s.head_dim // 2:
-            raise ProgramError(f"{angles.shape[0]} rotation frequencies for heads of {s.head_dim} dimensions")
         self.kept = []
-        self.program = pw_program_open(s, c, &angles[0])
+        self.program = pw_program_open(s, c)
         if self.program == NULL:
             raise ProgramError(f"no memory for the bookkeeping of {capacity}")
+        self.kind(inv_freq, shape.get("window", 0), magnitude)
         if division is not None:
             self._divide(division, patience_s)
 
@@ -246,24 +267,46 @@ cdef class Program:
     def __dealloc__(self):
         pw_program_close(self.program)
 
-    def embed(self, packed, int64_t out, int64_t out_stride):
-        """Rows of a packed matrix, one for each token of the step."""
+    def kind(self, inv_freq, int64_t window=0, double magnitude=1.0):
+        """Adds a kind of attention and returns its number, which `attend` takes.
+
+        inv_freq: float64 [pairs], of which a head may have head_dim / 2; empty where positions turn nothing. window:
+        positions that a token sees, 0 for all. magnitude: what cosines and sines are multiplied by.
+        """
+        cdef const double[::1] angles = np.ascontiguousarray(inv_freq, np.float64)
+        cdef pw_attention_kind kind
+        cdef double none = 0
+        if self.sealed or angles.shape[0] > self.program.shape.head_dim // 2:
+            raise ProgramError(f"{angles.shape[0]} rotation frequencies for heads of "
+                               f"{self.program.shape.head_dim} dimensions")
+        if window < 0:
+            raise ProgramError(f"a window of {window} positions")
+        memset(&kind, 0, sizeof(kind))
+        kind.window, kind.half, kind.magnitude = window, <int32_t>angles.shape[0], magnitude
+        kind.inv_freq = <double *>(&angles[0] if angles.shape[0] else &none)
+        index = pw_program_kind(self.program, kind)
+        if index < 0:
+            raise ProgramError(f"no room for another kind of attention beside {self.program.n_kinds}")
+        return index
+
+    def embed(self, packed, int64_t out, int64_t out_stride, double scale=1.0):
+        """Rows of a packed matrix times `scale`, one for each token of the step."""
         cdef pw_op op
         memset(&op, 0, sizeof(op))
         op.code, op.n_parts = PW_EMBED, 1
         op.parts[0].weight = weight_view(packed)
-        op.out_at, op.out_stride, op.k = out, out_stride, packed.k
+        op.out_at, op.out_stride, op.k, op.scale = out, out_stride, packed.k, scale
         if packed.n < self.program.shape.vocab:
             raise ProgramError(f"an embedding of {packed.n} rows for a vocabulary of {self.program.shape.vocab}")
         self._add(&op, [packed], 0, packed.k)
 
     def linear(self, parts, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
-               norm=None, bint add=False, rows="every", residual=None, arithmetics=None):
+               norm=None, bint add=False, rows="every", residual=None, arithmetics=None, gate="silu", eps=None):
         """Rows times weights, each weight's outputs from its own column on. Returns the op's number.
 
         parts: [(PackedWeight, column)], all of the same k. arithmetics: [(compute path, k parts)], one for each of
         them (None: the default path of the ISA in use, k whole). source: "rows", "norm" (with the norm's weights) or
-        "gate": silu(first k) * (next k). rows: "every" row of the step; those that want logits "gathered" from
+        "gate": gate(first k) * (next k), of GATES. eps: of the norm (None: the shape's). rows: "every" row of the step; those that want logits "gathered" from
         among them into rows of their own, added to `residual` (offset, stride) if `add`; or such "logits" rows.
         """
         cdef pw_op op
@@ -274,6 +317,7 @@ cdef class Program:
         op.k = parts[0][0].k
         op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
         op.epilogue, op.rows = PW_ADD if add else PW_STORE, ROWS[rows]
+        op.gate, op.eps = GATES[gate], self.program.shape.norm_eps if eps is None else eps
         if (residual is not None) != (add and rows == "gathered"):
             raise ProgramError("gathered rows are added to a residual, other rows to what is there")
         if residual is not None:
@@ -312,7 +356,7 @@ cdef class Program:
         """
         cdef pw_row_range[PW_MAX_ROW_RANGES] found
         cdef int32_t count
-        if not (0 <= op < self.program.n_ops and self.program.ops[op].code == PW_LINEAR
+        if not (0 <= op < self.program.n_ops and self.program.ops[op].code in (PW_LINEAR, PW_EXPERTS)
                 and 0 <= part < self.program.ops[op].n_parts and 0 <= table < PW_SCHEDULE_TABLES):
             raise ProgramError(f"there is no weight {part} in a linear op {op}, or no table {table} of schedules")
         count = read_row_ranges(ranges, found)
@@ -334,11 +378,13 @@ cdef class Program:
             raise ProgramError("no memory for another schedule")
 
     def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
-               bias=None, q_norm=None, k_norm=None, rows="every"):
+               bias=None, q_norm=None, k_norm=None, rows="every", int32_t kind=0, scale=None, double cap=0,
+               sinks=None):
         """Attention of a layer: q, k and v heads side by side in a row, to the weighted values of all heads.
 
         rows: "every", or "gathered" if only those that want logits are read afterwards; keys and values of every
-        row are kept.
+        row are kept. scale: of scores (None: 1 / sqrt(head_dim)); cap: c tanh(score / c), 0 for none; sinks: a score
+        for each head beside those of positions, without a value.
         """
         cdef pw_op op
         cdef pw_shape *shape = &self.program.shape
@@ -346,12 +392,91 @@ cdef class Program:
         op.code, op.layer, op.rows = PW_ATTEND, layer, ROWS[rows]
         op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
         columns = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
-        if not 0 <= layer < shape.n_layers:
-            raise ProgramError(f"layer {layer} of {shape.n_layers}")
+        op.kind, op.cap, op.scale = kind, cap, 1 / sqrt(shape.head_dim) if scale is None else scale
+        if not 0 <= layer < shape.n_layers or not 0 <= kind < self.program.n_kinds:
+            raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}")
+        op.sinks = self._vector(sinks, 0 if sinks is None else shape.n_heads, "sinks")
         op.bias = self._vector(bias, 0 if bias is None else columns, "attention biases")
         op.q_norm = self._vector(q_norm, 0 if q_norm is None else shape.head_dim, "query norm weights")
         op.k_norm = self._vector(k_norm, 0 if k_norm is None else shape.head_dim, "key norm weights")
         self._add(&op, [], columns, shape.n_heads * shape.head_dim)
+
+    def adjust(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, norm=None,
+               bias=None, double cap=0, bint add=False, rows="every", residual=None):
+        """Rows of `width` numbers: normalised, a bias added, capped, added to what is there; as far as asked for.
+
+        rows: as for `linear`; of "gathered" rows the input is one row for each that wants logits, and the sum begins
+        with the step's row of `residual` (offset, stride).
+        """
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        op.code, op.k, op.cap, op.eps = PW_ADJUST, width, cap, self.program.shape.norm_eps
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        op.epilogue, op.rows = PW_ADD if add else PW_STORE, ROWS[rows]
+        if (residual is not None) != (add and rows == "gathered"):
+            raise ProgramError("gathered rows are added to a residual, other rows to what is there")
+        if residual is not None:
+            op.residual, op.residual_stride = residual
+        op.norm = self._vector(norm, 0 if norm is None else width, "norm weights")
+        op.bias = self._vector(bias, 0 if bias is None else width, "biases")
+        self._add(&op, [], width, width)
+
+    cdef pw_experts _experts(self, experts, int64_t n) except *:
+        cdef pw_experts found
+        found.count, found.chosen, found.normalised, found.n = experts.count, experts.chosen, experts.normalised, n
+        if not 1 <= found.chosen <= found.count:
+            raise ProgramError(f"{found.chosen} of {found.count} experts")
+        return found
+
+    def route(self, experts, int64_t from_at, int64_t from_stride, rows="every"):
+        """The experts of each row, by its logits. experts: an object with count, chosen and normalised."""
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        op.code, op.rows, op.experts = PW_ROUTE, ROWS[rows], self._experts(experts, 0)
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, from_at, from_stride
+        self._add(&op, [], experts.count, experts.count)
+
+    def experts(self, experts, packed, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+                norm=None, bias=None, rows="every", arithmetic=(None, 1), gate="silu", eps=None):
+        """Products with a stack of experts' weights, after `route`. Returns the op's number.
+
+        packed: the experts' weights one below the other, each of whole panels. source: "norm" or "rows" of the step,
+        or the "gate" of pairs, whose bias [experts, 2 k] is added before. The outputs are pairs: of each row, one for
+        each of its experts. arithmetic: (compute path, k parts).
+        """
+        cdef pw_op op
+        cdef int table
+        memset(&op, 0, sizeof(op))
+        n = packed.n // experts.count
+        if packed.n % experts.count or n % PW_PANEL:
+            raise ProgramError(f"{experts.count} experts of {n} outputs: a multiple of {PW_PANEL} can run")
+        if source != "gate" and bias is not None:
+            raise ProgramError("biases are added where pairs are read")
+        path, k_parts = arithmetic
+        op.code, op.source, op.n_parts, op.k = PW_EXPERTS, SOURCES[source], 1, packed.k
+        op.rows, op.gate, op.experts = ROWS[rows], GATES[gate], self._experts(experts, n)
+        op.eps = self.program.shape.norm_eps if eps is None else eps
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        op.parts[0].weight = weight_view(packed, path, k_parts)
+        one = _columns(packed, 0, n // PW_PANEL)
+        for table in range(PW_SCHEDULE_TABLES):
+            op.shares[table][0].weight = weight_view(one, path, k_parts)
+        op.norm = self._vector(norm, op.k if source == "norm" else 0, "norm weights")
+        op.bias = self._vector(None if bias is None else bias.reshape(-1),
+                               0 if bias is None else 2 * op.k * experts.count, "experts' biases")
+        self._add(&op, [packed], 2 * op.k if source == "gate" else op.k, n)
+        return self.program.n_ops - 1
+
+    def combine(self, experts, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+                bias=None, rows="every"):
+        """Adds to each row the `width` numbers that its experts gave, and biases [experts, width], times their weights."""
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        op.code, op.rows, op.k, op.experts = PW_COMBINE, ROWS[rows], width, self._experts(experts, 0)
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        op.bias = self._vector(None if bias is None else bias.reshape(-1),
+                               0 if bias is None else width * experts.count, "experts' biases")
+        self._add(&op, [], width, width)
 
     cdef const float *_vector(self, vector, int64_t length, str name) except? NULL:
         cdef const float[::1] view
@@ -370,9 +495,12 @@ cdef class Program:
         cdef pw_capacity *room = &self.program.capacity
         tokens, logit_rows = room.max_tokens, room.max_logit_rows
         whole = op.rows == PW_EVERY_ROW or op.code == PW_ATTEND
-        self._reserve(op.out_at, op.out_stride, tokens if whole else logit_rows, out_width)
+        own_rows = op.rows == PW_LOGIT_ROWS or (op.rows == PW_GATHERED_ROWS and op.code == PW_ADJUST)
+        pairs = op.experts.chosen if op.code == PW_EXPERTS else 1
+        self._reserve(op.out_at, op.out_stride, (tokens if whole else logit_rows) * pairs, out_width)
         if op.code != PW_EMBED:
-            self._reserve(op.in_at, op.in_stride, logit_rows if op.rows == PW_LOGIT_ROWS else tokens, in_width)
+            read = op.experts.chosen if op.code == PW_COMBINE or op.source == PW_FROM_GATE and pairs > 1 else 1
+            self._reserve(op.in_at, op.in_stride, (logit_rows if own_rows else tokens) * read, in_width)
         if op.residual_stride:
             self._reserve(op.residual, op.residual_stride, tokens, out_width)
         self.kept.append(weights)

@@ -9,16 +9,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
-from phasewise.serving.model import ModelConfig, PackedModel
+from phasewise.serving.model import STACKS, Experts, LayerKind, ModelConfig, PackedModel, Vector
 from phasewise.serving.schedules import ScheduleLookup
 
 Parts = list[tuple[PackedWeight, int]]
+Place = tuple[int, int]  # offset and row stride in the arena
+Rows = Literal["every", "gathered", "logits"]
 
 AUTO = "auto"
 
@@ -57,6 +62,14 @@ class _Arena:
     mixed_stride: int
     gate_up: int
     gate_up_stride: int
+    given: int
+    given_stride: int
+    """What experts give: of each row, a row for each of its experts."""
+    router: int
+    router_stride: int
+    branch: int
+    branch_stride: int
+    """What a half of a layer gives, where it is normalised before it is added."""
     tail: int
     """Hidden rows of the last layer that want logits, and its feed-forward rows (in place of `gate_up`)."""
     logits: int
@@ -67,13 +80,19 @@ def _rounded(floats: int) -> int:
 
 
 def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> _Arena:
+    experts = config.experts
+    rows, pairs = max(tokens, logit_rows), experts.chosen if experts else 1
     hidden_stride = _rounded(config.hidden)
     qkv_stride = _rounded(config.q_rows + 2 * config.kv_rows)
     mixed_stride = _rounded(config.q_rows)
     gate_up_stride = _rounded(2 * config.ffn)
+    router_stride = _rounded(experts.count if experts else 0)
     shared = tokens * hidden_stride
     mixed = shared + tokens * qkv_stride
-    tail = max(mixed + tokens * mixed_stride, shared + max(tokens, logit_rows) * gate_up_stride)
+    given = shared + rows * pairs * gate_up_stride
+    router = given + (rows * pairs * hidden_stride if experts else 0)
+    branch = max(mixed + tokens * mixed_stride, router + rows * router_stride)
+    tail = branch + (rows * hidden_stride if config.post_norms or config.out_bias else 0)
     return _Arena(
         hidden=0,
         hidden_stride=hidden_stride,
@@ -83,6 +102,12 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> _Arena:
         mixed_stride=mixed_stride,
         gate_up=shared,
         gate_up_stride=gate_up_stride,
+        given=given,
+        given_stride=hidden_stride,
+        router=router,
+        router_stride=router_stride,
+        branch=branch,
+        branch_stride=hidden_stride,
         tail=tail,
         logits=tail + logit_rows * hidden_stride,
     )
@@ -124,14 +149,13 @@ def build_program(
     """
     try:
         config = model.config
-        program = Program(
-            _shape(config), _room(model, capacity), config.rope.inv_freq(), division, patience_s
-        )
+        program = _open_program(model, capacity, division, patience_s)
         linears = _Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows), division)
         arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
-        program.embed(_weight(model, "embed"), arena.hidden, arena.hidden_stride)
+        embed_scale = config.embed_scale / config.residual_scale
+        program.embed(_weight(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)
         for layer in range(config.n_layers):
-            _add_layer(linears, model, layer, arena)
+            _Layer(linears, model, layer, arena).add()
         _add_logits(linears, model, arena)
         _schedule_attention(program, model, capacity, schedules, division)
         if check_memory is not None:
@@ -145,6 +169,26 @@ def build_program(
     return program
 
 
+def _open_program(
+    model: PackedModel, capacity: Capacity, division: Division | None, patience_s: float
+) -> Program:
+    """Without ops; attention's kinds are those of the config, in their order."""
+    config = model.config
+    first, *others = [(kind.window or 0, *_rotation(kind, config)) for kind in config.kinds]
+    shape = {**_shape(config), "window": first[0]}
+    program = Program(shape, _room(model, capacity), first[1], division, patience_s, first[2])
+    for window, inv_freq, magnitude in others:
+        program.kind(inv_freq, window, magnitude)
+    return program
+
+
+def _rotation(kind: LayerKind, config: ModelConfig) -> tuple[npt.NDArray[np.float64], float]:
+    """Radians per position, and what cosines and sines are multiplied by."""
+    if kind.rope is None:
+        return np.empty(0), 1.0
+    return kind.rope.inv_freq(config.context_length), kind.rope.magnitude
+
+
 def _shape(config: ModelConfig) -> dict[str, int | float]:
     return {
         "n_layers": config.n_layers,
@@ -154,7 +198,6 @@ def _shape(config: ModelConfig) -> dict[str, int | float]:
         "hidden": config.hidden,
         "ffn": config.ffn,
         "vocab": config.vocab_size,
-        "window": config.sliding_window or 0,
         "norm_eps": config.norm_eps,
     }
 
@@ -182,55 +225,186 @@ class _Linears:
     most_rows: int
     division: Division | None
 
-    def add(
-        self,
-        parts: Parts,
-        source: Literal["rows", "norm", "gate"],
-        from_at: int,
-        from_stride: int,
-        out: int,
-        out_stride: int,
-        **options: Any,
-    ) -> None:
+    def add(self, parts: Parts, reads: dict[str, Any], source: Place, target: Place, **options: Any) -> None:
         """Program.linear, and what the lookups say about its weights."""
+        options |= reads
         options["arithmetics"] = [self._arithmetic(weight) for weight, _ in parts]
-        op = self.program.linear(parts, source, from_at, from_stride, out, out_stride, **options)
+        kind = options.pop("source")
+        op = self.program.linear(parts, kind, *source, *target, **options)
         for table, lookup in enumerate(self.lookups):
             for part, (whole, _) in enumerate(parts):
                 weight = whole if self.division is None else self.division.weight(whole, table)
-                ranges = [] if weight is None else lookup.products(weight, self.most_rows)
-                schedules = [(rows.last_m, rows.schedule) for rows in ranges]
-                self.program.set_schedules(op, part, schedules, table)
+                self._schedule(op, part, table, lookup, weight)
+
+    def add_experts(
+        self,
+        experts: Experts,
+        stack: PackedWeight,
+        one: PackedWeight,
+        reads: dict[str, Any],
+        source: Place,
+        target: Place,
+        rows: Rows,
+    ) -> None:
+        """Program.experts; the schedules are those of one expert's weight on one thread."""
+        options = {**reads, "arithmetic": self._arithmetic(one), "rows": rows}
+        kind = options.pop("source")
+        op = self.program.experts(experts, stack, kind, *source, *target, **options)
+        for table, lookup in enumerate(self.lookups):
+            self._schedule(op, 0, table, lookup, one)
+
+    def _schedule(
+        self, op: int, part: int, table: int, lookup: ScheduleLookup, weight: PackedWeight | None
+    ) -> None:
+        ranges = [] if weight is None else lookup.products(weight, self.most_rows)
+        schedules = [(rows.last_m, rows.schedule) for rows in ranges]
+        self.program.set_schedules(op, part, schedules, table)
 
     def _arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return self.lookups[0].arithmetic(weight) if self.lookups else (None, 1)
 
 
-def _add_layer(linears: _Linears, model: PackedModel, layer: int, arena: _Arena) -> None:
-    name, vectors = f"layers.{layer}", model.vectors
-    last = layer == model.config.n_layers - 1
-    stream, qkv = (arena.hidden, arena.hidden_stride), (arena.qkv, arena.qkv_stride)
-    mixed, gate_up = (arena.mixed, arena.mixed_stride), (arena.gate_up, arena.gate_up_stride)
-    after = (arena.tail, arena.hidden_stride) if last else stream
-    rows = "logits" if last else "every"
-    linears.add(_qkv_parts(model, name), "norm", *stream, *qkv, norm=vectors[f"{name}.attn_norm"])
-    linears.program.attend(
-        layer,
-        *qkv,
-        *mixed,
-        bias=vectors.get(f"{name}.qkv_bias"),
-        q_norm=vectors.get(f"{name}.q_norm"),
-        k_norm=vectors.get(f"{name}.k_norm"),
-        rows="gathered" if last else "every",
-    )
-    out, down = [(_weight(model, f"{name}.o"), 0)], [(_weight(model, f"{name}.down"), 0)]
-    if last:
-        linears.add(out, "rows", *mixed, *after, add=True, rows="gathered", residual=stream)
-    else:
-        linears.add(out, "rows", *mixed, *after, add=True)
-    norm = vectors[f"{name}.ffn_norm"]
-    linears.add(_gate_up_parts(model, name), "norm", *after, *gate_up, norm=norm, rows=rows)
-    linears.add(down, "gate", *gate_up, *after, add=True, rows=rows)
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Adds the ops of one layer. After the last one's keys and values, only rows that want logits matter.
+
+    With a residual scale r the stream is kept divided by r: halves of a layer are then added as they are, and
+    a norm of the stream is that of what is kept with its epsilon divided by r^2.
+    """
+
+    linears: _Linears
+    model: PackedModel
+    layer: int
+    arena: _Arena
+
+    def add(self) -> None:
+        self._add_attention()
+        if self.config.experts is None:
+            self._add_feed_forward()
+        else:
+            self._add_experts(self.config.experts)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def name(self) -> str:
+        return f"layers.{self.layer}"
+
+    @property
+    def last(self) -> bool:
+        return self.layer == self.config.n_layers - 1
+
+    @property
+    def stream(self) -> Place:
+        return self.arena.hidden, self.arena.hidden_stride
+
+    @property
+    def after(self) -> Place:
+        """The stream beyond attention."""
+        return (self.arena.tail, self.arena.hidden_stride) if self.last else self.stream
+
+    def _vector(self, name: str) -> Vector | None:
+        return self.model.vectors.get(f"{self.name}.{name}")
+
+    def _reads(self, norm: str) -> dict[str, Any]:
+        """How a product reads the stream: normalised, where the model does so before its halves."""
+        if not self.config.pre_norms:
+            return {"source": "rows"}
+        return {"source": "norm", "norm": self._vector(norm), "eps": stream_eps(self.config)}
+
+    def _add_attention(self) -> None:
+        config, arena, program = self.config, self.arena, self.linears.program
+        qkv, mixed = (arena.qkv, arena.qkv_stride), (arena.mixed, arena.mixed_stride)
+        self.linears.add(_qkv_parts(self.model, self.name), self._reads("attn_norm"), self.stream, qkv)
+        if config.whole_qk_norm:
+            keys = arena.qkv + config.q_rows, arena.qkv_stride
+            program.adjust(config.q_rows, *qkv, *qkv, norm=self._vector("q_norm"))
+            program.adjust(config.kv_rows, *keys, *keys, norm=self._vector("k_norm"))
+        q_norm, k_norm = (None if config.whole_qk_norm else self._vector(f"{part}_norm") for part in "qk")
+        program.attend(
+            self.layer,
+            *qkv,
+            *mixed,
+            bias=self._vector("qkv_bias"),
+            rows="gathered" if self.last else "every",
+            kind=config.kinds.index(config.kind_of(self.layer)),
+            scale=config.attention_scale,
+            cap=config.attention_cap or 0.0,
+            sinks=self._vector("sinks"),
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
+        out = [(_weight(self.model, f"{self.name}.o"), 0)]
+        self._add_back(
+            out, {"source": "rows"}, mixed, "attn_post_norm", "o_bias", "gathered" if self.last else "every"
+        )
+
+    def _add_feed_forward(self) -> None:
+        rows, gate_up = self._rows(), (self.arena.gate_up, self.arena.gate_up_stride)
+        self.linears.add(
+            _gate_up_parts(self.model, self.name), self._reads("ffn_norm"), self.after, gate_up, rows=rows
+        )
+        down = [(_weight(self.model, f"{self.name}.down"), 0)]
+        reads = {"source": "gate", "gate": self.config.activation}
+        self._add_back(down, reads, gate_up, "ffn_post_norm", None, rows)
+
+    def _rows(self) -> Rows:
+        return "logits" if self.last else "every"
+
+    def _add_back(
+        self, parts: Parts, reads: dict[str, Any], place: Place, norm: str, bias: str | None, rows: Rows
+    ) -> None:
+        """What a half of a layer gives is added to the stream, after its norm and bias where there are
+        such.
+        """
+        own_bias = None if bias is None else self._vector(bias)
+        residual = self.stream if rows == "gathered" else None
+        if not self.config.post_norms and own_bias is None:
+            self.linears.add(parts, reads, place, self.after, add=True, rows=rows, residual=residual)
+            return
+        branch = self.arena.branch, self.arena.branch_stride
+        self.linears.add(parts, reads, place, branch, rows=rows)
+        self.linears.program.adjust(
+            self.config.hidden,
+            *branch,
+            *self.after,
+            norm=self._vector(norm) if self.config.post_norms else None,
+            bias=own_bias,
+            add=True,
+            rows=rows,
+            residual=residual,
+        )
+
+    def _add_experts(self, experts: Experts) -> None:
+        config, arena, rows = self.config, self.arena, self._rows()
+        router, given = (arena.router, arena.router_stride), (arena.given, arena.given_stride)
+        program, gate_up = self.linears.program, (arena.gate_up, arena.gate_up_stride)
+        scores = [(_weight(self.model, f"{self.name}.router"), 0)]
+        self.linears.add(scores, self._reads("ffn_norm"), self.after, router, rows=rows)
+        if experts.biases:
+            bias = self._vector("router_bias")
+            program.adjust(experts.count, *router, *router, bias=bias, rows=rows)
+        program.route(experts, *router, rows=rows)
+        up, down = (self._stack(f"{self.name}{part}") for part in STACKS)
+        self.linears.add_experts(experts, *up, self._reads("ffn_norm"), self.after, gate_up, rows=rows)
+        reads = {"source": "gate", "gate": config.activation, "bias": self._vector("gate_up_bias")}
+        self.linears.add_experts(experts, *down, reads, gate_up, given, rows=rows)
+        program.combine(
+            experts, config.hidden, *given, *self.after, bias=self._vector("down_bias"), rows=rows
+        )
+
+    def _stack(self, name: str) -> tuple[PackedWeight, PackedWeight]:
+        """The weights of all experts, and of the first one."""
+        stack, one = _weight(self.model, name), self.model.one_expert(name)
+        assert one is not None
+        return stack, one
+
+
+def stream_eps(config: ModelConfig) -> float:
+    """Of norms of the stream, which is kept divided by the residual scale."""
+    return config.norm_eps / config.residual_scale**2
 
 
 def _add_logits(linears: _Linears, model: PackedModel, arena: _Arena) -> None:
@@ -238,16 +412,12 @@ def _add_logits(linears: _Linears, model: PackedModel, arena: _Arena) -> None:
     head = _weight(model, "embed" if config.tied_embeddings else "lm_head")
     if head.n != config.vocab_size:
         raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.vocab_size}")
-    linears.add(
-        [(head, 0)],
-        "norm",
-        arena.tail,
-        arena.hidden_stride,
-        arena.logits,
-        config.vocab_size,
-        norm=model.vectors["final_norm"],
-        rows="logits",
-    )
+    norm = model.vectors["final_norm"] * np.float32(config.logit_scale)
+    logits = arena.logits, config.vocab_size
+    reads = {"source": "norm", "norm": norm, "eps": stream_eps(config)}
+    linears.add([(head, 0)], reads, (arena.tail, arena.hidden_stride), logits, rows="logits")
+    if config.logit_cap is not None:
+        linears.program.adjust(config.vocab_size, *logits, *logits, cap=config.logit_cap, rows="logits")
 
 
 def _schedule_attention(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.division import columns
+from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+STACKS = (".experts_gate_up", ".experts_down")  # weights of all experts of a layer
 FORMATS = ("native", "f32", "bf16", "int8", "int4")
 
 # Far beyond any published model, small enough that no product below leaves 63 bits.
@@ -33,6 +34,9 @@ LARGEST = {
     "vocab_size": 1 << 22,
     "context_length": 1 << 26,
 }
+MOST_EXPERTS, MOST_CHOSEN = 1024, 32
+MOST_KINDS = 4
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
 
 Vector = npt.NDArray[np.float32]
 
@@ -61,7 +65,35 @@ class FrequencyFactors:
     factors: tuple[float, ...]
 
 
-Scaling = Llama3Scaling | LinearScaling | FrequencyFactors
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, section 3): frequencies that turn often within `original_context` tokens are
+    kept, those that turn seldom divided by `factor`, with a ramp from `beta_fast` to `beta_slow` turns
+    between them.
+
+    magnitude: what cosines and sines are multiplied by. truncate: whether the ramp's ends are whole pairs.
+    """
+
+    factor: float
+    original_context: int
+    magnitude: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class LongScaling:
+    """LongRoPE (Ding et al. 2024): a divisor per frequency, of two lists. The long one holds for every
+    position where a service takes more than `original_context` tokens, the short one elsewhere."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context: int
+    magnitude: float
+
+
+Scaling = Llama3Scaling | LinearScaling | FrequencyFactors | YarnScaling | LongScaling
 
 
 @dataclass(frozen=True)
@@ -72,8 +104,8 @@ class RopeSpec:
     dim: int
     scaling: Scaling | None = None
 
-    def inv_freq(self) -> npt.NDArray[np.float64]:
-        """Radians per position, float64 [dim / 2]."""
+    def inv_freq(self, context_length: int = 0) -> npt.NDArray[np.float64]:
+        """Radians per position, float64 [dim / 2], in a service that takes so many tokens."""
         plain = self.theta ** (-np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
         match self.scaling:
             case None:
@@ -82,8 +114,18 @@ class RopeSpec:
                 return plain / factor
             case FrequencyFactors(factors):
                 return plain / np.asarray(factors, dtype=np.float64)
+            case LongScaling(short, long, original_context):
+                factors = long if context_length > original_context else short
+                return plain / np.asarray(factors, dtype=np.float64)
             case Llama3Scaling():
                 return _llama3(plain, self.scaling)
+            case YarnScaling():
+                return _yarn(plain, self.theta, self.dim, self.scaling)
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return self.scaling.magnitude if isinstance(self.scaling, YarnScaling | LongScaling) else 1.0
 
 
 def _llama3(plain: npt.NDArray[np.float64], scaling: Llama3Scaling) -> npt.NDArray[np.float64]:
@@ -95,9 +137,57 @@ def _llama3(plain: npt.NDArray[np.float64], scaling: Llama3Scaling) -> npt.NDArr
     return blended
 
 
+def _yarn(
+    plain: npt.NDArray[np.float64], theta: float, dim: int, scaling: YarnScaling
+) -> npt.NDArray[np.float64]:
+    """Pair i makes r turns within the original context at i = dim log(context / (2 pi r)) / (2 log theta)."""
+
+    def pair_of(turns: float) -> float:
+        return dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    divided = np.clip((np.arange(dim // 2) - first) / (last - first), 0.0, 1.0)
+    blended: npt.NDArray[np.float64] = (1 - divided) * plain + divided * plain / scaling.factor
+    return blended
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What layers of one model differ in."""
+
+    window: int | None
+    """Positions that a token sees, itself included; None: all."""
+    rope: RopeSpec | None
+    """None: positions leave no trace in queries and keys."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward layer; `ffn` of the config is one expert's width.
+
+    A router gives every expert a logit; the `chosen` largest compute a row. Their weights are the softmax
+    over the chosen logits where `normalised`, else over all.
+    """
+
+    count: int
+    chosen: int
+    normalised: bool
+    biases: bool = False
+    """Whether the router and the experts' products have biases."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder of the Llama family. Construction refuses shapes that no model can have."""
+    """The shape of a decoder. Construction refuses shapes that no model can have.
+
+    A layer is h += r A(norm(h)), h += r F(norm(h)): attention A, feed-forward F, r the residual scale. Where
+    `pre_norms` is false their inputs are h itself; with `post_norms` their outputs are normalised.
+    """
 
     architecture: str
     n_layers: int
@@ -116,38 +206,125 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     add_bos: bool
+    layer_kinds: tuple[LayerKind, ...] = ()
+    """One for each layer; none: all layers have `rope` and `sliding_window`."""
+    activation: str = "silu"
+    pre_norms: bool = True
+    post_norms: bool = False
+    whole_qk_norm: bool = False
+    """Whether `qk_norm` is over the whole of a row's queries, and of its keys, rather than over each head."""
+    out_bias: bool = False
+    """Whether the projection after attention has a bias."""
+    sinks: bool = False
+    """Whether each head has a score of its own beside those of positions, which takes weight and gives no
+    value.
+    """
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_scale: float | None = None
+    """What scores are multiplied by; None: 1 / sqrt(head_dim)."""
+    attention_cap: float | None = None
+    """c: scores are c tanh(score / c)."""
+    logit_cap: float | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise ModelError(f"architecture {self.architecture!r} is not one of {', '.join(ARCHITECTURES)}")
         for name, largest in LARGEST.items():
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= largest:
                 raise ModelError(f"{name} is {value!r}: a whole number from 1 to {largest} expected")
         if self.n_heads % self.n_kv_heads:
             raise ModelError(f"{self.n_heads} attention heads do not divide into {self.n_kv_heads} KV heads")
-        if self.head_dim % 2 or self.rope.dim != self.head_dim:
-            raise ModelError(f"RoPE over {self.rope.dim} of {self.head_dim} head dimensions is not supported")
         if not 0 < self.norm_eps < 1:
             raise ModelError(f"the norm epsilon is {self.norm_eps!r}: a number between 0 and 1 expected")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ModelError(f"the sliding window is {self.sliding_window!r} tokens")
-        self._check_rope()
+        if self.activation not in ACTIVATIONS:
+            raise ModelError(f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        if len(self.layer_kinds) not in (0, self.n_layers):
+            raise ModelError(
+                f"{len(self.layer_kinds)} kinds of attention are given for {self.n_layers} layers"
+            )
+        for kind in self.kinds:
+            self._check_kind(kind)
+        if len(self.kinds) > MOST_KINDS:
+            raise ModelError(
+                f"{len(self.kinds)} kinds of attention in one model; at most {MOST_KINDS} can run"
+            )
+        self._check_scales()
+        self._check_experts()
         self._check_tokens()
 
-    def _check_rope(self) -> None:
-        with np.errstate(all="ignore"):
-            try:
-                inv_freq = self.rope.inv_freq()
-            except (ArithmeticError, ValueError):
-                inv_freq = np.array([math.nan])
-        if inv_freq.shape != (self.head_dim // 2,) or not (np.isfinite(inv_freq) & (inv_freq > 0)).all():
-            raise ModelError(f"these RoPE parameters give no usable frequencies: {self.rope}")
+    def _check_kind(self, kind: LayerKind) -> None:
+        if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
+            raise ModelError(f"the sliding window is {kind.window!r} tokens")
+        if kind.rope is not None:
+            self._check_rope(kind.rope)
+
+    def _check_rope(self, rope: RopeSpec) -> None:
+        if (
+            type(rope.dim) is not int
+            or self.head_dim % 2
+            or rope.dim % 2
+            or not 2 <= rope.dim <= self.head_dim
+        ):
+            raise ModelError(f"RoPE over {rope.dim} of {self.head_dim} head dimensions is not supported")
+        for context_length in (0, 1 << 62):
+            with np.errstate(all="ignore"):
+                try:
+                    inv_freq = rope.inv_freq(context_length)
+                except (ArithmeticError, ValueError):
+                    inv_freq = np.array([math.nan])
+            if inv_freq.shape != (rope.dim // 2,) or not (np.isfinite(inv_freq) & (inv_freq > 0)).all():
+                raise ModelError(f"these RoPE parameters give no usable frequencies: {_brief(rope)}")
+        if not 0 < rope.magnitude < 1e3:
+            raise ModelError(
+                f"the RoPE scaling multiplies by {rope.magnitude!r}: a number from 0 to 1000 expected"
+            )
+
+    def _check_scales(self) -> None:
+        for name in (
+            "embed_scale",
+            "residual_scale",
+            "logit_scale",
+            "attention_scale",
+            "attention_cap",
+            "logit_cap",
+        ):
+            value = getattr(self, name)
+            if value is not None and not 1e-6 <= value <= 1e6:
+                raise ModelError(
+                    f"the {name.replace('_', ' ')} is {value!r}: a number from 1e-6 to 1e6 expected"
+                )
+        if self.norm_eps / self.residual_scale**2 >= 1:
+            raise ModelError(
+                f"a norm epsilon of {self.norm_eps!r} with a residual scale of {self.residual_scale!r}"
+            )
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            return
+        count, chosen = self.experts.count, self.experts.chosen
+        if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
+            raise ModelError(
+                f"the model has {count!r} experts: a whole number from 1 to {MOST_EXPERTS} expected"
+            )
+        if type(chosen) is not int or not 1 <= chosen <= min(count, MOST_CHOSEN):
+            raise ModelError(
+                f"{chosen!r} of {count} experts compute a token: from 1 to {min(count, MOST_CHOSEN)} expected"
+            )
 
     def _check_tokens(self) -> None:
         for token in (self.bos_token_id, *self.eos_token_ids):
             if token is not None and not 0 <= token < self.vocab_size:
                 raise ModelError(f"special token {token} is outside the vocabulary of {self.vocab_size}")
+
+    def kind_of(self, layer: int) -> LayerKind:
+        return self.layer_kinds[layer] if self.layer_kinds else LayerKind(self.sliding_window, self.rope)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The different kinds of its layers."""
+        return tuple(dict.fromkeys(self.layer_kinds)) or (self.kind_of(0),)
 
     @property
     def q_rows(self) -> int:
@@ -188,9 +365,12 @@ class PackedModel:
 
     weights: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}.qkv" (q, k, v rows),
     ".o", ".gate_up" (gate rows, then up rows), ".down". Parts whose packed kinds differ stay separate:
-    ".q", ".k", ".v" or ".gate", ".up".
-    vectors, float32: "final_norm"; per layer ".attn_norm", ".ffn_norm", maybe ".qkv_bias", ".q_norm",
-    ".k_norm".
+    ".q", ".k", ".v" or ".gate", ".up". With a mixture of experts ".router" [experts, hidden] and, one expert
+    below the other, ".experts_gate_up" (of each expert gate rows, then up rows) and ".experts_down".
+    vectors, float32: "final_norm"; per layer, as the config says, ".attn_norm", ".ffn_norm",
+    ".attn_post_norm",
+    ".ffn_post_norm", ".qkv_bias", ".q_norm", ".k_norm", ".o_bias", ".sinks" [n_heads], ".router_bias",
+    ".gate_up_bias", ".down_bias".
     content_hash names the source's content and the format, so equal models hash alike on every machine.
     """
 
@@ -207,34 +387,76 @@ class PackedModel:
     file: MappedFile | None = None
     """None: the arrays are this process's own."""
 
+    def products(self) -> dict[str, PackedWeight]:
+        """What products read, by name: of a stack of experts the first one's weight, elsewhere the weight."""
+        return {name: self.one_expert(name) or weight for name, weight in self.weights.items()}
+
+    def one_expert(self, name: str) -> PackedWeight | None:
+        """The first expert's weight of a stack; None where `name` is no stack."""
+        experts = self.config.experts
+        if experts is None or not name.endswith(STACKS):
+            return None
+        stack = self.weights[name]
+        if stack.n % (experts.count * PANEL):
+            raise ModelError(
+                f"{self.name} has {experts.count} experts with {stack.n} outputs in all in {name}:"
+                f" a multiple of {PANEL} for each can run"
+            )
+        return columns(stack, 0, stack.n // experts.count // PANEL)
+
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """Plain JSON values; `config_from_json` is the inverse."""
-    fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__ if name != "rope"}
-    scaling = config.rope.scaling
-    rope: dict[str, Any] = {"theta": config.rope.theta, "dim": config.rope.dim, "scaling": None}
-    if scaling is not None:
-        rope["scaling"] = {"kind": type(scaling).__name__, **vars(scaling)}
-    return {**fields, "rope": rope}
+    fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
+    kinds = config.kinds if config.layer_kinds else ()
+    return {
+        **fields,
+        "rope": _rope_to_json(config.rope),
+        "experts": None if config.experts is None else dict(vars(config.experts)),
+        "kinds": [{"window": kind.window, "rope": _rope_to_json(kind.rope)} for kind in kinds],
+        "layer_kinds": [kinds.index(kind) for kind in config.layer_kinds],
+    }
 
 
 def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     """The config that `config_to_json` wrote; KeyError or TypeError for anything else."""
     values = dict(fields)
-    rope = dict(values.pop("rope"))
-    scaling = _scaling_from_json(rope.pop("scaling"))
+    kinds = [LayerKind(kind["window"], _rope_from_json(kind["rope"])) for kind in values.pop("kinds")]
+    values["layer_kinds"] = tuple(kinds[index] for index in values["layer_kinds"])
+    values["experts"] = None if values["experts"] is None else Experts(**values["experts"])
     values["eos_token_ids"] = tuple(values["eos_token_ids"])
-    return ModelConfig(rope=RopeSpec(**rope, scaling=scaling), **values)
+    rope = _rope_from_json(values.pop("rope"))
+    if rope is None:
+        raise TypeError("a config without RoPE parameters")
+    return ModelConfig(rope=rope, **values)
 
 
-def _scaling_from_json(fields: Mapping[str, Any] | None) -> Scaling | None:
+SCALINGS: dict[str, Callable[..., Scaling]] = {
+    kind.__name__: kind for kind in (Llama3Scaling, LinearScaling, FrequencyFactors, YarnScaling, LongScaling)
+}
+
+
+def _rope_to_json(rope: RopeSpec | None) -> dict[str, Any] | None:
+    if rope is None:
+        return None
+    scaling = rope.scaling
+    kind = None if scaling is None else {"kind": type(scaling).__name__, **vars(scaling)}
+    return {"theta": rope.theta, "dim": rope.dim, "scaling": kind}
+
+
+def _rope_from_json(fields: Mapping[str, Any] | None) -> RopeSpec | None:
     if fields is None:
         return None
-    values = dict(fields)
-    match values.pop("kind"):
-        case "Llama3Scaling":
-            return Llama3Scaling(**values)
-        case "LinearScaling":
-            return LinearScaling(**values)
-        case _:
-            return FrequencyFactors(tuple(values["factors"]))
+    values, scaling = dict(fields), None
+    if values["scaling"] is not None:
+        own: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in values["scaling"].items()
+        }
+        scaling = SCALINGS[own.pop("kind")](**own)
+    return RopeSpec(values["theta"], values["dim"], scaling)
+
+
+def _brief(rope: RopeSpec) -> str:
+    text = str(rope)
+    return text if len(text) < 200 else f"{text[:200]}..."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -179,7 +179,7 @@ def open_engine(
     text = text or ModelText(model)
     step_tokens = max(size.max_batch_tokens, size.max_sequences)  # a decode step has a token of each sequence
     ranks = open_ranks(
-        model,
+        _serving(model, min(size.context_length, size.kv_slots)),
         plans,
         size.kv_slots,
         step_tokens,
@@ -220,6 +220,11 @@ def _habits(size: EngineSize) -> tuple[Pacing, int | None]:
     if size.kv_policy != "static":
         return pacing, None
     return pacing, max(size.kv_slots // size.max_sequences, _LEAST_ANSWER_TOKENS)
+
+
+def _serving(model: PackedModel, context_length: int) -> PackedModel:
+    """The model as it computes sequences of at most so many tokens, which LongRoPE's rotation depends on."""
+    return replace(model, config=replace(model.config, context_length=context_length))
 
 
 def _whole_blocks(n_slots: int) -> int:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.model import ModelConfig, PackedModel
+from phasewise.serving.model import STACKS, ModelConfig, PackedModel
 
 COMPUTE_KIND = {"f32": "f32", "bf16": "bf16"}  # all others: int8
 
@@ -119,10 +119,28 @@ def _batches(workload: Workload, tokens: list[int], max_batch_tokens: int) -> It
 def flops(model: PackedModel, workload: Workload) -> float:
     """Multiplies and adds of one run: the linear layers, attention, and the head where logits are made."""
     head = model.weights.get("lm_head", model.weights["embed"])
-    layers = sum(2 * w.n * w.k for name, w in model.weights.items() if name.startswith("layers."))
+    layers = sum(
+        2 * w.n * w.k * _uses(model, name)
+        for name, w in model.products().items()
+        if name.startswith("layers.")
+    )
     logit_rows = workload.n_sequences * (workload.n_gen or 1)
     attention = workload.n_sequences * _attention_flops(model.config, workload.n_prompt + workload.n_gen)
     return float(layers * workload.n_tokens + 2 * head.n * head.k * logit_rows + attention)
+
+
+def _unread_bytes(model: PackedModel, name: str, n_sequences: int) -> int:
+    """Of a stack of experts, what no row of a step with so many sequences needs."""
+    experts, one = model.config.experts, model.one_expert(name)
+    if experts is None or one is None:
+        return 0
+    return model.weights[name].nbytes - one.nbytes * min(experts.chosen * n_sequences, experts.count)
+
+
+def _uses(model: PackedModel, name: str) -> int:
+    """How often one row is multiplied by a weight of `PackedModel.products`."""
+    experts = model.config.experts
+    return experts.chosen if experts is not None and name.endswith(STACKS) else 1
 
 
 def _attention_flops(config: ModelConfig, n_positions: int) -> int:
@@ -131,9 +149,13 @@ def _attention_flops(config: ModelConfig, n_positions: int) -> int:
 
 
 def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: int) -> float:
-    """Bytes that decoding must read: every weight once a step, and each sequence's own keys and values."""
+    """Bytes that decoding must read: every weight once a step, and each sequence's own keys and values.
+
+    Of experts, as many as are chosen for all sequences if no two choose the same.
+    """
     embedding = 0 if model.config.tied_embeddings else model.weights["embed"].nbytes
-    weights = model.weight_bytes - embedding
+    unread = sum(_unread_bytes(model, name, workload.n_sequences) for name in model.weights)
+    weights = model.weight_bytes - embedding - unread
     kv = workload.n_sequences * kv_bytes_per_slot * workload.n_gen * (workload.n_gen + 1) // 2
     return float(weights * workload.n_gen + kv)
 

@@ -27,7 +27,7 @@ class WrittenSchedules:
     ) -> WrittenSchedules:
         """What `lookup`, that of a table, says of a whole model, and of a rank's part of it."""
         parts = [division.weight(weight, table) for weight in model.weights.values()]
-        whole_and_parts = [*model.weights.values(), *(part for part in parts if part is not None)]
+        whole_and_parts = [*model.products().values(), *(part for part in parts if part is not None)]
         weights = {_weight_key(weight): weight for weight in whole_and_parts}
         max_m = max(capacity.step_tokens, capacity.logit_rows)
         shapes = _attention_shapes(model, division.heads(model.config.n_kv_heads, table), capacity.kv_format)

@@ -145,7 +145,7 @@ def _shapes(model: PackedModel) -> Iterator[tuple[str, PackedWeight]]:
     """One weight of each shape, and the names of all weights of that shape, e.g. `layers.*.qkv`."""
     names: dict[tuple[str, int, int], dict[str, None]] = {}
     first: dict[tuple[str, int, int], PackedWeight] = {}
-    for name, weight in model.weights.items():
+    for name, weight in model.products().items():
         if name == "embed" and not model.config.tied_embeddings:
             continue  # rows are looked up in it; nothing is multiplied
         key = (format_name(weight), weight.n, weight.k)

@@ -11,6 +11,7 @@ from phasewise.cli.present import note, print_json, say
 
 if TYPE_CHECKING:
     from phasewise.serving.loaders.inspection import Inspection
+    from phasewise.serving.model import ModelConfig
 
 app = typer.Typer(no_args_is_help=True, help="Fetch models, list them, look inside one.")
 
@@ -70,13 +71,17 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
     """What `inspect` prints, a label and a value a line."""
     config = found.config
     scaling = "" if config.rope.scaling is None else f", scaled: {type(config.rope.scaling).__name__}"
-    window = "" if config.sliding_window is None else f", window {config.sliding_window}"
+    windows = {kind.window for kind in config.kinds if kind.window is not None}
+    window = f", window {_listed(tuple(windows))}" if windows else ""
     extras = [name for name, present in (("q/k norm", config.qk_norm), ("biases", found.has_bias)) if present]
     facts = [
         ("model", found.name),
         ("source", f"{found.path}"),
         ("architecture", ", ".join([config.architecture, *extras])),
-        ("layers", f"{config.n_layers} of hidden {config.hidden}, feed-forward {config.ffn}"),
+        (
+            "layers",
+            f"{config.n_layers} of hidden {config.hidden}, feed-forward {config.ffn}{_experts(config)}",
+        ),
         ("heads", f"{config.n_heads} query, {config.n_kv_heads} key/value, of {config.head_dim}"),
         ("context", f"{config.context_length} tokens{window}"),
         ("rope", f"theta {config.rope.theta:g}{scaling}"),
@@ -97,6 +102,10 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
     ]
     facts += [(f"as {name}", f"{_size(size):>17} in memory") for name, size in found.format_bytes.items()]
     return facts
+
+
+def _experts(config: ModelConfig) -> str:
+    return "" if config.experts is None else f", {config.experts.chosen} of {config.experts.count} experts"
 
 
 def _listed(ids: tuple[int, ...]) -> str:

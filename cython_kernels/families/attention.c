@@ -202,6 +202,9 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
                         queries->q + (int64_t)row * PW_ROW_STRIDE, keys, first, PW_ROW_STRIDE);
         if (head->key_scales)
             scale_positions(rows, (end_panel - panel) * PW_PANEL, head->key_scales + panel * PW_PANEL, first);
+        if (queries->cap > 0)
+            for (int r = 0; r < rows; ++r)
+                ISA(cap)((end_panel - panel) * PW_PANEL, queries->cap, first + r * PW_ROW_STRIDE, first + r * PW_ROW_STRIDE);
     }
     weigh(scores, own, rows, all, out.top + row, out.sum + row);
     if (head->value_scales)

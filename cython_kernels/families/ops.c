@@ -15,7 +15,10 @@
         .add = ISA(add), \
         .sum = ISA(sum), \
         .rope = ISA(rope), \
-        .silu_gate = ISA(silu_gate), \
+        .gates = {ISA(silu_gate), ISA(gelu_gate), ISA(clamped_gate)}, \
+        .cap = ISA(cap), \
+        .add_scaled = ISA(add_scaled), \
+        .scale = ISA(scale), \
         .exponential = ISA(exponential), \
         .softmax = ISA(softmax), \
         .store_key = ISA(store_key), \

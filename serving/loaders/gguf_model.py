@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,17 +11,26 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from phasewise.cython_kernels.blocks import BlockRows
-from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.gguf_file import GgufHeader, TensorInfo, open_gguf
-from phasewise.serving.loaders.source import ModelSource, RowReader, Rows, SourceFile, SourceTensor
-from phasewise.serving.model import FrequencyFactors, LinearScaling, ModelConfig, RopeSpec, Scaling
+from phasewise.serving.loaders.hf_config import yarn_magnitude
+from phasewise.serving.loaders.layout import shapes_of_all
+from phasewise.serving.loaders.source import ModelSource, Rows, SourceFile, SourceTensor, take_rows
+from phasewise.serving.model import (
+    FrequencyFactors,
+    LinearScaling,
+    LongScaling,
+    ModelConfig,
+    RopeSpec,
+    Scaling,
+    YarnScaling,
+)
 
 T = TypeVar("T")
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's files call themselves llama
 GLOBAL_NAMES = {"token_embd.weight": "embed", "output.weight": "lm_head", "output_norm.weight": "final_norm"}
 LAYER_NAMES = {
     "attn_q.weight": "q", "attn_k.weight": "k", "attn_v.weight": "v", "attn_output.weight": "o",
@@ -30,6 +40,7 @@ LAYER_NAMES = {
     "attn_q_norm.weight": "q_norm", "attn_k_norm.weight": "k_norm",
 }  # fmt: skip
 ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long.weight": "long_factors"}
 PERMUTED = re.compile(r"layers\.\d+\.([qk])(_bias)?")
 
 # Tokens that end a turn whatever the metadata says: many files name only one of theirs.
@@ -52,14 +63,19 @@ def _source(file: SourceFile, header: GgufHeader, name: str) -> ModelSource:
         raise ModelError(
             f"{file.path} is one part of a split GGUF: merge the parts with llama-gguf-split --merge"
         )
-    infos = {_our_name(theirs, file.path): info for theirs, info in header.tensors.items()}
-    factors = infos.pop("rope_factors", None)
-    config = _config(metadata, infos, None if factors is None else _factors(file, factors), file.path)
+    architecture = field(metadata, "general.architecture", str, "nothing")
+    family = family_of_gguf(architecture, str(file.path))
+    factors = {
+        name: _factors(file, header.tensors[theirs])
+        for theirs, name in {ROPE_FACTORS: "factors", **LONG_FACTORS}.items()
+        if theirs in header.tensors
+    }
+    config = _config(metadata, family, architecture, header.tensors, factors, file.path)
     return ModelSource(
         name=name,
         path=file.path,
         config=config,
-        tensors={ours: _tensor(file, info, _heads(ours, config)) for ours, info in infos.items()},
+        tensors=_tensors(file, header, family, config),
         tokenizer_json=lambda: _tokenizer_json(metadata, file.path),
         tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
         chat_template=field(metadata, "tokenizer.chat_template", str, None),
@@ -79,47 +95,61 @@ def field(metadata: Mapping[str, Any], key: str, kind: type[T], default: T | Non
     return value
 
 
-def _our_name(theirs: str, path: Path) -> str:
-    if theirs == ROPE_FACTORS:
-        return "rope_factors"
-    if theirs in GLOBAL_NAMES:
-        return GLOBAL_NAMES[theirs]
-    match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
-    if match is None or match[2] not in LAYER_NAMES:
-        raise ModelError(f"{path} has a tensor {theirs!r} that Llama and Qwen models do not use")
-    return f"layers.{match[1]}.{LAYER_NAMES[match[2]]}"
+def _tensors(
+    file: SourceFile, header: GgufHeader, family: Family, config: ModelConfig
+) -> dict[str, SourceTensor]:
+    """Every tensor by our name, as views."""
+    names = {**LAYER_NAMES, **family.gguf_names}
+    shapes = shapes_of_all(config, any(theirs.endswith("attn_q.bias") for theirs in header.tensors))
+    tensors: dict[str, SourceTensor] = {}
+    for theirs, info in header.tensors.items():
+        if theirs == ROPE_FACTORS or theirs in LONG_FACTORS:
+            continue
+        match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
+        stem, name = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
+        what = f"{file.path} has a tensor {theirs!r:.80} that"
+        try:
+            found = list(
+                our_tensors(stem, name, names if stem else GLOBAL_NAMES, _tensor(file, info), shapes, what)
+            )
+        except KeyError:
+            raise ModelError(f"{what} {family.name} models do not use") from None
+        for ours, tensor in found:
+            if ours in tensors:
+                raise ModelError(f"{file.path} has the tensor for {ours} twice")
+            heads = _heads(ours, family, config)
+            tensors[ours] = _half_split(tensor, heads) if heads else tensor
+    return tensors
 
 
 def _config(
     metadata: Mapping[str, Any],
+    family: Family,
+    architecture: str,
     infos: Mapping[str, TensorInfo],
-    factors: tuple[float, ...] | None,
+    factors: Mapping[str, tuple[float, ...]],
     path: Path,
 ) -> ModelConfig:
-    architecture = field(metadata, "general.architecture", str, "nothing")
-    if architecture not in ARCHITECTURES:
-        raise ModelError(f"{path} holds a {architecture!r} model; {', '.join(ARCHITECTURES)} can run")
-    if "embed" not in infos:
+    if "token_embd.weight" not in infos:
         raise ModelError(f"{path} lacks the tensor token_embd.weight")
 
-    def get(key: str, kind: type[T], default: T | None = None) -> Any:
-        return field(metadata, f"{architecture}.{key}", kind, default)
+    def get(key: str, kind: Any = None, default: Any = None) -> Any:
+        full = f"{architecture}.{key}"
+        return metadata.get(full, default) if kind is None else field(metadata, full, kind, default)
 
-    if get("expert_count", int, 0):
-        raise ModelError(f"{path} is a mixture of experts, which cannot run yet")
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
     head_dim = get("attention.key_length", int) or (hidden // heads if hidden and heads else None)
     if get("attention.value_length", int, head_dim) != head_dim:
         raise ModelError(f"{path} has keys and values of different length, which cannot run")
-    return ModelConfig(
-        architecture=architecture,
+    plain = ModelConfig(
+        architecture=family.name,
         n_layers=get("block_count", int),
         hidden=hidden,
         ffn=get("feed_forward_length", int),
         n_heads=heads,
         n_kv_heads=get("attention.head_count_kv", int, heads),
         head_dim=head_dim,
-        vocab_size=infos["embed"].shape[0],
+        vocab_size=infos["token_embd.weight"].shape[0],
         context_length=get("context_length", int),
         norm_eps=get("attention.layer_norm_rms_epsilon", float, 1e-5),
         rope=RopeSpec(
@@ -127,29 +157,62 @@ def _config(
             dim=get("rope.dimension_count", int, head_dim),
             scaling=_scaling(get, factors),
         ),
-        tied_embeddings="lm_head" not in infos,
-        qk_norm=architecture == "qwen3",
-        sliding_window=(get("attention.sliding_window", int) or None) if architecture == "llama" else None,
+        tied_embeddings="output.weight" not in infos,
+        qk_norm=False,
+        sliding_window=None,
         bos_token_id=field(metadata, "tokenizer.ggml.bos_token_id", int, None),
         eos_token_ids=_eos_tokens(metadata),
         add_bos=_adds_bos(metadata),
+        activation=family.activation,
+        out_bias="blk.0.attn_output.bias" in infos,
+    )
+    return family.from_gguf(get, plain)
+
+
+def _scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) -> Scaling | None:
+    kind = get("rope.scaling.type", str)
+    if kind not in (None, "none", "linear", "yarn", "longrope"):
+        raise ModelError(f"RoPE scaling {kind!r} is not supported; linear, Llama 3's, yarn and longrope are")
+    if "short_factors" in factors and "long_factors" in factors:
+        return _long_scaling(get, factors)
+    older = get("rope.scale_linear", float)  # what files of 2023 say
+    factor = get("rope.scaling.factor", float, older)
+    if kind == "yarn":
+        return _yarn_scaling(get, 1.0 if factor is None else factor)
+    if kind in (None, "none"):
+        factor = older
+    if factor not in (None, 1.0):
+        return LinearScaling(factor)
+    return FrequencyFactors(factors["factors"]) if "factors" in factors else None
+
+
+def _original_context(get: Callable[..., Any]) -> int:
+    context: int = get("rope.scaling.original_context_length", int, get("context_length", int, 0))
+    if not 2 <= context <= 1 << 26:
+        raise ModelError(
+            f"the GGUF metadata gives an original context of {context} tokens: 2 to 2^26 expected"
+        )
+    return context
+
+
+def _yarn_scaling(get: Callable[..., Any], factor: float) -> YarnScaling:
+    return YarnScaling(
+        factor,
+        _original_context(get),
+        get("rope.scaling.attn_factor", float, 1.0) * yarn_magnitude(factor),
+        get("rope.scaling.yarn_beta_fast", float, 32.0),
+        get("rope.scaling.yarn_beta_slow", float, 1.0),
     )
 
 
-def _scaling(get: Callable[..., Any], factors: tuple[float, ...] | None) -> Scaling | None:
-    kind = get("rope.scaling.type", str)
-    if kind not in (None, "none", "linear"):
-        raise ModelError(f"RoPE scaling {kind!r} is not supported; linear and Llama 3's are")
-    older = get("rope.scale_linear", float)  # what files of 2023 say
-    factor = get("rope.scaling.factor", float, older) if kind == "linear" else older
-    if factor not in (None, 1.0):
-        return LinearScaling(factor)
-    return None if factors is None else FrequencyFactors(factors)
+def _long_scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) -> LongScaling:
+    magnitude = get("rope.scaling.attn_factor", float, 1.0)
+    return LongScaling(factors["short_factors"], factors["long_factors"], _original_context(get), magnitude)
 
 
 def _factors(file: SourceFile, info: TensorInfo) -> tuple[float, ...]:
     if len(info.shape) != 1 or info.type_name != "F32" or info.shape[0] > 1 << 10:
-        raise ModelError(f"{file.path} has {ROPE_FACTORS} as {info.type_name} {info.shape}: unusable")
+        raise ModelError(f"{file.path} has {info.name} as {info.type_name} {info.shape}: unusable")
     return tuple(np.frombuffer(file.read(info.offset, info.n_bytes), "<f4").tolist())
 
 
@@ -171,60 +234,52 @@ def _adds_bos(metadata: Mapping[str, Any]) -> bool:
     return bool(field(metadata, "tokenizer.ggml.add_bos_token", bool, by_kind))
 
 
-def _heads(name: str, config: ModelConfig) -> int:
+def _heads(name: str, family: Family, config: ModelConfig) -> int:
     """How many heads' rows llama.cpp's converter interleaved; 0 where it left the order alone."""
     match = PERMUTED.fullmatch(name)
-    if config.architecture != "llama" or match is None:
+    if not family.gguf_interleaved_heads or match is None:
         return 0
     return config.n_heads if match[1] == "q" else config.n_kv_heads
 
 
-def _tensor(file: SourceFile, info: TensorInfo, permuted_heads: int) -> SourceTensor:
+def _tensor(file: SourceFile, info: TensorInfo) -> SourceTensor:
     kind = BLOCK_TYPES.get(info.type_name)
     if kind is None:
         raise ModelError(
             f"{file.path} has {info.name} in {info.type_name}; readable are {', '.join(BLOCK_TYPES)}"
         )
-    n_rows = info.shape[0] if len(info.shape) > 1 else 1
+    n_rows = math.prod(info.shape[:-1])
     row_bytes = info.n_bytes // n_rows
 
     if len(info.shape) == 1 and kind.form.is_quantised:
         raise ModelError(f"{file.path} has the vector {info.name} in {info.type_name}, which no writer does")
+    if len(info.shape) > 3:
+        raise ModelError(f"{file.path} has {info.name} in {len(info.shape)} dimensions: 1 to 3 expected")
 
     def rows(start: int, stop: int) -> Rows:
         raw = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)
         return decode_rows(info.type_name, raw, stop - start)
 
-    reader = rows if not permuted_heads else _half_split(rows, info.shape, permuted_heads)
-    return SourceTensor(info.type_name, info.shape, info.n_bytes, kind.form, reader)
+    return SourceTensor(info.type_name, info.shape, info.n_bytes, kind.form, rows)
 
 
-def _half_split(rows: RowReader, shape: tuple[int, ...], n_heads: int) -> RowReader:
+def _half_split(tensor: SourceTensor, n_heads: int) -> SourceTensor:
     """Undo the converter's interleaving: our row (head, half, i) is the file's row (head, i, half)."""
-    head_dim = shape[0] // n_heads
+    head_dim, rows = max(tensor.shape[0] // n_heads, 1), tensor.rows
 
     def matrix_rows(start: int, stop: int) -> Rows:
         first = start // head_dim * head_dim
         heads = rows(first, -(-stop // head_dim) * head_dim)
         wanted = np.arange(start, stop)
         half, i = divmod(wanted % head_dim, head_dim // 2)
-        return _take(heads, wanted // head_dim * head_dim + 2 * i + half - first)
+        return take_rows(heads, wanted // head_dim * head_dim + 2 * i + half - first)
 
     def vector_row(start: int, stop: int) -> Rows:
         bias = rows(start, stop)
         assert isinstance(bias, np.ndarray)
         return bias.reshape(n_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(1, -1)
 
-    return matrix_rows if len(shape) > 1 else vector_row
-
-
-def _take(rows: Rows, order: Array) -> Rows:
-    if isinstance(rows, BlockRows):
-        return rows.taken(order)
-    if not isinstance(rows, QuantRows):
-        return rows[order]
-    mins = None if rows.mins is None else rows.mins[order]
-    return replace(rows, q=rows.q[order], scales=rows.scales[order], mins=mins)
+    return replace(tensor, rows=matrix_rows if len(tensor.shape) > 1 else vector_row)
 
 
 def _tokenizer_json(metadata: Mapping[str, Any], path: Path) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
 from phasewise.serving.model import (
-    ARCHITECTURES,
     LinearScaling,
     Llama3Scaling,
+    LongScaling,
     ModelConfig,
     RopeSpec,
     Scaling,
+    YarnScaling,
 )
 
 T = TypeVar("T")
@@ -21,12 +24,11 @@ Fields = Mapping[str, Any]
 
 DEFAULT_CONTEXT = 2048
 DEFAULT_THETA = 10000.0
-MISTRAL_WINDOW = 4096  # of a file that does not mention one; null means none
-QWEN_MAX_WINDOW_LAYERS = 28
-QWEN3_HEAD_DIM = 128
 
 # Absent means off; any other value asks for arithmetic that we do not do.
-MUST_BE_OFF = ("mlp_bias", "quantization_config", "num_experts", "num_local_experts")
+MUST_BE_OFF = ("mlp_bias",)
+QUANTISATIONS = ("mxfp4",)  # of safetensors, that can be read
+LONG_TYPES = ("longrope", "su")  # two names of one scaling
 
 
 def field(fields: Fields, key: str, kind: type[T], default: T | None = None) -> Any:
@@ -43,56 +45,91 @@ def field(fields: Fields, key: str, kind: type[T], default: T | None = None) -> 
 
 def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     """From config.json and generation_config.json."""
-    architecture = field(fields, "model_type", str, "nothing")
-    if architecture not in ARCHITECTURES:
-        raise ModelError(
-            f"config.json describes a {architecture!r} model; {', '.join(ARCHITECTURES)} can run"
-        )
-    for key in MUST_BE_OFF:
-        if fields.get(key):
-            raise ModelError(f"config.json has {key} = {fields[key]!r:.60}, which cannot run")
-    if (activation := field(fields, "hidden_act", str, "silu")) not in ("silu", "swish"):
-        raise ModelError(f"config.json asks for the activation {activation!r}; only silu can run")
-    heads, hidden = field(fields, "num_attention_heads", int), field(fields, "hidden_size", int)
-    if (share := field(fields, "partial_rotary_factor", float, 1.0)) != 1:
-        raise ModelError(f"config.json rotates {share!r} of each head, which cannot run")
-    usual_head_dim = hidden // heads if heads and hidden else None
-    head_dim = field(fields, "head_dim", int, QWEN3_HEAD_DIM if architecture == "qwen3" else usual_head_dim)
+    family = family_of_hf(field(fields, "model_type", str, "nothing"))
+    fields = text_fields(fields, family)
+
+    def get(key: str, kind: Any = None, default: Any = None) -> Any:
+        return fields.get(key, default) if kind is None else field(fields, key, kind, default)
+
+    _refuse_what_cannot_run(get, family.activation)
+    heads, hidden = get("num_attention_heads", int), get("hidden_size", int)
+    head_dim = get("head_dim", int, hidden // heads if heads and hidden else None)
     rope_fields = _rope_fields(fields)
-    return ModelConfig(
-        architecture=architecture,
-        n_layers=field(fields, "num_hidden_layers", int),
+    share = field(rope_fields, "partial_rotary_factor", float, get("partial_rotary_factor", float, 1.0))
+    if not 0 < share <= 1:
+        raise ModelError(f"config.json rotates {share!r} of each head: a number from 0 to 1 expected")
+    rope_dim = None if head_dim is None else int(head_dim * share)
+    rope = RopeSpec(_theta(get, rope_fields), rope_dim, _scaling(get, rope_fields))  # type: ignore[arg-type]
+    plain = ModelConfig(
+        architecture=family.name,
+        n_layers=get("num_hidden_layers", int),
         hidden=hidden,
-        ffn=field(fields, "intermediate_size", int),
+        ffn=get("intermediate_size", int),
         n_heads=heads,
-        n_kv_heads=field(fields, "num_key_value_heads", int, heads),
+        n_kv_heads=get("num_key_value_heads", int, heads),
         head_dim=head_dim,
-        vocab_size=field(fields, "vocab_size", int),
-        context_length=field(fields, "max_position_embeddings", int, DEFAULT_CONTEXT),
-        norm_eps=field(fields, "rms_norm_eps", float, 1e-6),
-        rope=RopeSpec(_theta(fields, rope_fields), head_dim, _scaling(rope_fields)),
-        tied_embeddings=field(fields, "tie_word_embeddings", bool, False),
-        qk_norm=architecture == "qwen3",
-        sliding_window=_sliding_window(fields, architecture),
+        vocab_size=get("vocab_size", int),
+        context_length=_context_length(get, rope.scaling),
+        norm_eps=get("rms_norm_eps", float, 1e-6),
+        rope=rope,
+        tied_embeddings=get("tie_word_embeddings", bool, False),
+        qk_norm=False,
+        sliding_window=None,
         bos_token_id=_first(_token_ids(fields, "bos_token_id")),
         eos_token_ids=tuple(
             dict.fromkeys(_token_ids(fields, "eos_token_id") + _token_ids(generation, "eos_token_id"))
         ),
         add_bos=add_bos,
+        activation=family.activation,
+        out_bias=get("attention_bias", bool, False),
     )
+    return family.from_hf(get, plain)
+
+
+def text_fields(fields: Fields, family: Family) -> Fields:
+    """The family's defaults, under the fields of the language model where it is part of a larger one."""
+    inner = field(fields, "text_config", dict) if family.hf_text_prefixes else None
+    return {**family.hf_defaults, **fields, **(inner or {})}
+
+
+def _refuse_what_cannot_run(get: Callable[..., Any], activation: str) -> None:
+    for key in MUST_BE_OFF:
+        if value := get(key):
+            raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run")
+    if quantisation := get("quantization_config"):
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+        if method not in QUANTISATIONS:
+            raise ModelError(f"config.json has quantization_config = {method!r:.60}, which cannot run")
+    name = get("hidden_activation", str) or get("hidden_act", str, ACTIVATION_NAMES[activation][0])
+    if name not in ACTIVATION_NAMES[activation]:
+        raise ModelError(
+            f"config.json asks for the activation {name!r}; {ACTIVATION_NAMES[activation][0]} can run here"
+        )
+
+
+def _context_length(get: Callable[..., Any], scaling: Scaling | None) -> Any:
+    """Positions: those that the file states, or more where its scaling makes more of them."""
+    stated = get("max_position_embeddings", int, DEFAULT_CONTEXT)
+    if not isinstance(scaling, YarnScaling) or not 1 <= scaling.factor <= 1 << 20:
+        return stated
+    return max(stated, int(scaling.original_context * scaling.factor))
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """`rope_parameters` of newer files, `rope_scaling` of older ones; empty where there is neither."""
-    return field(fields, "rope_parameters", dict) or field(fields, "rope_scaling", dict) or {}
+    """`rope_parameters` of newer files, `rope_scaling` of older ones; empty where there is neither.
+
+    Where they are given by kinds of layers, those of layers that see all.
+    """
+    found = field(fields, "rope_parameters", dict) or field(fields, "rope_scaling", dict) or {}
+    return field(found, "full_attention", dict) or found
 
 
-def _theta(fields: Fields, rope_fields: Fields) -> float:
+def _theta(get: Callable[..., Any], rope_fields: Fields) -> float:
     own = field(rope_fields, "rope_theta", float)
-    return float(own if own is not None else field(fields, "rope_theta", float, DEFAULT_THETA))
+    return float(own if own is not None else get("rope_theta", float, DEFAULT_THETA))
 
 
-def _scaling(rope_fields: Fields) -> Scaling | None:
+def _scaling(get: Callable[..., Any], rope_fields: Fields) -> Scaling | None:
     kind = field(rope_fields, "rope_type", str) or field(rope_fields, "type", str, "default")
 
     def need(key: str, number: type[T]) -> Any:
@@ -103,35 +140,80 @@ def _scaling(rope_fields: Fields) -> Scaling | None:
 
     if kind == "default":
         return None
+    if kind in LONG_TYPES or "long_factor" in rope_fields:
+        return _long_scaling(get, rope_fields, need)
     if kind == "linear":
         return LinearScaling(need("factor", float))
+    if kind == "yarn":
+        return _yarn_scaling(get, rope_fields, need)
     if kind == "llama3":
         low, high = need("low_freq_factor", float), need("high_freq_factor", float)
         if not low < high:
             raise ModelError(f"config.json has RoPE scaling from {low!r} to {high!r}: low < high expected")
         context = need("original_max_position_embeddings", int)
         return Llama3Scaling(need("factor", float), low, high, context)
-    raise ModelError(f"config.json asks for RoPE scaling {kind!r}; linear and llama3 can run")
+    raise ModelError(f"config.json asks for RoPE scaling {kind!r}; linear, llama3, yarn and longrope can run")
 
 
-def _sliding_window(fields: Fields, architecture: str) -> int | None:
-    """The window if every layer has it, None if no layer has; a mix is refused."""
-    window: int | None = field(fields, "sliding_window", int)
-    if architecture == "mistral":
-        return window if "sliding_window" in fields else MISTRAL_WINDOW
-    if window is None:
-        return None
-    n_layers = field(fields, "num_hidden_layers", int, 0)
-    kinds = field(fields, "layer_types", list)
-    if kinds is not None:
-        sliding = sum(kind == "sliding_attention" for kind in kinds)
-    elif field(fields, "use_sliding_window", bool, False):
-        sliding = n_layers - min(field(fields, "max_window_layers", int, QWEN_MAX_WINDOW_LAYERS), n_layers)
-    else:
-        sliding = 0
-    if 0 < sliding < n_layers:
-        raise ModelError("config.json gives some layers a sliding window and others not, which cannot run")
-    return window if sliding else None
+def _original_context(get: Callable[..., Any], rope_fields: Fields) -> int:
+    own = field(rope_fields, "original_max_position_embeddings", int)
+    stated = get(
+        "original_max_position_embeddings", int, get("max_position_embeddings", int, DEFAULT_CONTEXT)
+    )
+    context: int = stated if own is None else own
+    if not 2 <= context <= 1 << 26:
+        raise ModelError(f"config.json has an original context of {context} tokens: 2 to 2^26 expected")
+    return context
+
+
+def _yarn_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[..., Any]) -> YarnScaling:
+    factor = need("factor", float)
+    magnitude = field(rope_fields, "attention_factor", float)
+    if magnitude is None:
+        numerator = field(rope_fields, "mscale", float) or 1.0
+        denominator = field(rope_fields, "mscale_all_dim", float) or 0.0
+        both = "mscale" in rope_fields and bool(denominator)
+        magnitude = yarn_magnitude(factor, numerator if both else 1.0)
+        if both:
+            magnitude /= yarn_magnitude(factor, denominator)
+    return YarnScaling(
+        factor,
+        _original_context(get, rope_fields),
+        magnitude,
+        field(rope_fields, "beta_fast", float, 32.0),
+        field(rope_fields, "beta_slow", float, 1.0),
+        field(rope_fields, "truncate", bool, True),
+    )
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """1 + weight log(factor) / 10 (YaRN, equation 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _long_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[..., Any]) -> LongScaling:
+    original = _original_context(get, rope_fields)
+    factor = field(rope_fields, "factor", float)
+    if factor is None:
+        factor = get("max_position_embeddings", int, DEFAULT_CONTEXT) / original
+    magnitude = field(rope_fields, "attention_factor", float)
+    if magnitude is None:
+        magnitude = long_magnitude(factor, original)
+    lists = [_numbers(need(key, list), key) for key in ("short_factor", "long_factor")]
+    return LongScaling(lists[0], lists[1], original, magnitude)
+
+
+def long_magnitude(factor: float, original_context: int) -> float:
+    """What LongRoPE multiplies cosines and sines by where the file does not say."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_context)) if factor > 1 else 1.0
+
+
+def _numbers(values: list[Any], key: str) -> tuple[float, ...]:
+    if len(values) > 1 << 10 or not all(type(value) in (int, float) for value in values):
+        raise ModelError(
+            f"config.json has {key} = {values!r:.60}: a list of numbers, one per frequency, expected"
+        )
+    return tuple(float(value) for value in values)
 
 
 def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cutting import one_more, our_tensors
+from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.hf_config import config_of, field
-from phasewise.serving.loaders.safetensors_file import open_all, tensor_of
+from phasewise.serving.loaders.layout import shapes_of_all
+from phasewise.serving.loaders.safetensors_file import Entry, mxfp4_tensor, open_all, tensor_of
 from phasewise.serving.loaders.source import (
     MAX_TOKENIZER_BYTES,
     ModelSource,
+    SourceFile,
     SourceTensor,
     parse_json_object,
     read_text,
 )
+from phasewise.serving.model import ModelConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GLOBAL_NAMES = {
@@ -33,6 +38,7 @@ LAYER_NAMES = {
     "self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm",
 }  # fmt: skip
 MAX_SHARDS = 512
+BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
 DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the config implies
 
 
@@ -48,6 +54,7 @@ def open_hf_model(directory: Path, name: str) -> ModelSource:
     config = config_of(
         fields, _json(directory, "generation_config.json") or {}, bool(tokenizer_config.get("add_bos_token"))
     )
+    family = family_of_hf(fields["model_type"])
     opened = open_all(_shards(directory))
 
     def close() -> None:
@@ -55,14 +62,7 @@ def open_hf_model(directory: Path, name: str) -> ModelSource:
             file.close()
 
     try:
-        tensors: dict[str, SourceTensor] = {}
-        for file, entries in opened:
-            for theirs, entry in entries.items():
-                ours = _our_name(theirs, directory, config.tied_embeddings)
-                if ours in tensors:
-                    raise ModelError(f"{directory} has the tensor {theirs!r} in two shards")
-                if ours is not None:
-                    tensors[ours] = tensor_of(file, theirs, entry)
+        tensors = _our_tensors(opened, family, config, directory)
         return ModelSource(
             name=name,
             path=directory,
@@ -111,17 +111,75 @@ def _indexed(directory: Path, index: Mapping[str, Any]) -> list[Path]:
     return [directory / name for name in files]
 
 
-def _our_name(theirs: str, directory: Path, tied: bool) -> str | None:
-    """Our name of a tensor, or None for one that is implied by others."""
-    if theirs in GLOBAL_NAMES:
-        ours = GLOBAL_NAMES[theirs]
-        return None if tied and ours == "lm_head" else ours
+def _our_tensors(
+    opened: list[tuple[SourceFile, dict[str, Entry]]], family: Family, config: ModelConfig, directory: Path
+) -> dict[str, SourceTensor]:
+    """Every tensor of the language model by our name, as views."""
+    names = {**LAYER_NAMES, **family.hf_names}
+    biased = any(theirs.endswith("q_proj.bias") for _, entries in opened for theirs in entries)
+    shapes = shapes_of_all(config, biased)
+    tensors: dict[str, SourceTensor] = {}
+    for theirs, tensor in _file_tensors(opened, family):
+        stem, name, expert = _place(theirs)
+        if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
+            continue
+        what = f"{directory} has a tensor {theirs!r:.80} that"
+        try:
+            found = list(our_tensors(stem, name, names if stem else GLOBAL_NAMES, tensor, shapes, what))
+        except KeyError:
+            raise ModelError(f"{what} {family.name} models do not use") from None
+        for ours, one in found:
+            ours = ours.replace("{e}", expert)
+            if ours in tensors:
+                raise ModelError(f"{directory} has the tensor {theirs!r} twice")
+            unit = family.hf_unit_norms and ours.endswith("norm")
+            tensors[ours] = one_more(one) if unit else one
+    return tensors
+
+
+def _file_tensors(
+    opened: list[tuple[SourceFile, dict[str, Entry]]], family: Family
+) -> Iterator[tuple[str, SourceTensor]]:
+    """Names without what precedes those of the language model; scales with the blocks that they belong to."""
+    scales = {
+        theirs.removesuffix(SCALES): (file, entry)
+        for file, entries in opened
+        for theirs, entry in entries.items()
+        if theirs.endswith(SCALES)
+    }
+    for file, entries in opened:
+        for theirs, entry in entries.items():
+            if theirs.startswith(family.hf_ignored) or theirs.endswith(SCALES):
+                continue
+            stem = theirs.removesuffix(BLOCKS)
+            if stem != theirs and stem in scales:
+                tensor = mxfp4_tensor(file, theirs, entry, *scales[stem])
+                theirs = f"{stem}.mxfp4"
+            else:
+                tensor = tensor_of(file, theirs, entry)
+            yield _without_prefix(theirs, family), tensor
+
+
+def _without_prefix(theirs: str, family: Family) -> str:
+    for prefix in family.hf_text_prefixes:
+        if theirs.startswith(prefix):
+            rest = theirs.removeprefix(prefix)
+            return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+    return theirs
+
+
+def _place(theirs: str) -> tuple[str, str, str]:
+    """ "layers.3." (empty outside layers), the name within the layer, and the expert's number that "{e}"
+    replaces.
+    """
     match = re.fullmatch(r"model\.layers\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
-    if match is not None and match[2] == DERIVED:
-        return None
-    if match is None or match[2] not in LAYER_NAMES:
-        raise ModelError(f"{directory} has a tensor {theirs!r:.80} that Llama and Qwen models do not use")
-    return f"layers.{match[1]}.{LAYER_NAMES[match[2]]}"
+    if match is None:
+        return "", theirs, ""
+    name = match[2]
+    expert = re.search(r"\.experts\.(0|[1-9]\d{0,3})\.", name, re.ASCII)
+    if expert is None:
+        return f"layers.{match[1]}.", name, ""
+    return f"layers.{match[1]}.", name.replace(expert[0], ".experts.{e}."), expert[1]
 
 
 def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

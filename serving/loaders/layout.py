@@ -12,6 +12,13 @@ from phasewise.serving.model import ModelConfig
 
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 BIASES = ("q_bias", "k_bias", "v_bias")
+STACKED = {  # of experts, one below the other
+    "experts_gate_up": ("gate", "up"),
+    "experts_down": ("down",),
+    "gate_up_bias": ("gate_bias", "up_bias"),
+    "down_bias": ("down_bias",),
+}
+EXPERT_BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
 @dataclass(frozen=True)
@@ -57,34 +64,68 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         "k": (config.kv_rows, config.hidden),
         "v": (config.kv_rows, config.hidden),
         "o": (config.hidden, config.q_rows),
-        "gate": (config.ffn, config.hidden),
-        "up": (config.ffn, config.hidden),
-        "down": (config.hidden, config.ffn),
     }
+    layer |= _feed_forward(config)
     for i in range(config.n_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
+def _feed_forward(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The feed-forward weights of a layer: one set, or a router and a set for each expert."""
+    one = {
+        "gate": (config.ffn, config.hidden),
+        "up": (config.ffn, config.hidden),
+        "down": (config.hidden, config.ffn),
+    }
+    if config.experts is None:
+        return one
+    of_experts = {
+        f"experts.{e}.{name}": shape for e in range(config.experts.count) for name, shape in one.items()
+    }
+    return {"router": (config.experts.count, config.hidden), **of_experts}
+
+
 def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
     """Every vector by our name, before fusing."""
-    layer = {"attn_norm": config.hidden, "ffn_norm": config.hidden}
+    layer: dict[str, int] = {}
+    if config.pre_norms:
+        layer |= {"attn_norm": config.hidden, "ffn_norm": config.hidden}
+    if config.post_norms:
+        layer |= {"attn_post_norm": config.hidden, "ffn_post_norm": config.hidden}
     if config.qk_norm:
-        layer |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
+        whole = config.whole_qk_norm
+        layer |= {
+            "q_norm": config.q_rows if whole else config.head_dim,
+            "k_norm": config.kv_rows if whole else config.head_dim,
+        }
     if has_bias:
         layer |= dict(zip(BIASES, (config.q_rows, config.kv_rows, config.kv_rows), strict=True))
+    if config.out_bias:
+        layer["o_bias"] = config.hidden
+    if config.sinks:
+        layer["sinks"] = config.n_heads
+    if config.experts is not None and config.experts.biases:
+        layer["router_bias"] = config.experts.count
+        for e in range(config.experts.count):
+            sizes = (config.ffn, config.ffn, config.hidden)
+            layer |= {f"experts.{e}.{name}": size for name, size in zip(EXPERT_BIASES, sizes, strict=True)}
     lengths = {"final_norm": config.hidden}
     for i in range(config.n_layers):
         lengths |= {f"layers.{i}.{name}": length for name, length in layer.items()}
     return lengths
 
 
+def shapes_of_all(config: ModelConfig, has_bias: bool) -> dict[str, tuple[int, ...]]:
+    """Weights and vectors by our names."""
+    lengths = {name: (length,) for name, length in vector_lengths(config, has_bias).items()}
+    return {**weight_shapes(config), **lengths}
+
+
 def check_tensors(source: ModelSource) -> None:
     """Each tensor that the config calls for is there in its shape, and no other is."""
-    expected: dict[str, tuple[int, ...]] = dict(weight_shapes(source.config))
     biased = source.config.architecture == "qwen2" or has_bias(source.tensors)
-    lengths = vector_lengths(source.config, biased)
-    expected |= {name: (length,) for name, length in lengths.items()}
+    expected = shapes_of_all(source.config, biased)
     for name, shape in expected.items():
         tensor = source.tensors.get(name)
         if tensor is None:
@@ -102,19 +143,30 @@ def check_packed(
     """Packed weights, as (outputs, inputs), and vectors, as lengths, are those that the config calls for."""
     expected = weight_shapes(config)
     for name, shape in weights.items():
-        stem, _, last = name.rpartition(".")
-        parts = [f"{stem}.{part}" for part in FUSED.get(last, ())] or [name]
-        shapes = [expected.pop(part, None) for part in parts]
+        shapes = [expected.pop(part, None) for part in _parts_of(config, name)]
         rows = sum(one[0] for one in shapes if one)
         if None in shapes or shape != (rows, shapes[0][1] if shapes[0] else 0):
             raise ModelError(f"the packed weight {name} is {shape}, which the config does not ask for")
     lengths = vector_lengths(config, has_bias=False)
     for name, length in vectors.items():
-        fused_bias = config.q_rows + 2 * config.kv_rows if name.endswith(".qkv_bias") else None
-        if lengths.pop(name, fused_bias) != length:
+        if name.endswith(".qkv_bias"):
+            own = [config.q_rows + 2 * config.kv_rows]
+        else:
+            own = [lengths.pop(part, 0) for part in _parts_of(config, name)]
+        if sum(own) != length:
             raise ModelError(f"the packed vector {name} has {length} numbers, the config asks for others")
     if expected or lengths:
         raise ModelError(f"the packed model lacks {next(iter([*expected, *lengths]))}")
+
+
+def _parts_of(config: ModelConfig, name: str) -> list[str]:
+    """The names of what a packed weight or vector is made of, in order."""
+    stem, _, last = name.rpartition(".")
+    if last in FUSED:
+        return [f"{stem}.{part}" for part in FUSED[last]]
+    if last not in STACKED or config.experts is None:
+        return [name]
+    return [f"{stem}.experts.{e}.{part}" for e in range(config.experts.count) for part in STACKED[last]]
 
 
 def has_bias(tensors: Mapping[str, SourceTensor]) -> bool:
@@ -123,12 +175,17 @@ def has_bias(tensors: Mapping[str, SourceTensor]) -> bool:
 
 def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
     """Packed weights in the order a forward pass reads them; parts fuse where their forms agree."""
-    names = ["embed"]
-    for i in range(source.config.n_layers):
-        names += [f"layers.{i}.{name}" for name in ("qkv", "o", "gate_up", "down")]
-    if not source.config.tied_embeddings:
-        names.append("lm_head")
-    return [plan for name in names for plan in _plans_for(name, source.tensors, weight_format)]
+    config, tensors = source.config, source.tensors
+    plans = _plans_for("embed", tensors, weight_format)
+    for i in range(config.n_layers):
+        for name in ("qkv", "o") if config.experts else ("qkv", "o", "gate_up", "down"):
+            plans += _plans_for(f"layers.{i}.{name}", tensors, weight_format)
+        if config.experts:
+            plans += _plans_for(f"layers.{i}.router", tensors, "native")
+            plans += _expert_plans(source, f"layers.{i}", weight_format)
+    if not config.tied_embeddings:
+        plans += _plans_for("lm_head", tensors, weight_format)
+    return plans
 
 
 def _plans_for(name: str, tensors: Mapping[str, SourceTensor], weight_format: str) -> list[WeightPlan]:
@@ -141,16 +198,37 @@ def _plans_for(name: str, tensors: Mapping[str, SourceTensor], weight_format: st
     return [WeightPlan(name, tuple(tensors[part] for part in parts), alone[0].form)]
 
 
+def _expert_plans(source: ModelSource, stem: str, weight_format: str) -> list[WeightPlan]:
+    """Two stacks, expert below expert: gate and up rows of each, then what leads back."""
+    plans = []
+    for name in ("experts_gate_up", "experts_down"):
+        tensors = [source.tensors[part] for part in _parts_of(source.config, f"{stem}.{name}")]
+        forms = {target_form(tensor.form, weight_format, name) for tensor in tensors}
+        if len(forms) > 1:
+            raise ModelError(
+                f"{source.path} has the experts of {stem} in {len(forms)} formats under {weight_format}:"
+                " give one format to all with --format int8"
+            )
+        plans.append(WeightPlan(f"{stem}.{name}", tuple(tensors), forms.pop()))
+    return plans
+
+
 def plan_vectors(source: ModelSource) -> list[VectorPlan]:
-    """Packed vectors; the three biases become one."""
-    tensors = source.tensors
+    """Packed vectors; the three biases become one, and those of experts one for each stack."""
+    tensors, experts = source.tensors, source.config.experts
     plans = [
         VectorPlan(name, (tensor,))
         for name, tensor in tensors.items()
-        if len(tensor.shape) == 1 and not name.endswith(BIASES)
+        if len(tensor.shape) == 1 and not name.endswith((*BIASES, *EXPERT_BIASES))
     ]
-    if has_bias(tensors):
-        for i in range(source.config.n_layers):
-            parts = tuple(tensors[f"layers.{i}.{name}"] for name in BIASES)
-            plans.append(VectorPlan(f"layers.{i}.qkv_bias", parts))
+    for i in range(source.config.n_layers):
+        if has_bias(tensors):
+            plans.append(_joined(source, f"layers.{i}.qkv_bias", [f"layers.{i}.{name}" for name in BIASES]))
+        if experts is not None and experts.biases:
+            stacks = [f"layers.{i}.{name}" for name in ("gate_up_bias", "down_bias")]
+            plans += [_joined(source, name, _parts_of(source.config, name)) for name in stacks]
     return plans
+
+
+def _joined(source: ModelSource, name: str, parts: list[str]) -> VectorPlan:
+    return VectorPlan(name, tuple(source.tensors[part] for part in parts))

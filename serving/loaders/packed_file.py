@@ -44,7 +44,7 @@ from phasewise.serving.loaders.source import ModelSource, Rows
 from phasewise.serving.model import MappedFile, PackedModel, config_from_json, config_to_json
 from phasewise.serving.segments import prefer_huge_pages
 
-FILE_VERSION = 2  # change with anything in this module, or in how a loader reads a source
+FILE_VERSION = 3  # change with anything in this module, or in how a loader reads a source
 MAGIC = b"PHASWISE"
 PREFIX = struct.Struct("<8sQQQ32s")
 ALIGNMENT = 64

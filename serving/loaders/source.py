@@ -10,7 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -80,12 +80,22 @@ class SourceTensor:
     rows: RowReader
 
 
+def take_rows(rows: Rows, order: Array) -> Rows:
+    """Some rows, in another order."""
+    if isinstance(rows, BlockRows):
+        return rows.taken(order)
+    if not isinstance(rows, QuantRows):
+        return rows[order]
+    mins = None if rows.mins is None else rows.mins[order]
+    return replace(rows, q=rows.q[order], scales=rows.scales[order], mins=mins)
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """A model in another program's file format. Tensors go by our names; a fused weight is still in parts:
 
     "embed", "lm_head", "final_norm", and per layer "layers.{i}." + q, k, v, o, gate, up, down, attn_norm,
-    ffn_norm, and where the model has them q_bias, k_bias, v_bias, q_norm, k_norm.
+    ffn_norm, and where the model has them what `layout` lists beside these.
     """
 
     name: str

@@ -55,7 +55,7 @@ static void share_columns(const pw_program *program, pw_op *op) {
 
 static void linear(pw_program *program, const pw_weight *weight, pw_source source, pw_epilogue epilogue, int64_t in,
                    int64_t in_stride, int64_t out) {
-    pw_op op = {.code = PW_LINEAR, .source = source, .epilogue = epilogue, .n_parts = 1, .norm = norm};
+    pw_op op = {.code = PW_LINEAR, .source = source, .epilogue = epilogue, .n_parts = 1, .norm = norm, .eps = 1e-5f};
     op.parts[0].weight = *weight;
     op.k = weight->k;
     op.in = in;
@@ -69,13 +69,14 @@ static void linear(pw_program *program, const pw_weight *weight, pw_source sourc
 static void add_ops(pw_program *program) {
     int64_t hidden = 0, projected = hidden + TOKENS * HIDDEN, mixed = projected + TOKENS * QKV;
     int64_t gates = mixed + TOKENS * Q, logits = gates + TOKENS * 2 * FFN;
-    pw_op embed = {.code = PW_EMBED, .n_parts = 1, .out = hidden, .out_stride = HIDDEN, .k = HIDDEN};
+    pw_op embed = {.code = PW_EMBED, .n_parts = 1, .out = hidden, .out_stride = HIDDEN, .k = HIDDEN, .scale = 1};
     embed.parts[0].weight = embedding;
     pw_program_add(program, &embed);
     for (int32_t layer = 0; layer < LAYERS; ++layer) {
         linear(program, &qkv, PW_FROM_NORM, PW_STORE, hidden, HIDDEN, projected);
         pw_op attend = {.code = PW_ATTEND, .layer = layer, .in = projected, .in_stride = QKV, .out = mixed};
         attend.out_stride = Q;
+        attend.scale = 0.3f;
         pw_program_add(program, &attend);
         linear(program, &output, PW_FROM_ROWS, PW_ADD, mixed, Q, hidden);
         linear(program, &gate_up, PW_FROM_NORM, PW_STORE, hidden, HIDDEN, gates);
@@ -88,11 +89,13 @@ static void add_ops(pw_program *program) {
 
 /* By table 0 three ranks run a step, by table 1 two of them. */
 static pw_program *open_program(int n_ranks, int32_t rank) {
-    pw_shape shape = {LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, 0, 1e-5f};
+    pw_shape shape = {LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, 1e-5f};
     pw_capacity room = {SLOTS, TOKENS, 4, TOKENS, PW_KV_F32, 2};
     double angles[HEAD_DIM / 2] = {1, 0.5, 0.1, 0.01};
-    pw_program *program = pw_program_open(shape, room, angles);
+    pw_program *program = pw_program_open(shape, room);
     must(program != NULL, "no memory");
+    pw_attention_kind kind = {.half = HEAD_DIM / 2, .inv_freq = angles, .magnitude = 1};
+    must(pw_program_kind(program, kind) == 0, "no memory");
     program->n_ranks = n_ranks;
     program->rank = rank;
     program->patience_ns = PW_GROUP_FOREVER;

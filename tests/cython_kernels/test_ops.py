@@ -105,6 +105,41 @@ def test_silu_gate_keeps_its_bound() -> None:
         assert (np.abs(_native.silu_gate(gate, up) - want) <= 7 * U * np.abs(want)).all()
 
 
+def test_gelu_gate_keeps_its_bound() -> None:
+    """z is some roundings off, which the logistic passes on times |z|."""
+    for n in SIZES:
+        gate, up = row(n, 4, 4.0), row(n, 5)
+        z = 2 * np.sqrt(2 / np.pi) * (exact(gate) + 0.044715 * exact(gate) ** 3)
+        want = exact(gate) / (1 + np.exp(-z)) * exact(up)
+
+        got = _native.gated("gelu_tanh", gate, up)
+
+        assert (np.abs(got - want) <= (8 + 5 * np.abs(z)) * U * np.abs(want) + 1e-30).all()
+
+
+def test_clamped_gate_keeps_its_bound() -> None:
+    for n in SIZES:
+        gate, up = row(n, 4, 20.0), row(n, 5, 20.0)
+        below, within = np.minimum(exact(gate), 7), np.clip(exact(up), -7, 7)
+        want = below / (1 + np.exp(-1.702 * below)) * (within + 1)
+
+        got = _native.gated("clamped_silu", gate, up)
+
+        bound = (10 + 3 * np.abs(1.702 * below)) * U * np.abs(want)
+        assert (np.abs(got - want) <= bound + 1e-30).all()
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0, 50.0])
+def test_a_cap_keeps_its_bound(cap: float) -> None:
+    for n in SIZES:
+        x = row(n, 4, 200.0)
+
+        got = _native.capped(x, cap)
+
+        assert (np.abs(got - cap * np.tanh(exact(x) / cap)) <= 6 * U * cap).all()
+        assert (np.abs(got) <= cap).all()
+
+
 def test_silu_gate_of_extremes_is_the_limit() -> None:
     gate = np.float32([-1e30, -1000.0, -100.0, 0.0, 100.0, 1e30])
 

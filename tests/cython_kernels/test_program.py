@@ -42,7 +42,7 @@ def program(**changes: Any) -> Program:
     [
         ({"head_dim": 7}, "heads of 7 dimensions"),
         ({"head_dim": 258}, "heads of 258 dimensions"),
-        ({"head_dim": 10}, "4 rotation frequencies for heads of 10"),
+        ({"head_dim": 6}, "4 rotation frequencies for heads of 6"),
         ({"n_heads": 3, "n_kv_heads": 2}, "cannot be"),
         ({"vocab": 0}, "cannot be"),
         ({"kv_format": "f8"}, "f32, f16, bf16, int8 are supported"),

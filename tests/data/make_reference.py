@@ -4,9 +4,9 @@
 
 Runs by hand, in an environment of its own; the tests only read what it leaves. `tokens`: hashes of
 llama.cpp's ids of ten thousand lines for every vocabulary; `model`: greedy tokens and logits of the default
-model in float32; `tiny`: the same of tiny models of every architecture; `chats`: conversations rendered by
-templates; `perplexity`: of the fixed English text. Token ids of the default model come from llama.cpp:
-transformers' import of a GGUF loses its pre-tokenizer.
+model in float32; `tiny` and `families`: the same of tiny models of every architecture; `chats`: conversations
+rendered by templates; `perplexity`: of the fixed English text. Token ids of the default model come from
+llama.cpp: transformers' import of a GGUF loses its pre-tokenizer.
 """
 
 from __future__ import annotations
@@ -139,6 +139,34 @@ def make_tiny() -> None:
     np.savez_compressed(layout.FIXTURES / "tiny_models.npz", **arrays)
 
 
+def make_families() -> None:
+    """families.npz: per family and prompt the greedy tokens, their margins, logits of some steps."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.support import family_models as families
+
+    arrays: dict[str, np.ndarray] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in families.FAMILY_CASES:
+            path = families.write_family_hf(Path(folder) / name, name)
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            )
+            assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+                loading
+            )
+            for at, prompt in enumerate(families.family_prompts(name)):
+                logits = greedy(model.eval(), prompt, families.N_GREEDY)
+                arrays[f"{name}/{at}/tokens"] = logits.argmax(axis=1).astype(np.int32)
+                arrays[f"{name}/{at}/margins"] = margins(logits)
+                arrays[f"{name}/{at}/logits"] = logits[list(families.CHECKED_STEPS)]
+                print(
+                    name, len(prompt), "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr
+                )
+    np.savez_compressed(layout.FIXTURES / "families.npz", **arrays)
+
+
 def make_perplexity(gguf: Path) -> None:
     """perplexity.json: of the default model in float32, over windows that do not overlap."""
     import torch
@@ -200,14 +228,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["all", "tokens", "model", "tiny", "chats", "perplexity"])
-    parser.add_argument("--gguf", type=Path, required=True, help="the default model")
+    parser.add_argument("what", choices=["all", "tokens", "model", "tiny", "families", "chats", "perplexity"])
+    parser.add_argument("--gguf", type=Path, help="the default model; tiny, families and chats do without")
     options = parser.parse_args()
     layout.FIXTURES.mkdir(parents=True, exist_ok=True)
     if options.what in ("all", "tokens"):
         make_tokens(options.gguf)
     if options.what in ("all", "tiny"):
         make_tiny()
+    if options.what in ("all", "families"):
+        make_families()
     if options.what in ("all", "chats"):
         make_chats()
     if options.what in ("all", "model"):

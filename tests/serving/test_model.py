@@ -11,7 +11,9 @@ import pytest
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.model import (
+    Experts,
     FrequencyFactors,
+    LayerKind,
     LinearScaling,
     Llama3Scaling,
     ModelConfig,
@@ -69,7 +71,7 @@ def test_frequencies_fall_and_scaling_never_raises_them(scaling: Scaling | None)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"architecture": "gpt2"},
+        {"activation": "relu"},
         {"n_layers": 0},
         {"hidden": 1 << 40},
         {"vocab_size": -1},
@@ -77,7 +79,16 @@ def test_frequencies_fall_and_scaling_never_raises_them(scaling: Scaling | None)
         {"n_kv_heads": 3},
         {"n_kv_heads": 8},
         {"head_dim": 15, "rope": RopeSpec(10000.0, 15)},
-        {"rope": RopeSpec(10000.0, 8)},
+        {"rope": RopeSpec(10000.0, 18)},
+        {"layer_kinds": (LayerKind(4, None),)},
+        {"layer_kinds": (LayerKind(0, None), LayerKind(4, None))},
+        {"experts": Experts(0, 0, True)},
+        {"experts": Experts(4, 5, True)},
+        {"experts": Experts(4, True, True)},
+        {"attention_cap": 0.0},
+        {"logit_cap": float("nan")},
+        {"embed_scale": float("inf")},
+        {"residual_scale": 1e-5},
         {"rope": RopeSpec(0.0, 16)},
         {"rope": RopeSpec(float("inf"), 16)},
         {"rope": RopeSpec(1e4, 16, LinearScaling(0.0))},

@@ -79,11 +79,13 @@ def tiny_case_weights(name: str) -> dict[str, np.ndarray]:
     """Every tensor in float32: the names and shapes of `tiny_models`, values from raw bits."""
     case = TINY_CASES[name]
     model = tiny_models.tiny_weights(case.architecture, case.shape)
-    return {tensor: _values(f"{name}/{tensor}", like.shape) for tensor, like in model.items()}
+    return {tensor: raw_values(f"{name}/{tensor}", like.shape) for tensor, like in model.items()}
 
 
-def _values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Uniform values of a size for their place: matrices that keep lengths, norms near 1."""
+def raw_values(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Uniform values of a size for their place: matrices that keep lengths, norms near 1. The same on every
+    machine.
+    """
     raw = np.random.PCG64(zlib.crc32(name.encode())).random_raw(int(np.prod(shape)))
     unit = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
     if len(shape) == 1:

@@ -113,7 +113,7 @@ def shapes_of(model: PackedModel) -> tuple[Shape, ...]:
     head = next(name for name in HEADS if name in model.weights)
     counts = Counter(
         (format_name(weight), weight.n, weight.k, name == head)
-        for name, weight in model.weights.items()
+        for name, weight in model.products().items()
         if name == head or name not in HEADS
     )
     shapes = [Shape(*key[:3], uses, ALL_LOGITS_ROWS if key[3] else None) for key, uses in counts.items()]

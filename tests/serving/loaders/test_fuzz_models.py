@@ -15,6 +15,7 @@ import pytest
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.model import PackedModel
+from tests.support import family_models
 from tests.support.tiers import n_examples
 from tests.support.tiny_models import TinyShape, safetensors_bytes, tiny_gguf, tiny_weights, write_tiny_hf
 
@@ -173,3 +174,21 @@ def test_a_damaged_index_loads_or_is_refused(tmp_path: Path) -> None:
     counts = fuzz("index", healthy, len(healthy), index, directory, tmp_path)
 
     assert counts["refused"] > CASES // 4
+
+
+@pytest.mark.parametrize("name", family_models.FAMILY_CASES)
+@pytest.mark.parametrize("victim", ["gguf", "config.json"])
+def test_damaged_files_of_every_family_load_or_are_refused(tmp_path: Path, name: str, victim: str) -> None:
+    """A fiftieth of the cases for each family, all of them in the full run."""
+    cases = CASES if "PHASEWISE_FUZZ_CASES" in os.environ else max(CASES // 50, 2)
+    if victim == "gguf":
+        load = target = family_models.write_family_gguf(tmp_path / "fuzz.gguf", name)
+    else:
+        load = family_models.write_family_hf(tmp_path / "fuzz", name)
+        target = load / victim
+    healthy = target.read_bytes()
+    header_bytes = min(len(healthy), 12000)
+
+    counts = fuzz(f"{name} {victim}", healthy, header_bytes, target, load, tmp_path, cases)
+
+    assert counts["loaded"] + counts["refused"] == cases

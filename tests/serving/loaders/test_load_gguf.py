@@ -244,11 +244,27 @@ BAD_METADATA = {
     "epsilon of NaN": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon"),
     "a negative base": ({"llama.rope.freq_base": -5.0}, "RoPE"),
     "a base of NaN": ({"llama.rope.freq_base": float("nan")}, "RoPE"),
-    "yarn": ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+    "dynamic": ({"llama.rope.scaling.type": "dynamic"}, "dynamic"),
     "experts": ({"llama.expert_count": 8}, "mixture"),
     "a split file": ({"split.count": 2}, "split"),
     "an end outside the vocabulary": ({"tokenizer.ggml.eos_token_id": 272}, "outside"),
-    "partial rotation": ({"llama.rope.dimension_count": 8}, "RoPE over 8"),
+    "odd rotation": ({"llama.rope.dimension_count": 7}, "RoPE over 7"),
+    "rotation of more than a head": ({"llama.rope.dimension_count": 18}, "RoPE over 18"),
+    "more chosen than experts": ({"llama.expert_count": 2, "llama.expert_used_count": 3}, "3 of 2 experts"),
+    "none chosen": ({"llama.expert_count": 2, "llama.expert_used_count": 0}, "0 of 2 experts"),
+    "a million experts": ({"llama.expert_count": 10**6, "llama.expert_used_count": 2}, "1000000 experts"),
+    "experts that are not there": (
+        {"llama.expert_count": 2, "llama.expert_used_count": 1},
+        "lacks the tensor",
+    ),
+    "another architecture of great length": ({"general.architecture": "x" * 9999}, "xxx"),
+    "a negative window": ({"llama.attention.sliding_window": -5.0}, "int expected"),
+    "yarn by nothing": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 0.0}, "RoPE"),
+    "yarn by NaN": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": float("nan")}, "RoPE"),
+    "yarn of no context": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 0},
+        "original context",
+    ),
 }
 
 

@@ -146,9 +146,11 @@ def test_sliding_windows_of_mistral_and_qwen() -> None:
     assert config("qwen2", sliding_window=128, use_sliding_window=True).sliding_window is None
     window = config("qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=0)
     assert window.sliding_window == 128
-    with pytest.raises(ModelError, match="some layers"):
-        config("qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=1)
+    mixed = config("qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=1)
+    assert [mixed.kind_of(layer).window for layer in range(2)] == [None, 128]
 
+
+GELU = {"hidden_act": "gelu_pytorch_tanh"}
 
 BAD_CONFIGS = {
     "another architecture": ({"model_type": "gpt2"}, "'gpt2'"),
@@ -161,12 +163,85 @@ BAD_CONFIGS = {
     "more layers than there are": ({"num_hidden_layers": 3}, "lacks"),
     "negative heads": ({"num_attention_heads": -4, "head_dim": None}, "n_heads is -4"),
     "odd head": ({"head_dim": 15}, "head dimensions"),
-    "partial rotation": ({"partial_rotary_factor": 0.5}, "rotates 0.5"),
+    "odd rotation": ({"partial_rotary_factor": 0.32}, "RoPE over 5"),
     "rotation of infinity": ({"partial_rotary_factor": float("inf")}, "rotates inf"),
     "gelu": ({"hidden_act": "gelu"}, "gelu"),
     "mlp bias": ({"mlp_bias": True}, "mlp_bias"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+    "yarn by nothing": ({"rope_scaling": {"type": "yarn", "factor": 0.0}}, "RoPE"),
+    "yarn by NaN": ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "RoPE"),
+    "yarn of a negative context": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": -1}},
+        "original context",
+    ),
+    "yarn of no turns": ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 0.0}}, "RoPE"),
+    "yarn of a magnitude": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1e9}},
+        "RoPE",
+    ),
+    "longrope of text": (
+        {"rope_scaling": {"type": "longrope", "short_factor": ["1"] * 8, "long_factor": [1.0] * 8}},
+        "list of numbers",
+    ),
+    "longrope of few factors": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},
+        "RoPE",
+    ),
+    "longrope of a zero": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0.0] * 8}},
+        "RoPE",
+    ),
+    "longrope of a million factors": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 10**5, "long_factor": [1.0] * 8}},
+        "list of numbers",
+    ),
+    "gemma with a cap of nothing": (
+        {"model_type": "gemma2", **GELU, "attn_logit_softcapping": 0.0},
+        "softcapping",
+    ),
+    "gemma with a cap of NaN": (
+        {"model_type": "gemma2", **GELU, "final_logit_softcapping": float("nan")},
+        "softcapping",
+    ),
+    "gemma without a window": ({"model_type": "gemma2", **GELU, "sliding_window": 0}, "sliding window"),
+    "gemma with scores of nothing": (
+        {"model_type": "gemma2", **GELU, "query_pre_attn_scalar": 0},
+        "query_pre_attn",
+    ),
+    "gemma of silu": ({"model_type": "gemma2", "hidden_act": "silu"}, "silu"),
+    "gemma of few layer types": (
+        {"model_type": "gemma2", **GELU, "layer_types": ["full_attention"]},
+        "layer_types",
+    ),
+    "gemma of unknown layers": (
+        {"model_type": "gemma2", **GELU, "layer_types": ["chunked"] * 2},
+        "layer_types",
+    ),
+    "gemma that sees ahead": (
+        {"model_type": "gemma3_text", **GELU, "use_bidirectional_attention": True},
+        "bidirectional",
+    ),
+    "gemma without a period": ({"model_type": "gemma3_text", **GELU, "sliding_window_pattern": 0}, "every 0"),
+    "no experts": ({"model_type": "mixtral", "num_local_experts": 0}, "0 experts"),
+    "more chosen than experts": ({"model_type": "mixtral", "num_experts_per_tok": 9}, "9 of 8"),
+    "none chosen": ({"model_type": "olmoe", "num_experts_per_tok": 0}, "0 of 64"),
+    "experts of text": ({"model_type": "mixtral", "num_local_experts": "8"}, "int expected"),
+    "a sparse step": ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step"),
+    "clipped": ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv"),
+    "a multiplier of nothing": ({"model_type": "granite", "residual_multiplier": 0.0}, "residual_multiplier"),
+    "a multiplier of NaN": (
+        {"model_type": "granite", "embedding_multiplier": float("nan")},
+        "embedding_multiplier",
+    ),
+    "logits by nothing": ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
+    "a tiny multiplier": ({"model_type": "granite", "residual_multiplier": 1e-4}, "epsilon"),
+    "an interval of nothing": (
+        {"model_type": "smollm3", "no_rope_layer_interval": 0},
+        "no_rope_layer_interval",
+    ),
+    "few entries of layers": ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers"),
+    "another clamp": ({"model_type": "gpt_oss", "swiglu_limit": 8.0}, "clamped"),
     "llama3 without factor": ({"rope_scaling": {**LLAMA3, "factor": None}}, "without factor"),
     "llama3 without a span": ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "RoPE"),
     "linear by zero": ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "RoPE"),
@@ -266,7 +341,7 @@ BAD_HEADERS: dict[str, tuple[Any, str]] = {
     "too few bytes": ({"x": entry(offsets=[0, 12])}, "needs 16 bytes"),
     "beyond the end": ({"x": entry(offsets=[8, 24])}, "cut short"),
     "an overlap": ({"x": entry(), "y": entry(shape=[2], offsets=[8, 16])}, "inside"),
-    "a third dimension": ({"model.norm.weight": entry(shape=[2, 2, 1])}, "vector or matrix"),
+    "a fourth dimension": ({"model.norm.weight": entry(shape=[1, 2, 2, 1])}, "vector or matrix"),
     "integers": ({"model.norm.weight": entry("I32")}, "vector or matrix"),
 }
 

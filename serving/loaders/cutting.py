@@ -1,0 +1,118 @@
+"""One tensor of a file as the several tensors of ours that it holds.
+
+Everything here is a view: rows are read from the file when the packer asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families import Cut, Names
+from phasewise.serving.loaders.source import RowReader, Rows, SourceTensor, take_rows
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def our_tensors(
+    stem: str, name: str, names: Names, tensor: SourceTensor, shapes: Shapes, what: str
+) -> Iterator[tuple[str, SourceTensor]]:
+    """Our names and tensors of a layer's tensor `name`; KeyError where the family has no such name.
+
+    stem: "layers.3.". shapes: what the config calls for, by our names. what: the tensor, in errors.
+    """
+    ours = names[name]
+    if isinstance(ours, str):
+        yield stem + ours, tensor
+        return
+    experts = _experts_of(tensor, ours, what) if ours.of_experts else [("", tensor)]
+    for place, of_one in experts:
+        yield from _parts(f"{stem}{place}", of_one, ours, shapes, what)
+
+
+def _experts_of(tensor: SourceTensor, cut: Cut, what: str) -> list[tuple[str, SourceTensor]]:
+    """The matrices of a stack [experts, outputs, inputs], or the vectors of [experts, outputs]."""
+    if len(tensor.shape) < 2:
+        raise ModelError(f"{what} is {tensor.shape}: one entry for every expert expected")
+    n_rows = tensor.shape[1] if len(tensor.shape) == 3 else 1
+    return [
+        (
+            f"experts.{expert}.",
+            replace(
+                tensor,
+                shape=_turned(tensor.shape[1:], cut),
+                n_bytes=tensor.n_bytes // tensor.shape[0],
+                rows=_reader(tensor.rows, expert * n_rows, n_rows, cut),
+            ),
+        )
+        for expert in range(tensor.shape[0])
+    ]
+
+
+def _turned(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
+    return shape[::-1] if cut.transposed else shape
+
+
+def _reader(rows: RowReader, first: int, n_rows: int, cut: Cut) -> RowReader:
+    def own_rows(start: int, stop: int) -> Rows:
+        return rows(first + start, first + stop)
+
+    def columns(start: int, stop: int) -> Rows:
+        whole = rows(first, first + n_rows)
+        assert isinstance(whole, np.ndarray)
+        return np.ascontiguousarray(whole[:, start:stop].T)
+
+    return columns if cut.transposed else own_rows
+
+
+def _parts(
+    stem: str, tensor: SourceTensor, cut: Cut, shapes: Shapes, what: str
+) -> Iterator[tuple[str, SourceTensor]]:
+    wanted = [shapes.get(stem + part) for part in cut.parts]
+    sizes = [shape[0] for shape in wanted if shape is not None]
+    if len(sizes) != len(cut.parts) or sum(sizes) != tensor.shape[0]:
+        raise ModelError(
+            f"{what} has {tensor.shape[0]} rows for {stem}{' and '.join(cut.parts)}, for which the"
+            f" config asks for {' and '.join(map(str, wanted))}"
+        )
+    if cut.alternating and len(set(sizes)) > 1:
+        raise ModelError(f"{what} holds rows in turns for parts of {sizes} rows")
+    start = 0
+    for index, (part, size) in enumerate(zip(cut.parts, sizes, strict=True)):
+        every = len(cut.parts) if cut.alternating else 1
+        first = index if cut.alternating else start
+        yield stem + part, _rows_of(tensor, first, size, every)
+        start += size
+
+
+def _rows_of(tensor: SourceTensor, first: int, count: int, every: int) -> SourceTensor:
+    """`count` rows from `first` on, each `every`-th; of a vector as many of its numbers."""
+    shape = (count, *tensor.shape[1:])
+    n_bytes = tensor.n_bytes * count // tensor.shape[0]
+
+    def matrix_rows(start: int, stop: int) -> Rows:
+        if every == 1:
+            return tensor.rows(first + start, first + stop)
+        span = tensor.rows(first + start * every, first + (stop - 1) * every + 1)
+        return take_rows(span, np.arange(0, (stop - start) * every, every))
+
+    def vector_row(start: int, stop: int) -> Rows:
+        whole = tensor.rows(start, stop)
+        assert isinstance(whole, np.ndarray)
+        return whole.reshape(1, -1)[:, first : first + (count - 1) * every + 1 : every]
+
+    return replace(tensor, shape=shape, n_bytes=n_bytes, rows=matrix_rows if len(shape) > 1 else vector_row)
+
+
+def one_more(tensor: SourceTensor) -> SourceTensor:
+    """A vector of numbers that the file holds less one."""
+
+    def rows(start: int, stop: int) -> Rows:
+        less = tensor.rows(start, stop)
+        assert isinstance(less, np.ndarray)
+        return less + np.float32(1)
+
+    return replace(tensor, rows=rows)

@@ -1,0 +1,41 @@
+"""The table of families that can run, by the names that config.json and GGUF files give them.
+
+A new family is a file beside this one and a line here (docs/guide/model-families.md).
+"""
+
+from __future__ import annotations
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Cut, Family, Names
+from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
+from phasewise.serving.loaders.families.gpt_oss import GPT_OSS
+from phasewise.serving.loaders.families.granite import GRANITE, GRANITE_MOE
+from phasewise.serving.loaders.families.llama import LLAMA, MISTRAL, MIXTRAL
+from phasewise.serving.loaders.families.olmo import OLMO2, OLMOE
+from phasewise.serving.loaders.families.phi import PHI3
+from phasewise.serving.loaders.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from phasewise.serving.loaders.families.smollm import SMOLLM3
+
+__all__ = ["ACTIVATION_NAMES", "FAMILIES", "Cut", "Family", "Names", "family_of_gguf", "family_of_hf"]
+
+FAMILIES: tuple[Family, ...] = (
+    LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE,
+    GRANITE_MOE, SMOLLM3, GPT_OSS,
+)  # fmt: skip
+
+_BY_HF = {name: family for family in FAMILIES for name in family.hf}
+_BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
+
+
+def family_of_hf(model_type: str) -> Family:
+    """By config.json's `model_type`; ModelError for one that cannot run."""
+    if model_type not in _BY_HF:
+        raise ModelError(f"config.json describes a {model_type!r:.60} model; {', '.join(_BY_HF)} can run")
+    return _BY_HF[model_type]
+
+
+def family_of_gguf(architecture: str, what: str) -> Family:
+    """By `general.architecture` of the file `what`; ModelError for one that cannot run."""
+    if architecture not in _BY_GGUF:
+        raise ModelError(f"{what} holds a {architecture!r:.60} model; {', '.join(_BY_GGUF)} can run")
+    return _BY_GGUF[architecture]

@@ -1,0 +1,76 @@
+"""What a family of models is to the loaders: how files name its tensors, and what its configs mean.
+
+A reader of config.json or of GGUF metadata makes a plain `ModelConfig`, that of a Llama; the family's
+function for the format replaces what is different in it. Tensors that no family mentions go by the common
+names below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phasewise.serving.model import ModelConfig
+
+Get = Callable[..., Any]
+"""get(key, type, default=None): the file's value if it has that type, the default if it is absent;
+ModelError else.
+"""
+
+Adapt = Callable[[Get, ModelConfig], ModelConfig]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor of a file that holds several of ours is cut: its rows are those of `parts`, one after the
+    other.
+
+    of_experts: the first dimension counts experts, and parts are those of each. alternating: rows of the
+    parts take turns. transposed: inputs come before outputs.
+    """
+
+    parts: tuple[str, ...]
+    of_experts: bool = False
+    alternating: bool = False
+    transposed: bool = False
+
+
+ACTIVATION_NAMES = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu")}
+"""Activations, and what config.json calls them."""
+
+Names = Mapping[str, str | Cut]
+"""A file's names of a layer's tensors to ours; "{e}" in both stands for an expert's number."""
+
+
+def unchanged(get: Get, config: ModelConfig) -> ModelConfig:
+    """The config of a Llama."""
+    del get
+    return config
+
+
+@dataclass(frozen=True)
+class Family:
+    """One entry of the table. `name` is that of its configs' `architecture`."""
+
+    name: str
+    hf: tuple[str, ...] = ()
+    """`model_type` in config.json."""
+    gguf: tuple[str, ...] = ()
+    """`general.architecture` in GGUF metadata."""
+    from_hf: Adapt = unchanged
+    from_gguf: Adapt = unchanged
+    hf_names: Names = field(default_factory=dict)
+    gguf_names: Names = field(default_factory=dict)
+    hf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that config.json may leave out, other than Llama's."""
+    activation: str = "silu"
+    """What the gate goes through, of `ACTIVATION_NAMES`."""
+    hf_text_prefixes: tuple[str, ...] = ()
+    """What precedes the names of a language model that is part of a larger one."""
+    hf_ignored: tuple[str, ...] = ()
+    """Beginnings of names of what is not the language model."""
+    hf_unit_norms: bool = False
+    """Whether safetensors hold norm weights less one (GGUF files never do)."""
+    gguf_interleaved_heads: bool = False
+    """Whether llama.cpp's converter interleaves the halves of every query and key head."""

@@ -1,0 +1,154 @@
+"""Gemma 2 and 3: norms before and after each half of a layer, GeGLU, windows in most layers.
+
+Embeddings are multiplied by the root of their size, and norm weights are stored less one. Gemma 2 caps the
+scores of attention and the logits; Gemma 3 has a norm over every query and key head, and a RoPE of its own in
+layers with a window.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.family import Family, Get
+from phasewise.serving.loaders.families.reading import (
+    all_but_every,
+    layer_types,
+    must_be_off,
+    positive,
+    positive_or_none,
+    with_windows,
+)
+from phasewise.serving.model import ModelConfig, RopeSpec
+
+GEMMA2_PERIOD, GEMMA3_PERIOD = 2, 6
+LOCAL_THETA = 10000.0
+LARGEST_GEMMA2, LARGEST_GEMMA3 = 46, 62  # layers of the models whose scores are scaled by hidden / heads
+
+
+def _common(config: ModelConfig, attention_scale: float) -> ModelConfig:
+    return replace(
+        config,
+        post_norms=True,
+        embed_scale=math.sqrt(config.hidden),
+        attention_scale=attention_scale,
+    )
+
+
+def _hf(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "use_bidirectional_attention")
+    common = _common(config, 1 / math.sqrt(positive(get, "query_pre_attn_scalar", 256.0)))
+    return replace(
+        common,
+        attention_cap=positive_or_none(get, "attn_logit_softcapping"),
+        logit_cap=positive_or_none(get, "final_logit_softcapping"),
+    )
+
+
+def _gemma2(get: Get, config: ModelConfig) -> ModelConfig:
+    sliding = layer_types(get, config, GEMMA2_PERIOD)
+    return with_windows(_hf(get, config), sliding, get("sliding_window", int))
+
+
+def _gemma3(get: Get, config: ModelConfig) -> ModelConfig:
+    sliding = layer_types(get, config, get("sliding_window_pattern", int, GEMMA3_PERIOD))
+    by_kind = get("rope_parameters", dict) or {}
+    local = by_kind.get("sliding_attention")
+    theta = local.get("rope_theta") if isinstance(local, dict) else get("rope_local_base_freq", float)
+    rope = RopeSpec(LOCAL_THETA if theta is None else _number(theta), config.head_dim)
+    own = replace(_hf(get, config), qk_norm=True)
+    return with_windows(own, sliding, get("sliding_window", int), rope)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ModelError(f"config.json has rope_theta = {value!r:.60}: a number expected")
+    return float(value)
+
+
+def _gguf_scale(config: ModelConfig, largest: int) -> float:
+    """Files do not say it; llama.cpp knows the largest model of each family by its layers."""
+    return 1 / math.sqrt(config.hidden / config.n_heads if config.n_layers == largest else config.head_dim)
+
+
+def _gemma2_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    capped = replace(
+        _common(config, _gguf_scale(config, LARGEST_GEMMA2)),
+        attention_cap=positive_or_none(get, "attn_logit_softcapping", 50.0),
+        logit_cap=positive_or_none(get, "final_logit_softcapping", 30.0),
+    )
+    sliding = all_but_every(GEMMA2_PERIOD, config.n_layers)
+    return with_windows(capped, sliding, get("attention.sliding_window", int, 4096))
+
+
+def _gemma3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    own = replace(
+        _common(config, _gguf_scale(config, LARGEST_GEMMA3)),
+        qk_norm=True,
+        logit_cap=positive_or_none(get, "final_logit_softcapping"),
+    )
+    window = get("attention.sliding_window", int)
+    rope = RopeSpec(get("rope.freq_base_swa", float, LOCAL_THETA), config.head_dim)
+    sliding = all_but_every(GEMMA3_PERIOD, config.n_layers) if window else [False] * config.n_layers
+    return with_windows(own, sliding, window, rope)
+
+
+_HF_NAMES = {
+    "post_attention_layernorm.weight": "attn_post_norm",
+    "pre_feedforward_layernorm.weight": "ffn_norm",
+    "post_feedforward_layernorm.weight": "ffn_post_norm",
+}
+_GGUF_NAMES = {"post_attention_norm.weight": "attn_post_norm", "post_ffw_norm.weight": "ffn_post_norm"}
+_DEFAULTS = {
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+GEMMA2 = Family(
+    "gemma2",
+    hf=("gemma2",),
+    gguf=("gemma2",),
+    from_hf=_gemma2,
+    from_gguf=_gemma2_gguf,
+    hf_names=_HF_NAMES,
+    gguf_names=_GGUF_NAMES,
+    hf_defaults={
+        **_DEFAULTS,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    activation="gelu_tanh",
+    hf_unit_norms=True,
+)
+GEMMA3 = Family(
+    "gemma3",
+    hf=("gemma3_text", "gemma3"),
+    gguf=("gemma3",),
+    from_hf=_gemma3,
+    from_gguf=_gemma3_gguf,
+    hf_names=_HF_NAMES,
+    gguf_names=_GGUF_NAMES,
+    hf_defaults={
+        **_DEFAULTS,
+        "vocab_size": 262208,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 131072,
+    },
+    hf_text_prefixes=("language_model.", "model.language_model."),
+    hf_ignored=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
+    activation="gelu_tanh",
+    hf_unit_norms=True,
+)

@@ -1,0 +1,84 @@
+"""gpt-oss: experts in MXFP4 with biases and a clamped gate, attention with sinks, windows in every other
+layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.family import Cut, Family, Get
+from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
+from phasewise.serving.loaders.families.reading import all_but_every, experts_of, layer_types, with_windows
+from phasewise.serving.model import ModelConfig, RopeSpec, YarnScaling
+
+PERIOD = 2
+LIMIT, ALPHA = 7.0, 1.702  # of the clamped gate: families/elementwise.c
+
+
+def _common(config: ModelConfig) -> ModelConfig:
+    return replace(config, activation="clamped_silu", sinks=True, out_bias=True)
+
+
+def _hf(get: Get, config: ModelConfig) -> ModelConfig:
+    if get("swiglu_limit", float, LIMIT) != LIMIT or get("swiglu_alpha", float, ALPHA) != ALPHA:
+        raise ModelError(f"config.json has another clamped gate than one of {LIMIT:g} and {ALPHA:g}")
+    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, biases=True)
+    own = replace(_common(config), experts=experts)
+    return with_windows(own, layer_types(get, config, PERIOD), get("sliding_window", int))
+
+
+def _smooth(rope: RopeSpec) -> RopeSpec:
+    """The ramp of its YaRN does not begin and end at whole pairs, which GGUF files do not say."""
+    return (
+        replace(rope, scaling=replace(rope.scaling, truncate=False))
+        if isinstance(rope.scaling, YarnScaling)
+        else rope
+    )
+
+
+def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    experts = experts_of(get, "expert_count", "expert_used_count", normalised=True, biases=True)
+    width = get("expert_feed_forward_length", int, config.ffn)
+    own = replace(_common(config), experts=experts, ffn=width, rope=_smooth(config.rope))
+    sliding = all_but_every(PERIOD, config.n_layers)
+    return with_windows(own, sliding, get("attention.sliding_window", int, 128))
+
+
+GPT_OSS = Family(
+    "gpt-oss",
+    hf=("gpt_oss",),
+    gguf=("gpt-oss",),
+    from_hf=_hf,
+    from_gguf=_gguf,
+    hf_defaults={
+        "head_dim": 64,
+        "rope_theta": 150000.0,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+    },
+    hf_names={
+        "self_attn.sinks": "sinks",
+        "self_attn.o_proj.bias": "o_bias",
+        "mlp.router.weight": "router",
+        "mlp.router.bias": "router_bias",
+        "mlp.experts.gate_up_proj": Cut(("gate", "up"), of_experts=True, alternating=True, transposed=True),
+        "mlp.experts.gate_up_proj.mxfp4": Cut(("gate", "up"), of_experts=True, alternating=True),
+        "mlp.experts.gate_up_proj_bias": Cut(("gate_bias", "up_bias"), of_experts=True, alternating=True),
+        "mlp.experts.down_proj": Cut(("down",), of_experts=True, transposed=True),
+        "mlp.experts.down_proj.mxfp4": Cut(("down",), of_experts=True),
+        "mlp.experts.down_proj_bias": Cut(("down_bias",), of_experts=True),
+    },
+    gguf_names={
+        **GGUF_EXPERTS,
+        "post_attention_norm.weight": "ffn_norm",
+        "attn_sinks.weight": "sinks",
+        "attn_output.bias": "o_bias",
+        "ffn_gate_inp.bias": "router_bias",
+        "ffn_gate_exps.bias": Cut(("gate_bias",), of_experts=True),
+        "ffn_up_exps.bias": Cut(("up_bias",), of_experts=True),
+        "ffn_down_exps.bias": Cut(("down_bias",), of_experts=True),
+    },
+)

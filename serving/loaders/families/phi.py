@@ -1,0 +1,32 @@
+"""Phi 3 and 4: one tensor for queries, keys and values, one for gate and up; LongRoPE in the long-context
+models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phasewise.serving.loaders.families.family import Cut, Family, Get
+from phasewise.serving.model import ModelConfig
+
+
+def _hf(get: Get, config: ModelConfig) -> ModelConfig:
+    return replace(config, sliding_window=get("sliding_window", int))
+
+
+def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    return replace(config, sliding_window=get("attention.sliding_window", int) or None)
+
+
+PHI3 = Family(
+    "phi3",
+    hf=("phi3",),
+    gguf=("phi3",),
+    from_hf=_hf,
+    from_gguf=_gguf,
+    hf_names={
+        "self_attn.qkv_proj.weight": Cut(("q", "k", "v")),
+        "mlp.gate_up_proj.weight": Cut(("gate", "up")),
+    },
+    gguf_names={"attn_qkv.weight": Cut(("q", "k", "v")), "ffn_up.weight": Cut(("gate", "up"))},
+)

@@ -1,0 +1,70 @@
+"""What several families read alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.family import Get
+from phasewise.serving.model import Experts, LayerKind, ModelConfig, RopeSpec
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def layer_types(get: Get, config: ModelConfig, period: int) -> list[bool]:
+    """Of config.json: which layers have a window; all but every `period`-th where the file does not say."""
+    named = get("layer_types", list)
+    if named is None:
+        return all_but_every(period, config.n_layers)
+    if len(named) != config.n_layers or any(kind not in (SLIDING, FULL) for kind in named):
+        raise ModelError(
+            f"config.json has layer_types = {named!r:.60}: {SLIDING} or {FULL} for each of"
+            f" {config.n_layers} layers expected"
+        )
+    return [kind == SLIDING for kind in named]
+
+
+def all_but_every(period: int, n_layers: int) -> list[bool]:
+    if period < 1:
+        raise ModelError(f"layers without a window come every {period} layers: 1 or more expected")
+    return [bool((layer + 1) % period) for layer in range(n_layers)]
+
+
+def with_windows(
+    config: ModelConfig, sliding: list[bool], window: int | None, rope: RopeSpec | None = None
+) -> ModelConfig:
+    """The config with a window in some layers, where `rope` holds too (None: the rope of all layers)."""
+    local = LayerKind(window, rope or config.rope)
+    whole = LayerKind(None, config.rope)
+    if len({local if one else whole for one in sliding}) == 1:
+        return replace(config, sliding_window=window if sliding[0] else None)
+    return replace(config, layer_kinds=tuple(local if one else whole for one in sliding))
+
+
+def positive_or_none(get: Get, key: str, default: float | None = None) -> float | None:
+    """A number that must be above zero where the file gives one."""
+    return None if get(key, float, default) is None else positive(get, key, default or 0.0)
+
+
+def positive(get: Get, key: str, default: float) -> float:
+    """A number that must be above zero."""
+    value: float = get(key, float, default)
+    if not 0 < value < float("inf"):
+        raise ModelError(f"the config has {key} = {value!r}: a number above 0 expected")
+    return value
+
+
+def experts_of(get: Get, count: str, chosen: str, normalised: bool, biases: bool = False) -> Experts:
+    """The mixture whose numbers the file gives under these keys."""
+    found = get(count, int), get(chosen, int)
+    for key, value in zip((count, chosen), found, strict=True):
+        if value is None:
+            raise ModelError(f"a mixture of experts without {key}")
+    return Experts(*found, normalised, biases)
+
+
+def must_be_off(get: Get, *keys: str) -> None:
+    """Fields for whose other values there is no arithmetic here."""
+    for key in keys:
+        if value := get(key):
+            raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run")

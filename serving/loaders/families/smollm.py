@@ -1,0 +1,50 @@
+"""SmolLM 3: a Llama in which some layers know no positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.family import Family, Get
+from phasewise.serving.loaders.families.reading import must_be_off
+from phasewise.serving.model import LayerKind, ModelConfig
+
+PERIOD = 4  # layers between two without RoPE
+
+
+def _with_rope(config: ModelConfig, has_rope: list[bool]) -> ModelConfig:
+    if all(has_rope):
+        return config
+    kinds = LayerKind(None, None), LayerKind(None, config.rope)
+    return replace(config, layer_kinds=tuple(kinds[one] for one in has_rope))
+
+
+def _hf(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "use_sliding_window")
+    has_rope = get("no_rope_layers", list)  # 1 where a layer has RoPE, whatever the name says
+    if has_rope is None:
+        period = get("no_rope_layer_interval", int, PERIOD)
+        if period < 1:
+            raise ModelError(f"config.json has no_rope_layer_interval = {period}: 1 or more expected")
+        has_rope = [(layer + 1) % period for layer in range(config.n_layers)]
+    if len(has_rope) != config.n_layers:
+        raise ModelError(
+            f"config.json has {len(has_rope)} entries in no_rope_layers for {config.n_layers} layers"
+        )
+    return _with_rope(config, [bool(one) for one in has_rope])
+
+
+def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    del get
+    return _with_rope(config, [bool((layer + 1) % PERIOD) for layer in range(config.n_layers)])
+
+
+SMOLLM3 = Family(
+    "smollm3",
+    hf=("smollm3",),
+    gguf=("smollm3",),
+    from_hf=_hf,
+    from_gguf=_gguf,
+    hf_defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    gguf_interleaved_heads=True,
+)
