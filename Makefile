@@ -11,7 +11,7 @@ MEETS_OUTSIDE := tests/kerneldb tests/serving/loaders tests/serving/test_chat.py
 	tests/serving/test_sampling.py tests/cli/test_main.py tests/cli/test_serve.py tests/tuner/config/test_search_study.py
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-lowest test-soak test-cores test-arm test-asan lint demo bench compare docs wheel clean
+.PHONY: help setup build test test-all test-lowest test-soak test-cores test-arm test-asan lint demo bench compare docs release-notes wheel clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -85,6 +85,11 @@ test-asan:         ## kernels, loaders and parsers under AddressSanitizer, in a 
 
 docs: setup        ## write docs/reference from the commands themselves
 	$(BIN)/python docs/make_reference.py
+
+release-notes:     ## CHANGELOG.md from changelog.d, for the version in phasewise/_version.py
+	$(PYTHON) -m venv $(VENV)-release && $(VENV)-release/bin/pip install -q "towncrier>=24.8"
+	$(VENV)-release/bin/towncrier build --yes --version \
+		$$(sed -n 's/__version__ = "\(.*\)"/\1/p' phasewise/_version.py)
 
 wheel: setup       ## a wheel in dist/
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
