@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hostile_rows import connections, grammars, requests, templates
+from hostile_rows import connections, files, grammars, requests, templates
 from hostile_rows.siege import Missed, Siege, Skipped
 from served_process import DEFAULT_MODEL, TINY, leave_no_server
 
@@ -37,6 +37,11 @@ ROWS: dict[str, Callable[[Siege], str]] = {
     "unfinished_bodies": connections.unfinished_bodies,
     "other_origins": connections.other_origins,
     "ambiguous_requests": connections.ambiguous_requests,
+    "secrets_on_display": files.secrets_on_display,
+    "packed_file_cut_short": files.packed_file_cut_short,
+    "endless_database": files.endless_database,
+    "names_that_steer": files.names_that_steer,
+    "links_for_files": files.links_for_files,
 }
 SLOW: tuple[str, ...] = ()
 """Not part of --quick."""

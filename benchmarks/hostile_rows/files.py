@@ -1,0 +1,108 @@
+"""Rows 11 to 15: secrets that others could see, and files that are not what they seem."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import subprocess
+import time
+from pathlib import Path
+
+from served_process import PHASEWISE, TINY, model_reference, own_cache
+
+from hostile_rows.siege import Missed, Siege
+
+SECRET = "a-secret-of-the-operator"
+BOUND_S = 60.0
+
+
+def secrets_on_display(siege: Siege) -> str:
+    """A key on the command line is not in the process list; a database's password is in no message."""
+    with siege.server("--api-key", SECRET) as server:
+        if SECRET.encode() in Path(f"/proc/{server.pid}/cmdline").read_bytes():
+            raise Missed("ps shows the API key")
+        if SECRET in server.said():
+            raise Missed("the log shows the API key")
+    for url in (
+        f"postgresql://me:{SECRET}/x@none.invalid/db",
+        f"postgresql://none.invalid/db?password={SECRET}",
+    ):
+        found = _phasewise("db", "path", "--db", url)
+        if SECRET in found.stdout + found.stderr:
+            raise Missed(f"`db path` shows a password: {found.stdout}")
+    return "no key in the process list, no password in a message"
+
+
+def packed_file_cut_short(siege: Siege) -> str:
+    """The packed model loses its end while it is mapped: one line, exit code 70."""
+    folder = siege.folder / "cut"
+    folder.mkdir()
+    with siege.server(model=model_reference(TINY, folder), environment=own_cache(TINY, folder)) as server:
+        (packed,) = (folder / "cache" / "packed").glob("*.packed")
+        os.truncate(packed, 4096)
+        with contextlib.suppress(OSError):
+            siege.asked(server).complete(max_tokens=2000)
+        code = server.exit_code(BOUND_S)
+        last = server.said().splitlines()[-1]
+    if code != 70 or str(packed) not in last:
+        raise Missed(f"exit code {code}, last line {last!r}")
+    return "one line that names the file, exit code 70"
+
+
+def endless_database(siege: Siege) -> str:
+    """A SQLite file whose table is an endless view: refused in one line, by each command that opens it."""
+    file = siege.folder / "endless.db"
+    _phasewise("db", "upgrade", "--db", str(file))
+    with sqlite3.connect(file) as connection:
+        columns = [row[1] for row in connection.execute("PRAGMA table_info(measurement)")]
+        named = ", ".join(f"x AS {column}" for column in columns)
+        connection.execute("DROP TABLE measurement")
+        connection.execute(
+            "CREATE VIEW measurement AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) "
+            f"SELECT {named} FROM n"
+        )
+    connection.close()
+    slowest_s = 0.0
+    for arguments in (("stats",), ("show",), ("export",), ("merge", str(file))):
+        own = str(siege.folder / "own.db") if arguments[0] == "merge" else str(file)
+        began = time.monotonic()
+        found = _phasewise("db", *arguments, "--db", own)
+        slowest_s = max(slowest_s, time.monotonic() - began)
+        if found.returncode != 1 or len(found.stderr.splitlines()) != 1:
+            raise Missed(f"`db {arguments[0]}`: exit code {found.returncode}, {found.stderr[-300:]!r}")
+    return f"refused in one line, {slowest_s:.1f} s at most"
+
+
+def names_that_steer(siege: Siege) -> str:
+    """A model whose name has escape sequences: `models inspect` shows them as text."""
+    folder = siege.folder / "steer"
+    folder.mkdir()
+    path = folder / "a\x1b]0;owned\x07b.gguf"
+    Path(model_reference(TINY, folder)).rename(path)
+    found = _phasewise("models", "inspect", str(path))
+    missing = _phasewise("models", "inspect", "none\x1b[2J.gguf")
+    if found.returncode or "\x1b" in found.stdout + found.stderr + missing.stderr:
+        raise Missed(f"escape sequences reach the terminal: {found.stdout[:200]!r} {missing.stderr[:200]!r}")
+    return "shown as text"
+
+
+def links_for_files(siege: Siege) -> str:
+    """A length log that is a link is refused in one line, and what it leads to stays as it is."""
+    precious, link = siege.folder / "precious", siege.folder / "lengths.jsonl"
+    precious.write_text("mine")
+    link.symlink_to(precious)
+    model = model_reference(TINY, siege.folder)
+    found = _phasewise("serve", model, "--port", "0", "--length-log", str(link))
+    if found.returncode != 1 or len(found.stderr.splitlines()) != 1 or precious.read_text() != "mine":
+        raise Missed(f"exit code {found.returncode}: {found.stderr[-300:]!r}")
+    return "refused in one line"
+
+
+def _phasewise(*arguments: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            [*PHASEWISE, *arguments], capture_output=True, text=True, timeout=BOUND_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Missed(f"`phasewise {' '.join(arguments[:2])}` takes more than {BOUND_S:g} s") from error
