@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from phasewise.cython_kernels import packing
+from phasewise.cython_kernels.blocks import BLOCKS
 from tests.support.cross import HERE, KERNELS, Walk, common_sources, compile_all, isa_flags, link, product
-from tests.support.gemm_reference import FORMATS, expected, make_weight
+from tests.support.gemm_reference import FORMATS, expected, make_weight, random_blocks
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 RUNGS = isa_flags("aarch64")
-FMA, BF16_DOT = range(2)  # pw_path
+FMA, BF16_DOT = 0, 2  # pw_path
 # A CPU that ends at each rung; qemu's `max` has every extension.
 CPU_OF_RUNG = {"neon": "cortex-a57", "neon_dotprod": "cortex-a76", "neon_bf16_i8mm": "max"}
 # The whole of a small shape, odd edges, several blocks each way, and tiles of every height.
@@ -90,6 +92,24 @@ def test_products_keep_their_bound(one_product: str, isa: str, fmt: str) -> None
         got = product([EMULATOR, "-cpu", "max", one_product, isa], w, x, walk)
 
         assert (np.abs(got - exact) <= bound).all()
+
+
+@needs_emulator
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("isa", RUNGS)
+def test_blocks_keep_their_bound_and_their_bits(one_product: str, isa: str, kind: str) -> None:
+    """A few rows meet the blocks in registers, more are unpacked for."""
+    rng = np.random.default_rng(11)
+    w = packing.pack_blocks(random_blocks(kind, 37, 512, rng))
+    x = rng.standard_normal((9, 512), dtype=np.float32)
+    exact, bound = expected(x, w)
+    command = [EMULATOR, "-cpu", "max", one_product, isa]
+
+    many = product(command, w, x, Walk())
+    few = np.concatenate([product(command, w, rows, Walk(mr=3)) for rows in np.split(x, 3)])
+
+    assert (np.abs(many - exact) <= bound).all()
+    assert np.array_equal(many, few)
 
 
 @needs_emulator
