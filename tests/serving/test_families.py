@@ -4,6 +4,7 @@ computes of it.
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from phasewise.cython_kernels import packing
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
-from phasewise.serving.model import PackedModel
+from phasewise.serving.model import STACKS, PackedModel
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan
 from tests.support import family_models as families
@@ -25,6 +28,9 @@ from phasewise.serving.ranks import LocalRanks, Ranks, open_ranks
 
 BOUND = 1e-3
 """Of the largest logit of the row."""
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The numbers of MXFP4's codes (OCP Microscaling Formats 1.0, section 5.3.3)."""
 
 WRITERS = {"safetensors": families.write_family_hf, "gguf": families.write_family_gguf}
 
@@ -103,3 +109,76 @@ def test_two_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> No
         expected, found = greedy(one, prompt, 4), greedy(ranks, prompt, 4)
 
     assert (found == expected).all()
+
+
+def test_weights_of_experts_that_no_row_chooses_are_not_read(tmp_path: Path) -> None:
+    """With a router of zeros the first experts are chosen; the others' weights are then made NaN."""
+    model = packed("olmoe", "safetensors", tmp_path)
+    experts = model.config.experts
+    assert experts is not None
+    weights = {name: replace(weight, values=weight.values.copy()) for name, weight in model.weights.items()}
+    for name, weight in weights.items():
+        weight.values[...] *= 0 if name.endswith("router") else 1
+    prompt = families.family_prompts("olmoe")[1]
+    with closing(opened(replace(model, weights=weights, file=None))) as ranks:
+        expected = greedy(ranks, prompt, 3)
+    for name, weight in weights.items():
+        if name.endswith(STACKS):
+            weight.values[len(weight.values) * experts.chosen // experts.count :] = np.nan
+
+    with closing(opened(replace(model, weights=weights, file=None))) as ranks:
+        found = greedy(ranks, prompt, 3)
+
+    assert np.isfinite(expected).all()
+    assert (found == expected).all()
+
+
+def test_mxfp4_experts_of_safetensors_are_the_numbers_of_the_format(tmp_path: Path) -> None:
+    """Codes and exponents drawn at random, in the layout of published gpt-oss checkpoints."""
+    folder = families.write_family_hf(
+        tmp_path / "gpt-oss", "gpt-oss", {"hidden_size": 64, "intermediate_size": 64}
+    )
+    rng = np.random.default_rng(5)
+    n_experts, shapes = 8, {"gate_up_proj": (128, 64), "down_proj": (64, 64)}
+    weights: dict[str, np.ndarray] = families.family_weights("gpt-oss")
+    drawn: dict[str, np.ndarray] = {}
+    for layer in range(4):
+        stem = f"model.layers.{layer}.mlp.experts."
+        for part, (n, k) in shapes.items():
+            del weights[f"{stem}{part}"]
+            codes = rng.integers(0, 16, (n_experts, n, k), dtype=np.uint8)
+            exponents = rng.integers(120, 126, (n_experts, n, k // 32), dtype=np.uint8)
+            weights[f"{stem}{part}_bias"] = rng.standard_normal((n_experts, n)).astype(np.float32)
+            weights[f"{stem}{part}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(
+                n_experts, n, k // 32, 16
+            )
+            weights[f"{stem}{part}_scales"] = exponents
+            drawn[f"{layer}.{part}"] = E2M1[codes] * np.repeat(2.0 ** (exponents - 127.0), 32, axis=2)
+    save_file(weights, folder / "model.safetensors")
+
+    model = load_model(str(folder), "native", cache_dir=tmp_path / "cache")
+
+    for layer in range(4):
+        up, down = (model.weights[f"layers.{layer}{name}"] for name in STACKS)
+        assert (up.kind, down.kind) == ("mxfp4", "mxfp4")
+        interleaved = drawn[f"{layer}.gate_up_proj"]
+        expected = np.concatenate([interleaved[:, ::2], interleaved[:, 1::2]], axis=1).reshape(-1, 64)
+        assert (packing.unpack(up) == expected).all()
+        assert (packing.unpack(down) == drawn[f"{layer}.down_proj"].reshape(-1, 64)).all()
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_a_larger_gemma_is_read(prefix: str, tmp_path: Path) -> None:
+    alone = packed("gemma3", "safetensors", tmp_path)
+    folder = families.write_family_hf(tmp_path / "larger", "gemma3")
+    config = {"model_type": "gemma3", "text_config": families.FAMILY_CASES["gemma3"].fields}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name.replace("model.", prefix, 1): w for name, w in families.family_weights("gemma3").items()}
+    weights["vision_tower.patches.weight"] = np.ones((4, 4, 3, 3), np.float32)
+    save_file(weights, folder / "model.safetensors")
+
+    found = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+
+    assert replace(found.config, context_length=256) == alone.config
+    assert all((found.vectors[name] == vector).all() for name, vector in alone.vectors.items())
+    assert all((found.weights[name].values == weight.values).all() for name, weight in alone.weights.items())
