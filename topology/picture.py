@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape, quoteattr
 
+from phasewise.topology import svg
 from phasewise.topology.outline import KIND_NAMES, count_words
 from phasewise.topology.sizes import format_memory, format_size
+from phasewise.topology.svg import FAINT_INK, INK
 from phasewise.topology.tree import Kind, Machine, Node
 
 PU_WIDTH, PU_HEIGHT = 34.0, 24.0
@@ -24,11 +26,9 @@ TITLE_CHAR, PLAIN_CHAR, DETAIL_CHAR = 7.6, 6.8, 6.0
 ASPECT = 1.6
 """Width over height that every box and the picture as a whole aim for."""
 
-PAPER, INK, FAINT_INK = "#fbfaf7", "#1f2933", "#52606d"
 BARRED_FILL, BARRED_INK = "#d9d9d6", "#6b7280"
 ALLOWED_FILL = "#2e7d5b"
-GROUP_FILLS = ("#0072b2", "#d55e00", "#2e7d5b", "#a2488a", "#8a6d00", "#3b4cc0", "#b40426", "#4d4d4d")
-"""Told apart by most colour-blind eyes, and dark enough for white numbers."""
+GROUP_FILLS = (*svg.SERIES, "#4d4d4d")
 
 BOXES = {
     Kind.PACKAGE: ("#f3eee3", "#8c7b5a"),
@@ -307,17 +307,7 @@ class _Pen:
             x += _legend_width(label)
 
     def document(self, width: float, height: float) -> str:
-        style = (
-            "text{font-family:system-ui,-apple-system,'Segoe UI','DejaVu Sans',Arial,sans-serif}"
-            f".t{{font-size:12px;font-weight:600;fill:{INK}}}.s{{font-size:12px;fill:{FAINT_INK}}}"
-            f".d{{font-size:10px;fill:{FAINT_INK}}}.p{{font-size:11px;text-anchor:middle}}"
-        )
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">\n<style>{style}</style>\n'
-            f'<rect width="100%" height="100%" rx="8" fill="{PAPER}"/>\n'
-        )
-        return head + "\n".join(self._elements) + "\n</svg>\n"
+        return svg.document(width, height, svg.MACHINE_STYLE, self._elements)
 
     def _pu(self, x: float, y: float, node: Node) -> None:
         cpu = node.cpus[0]
@@ -357,9 +347,7 @@ class _Pen:
             )
 
     def _rect(self, x: float, y: float, width: float, height: float, look: str) -> None:
-        self._elements.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" {look}/>'
-        )
+        self._elements.append(svg.rect(x, y, width, height, look))
 
     def _text(self, x: float, y: float, text: str, style: str) -> None:
-        self._elements.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>')
+        self._elements.append(svg.text(x, y, text, style))

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from phasewise.topology.svg import FAINT_INK, FONT, INK, SERIES, document, text
+
 PLOT_WIDTH, PLOT_HEIGHT = 300.0, 210.0
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 14.0, 30.0, 44.0
 """Room around a plot for its title, its numbers and the names of its axes."""
@@ -16,11 +18,8 @@ TEXT_CHAR = 6.8
 """Width of an average character of the legend, pixels."""
 
 MAX_COLUMNS = 2  # wider, and a page would shrink the letters too much
-PAPER, INK, FAINT_INK, GRID = "#fbfaf7", "#1f2933", "#52606d", "#dcdfe3"
+GRID = "#dcdfe3"
 LIMIT_INK = "#6b7280"
-STROKES = ("#0072b2", "#d55e00", "#2e7d5b", "#a2488a", "#8a6d00", "#3b4cc0", "#b40426")
-"""Told apart by most colour-blind eyes; each has its own mark beside."""
-
 MARKS = ("circle", "square", "diamond", "triangle", "cross", "plus", "ring")
 
 
@@ -91,14 +90,14 @@ def draw_chart(chart: Chart) -> str:
     head = above + LEGEND_ROW * len(legend)
     rows = -(-len(chart.panels) // columns)
     height = head + rows * (TOP + PLOT_HEIGHT + BOTTOM) + MARGIN
-    elements = [_text(MARGIN, MARGIN + 12, chart.title, "t"), _text(MARGIN, MARGIN + 30, chart.caption, "c")]
+    elements = [text(MARGIN, MARGIN + 12, chart.title, "t"), text(MARGIN, MARGIN + 30, chart.caption, "c")]
     for index, entries in enumerate(legend):
         elements += _legend(MARGIN, above + LEGEND_ROW * (index + 0.5), entries, names)
     for index, panel in enumerate(chart.panels):
         x = MARGIN + index % columns * (LEFT + PLOT_WIDTH + RIGHT) + LEFT
         y = head + index // columns * (TOP + PLOT_HEIGHT + BOTTOM) + TOP
         elements += _panel(x, y, panel, chart, names)
-    return _document(width, height, elements)
+    return document(width, height, _STYLE, elements)
 
 
 def _panel(x: float, y: float, panel: Panel, chart: Chart, names: Sequence[str]) -> list[str]:
@@ -108,17 +107,17 @@ def _panel(x: float, y: float, panel: Panel, chart: Chart, names: Sequence[str])
     elements = [
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{PLOT_WIDTH}" height="{PLOT_HEIGHT}" fill="#ffffff" '
         f'stroke="{FAINT_INK}"/>',
-        _text(x, y - 10, panel.title, "t"),
-        _text(x + PLOT_WIDTH / 2, y + PLOT_HEIGHT + 34, panel.x_name or chart.x_name, "m"),
+        text(x, y - 10, panel.title, "t"),
+        text(x + PLOT_WIDTH / 2, y + PLOT_HEIGHT + 34, panel.x_name or chart.x_name, "m"),
         f'<text class="m" transform="translate({x - 44:.1f} {y + PLOT_HEIGHT / 2:.1f}) rotate(-90)">'
         f"{escape(chart.y_name)}</text>",
     ]
     for value in _ticks(across, 2):
         elements.append(_rule(across.at(value), y, across.at(value), y + PLOT_HEIGHT))
-        elements.append(_text(across.at(value), y + PLOT_HEIGHT + 15, _number(value), "m"))
+        elements.append(text(across.at(value), y + PLOT_HEIGHT + 15, _number(value), "m"))
     for value, label in up_ticks:
         elements.append(_rule(x, up.at(value), x + PLOT_WIDTH, up.at(value)))
-        elements.append(_text(x - 6, up.at(value) + 4, label, "e"))
+        elements.append(text(x - 6, up.at(value) + 4, label, "e"))
     if panel.limit:
         path = " ".join(f"{across.at(px):.1f},{up.at(py):.1f}" for px, py in panel.limit)
         elements.append(
@@ -164,7 +163,7 @@ def _number(value: float) -> str:
 
 
 def _line(places: Sequence[tuple[float, float]], index: int, is_bold: bool) -> list[str]:
-    stroke = STROKES[index % len(STROKES)]
+    stroke = SERIES[index % len(SERIES)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     width = 2.4 if is_bold else 1.5
     return [
@@ -174,7 +173,7 @@ def _line(places: Sequence[tuple[float, float]], index: int, is_bold: bool) -> l
 
 
 def _mark(x: float, y: float, index: int) -> str:
-    stroke, mark = STROKES[index % len(STROKES)], MARKS[index % len(MARKS)]
+    stroke, mark = SERIES[index % len(SERIES)], MARKS[index % len(MARKS)]
     if mark in {"circle", "ring"}:
         fill = stroke if mark == "circle" else "#ffffff"
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{fill}" stroke="{stroke}"/>'
@@ -217,7 +216,7 @@ def _legend(x: float, y: float, entries: Sequence[str], names: Sequence[str]) ->
                 f'<path d="M{x:.1f} {y:.1f}h{SWATCH}" stroke="{LIMIT_INK}" stroke-width="1.5" '
                 'stroke-dasharray="6 4"/>'
             )
-        elements.append(_text(x + SWATCH + 6, y + 4, entry, "s"))
+        elements.append(text(x + SWATCH + 6, y + 4, entry, "s"))
         x += _entry_width(entry)
     return elements
 
@@ -226,19 +225,8 @@ def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{GRID}"/>'
 
 
-def _text(x: float, y: float, text: str, style: str) -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
-
-
-def _document(width: float, height: float, elements: Sequence[str]) -> str:
-    style = (
-        "text{font-family:system-ui,-apple-system,'Segoe UI','DejaVu Sans',Arial,sans-serif;font-size:12px}"
-        f".t{{font-weight:600;fill:{INK};font-size:13px}}.s{{fill:{INK}}}"
-        f".c{{fill:{FAINT_INK};font-size:11px}}.m{{text-anchor:middle;fill:{FAINT_INK}}}.e{{text-anchor:end;fill:{FAINT_INK}}}"
-    )
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">\n<style>{style}</style>\n'
-        f'<rect width="100%" height="100%" rx="8" fill="{PAPER}"/>\n'
-    )
-    return head + "\n".join(elements) + "\n</svg>\n"
+_STYLE = (
+    f"text{{font-family:{FONT};font-size:12px}}"
+    f".t{{font-weight:600;fill:{INK};font-size:13px}}.s{{fill:{INK}}}"
+    f".c{{fill:{FAINT_INK};font-size:11px}}.m{{text-anchor:middle;fill:{FAINT_INK}}}.e{{text-anchor:end;fill:{FAINT_INK}}}"
+)

@@ -40,12 +40,16 @@ def generate(
     threads: ThreadsOption = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="of the k likeliest tokens only")] = None,
-    top_p: Annotated[float, typer.Option(help="of the likeliest tokens with so much probability")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="of tokens so likely, relative to the likeliest")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="above 1: fewer tokens seen before")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="keep the likeliest tokens whose probabilities sum to P")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="keep tokens with at least this share of the likeliest one's probability")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="above 1: repeat fewer tokens")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="the same seed gives the same text")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; several may be given")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on past the end token")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="do not stop at the end token")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="the prompt is a user's message: template it")] = False,
     db: DbOption = None,
     explain: ExplainOption = False,

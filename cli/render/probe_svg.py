@@ -11,10 +11,10 @@ import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from xml.sax.saxutils import escape
 
 from phasewise.topology import Kind, Machine
-from phasewise.topology.picture import FAINT_INK, GROUP_FILLS, INK, PAPER, draw_svg, plan_groups
+from phasewise.topology.picture import GROUP_FILLS, draw_svg, plan_groups
+from phasewise.topology.svg import INK, MACHINE_STYLE, document, rect, text
 from phasewise.tuner.topotree import fundamental
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def draw_probe(machine: Machine, probe: Probe) -> str:
     cell = min(MOST_CELL, max(LEAST_CELL, MAP_PIXELS / max(n, 1)))
     side = n * cell
     elements = [
-        _text(MARGIN, MARGIN + 12, "Latency from core to core, one way of a cache line", "t"),
-        _text(MARGIN, MARGIN + 29, _caption(probe), "s"),
+        text(MARGIN, MARGIN + 12, "Latency from core to core, one way of a cache line", "t"),
+        text(MARGIN, MARGIN + 29, _caption(probe), "s"),
     ]
     left, top = MARGIN + LABEL, MARGIN + HEAD
     elements += _cells(probe, left, top, cell)
@@ -54,7 +54,7 @@ def draw_probe(machine: Machine, probe: Probe) -> str:
     right = max(left + side, LEAST_WIDTH)
     claimed, width, height = _claimed(machine, probe, right + MARGIN, 0)
     below = top + side + 14 + LEGEND_HEIGHT
-    return _document(right + MARGIN + width, max(below + MARGIN, height), [*elements, claimed])
+    return document(right + MARGIN + width, max(below + MARGIN, height), MACHINE_STYLE, [*elements, claimed])
 
 
 def _caption(probe: Probe) -> str:
@@ -90,7 +90,7 @@ def _cells(probe: Probe, left: float, top: float, cell: float) -> list[str]:
         for j in range(1, len(fills) + 1):
             if j == len(fills) or fills[j] != fills[start]:
                 x, y, width = left + start * cell, top + i * cell, (j - start) * cell
-                elements.append(_rect(x, y, width, cell, f'fill="{fills[start]}"'))
+                elements.append(rect(x, y, width, cell, f'fill="{fills[start]}"'))
                 start = j
         if cell >= NUMBER_FROM:
             elements += _values(row, left, top + i * cell, cell, (low, high))
@@ -103,7 +103,7 @@ def _values(row: Sequence[float], left: float, y: float, cell: float, ends: tupl
         if not math.isnan(value):
             ink = "#ffffff" if _shade(value, *ends) > len(SHADES) // 2 else INK
             x = left + (j + 0.5) * cell
-            found.append(_text(x, y + cell / 2 + 4, f"{value:.0f}", "p", f'fill="{ink}"'))
+            found.append(text(x, y + cell / 2 + 4, f"{value:.0f}", "p", f'fill="{ink}"'))
     return found
 
 
@@ -117,7 +117,7 @@ def _frames(machine: Machine, probe: Probe, left: float, top: float, cell: float
             if len(own) > 1 and own == list(range(own[0], own[-1] + 1)) and len(own) < len(place):
                 at, side = own[0] * cell, len(own) * cell
                 look = f'fill="none" stroke="{INK}" stroke-width="{0.6 * weight:.1f}"'
-                elements.append(_rect(left + at, top + at, side, side, look))
+                elements.append(rect(left + at, top + at, side, side, look))
     return elements
 
 
@@ -126,8 +126,8 @@ def _numbers(pus: Sequence[int], left: float, top: float, cell: float) -> list[s
     elements = []
     for index in range(0, len(pus), step):
         middle = (index + 0.5) * cell
-        elements.append(_text(left - 4, top + middle + 3, str(pus[index]), "d", 'text-anchor="end"'))
-        elements.append(_text(left + middle, top - 4, str(pus[index]), "d", 'text-anchor="middle"'))
+        elements.append(text(left - 4, top + middle + 3, str(pus[index]), "d", 'text-anchor="end"'))
+        elements.append(text(left + middle, top - 4, str(pus[index]), "d", 'text-anchor="middle"'))
     return elements
 
 
@@ -135,10 +135,10 @@ def _scale(probe: Probe, x: float, y: float) -> list[str]:
     low, high = _range(probe)
     if not _known(probe):
         return []
-    elements = [_rect(x + 24 * at, y, 24, 12, f'fill="{fill}"') for at, fill in enumerate(SHADES)]
-    elements.append(_text(x, y + 25, f"{low:.0f} ns", "d"))
-    elements.append(_text(x + 24 * len(SHADES), y + 25, f"{high:.0f} ns", "d", 'text-anchor="end"'))
-    return [*elements, _text(x, y + 40, "grey: not measured; frames: what the system shows", "d")]
+    elements = [rect(x + 24 * at, y, 24, 12, f'fill="{fill}"') for at, fill in enumerate(SHADES)]
+    elements.append(text(x, y + 25, f"{low:.0f} ns", "d"))
+    elements.append(text(x + 24 * len(SHADES), y + 25, f"{high:.0f} ns", "d", 'text-anchor="end"'))
+    return [*elements, text(x, y + 40, "grey: not measured; frames: what the system shows", "d")]
 
 
 def _claimed(machine: Machine, probe: Probe, x: float, y: float) -> tuple[str, float, float]:
@@ -158,10 +158,6 @@ def _claimed(machine: Machine, probe: Probe, x: float, y: float) -> tuple[str, f
     )
 
 
-def _rect(x: float, y: float, width: float, height: float, look: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" {look}/>'
-
-
 def _few(clusters: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """As many groups as there are colours: every eighth cluster in one, so that neighbours differ."""
     n = len(GROUP_FILLS)
@@ -172,20 +168,3 @@ def _few(clusters: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def _group_label(hint: GroupHint, place: int) -> str:
     return f"{hint.notation}, cluster {place + 1}" + (" ..." if place == len(GROUP_FILLS) - 1 else "")
-
-
-def _text(x: float, y: float, text: str, style: str, look: str = "") -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>'
-
-
-def _document(width: float, height: float, elements: Sequence[str]) -> str:
-    style = (
-        "text{font-family:system-ui,-apple-system,'Segoe UI','DejaVu Sans',Arial,sans-serif}"
-        f".t{{font-size:12px;font-weight:600;fill:{INK}}}.s{{font-size:12px;fill:{FAINT_INK}}}"
-        f".d{{font-size:10px;fill:{FAINT_INK}}}.p{{font-size:11px;text-anchor:middle}}"
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">\n<style>{style}</style>\n'
-        f'<rect width="100%" height="100%" rx="8" fill="{PAPER}"/>\n' + "\n".join(elements) + "\n</svg>\n"
-    )
