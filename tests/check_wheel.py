@@ -2,8 +2,8 @@
 
 python3 tests/check_wheel.py SCRATCH_DIR [PYTHON ...]
 
-From a clone, whose kernels are compiled once: a wheel and an sdist; a wheel from that sdist, installed and
-run from outside the repository; `python -m phasewise` in the bare checkout; an editable install.
+From a copy of the tree, whose kernels are compiled once: a wheel and an sdist; a wheel from that sdist,
+installed and run from outside the repository; `python -m phasewise` in the checkout; an editable install.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD_NEEDS = ("setuptools>=77", "cython>=3.0.11", "numpy>=1.26")
+NOT_COPIED = (".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "_native.c")
 COMMANDS = (["--version"], ["topo", "--json"], ["db", "upgrade", "--db", "fresh.db"], ["--help"])
 
 
@@ -31,20 +32,18 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def tracked(*folders: str) -> list[str]:
-    """The names of the files that git has, below the root or some folders of it."""
-    return run("git", "ls-files", *folders, cwd=ROOT).splitlines()
+def sources(*patterns: str) -> set[str]:
+    """The files of every room that match, as the wheel must name them: phasewise/ROOM/..."""
+    rooms = [path for path in (ROOT / "phasewise").iterdir() if path.is_symlink()]
+    found = (path for pattern in patterns for room in rooms for path in room.resolve().rglob(pattern))
+    own = (path for pattern in patterns for path in (ROOT / "phasewise").glob(pattern))
+    names = {f"phasewise/{path.relative_to(ROOT)}" for path in found}
+    names |= {str(path.relative_to(ROOT)) for path in own}
+    return {name for name in names if not name.endswith("/_native.c")}
 
 
 def must_ship() -> set[str]:
-    """Every tracked Python file of a room, as the wheel must name it, and the data files."""
-    rooms = {path.name for path in (ROOT / "phasewise").iterdir() if path.is_symlink()}
-    sources = {
-        name if name.startswith("phasewise/") else f"phasewise/{name}"
-        for name in tracked()
-        if name.endswith(".py") and PurePosixPath(name).parts[0] in {"phasewise", *rooms}
-    }
-    return sources | {"phasewise/migrations/script.py.mako", "phasewise/py.typed"}
+    return sources("*.py", "*.mako") | {"phasewise/py.typed"}
 
 
 def check_contents(wheel: Path) -> None:
@@ -69,7 +68,7 @@ def check(python: str, scratch: Path) -> None:
     """Build with `python`, and install into an environment of `scratch`'s own."""
     tree, dist, outside, venv = (scratch / name for name in ("checkout", "dist", "outside", "venv"))
     outside.mkdir()
-    run("git", "clone", "-q", ROOT, tree, cwd=scratch)
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
     run(python, "-m", "venv", venv, cwd=scratch)
     bin_folder = venv / "bin"
     pip = bin_folder / "pip"
@@ -95,7 +94,8 @@ def check(python: str, scratch: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(scratch / "unpacked", filter="data")
     (unpacked,) = (scratch / "unpacked").iterdir()
-    missing = [name for name in tracked("cython_kernels") if not (unpacked / "phasewise" / name).exists()]
+    needed = sources("*.py", "*.pyx", "*.pxi", "*.[ch]", "*.json", "*.mako")
+    missing = [name for name in needed if not (unpacked / name).exists()]
     assert not missing, f"{sdist.name} lacks {missing}"
     shutil.copytree(tree / "build", unpacked / "build")  # the objects, so that only the doors compile again
     run(
