@@ -16,7 +16,7 @@ class Link:
     """A longer prompt is sent layer by layer while it computes, a shorter one when it is done (VI-A: 512)."""
 
     def to(self, other: Link) -> Link:
-        """Of two machines' links, the slower decides."""
+        """The link between two machines: the slower of their two decides."""
         return Link(
             min(self.bytes_per_s, other.bytes_per_s),
             max(self.latency_s, other.latency_s),
@@ -43,11 +43,12 @@ class Transfer(NamedTuple):
 
 
 def transfer(link: Link, prompt: Prompt, granted_s: float, free_s: float) -> Transfer:
-    """Of a prompt that is computed, whose target had a block from `granted_s`, on a link free at `free_s`.
+    """The transfer of a computed prompt whose target had a block from `granted_s`, on a link free at
+    `free_s`.
 
-    Layer by layer: layer i of L is there to be sent when i / L of the prompt's time has passed. The layers
-    leave in order, so the last byte leaves when the link has sent all of them, and not before the last layer
-    has been computed and sent.
+    Layer by layer: layer i of L is there to be sent when i / L of the prompt's time has passed. The
+    layers leave in order, so the last byte leaves when the link has sent all of them, and not
+    before the last layer has been computed and sent.
     """
     whole_s = prompt.n_bytes / link.bytes_per_s
     if prompt.n_tokens <= link.layerwise_above_tokens:

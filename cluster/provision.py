@@ -3,8 +3,8 @@
 A design has one axis (mixed machines) or two (prompt and token machines); a cell is a number of machines on
 each. More machines keep more promises, so the feasible cells lie behind a frontier. The search finds one
 feasible cell, then asks of each column only whether it holds a better cell than the best one known; what is
-known to be dominated is never run. The answer is certified by its neighbours: every cell around it that would
-be better was run and broke a promise.
+known to be dominated is never run. The answer is certified by its neighbours: every cell around it that
+would be better was run and broke a promise, or lies below a cell that did.
 
 Pure: the caller runs cells and says what came of them.
 """
@@ -31,7 +31,7 @@ NEIGHBOURHOOD = 2
 
 
 class Outcome(NamedTuple):
-    """Of one cell."""
+    """The result of running one cell."""
 
     is_feasible: bool
     tightness: float
@@ -194,7 +194,7 @@ def _most_below(search: Search, tokens: int, objective: float) -> int:
 
 
 def _least_tight(search: Search, best: Cell) -> Cell:
-    """Of the cells that cost as much as `best`, those next to it that are feasible: the least tight one."""
+    """The least tight of the feasible cells next to `best` that cost as much."""
     if len(best) == 1:
         return best
     found = [best]
@@ -215,7 +215,9 @@ def _least_tight(search: Search, best: Cell) -> Cell:
 
 
 def _better_neighbour(search: Search, best: Cell) -> Cell | None:
-    """A cell around `best` that is better and feasible, run and not inferred; None certifies `best`."""
+    """A cell around `best` that is better and feasible; None certifies `best`. Only infeasibility is
+    inferred.
+    """
     objective = round(search.objective(best), 9)
     around = product(*(range(max(1, count - NEIGHBOURHOOD), count + NEIGHBOURHOOD + 1) for count in best))
     cheaper = [
@@ -261,7 +263,7 @@ class Fastest(NamedTuple):
 def fastest(
     cells: Sequence[Cell], start: int, run: Callable[[Cell, float], bool], step: float, most: float
 ) -> Fastest:
-    """Of the ways to spend a budget, in order along it, the one that keeps the promises at the highest rate.
+    """The way to spend a budget, of those along it, that keeps the promises at the highest rate.
 
     Begins at index `start`; a neighbour is tried at one step above the best rate, and the walk goes on from
     whichever is better, in strides that are halved until those of one bring nothing.

@@ -14,8 +14,9 @@ class Arrival(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
-    """Of each block of `PREFIX_BLOCK_TOKENS` prompt tokens, what it holds; two equal ids are the same tokens
-    after the same beginning. Empty: the prompt begins like no other."""
+    """An id for what each block of `PREFIX_BLOCK_TOKENS` prompt tokens holds; two equal ids are the same
+    tokens after the same beginning. Empty: the prompt begins like no other.
+    """
 
 
 PREFIX_BLOCK_TOKENS = 512

@@ -57,7 +57,7 @@ class _Machine:
     home: Role
     kv_slots: int
     prompt_tokens: int = 0
-    """Of prompts that are assigned and not done."""
+    """Tokens of prompts that are assigned and not done."""
     n_prompts: int = 0
     n_answers: int = 0
     kv_tokens: int = 0

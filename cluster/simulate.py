@@ -51,7 +51,7 @@ class MachineType:
     n_layers: int
     link: Link
     cost: float = 0.0
-    """Of a machine for an hour, in any one currency."""
+    """Price of one machine for an hour, in any one currency."""
     power_w: float = 0.0
     max_batch_tokens: int = 2048
     max_sequences: int = 512
@@ -115,7 +115,7 @@ class Simulation:
 
     spec: ClusterSpec
     lives: list[Life]
-    """Of the requests that ended."""
+    """Lives of the requests that ended."""
     n_unfinished: int
     """Requests that never ended: under `splitwise-sim` alone, whose machines can wait for memory for ever."""
     machines: list[MachineUse]

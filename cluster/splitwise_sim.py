@@ -34,7 +34,7 @@ _QUEUED, _RUNNING, _BLOCKED = range(3)
 
 @dataclass(frozen=True)
 class PaperLimits:
-    """Of one machine; the defaults are the authors'."""
+    """Limits of one machine; the defaults are the authors'."""
 
     max_batch_size: int = 512
     max_batch_tokens: int = 2048

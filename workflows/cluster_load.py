@@ -65,7 +65,7 @@ def lengths_of(text: str) -> Trace:
 
 
 def _prefix_ids(path: str) -> dict[int, tuple[int, ...]]:
-    """Of the served requests of a Mooncake trace, by index: what each block of their prompts holds."""
+    """By index of the served requests of a Mooncake trace: what each block of their prompts holds."""
     if not path.endswith(".jsonl"):
         return {}
     found: dict[int, tuple[int, ...]] = {}

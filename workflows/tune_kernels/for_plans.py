@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.search.group import Group
 
 MOST_ROWS = 512
-"""Of a product: the engine computes no more at once."""
+"""Most rows of a product: the engine computes no more at once."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ DECODE_ROWS = 64
 HEADS = ("lm_head", "embed")
 
 ATTENTION_SHARE = 0.05
-"""Of the budget: it has few schedules."""
+"""Share of the budget: it has few schedules."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Round:
     attention: Task | None = None
 
     def weight_bytes(self, problem: Problem) -> int:
-        """Of one weight, as it lies in memory."""
+        """Bytes of one weight, as it lies in memory."""
         group = self.task(problem).group
         return problem.n * problem.k * group.weight_bits // 8
 
@@ -101,7 +101,7 @@ class Tuned:
         return "interrupted" in ends
 
     def roofline_share(self, gain: Gain) -> float:
-        """Of what the cores could do at best; 1 is the limit."""
+        """Share of what the cores could do at best; 1 is the limit."""
         return bound_s(self.round, self.roofline, gain.problem) * 1e9 / gain.tuned_ns
 
 
