@@ -96,13 +96,15 @@ def model_perplexity(model: PackedModel, threads: int | None, n_tokens: int = N_
 
 
 def _open_ranks(model: PackedModel, threads: int | None, kv_format: str) -> Any:
-    from phasewise.serving.ranks import LocalRanks
+    from phasewise.serving.ranks import LocalRanks, RankOptions
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import default_plan
 
     machine = read_machine()
     plans = {phase: default_plan(machine, phase, threads=threads) for phase in ("prefill", "decode")}
-    return LocalRanks(model, plans, WINDOW_TOKENS, WINDOW_TOKENS, max_sequences=1, kv_format=kv_format)
+    return LocalRanks(
+        model, plans, RankOptions(WINDOW_TOKENS, WINDOW_TOKENS, max_sequences=1, kv_format=kv_format)
+    )
 
 
 def main() -> None:

@@ -6,16 +6,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from phasewise.serving.answer_text import AnswerText, TokenStream
 from phasewise.serving.batch import Batch
 from phasewise.serving.errors import RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
 from phasewise.serving.pacing import Pacing
+from phasewise.serving.ranks_contract import Ranks
 from phasewise.serving.request import Request, TokenOut
 from phasewise.serving.sampling import SampledToken, Sampler, sample_rows
 from phasewise.serving.scheduler import Scheduler
@@ -26,30 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_RERUNS = 2  # of one request: it may be what kills the ranks
-
-
-class Ranks(Protocol):
-    """Whatever computes a step: one process or several, real or fake."""
-
-    @property
-    def kv_bytes_per_slot(self) -> int: ...
-
-    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Logits [slices that want them, vocab], float32; valid until the next call."""
-        ...
-
-    def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None: ...
-
-    @property
-    def lost(self) -> str | None:
-        """Why nothing can be computed until `reopen`; None while all is well."""
-        ...
-
-    def watch(self, on_loss: Callable[[], None]) -> None: ...
-
-    def reopen(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

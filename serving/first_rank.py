@@ -15,8 +15,9 @@ import numpy.typing as npt
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import RanksError
-from phasewise.serving.forward import AUTO, Capacity
+from phasewise.serving.forward import Capacity
 from phasewise.serving.rank_teams import TABLES
+from phasewise.serving.ranks_contract import RankOptions
 from phasewise.tuner.plans import Phase, list_cores
 
 Logits = npt.NDArray[np.float32]
@@ -31,24 +32,21 @@ ALL_LOGITS_ROWS = 64
 _log = logging.getLogger(__name__)
 
 
-def room_for(
-    kv_slots: int,
-    max_batch_tokens: int,
-    max_sequences: int,
-    threads: int,
-    kv_format: str = AUTO,
-    touched: bool = False,
-) -> Capacity:
-    """What a program must have room for. `threads`: the most that a rank has in any phase."""
-    step_tokens = min(max_batch_tokens, STEP_TOKENS)
+def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
+    """What a program must have room for. `threads`: the most that a rank has in any phase.
+
+    kv_format: the resolved one.
+    """
+    max_sequences = options.max_sequences
+    step_tokens = min(options.max_batch_tokens, STEP_TOKENS)
     return Capacity(
-        kv_slots=kv_slots,
+        kv_slots=options.kv_slots,
         step_tokens=step_tokens,
         sequences=max_sequences,
         logit_rows=min(max(max_sequences, ALL_LOGITS_ROWS), max(step_tokens, max_sequences)),
         threads=threads,
         kv_format=kv_format,
-        touched=touched,
+        touched=options.touched,
     )
 
 

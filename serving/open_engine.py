@@ -16,7 +16,7 @@ from phasewise.serving.model import PackedModel
 from phasewise.serving.pacing import DEFAULT_TPOT_MS, Pacing
 from phasewise.serving.pools.contract import ALIGNMENT, KvPool, PoolSettings
 from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
-from phasewise.serving.ranks import STEP_TOKENS, open_ranks
+from phasewise.serving.ranks import STEP_TOKENS, RankOptions, open_ranks
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.serving.tokenizer import DetokenizeStream, Tokenizer
@@ -173,7 +173,7 @@ def open_engine(
 ) -> OpenEngine:
     """Start the ranks and put the model into them; without schedules all runs by default ones.
 
-    pinned: as `open_ranks` has it. pool: in place of the size's own. Raises ServingError where this machine
+    pinned: as in `RankOptions`. pool: in place of the size's own. Raises ServingError where this machine
     cannot.
     """
     text = text or ModelText(model)
@@ -181,13 +181,9 @@ def open_engine(
     ranks = open_ranks(
         _serving(model, min(size.context_length, size.kv_slots)),
         plans,
-        size.kv_slots,
-        step_tokens,
-        size.max_sequences,
-        schedules,
-        pinned,
-        size.kv_format,
-        size.touched,
+        RankOptions(
+            size.kv_slots, step_tokens, size.max_sequences, schedules, pinned, size.kv_format, size.touched
+        ),
     )
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
     if pool is None:

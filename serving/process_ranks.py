@@ -23,7 +23,6 @@ from phasewise.serving.batch import Batch
 from phasewise.serving.errors import RankLost, RanksError
 from phasewise.serving.first_rank import FirstRank, Logits, room_for
 from phasewise.serving.forward import (
-    AUTO,
     PATIENCE_S,
     Capacity,
     build_program,
@@ -36,6 +35,7 @@ from phasewise.serving.rank_instructions import Instructions
 from phasewise.serving.rank_layout import RankLayout
 from phasewise.serving.rank_memory import preferring, warn_of_refusals
 from phasewise.serving.rank_teams import TABLES, open_teams, touch_memory
+from phasewise.serving.ranks_contract import RankOptions
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.serving.segments import Segment
 from phasewise.serving.shared_weights import SharedWeights, share_weights
@@ -71,38 +71,26 @@ class _Listener:
 
 
 class ProcessRanks:
-    """Ranks in processes of their own. What the arguments mean, and what may go wrong: `ranks.open_ranks`.
+    """Ranks in processes of their own. Arguments and errors: `ranks.open_ranks`.
 
     A rank that dies ends every wait of the others: the step under way, and all later ones, raise RankLost
     until they are opened again.
     """
 
-    def __init__(
-        self,
-        model: PackedModel,
-        plans: Mapping[Phase, ServicePlan],
-        kv_slots: int,
-        max_batch_tokens: int,
-        max_sequences: int,
-        schedules: Mapping[Phase, ScheduleLookup] | None = None,
-        pinned: bool = True,
-        kv_format: str = AUTO,
-        touched: bool = False,
-    ) -> None:
-        self.kv_slots = kv_slots
-        self.kv_format = resolve_kv_format(model, kv_format)
+    def __init__(self, model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> None:
+        self.kv_slots = options.kv_slots
+        self.kv_format = resolve_kv_format(model, options.kv_format)
         self.kv_bytes_per_slot = kv_bytes_per_slot(model, self.kv_format)
         self._crew = layout = RankLayout(plans)
         self._owner = os.getpid()
-        self._warned = not pinned
+        self._warned = not options.pinned
         self._listener = _Listener()
         self._former_native_ns = 0
         layout.check_divides(model)
         capacities = tuple(
-            room_for(kv_slots, max_batch_tokens, max_sequences, layout.threads(rank), self.kv_format, touched)
-            for rank in range(layout.n_ranks)
+            room_for(options, layout.threads(rank), self.kv_format) for rank in range(layout.n_ranks)
         )
-        lookups = tuple(schedules[phase] for phase in PHASES) if schedules else ()
+        lookups = tuple(options.schedules[phase] for phase in PHASES) if options.schedules else ()
         began = time.monotonic()
         self._life = ExitStack()
         """What ends with these processes; `_close` also ends what the next ones are started from."""
@@ -111,7 +99,7 @@ class ProcessRanks:
                 shared = ending.enter_context(
                     share_weights(model, layout.division(0), spread=layout.spans_nodes)
                 )
-            self._setup: _Setup | None = _Setup(layout, capacities, lookups, pinned, shared)
+            self._setup: _Setup | None = _Setup(layout, capacities, lookups, options.pinned, shared)
             ending.callback(self._life.close)
             warn_of_refusals(self._start(self._setup, START_S, shared.copied_bytes))
             self._close = weakref.finalize(self, ending.pop_all().close)

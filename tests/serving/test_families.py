@@ -24,7 +24,7 @@ from tests.support import family_models as families
 from tests.support import reference_models as layout
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
-from phasewise.serving.ranks import LocalRanks, Ranks, open_ranks
+from phasewise.serving.ranks import LocalRanks, RankOptions, Ranks, open_ranks
 
 BOUND = 1e-3
 """Of the largest logit of the row."""
@@ -46,7 +46,7 @@ def packed(name: str, kind: str, folder: Path, weight_format: str = "f32") -> Pa
 def opened(model: PackedModel, kv_slots: int = 256, sequences: int = 8) -> LocalRanks:
     machine = read_machine()
     plans: dict[Any, Any] = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
-    return LocalRanks(model, plans, kv_slots, max_batch_tokens=1024, max_sequences=sequences)
+    return LocalRanks(model, plans, RankOptions(kv_slots, max_batch_tokens=1024, max_sequences=sequences))
 
 
 def greedy(ranks: Ranks, prompt: list[int], n_steps: int, chunk: int = 1 << 30) -> np.ndarray:
@@ -105,7 +105,10 @@ def test_two_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> No
     prompt = families.family_prompts(name)[1]
     two = (RankCores((0,)), RankCores((1,)))  # unpinned: any cores
     plans: dict[Any, Any] = {phase: ServicePlan(phase, two) for phase in ("prefill", "decode")}
-    with closing(opened(model)) as one, closing(open_ranks(model, plans, 256, 512, 8, pinned=False)) as ranks:
+    with (
+        closing(opened(model)) as one,
+        closing(open_ranks(model, plans, RankOptions(256, 512, 8, pinned=False))) as ranks,
+    ):
         expected, found = greedy(one, prompt, 4), greedy(ranks, prompt, 4)
 
     assert (found == expected).all()

@@ -27,7 +27,7 @@ from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.model import PackedModel
 from phasewise.serving.open_engine import EngineSize, open_engine
 from phasewise.serving.process_ranks import ProcessRanks
-from phasewise.serving.ranks import LocalRanks, Ranks, open_ranks
+from phasewise.serving.ranks import LocalRanks, RankOptions, Ranks, open_ranks
 from phasewise.serving.sampling import GREEDY
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support import ROOT
@@ -59,7 +59,7 @@ def plans(prefill: Teams, decode: Teams, nodes: tuple[int | None, ...] = ()) -> 
 
 
 def opened(model: PackedModel, prefill: Teams, decode: Teams, nodes: tuple[int | None, ...] = ()) -> Ranks:
-    return open_ranks(model, plans(prefill, decode, nodes), 700, 100, 3, pinned=False)
+    return open_ranks(model, plans(prefill, decode, nodes), RankOptions(700, 100, 3, pinned=False))
 
 
 def token_by_token(ranks: Ranks, phases: tuple[Phase, ...], n_tokens: int = 12) -> np.ndarray:
@@ -273,12 +273,12 @@ def test_nothing_is_left_after_closing(three_heads: PackedModel) -> None:
 SCRIPT = """
     import json, os, signal, sys
     from tests.support.reference_forward import tiny_config, tiny_model
-    from phasewise.serving.ranks import open_ranks
+    from phasewise.serving.ranks import RankOptions, open_ranks
     from phasewise.tuner.plans import RankCores, ServicePlan
 
     two = (RankCores((0,)), RankCores((1,)))
     plans = {phase: ServicePlan(phase, two) for phase in ("prefill", "decode")}
-    ranks = open_ranks(tiny_model(tiny_config()), plans, 100, 10, 1, pinned=False)
+    ranks = open_ranks(tiny_model(tiny_config()), plans, RankOptions(100, 10, 1, pinned=False))
     print(json.dumps(list(ranks.pids.values())), flush=True)
 """
 
@@ -339,7 +339,7 @@ def test_a_core_that_another_rank_cannot_have_is_named(three_heads: PackedModel)
     before = descriptors()
 
     with pytest.raises(RanksError, match=r"^rank 1 cannot start: cannot pin a thread to CPU 8000") as caught:
-        open_ranks(three_heads, {"decode": ServicePlan("decode", cores)}, 100, 10, 1)
+        open_ranks(three_heads, {"decode": ServicePlan("decode", cores)}, RankOptions(100, 10, 1))
     assert "\n" not in str(caught.value)
     del caught
     gc.collect()
@@ -348,11 +348,13 @@ def test_a_core_that_another_rank_cannot_have_is_named(three_heads: PackedModel)
 
 def test_more_memory_than_there_is_is_refused(three_heads: PackedModel) -> None:
     with pytest.raises(ServingError, match=r"KV cache of \d+ slots .* need \d+ MiB"):
-        open_ranks(three_heads, plans(ONE, TWO), 1 << 30, 10, 1, pinned=False)
+        open_ranks(three_heads, plans(ONE, TWO), RankOptions(1 << 30, 10, 1, pinned=False))
 
 
 def test_a_phase_without_a_plan_is_named(three_heads: PackedModel) -> None:
-    ranks = open_ranks(three_heads, {"decode": plans(ONE, TWO)["decode"]}, 100, 10, 1, pinned=False)
+    ranks = open_ranks(
+        three_heads, {"decode": plans(ONE, TWO)["decode"]}, RankOptions(100, 10, 1, pinned=False)
+    )
 
     with pytest.raises(RanksError, match="no plan for prefill"):
         ranks.forward(Batch("prefill", (SequenceSlice([1], 0, 0, True),)))
@@ -389,7 +391,7 @@ def test_pinned_ranks_stay_on_their_cores(eight_heads: PackedModel) -> None:
         "prefill": ServicePlan("prefill", (RankCores((cpus[0], cpus[1])),)),
         "decode": ServicePlan("decode", (RankCores((cpus[0],)), RankCores((cpus[1],)))),
     }
-    ranks = open_ranks(eight_heads, by_phase, 300, 100, 2)
+    ranks = open_ranks(eight_heads, by_phase, RankOptions(300, 100, 2))
     token_by_token(ranks, ("decode", "prefill"))
 
     assert ranks.observed_cpus() == {"prefill": (cpus[0], cpus[1]), "decode": (cpus[0], cpus[1])}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
 from phasewise.cython_kernels import isa
-from phasewise.serving.ranks import STEP_TOKENS, Ranks
+from phasewise.serving.ranks import STEP_TOKENS, RankOptions, Ranks
 from phasewise.serving.ranks import open_ranks as open_planned
 from phasewise.serving.throughput import Throughput, Workload, compute_kind, flops, measure, streamed_bytes
 from phasewise.topology import core_signature, placement_signature, read_machine
@@ -115,11 +115,13 @@ def open_ranks(found: OpenModel, workloads: Sequence[Workload], kv_format: str) 
     ranks = open_planned(
         found.model,
         found.plans,
-        kv_slots=max(workload.kv_slots for workload in workloads),
-        max_batch_tokens=MAX_BATCH_TOKENS,
-        max_sequences=max(workload.n_sequences for workload in workloads),
-        schedules=found.schedules,
-        kv_format=kv_format,
+        RankOptions(
+            kv_slots=max(workload.kv_slots for workload in workloads),
+            max_batch_tokens=MAX_BATCH_TOKENS,
+            max_sequences=max(workload.n_sequences for workload in workloads),
+            schedules=found.schedules,
+            kv_format=kv_format,
+        ),
     )
     try:
         yield OpenRanks(found.model, found.plans, ranks)

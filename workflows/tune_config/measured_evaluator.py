@@ -20,7 +20,7 @@ from phasewise.cython_kernels.errors import KernelError
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ServingError
 from phasewise.serving.rank_teams import keeping_affinity
-from phasewise.serving.ranks import STEP_TOKENS, open_ranks
+from phasewise.serving.ranks import STEP_TOKENS, RankOptions, open_ranks
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch, is_disturbed
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
@@ -160,10 +160,7 @@ class MeasuredEvaluator:
             ranks = open_ranks(
                 self._model,
                 plans,
-                self._room.kv_slots,
-                STEP_TOKENS,
-                self._room.sequences,
-                self._schedules(plans),
+                RankOptions(self._room.kv_slots, STEP_TOKENS, self._room.sequences, self._schedules(plans)),
             )
             try:
                 _fill(ranks, self._room.kv_slots)
