@@ -77,7 +77,7 @@ DbOption = Annotated[
 ]
 ExplainOption = Annotated[
     bool,
-    typer.Option("--explain", help="say on stderr by which kernel schedule each weight runs, and why"),
+    typer.Option("--explain", help="print on stderr which kernel schedule each weight uses, and why"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
 

@@ -123,7 +123,7 @@ def test_only_tests_of_the_command_line_import_it() -> None:
     """A test or benchmark that needs what a command does imports the workflow."""
     for folder in ("tests", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if path.parts[len(ROOT.parts) + 1] not in ("cli", "loadtest"):
+            if path.parts[len(ROOT.parts) + 1] != "cli":
                 imported = [target for target in _imports(path) if _under(target, "phasewise.cli")]
                 assert not imported, f"{path.relative_to(ROOT)} imports {imported}"
 

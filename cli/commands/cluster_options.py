@@ -67,7 +67,7 @@ MachineFromXmlOption = Annotated[
 DurationOption = Annotated[
     float, typer.Option("--duration", min=1.0, help="seconds of drawn requests, where a rate is given")
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="of the drawn requests")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="seed of the drawn requests")]
 DrawOption = Annotated[
     Lengths,
     typer.Option(
@@ -77,7 +77,8 @@ DrawOption = Annotated[
     ),
 ]
 ReferenceOption = Annotated[
-    str, typer.Option("--reference", metavar="TYPE", help="machine type that slowdowns are told against")
+    str,
+    typer.Option("--reference", metavar="TYPE", help="machine type whose times slowdowns are relative to"),
 ]
 
 

@@ -34,12 +34,15 @@ def export(
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="only machines whose core or placement signature has TEXT in it; `here`: like this one",
+            help="only machines whose core or placement signature contains TEXT; `here`: like this one",
         ),
     ] = None,
     step_times: Annotated[
         bool,
-        typer.Option("--step-times", help="also the step times of `tune-config`, which name your models"),
+        typer.Option(
+            "--step-times",
+            help="also export the step times of `tune-config`; they contain the names of your models",
+        ),
     ] = False,
     db: DbOption = None,
 ) -> None:
@@ -93,9 +96,9 @@ def import_(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add the rows of FILE that are not there yet, unverified: nothing uses them before `db verify` did.
+    """Add the rows of FILE that are not there yet, unverified: unused until `db verify` measures them.
 
-    A line that is damaged, or asks for what no kernel could do, is refused and said; the others are taken.
+    A damaged line, or one that no kernel could run, is refused and reported; the other lines are imported.
     The exit code is 1 if any line was refused.
     """
     from phasewise.kerneldb.portable import import_rows, read_export
@@ -178,7 +181,7 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
 
 def verify(
     top: Annotated[
-        int, typer.Option(min=1, max=1000, help="how many imported schedules to measure of each problem")
+        int, typer.Option(min=1, max=1000, help="measure the N best imported schedules of each problem")
     ] = 3,
     threads: ThreadsOption = None,
     db: DbOption = None,
@@ -210,10 +213,10 @@ def verify(
 def gc(
     keep: Annotated[
         int | None,
-        typer.Option(min=1, help="of each problem keep the N fastest schedules and what was promoted"),
+        typer.Option(min=1, help="keep only the N fastest schedules of each problem and the promoted ones"),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="say what would be deleted, delete nothing")
+        bool, typer.Option("--dry-run", help="print what would be deleted; delete nothing")
     ] = False,
     db: DbOption = None,
     as_json: JsonOption = False,

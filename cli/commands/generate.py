@@ -34,23 +34,25 @@ PromptOption = Annotated[
 def generate(
     model: ModelArgument,
     prompt: PromptOption,
-    n_tokens: Annotated[int, typer.Option("-n", "--n-tokens", min=1, help="most tokens to generate")] = 64,
+    n_tokens: Annotated[int, typer.Option("-n", "--n-tokens", min=1, help="generate at most N tokens")] = 64,
     weight_format: FormatOption = WeightFormat.native,
     kv_format: KvFormatOption = KvFormat.auto,
     threads: ThreadsOption = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="of the k likeliest tokens only")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always choose the likeliest token")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="choose among the K likeliest tokens")] = None,
     top_p: Annotated[
         float, typer.Option(help="keep the likeliest tokens whose probabilities sum to P")
     ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="keep tokens with at least this share of the likeliest one's probability")
-    ] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="above 1: repeat fewer tokens")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="drop tokens less likely than P times the likeliest")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="above 1: make tokens that occurred before less likely")
+    ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="the same seed gives the same text")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="end before this text; several may be given")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="do not stop at the end token")] = False,
-    chat: Annotated[bool, typer.Option("--chat", help="the prompt is a user's message: template it")] = False,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="end the answer before this text [repeatable]")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="do not end at the end token")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="apply the chat template to the prompt")] = False,
     db: DbOption = None,
     explain: ExplainOption = False,
     as_json: JsonOption = False,

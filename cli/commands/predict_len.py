@@ -39,13 +39,21 @@ LogsArgument = Annotated[
 ]
 TokensOption = Annotated[
     str | None,
-    typer.Option("--model", metavar="MODEL", help="whose tokens prompts become, where a log holds texts"),
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="model whose tokenizer encodes the prompts of a log that has them as text",
+    ),
 ]
 PredictorOption = Annotated[
     Path | None,
-    typer.Option("--predictor", metavar="FILE", help="a predictor [default: the model's own]"),
+    typer.Option(
+        "--predictor", metavar="FILE", help="predictor file [default: the one trained for the model]"
+    ),
 ]
-SeedOption = Annotated[int, typer.Option(min=0, help="the same seed chooses the same prompts and weights")]
+SeedOption = Annotated[
+    int, typer.Option(min=0, help="seed that draws the held-out prompts and the first weights")
+]
 
 
 @app.command()
@@ -59,12 +67,12 @@ def collect(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="LOG", help="log to begin or to go on with")
+        Path, typer.Option("-o", "--output", metavar="LOG", help="log to create or to continue")
     ],
-    max_tokens: Annotated[int, typer.Option(min=1, help="most tokens of an answer")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="generate at most N tokens per answer")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="only the first so many prompts")] = None,
-    sequences: Annotated[int, typer.Option(min=1, max=512, help="answers computed at a time")] = 32,
+    limit: Annotated[int | None, typer.Option(min=1, help="use only the first N prompts")] = None,
+    sequences: Annotated[int, typer.Option(min=1, max=512, help="answers computed at the same time")] = 32,
     weight_format: FormatOption = WeightFormat.native,
     threads: ThreadsOption = None,
     db: DbOption = None,
@@ -155,10 +163,10 @@ def train_command(
     ] = None,
     model: TokensOption = None,
     split: Annotated[
-        float, typer.Option(min=0.0, max=0.9, help="share of the prompts not to learn from, for `eval`")
+        float, typer.Option(min=0.0, max=0.9, help="share of the prompts kept out of training, for `eval`")
     ] = 0.0,
     seed: SeedOption = 0,
-    verbose: Annotated[bool, typer.Option("--verbose", help="tell every epoch on stderr")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="report every epoch on stderr")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`."""
@@ -196,7 +204,7 @@ def evaluate(
         float, typer.Option(min=0.0, max=0.9, help="share of answers that may outgrow their block")
     ] = 0.005,
     drift: Annotated[
-        bool, typer.Option("--drift", help="learn from the first log alone; then the others come, in order")
+        bool, typer.Option("--drift", help="train on the first log only, then replay the other logs in order")
     ] = False,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -260,11 +268,11 @@ def _split_of(predictor: LengthPredictor, share: float, seed: int) -> Any:
 def predict(
     model: ModelArgument,
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="a user's message; - reads it from stdin")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="most tokens of the answer")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="most tokens that the answer may have")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     predictor: PredictorOption = None,
     timed: Annotated[
-        bool, typer.Option("--time", help=f"also the median time of {TIMED_CALLS} predictions")
+        bool, typer.Option("--time", help=f"also measure the median time of {TIMED_CALLS} predictions")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -59,13 +59,13 @@ def provision(
         ),
     ] = "baseline,split-homogeneous,split-heterogeneous,capped",
     rate: Annotated[
-        float | None, typer.Option("--rate", min=0.001, help="requests/s that must be served")
+        float | None, typer.Option("--rate", min=0.001, help="rate that the cluster must serve, requests/s")
     ] = None,
     cost: Annotated[
-        float | None, typer.Option("--cost", min=0.0, help="the most that the cluster may cost an hour")
+        float | None, typer.Option("--cost", min=0.0, help="highest cost of the cluster per hour")
     ] = None,
     power: Annotated[
-        float | None, typer.Option("--power", min=0.0, help="the most watts that the cluster may need")
+        float | None, typer.Option("--power", min=0.0, help="highest power of the cluster in watts")
     ] = None,
     slo: Annotated[
         str,
@@ -87,7 +87,7 @@ def provision(
     most_rate: Annotated[
         float, typer.Option("--most-rate", min=0.001, help="the highest rate tried")
     ] = 500.0,
-    most: Annotated[int, typer.Option("--most", min=1, max=2000, help="machines of each kind at most")] = 120,
+    most: Annotated[int, typer.Option("--most", min=1, max=2000, help="most machines of each kind")] = 120,
     machines: Annotated[
         Path | None,
         typer.Option(

@@ -6,6 +6,7 @@ import re
 import stat
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,9 +37,10 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 _FEW_CONNECTIONS = 1024
 
-_LISTENING = "Where it listens"
-_ACCEPTING = "What it accepts"
 _ENGINE = "Engine and memory"
+_listening = partial(typer.Option, rich_help_panel="Where it listens")
+_accepting = partial(typer.Option, rich_help_panel="What it accepts")
+_engine = partial(typer.Option, rich_help_panel=_ENGINE)
 
 
 class KvPolicy(StrEnum):
@@ -61,239 +63,168 @@ def parse_bytes(text: str) -> int:
 def serve(
     model: ModelArgument,
     host: Annotated[
-        str,
-        typer.Option(
-            envvar="PHASEWISE_HOST", help="address to listen on", metavar="HOST", rich_help_panel=_LISTENING
-        ),
+        str, _listening(envvar="PHASEWISE_HOST", help="address to listen on", metavar="HOST")
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        typer.Option(
-            min=0,
-            max=65535,
-            envvar="PHASEWISE_PORT",
-            help="0: any free port",
-            metavar="N",
-            rich_help_panel=_LISTENING,
+        _listening(
+            min=0, max=65535, envvar="PHASEWISE_PORT", help="port to listen on; 0: any free port", metavar="N"
         ),
     ] = 8000,
     unix_socket: Annotated[
         Path | None,
-        typer.Option(
+        _listening(
             envvar="PHASEWISE_UNIX_SOCKET",
             metavar="PATH",
             help="listen on this Unix socket, mode 0660, instead of a port",
-            rich_help_panel=_LISTENING,
         ),
     ] = None,
     tls_cert: Annotated[
         Path | None,
-        typer.Option(
-            envvar="PHASEWISE_TLS_CERT",
-            metavar="FILE",
-            help="PEM certificate chain: serve HTTPS",
-            rich_help_panel=_LISTENING,
-        ),
+        _listening(envvar="PHASEWISE_TLS_CERT", metavar="FILE", help="PEM certificate chain: serve HTTPS"),
     ] = None,
     tls_key: Annotated[
         Path | None,
-        typer.Option(
+        _listening(
             envvar="PHASEWISE_TLS_KEY",
             metavar="FILE",
-            help="its PEM key; without it, in the same file",
-            rich_help_panel=_LISTENING,
+            help="the certificate's PEM key [default: in the file of --tls-cert]",
         ),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(
+        _listening(
             envvar="PHASEWISE_ALLOWED_HOST",
             metavar="NAME",
-            help="a host that requests may name; may be given several times, * allows any. Without it: the "
-            "names of this machine's loopback where that is the address, else any",
-            rich_help_panel=_LISTENING,
+            help="host name that requests may address [repeatable]; *: any [default: the loopback names if "
+            "the address is a loopback one, else any]",
         ),
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
+        _accepting(
             envvar="PHASEWISE_API_KEY",
             metavar="KEY",
-            help="a key that requests must carry; may be given several times. Others on this machine can see "
-            "a command line: prefer PHASEWISE_API_KEY or --api-key-file",
-            rich_help_panel=_ACCEPTING,
+            help="API key that requests must carry [repeatable]; other users of this machine can see "
+            "command lines, so prefer PHASEWISE_API_KEY or --api-key-file",
         ),
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(
-            envvar="PHASEWISE_API_KEY_FILE",
-            metavar="FILE",
-            help="more keys, one a line",
-            rich_help_panel=_ACCEPTING,
+        _accepting(
+            envvar="PHASEWISE_API_KEY_FILE", metavar="FILE", help="file with more API keys, one per line"
         ),
     ] = None,
     max_sequences: Annotated[
-        int,
-        typer.Option(
-            min=1, max=512, metavar="N", help="answers computed at a time", rich_help_panel=_ACCEPTING
-        ),
+        int, _accepting(min=1, max=512, metavar="N", help="answers computed at the same time")
     ] = 32,
     max_waiting: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="answers that may wait; beyond it, 429",
-            rich_help_panel=_ACCEPTING,
-        ),
+        int, _accepting(min=0, metavar="N", help="most waiting answers; further requests get 429")
     ] = 224,
     max_prompt: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="tokens of the longest prompt; without it, the context's",
-            rich_help_panel=_ACCEPTING,
-        ),
+        _accepting(min=1, metavar="N", help="most tokens of a prompt [default: the context length]"),
     ] = None,
-    max_body: Annotated[
-        str,
-        typer.Option(metavar="BYTES", help="largest request body, e.g. 512K", rich_help_panel=_ACCEPTING),
-    ] = "4M",
+    max_body: Annotated[str, _accepting(metavar="BYTES", help="largest request body, e.g. 512K")] = "4M",
     max_unfinished: Annotated[
         str,
-        typer.Option(
+        _accepting(
             metavar="BYTES",
-            help="memory for all bodies that have not come whole; the one that began first makes room",
-            rich_help_panel=_ACCEPTING,
+            help="memory for all incomplete request bodies; beyond it the oldest of them is dropped",
         ),
     ] = "64M",
     max_connections: Annotated[
         int,
-        typer.Option(
+        _accepting(
             min=1,
             metavar="N",
-            help="open connections, fewer where the limit on open files is lower; beyond it, 503",
-            rich_help_panel=_ACCEPTING,
+            help="most open connections, or fewer if the limit on open files is lower; further ones get 503",
         ),
     ] = 8192,
     max_connections_per_address: Annotated[
         int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="of these, from one address; raise it behind a proxy with more",
-            rich_help_panel=_ACCEPTING,
+        _accepting(
+            min=1, metavar="N", help="most open connections from one address; raise it behind a proxy"
         ),
     ] = 2048,
     max_sequences_per_key: Annotated[
         int | None,
-        typer.Option(
+        _accepting(
             min=1,
             metavar="N",
-            help="answers computed or waiting for one API key, or one address where no key is asked for; "
-            "without it, three quarters of all",
-            rich_help_panel=_ACCEPTING,
+            help="most answers computed or waiting for one API key, or for one address if no key is set "
+            "[default: three quarters of all]",
         ),
     ] = None,
     max_response: Annotated[
         str,
-        typer.Option(
+        _accepting(
             metavar="BYTES",
-            help="memory of one answer until it is sent; a larger one ends with an error",
-            rich_help_panel=_ACCEPTING,
+            help="most memory of one answer that is not sent yet; a larger answer ends with an error",
         ),
     ] = "64M",
     allow_special: Annotated[
         bool,
-        typer.Option(
+        _accepting(
             "--allow-special",
-            help="let chat contents name control tokens, such as <|im_end|>; else these are text",
-            rich_help_panel=_ACCEPTING,
+            help="recognise control tokens such as <|im_end|> in chat contents; else they are text",
         ),
     ] = False,
     drain: Annotated[
         float,
-        typer.Option(
-            min=0,
-            max=86400,
-            metavar="S",
-            help="seconds that answers in progress get at the end",
-            rich_help_panel=_ACCEPTING,
+        _accepting(
+            min=0, max=86400, metavar="S", help="time that answers in progress get to finish at shutdown"
         ),
     ] = 30,
     weight_format: FormatOption = WeightFormat.native,
     threads: ThreadsOption = None,
     context: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="tokens of a prompt and its answer; without it, the model's",
-            rich_help_panel=_ENGINE,
+        _engine(
+            min=1, metavar="N", help="most tokens of a prompt and its answer together [default: the model's]"
         ),
     ] = None,
     kv_budget: Annotated[
         str | None,
-        typer.Option(
+        _engine(
             envvar="PHASEWISE_KV_BUDGET",
             metavar="BYTES",
-            help="memory for keys and values, e.g. 4G, all of it taken at the start; without it, a quarter "
-            "of what is free",
-            rich_help_panel=_ENGINE,
+            help="memory for keys and values, e.g. 4G, allocated at the start [default: a quarter of the "
+            "free memory]",
         ),
     ] = None,
     kv_format: Annotated[KvFormat, kv_format_option(_ENGINE)] = KvFormat.auto,
     kv_policy: Annotated[
-        KvPolicy,
-        typer.Option(
-            envvar="PHASEWISE_KV_POLICY", help="how requests get their memory", rich_help_panel=_ENGINE
-        ),
+        KvPolicy, _engine(envvar="PHASEWISE_KV_POLICY", help="how KV slots are given to requests")
     ] = KvPolicy.odma,
     predictor: Annotated[
         str,
-        typer.Option(
+        _engine(
             envvar="PHASEWISE_PREDICTOR",
             metavar="auto|off|FILE",
-            help="what tells how long answers will be; auto: what predict-len trained for the model",
-            rich_help_panel=_ENGINE,
+            help="predictor of answer lengths; auto: the one that predict-len trained for the model",
         ),
     ] = "auto",
     max_batch_tokens: Annotated[
         int,
-        typer.Option(
-            min=1,
-            max=65536,
-            metavar="N",
-            help="tokens of a prefill step; fewer while answers run",
-            rich_help_panel=_ENGINE,
-        ),
+        _engine(min=1, max=65536, metavar="N", help="most tokens of a prefill step; fewer while answers run"),
     ] = 2048,
     tpot: Annotated[
-        float,
-        typer.Option(
-            min=0.1,
-            metavar="MS",
-            help="time per token that running answers are promised",
-            rich_help_panel=_ENGINE,
-        ),
+        float, _engine(min=0.1, metavar="MS", help="longest time per token for running answers")
     ] = 100,
     checksum: Annotated[
         bool,
-        typer.Option(
+        _engine(
             "--checksum",
             envvar="PHASEWISE_CHECKSUM",
-            help="read the packed model whole at the start, and make it anew if any byte has changed",
-            rich_help_panel=_ENGINE,
+            help="read the whole packed model at the start, and pack it again if any byte has changed",
         ),
     ] = False,
     no_prefix_reuse: Annotated[
         bool,
-        typer.Option(
+        _engine(
             "--no-prefix-reuse",
-            help="compute beginnings of prompts that were computed before again",
-            rich_help_panel=_ENGINE,
+            help="compute a prompt's beginning again even if its keys and values are still there",
         ),
     ] = False,
     length_log: Annotated[
@@ -301,8 +232,8 @@ def serve(
         typer.Option(
             envvar="PHASEWISE_LENGTH_LOG",
             metavar="FILE",
-            help="append prompts (token ids) and answer lengths, for predict-len; nothing of a prompt "
-            "is kept otherwise",
+            help="append prompts (token ids) and answer lengths, for predict-len; without it no prompt "
+            "is stored",
         ),
     ] = None,
     db: DbOption = None,

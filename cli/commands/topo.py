@@ -36,12 +36,16 @@ def topo(
     ] = False,
     notation: Annotated[
         str | None,
-        typer.Option("--tree", metavar="NOTATION", help="draw this one, as --trees and tune-config print it"),
+        typer.Option(
+            "--tree",
+            metavar="NOTATION",
+            help="draw this TopoTree, written as --trees and tune-config print it",
+        ),
     ] = None,
     power_of_two: Annotated[
-        bool, typer.Option("--power-of-two/--any-size", help="sizes of the groups in --trees")
+        bool, typer.Option("--power-of-two/--any-size", help="allowed sizes of the groups in --trees")
     ] = True,
-    limit: Annotated[int, typer.Option(min=0, help="groupings that --trees draws")] = 10,
+    limit: Annotated[int, typer.Option(min=0, help="number of groupings that --trees draws")] = 10,
     plan: Annotated[
         bool,
         typer.Option("--plan", help="draw the plans of MODEL on the cores; without MODEL the default ones"),
@@ -52,7 +56,8 @@ def topo(
     weight_format: FormatOption = WeightFormat.native,
     db: DbOption = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="measure what cores share beyond what the system tells")
+        bool,
+        typer.Option("--probe", help="measure shared resources of cores that the system does not report"),
     ] = False,
     budget: Annotated[str, typer.Option(metavar="TIME", help="time that --probe may take")] = "30s",
 ) -> None:

@@ -76,14 +76,17 @@ def tune_config(
     ] = ObjectiveChoice.e2e,
     slo: Annotated[
         str | None,
-        typer.Option(metavar="ttft=MS,tpot=MS", help="the latencies that goodput counts a request by"),
+        typer.Option(
+            metavar="ttft=MS,tpot=MS", help="latencies that a request must keep to count as goodput"
+        ),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, max=4096, help="sequences that decode together")] = 1,
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="wall clock to spend, e.g. 90s, 15m, 1h")
     ] = "15m",
     evaluator: Annotated[
-        EvaluatorChoice, typer.Option(help="step times: timed here, modelled, or read from the database")
+        EvaluatorChoice,
+        typer.Option(help="source of step times: measured here, modelled, or recorded in the database"),
     ] = EvaluatorChoice.measured,
     machine: Annotated[
         Path | None, typer.Option(metavar="FILE.xml", help="lstopo XML of the machine to plan for")
@@ -99,23 +102,32 @@ def tune_config(
     cores: Annotated[
         str | None, typer.Option(metavar="LIST", help="use no CPUs but these, e.g. 0-3,8")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, max=256, help="only plans of so many ranks")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, max=256, help="only plans with N ranks")] = None,
     top_k: Annotated[
-        int, typer.Option("--top-k", min=1, max=MAX_TOP_K, help="plans that go on to kernels and a last run")
+        int,
+        typer.Option(
+            "--top-k",
+            min=1,
+            max=MAX_TOP_K,
+            help="number of plans whose kernels are tuned and that take part in the last run",
+        ),
     ] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="of the requests drawn, and of the order of equals")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="seed of the drawn requests and of the order of equal plans")
+    ] = 0,
     weight_format: FormatOption = WeightFormat.native,
     db: DbOption = None,
     storage: Annotated[
         str | None,
         typer.Option(metavar="URL|FILE", help="where trials are kept and shared [default: the database]"),
     ] = None,
-    resume: Annotated[bool, typer.Option(help="use what is known already; else search anew")] = True,
+    resume: Annotated[bool, typer.Option(help="use stored trials; --no-resume searches anew")] = True,
     emit: Annotated[
-        EmitChoice | None, typer.Option(help="print the plans as this tool's flags; stored ones at once")
+        EmitChoice | None,
+        typer.Option(help="print the plans as flags of this tool; stored plans are printed without a search"),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="show what would be searched, time nothing")
+        bool, typer.Option("--dry-run", help="show what would be searched; measure nothing")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

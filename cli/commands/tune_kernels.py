@@ -32,10 +32,13 @@ def tune_kernels(
         typer.Argument(metavar="[MODEL]", help="a model, as for `generate`, whose products to tune"),
     ] = None,
     shapes: Annotated[
-        str | None, typer.Option(metavar="N,K;N,K;..", help="outputs and inputs, instead of a model's")
+        str | None,
+        typer.Option(
+            metavar="N,K;N,K;..", help="outputs and inputs of products to tune instead of a model's"
+        ),
     ] = None,
     phase: Annotated[
-        PhaseChoice, typer.Option(help="the phase whose cores and numbers of rows are tuned for")
+        PhaseChoice, typer.Option(help="phase whose cores and numbers of rows to tune for")
     ] = PhaseChoice.both,
     weight_format: Annotated[
         str,
@@ -52,9 +55,11 @@ def tune_kernels(
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="wall clock to spend, e.g. 90s, 10m, 1h")
     ] = "10m",
-    resume: Annotated[bool, typer.Option(help="use what is known already; else time everything anew")] = True,
+    resume: Annotated[
+        bool, typer.Option(help="use stored timings; --no-resume measures everything anew")
+    ] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="show what would be tuned, time nothing")
+        bool, typer.Option("--dry-run", help="show what would be tuned; measure nothing")
     ] = False,
     db: DbOption = None,
     as_json: JsonOption = False,

@@ -19,7 +19,10 @@ def allreduce(
         str, typer.Option("--sizes", metavar="LIST", help="bytes of a message, e.g. 4K,1M")
     ] = "1K,4K,16K,64K,256K,1M,4M,16M",
     kinds: Annotated[
-        str, typer.Option("--kinds", help="the others are compared with the first")
+        str,
+        typer.Option(
+            "--kinds", help="algorithms to time; the first is the one that the others are compared with"
+        ),
     ] = "rank-shifted,master-copies,ring",
     threads: ThreadsOption = None,
     rounds: Annotated[int, typer.Option("-r", "--rounds", min=1, max=1000)] = 15,

@@ -29,7 +29,7 @@ def kernels(
         typer.Option(
             "--shape",
             metavar="N,K|NAME",
-            help="outputs and inputs, or the layers of a model; may be repeated",
+            help="outputs and inputs of a product, or a model whose layers to time [repeatable]",
         ),
     ] = None,
     ms: Annotated[str, typer.Option("--m", help="rows of activations")] = "1,8,64",

@@ -33,9 +33,15 @@ class Output(StrEnum):
 
 def run(
     model: ModelArgument,
-    prompts: Annotated[str, typer.Option("-p", "--n-prompt", help="prompt lengths; empty for none")] = "512",
-    n_gen: Annotated[str, typer.Option("-n", "--n-gen", help="decode lengths; empty for none")] = "128",
-    sequences: Annotated[str, typer.Option("-b", "--n-sequences", help="sequences at once")] = "1",
+    prompts: Annotated[
+        str, typer.Option("-p", "--n-prompt", help="prompt lengths in tokens; empty: no prefill test")
+    ] = "512",
+    n_gen: Annotated[
+        str, typer.Option("-n", "--n-gen", help="decode lengths in tokens; empty: no decode test")
+    ] = "128",
+    sequences: Annotated[
+        str, typer.Option("-b", "--n-sequences", help="numbers of sequences in a batch")
+    ] = "1",
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000)] = 5,
     output: Annotated[Output, typer.Option("-o", "--output", help="form of the rows")] = Output.md,
     weight_format: FormatOption = WeightFormat.native,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,11 @@ class Endpoint(StrEnum):
     chat = "chat"
 
 
-LOAD, WORK, ASKED, GOODPUT, OUTPUT = "When", "What", "How it is asked", "Promises", "What is printed"
+_load = partial(typer.Option, rich_help_panel="When")
+_work = partial(typer.Option, rich_help_panel="What")
+_asked = partial(typer.Option, rich_help_panel="How it is asked")
+_promises = partial(typer.Option, rich_help_panel="Promises")
+_printed = partial(typer.Option, rich_help_panel="What is printed")
 
 
 def serve(
@@ -40,184 +45,141 @@ def serve(
     model: Annotated[
         str, typer.Option("--model", metavar="NAME", help="[default: the first that is served]")
     ] = "",
-    rate: Annotated[
-        float | None,
-        typer.Option("--rate", min=1e-3, max=1e5, help="requests a second", rich_help_panel=LOAD),
-    ] = None,
+    rate: Annotated[float | None, _load("--rate", min=1e-3, max=1e5, help="requests a second")] = None,
     arrivals: Annotated[
-        Arrivals, typer.Option("--arrivals", help="how --rate is kept", rich_help_panel=LOAD)
+        Arrivals, _load("--arrivals", help="distribution of the intervals between requests at --rate")
     ] = Arrivals.poisson,
     burstiness: Annotated[
-        float,
-        typer.Option(
-            "--burstiness", min=1e-3, max=1e3, help="of gamma arrivals; 1: Poisson", rich_help_panel=LOAD
-        ),
+        float, _load("--burstiness", min=1e-3, max=1e3, help="shape of gamma arrivals; 1: Poisson")
     ] = 1.0,
     concurrency: Annotated[
         int | None,
-        typer.Option(
+        _load(
             "--concurrency",
             min=1,
             max=10_000,
-            help="clients that wait for their answers; with a rate or a trace: most requests at once",
-            rich_help_panel=LOAD,
+            help="clients that each wait for their answer; with --rate or --trace: most requests in flight",
         ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
+        _load(
             "--trace",
             metavar="FILE",
             help="arrivals and lengths of an Azure, Mooncake or ShareGPT file; with --rate its lengths only",
-            rich_help_panel=LOAD,
         ),
     ] = None,
     time_scale: Annotated[
         float,
-        typer.Option(
+        _load(
             "--time-scale",
             min=1e-6,
             max=1e6,
-            help="of a trace's arrivals; 0.1: ten times as fast",
-            rich_help_panel=LOAD,
+            help="factor of the intervals between a trace's arrivals; 0.1: ten times as fast",
         ),
     ] = 1.0,
     duration_s: Annotated[
-        float | None,
-        typer.Option(
-            "--duration", metavar="S", min=0.001, help="nothing is sent after it", rich_help_panel=LOAD
-        ),
+        float | None, _load("--duration", metavar="S", min=0.001, help="send no request after S seconds")
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(
+        _work(
             "-n",
             "--requests",
             min=1,
             max=1_000_000,
-            help="how many [default: 100, the trace's, or what --duration has time for]",
-            rich_help_panel=WORK,
+            help="number of requests [default: 100, the trace's, or as many as fit into --duration]",
         ),
     ] = None,
     input_len: Annotated[
-        int | None,
-        typer.Option(
-            "--input-len", min=1, max=1 << 20, help="tokens of a prompt [default: 128]", rich_help_panel=WORK
-        ),
+        int | None, _work("--input-len", min=1, max=1 << 20, help="tokens of a prompt [default: 128]")
     ] = None,
     output_len: Annotated[
-        int | None,
-        typer.Option(
-            "--output-len",
-            min=1,
-            max=1 << 20,
-            help="tokens of an answer [default: 64]",
-            rich_help_panel=WORK,
-        ),
+        int | None, _work("--output-len", min=1, max=1 << 20, help="tokens of an answer [default: 64]")
     ] = None,
     lengths: Annotated[
         str | None,
-        typer.Option(
+        _work(
             "--lengths",
             metavar="DIST",
-            help="both, e.g. uniform:1-1024/16-256 or lognormal:220,1.1/160,0.8",
-            rich_help_panel=WORK,
+            help="distribution of both lengths, e.g. uniform:1-1024/16-256 or lognormal:220,1.1/160,0.8",
         ),
     ] = None,
     length_scale: Annotated[
-        float,
-        typer.Option("--length-scale", min=1e-4, max=1e4, help="of all lengths", rich_help_panel=WORK),
+        float, _work("--length-scale", min=1e-4, max=1e4, help="factor of all lengths")
     ] = 1.0,
     warmup: Annotated[
-        int,
-        typer.Option(
-            "--warmup", min=0, max=10_000, help="requests before, not counted", rich_help_panel=WORK
-        ),
+        int, _work("--warmup", min=0, max=10_000, help="requests sent first and not counted")
     ] = 2,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=1 << 62, rich_help_panel=WORK)] = 0,
-    endpoint: Annotated[Endpoint, typer.Option("--endpoint", rich_help_panel=ASKED)] = Endpoint.completions,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="answers have their full length", rich_help_panel=ASKED)
-    ] = False,
-    temperature: Annotated[float, typer.Option("--temperature", min=0, max=100, rich_help_panel=ASKED)] = 0.0,
+    seed: Annotated[int, _work("--seed", help="seed of the arrivals and lengths", min=0, max=1 << 62)] = 0,
+    endpoint: Annotated[
+        Endpoint, _asked("--endpoint", help="route that requests are sent to")
+    ] = Endpoint.completions,
+    ignore_eos: Annotated[bool, _asked("--ignore-eos", help="ask for answers of the full length")] = False,
+    temperature: Annotated[
+        float, _asked("--temperature", help="0: always choose the likeliest token", min=0, max=100)
+    ] = 0.0,
     extra_body: Annotated[
         str | None,
-        typer.Option(
+        _asked(
             "--extra-body",
             metavar="JSON",
-            help='more fields of every body, e.g. {"cache_prompt": false}',
-            rich_help_panel=ASKED,
+            help='fields added to every request body, e.g. {"cache_prompt": false}',
         ),
     ] = None,
     text_prompts: Annotated[
-        bool,
-        typer.Option(
-            "--text-prompts",
-            help="words, even where the server takes token ids",
-            rich_help_panel=ASKED,
-        ),
+        bool, _asked("--text-prompts", help="send prompts as text even where the server takes token ids")
     ] = False,
     api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", envvar=["PHASEWISE_API_KEY", "OPENAI_API_KEY"], rich_help_panel=ASKED),
+        str | None, _asked("--api-key", envvar=["PHASEWISE_API_KEY", "OPENAI_API_KEY"])
     ] = None,
     unix_socket: Annotated[
-        Path | None,
-        typer.Option("--unix-socket", metavar="PATH", help="connect through it", rich_help_panel=ASKED),
+        Path | None, _asked("--unix-socket", metavar="PATH", help="connect through this Unix socket")
     ] = None,
     timeout_s: Annotated[
-        float,
-        typer.Option("--timeout", metavar="S", min=0.001, help="of one request", rich_help_panel=ASKED),
+        float, _asked("--timeout", metavar="S", min=0.001, help="time limit of one request in seconds")
     ] = 600.0,
     goodput: Annotated[
         str | None,
-        typer.Option(
+        _promises(
             "--goodput",
             metavar="SLO",
-            help="milliseconds, e.g. ttft:2000,tpot:280 (also e2el)",
-            rich_help_panel=GOODPUT,
+            help="latency limits in milliseconds, e.g. ttft:2000,tpot:280 (also e2el)",
         ),
     ] = None,
     slo_scale: Annotated[
-        float,
-        typer.Option("--slo-scale", min=1e-3, max=1e3, help="of --goodput", rich_help_panel=GOODPUT),
+        float, _promises("--slo-scale", min=1e-3, max=1e3, help="factor of the --goodput limits")
     ] = 1.0,
     find: Annotated[
         bool,
-        typer.Option(
+        _promises(
             "--find-rate",
-            help="the highest rate that keeps each promise at P90; --rate is where to begin",
-            rich_help_panel=GOODPUT,
+            help="find the highest rate that keeps every --goodput limit at P90, starting at --rate",
         ),
     ] = False,
     probe_s: Annotated[
-        float,
-        typer.Option(
-            "--probe", metavar="S", min=0.1, max=3600, help="length of a probe", rich_help_panel=GOODPUT
-        ),
+        float, _promises("--probe", metavar="S", min=0.1, max=3600, help="length of one probe in seconds")
     ] = 20.0,
-    most_probes: Annotated[int, typer.Option("--most-probes", min=1, max=100, rich_help_panel=GOODPUT)] = 16,
+    most_probes: Annotated[
+        int, _promises("--most-probes", help="most probes of --find-rate", min=1, max=100)
+    ] = 16,
     votes: Annotated[
         int,
-        typer.Option(
+        _promises(
             "--votes",
             min=1,
             max=9,
-            help="probes of the rates where the search would end: the majority decides",
-            rich_help_panel=GOODPUT,
+            help="probes of each rate at which the search would end; the majority decides",
         ),
     ] = 3,
-    output: Annotated[Table, typer.Option("-o", "--output", rich_help_panel=OUTPUT)] = Table.md,
+    output: Annotated[Table, _printed("-o", "--output", help="form of the results")] = Table.md,
     save_detailed: Annotated[
-        bool, typer.Option("--save-detailed", help="every request, in csv and json", rich_help_panel=OUTPUT)
+        bool, _printed("--save-detailed", help="also print every request, in csv and json")
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            "--plot",
-            metavar="FILE.svg",
-            help="SLO attainment over the rate and over the scale",
-            rich_help_panel=OUTPUT,
+        _printed(
+            "--plot", metavar="FILE.svg", help="draw SLO attainment over the rate and over the SLO scale"
         ),
     ] = None,
 ) -> None:
