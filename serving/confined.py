@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import IO, Literal
 
 from phasewise.serving.errors import ServingError
+from phasewise.serving.secrets import environment_for_children
 
 JobName = Literal["grammar", "template"]
 
@@ -173,7 +174,7 @@ class ConfinedProcess:
                 [sys.executable, *_COMMAND],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**_without_secrets(), **ONE_THREAD},
+                env={**environment_for_children(), **ONE_THREAD},
                 bufsize=0,
             )
         except OSError as error:
@@ -198,11 +199,6 @@ class ConfinedProcess:
             _finish(process)
             raise JobRefused(verdict[1:].decode("utf-8", "replace"))
         return process
-
-
-def _without_secrets() -> dict[str, str]:
-    """The environment, less what no job needs to know."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PHASEWISE_API_KEY")}
 
 
 def _finish(process: subprocess.Popen[bytes]) -> None:
