@@ -60,6 +60,7 @@ class _Live:
             self.end_token_ids,
             message.estimate,
             message.cache_space,
+            client=message.client,
         )
 
 
@@ -166,6 +167,7 @@ class Engine:
             counts.prefix_hits,
             counts.prefix_tokens_reused,
             counts.phase_switches,
+            scheduler.n_clients_waiting,
         )
 
     def close(self) -> None:

@@ -32,6 +32,8 @@ class Submit:
     """What the answer must look like. Each answer runs a `fresh()` one of its own."""
     cache_space: str = ""
     """Only requests of the same space may take over keys and values of each other's prompts."""
+    client: str = ""
+    """The client that it came from: clients take turns at being admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class EngineLoad(NamedTuple):
     """Requests that took over keys and values of a prompt computed before."""
     prefix_tokens_reused: int = 0
     phase_switches: int = 0
+    n_clients_waiting: int = 0
+    """Clients that take turns: those with requests that never had KV slots. Of now."""
 
 
 class Delivery(NamedTuple):

@@ -25,6 +25,8 @@ class Request:
     """Keys and values are copied between requests of one space, and never to another."""
     prefill_only: bool = False
     """Its prompt is computed here and its answer elsewhere: what was computed is held for a hand-over."""
+    client: str = ""
+    """Requests that wait belong to clients, which take turns."""
 
     @property
     def most_tokens(self) -> int:
@@ -40,8 +42,9 @@ class LiveSequence:
     """
 
     request: Request
-    arrival: int
-    """Serial: of two, the lower one came first. This is what age means here."""
+    admission: int | None = None
+    """Serial of its first admission: of two that were admitted, the lower one is the older. This is what age
+    means here. None: it was never admitted."""
     placement: Placement | None = None
     """None: it waits."""
     n_computed: int = 0
@@ -59,6 +62,12 @@ class LiveSequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def age(self) -> int:
+        """Of a request that was admitted: `admission`."""
+        assert self.admission is not None, f"{self} was never admitted"
+        return self.admission
 
     @property
     def n_tokens(self) -> int:

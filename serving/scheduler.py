@@ -1,14 +1,17 @@
-"""Continuous batching, first come first served. Pure: integers in, a batch out; no clock, no tensors.
+"""Continuous batching. Pure: integers in, a batch out; no clock, no tensors.
 
 A step is of one phase, so that each phase keeps its own plan. While answers run and prompts wait the phases
 take turns: one chunk of prompts, one token for every running answer. How large a chunk may be is said by
-whoever knows the time (`pacing`). Whatever must be chosen, age chooses: the order of arrival.
+`pacing`, which knows the time. Clients take turns at being admitted, and a client's own requests are first
+come, first served (`waiting_line`, decision 0039). Whatever else must be chosen, age chooses: the order of
+first admissions.
 
-A request is admitted when the pool has room for the tokens it has, not for all it may get; nobody overtakes
-the head of the queue. An answer that outgrows its block gets a larger one. Where there is none the request
-that came last gives its block back and waits again, with the answer it has; what it had computed is computed
-again later. So the oldest always goes on. Who was preempted `MOST_PREEMPTIONS` times gets a block for its
-whole answer, and gives it back to the oldest alone; after that it runs as the oldest itself. Decision 0021.
+A request is admitted when the pool has room for the tokens it has, not for all it may get; no request
+overtakes the head of the line. An answer that outgrows its block gets a larger one. Where there is none the
+request that was admitted last gives its block back and waits again, with the answer it has; what it had
+computed is computed again later. So the oldest always goes on. A request that was preempted
+`MOST_PREEMPTIONS` times gets a block for its whole answer, and gives it back to the oldest alone; after that
+it runs as the oldest itself. Decision 0021.
 
 A request can be divided between two schedulers. One computes its prompt (`Request.prefill_only`) and holds
 the keys and values: `hand_over` pins them while they are sent, `acknowledge` frees them. The other one is
@@ -29,6 +32,7 @@ from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Grant, KvPool, Placement
 from phasewise.serving.prefixes import PrefixIndex, chain, copies_between
 from phasewise.serving.request import LiveSequence, Request, TokenOut
+from phasewise.serving.waiting_line import WaitingLine
 from phasewise.tuner.plans import Phase
 
 MOST_PREEMPTIONS = 3
@@ -80,18 +84,23 @@ class Scheduler:
         self.n_pool_changes = 0
         """Calls that changed the pool: whoever reads its figures need not read the same ones again."""
         self._live: dict[str, LiveSequence] = {}
-        self._waiting: list[LiveSequence] = []  # by arrival, as are the running ones
-        self._running: list[LiveSequence] = []
+        self._waiting = WaitingLine()
+        self._running: list[LiveSequence] = []  # by age
         self._prefixes = PrefixIndex(pool.n_slots) if limits.prefix_reuse else None
         self._copies: list[KvCopy] = []  # that the next batch brings, in their order
         self._moved: set[str] = set()  # whom they move
-        self._arrivals = 0
+        self._n_admitted = 0
         self._last_phase: Phase | None = None
         self._in_flight: _Flight | None = None
 
     @property
     def n_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def n_clients_waiting(self) -> int:
+        """Clients that take turns: those with requests that were never admitted."""
+        return self._waiting.n_clients
 
     @property
     def n_running(self) -> int:
@@ -179,10 +188,8 @@ class Scheduler:
     def requeue(self, request: Request) -> None:
         """Queue a request that had been accepted before, however many wait."""
         self._refuse_impossible(request)
-        self._arrivals += 1
-        sequence = LiveSequence(request, self._arrivals)
-        self._live[request.request_id] = sequence
-        self._waiting.append(sequence)
+        sequence = self._live[request.request_id] = LiveSequence(request)
+        self._waiting.join(sequence)
 
     def next_batch(self, chunk_tokens: int | None = None) -> Batch | None:
         """What to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
@@ -267,7 +274,7 @@ class Scheduler:
             self._prefixes.clear()
 
     def request_ids(self) -> tuple[str, ...]:
-        """All requests that have not ended: running ones first, each kind by arrival."""
+        """All requests that have not ended: running ones by age, then those that wait."""
         return tuple(sequence.request_id for sequence in (*self._running, *self._waiting))
 
     def check(self) -> None:
@@ -277,10 +284,11 @@ class Scheduler:
         owned = self.pool.placements()
         if owned != placements:
             raise SchedulerError(f"the pool says {owned}, running requests say {placements}")
-        for queue in (self._running, self._waiting):
-            arrivals = [sequence.arrival for sequence in queue]
-            if arrivals != sorted(arrivals):
-                raise SchedulerError(f"arrivals {arrivals} are not in order")
+        ages = [_age(sequence) for sequence in self._running]
+        if ages != sorted(ages):
+            raise SchedulerError(f"running requests of ages {ages} are not in order")
+        if len(self._waiting) != len(list(self._waiting)):
+            raise SchedulerError(f"{len(self._waiting)} requests wait, but {list(self._waiting)} do")
         if sorted(self.request_ids()) != sorted(self._live):
             raise SchedulerError(f"{sorted(self._live)} live, {self.request_ids()} run or wait")
         for sequence in self._running:
@@ -318,10 +326,12 @@ class Scheduler:
             raise SchedulerError(f"request {request.request_id!r} is here already")
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.limits.max_sequences:
-            sequence = self._waiting[0]
+        while len(self._running) < self.limits.max_sequences:
+            sequence = self._waiting.head
+            if sequence is None:
+                return
             times = sequence.n_preempted
-            if times > MOST_PREEMPTIONS and self._running and self._running[0].arrival < sequence.arrival:
+            if times > MOST_PREEMPTIONS and self._running and _age(self._running[0]) < _age(sequence):
                 return
             demand = sequence.demand(in_full=times >= MOST_PREEMPTIONS)
             grant = self.pool.reserve(sequence.request_id, demand)
@@ -330,7 +340,11 @@ class Scheduler:
             self._accept(sequence, grant)
             if sequence.awaits_kv:
                 self._pin(sequence)
-            insort(self._running, self._waiting.pop(0), key=_arrival)
+            self._waiting.take()
+            if sequence.admission is None:
+                self._n_admitted += 1
+                sequence.admission = self._n_admitted
+            insort(self._running, sequence, key=_age)
 
     def _pin(self, sequence: LiveSequence) -> None:
         self.pool.pin(sequence.request_id)
@@ -368,7 +382,7 @@ class Scheduler:
         return self._fly("decode", going_on) if going_on else None
 
     def _grow(self, sequence: LiveSequence) -> None:
-        """Room for its next token, taken from the request that came last, perhaps from itself.
+        """Room for its next token, taken from the request that was admitted last, perhaps from itself.
 
         It has none yet where the others' blocks are all pinned.
         """
@@ -400,7 +414,7 @@ class Scheduler:
         self.counts.preemptions += 1
         self._leave_pool(sequence, None)
         sequence.n_preempted += 1
-        insort(self._waiting, sequence, key=_arrival)
+        self._waiting.rejoin(sequence)
 
     def _prefill_batch(self, room: int) -> Batch | None:
         parts: list[tuple[LiveSequence, Tokens[int]]] = []
@@ -484,8 +498,8 @@ class Scheduler:
         sequence.begin_again()
 
 
-def _arrival(sequence: LiveSequence) -> int:
-    return sequence.arrival
+def _age(sequence: LiveSequence) -> int:
+    return sequence.age
 
 
 def _placed(sequence: LiveSequence) -> Placement:

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from phasewise.serving.errors import QueueFull, RequestError, Stopping
@@ -204,7 +205,7 @@ class EngineClient:
         """Send requests to the engine, `facts` being what is known of each. QueueFull: not now.
 
         on_overflow: their reader may be slow; called when it is too far behind, and all is aborted.
-        owner: the client whose share of all places they take.
+        owner: the client whose share of all places they take, and whose turn they wait for.
         """
         self._refuse_too_many(len(requests), owner)
         if on_overflow is None:
@@ -222,7 +223,7 @@ class EngineClient:
             self._started_s[request.request_id] = now_s
             for observer in self._observers:
                 observer.sent(request, known)
-            self._send(request)
+            self._send(replace(request, client=owner))
         return stream
 
     def holds(self, stream: AnswerStream, n_bytes: int) -> None:

@@ -184,6 +184,7 @@ class _Read(Collector):
 
 def _of_load(load: EngineLoad) -> Iterator[Family]:
     yield _gauge("requests_waiting", "requests without KV slots", load.n_waiting)
+    yield _gauge("clients_waiting", "clients that take turns at being admitted", load.n_clients_waiting)
     yield _gauge("requests_running", "requests with KV slots", load.n_running)
     yield _gauge("kv_slots_used", "KV slots in use", load.kv_slots_used)
     yield _gauge("kv_slots", "KV slots in all", load.kv_slots)

@@ -101,6 +101,21 @@ def test_one_key_leaves_places_for_the_others() -> None:
     assert int(refused.headers["retry-after"]) >= 1
 
 
+def test_a_backlog_of_one_key_costs_another_one_turn() -> None:
+    """The engine computes one answer at a time; eleven of one key wait when the other key's request comes."""
+    with fake_server(HttpLimits(api_keys=KEYS), max_sequences=1) as server, ThreadPoolExecutor() as clients:
+        server.ranks.before_step = lambda: time.sleep(0.002)
+        greedy = clients.submit(many, server, 12, KEYS[0], max_tokens=50)
+        until(lambda: server.engine.scheduler.n_waiting == 11, "all but one of a key's requests wait")
+        metrics = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}).text
+        served = many(server, 1, KEYS[1], max_tokens=1)
+        n_left = server.client.n_live
+
+        assert greedy.result().status_code == served.status_code == 200
+    assert n_left >= 8
+    assert "phasewise_clients_waiting 1.0" in metrics
+
+
 def test_an_answer_that_takes_too_much_memory_ends_and_others_go_on() -> None:
     with fake_server(HttpLimits(api_keys=KEYS, max_response_bytes=100_000)) as server:
         refused = many(server, 16, KEYS[0], max_tokens=100, logprobs=20)

@@ -69,10 +69,11 @@ def fake_server(
     address: Address | None = None,
     tls: ssl.SSLContext | None = None,
     model: Callable[[ServedModel], ServedModel] = lambda model: model,
+    max_sequences: int = 4,
 ) -> Iterator[FakeServer]:
     """`model`: what the served model is to be, made from the one that this server has."""
     ranks = FakeRanks()
-    engine = make_engine(ranks, context_length=CONTEXT, kv_slots=4 * CONTEXT)
+    engine = make_engine(ranks, context_length=CONTEXT, kv_slots=4 * CONTEXT, max_sequences=max_sequences)
     limits = limits or HttpLimits()
     client = EngineClient(lambda message: thread.send(message), limits)
     thread = EngineThread(engine, client.deliver)
