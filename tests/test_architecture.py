@@ -17,6 +17,7 @@ ROOMS = ("phasewise", *(link.name for link in LINKS))
 PURE = (
     "serving.request",
     "serving.prefixes",
+    "serving.waiting_line",
     "serving.pools",
     "serving.batch",
     "serving.errors",
@@ -43,6 +44,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.pools": PURE,
     "serving.scheduler": PURE,
     "serving.prefixes": PURE,
+    "serving.waiting_line": PURE,
     "serving.pacing": PURE,
     "cluster": ("cluster", *PURE, "serving.scheduler", "serving.pacing", "kerneldb", "topology"),
     "cluster.routing": ("cluster.errors",),
