@@ -48,6 +48,7 @@ test-soak: build test-asan  ## hours: twenty times the examples, ASan, fuzzing, 
 	$(BIN)/python benchmarks/fuzz_api.py --cases 10000
 	$(BIN)/python benchmarks/fuzz_http.py --inputs 100000
 	$(BIN)/python benchmarks/hostile.py
+	$(BIN)/python benchmarks/drawn_schemas.py --drawn 1000 --templates 1000
 	$(BIN)/python benchmarks/faults.py
 	$(if $(TRACE),$(BIN)/python benchmarks/soak.py --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
 

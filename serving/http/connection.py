@@ -71,6 +71,10 @@ class ConnectionObserver(Protocol):
 
     def refused(self, error: ApiError) -> None: ...
 
+    def answered_by_connection(self, status: int) -> None:
+        """An answer that the application never saw."""
+        ...
+
     def slow_reader_cut(self) -> None: ...
 
 
@@ -504,6 +508,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def _write_refusal(self, error: ApiError) -> None:
         self._others.observer.refused(error)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._others.observer.answered_by_connection(error.status)
             answer = error.response()
             lines = [f"HTTP/1.1 {error.status} ".encode(), b"connection: close"]
             lines += [name + b": " + value for name, value in answer.raw_headers if name != b"connection"]

@@ -101,6 +101,10 @@ class Metrics:
         """An error of ours is being answered."""
         self._refused.labels(error.code or f"status_{error.status}").inc()
 
+    def answered_by_connection(self, status: int) -> None:
+        """An answer below the application, to what is no request yet: no path is known."""
+        self.http.labels("none", status).inc()
+
     def slow_reader_cut(self) -> None:
         self._slow.inc()
 

@@ -66,77 +66,71 @@ def _joined(schemas: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dic
 
 SCHEMAS = st.recursive(_LEAVES, _joined, max_leaves=30)
 
-_VALUES = st.sampled_from(
-    [
-        "range(99999)",
-        "'ab ' * 60000",
-        "['x' * 99] * 9999",
-        "messages",
-        "'%(' * 99999",
-        "10 ** 999",
-        "'{:{' * 9999",
-    ]
+VALUES = (
+    "range(99999)",
+    "'ab ' * 60000",
+    "['x' * 99] * 9999",
+    "messages",
+    "'%(' * 99999",
+    "10 ** 999",
+    "'{:{' * 9999",
 )
-_FILTERS = st.sampled_from(
-    [
-        "list",
-        "sort",
-        "unique",
-        "groupby('role')",
-        "map('string')",
-        "map('upper')",
-        "join",
-        "join('x')",
-        "length",
-        "first",
-        "last",
-        "reverse",
-        "upper",
-        "tojson",
-        "indent(9)",
-        "replace('a','bbbbbbbb')",
-        "trim",
-        "title",
-        "string",
-        "string|list",
-        "items",
-        "dictsort",
-        "select",
-        "reject",
-        "tojson(indent=8)",
-        "format(1)",
-        "max",
-        "min",
-        "round",
-        "int",
-        "float",
-        "abs",
-        "default('x')",
-        "e",
-        "escape",
-        "safe",
-    ]
+FILTERS = (
+    "list",
+    "sort",
+    "unique",
+    "groupby('role')",
+    "map('string')",
+    "map('upper')",
+    "join",
+    "join('x')",
+    "length",
+    "first",
+    "last",
+    "reverse",
+    "upper",
+    "tojson",
+    "indent(9)",
+    "replace('a','bbbbbbbb')",
+    "trim",
+    "title",
+    "string",
+    "string|list",
+    "items",
+    "dictsort",
+    "select",
+    "reject",
+    "tojson(indent=8)",
+    "format(1)",
+    "max",
+    "min",
+    "round",
+    "int",
+    "float",
+    "abs",
+    "default('x')",
+    "e",
+    "escape",
+    "safe",
 )
-_METHODS = st.sampled_from(
-    [
-        ".split(' ')",
-        ".replace('a', 'b' * 999)",
-        ".join(['y'] * 9999)",
-        ".format()",
-        ".zfill(9999)",
-        " * 999",
-        " % 1",
-        "",
-    ]
+METHODS = (
+    ".split(' ')",
+    ".replace('a', 'b' * 999)",
+    ".join(['y'] * 9999)",
+    ".format()",
+    ".zfill(9999)",
+    " * 999",
+    " % 1",
+    "",
 )
 
 
 @st.composite
 def templates(draw: st.DrawFn) -> str:
-    value = draw(_VALUES)
-    for name in draw(st.lists(_FILTERS, max_size=6)):
+    value = draw(st.sampled_from(VALUES))
+    for name in draw(st.lists(st.sampled_from(FILTERS), max_size=6)):
         value = f"({value}) | {name}"
-    body = f"{{{{ ({value}){draw(_METHODS)} }}}}"
+    body = f"{{{{ ({value}){draw(st.sampled_from(METHODS))} }}}}"
     for _ in range(draw(st.integers(0, 2))):
         body = f"{{% for i in range({draw(st.integers(1, 99999))}) %}}{body}{{% endfor %}}"
     return body

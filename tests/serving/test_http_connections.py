@@ -134,6 +134,7 @@ def test_a_connection_too_many_is_told_to_come_back() -> None:
         assert said.startswith(b"HTTP/1.1 503")
         assert b"retry-after: " in said.lower()
         assert metric(server, 'phasewise_requests_rejected_total{reason="too_many_connections"}') == 1
+        assert metric(server, 'phasewise_http_responses_total{path="none",status="503"}') == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
