@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,6 +37,15 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("tier", max_examples=n_examples(_DEFAULT_EXAMPLES), deadline=None)
     settings.load_profile("tier")
     config.stash[LEFT_OUT] = Counter()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _use_own_measurement_lock(config)
+
+
+def _use_own_measurement_lock(config: pytest.Config) -> None:
+    """The lock lies in TMPDIR: with a shared one, commands under test would wait for those of other workers."""
+    folder = tempfile.mkdtemp(prefix="phasewise-tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
