@@ -66,6 +66,7 @@ lint: setup        ## style, types, and C warnings as errors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	CFLAGS="-Werror" $(BIN)/python setup.py -q build_ext --force \
 		--build-temp build/werror --build-lib build/werror
 

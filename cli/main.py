@@ -104,6 +104,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILURE)
     except Exception as error:
-        if not hasattr(error, "exit_code"):
+        exit_code = getattr(error, "exit_code", None)
+        if exit_code is None:
             raise
-        fail(str(error), error.exit_code)
+        fail(str(error), exit_code)

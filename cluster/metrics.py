@@ -114,7 +114,7 @@ def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
     """reference: step times of the machine that slowdowns are told against."""
     lives = simulation.lives
     times = _times(simulation)
-    slowdowns = None
+    slowdowns: dict[Metric, dict[int, float]] | None = None
     if reference is not None:
         baseline = _baseline(lives, reference)
         slowdowns = {metric: _percentiles(times[metric] / baseline[metric]) for metric in METRICS}
@@ -173,7 +173,9 @@ def _percentiles(values: Seconds) -> dict[int, float]:
 
 def _uses(simulation: Simulation) -> Iterable[RoleUse]:
     span_s = max(simulation.end_s - min(life.arrival.at_s for life in simulation.lives), 1e-12)
-    kinds = dict.fromkeys((use.role, use.machine) for use in simulation.machines)
+    kinds: dict[tuple[Role, str], None] = dict.fromkeys(
+        (use.role, use.machine) for use in simulation.machines
+    )
     for role, machine in kinds:
         uses = [use for use in simulation.machines if (use.role, use.machine) == (role, machine)]
         occupancy: dict[int, float] = defaultdict(float)

@@ -90,10 +90,10 @@ def _memory_engine() -> Engine:
 def _server_engine(url: str, name: str) -> Engine:
     try:
         return create_engine(url, json_deserializer=_json_or_none, pool_pre_ping=True)
-    except ArgumentError:
-        raise KernelDbError(f"{name} is not a database URL: write e.g. postgresql://user@host/name") from None
     except NoSuchModuleError as error:
         raise KernelDbError(f"database {name} is of an unknown kind: {error}") from None
+    except ArgumentError:
+        raise KernelDbError(f"{name} is not a database URL: write e.g. postgresql://user@host/name") from None
     except ImportError as error:
         raise KernelDbError(
             f"database {name} needs a driver (for PostgreSQL: pip install 'phasewise[postgres]'): {error}"

@@ -79,7 +79,7 @@ def promoted_measurements(verified: bool) -> AnySelect:
     return _first_of(ranked)
 
 
-def _first_of(ranked: Select[tuple[int, Any]]) -> AnySelect:
+def _first_of(ranked: AnySelect) -> AnySelect:
     inner = ranked.subquery()
     return measurements().join(inner, inner.c.id == MeasurementRow.id).where(inner.c.rank == 1)
 

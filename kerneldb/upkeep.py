@@ -134,9 +134,11 @@ class Bench(Protocol):
 
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> Sequence[Sample]:
         """Interleaved timings, one for each schedule and in their order, of results that were checked."""
+        ...
 
     def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
         """A paired A/B; None: against the kernel's default."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -285,10 +285,10 @@ def _sentence_pieces(vocabulary: _Vocabulary) -> dict[str, Json]:
     spaces: Json = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
     strip: Json = {"type": "Strip", "content": " ", "start": int(prefix), "stop": 0}
     steps: list[Json] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
-    return _document(vocabulary, model, add_bos=True, default_bos=1) | {
-        "normalizer": {"type": "Sequence", "normalizers": [prepend, marks] if prefix else [marks]},
-        "decoder": {"type": "Sequence", "decoders": steps},
-    }
+    document = _document(vocabulary, model, add_bos=True, default_bos=1)
+    document["normalizer"] = {"type": "Sequence", "normalizers": [prepend, marks] if prefix else [marks]}
+    document["decoder"] = {"type": "Sequence", "decoders": steps}
+    return document
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[Json]:

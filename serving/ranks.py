@@ -39,7 +39,7 @@ class LocalRanks(FirstRank):
     """One rank, in this process. Arguments and errors: `open_ranks`."""
 
     def __init__(self, model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> None:
-        cores = {phase: _only_rank(plan) for phase, plan in plans.items()}
+        cores: dict[Phase, tuple[int, ...]] = {phase: _only_rank(plan) for phase, plan in plans.items()}
         self.kv_format = resolve_kv_format(model, options.kv_format)
         self.kv_bytes_per_slot = kv_bytes_per_slot(model, self.kv_format)
         self.kv_slots = options.kv_slots

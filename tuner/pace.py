@@ -35,8 +35,8 @@ class Pace:
         problem, before = task.problem(m), task.ms[: task.ms.index(m)][-1:]
         if timed:
             self._timed.add(problem)
-        if before and self._last == task.problem(before[0]):
-            self._drop(self._last)
+        if before and self._last == (last := task.problem(before[0])):
+            self._drop(last)
         self._last = problem
 
     def finish(self, task: Task) -> None:

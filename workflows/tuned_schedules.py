@@ -65,7 +65,9 @@ def schedules_for(
 ) -> Mapping[Phase, KernelSchedules]:
     """The schedules in use on each plan's cores with this build of the kernels; none without a database."""
     absent = locate(db).is_absent
-    tables = {phase: ScheduleTable([]) for phase in plans} if absent else _tables(db, machine, plans, report)
+    tables: dict[Phase, ScheduleTable] = (
+        {phase: ScheduleTable([]) for phase in plans} if absent else _tables(db, machine, plans, report)
+    )
     return {phase: KernelSchedules(PhaseSchedules(table)) for phase, table in tables.items()}
 
 

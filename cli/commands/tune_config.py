@@ -204,7 +204,7 @@ def _run(wish: Wish, subject: Subject, started_s: float) -> Found:
 def _print_found(found: Found, emit: EmitChoice | None, as_json: bool) -> None:
     from phasewise.cli.render.config_text import found_fields, found_text
 
-    plans = {phase: verdict.plan for phase, verdict in found.verdicts.items()}
+    plans: dict[Phase, ServicePlan] = {phase: verdict.plan for phase, verdict in found.verdicts.items()}
     if as_json:
         emitted = _emit_fields(emit, plans, found.subject.machine) if emit and plans else {}
         print_json({"dry_run": False, **found_fields(found), **emitted})

@@ -177,6 +177,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     """One of `others`. At most one clock runs: for a head, for a body, or (uvicorn's) between two requests;
     beside it one for a reader that takes nothing, and one for the next turn of a sender that has to wait."""
 
+    app: Any
+    """An ASGI 3 application; uvicorn's annotation also allows what only WebSockets and lifespans use."""
+
     def __init__(self, others: Connections, config: Config, state: ServerState) -> None:
         super().__init__(config, state, {})
         self._others = others

@@ -38,6 +38,7 @@ class Address(Protocol):
 
     def listen(self) -> socket.socket:
         """Let connections come. CannotListen where another process was faster."""
+        ...
 
     def __enter__(self) -> Address: ...
 

@@ -138,7 +138,7 @@ def _config(
         return metadata.get(full, default) if kind is None else field(metadata, full, kind, default)
 
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
-    head_dim = get("attention.key_length", int) or (hidden // heads if hidden and heads else None)
+    head_dim = get("attention.key_length", int) or _even_share(hidden, heads)
     if get("attention.value_length", int, head_dim) != head_dim:
         raise ModelError(f"{path} has keys and values of different length, which cannot run")
     plain = ModelConfig(
@@ -184,6 +184,11 @@ def _scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) 
     if factor not in (None, 1.0):
         return LinearScaling(factor)
     return FrequencyFactors(factors["factors"]) if "factors" in factors else None
+
+
+def _even_share(hidden: Any, heads: Any) -> Any:
+    """Elements of one head where they are not stated; None, which ModelConfig refuses, without both sizes."""
+    return hidden // heads if hidden and heads else None
 
 
 def _original_context(get: Callable[..., Any]) -> int:

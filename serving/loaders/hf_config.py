@@ -58,8 +58,8 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     share = field(rope_fields, "partial_rotary_factor", float, get("partial_rotary_factor", float, 1.0))
     if not 0 < share <= 1:
         raise ModelError(f"config.json rotates {share!r} of each head: a number from 0 to 1 expected")
-    rope_dim = None if head_dim is None else int(head_dim * share)
-    rope = RopeSpec(_theta(get, rope_fields), rope_dim, _scaling(get, rope_fields))  # type: ignore[arg-type]
+    rope_dim = head_dim and int(head_dim * share)
+    rope = RopeSpec(_theta(get, rope_fields), rope_dim, _scaling(get, rope_fields))
     plain = ModelConfig(
         architecture=family.name,
         n_layers=get("num_hidden_layers", int),

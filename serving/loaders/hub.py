@@ -39,7 +39,8 @@ def _snapshot(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    wanted, unwanted = list(WANTED_FILES), list(UNWANTED_FILES)
+    wanted: list[str] = list(WANTED_FILES)
+    unwanted: list[str] = list(UNWANTED_FILES)
     try:
         return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted, etag_timeout=10))
     except HfHubHTTPError as error:

@@ -46,33 +46,41 @@ class Sizes(Protocol):
     @property
     def bounds(self) -> tuple[int, ...]:
         """Bounds of the buckets for new requests, ascending. A new object whenever they have changed."""
+        ...
 
     @property
     def large_bound(self) -> int:
         """Bound of the large bucket."""
+        ...
 
     @property
     def reserve_share(self) -> float:
         """Share of all slots that is never promised to requests."""
+        ...
 
     @property
     def squeezes(self) -> bool:
         """Whether requests are moved where another needs slots that are free, but lie apart."""
+        ...
 
     def first(self, demand: Demand) -> Size:
         """The block of a request that begins, or begins again."""
+        ...
 
     def next(self, demand: Demand, n_positions: int) -> Size:
         """The next block of a request whose block is full and that needs `n_positions` now."""
+        ...
 
     def ended(self, demand: Demand, answer_tokens: int) -> None:
         """A request ended by itself."""
 
     def refresh(self) -> bool:
         """As KvPool.refresh."""
+        ...
 
     def counts(self) -> dict[str, Any]:
         """Fields of PoolStats that these sizes count."""
+        ...
 
 
 @dataclass(slots=True)

@@ -163,6 +163,7 @@ class KvPool(Protocol):
     @property
     def longest(self) -> int:
         """Positions of the longest request that the empty pool holds to its end."""
+        ...
 
     def reserve(self, owner: str, demand: Demand) -> Grant | None:
         """Room for `demand.held_tokens` at least, or None: not now. One placement per owner."""
@@ -182,6 +183,7 @@ class KvPool(Protocol):
 
     def placements(self) -> dict[str, Placement]:
         """Who holds what, as a copy."""
+        ...
 
     def stats(self) -> PoolStats: ...
 
@@ -191,3 +193,4 @@ class KvPool(Protocol):
     def refresh(self) -> bool:
         """Learn from what was released, for requests to come; whether anything changed. Cheap where there is
         nothing new. May be called from one other thread at any time (`serving.maintenance`)."""
+        ...

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from phasewise.kerneldb.connect import engine_for
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
 
@@ -51,6 +52,11 @@ def test_memory_has_several_names(text: str) -> None:
 def test_what_names_no_database_is_refused(text: str) -> None:
     with pytest.raises(KernelDbError):
         locate(text)
+
+
+def test_a_kind_of_database_that_is_not_known_is_named() -> None:
+    with pytest.raises(KernelDbError, match=r"unknown kind.*nosuchkind"):
+        engine_for(locate("nosuchkind://host/db"), read_only=False)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ class StepGrid:
         last = min(len(self.lengths) - 1, bisect_left(self.lengths, max(lengths)))
         points = self.lengths[min(first, last) : last + 1]
         timed = np.maximum.accumulate([timer(self._step(point)) for point in points])
-        return np.interp(lengths, points, timed)
+        return np.interp(np.asarray(lengths, dtype=np.int64), points, timed)
 
     def context_ns(self, timer: StepTimer) -> float:
         """What each token of context costs a full chunk of a prompt, on top of its own time."""

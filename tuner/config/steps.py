@@ -8,7 +8,7 @@ search asks for steps and knows neither cores nor clocks.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from phasewise.tuner.errors import EvaluationError
@@ -99,7 +99,7 @@ class ModelShape:
     """Bytes of one token's keys and values over all layers."""
 
     def __post_init__(self) -> None:
-        for name in self.__slots__[1:]:
+        for name in [field.name for field in fields(self)][1:]:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value < 1 << 50:
                 raise EvaluationError(f"{name} of a model must be a positive number, not {value!r:.40}")

@@ -239,8 +239,9 @@ class Trials:
         (last_id, beat_s), now_s = self._last_beat, time.monotonic()
         if trial_id == last_id and now_s - beat_s < HEARTBEAT_S:
             return
-        if hasattr(self._storage, "record_heartbeat"):
-            self._storage.record_heartbeat(trial_id)
+        record = getattr(self._storage, "record_heartbeat", None)
+        if record is not None:
+            record(trial_id)
             self._last_beat = (trial_id, now_s)
 
     def _all(self) -> list[FrozenTrial]:

@@ -42,7 +42,8 @@ def quota(host: Host) -> Iterator[Finding]:
 def throttled(host: Host) -> Iterator[Finding]:
     """Periods in which the group was stopped because its quota was used up."""
     for seen in host.cgroup("cpu", "cpu.stat", "cpu.stat"):
-        counts = dict(pair for line in seen.value.splitlines() if len(pair := line.split()) == 2)
+        pairs = (line.split() for line in seen.value.splitlines())
+        counts = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
         stopped, periods = (whole_number(counts.get(name)) or 0 for name in ("nr_throttled", "nr_periods"))
         if stopped:
             share = stopped / max(periods, stopped)

@@ -59,6 +59,7 @@ Deadline = Callable[[], bool]
 class Reading(Protocol):
     def rates(self, active: Sequence[int], duration_s: float) -> Sequence[float]:
         """Bytes per second of each reader; those whose place is in `active` read at once."""
+        ...
 
 
 class Instruments(Protocol):
@@ -68,9 +69,11 @@ class Instruments(Protocol):
         """Time that a cache line takes between two PUs, one number a round; empty where the host gave no
         time.
         """
+        ...
 
     def readers(self, pus: Sequence[int], size_bytes: int) -> AbstractContextManager[Reading]:
         """A reader on each PU with a buffer of its own. MemoryError where there is no room."""
+        ...
 
 
 def probe(

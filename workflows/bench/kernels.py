@@ -159,7 +159,7 @@ def kernel_rows(
         closing(OurKernels(grid.cores, choose)) as ours,
         closing(StreamingRead(grid.cores, grid.cold_bytes)) as read,
     ):
-        peaks = dict.fromkeys(limit_loops.KINDS, 0.0)
+        peaks: dict[str, float] = dict.fromkeys(limit_loops.KINDS, 0.0)
         for (weight_format, n, k), points in itertools.groupby(missing, key=lambda point: point[:3]):
             packs = copies_of(random_weight(weight_format, n, k), grid.cold_bytes)
             kinds = peak_kinds(weight_format)

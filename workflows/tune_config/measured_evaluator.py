@@ -155,7 +155,8 @@ class MeasuredEvaluator:
     def _opened(self, plan: ServicePlan) -> Iterator[Clock]:
         with keeping_affinity(), _one_line():
             check_fits(plan, self._machine)
-            plans = {phase: default_plan(self._machine, phase) for phase in PHASES} | {plan.phase: plan}
+            plans: dict[Phase, ServicePlan] = {phase: default_plan(self._machine, phase) for phase in PHASES}
+            plans[plan.phase] = plan
             watch = Watch(plan.cores)
             ranks = open_ranks(
                 self._model,

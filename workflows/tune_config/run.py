@@ -237,7 +237,9 @@ def _run_measured(run: Run, plain: MeasuredEvaluator, store: Store) -> None:
     with _opened_study(run):
         if not _search(run, plain, SEARCH_SHARE):
             return
-    chosen = {one.phase: _finalists(run.subject, one) for one in run.searched}
+    chosen: dict[Phase, tuple[Finalist, ...]] = {
+        one.phase: _finalists(run.subject, one) for one in run.searched
+    }
     needed_s = _last_run_s(run, chosen)
     if not _tune_kernels(run, chosen, run.deadline_s() - sum(needed_s.values()), store):
         return
@@ -248,7 +250,7 @@ def _run_measured(run: Run, plain: MeasuredEvaluator, store: Store) -> None:
 
 def _last_runs(run: Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, float], store: Store) -> None:
     """Of each phase, by this process or by another that has the same study at the same time."""
-    waiting = {one.phase: one for one in run.searched}
+    waiting: dict[Phase, Searched] = {one.phase: one for one in run.searched}
     location = study_location(run.wish)
     while waiting:
         for phase, one in waiting.items():

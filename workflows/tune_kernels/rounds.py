@@ -135,7 +135,7 @@ def plan_rounds(
     """
     rounds = []
     for own in dict.fromkeys(cores.values()):
-        phases = tuple(phase for phase in cores if cores[phase] == own)
+        phases: tuple[Phase, ...] = tuple(phase for phase in cores if cores[phase] == own)
         rows = max_m if "prefill" in phases else min(max_m, DECODE_ROWS)
         heads = attention and _attention_task(machine, own, attention, rows if "prefill" in phases else 1)
         rounds.append(Round(phases, own, tuple(shapes), tuple(_tasks(machine, own, shapes, rows)), heads))

@@ -10,7 +10,7 @@ from phasewise.kerneldb.store import open_store
 from phasewise.serving.forward import attention_problem
 from phasewise.topology import Machine
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.plans import Phase, default_plan
+from phasewise.tuner.plans import Phase, ServicePlan, default_plan
 from phasewise.tuner.tuning_run import TuningProgress
 from phasewise.workflows.report import Report
 from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 def rounds_of_model(opened: OpenModel, machine: Machine, phases: Sequence[Phase], max_m: int) -> list[Round]:
     """The products and the attention of a model, on the cores of its plans for `phases`."""
-    plans = {phase: plan for phase, plan in opened.plans.items() if phase in phases}
+    plans: dict[Phase, ServicePlan] = {phase: plan for phase, plan in opened.plans.items() if phase in phases}
     if any(len(plan.ranks) > 1 for plan in opened.plans.values()):
         return [one.round for one in kernel_rounds(opened.model, machine, [*plans.values()], max_m)]
-    cores = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
+    cores: dict[Phase, tuple[int, ...]] = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
     return plan_rounds(machine, cores, shapes_of(opened.model), max_m, attention_problem(opened.model))
 
 
@@ -33,7 +33,9 @@ def rounds_of_shapes(
     shapes: Sequence[Shape], machine: Machine, phases: Sequence[Phase], max_m: int, threads: int | None
 ) -> list[Round]:
     """Products of these shapes, on the cores of the default plans for `phases`."""
-    cores = {phase: default_plan(machine, phase, threads).ranks[0].cores for phase in phases}
+    cores: dict[Phase, tuple[int, ...]] = {
+        phase: default_plan(machine, phase, threads).ranks[0].cores for phase in phases
+    }
     return plan_rounds(machine, cores, shapes, max_m)
 
 

@@ -84,6 +84,7 @@ class Peer:
         """
         if cell.format not in self._formats:
             return None
+        answer: dict[str, Any]
         try:
             answer = self._ask(asdict(cell))
         except PeerError as error:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,9 @@ class Ggml:
     """ggml's own: F32, BF16, Q8_0, Q4_0, Q4_1."""
 
     def __init__(self, threads: int) -> None:
-        import llama_cpp
-
+        llama_cpp = import_module("llama_cpp")
         self.version = f"of llama-cpp-python {llama_cpp.__version__}"
-        folder = Path(llama_cpp.__file__).parent / "lib"
+        folder = Path(llama_cpp.__path__[0]) / "lib"
         self.base, self.cpu = (
             ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
             for name in ("libggml-base.so", "libggml-cpu.so")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,8 @@ class OpenVino:
     """In a graph, which is long compiled; with more than FEW_ROWS it hardly matters where weights lie."""
 
     def __init__(self, threads: int) -> None:
-        import openvino
-
-        self.ov, self.core = openvino, openvino.Core()
+        openvino = self.ov = import_module("openvino")
+        self.core = openvino.Core()
         self.kept: list[np.ndarray] = []
         """Memory that constants only refer to, until they are compiled."""
         self.version = openvino.__version__.split("-")[0]

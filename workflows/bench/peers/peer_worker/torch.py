@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,7 @@ class Torch:
     formats = ("f32", "bf16", "int8", "int4")
 
     def __init__(self, threads: int) -> None:
-        import torch
-
-        self.torch = torch
+        torch = self.torch = import_module("torch")
         self.kept: tuple[tuple[Any, ...], list[Any]] = ((), [])
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ class Tvm:
     formats = ("f32",)
 
     def __init__(self, threads: int) -> None:
-        import tvm
-
+        tvm = import_module("tvm")
         records = os.environ.get("PHASEWISE_TVM_RECORDS")
         if records is None:
             raise ImportError("PHASEWISE_TVM_RECORDS names no folder of tuning records")
@@ -27,10 +27,9 @@ class Tvm:
         self.target = tvm_target(threads)
 
     def settings(self, cell: Cell) -> Iterator[Setting]:
-        from tvm.s_tir.meta_schedule.database import JSONDatabase
-
+        database_module = import_module("tvm.s_tir.meta_schedule.database")
         files = (str(self.records / f"database_{name}.json") for name in ("workload", "tuning_record"))
-        database = JSONDatabase(*files, allow_missing=False)
+        database = database_module.JSONDatabase(*files, allow_missing=False)
         product = self.tvm.IRModule({"main": tvm_product(cell.m, cell.n, cell.k)})
         schedule = database.query_schedule(product, self.target, "main")
         if schedule is None:
@@ -44,8 +43,7 @@ class Tvm:
 
 def tvm_product(m: int, n: int, k: int) -> Any:
     """y[m, n] = x[m, k] W[k, n] in float32, as TVM is told it."""
-    from tvm import te
-
+    te = import_module("tvm.te")
     x, w = te.placeholder((m, k), "float32", "x"), te.placeholder((k, n), "float32", "w")
     r = te.reduce_axis((0, k), name="r")
     y = te.compute((m, n), lambda i, j: te.sum(x[i, r] * w[r, j], axis=r), name="y")
@@ -53,7 +51,6 @@ def tvm_product(m: int, n: int, k: int) -> Any:
 
 
 def tvm_target(threads: int) -> Any:
-    import tvm
-
+    tvm = import_module("tvm")
     cpu = tvm.target.codegen.llvm_get_system_cpu()
     return tvm.target.Target({"kind": "llvm", "mcpu": cpu, "num-cores": threads})
