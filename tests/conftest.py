@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _use_own_measurement_lock(config: pytest.Config) -> None:
     """The lock lies in TMPDIR: with a shared one, commands under test wait for other workers'."""
     folder = tempfile.mkdtemp(prefix="phasewise-tests-")
+    os.chmod(folder, 0o755)  # servers that tests start as another user keep their files below it
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
