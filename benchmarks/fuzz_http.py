@@ -99,7 +99,7 @@ def mutated(rng: random.Random) -> bytes:
 
 @dataclass
 class Outcome:
-    """Of a run."""
+    """Counts of one run."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     slowest_s: float = 0.0

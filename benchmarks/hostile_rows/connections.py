@@ -36,7 +36,7 @@ def tiny_chunks(siege: Siege) -> str:
 
 
 def pipelined_requests(siege: Siege) -> str:
-    """The same bytes a second as small requests one behind the other, refused or answered: nobody waits."""
+    """Pipelined small requests at the same bytes a second, refused or answered, delay no other client."""
     seen = []
     for path in (b"/v1/models", b"/health"):
         request = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path
@@ -125,7 +125,7 @@ def ambiguous_requests(siege: Siege) -> str:
 
 
 def _status(port: int, sent: bytes) -> int:
-    """Of the one answer on a connection, which must end after it."""
+    """Status of the one answer on a connection, which must end after it."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as link:
         with contextlib.suppress(ConnectionError):
             link.sendall(sent)

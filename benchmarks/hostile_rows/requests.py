@@ -28,7 +28,7 @@ def huge_integers(siege: Siege) -> str:
 
 
 def prompts_told_by_time(siege: Siege) -> str:
-    """A prompt that another key sent takes as long as one that nobody sent; one's own is quick."""
+    """Another key's prompt takes as long as a new one; the client's own prompt is quick."""
     with siege.server("--api-key", KEYS[0], "--api-key", KEYS[1]) as server:
         first, second = (siege.asked(server, key) for key in KEYS)
         n_words = 200 if siege.quick else 1000

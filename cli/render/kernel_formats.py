@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phasewise.cli.render import row_forms
-from phasewise.workflows.bench.kernel_rows import LARGE_M, KernelRow, Summary, summarise
+from phasewise.workflows.bench.kernel_rows import KernelRow, summarise, summary_fields
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 
 
@@ -39,7 +39,7 @@ def as_md(rows: Sequence[KernelRow]) -> str:
 def summary_table(rows: Sequence[KernelRow]) -> str:
     """The summary of the rows by format, as Markdown."""
     return row_forms.as_md(
-        [_md_summary(summary) for summary in summarise(rows)], left=("format", "worst point")
+        [summary_fields(summary) for summary in summarise(rows)], left=("format", "worst point")
     )
 
 
@@ -124,23 +124,4 @@ def _md_row(row: KernelRow, peers: Sequence[str]) -> dict[str, str]:
         "bandwidth": f"{row.bandwidth_fraction:.0%}",
         **{peer: f"{row.peers[peer] / row.median_ns:.2f}x" if peer in row.peers else "" for peer in peers},
         "schedule": f"{row.schedule_source}: {schedule_text(row.schedule)}",
-    }
-
-
-def _md_summary(summary: Summary) -> dict[str, str]:
-    def ratio(value: float | None) -> str:
-        return "" if value is None else f"{value:.2f}x"
-
-    def shares(found: tuple[float, float] | None) -> str:
-        return "" if found is None else f"{found[0]:.0%}, {found[1]:.0%}"
-
-    return {
-        "format": summary.format,
-        "points": str(summary.points),
-        "over the best peer": ratio(summary.speedup),
-        "worst": ratio(summary.worst_speedup),
-        "worst point": summary.worst_point,
-        f"peak, m >= {LARGE_M}: lowest, median": shares(summary.peak),
-        "bandwidth, m = 1, 4 MB and more": shares(summary.bandwidth_large),
-        "below 4 MB": shares(summary.bandwidth_small),
     }

@@ -89,6 +89,27 @@ class Summary:
     """The same below 4 MB."""
 
 
+def summary_fields(summary: Summary) -> dict[str, str]:
+    """A summary as the columns of a table, in order; empty text where no row applies."""
+
+    def ratio(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}x"
+
+    def shares(found: tuple[float, float] | None) -> str:
+        return "" if found is None else f"{found[0]:.0%}, {found[1]:.0%}"
+
+    return {
+        "format": summary.format,
+        "points": str(summary.points),
+        "over the best peer": ratio(summary.speedup),
+        "worst": ratio(summary.worst_speedup),
+        "worst point": summary.worst_point,
+        f"peak, m >= {LARGE_M}: lowest, median": shares(summary.peak),
+        "bandwidth, m = 1, 4 MB and more": shares(summary.bandwidth_large),
+        "below 4 MB": shares(summary.bandwidth_small),
+    }
+
+
 def summarise(rows: Sequence[KernelRow]) -> list[Summary]:
     """One summary a format, in the order in which the formats appear."""
     return [
