@@ -41,6 +41,7 @@ class PhaseChoice(StrEnum):
 
 
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
+UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 ModelArgument = Annotated[
     str,
@@ -88,6 +89,14 @@ def parse_budget(text: str) -> float:
     if match is None or float(match[1]) == 0:
         raise typer.BadParameter(f"a budget is written like 90s, 10m or 1h, not {text!r:.40}")
     return float(match[1]) * UNITS_S[match[2]]
+
+
+def parse_bytes(text: str) -> int:
+    """`512M`, `1.5GiB` or `4000000` in bytes, units being powers of 1024; a usage error otherwise."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size such as 512M or 4GiB")
+    return int(float(match[1]) * UNITS_BYTES[match[2].lower()])
 
 
 def phases_of(choice: PhaseChoice) -> tuple[Phase, ...]:

@@ -22,7 +22,7 @@ import openai
 import pytest
 import typer
 
-from phasewise.cli.commands.serve import parse_bytes
+from phasewise.cli.options import parse_bytes
 from tests.support.tiny_models import TinyShape, tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)

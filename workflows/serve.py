@@ -1,0 +1,236 @@
+"""Serve a model: from settings to a running server. `phasewise serve` parses them and calls `serve_model`."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    import ssl
+
+    from phasewise.serving.http.http_settings import HttpLimits
+    from phasewise.serving.http.listening import Address
+    from phasewise.serving.open_engine import EngineSize, OpenEngine
+    from phasewise.serving.service import ServiceSettings
+    from phasewise.workflows.open_model import OpenModel
+    from phasewise.workflows.tuned_schedules import ScheduleUse
+
+_FEW_CONNECTIONS = 1024
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a server listens. `unix_socket` replaces host and port; port 0 is any free one.
+
+    `allowed_host`: names that requests may address; None: the loopback ones on a loopback address, else any.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    unix_socket: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    allowed_host: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Accepting:
+    """What a server accepts at a time; it refuses further requests. Sizes in bytes, `drain_s` in seconds."""
+
+    api_key: Sequence[str] | None = field(default=None, repr=False)
+    api_key_file: Path | None = None
+    max_sequences: int = 32
+    max_waiting: int = 224
+    max_prompt_tokens: int | None = None
+    max_body_bytes: int = 4 << 20
+    max_unfinished_bytes: int = 64 << 20
+    max_connections: int = 8192
+    max_connections_per_address: int = 2048
+    max_sequences_per_key: int | None = None
+    max_response_bytes: int = 64 << 20
+    allow_special: bool = False
+    drain_s: float = 30
+
+
+@dataclass(frozen=True)
+class Running:
+    """How the model is held in memory and run. `predictor`: `auto`, `off` or a file; `tpot_ms`: a promise."""
+
+    weight_format: str = "native"
+    threads: int | None = None
+    context_tokens: int | None = None
+    kv_budget_bytes: int | None = None
+    kv_format: str = "auto"
+    kv_policy: str = "odma"
+    predictor: str = "auto"
+    max_batch_tokens: int = 2048
+    tpot_ms: float = 100
+    checksum: bool = False
+    no_prefix_reuse: bool = False
+
+
+def serve_model(
+    model: str,
+    listening: Listening,
+    accepting: Accepting,
+    running: Running,
+    *,
+    length_log: Path | None = None,
+    db: str | None = None,
+    report: Report = silent,
+    explain: Callable[[list[ScheduleUse]], None] | None = None,
+) -> None:
+    """Serve `model` through the OpenAI API until a signal ends it.
+
+    length_log: file that prompts' token ids and answers' lengths are appended to. db: URL or file of the
+    tuning database. explain: is given the schedule of every weight before the server starts. Raises
+    ModelError, PlanError, KernelDbError, ServingError, WorkflowError, and UsageError for settings that
+    exclude each other.
+    """
+    from phasewise.serving.headroom import use_one_heap
+
+    use_one_heap()  # before numpy's threads are there
+    from phasewise.serving.length_log import LengthLog
+    from phasewise.serving.service import ServiceSettings, run_service
+    from phasewise.workflows.length_estimator import open_predictor
+    from phasewise.workflows.open_model import open_model
+
+    limits = _limits(listening, accepting, report)
+    tls = _tls(listening, report)
+    with ExitStack() as stack:
+        address = stack.enter_context(_address(listening, tls))  # told before the model is read
+        log = None if length_log is None else LengthLog(length_log, report)
+        found = open_model(
+            model, running.weight_format, running.threads, db, report, checksum=running.checksum
+        )
+        estimates = open_predictor(running.predictor, found.model.name, report)
+        size = _size(found, accepting.max_sequences, running)
+        if explain is not None:
+            explain(found.explain(size.step_tokens, size.max_sequences))
+        opened = stack.enter_context(_open(found, size, allow_special=accepting.allow_special))
+        settings = ServiceSettings(
+            names=(opened.model.name, model),
+            limits=limits,
+            tls=tls,
+            max_prompt_tokens=accepting.max_prompt_tokens,
+            predictor=estimates,
+            length_log=log,
+        )
+        _tell(opened, settings, report)
+        run_service(opened, settings, address, report)
+
+
+def _limits(listening: Listening, accepting: Accepting, report: Report) -> HttpLimits:
+    from phasewise.serving.http.http_settings import HttpLimits
+    from phasewise.serving.http.listening import allow_many_connections, allowed_hosts
+
+    file = accepting.api_key_file
+    keys = (*(accepting.api_key or ()), *(_keys_in(file, report) if file else ()))
+    if "" in keys:
+        raise UsageError("an API key must not be empty")
+    n_live = accepting.max_sequences + accepting.max_waiting
+    host = None if listening.unix_socket else listening.host
+    return HttpLimits(
+        api_keys=keys,
+        allowed_hosts=allowed_hosts(host, listening.allowed_host or ()),
+        max_body_bytes=accepting.max_body_bytes,
+        max_unfinished_bytes=accepting.max_unfinished_bytes,
+        max_live_requests=n_live,
+        max_waiting_requests=accepting.max_waiting,
+        max_connections=min(allow_many_connections(), accepting.max_connections),
+        max_connections_per_address=accepting.max_connections_per_address,
+        max_sequences_per_key=accepting.max_sequences_per_key or max(1, n_live * 3 // 4),
+        max_response_bytes=accepting.max_response_bytes,
+        drain_s=accepting.drain_s,
+    )
+
+
+def _keys_in(path: Path, report: Report) -> list[str]:
+    """The keys of a file: one on a line; empty lines and those that begin with # are left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkflowError(f"the API key file {path} cannot be read: {error}") from error
+    _warn_readable(path, "API keys", report)
+    lines = (line.strip() for line in text.splitlines())
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise WorkflowError(f"the API key file {path} has no key; write one a line, or leave the option out")
+    return keys
+
+
+def _tls(listening: Listening, report: Report) -> ssl.SSLContext | None:
+    from phasewise.serving.http.listening import tls_context
+
+    certificate, key = listening.tls_cert, listening.tls_key
+    if certificate is None and key is None:
+        return None
+    if certificate is None:
+        raise UsageError("--tls-key needs --tls-cert")
+    if listening.unix_socket is not None:
+        raise UsageError("TLS is for ports; leave --tls-cert out, or --unix-socket")
+    context = tls_context(certificate, key)
+    _warn_readable(key or certificate, "TLS key", report)
+    return context
+
+
+def _warn_readable(path: Path, secret: str, report: Report) -> None:
+    if path.stat().st_mode & stat.S_IROTH:
+        report(f"warning: everybody on this machine can read the {secret} in {path}; chmod 600 it")
+
+
+def _address(listening: Listening, tls: ssl.SSLContext | None) -> Address:
+    from phasewise.serving.http.listening import TcpAddress, UnixAddress
+
+    if listening.unix_socket is not None:
+        return UnixAddress(listening.unix_socket)
+    return TcpAddress(listening.host, listening.port, secure=tls is not None)
+
+
+def _size(found: OpenModel, max_sequences: int, running: Running) -> EngineSize:
+    from phasewise.serving.open_engine import EngineSize
+
+    size = EngineSize.for_many(
+        found.model, max_sequences, running.context_tokens, running.kv_budget_bytes, running.kv_format
+    )
+    return replace(
+        size,
+        max_batch_tokens=running.max_batch_tokens,
+        kv_policy=running.kv_policy,
+        prefix_reuse=not running.no_prefix_reuse,
+        tpot_ms=running.tpot_ms,
+        touched=True,
+    )
+
+
+def _open(found: OpenModel, size: EngineSize, *, allow_special: bool) -> OpenEngine:
+    from phasewise.serving.open_engine import ModelText, open_engine
+    from phasewise.serving.rank_teams import keeping_affinity
+
+    with keeping_affinity():
+        text = ModelText(found.model, allow_special=allow_special)
+        return open_engine(found.model, found.plans, size, text, found.schedules)
+
+
+def _tell(opened: OpenEngine, settings: ServiceSettings, report: Report) -> None:
+    from phasewise.serving.forward import resolve_kv_format
+
+    size = opened.size
+    report(f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens")
+    kv_mib = opened.kv_bytes / (1 << 20)
+    kv_format = resolve_kv_format(opened.model, size.kv_format)
+    report(f"KV cache: {size.kv_slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
+    for plan in opened.plans.values():
+        report(plan.describe())
+    if settings.length_log is not None:
+        report(f"length log: token ids of every prompt are kept in {settings.length_log.path}")
+    n_connections = settings.limits.max_connections
+    if n_connections < _FEW_CONNECTIONS:
+        report(f"warning: room for {n_connections} connections only; raise the limit on open files")
