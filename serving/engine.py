@@ -216,7 +216,7 @@ class Engine:
             del self._live[out.request_id]
             if live.sampler.cut_short:  # its guide could not go on: the answer is not whole
                 reason = "length"
-        return Answer(out.request_id, text, tokens, out.n_generated, now_ns, reason)
+        return Answer(out.request_id, text, tokens, out.n_generated, now_ns, reason, out.n_reused)
 
     def _fail(self, batch: Batch, error: Exception) -> tuple[Failure, ...]:
         if not isinstance(error, ServingError):

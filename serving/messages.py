@@ -54,6 +54,8 @@ class Answer(NamedTuple):
     at_ns: int
     """When the newest of them was chosen, on `time.perf_counter_ns`."""
     finish_reason: FinishReason | None = None
+    n_cached: int = 0
+    """Tokens of the prompt whose keys and values were reused."""
 
 
 class Failure(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
+from phasewise.serving.sampling_defaults import SamplingDefaults
 
 STACKS = (".experts_gate_up", ".experts_down")  # weights of all experts of a layer
 FORMATS = ("native", "f32", "bf16", "int8", "int4")
@@ -386,6 +387,8 @@ class PackedModel:
     weight_bytes: int
     file: MappedFile | None = None
     """None: the arrays are this process's own."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """How the model's files say that it should be sampled."""
 
     def products(self) -> dict[str, PackedWeight]:
         """What products read, by name: of a stack of experts the first one's weight, elsewhere the weight."""

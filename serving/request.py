@@ -48,6 +48,8 @@ class LiveSequence:
     placement: Placement | None = None
     """None: it waits."""
     n_computed: int = 0
+    n_reused: int = 0
+    """Tokens of its prompt whose keys and values it took over when it was first placed."""
     generated: list[int] = field(default_factory=list)
     n_preempted: int = 0
     has_started: bool = False
@@ -127,3 +129,5 @@ class TokenOut(NamedTuple):
     n_generated: int
     """Tokens of the answer so far, with this one."""
     finish_reason: FinishReason | None
+    n_reused: int = 0
+    """Tokens of the prompt that were not computed again."""

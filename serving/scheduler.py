@@ -448,6 +448,8 @@ class Scheduler:
         n_tokens, needed = brought
         self._copies += needed
         sequence.n_computed = n_tokens
+        if not sequence.generated:
+            sequence.n_reused = n_tokens
         assert self._prefixes is not None
         self._prefixes.advance(sequence.request_id, n_tokens)
         self.counts.prefix_hits += n_tokens > 0
@@ -479,7 +481,7 @@ class Scheduler:
         reason = sequence.finish_reason()
         if reason is not None:
             self._end(sequence, len(sequence.generated))
-        return TokenOut(sequence.request_id, token_id, len(sequence.generated), reason)
+        return TokenOut(sequence.request_id, token_id, len(sequence.generated), reason, sequence.n_reused)
 
     def _end(self, sequence: LiveSequence, answer_tokens: int | None) -> None:
         del self._live[sequence.request_id]

@@ -31,6 +31,7 @@ from phasewise.serving.http.server import HttpServer, Service
 from phasewise.serving.length_log import LengthLog
 from phasewise.serving.open_engine import OpenEngine
 from phasewise.serving.pools.contract import Estimate
+from phasewise.serving.sampling_defaults import SamplingDefaults
 
 _SWITCH_INTERVAL_S = 0.0005
 """Python lets a thread run 5 ms before another may, longer than a decode step: HTTP would stall it."""
@@ -59,6 +60,8 @@ class ServiceSettings:
     max_prompt_tokens: int | None = None
     predictor: Predictor | None = None
     length_log: LengthLog | None = None
+    sampling: SamplingDefaults | None = None
+    """For what requests do not state; None: as the model's files say."""
 
 
 def run_service(
@@ -160,6 +163,7 @@ def _served(opened: OpenEngine, settings: ServiceSettings, guides: GuideCompiler
         max_prompt_tokens=settings.max_prompt_tokens,
         estimate=settings.predictor.estimate if settings.predictor else None,
         guides=guides,
+        sampling=settings.sampling or opened.model.sampling,
     )
 
 

@@ -85,6 +85,7 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
         "created": model.created_s,
         "owned_by": "phasewise",
         "max_model_len": model.context_length,
+        "default_sampling": model.sampling.to_json(),
     }
 
     @app.get("/v1/models")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from phasewise.serving.sampling_defaults import SamplingDefaults
 
 if TYPE_CHECKING:
     from phasewise.serving.guides import GuideCompiler
@@ -49,6 +51,8 @@ class ServedModel:
     """Predicts the length of an answer, on the thread that prepares a request; None without a predictor."""
     guides: GuideCompiler | None = None
     """Compiles grammars of answers; None where answers cannot be guided."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """For what a request does not state."""
 
     @property
     def model_id(self) -> str:

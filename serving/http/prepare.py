@@ -23,6 +23,7 @@ from phasewise.serving.http.schemas import (
 )
 from phasewise.serving.messages import Submit
 from phasewise.serving.sampling import SamplingParams
+from phasewise.serving.sampling_defaults import SamplingDefaults
 
 _MOST_CHOICES = 1024
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions; a chat answer may fill the context
@@ -36,7 +37,7 @@ def completion_requests(body: CompletionRequest, model: ServedModel, space: str 
     if len(texts) * (body.n or 1) > _MOST_CHOICES:
         raise bad_request(f"a request may ask for at most {_MOST_CHOICES} choices in all", "prompt")
     prompts = [_token_ids(prompt, model) for prompt in texts]
-    sampling = _sampling(body, body.logprobs)
+    sampling = _sampling(body, model.sampling, body.logprobs)
     response_id = f"cmpl-{uuid.uuid4().hex}"
     return [
         request
@@ -52,7 +53,7 @@ def chat_requests(body: ChatRequest, model: ServedModel, space: str = "") -> lis
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     prompt = _conversation(body, model)
     max_tokens = body.max_completion_tokens or body.max_tokens
-    sampling = _sampling(body, (body.top_logprobs or 0) if body.logprobs else None)
+    sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
     return list(_choices(body, f"chatcmpl-{uuid.uuid4().hex}", prompt, max_tokens, sampling, model, space))
 
 
@@ -218,16 +219,24 @@ def _structured(wanted: StructuredOutputs) -> Grammar:
     return ANY_OBJECT if wanted.json_ is None else Grammar.of_schema(wanted.json_)
 
 
-def _sampling(body: GenerationRequest, top_logprobs: int | None) -> SamplingParams:
+def _sampling(
+    body: GenerationRequest, defaults: SamplingDefaults, top_logprobs: int | None
+) -> SamplingParams:
+    """What the request states wins, field by field."""
+    top_k = defaults.top_k if body.top_k is None else body.top_k
     return SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
-        top_p=body.top_p or 1.0,
-        min_p=body.min_p or 0.0,
+        temperature=_stated(body.temperature, defaults.temperature),
+        top_k=top_k if top_k is not None and top_k > 0 else None,
+        top_p=_stated(body.top_p, defaults.top_p),
+        min_p=_stated(body.min_p, defaults.min_p),
         seed=body.seed,
-        repetition_penalty=body.repetition_penalty or 1.0,
+        repetition_penalty=_stated(body.repetition_penalty, defaults.repetition_penalty),
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=body.logit_bias or {},
         top_logprobs=top_logprobs,
     )
+
+
+def _stated(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -28,6 +28,7 @@ from phasewise.serving.model import (
     Scaling,
     YarnScaling,
 )
+from phasewise.serving.sampling_defaults import stated_by_gguf
 
 T = TypeVar("T")
 
@@ -80,6 +81,7 @@ def _source(file: SourceFile, header: GgufHeader, name: str) -> ModelSource:
         tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
         chat_template=field(metadata, "tokenizer.chat_template", str, None),
         close=file.close,
+        sampling=stated_by_gguf(metadata),
     )
 
 

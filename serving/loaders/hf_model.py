@@ -22,6 +22,7 @@ from phasewise.serving.loaders.source import (
     read_text,
 )
 from phasewise.serving.model import ModelConfig
+from phasewise.serving.sampling_defaults import stated_by_hf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GLOBAL_NAMES = {
@@ -51,9 +52,8 @@ def open_hf_model(directory: Path, name: str) -> ModelSource:
     if not tokenizer.is_file():
         raise ModelError(f"{directory} has no tokenizer.json: save one with transformers' AutoTokenizer")
     tokenizer_config = _json(directory, "tokenizer_config.json") or {}
-    config = config_of(
-        fields, _json(directory, "generation_config.json") or {}, bool(tokenizer_config.get("add_bos_token"))
-    )
+    generation = _json(directory, "generation_config.json") or {}
+    config = config_of(fields, generation, bool(tokenizer_config.get("add_bos_token")))
     family = family_of_hf(fields["model_type"])
     opened = open_all(_shards(directory))
 
@@ -72,6 +72,7 @@ def open_hf_model(directory: Path, name: str) -> ModelSource:
             tokenizer_kind="tokenizer.json",
             chat_template=_chat_template(directory, tokenizer_config),
             close=close,
+            sampling=stated_by_hf(generation),
         )
     except BaseException:
         close()

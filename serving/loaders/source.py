@@ -10,7 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +20,7 @@ from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.forms import WeightForm
 from phasewise.serving.model import ModelConfig
+from phasewise.serving.sampling_defaults import SamplingDefaults
 
 Rows = QuantRows | BlockRows | Array  # float32 [rows, k] where the file holds plain numbers
 RowReader = Callable[[int, int], Rows]  # of rows [start, stop)
@@ -106,6 +107,7 @@ class ModelSource:
     tokenizer_kind: str
     chat_template: str | None
     close: Callable[[], None]
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     def __enter__(self) -> Self:
         return self

@@ -337,3 +337,17 @@ def test_a_bus_error_elsewhere_is_none_of_ours(tmp_path: Path) -> None:
 
     assert result.returncode == -signal.SIGBUS
     assert "packed" not in result.stderr
+
+
+def test_how_a_model_wants_to_be_sampled_is_kept(tmp_path: Path) -> None:
+    write_tiny_gguf(
+        tmp_path / "one.gguf", metadata={"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
+    )
+    write_tiny_hf(tmp_path / "two")
+    (tmp_path / "two" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 0], "temperature": 0.6, "top_k": 20})
+    )
+    for ref in ("one.gguf", "two"):
+        for _ in range(2):  # packed, and mapped
+            found = load_model(str(tmp_path / ref), "native", tmp_path).sampling
+            assert (found.temperature, found.top_k, found.top_p, found.source) == (0.6, 20, 1.0, "model")

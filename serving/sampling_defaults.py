@@ -1,0 +1,105 @@
+"""How answers are sampled where a request does not say: as the model's authors say, else by our own defaults.
+
+Sources: `generation_config.json` of Hugging Face directories (fields as in transformers' GenerationConfig), and
+the keys `general.sampling.*` of GGUF files (as llama.cpp writes them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Source = Literal["default", "model"]
+
+_GGUF_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Values that a request which leaves a field out gets. `top_k` None: no limit.
+
+    `source`: whether the model's files state at least one of the first four values. Then those that they
+    leave out have transformers' defaults: temperature 1 and no cut.
+    """
+
+    temperature: float = 0.7
+    top_k: int | None = None
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repetition_penalty: float = 1.0
+    source: Source = "default"
+
+    def with_overrides(
+        self, temperature: float | None = None, top_p: float | None = None, min_p: float | None = None
+    ) -> SamplingDefaults:
+        """The same, but for the values given (None: not given), which an operator sets."""
+        given = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+    def to_json(self) -> dict[str, Any]:
+        """For `/v1/models` and for packed files."""
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "source": self.source,
+        }
+
+
+def stated_by_hf(generation_config: Mapping[str, Any]) -> SamplingDefaults:
+    """Of a `generation_config.json`. Values that no sampler could use count as not stated."""
+    return _stated({name: generation_config.get(name) for name in _GGUF_KEYS})
+
+
+def stated_by_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
+    """Of a GGUF file's metadata. Values that no sampler could use count as not stated."""
+    return _stated({name: metadata.get(key) for name, key in _GGUF_KEYS.items()})
+
+
+def _stated(fields: Mapping[str, Any]) -> SamplingDefaults:
+    numbers = {name: _number(value) for name, value in fields.items()}
+    found = {name: value for name, value in numbers.items() if value is not None and _usable(name, value)}
+    penalty = found.pop("repetition_penalty", 1.0)
+    if not found:
+        return SamplingDefaults(repetition_penalty=penalty)
+    top_k = int(found.get("top_k", 0))
+    return SamplingDefaults(
+        temperature=found.get("temperature", 1.0),
+        top_k=top_k if top_k > 0 else None,
+        top_p=found.get("top_p", 1.0),
+        min_p=found.get("min_p", 0.0),
+        repetition_penalty=penalty,
+        source="model",
+    )
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return round(float(value), 6)  # GGUF keeps float32: 0.95 reads as 0.949999988
+
+
+def _usable(name: str, value: float) -> bool:
+    if not math.isfinite(value):
+        return False
+    match name:
+        case "temperature":
+            return 0 <= value <= 100
+        case "top_p":
+            return 0 < value <= 1
+        case "min_p":
+            return 0 <= value <= 1
+        case "top_k":
+            return -1 <= value < 2**31 and value == int(value)
+        case _:
+            return 0.01 <= value <= 100
