@@ -1,7 +1,7 @@
 """How answers are sampled where a request does not say: as the model's authors say, else by our own defaults.
 
-Sources: `generation_config.json` of Hugging Face directories (fields as in transformers' GenerationConfig), and
-the keys `general.sampling.*` of GGUF files (as llama.cpp writes them).
+Sources: `generation_config.json` of Hugging Face directories (fields as in transformers'
+GenerationConfig) and keys `general.sampling.*` of GGUF files (as llama.cpp writes them).
 """
 
 from __future__ import annotations
