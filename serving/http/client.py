@@ -13,6 +13,7 @@ from typing import Protocol
 from phasewise.serving.errors import QueueFull, RequestError, Stopping
 from phasewise.serving.http.http_settings import HttpLimits, PromptFacts
 from phasewise.serving.http.loop_wakeup import LoopWakeup
+from phasewise.serving.http.places import displaced
 from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Submit
 
 Message = Submit | Abort
@@ -44,6 +45,8 @@ class AnswerStream:
         owner: str = "",
     ) -> None:
         self.owner = owner
+        self.has_begun = False
+        """Whether a piece of it has come, or it has ended."""
         self.n_bytes = 0
         """Of memory, more or less: pieces that wait here, and all pieces of an answer that is sent whole."""
         self._client = client
@@ -58,10 +61,16 @@ class AnswerStream:
         """Offered what has come while a task waits in `take`; True: it has passed all of it on."""
         self.closed = self._is_refused = False
 
+    @property
+    def n_places(self) -> int:
+        """Its choices, each of which holds a place from its beginning to its end."""
+        return len(self._index)
+
     def put(self, out: Answer | Failure) -> None:
         """After the last of a delivery, `wake`."""
         if self.closed or self._is_refused:
             return
+        self.has_begun = True
         if self._most_unread is not None and len(self._arrived) >= self._most_unread:
             self.close()
             self._on_overflow()
@@ -81,6 +90,15 @@ class AnswerStream:
         else:
             self.close()
             self._on_overflow()
+
+    def give_way(self, error: QueueFull) -> None:
+        """End it before it has begun: its reader is told the error."""
+        self._is_refused = self.has_begun = True
+        request_id = next(iter(self._index))
+        self._client.release(self, self._open)
+        self._open = {request_id}
+        self._arrived.append(Failure(request_id, error))
+        self._something.set()
 
     def wake(self) -> None:
         """What has come goes on, `at_once` or through `take`. A switch of tasks costs more than an event."""
@@ -160,7 +178,8 @@ class EngineClient:
         self._send = send
         self._limits = limits
         self._streams: dict[str, AnswerStream] = {}
-        self._answers: set[AnswerStream] = set()
+        self._answers: dict[AnswerStream, None] = {}
+        """In order of arrival."""
         self._ends_s: deque[float] = deque(maxlen=_RATE_OF_LAST)
         self._started_s: dict[str, float] = {}
         self._n_of_owner: Counter[str] = Counter()
@@ -207,14 +226,14 @@ class EngineClient:
         on_overflow: their reader may be slow; called when it is too far behind, and all is aborted.
         owner: the client whose share of all places they take, and whose turn they wait for.
         """
-        self._refuse_too_many(len(requests), owner)
+        self._find_places(len(requests), owner)
         if on_overflow is None:
             stream = AnswerStream(self, requests, owner=owner)
         else:
             most_unread = self._limits.max_pieces_unread * len(requests)
             stream = AnswerStream(self, requests, most_unread, on_overflow, owner)
         self._n_of_owner[owner] += len(requests)
-        self._answers.add(stream)
+        self._answers[stream] = None
         now_s = time.monotonic()
         if not self._streams:  # how fast answers ended before a pause says nothing of now
             self._ends_s.clear()
@@ -246,10 +265,20 @@ class EngineClient:
 
     def forget(self, stream: AnswerStream, request_ids: Iterable[str], unfinished: set[str]) -> None:
         """The reader of these has gone; those unfinished are aborted."""
-        self._answers.discard(stream)
+        self._answers.pop(stream, None)
         for request_id in request_ids:
             self._end(request_id)
-        for request_id in unfinished:
+        self._abort(unfinished)
+
+    def release(self, stream: AnswerStream, request_ids: set[str]) -> None:
+        """Abort these, which have not begun, and free their places for others at once."""
+        self._answers.pop(stream, None)
+        for request_id in request_ids:
+            self._free(request_id)
+        self._abort(request_ids)
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
             self._send(Abort(request_id))
             for observer in self._observers:
                 observer.forgotten(request_id)
@@ -281,7 +310,8 @@ class EngineClient:
             wait_s = now_s - min(self._started_s.values(), default=now_s)
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
-    def _refuse_too_many(self, n_new: int, owner: str) -> None:
+    def _find_places(self, n_new: int, owner: str) -> None:
+        """Make sure that `n_new` places are free, if need be those of a client that holds more. QueueFull."""
         most, share = self._limits.max_live_requests, self._limits.max_sequences_per_key
         if n_new > min(most, share):
             raise RequestError(
@@ -295,14 +325,20 @@ class EngineClient:
                 f"try again in {after_s} s",
                 after_s,
             )
-        n_too_many = max(self.n_live + n_new - most, self._n_too_many_waiting(n_new))
-        if n_too_many > 0:
-            after_s = self.retry_after_s(n_too_many)
-            raise QueueFull(
-                f"{self.n_live} requests are in progress or waiting and no more may be; "
-                f"try again in {after_s} s",
-                after_s,
-            )
+        n_missing = max(self.n_live + n_new - most, self._n_too_many_waiting(n_new))
+        if n_missing <= 0:
+            return
+        after_s = self.retry_after_s(n_missing)
+        full = QueueFull(
+            f"{self.n_live} requests are in progress or waiting and no more may be; try again in {after_s} s",
+            after_s,
+        )
+        waiting = [stream for stream in self._answers if not stream.has_begun]
+        others = displaced(n_missing, owner, n_new, self._n_of_owner, waiting)
+        if not others:
+            raise full
+        for stream in others:
+            stream.give_way(full)
 
     def _n_too_many_waiting(self, n_new: int) -> int:
         """Where the engine has no room even for those that wait already, how many more than may wait."""
@@ -329,10 +365,16 @@ class EngineClient:
             stream.wake()
 
     def _end(self, request_id: str) -> None:
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            self._n_of_owner[stream.owner] -= 1
-            if not self._n_of_owner[stream.owner]:
-                del self._n_of_owner[stream.owner]
-            del self._started_s[request_id]
+        if self._free(request_id):
             self._ends_s.append(time.monotonic())
+
+    def _free(self, request_id: str) -> bool:
+        """Free the place of a request. False: it holds none any more."""
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return False
+        self._n_of_owner[stream.owner] -= 1
+        if not self._n_of_owner[stream.owner]:
+            del self._n_of_owner[stream.owner]
+        del self._started_s[request_id]
+        return True
