@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -34,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[VARIABLE] = config.getoption("--tier")
+    # A background job of a shell ignores SIGINT, and so would the commands that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("tier", max_examples=n_examples(_DEFAULT_EXAMPLES), deadline=None)
     settings.load_profile("tier")
     config.stash[LEFT_OUT] = Counter()

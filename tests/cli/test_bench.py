@@ -89,6 +89,7 @@ def test_impossible_tests_are_wrong_usage(tiny: str, arguments: list[str]) -> No
     assert result.exit_code == 2
 
 
+@pytest.mark.slow
 def test_machine_limits_are_data_on_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phasewise.tuner.machine_limits.DEFAULT_READ_BYTES", 1 << 20)
     result = CliRunner().invoke(app, ["bench", "machine", "--threads", "1", "--json"])

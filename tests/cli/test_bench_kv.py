@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from phasewise.workflows.bench.kv.inputs import (
 )
 from phasewise.workflows.bench.kv.replay import KV_POLICIES, ReplayInputs, replay_of, replayed
 from phasewise.workflows.bench.kv.step_times import speeds_of
+from tests.support.tiers import first_is_smoke
 
 ALPACA = Path(__file__).parents[3] / "shared/data/prompts/alpaca_vicuna7b_lengths_train10k.csv"
 
@@ -212,8 +214,10 @@ JUDGED = ["--column", "L_t0.0", "--slots", "4096", "-n", "400", "--part", "secon
 
 
 @pytest.mark.skipif(not ALPACA.exists(), reason="needs the Alpaca lengths of the reference data")
-@pytest.mark.parametrize("estimate", ["none", "error:0.3"])
-@pytest.mark.parametrize("share", ["final", "live"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("estimate", "share"), first_is_smoke(product(["none", "error:0.3"], ["final", "live"]))
+)
 def test_odma_fills_three_quarters_where_static_fills_55_percent(share: str, estimate: str) -> None:
     """By either way of counting. No request fails, none waits for pages longer than for blocks."""
     static, paged, odma = rows_of(

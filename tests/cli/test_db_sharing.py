@@ -32,6 +32,7 @@ from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.plans import default_plan
 from phasewise.workflows import verify_schedules
+from tests.support.tiers import first_is_smoke
 
 ABI = _native.kernel_abi("gemm")
 STALE_ABI = ABI.rpartition("-")[0] + "-000000000000"
@@ -168,18 +169,21 @@ def test_what_is_refused_is_said_line_by_line_and_in_the_exit_code(exported: Pat
     assert f"{exported}: 11 more lines were refused" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [
-        (("import", "missing.jsonl"), "missing.jsonl cannot be read: No such file"),
-        (("import", "."), ". cannot be read: Is a directory"),
-        (("import", __file__), "is not a file that `phasewise db export` wrote"),
-        (("merge", "missing.db"), "there is no database at"),
-        (("diff", "missing.db"), "there is no database at"),
-        (("export", "--db", "missing.db"), "there is no database at"),
-        (("verify", "--db", "missing.db"), "there is no database at"),
-        (("gc", "--db", "missing.db"), "there is no database at"),
-    ],
+    first_is_smoke(
+        [
+            (("import", "missing.jsonl"), "missing.jsonl cannot be read: No such file"),
+            (("import", "."), ". cannot be read: Is a directory"),
+            (("import", __file__), "is not a file that `phasewise db export` wrote"),
+            (("merge", "missing.db"), "there is no database at"),
+            (("diff", "missing.db"), "there is no database at"),
+            (("export", "--db", "missing.db"), "there is no database at"),
+            (("verify", "--db", "missing.db"), "there is no database at"),
+            (("gc", "--db", "missing.db"), "there is no database at"),
+        ]
+    ),
 )
 def test_what_cannot_be_read_is_one_line_and_creates_nothing(
     tuned: Path, arguments: Sequence[str], reason: str

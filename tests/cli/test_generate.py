@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from phasewise.cli.main import app
+from tests.support.tiers import first_is_smoke
 from tests.support.tiny_models import tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
@@ -134,15 +135,18 @@ def test_every_format_runs(model: Path, weight_format: str) -> None:
     assert fields["plan"]["decode"]["source"] == "flag"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["no-such-model", "-p", "a"], "no-such-model"),
-        (["MODEL", "-p", ""], "no tokens"),
-        (["MODEL", "-p", "a", "-n", "100000"], "context"),
-        (["MODEL", "-p", "a", "--top-p", "7"], "top_p"),
-        (["MODEL", "-p", "a", "--threads", "100000"], "threads"),
-    ],
+    first_is_smoke(
+        [
+            (["no-such-model", "-p", "a"], "no-such-model"),
+            (["MODEL", "-p", ""], "no tokens"),
+            (["MODEL", "-p", "a", "-n", "100000"], "context"),
+            (["MODEL", "-p", "a", "--top-p", "7"], "top_p"),
+            (["MODEL", "-p", "a", "--threads", "100000"], "threads"),
+        ]
+    ),
 )
 def test_what_cannot_be_done_is_one_line(model: Path, arguments: list[str], said: str) -> None:
     command = [str(model) if one == "MODEL" else one for one in arguments]
@@ -162,11 +166,6 @@ def test_what_cannot_be_done_is_one_line(model: Path, arguments: list[str], said
     assert result.stdout == ""
 
 
-def _hear_ctrl_c() -> None:
-    """A background job of a shell inherits an ignored SIGINT, and so would the command under test."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def test_ctrl_c_ends_it_without_a_traceback(model: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "phasewise", "generate", str(model), "-p", "-"],
@@ -174,7 +173,6 @@ def test_ctrl_c_ends_it_without_a_traceback(model: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_hear_ctrl_c,
     )
     time.sleep(1.0)  # it waits for its prompt by now
     process.send_signal(signal.SIGINT)

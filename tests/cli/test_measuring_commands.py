@@ -33,10 +33,11 @@ def until_it_measures(lock: FileLock, process: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "second",
     [
-        ("bench", "run", "MODEL", "-p", "4", "-n", "", "-r", "1"),
+        pytest.param(("bench", "run", "MODEL", "-p", "4", "-n", "", "-r", "1"), marks=pytest.mark.smoke),
         ("bench", "machine", "--threads", "1"),
         ("bench", "kernels", "--shape", "64,64", "--m", "1", "-r", "1", "--peers", "none", "--cold-mib", "1"),
         ("bench", "allreduce", "--ranks", "1", "--sizes", "4K", "-r", "1"),

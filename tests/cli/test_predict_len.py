@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typer.testing import CliRunner, Result
 from phasewise.cli.main import app
 from phasewise.tuner.predictor.facts import Example
 from tests.support.length_examples import made_up
+from tests.support.tiers import first_is_smoke
 from tests.support.tiny_models import tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
@@ -182,20 +182,23 @@ def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None
     assert 0 <= estimate.uncertainty <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["train", "absent.jsonl"], "absent.jsonl cannot be read"),
-        (["train", "few.jsonl"], "too few"),
-        (["train", "texts.jsonl"], "--model"),
-        (["train", "few.jsonl", "others.jsonl"], "several models"),
-        (["eval", "few.jsonl", "--predictor", "few.jsonl"], "no safetensors file"),
-        (["collect", "MODEL", "empty.txt", "-o", "log"], "no prompt"),
-        (["collect", "MODEL", "few.jsonl", "-o", "log"], "line 1"),
-        (["collect", "MODEL", "a.txt", "-o", "others.jsonl"], "give another file"),
-        (["collect", "MODEL", "a.txt", "-o", "no/such/folder/log"], "cannot be written"),
-        (["predict", "MODEL", "-p", "hello", "--predictor", "absent"], "absent cannot be read"),
-    ],
+    first_is_smoke(
+        [
+            (["train", "absent.jsonl"], "absent.jsonl cannot be read"),
+            (["train", "few.jsonl"], "too few"),
+            (["train", "texts.jsonl"], "--model"),
+            (["train", "few.jsonl", "others.jsonl"], "several models"),
+            (["eval", "few.jsonl", "--predictor", "few.jsonl"], "no safetensors file"),
+            (["collect", "MODEL", "empty.txt", "-o", "log"], "no prompt"),
+            (["collect", "MODEL", "few.jsonl", "-o", "log"], "line 1"),
+            (["collect", "MODEL", "a.txt", "-o", "others.jsonl"], "give another file"),
+            (["collect", "MODEL", "a.txt", "-o", "no/such/folder/log"], "cannot be written"),
+            (["predict", "MODEL", "-p", "hello", "--predictor", "absent"], "absent cannot be read"),
+        ]
+    ),
 )
 def test_what_cannot_be_done_is_one_line(
     model: Path, tmp_path: Path, arguments: list[str], said: str
@@ -232,8 +235,6 @@ def test_ctrl_c_keeps_what_has_ended_and_the_same_command_goes_on(model: Path, t
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     )
     for _ in range(600):
         if log.exists() and log.stat().st_size:

@@ -366,12 +366,16 @@ def test_many_clients_get_what_each_gets_alone(model: Path, environment: dict[st
         assert [together[index] for index in range(10)] == alone
 
 
-def test_what_keeps_it_from_starting_is_one_line(
-    model: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_port_in_use_is_one_line(model: Path, environment: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port}" in refused(model, environment, "--port", port)
+
+
+@pytest.mark.slow
+def test_what_keeps_it_from_starting_is_one_line(
+    model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
     assert "no-such-model" in refused("no-such-model", environment, "--port", 0)
     assert "address" in refused(model, environment, "--host", "no.such.host.invalid", "--port", 0)
     with serving(model, environment, "--port", 0):  # so that the model is packed and says nothing more

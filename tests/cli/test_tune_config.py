@@ -316,8 +316,8 @@ def test_an_empty_budget_ends_the_search_and_the_best_so_far_is_the_plan(
     db: Path, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = write_machine(tmp_path / "machine.xml", 4, 8)
-    with at_every_opening(lambda number: time.sleep(0.3), monkeypatch):
-        fields = fields_of(modelled(llama, machine, "--budget", "4s", "--phase", "decode", "--json"))
+    with at_every_opening(lambda number: time.sleep(0.15), monkeypatch):
+        fields = fields_of(modelled(llama, machine, "--budget", "2s", "--phase", "decode", "--json"))
 
     assert fields["end"] == fields["phases"]["decode"]["end"] == "budget"
     assert 0 < fields["evaluations"] < fields["configurations"]
@@ -352,6 +352,7 @@ def test_killed_it_goes_on_where_it_was(db: Path, llama: str, tmp_path: Path) ->
     assert rest["plans"]["decode"]["ranks"]
 
 
+@pytest.mark.slow  # test_search_study.py has two processes in `quick`
 def test_two_processes_with_one_study_share_the_work(db: Path, llama: str, tmp_path: Path) -> None:
     machine = write_machine(tmp_path / "machine.xml", 4, 8)
     arguments = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cluster.arrivals import poisson
@@ -13,6 +13,7 @@ from phasewise.cluster.metrics import broken, parse_slo, summarise
 from phasewise.cluster.provision import Cell, Outcome, Search, cheapest, fastest, highest_rate, whole_grid
 from phasewise.cluster.simulate import simulate
 from tests.support.clusters import machine, split
+from tests.support.tiers import examples
 
 
 def staircase(least: list[int], tight: float = 0.5) -> Search:
@@ -31,7 +32,7 @@ frontiers = st.lists(st.integers(1, 13), min_size=12, max_size=12).map(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     least=frontiers,
     weights=st.tuples(st.sampled_from([1.0, 2.0, 17.68]), st.sampled_from([1.0, 2.5, 38.08])),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.routing import POLICIES, ROLES, Ask, Assignment, Limits, Role, Router
+from tests.support.tiers import examples
 
 SPLIT: list[tuple[Role, int]] = [("prompt", 10_000), ("prompt", 10_000), ("token", 10_000), ("token", 10_000)]
 
@@ -115,7 +116,7 @@ def test_what_is_known_is_bounded_by_the_slots() -> None:
     assert route.assign(ask(6, 20, 1, (0,))).prompt == 1
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     homes=st.lists(st.sampled_from(ROLES), min_size=1, max_size=6),
     policy=st.sampled_from(tuple(POLICIES)),

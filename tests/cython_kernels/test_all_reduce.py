@@ -77,7 +77,7 @@ def reduce_in_turns(group: Group, rows: np.ndarray, rank: int, kinds: list[str],
 
 
 @pytest.mark.parametrize("kind", ALL_REDUCE_KINDS)
-@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("n_ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_sizes_at_the_edges_of_lines_and_chunks(n_ranks: int, kind: str) -> None:
     for floats in EDGES:
         with shared_rows(n_ranks, floats, shift=floats % 3) as (group, rows):
@@ -89,7 +89,9 @@ def test_sizes_at_the_edges_of_lines_and_chunks(n_ranks: int, kind: str) -> None
             np.testing.assert_array_equal(rows, np.broadcast_to(rows[0], rows.shape))
 
 
-@pytest.mark.parametrize("n_ranks", range(2, 17))
+@pytest.mark.parametrize(
+    "n_ranks", [pytest.param(n, marks=() if n in (2, 5, 16) else pytest.mark.slow) for n in range(2, 17)]
+)
 def test_ranks_in_any_order_with_kinds_in_any_order(n_ranks: int) -> None:
     """Random pauses and yields, far more ranks than CPUs, one all-reduce into the next without a barrier."""
     rng = random.Random(n_ranks)

@@ -15,6 +15,7 @@ import pytest
 from phasewise.cython_kernels._native import GROUP_ALIGNMENT, Group, group_bytes
 from phasewise.cython_kernels.errors import GroupError
 from tests.support import rank_processes
+from tests.support.tiers import first_is_smoke
 
 LONG_S = 30.0
 """A bound that no wait reaches unless somebody hangs."""
@@ -99,7 +100,8 @@ def test_a_rank_that_is_killed_ends_the_wait_of_the_others_in_time() -> None:
         assert group.failed
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", first_is_smoke([0, 1, 2]))
 def test_ranks_are_killed_anywhere_and_nobody_hangs(victim: int) -> None:
     """At whatever instruction: asleep, counted but not yet waking others, in the middle of a wake."""
     rng = random.Random(victim)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.serving.chat import Conversations
+from phasewise.serving.chat import BOUNDS, Conversations
 from phasewise.serving.chat_template import ChatTemplate, ChatTemplateError
 from phasewise.serving.control_texts import ControlTexts
 from phasewise.serving.errors import ModelError
 from phasewise.serving.tokenizer import Tokenizer, tokenizer_from_gguf
 from tests.support.chat_templates import CONVERSATIONS, SPECIAL, TEMPLATES
+from tests.support.tiers import examples
 from tests.support.tiny_vocabs import TINY_VOCABULARIES
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -102,7 +104,7 @@ def test_every_kind_of_vocabulary_cuts_a_broken_token_as_text(name: str) -> None
 
 
 @pytest.mark.parametrize("name", TINY_VOCABULARIES)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(text=st.text(max_size=40))
 def test_without_a_mark_nothing_changes(name: str, text: str) -> None:
     tokenizer = tokenizer_of(name)
@@ -122,7 +124,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_template_that_takes_long_is_ended_from_outside(source: str) -> None:
-    hostile = Conversations(source, {}, [])
+    hostile = Conversations(source, {}, [], replace(BOUNDS, seconds=0.5))
     try:
         hostile.start()
         began = time.monotonic()

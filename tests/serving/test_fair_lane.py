@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.errors import QueueFull
 from phasewise.serving.http.fair_lane import FairLane
+from tests.support.tiers import examples
 
 
 @contextmanager
@@ -37,7 +38,7 @@ async def _queued(one: FairLane, clients: str, blocked: threading.Event) -> list
     return done
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(clients=st.text("abcd", min_size=1, max_size=30))
 def test_clients_take_turns(clients: str) -> None:
     """After k rounds each client has had k jobs done, or all it had."""

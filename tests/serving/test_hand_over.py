@@ -4,13 +4,14 @@ has two owners, and every token of an answer comes once, whatever the order of e
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.pools.contract import Demand
 from phasewise.serving.request import Request
 from phasewise.serving.scheduler import Scheduler, SchedulerError, SchedulerLimits
 from tests.support.scheduled import POLICIES, any_pool, make, request, turn
+from tests.support.tiers import examples
 
 
 def prefill_only(name: str, n_prompt: int = 5) -> Request:
@@ -140,7 +141,7 @@ lengths = st.lists(st.tuples(st.integers(1, 150), st.integers(1, 60)), min_size=
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(asked=lengths, mixed=st.booleans(), data=st.data())
 def test_blocks_in_flight_are_conserved(
     policy: str, asked: list[tuple[int, int]], mixed: bool, data: st.DataObject

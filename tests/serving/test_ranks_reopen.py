@@ -33,6 +33,7 @@ from tests.serving.test_ranks_processes import (
     token_by_token,
 )
 from tests.support.reference_forward import tiny_config, tiny_model
+from tests.support.tiers import first_is_smoke
 from tests.support.tiny_models import TinyShape, write_tiny_gguf
 
 STEP = Batch("decode", (SequenceSlice([1], 0, 0, True),))
@@ -125,7 +126,8 @@ def step_until_late(ranks: ProcessRanks, n_copied: int) -> None:
         ranks.forward(STEP)
 
 
-@pytest.mark.parametrize("what", ["forward", "copy_kv"])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", first_is_smoke(["copy_kv", "forward"]))
 def test_killed_at_any_time_of_a_step(two: ProcessRanks, what: str) -> None:
     """At moments that no test can choose: spread over the time that steps take."""
     wanted = tokens(two)
@@ -210,7 +212,7 @@ def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
     before = set(children())
     ranks = open_two(in_memory)
     held = []
-    for _ in range(4):
+    for _ in range(3):
         tokens(ranks)
         kill(ranks)
         with pytest.raises(RankLost) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -49,9 +50,10 @@ def default_model() -> tuple[Path, Tokenizer]:
 
 
 def _assert_blocks(found: Tokenizer, name: str) -> None:
-    lines = list(mixed_lines(N_LINES))
+    n_blocks = n_examples(N_LINES // BLOCK)
+    lines = list(itertools.islice(mixed_lines(N_LINES), n_blocks * BLOCK))
     hashes = block_hashes([found.encode(line, add_special=True) for line in lines])
-    expected = json.loads(FIXTURE.read_text())["blocks"][name]
+    expected = json.loads(FIXTURE.read_text())["blocks"][name][:n_blocks]
     differing = [at for at, (ours, theirs) in enumerate(zip(hashes, expected, strict=True)) if ours != theirs]
     assert not differing, (
         f"llama.cpp cuts some of lines {differing[0] * BLOCK} to {differing[0] * BLOCK + BLOCK} otherwise"

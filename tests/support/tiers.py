@@ -12,9 +12,10 @@ tests/conftest.py chooses the tests; pytest's option `--tier` names the tier.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 from phasewise.cython_kernels import isa
@@ -42,6 +43,13 @@ def n_examples(n: int, *, soak: int = 0) -> int:
 def examples(n: int, *, soak: int = 0, **more: Any) -> settings:
     """Hypothesis settings of a test that draws `n_examples(n)`; no deadline: no test asserts a time."""
     return settings(max_examples=n_examples(n, soak=soak), deadline=None, **more)
+
+
+def first_is_smoke(values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test that is marked `slow`: `quick` runs it with the first of them alone."""
+    first, *others = values
+    parts = first if isinstance(first, tuple) else (first,)
+    return [pytest.param(*parts, marks=pytest.mark.smoke), *others]
 
 
 def isas() -> Sequence[str]:

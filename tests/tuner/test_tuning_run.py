@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -38,6 +39,7 @@ from tests.support.synthetic_machine import (
     run_on,
     task_of,
 )
+from tests.support.tiers import first_is_smoke
 
 SCRIPT = [sys.executable, synthetic_machine.__file__]
 
@@ -90,8 +92,8 @@ class Killed(BaseException):
     """As sudden as kill -9 can be within a process."""
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("way", [Killed, KeyboardInterrupt])
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "way"), first_is_smoke(product(range(3), (Killed, KeyboardInterrupt))))
 def test_interrupted_ten_times_it_ends_as_if_undisturbed(
     tmp_path: Path, seed: int, way: type[BaseException]
 ) -> None:
@@ -134,7 +136,7 @@ def test_killed_by_the_system_ten_times_it_ends_as_if_undisturbed(tmp_path: Path
     assert [tuple(row) for row in found["in_use"]] == in_use(expected)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def shared_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A database that several processes may use; the server lives as long as the test."""
     if request.param == "sqlite":
@@ -213,7 +215,8 @@ def test_a_weight_has_a_share_of_the_budget_as_large_as_its_work(database: str) 
     assert sizes == sorted(sizes, key=[8192, 64, 128].index)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", first_is_smoke([0.2, 0.5, 0.8]))
 def test_what_a_budget_cut_short_is_not_timed_again(database: str, share: float) -> None:
     """Weights that were begun before a cut one was complete ask on as they began, without its seeds.
 

@@ -22,6 +22,7 @@ from phasewise.tuner.config.study import SearchOutcome, SearchSettings, Tried
 from phasewise.tuner.topotree import Configuration
 from tests.support import ROOT, search_child
 from tests.support.search_child import KEY, N_SLICES, UNPRUNED, FakeEvaluator, run_on, small_space
+from tests.support.tiers import first_is_smoke
 
 KINDS = ["measured", "modelled"]
 """What takes time is stored as running; what is calculated, when it is finished."""
@@ -249,7 +250,8 @@ def test_a_search_that_is_killed_loses_one_evaluation_at_most(database: str) -> 
     _assert_each_evaluated_once(trials_of(database))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", first_is_smoke(KINDS))
 def test_two_processes_divide_a_study(database: str, kind: EvaluatorKind) -> None:
     children = [start_child(database, 0.1, kind) for _ in range(2)]
     (one, first), (other, second) = map(outcome_of, children)

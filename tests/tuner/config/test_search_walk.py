@@ -14,6 +14,7 @@ from phasewise.tuner.config.space import Space
 from phasewise.tuner.config.walk import Cut, Rules, Stopped, walk
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
 from tests.support import paper_machines, planted
+from tests.support.tiers import first_is_smoke
 
 EVERYTHING = Rules(pruning=False, patience=None, share=None)
 LIMITS = OperatorLimits(32, 32, 128, 11008)
@@ -180,7 +181,8 @@ def _assert_found(one: planted.Planted, phase: str = "decode") -> None:
     assert result.best_ms <= 1.01 * oracle.best_ms, one.note
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", first_is_smoke(["prefill", "decode"]))
 def test_the_hidden_tag_clusters_of_a_kunpeng_are_found(phase: str) -> None:
     _assert_found(planted.kunpeng(), phase)
 
@@ -190,7 +192,8 @@ def test_the_best_plan_of_an_epyc_is_found() -> None:
     _assert_found(planted.epyc())
 
 
-@pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 8)), 13])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 8, 13])
 def test_random_hidden_structures_are_found(seed: int) -> None:
     """All twenty are in benchmarks/config_search.py."""
     _assert_found(planted.random_structure(seed))
