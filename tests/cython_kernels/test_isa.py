@@ -11,7 +11,7 @@ import pytest
 
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.errors import IsaError
-from tests.support.gemm_reference import FORMATS, make_weight
+from tests.support.gemm_reference import FORMATS, expected, make_weight
 
 
 def run_with(wanted: str) -> subprocess.CompletedProcess[str]:
@@ -62,6 +62,18 @@ def test_using_restores_what_was_active() -> None:
         pass
 
     assert isa.active() == before
+
+
+def test_every_set_keeps_the_bound_of_one_product() -> None:
+    """All of them in one test, since `quick` leaves out what is parametrized by those in the middle."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((5, 96), dtype=np.float32)
+    for fmt in FORMATS:
+        w = make_weight(fmt, 40, 96, rng)
+        for name in isa.usable():
+            with isa.using(name):
+                exact, bound = expected(x, w)
+                assert (np.abs(np.asarray(_native.gemm(x, w)) - exact) <= bound).all(), (name, fmt)
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt.startswith("q")])

@@ -167,6 +167,7 @@ def prover() -> Iterator[ConfinedProcess]:
     process.close()
 
 
+@pytest.mark.smoke
 @examples(50, suppress_health_check=list(HealthCheck))
 @given(schema=SCHEMAS)
 def test_a_drawn_schema_has_its_answer_within_the_bounds(

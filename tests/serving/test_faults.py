@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import first_is_smoke
+
 FAULTS = Path(__file__).parent.parent.parent / "benchmarks" / "faults.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ["killed_in_each_phase", "killed_under_migration", "disk_full"])
+@pytest.mark.parametrize(
+    "row",
+    first_is_smoke(["killed_while_starting", "killed_in_each_phase", "killed_under_migration", "disk_full"]),
+)
 def test_a_server_holds_what_it_promises(row: str) -> None:
     done = subprocess.run(
         [sys.executable, str(FAULTS), "--model", "tiny", "--quick", "--only", row],
