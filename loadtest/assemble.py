@@ -1,0 +1,131 @@
+"""From a user's settings to a `LoadTest`: lengths, arrivals, the body's fields and the promises."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from phasewise.loadtest.arrivals import LatencySlo, RequestPace, instants_of, parse_slo, repeated, scaled
+from phasewise.loadtest.client import LoadTestError, Target, base_of
+from phasewise.loadtest.rate_search import RateSearch
+from phasewise.loadtest.session import LoadTest
+from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
+from phasewise.tuner.config.lengths import Request, Trace, parse_distribution
+from phasewise.tuner.config.trace import read_trace
+from phasewise.tuner.errors import TraceError
+
+DEFAULT_REQUESTS, DEFAULT_CLIENTS = 100, 8
+REQUESTS_OF_A_DURATION = 100_000
+"""Requests to prepare for a duration, so that the duration ends the load."""
+DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 128, 64
+
+
+class LoadSettingsError(LoadTestError):
+    """Settings that exclude each other, or one that cannot be read: wrong usage on a command line."""
+
+    exit_code = 2
+
+
+def load_test_of(
+    url: str,
+    model: str,
+    times: SendingTimes,
+    lengths: SentLengths,
+    asking: Asking,
+    promises: Promises,
+    *,
+    keeps_text: bool = False,
+    plot: Path | None = None,
+) -> LoadTest:
+    """The load test that these settings ask for; `plot` is where its curve will be drawn.
+
+    Raises LoadSettingsError where settings exclude each other, TraceError for a trace that cannot be read.
+    """
+    if plot is not None and not (plot.parent.is_dir() and os.access(plot.parent, os.W_OK)):
+        raise LoadSettingsError(f"{plot.parent} is not a folder that can be written to")
+    slo = _slo(promises, needs_one=promises.find_rate or plot is not None)
+    requests = _requests(times, lengths)
+    return LoadTest(
+        target=Target(
+            base_of(url),
+            model,
+            asking.endpoint == "chat",
+            asking.api_key,
+            None if asking.unix_socket is None else str(asking.unix_socket),
+            asking.timeout_s,
+            _body_fields(asking),
+        ),
+        requests=requests,
+        pace=_pace(requests, times, is_search=promises.find_rate),
+        seed=lengths.seed,
+        n_warm_up=lengths.warmup,
+        duration_s=times.duration_s,
+        slo=slo,
+        search=_search(times.rate, promises) if promises.find_rate else None,
+        probe_s=promises.probe_s,
+        may_cut_probes=plot is None,
+        may_use_ids=not asking.text_prompts,
+        keeps_text=keeps_text,
+    )
+
+
+def _slo(promises: Promises, *, needs_one: bool) -> LatencySlo | None:
+    if promises.goodput is None:
+        if needs_one:
+            raise LoadSettingsError(
+                "--find-rate and --plot need promises: --goodput ttft:2000,tpot:280, for example"
+            )
+        return None
+    try:
+        return parse_slo(promises.goodput).scaled(promises.slo_scale)
+    except TraceError as error:
+        raise LoadSettingsError(f"--goodput: {error}") from None
+
+
+def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
+    """The lengths of the requests, and their arrivals where a trace has them."""
+    is_fixed = (wanted.input_len, wanted.output_len) != (None, None)
+    if sum((times.trace is not None, wanted.lengths is not None, is_fixed)) > 1:
+        raise LoadSettingsError(
+            "lengths come from --trace, from --lengths or from --input-len and --output-len"
+        )
+    scales = (times.time_scale, wanted.length_scale)
+    if times.trace is not None:
+        whole = read_trace(times.trace)
+        return scaled(repeated(whole, wanted.requests or len(whole)), *scales)
+    without_count = DEFAULT_REQUESTS if times.duration_s is None else REQUESTS_OF_A_DURATION
+    n_requests = wanted.requests or without_count
+    if wanted.lengths is not None:
+        return scaled(parse_distribution(wanted.lengths, n_requests, wanted.seed), *scales)
+    one = Request(wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS)
+    return scaled((one,) * n_requests, *scales)
+
+
+def _pace(requests: Trace, times: SendingTimes, *, is_search: bool) -> RequestPace:
+    if times.rate is not None or is_search:
+        return RequestPace(times.rate, times.arrivals, times.burstiness, None, times.concurrency)
+    instants_s = instants_of(requests)
+    if instants_s is not None:
+        return RequestPace(None, instants_s=instants_s, most_at_once=times.concurrency)
+    return RequestPace(None, most_at_once=times.concurrency or DEFAULT_CLIENTS)
+
+
+def _search(rate: float | None, promises: Promises) -> RateSearch:
+    return RateSearch(start=rate or 1.0, most_probes=promises.most_probes, votes=promises.votes)
+
+
+def _body_fields(asking: Asking) -> dict[str, Any]:
+    fields: dict[str, Any] = {"temperature": asking.temperature}
+    if asking.ignore_eos:
+        fields["ignore_eos"] = True
+    if asking.extra_body is not None:
+        try:
+            more = json.loads(asking.extra_body)
+        except (ValueError, RecursionError):
+            more = None
+        if not isinstance(more, dict):
+            raise LoadSettingsError(f"--extra-body {asking.extra_body!r:.60} is no JSON object")
+        fields |= more
+    return fields
