@@ -306,10 +306,11 @@ def test_a_duration_ends_a_closed_loop_that_has_no_number() -> None:
     ],
 )
 def test_options_without_meaning_are_wrong_usage(arguments: list[str], said: str) -> None:
-    result = invoke("http://127.0.0.1:1", *arguments)
+    error = invoke("http://127.0.0.1:1", *arguments).exception
 
-    assert result.exit_code == 2
-    assert said in result.stderr
+    assert isinstance(error, LoadSettingsError)
+    assert error.exit_code == 2
+    assert said in str(error)
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:99999", "http://[::1"])
