@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "cython_kernels",
         "_version",
     ),
-    "loadtest": ("loadtest", "tuner.config.trace", "tuner.config.lengths", "tuner.errors"),
+    "loadtest": ("loadtest", "tuner.config.trace", "tuner.config.lengths", "tuner.errors", "_version"),
     "serving": ("serving", "tuner.plans", "kerneldb", "topology", "cython_kernels"),
     "serving.request": PURE,
     "serving.pools": PURE,

@@ -13,6 +13,7 @@ from phasewise.cli.commands import db_sharing
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat
 from phasewise.cli.present import note, print_json, say
 from phasewise.cli.render import db_text
+from phasewise.workflows import database_json
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import PlanRecord
@@ -71,14 +72,15 @@ def _contents(name: str, plans: list[PlanRecord], known: list[Preferred]) -> dic
 
     builds = kernel_abis()
     keys = [*(plan.origin.machine for plan in plans), *(one.key.machine for one in known)]
-    machines = db_text.labels(keys)
+    machines = database_json.labels(keys)
     return {
         "database": name,
-        "plans": db_text.plan_fields(plans, machines),
+        "plans": database_json.plan_fields(plans, machines, note),
         "schedules": [
-            db_text.schedule_fields(one, machines, is_stale(one.key.kernel_abi, builds)) for one in known
+            database_json.schedule_fields(one, machines, is_stale(one.key.kernel_abi, builds))
+            for one in known
         ],
-        "machines": db_text.machine_fields(machines),
+        "machines": database_json.machine_fields(machines),
     }
 
 
@@ -94,7 +96,7 @@ def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
         from phasewise.kerneldb.store import open_store
 
         with open_store(db, note) as store:
-            fields = db_text.stats_fields(store.name, store.stats(), kernel_abis())
+            fields = database_json.stats_fields(store.name, store.stats(), kernel_abis())
     if as_json:
         print_json(fields)
     elif "rows" in fields:

@@ -14,6 +14,7 @@ import typer
 from phasewise.cli.options import DbOption, JsonOption, ThreadsOption
 from phasewise.cli.present import note, print_json, say
 from phasewise.cli.render import db_text
+from phasewise.workflows import database_json
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.portable import Taken
@@ -166,11 +167,11 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
 
     with _other_store(other) as there, _existing(db) as here:
         found = upkeep.diff(here, there)
-    machines = db_text.labels(one.key.machine for one in found.differences)
-    differences = db_text.diff_fields(found, machines)
+    machines = database_json.labels(one.key.machine for one in found.differences)
+    differences = database_json.diff_fields(found, machines)
     if as_json:
         fields = {"same": found.same, "differences": differences}
-        print_json({**fields, "machines": db_text.machine_fields(machines)})
+        print_json({**fields, "machines": database_json.machine_fields(machines)})
     else:
         say(f"{found.same} schedules are the same, {len(differences)} differ")
         if differences:
@@ -199,7 +200,7 @@ def verify(
     found: list[dict[str, Any]] = []
     with _existing(db) as store:
         for verdict in verdicts(store, read_machine(), top, threads, user_lock(note), note):
-            found.append(db_text.verdict_fields(verdict))
+            found.append(database_json.verdict_fields(verdict))
             note(db_text.verdict_line(verdict))
         left = sum(build.unverified for build in store.stats().builds)
     if left:

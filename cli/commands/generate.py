@@ -97,8 +97,8 @@ def generate(
 
 
 def _fields(answer: OneAnswer, opened: OpenEngine) -> dict[str, Any]:
-    from phasewise.cli.render.plan_text import plan_cores
     from phasewise.cython_kernels._native import isa_active
+    from phasewise.workflows.plan_json import plan_cores
 
     return {
         "model": opened.model.name,

@@ -118,8 +118,9 @@ def provision(
     judged by simulation (phasewise simulate). Only cells near the frontier of what keeps the promises are
     run, and the cells around the answer certify it. Exit code 1 if no design has an answer.
     """
-    from phasewise.cli.render.cluster_text import frontier_chart, provision_fields, provision_text
+    from phasewise.cli.render.cluster_text import frontier_chart, provision_text
     from phasewise.cluster.metrics import parse_slo
+    from phasewise.workflows.cluster_json import provision_fields
     from phasewise.workflows.cluster_load import lengths_of
     from phasewise.workflows.plan_cluster import (
         Question,

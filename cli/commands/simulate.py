@@ -110,9 +110,10 @@ def simulate(
     modelled. The same input gives the same output. Machine types a100, h100 and h100-capped are built in;
     a cluster file may describe others. See docs/guide/planning-capacity.md.
     """
-    from phasewise.cli.render.cluster_text import occupancy_chart, simulation_fields, simulation_text
+    from phasewise.cli.render.cluster_text import occupancy_chart, simulation_text
     from phasewise.cluster.metrics import parse_slo, summarise
     from phasewise.cluster.simulate import simulate as run
+    from phasewise.workflows.cluster_json import simulation_fields
     from phasewise.workflows.cluster_load import Load, arrivals_of
 
     promises = None if slo is None else parse_slo(slo)

@@ -76,7 +76,7 @@ def topo(
     elif notation is not None:
         _show_tree(machine, notation, svg_path, as_json)
     elif plan or plan_file is not None:
-        from phasewise.cli.render.plan_text import read_plans
+        from phasewise.workflows.plan_json import read_plans
 
         plans = read_plans(plan_file, machine) if plan_file else _plans(machine, model, weight_format, db)
         _show_plans(machine, plans, svg_path, as_json)
@@ -106,8 +106,9 @@ def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> Non
 
 
 def _show_trees(machine: Machine, power_of_two: bool, limit: int, as_json: bool) -> None:
-    from phasewise.cli.render.trees_text import trees_fields, trees_lines
+    from phasewise.cli.render.trees_text import trees_lines
     from phasewise.tuner.topotree import fundamental
+    from phasewise.workflows.trees_json import trees_fields
 
     found = fundamental(machine)
     if as_json:
@@ -117,8 +118,9 @@ def _show_trees(machine: Machine, power_of_two: bool, limit: int, as_json: bool)
 
 
 def _show_tree(machine: Machine, notation: str, svg_path: Path | None, as_json: bool) -> None:
-    from phasewise.cli.render.trees_text import groups_of_tree, one_tree_fields, one_tree_lines
+    from phasewise.cli.render.trees_text import groups_of_tree, one_tree_lines
     from phasewise.tuner.topotree import parse
+    from phasewise.workflows.trees_json import one_tree_fields
 
     tree = parse(notation, machine)
     _draw(machine, groups_of_tree(tree), svg_path)
@@ -132,8 +134,8 @@ def _plans(
     machine: Machine, model: str | None, weight_format: WeightFormat, db: str | None
 ) -> Mapping[Phase, ServicePlan]:
     """The plans that `serve` would use for the model, with a remark where nothing was tuned."""
-    from phasewise.cli.render.plan_text import model_name
     from phasewise.tuner.plans import model_key, plans_for, resolve_plans
+    from phasewise.workflows.plan_json import model_name
 
     if model is None:
         return resolve_plans(None, machine, "")
@@ -147,7 +149,8 @@ def _plans(
 def _show_plans(
     machine: Machine, plans: Mapping[Phase, ServicePlan], svg_path: Path | None, as_json: bool
 ) -> None:
-    from phasewise.cli.render.plan_text import picture_groups, plan_fields, plan_lines
+    from phasewise.cli.render.plan_text import picture_groups, plan_lines
+    from phasewise.workflows.plan_json import plan_fields
 
     _draw(machine, picture_groups(plans), svg_path)
     if as_json:
@@ -163,7 +166,7 @@ def _show_probe(machine: Machine, budget_s: float, svg_path: Path | None, as_jso
 
     found = probe_machine(machine, budget_s, user_lock(note), note)
     if svg_path is not None:
-        from phasewise.cli.render.probe_svg import draw_probe
+        from phasewise.workflows.probe_svg import draw_probe
 
         write_atomically(svg_path, draw_probe(machine, found))
         note(f"picture written to {svg_path}")

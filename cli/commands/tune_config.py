@@ -202,7 +202,8 @@ def _run(wish: Wish, subject: Subject, started_s: float) -> Found:
 
 
 def _print_found(found: Found, emit: EmitChoice | None, as_json: bool) -> None:
-    from phasewise.cli.render.config_text import found_fields, found_text
+    from phasewise.cli.render.config_text import found_text
+    from phasewise.workflows.tune_config.found_json import found_fields
 
     plans: dict[Phase, ServicePlan] = {phase: verdict.plan for phase, verdict in found.verdicts.items()}
     if as_json:
@@ -217,7 +218,7 @@ def _print_found(found: Found, emit: EmitChoice | None, as_json: bool) -> None:
 
 def _emit_stored(wish: Wish, emit: EmitChoice, as_json: bool) -> bool:
     """Print the plans that the database has; False unless it has one for each phase asked for."""
-    from phasewise.cli.render.config_text import stored_fields
+    from phasewise.workflows.tune_config.found_json import stored_fields
     from phasewise.workflows.tune_config.subject import stored_plans
 
     machine, plans = stored_plans(wish, note)
@@ -247,7 +248,8 @@ def _emit_fields(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: 
 
 
 def _print_dry_run(wish: Wish, subject: Subject, as_json: bool) -> None:
-    from phasewise.cli.render.config_text import dry_run_fields, dry_run_text
+    from phasewise.cli.render.config_text import dry_run_text
+    from phasewise.workflows.tune_config.found_json import dry_run_fields
 
     if as_json:
         print_json({"dry_run": True, **dry_run_fields(wish, subject)})

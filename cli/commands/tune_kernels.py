@@ -141,7 +141,8 @@ def _tune(
 
 
 def _print_plan(rounds: list[Round], as_json: bool) -> None:
-    from phasewise.cli.render.tuning_text import plan_fields, plan_text
+    from phasewise.cli.render.tuning_text import plan_text
+    from phasewise.workflows.tune_kernels.tuned_json import plan_fields
 
     if as_json:
         fields = [
@@ -161,7 +162,8 @@ def _print_plan(rounds: list[Round], as_json: bool) -> None:
 
 
 def _print_tuned(tuned: list[Tuned], as_json: bool) -> None:
-    from phasewise.cli.render.tuning_text import tuned_fields, tuned_text
+    from phasewise.cli.render.tuning_text import tuned_text
+    from phasewise.workflows.tune_kernels.tuned_json import tuned_fields
 
     if as_json:
         print_json({"dry_run": False, "rounds": [tuned_fields(one) for one in tuned]})

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from phasewise.cli.present import note
-from phasewise.cli.render.config_text import milliseconds, plan_words
+from phasewise.cli.render.config_text import milliseconds
 from phasewise.cli.render.tuning_text import LINE_EVERY_S, REDRAW_EVERY_S, progress_line
 from phasewise.tuner.config.study import Event, Tried
 from phasewise.tuner.config.walk import Cut, Stopped
 from phasewise.tuner.plans import Phase, list_cores
+from phasewise.workflows.tune_config.found_json import plan_words
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from string import ascii_letters, digits
-from typing import Any
 
 from phasewise.cli.render.topo_text import WIDTH
 from phasewise.topology import Kind, Machine, Node
 from phasewise.topology.cpusets import format_list
 from phasewise.topology.picture import GROUP_FILLS, PuGroup
-from phasewise.tuner.errors import PlanError
-from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, list_cores
-
-Plans = Mapping[Phase, ServicePlan]
+from phasewise.tuner.plans import Phase, ServicePlan, list_cores
+from phasewise.workflows.plan_json import Plans
 
 MARKS = digits + ascii_letters
 """What a rank's PUs are drawn as; from rank 62 on, as MANY."""
@@ -23,7 +18,6 @@ MARKS = digits + ascii_letters
 MANY, RESTING, BARRED = "#", ".", "x"
 LABEL = 10
 MAX_RANK_LINES = 16
-MAX_PLAN_FILE_BYTES = 1 << 20
 SHARING = (Kind.L3, Kind.CLUSTER, Kind.L2, Kind.DIE)
 """What groups the marks of a line: the innermost of these that hold several cores."""
 
@@ -46,25 +40,6 @@ def plan_lines(machine: Machine, plans: Plans) -> Iterator[str]:
     yield _legend(shown)
 
 
-def plan_fields(plans: Plans) -> dict[str, Any]:
-    """The plans as JSON values, ranks with their NUMA nodes."""
-    return {
-        phase: {
-            "ranks": [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in plan.ranks],
-            "source": plan.source,
-        }
-        for phase, plan in plans.items()
-    }
-
-
-def plan_cores(plans: Plans) -> dict[str, Any]:
-    """The plans as JSON values, each rank as a list of its cores."""
-    return {
-        phase: {"ranks": [list(rank.cores) for rank in plan.ranks], "source": plan.source}
-        for phase, plan in plans.items()
-    }
-
-
 def picture_groups(plans: Plans) -> tuple[PuGroup, ...]:
     """Every rank of every phase; no colour means one phase here and another there."""
     groups = []
@@ -84,58 +59,6 @@ def _fills(plans: Plans) -> dict[Phase, Sequence[str]]:
     half = len(GROUP_FILLS) // 2
     n_first = min(len(plans[first].ranks), len(GROUP_FILLS) - min(len(plans[second].ranks), half))
     return {first: GROUP_FILLS[:n_first], second: GROUP_FILLS[n_first:]}
-
-
-def model_name(reference: str) -> str:
-    """What the database calls a model that a command line names: a file's own name, else as given."""
-    path = Path(reference).expanduser()
-    if not path.exists():
-        return reference
-    path = path.resolve()
-    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".gguf")
-
-
-def read_plans(path: Path, machine: Machine) -> Plans:
-    """The plans in what `tune-config --json` printed. PlanError, saying why, for anything else."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_PLAN_FILE_BYTES + 1)
-    except OSError as error:
-        raise PlanError(f"plans {path} cannot be read: {error.strerror or error}") from None
-    if len(text) > MAX_PLAN_FILE_BYTES:
-        raise PlanError(f"plans {path} are larger than {MAX_PLAN_FILE_BYTES >> 20} MiB")
-    try:
-        found = _plans(json.loads(text))
-        for plan in found.values():
-            foreign = sorted(set(plan.cores).difference(machine.tree.cpus))
-            if foreign:
-                raise PlanError(f"the {plan.phase} plan names PU {foreign[0]}, which is not there")
-    except (PlanError, ValueError, RecursionError) as error:
-        raise PlanError(f"{path}: {error}") from None
-    return found
-
-
-def _plans(fields: Any) -> Plans:
-    plans = fields.get("plans") if isinstance(fields, dict) else None
-    if not isinstance(plans, dict) or not plans or not set(plans) <= set(PHASES):
-        raise PlanError("there is no object `plans` with prefill or decode, as tune-config --json prints it")
-    return {
-        phase: ServicePlan(phase, tuple(_ranks(plans[phase])), "file") for phase in PHASES if phase in plans
-    }
-
-
-def _ranks(plan: Any) -> Iterator[RankCores]:
-    ranks = plan.get("ranks") if isinstance(plan, dict) else None
-    if not isinstance(ranks, list):
-        raise PlanError("a plan has a list `ranks`")
-    for rank in ranks:
-        cores = rank.get("cores") if isinstance(rank, dict) else None
-        if not isinstance(cores, list):
-            raise PlanError("a rank has a list `cores`")
-        yield RankCores(tuple(cores), rank.get("numa_node"))
-
-
-# ---- drawing -----------------------------------------------------------------------------------------------
 
 
 def _plan_in_words(plan: ServicePlan) -> Iterator[str]:

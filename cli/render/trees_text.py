@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from phasewise.cli.render.topo_text import WIDTH, glyphs_for
 from phasewise.topology.cpusets import format_list
@@ -16,94 +13,18 @@ from phasewise.tuner.topotree import (
     GROUP,
     Fundamental,
     TopoTree,
-    count_grouped,
     count_groupings_of_levels,
-    every_tree,
-    group_bound,
     grouped_trees,
     parents,
-    removal_bound,
     removals,
 )
-
-MAX_COUNTED = 1_000_000
-"""Groupings times removals beyond which trees are not counted one by one, which would take minutes."""
+from phasewise.workflows.trees_json import Counted, count_trees
 
 REASONS = {
     "hybrid": "another kind of core than the tree's",
     "asymmetric": "in a part of the machine that is unlike the others",
     "smt": "second threads of cores where other cores have none",
 }
-
-
-@dataclass(frozen=True)
-class Counted:
-    """How many trees there are. `trees`: distinct ones; None where too many to be met one by one."""
-
-    groupings: int
-    with_removals: int
-    trees: int | None
-    elapsed_s: float
-
-
-def count_trees(tree: TopoTree, power_of_two: bool) -> Counted:
-    """Meet every tree once, and take the time."""
-    started_s = time.perf_counter()
-    groupings = count_grouped(tree, power_of_two=power_of_two)
-    met = groupings * tree.n_pus
-    trees = sum(1 for _ in every_tree(tree, power_of_two=power_of_two)) if met <= MAX_COUNTED else None
-    return Counted(groupings, met, trees, time.perf_counter() - started_s)
-
-
-# ---- for scripts -------------------------------------------------------------------------------------------
-
-
-def trees_fields(found: Fundamental, power_of_two: bool, limit: int) -> dict[str, Any]:
-    """What `--trees --json` prints."""
-    tree = found.tree
-    counted = count_trees(tree, power_of_two)
-    by_level = count_groupings_of_levels(tree, power_of_two=power_of_two)
-    first = islice(grouped_trees(tree, power_of_two=power_of_two), limit)
-    return {
-        "power_of_two": power_of_two,
-        "fundamental": tree_fields(tree),
-        "left_out": [{"reason": left.reason, "pus": list(left.pus)} for left in found.left_out],
-        "counts": {
-            "groupings": counted.groupings,
-            "groupings_by_level": [
-                {"kind": level.kind, "arity": level.arity, "groupings": count}
-                for level, count in zip(tree.levels, by_level, strict=True)
-            ],
-            "groupings_and_removals": counted.with_removals,
-            "distinct_trees": counted.trees,
-        },
-        "bounds": {
-            "groupings": group_bound(tree.n_pus, power_of_two=power_of_two),
-            "removals_of_a_grouping": removal_bound(tree.n_pus),
-        },
-        "elapsed_s": round(counted.elapsed_s, 3),
-        "groupings": [tree_fields(one) for one in first],
-    }
-
-
-def tree_fields(tree: TopoTree) -> dict[str, Any]:
-    """One tree."""
-    return {
-        "notation": tree.notation,
-        "key": tree.key,
-        "levels": [{"kind": level.kind, "arity": level.arity, "kept": level.kept} for level in tree.levels],
-        "n_pus": tree.n_pus,
-        "pus": list(tree.pus),
-    }
-
-
-def one_tree_fields(tree: TopoTree) -> dict[str, Any]:
-    """What `--tree --json` prints."""
-    return {
-        **tree_fields(tree),
-        "parents": [one.notation for one in parents(tree)],
-        "removals": [one.notation for one in removals(tree)],
-    }
 
 
 def groups_of_tree(tree: TopoTree) -> tuple[PuGroup, ...]:
@@ -126,9 +47,6 @@ def _named(numbers: range) -> str:
     if len(numbers) == 1:
         return f"group {numbers[0]}"
     return f"groups {', '.join(map(str, numbers[:2]))}{', ...' if len(numbers) > 2 else ''}"
-
-
-# ---- for people --------------------------------------------------------------------------------------------
 
 
 def trees_lines(found: Fundamental, power_of_two: bool, limit: int, encoding: str) -> Iterator[str]:

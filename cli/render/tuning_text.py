@@ -7,15 +7,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phasewise.cli.present import note
+from phasewise.workflows.tune_kernels.tuned_json import mean_gain, plan_fields, task_name
 
 if TYPE_CHECKING:
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain, TuningProgress
-    from phasewise.workflows.tune_kernels.rounds import Round, Shape, Tuned
+    from phasewise.workflows.tune_kernels.rounds import Round, Tuned
 
 LINE_EVERY_S = 10.0
 """Off a terminal, progress is a line so often."""
@@ -72,10 +72,6 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def task_name(task: Task) -> str:
-    return f"{task.group.format} {task.group.n}x{task.group.k}"
-
-
 def plan_text(rounds: Sequence[Round]) -> str:
     """What would be tuned."""
     from tabulate import tabulate
@@ -85,19 +81,6 @@ def plan_text(rounds: Sequence[Round]) -> str:
         + tabulate([plan_fields(*pair) for pair in zip(one.shapes, one.tasks, strict=True)], headers="keys")
         for one in rounds
     )
-
-
-def plan_fields(shape: Shape, task: Task) -> dict[str, Any]:
-    """A weight of a dry run."""
-    paths = dict.fromkeys(one.compute_path for one in task.group.arithmetics)
-    return {
-        "weight": task_name(task),
-        "uses": shape.uses,
-        "products": len(task.ms),
-        "m up to": task.ms[-1],
-        "tiles": sum(len(task.group.kernels[path]) for path in paths),
-        "paths": ", ".join(paths),
-    }
 
 
 def _round_name(one: Round) -> str:
@@ -212,11 +195,6 @@ def _share_at(tuned: Tuned, gains: Sequence[Gain], m: int) -> str:
     return f"{100 * shares[0]:.0f} %" if shares else "-"
 
 
-def mean_gain(gains: Sequence[Gain]) -> float:
-    """The geometric mean, of untouched ones too."""
-    return math.exp(sum(math.log(gain.default_ns / gain.tuned_ns) for gain in gains) / len(gains))
-
-
 def _verdict_line(gains: Sequence[Gain]) -> str:
     faster = sum(not gain.is_default for gain in gains)
     if not faster:
@@ -238,49 +216,3 @@ def _run_lines(tuned: Tuned) -> Iterator[str]:
     if outcome.disturbed > DISTURBED_LAPS * outcome.laps:
         steal, others = (100 * outcome.conditions[name] for name in ("steal", "others"))
         yield f"The machine was busy: {steal:.0f} % went to other guests, {others:.0f} % to other processes."
-
-
-def tuned_fields(tuned: Tuned) -> dict[str, Any]:
-    """One round as JSON values."""
-    outcome = tuned.outcome
-    return {
-        "phases": list(tuned.round.phases),
-        "cores": list(tuned.round.cores),
-        "machine": {"core": tuned.machine.core_sig, "placement": tuned.machine.placement_sig},
-        "kernel_abi": tuned.kernel_abi,
-        "end": outcome.end,
-        "products": outcome.products,
-        "timed": outcome.timed,
-        "replayed": outcome.replayed,
-        "duels": outcome.duels,
-        "elapsed_s": outcome.elapsed_s,
-        "disturbed": outcome.disturbed,
-        "conditions": dict(outcome.conditions),
-        "limits": {
-            "peak_flops": dict(tuned.roofline.peak_flops),
-            "read_bytes_per_s": tuned.roofline.read_bytes_per_s,
-        },
-        "mean_gain": mean_gain(outcome.gains) if outcome.gains else None,
-        "gains": [_gain_fields(tuned, gain) for gain in outcome.gains],
-        "attention": [_verdict_fields(gain) for gain in tuned.attention.gains] if tuned.attention else [],
-    }
-
-
-def _gain_fields(tuned: Tuned, gain: Gain) -> dict[str, Any]:
-    return {
-        "uses": tuned.round.uses(gain.problem),
-        "roofline_fraction": tuned.roofline_share(gain),
-        **_verdict_fields(gain),
-    }
-
-
-def _verdict_fields(gain: Gain) -> dict[str, Any]:
-    return {
-        **asdict(gain.problem),
-        "default_ns": gain.default_ns,
-        "tuned_ns": gain.tuned_ns,
-        "gain": gain.default_ns / gain.tuned_ns,
-        "is_default": gain.is_default,
-        "schedule": asdict(gain.schedule),
-        "last_duel": asdict(gain.comparison),
-    }

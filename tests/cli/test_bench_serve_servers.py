@@ -20,6 +20,7 @@ from aiohttp import web
 from typer.testing import CliRunner, Result
 
 from phasewise.cli.main import app
+from phasewise.loadtest.assemble import LoadSettingsError
 from tests.support.fake_server import fake_server
 from tests.support.scripted_server import (
     Script,

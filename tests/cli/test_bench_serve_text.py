@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from phasewise.cli.render.bench_serve_text import FORMATS, draw_report, fields_of
+from phasewise.cli.render.bench_serve_text import FORMATS, draw_report
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import Target
 from phasewise.loadtest.metrics import Measured
 from phasewise.loadtest.outcome import Failure, RequestOutcome
+from phasewise.loadtest.report_json import fields_of
 from phasewise.loadtest.session import LoadReport, RateProbe
 
 SHARED = Path(

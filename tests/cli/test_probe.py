@@ -15,13 +15,13 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from phasewise.cli.render.probe_svg import draw_probe
 from phasewise.cli.render.probe_text import probe_lines
 from phasewise.topology import Kind, Machine
 from phasewise.tuner.config.space import Space
 from phasewise.tuner.probe import Interference, Probe, read_groups
 from phasewise.tuner.probe.groups import hints_of, latency_levels
 from phasewise.tuner.topotree import OperatorLimits, fundamental
+from phasewise.workflows.probe_svg import draw_probe
 from tests.support.paper_machines import build, epyc, kunpeng, tag_clusters
 from tests.support.planted_pairs import measured, nested_latencies
 

@@ -13,14 +13,16 @@ import typer
 from typer.testing import CliRunner, Result
 
 from phasewise.cli.commands.topo import topo
-from phasewise.cli.render.plan_text import model_name, picture_groups, plan_fields, plan_lines, read_plans
-from phasewise.cli.render.trees_text import one_tree_lines, trees_fields, trees_lines
+from phasewise.cli.render.plan_text import picture_groups, plan_lines
+from phasewise.cli.render.trees_text import one_tree_lines, trees_lines
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import Machine, read_lstopo
 from phasewise.tuner.errors import PlanError, TopoTreeError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan, machine_key
 from phasewise.tuner.topotree import OperatorLimits, configurations, fundamental, parse
+from phasewise.workflows.plan_json import model_name, plan_fields, read_plans
+from phasewise.workflows.trees_json import trees_fields
 from tests.support.paper_machines import epyc, kunpeng
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
@@ -101,7 +103,7 @@ def test_trees_command_reads_a_machine_and_names_what_is_left_out() -> None:
 
 
 def test_a_machine_with_too_many_trees_is_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phasewise.cli.render.trees_text.MAX_COUNTED", 100)
+    monkeypatch.setattr("phasewise.workflows.trees_json.MAX_COUNTED", 100)
 
     assert "at most 39,744, not counted" in "\n".join(trees_lines(fundamental(kunpeng()), True, 1, "utf-8"))
 

@@ -1,0 +1,193 @@
+"""A run of `tune-config` as JSON values: what `--json` prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phasewise.tuner.config.trace import describe
+from phasewise.tuner.plans import ServicePlan, list_cores
+from phasewise.workflows.tune_config.search import objective_words
+
+if TYPE_CHECKING:
+    from phasewise.workflows.tune_config.run import Found
+    from phasewise.workflows.tune_config.search import Searched
+    from phasewise.workflows.tune_config.subject import Subject, Wish
+    from phasewise.workflows.tune_config.verdict import Verdict, Versus
+
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from phasewise._version import __version__
+from phasewise.tuner.plans import Phase
+
+if TYPE_CHECKING:
+    from phasewise.workflows.tune_config.run import Found
+    from phasewise.workflows.tune_config.search import Searched
+    from phasewise.workflows.tune_config.subject import Subject, Wish
+    from phasewise.workflows.tune_config.verdict import Finalist, Verdict, Versus
+
+
+def totals(found: Found) -> dict[str, int]:
+    """Counts over the phases."""
+    names = ("configurations", "evaluations", "replayed", "pruned", "trees_cut", "failed")
+    return {name: sum(getattr(one.outcome, name) for one in found.searched) for name in names}
+
+
+def found_fields(found: Found) -> dict[str, Any]:
+    """A run as JSON values; `plans`, the counts and `references` come first because scripts want those."""
+    return {
+        "plans": {phase: _plan_fields(found, verdict) for phase, verdict in found.verdicts.items()},
+        **totals(found),
+        "references": {
+            phase: [_reference_fields(one) for one in verdict.against]
+            for phase, verdict in found.verdicts.items()
+        },
+        "phases": {one.phase: _search_fields(found, one) for one in found.searched},
+        "end": found.end,
+        "elapsed_s": found.elapsed_s,
+        "timings": found.laps,
+        "disturbed": found.disturbed,
+        "kernels": [_kernel_fields(found, number) for number in range(len(found.kernels))],
+        **settings_fields(found),
+    }
+
+
+def settings_fields(found: Found) -> dict[str, Any]:
+    """Under what a run can be compared with another one."""
+    wish, subject = found.wish, found.subject
+    return {
+        "version": __version__,
+        "model": subject.model_key,
+        "machine": {
+            "core": subject.key.core_sig,
+            "placement": subject.key.placement_sig,
+            "source": subject.machine.source,
+            "allowed_pus": list(subject.machine.allowed_pus),
+        },
+        "settings": {
+            "phases": list(wish.phases),
+            "evaluator": wish.evaluator,
+            "objective": objective_words(subject.objective),
+            "requests": wish.requests,
+            "n_requests": len(subject.trace),
+            "trace_digest": subject.trace_digest,
+            "budget_s": wish.budget_s,
+            "top_k": wish.top_k,
+            "seed": wish.seed,
+            "ranks": wish.ranks,
+            "cores": wish.cores,
+            "hints": [tree.notation for tree in subject.hints],
+            "hidden": None if wish.hidden_file is None else str(wish.hidden_file),
+            "resume": wish.resume,
+        },
+    }
+
+
+def ranks_fields(plan: ServicePlan) -> list[dict[str, Any]]:
+    return [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in plan.ranks]
+
+
+def _plan_fields(found: Found, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "ranks": ranks_fields(verdict.plan),
+        "latency_ms": verdict.latency_ms,
+        "standing": verdict.standing,
+        "stored": verdict.phase in found.stored,
+    }
+
+
+def _reference_fields(one: Versus) -> dict[str, Any]:
+    comparison = one.comparison
+    return {
+        "name": one.reference.name,
+        "ranks": ranks_fields(one.reference.plan) if one.reference.plan else None,
+        "latency_ms": one.latency_ms,
+        "same_plan": one.is_same,
+        "gain": one.gain,
+        "gain_low": comparison.gain_low if comparison else None,
+        "gain_high": comparison.gain_high if comparison else None,
+        "confidence": comparison.confidence if comparison else None,
+        "pairs": comparison.pairs if comparison else None,
+        "reason": one.reason,
+    }
+
+
+def _search_fields(found: Found, one: Searched) -> dict[str, Any]:
+    outcome, verdict = one.outcome, found.verdicts.get(one.phase)
+    return {
+        "end": outcome.end,
+        "elapsed_s": one.elapsed_s,
+        "configurations": outcome.configurations,
+        "evaluations": outcome.evaluations,
+        "replayed": outcome.replayed,
+        "pruned": outcome.pruned,
+        "trees_cut": outcome.trees_cut,
+        "groups_stopped": outcome.groups_stopped,
+        "failed": outcome.failed,
+        "failures": dict(one.failures),
+        "top": [
+            {"ranks": ranks_fields(configuration.plan(one.phase)), "latency_ms": cost_ms}
+            for configuration, cost_ms in outcome.top
+        ],
+        "finalists": [_finalist_fields(final) for final in verdict.finalists] if verdict else [],
+    }
+
+
+def _finalist_fields(final: Finalist) -> dict[str, Any]:
+    return {
+        "ranks": ranks_fields(final.plan),
+        "search_ms": final.search_ms,
+        "latency_ms": final.final_ms,
+        "reason": final.reason,
+    }
+
+
+def _kernel_fields(found: Found, number: int) -> dict[str, Any]:
+    from phasewise.workflows.tune_kernels.tuned_json import mean_gain
+
+    tuned = found.kernels[number]
+    gains = tuned.outcome.gains
+    return {
+        "phases": list(tuned.round.phases),
+        "cores": list(tuned.round.cores),
+        "end": tuned.outcome.end,
+        "products": tuned.outcome.products,
+        "timed": tuned.outcome.timed,
+        "settled": len(gains),
+        "mean_gain": mean_gain(gains) if gains else None,
+    }
+
+
+def stored_fields(plans: Mapping[Phase, ServicePlan]) -> dict[str, Any]:
+    """Plans that are in the database already."""
+    return {phase: {"ranks": ranks_fields(plan), "stored": True} for phase, plan in plans.items()}
+
+
+def dry_run_fields(wish: Wish, subject: Subject) -> dict[str, Any]:
+    """As JSON values."""
+    from phasewise.tuner.topotree import fundamental
+    from phasewise.workflows.tune_config.search import space_of
+    from phasewise.workflows.tune_config.verdict import habits_of
+
+    found = fundamental(subject.machine)
+    return {
+        "model": subject.model_key,
+        "tree": " > ".join(f"{level.arity} {level.kind}" for level in found.tree.levels) or "one PU",
+        "left_out": [{"pus": list_cores(one.pus), "reason": one.reason} for one in found.left_out],
+        "configurations": sum(1 for _ in space_of(subject).partitions()),
+        "requests": describe(subject.trace),
+        "steps": {phase: [step.describe() for step in subject.grid(phase).steps] for phase in wish.phases},
+        "references": [
+            {"name": one.name, "plan": plan_words(one.plan) if one.plan else None, "reason": one.reason}
+            for one in habits_of(subject, wish.phases[0])
+        ],
+    }
+
+
+def plan_words(plan: ServicePlan) -> str:
+    """How many ranks of how many cores: `2 ranks of 12 cores`, unequal ones `2 ranks of 12 and 11 cores`."""
+    sizes = list(dict.fromkeys(len(rank.cores) for rank in plan.ranks))
+    cores = " and ".join(map(str, sizes[:3])) + (" .." if len(sizes) > 3 else "")
+    ranks = f"{len(plan.ranks)} rank{'s' if len(plan.ranks) > 1 else ''}"
+    return f"{ranks} of {cores} core{'s' if sizes != [1] else ''}"

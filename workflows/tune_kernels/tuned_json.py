@@ -1,0 +1,89 @@
+"""A round of `tune-kernels` as JSON values: what `--json` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phasewise.tuner.task_division import Task
+    from phasewise.tuner.tuning_run import Gain
+    from phasewise.workflows.tune_kernels.rounds import Tuned
+
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phasewise.tuner.task_division import Task
+    from phasewise.tuner.tuning_run import Gain
+    from phasewise.workflows.tune_kernels.rounds import Shape, Tuned
+
+
+def plan_fields(shape: Shape, task: Task) -> dict[str, Any]:
+    """A weight of a dry run."""
+    paths = dict.fromkeys(one.compute_path for one in task.group.arithmetics)
+    return {
+        "weight": task_name(task),
+        "uses": shape.uses,
+        "products": len(task.ms),
+        "m up to": task.ms[-1],
+        "tiles": sum(len(task.group.kernels[path]) for path in paths),
+        "paths": ", ".join(paths),
+    }
+
+
+def mean_gain(gains: Sequence[Gain]) -> float:
+    """The geometric mean, of untouched ones too."""
+    return math.exp(sum(math.log(gain.default_ns / gain.tuned_ns) for gain in gains) / len(gains))
+
+
+def tuned_fields(tuned: Tuned) -> dict[str, Any]:
+    """One round as JSON values."""
+    outcome = tuned.outcome
+    return {
+        "phases": list(tuned.round.phases),
+        "cores": list(tuned.round.cores),
+        "machine": {"core": tuned.machine.core_sig, "placement": tuned.machine.placement_sig},
+        "kernel_abi": tuned.kernel_abi,
+        "end": outcome.end,
+        "products": outcome.products,
+        "timed": outcome.timed,
+        "replayed": outcome.replayed,
+        "duels": outcome.duels,
+        "elapsed_s": outcome.elapsed_s,
+        "disturbed": outcome.disturbed,
+        "conditions": dict(outcome.conditions),
+        "limits": {
+            "peak_flops": dict(tuned.roofline.peak_flops),
+            "read_bytes_per_s": tuned.roofline.read_bytes_per_s,
+        },
+        "mean_gain": mean_gain(outcome.gains) if outcome.gains else None,
+        "gains": [_gain_fields(tuned, gain) for gain in outcome.gains],
+        "attention": [_verdict_fields(gain) for gain in tuned.attention.gains] if tuned.attention else [],
+    }
+
+
+def _gain_fields(tuned: Tuned, gain: Gain) -> dict[str, Any]:
+    return {
+        "uses": tuned.round.uses(gain.problem),
+        "roofline_fraction": tuned.roofline_share(gain),
+        **_verdict_fields(gain),
+    }
+
+
+def _verdict_fields(gain: Gain) -> dict[str, Any]:
+    return {
+        **asdict(gain.problem),
+        "default_ns": gain.default_ns,
+        "tuned_ns": gain.tuned_ns,
+        "gain": gain.default_ns / gain.tuned_ns,
+        "is_default": gain.is_default,
+        "schedule": asdict(gain.schedule),
+        "last_duel": asdict(gain.comparison),
+    }
+
+
+def task_name(task: Task) -> str:
+    return f"{task.group.format} {task.group.n}x{task.group.k}"
