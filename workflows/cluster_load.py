@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.requests import Arrival
 from phasewise.cluster.timed_steps import TimedStep, steps_of
 from phasewise.tuner.config.trace import load_trace, read_trace
+from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
     from phasewise.cluster.steps import StepTimes
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 LENGTHS_FROM_DISTRIBUTION = 10_000
 """Requests drawn from a distribution such as lognormal:..., to draw arrivals from."""
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from phasewise.cluster.arrivals import Draw, poisson
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.metrics import Slo, Summary, broken, summarise
+from phasewise.cluster.metrics import Slo, Summary, broken, parse_slo, summarise
 from phasewise.cluster.provision import (
     Cell,
     Objective,
@@ -21,8 +22,11 @@ from phasewise.cluster.provision import (
 from phasewise.cluster.requests import Arrival
 from phasewise.cluster.routing import Role
 from phasewise.cluster.simulate import ClusterSpec, MachineType, Pool, simulate
-from phasewise.cluster.spec_file import MachineCatalogue
+from phasewise.cluster.spec_file import DEFAULT_MODEL, MachineCatalogue, StepSources, read_machines
 from phasewise.cluster.steps import StepTimes
+from phasewise.workflows.cluster_load import lengths_of
+from phasewise.workflows.cluster_settings import ClusterInputs, ProvisionWish, reference_steps, step_sources
+from phasewise.workflows.report import Report
 
 NAMED_DESIGNS = {
     "baseline": ("mixed:a100", "mixed:h100"),
@@ -36,7 +40,6 @@ BATCH_GUESS = 16
 """Sequences of a decode step, only to guess where the search begins."""
 
 Budget = Literal["cost", "power"]
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,37 @@ def parse_designs(text: str, catalogue: MachineCatalogue) -> list[Design]:
                 )
             designs.append(Design(written, axes))
     return designs
+
+
+def provision_cluster(
+    trace: str, wish: ProvisionWish, inputs: ClusterInputs, report: Report
+) -> tuple[list[Provisioned], Slo]:
+    """Each design's answer to `wish`, and the promises that it was judged by.
+
+    Raises ClusterError, TraceError and KernelDbError for input that cannot be read, and UsageError.
+    """
+    wish.check()
+    slo = parse_slo(wish.slo)
+    catalogue = _catalogue(wish.machines, step_sources(inputs, report), inputs.model)
+    designs = parse_designs(wish.design, catalogue)
+    lengths = [(one.prompt_tokens, one.output_tokens) for one in lengths_of(trace)]
+    reference = reference_steps(inputs.reference, catalogue, report)
+    question = Question(
+        lengths, slo, reference, wish.policy, inputs.duration_s, inputs.seed, inputs.draw, wish.most
+    )
+    if wish.rate is not None:
+        return provision_for_rate(question, designs, wish.rate, wish.minimise or "cost", report), slo
+    budget: Budget = "power" if wish.cost is None else "cost"
+    amount = wish.power if wish.cost is None else wish.cost
+    assert amount is not None
+    answers = provision_for_budget(question, designs, budget, amount, wish.rate_step, wish.most_rate, report)
+    return answers, slo
+
+
+def _catalogue(path: Path | None, sources: StepSources, model: str | None) -> MachineCatalogue:
+    if path is None:
+        return MachineCatalogue(model or DEFAULT_MODEL, sources)
+    return read_machines(path, sources, model)
 
 
 def provision_for_rate(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat, parse_budget
 from phasewise.cli.present import fail, note, print_json, say, write_atomically
+from phasewise.workflows.machine_json import machine_fields
 
 if TYPE_CHECKING:
-    from phasewise.topology import Machine, Node
+    from phasewise.topology import Machine
     from phasewise.topology.picture import PuGroup
     from phasewise.tuner.plans import Phase, ServicePlan
 
@@ -188,48 +188,6 @@ def _draw(machine: Machine, groups: Iterable[PuGroup] | None, svg_path: Path | N
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
         say(line)
-
-
-def machine_fields(machine: Machine) -> dict[str, Any]:
-    """What `--json` prints."""
-    from phasewise.topology import core_signature, placement_signature
-
-    one_per_core = [core[0] for core in machine.allowed_cores()]
-    cpu = machine.cpu
-    return {
-        "source": machine.source,
-        "counts": asdict(machine.counts()),
-        "signature": {
-            "core": core_signature(machine),
-            "placement": placement_signature(machine, one_per_core),
-        },
-        "cpu": {
-            "architecture": cpu.architecture,
-            "vendor": cpu.vendor,
-            "family": cpu.family,
-            "model": cpu.model,
-            "name": cpu.name,
-        },
-        "isa_features": sorted(cpu.features),
-        "allowed_pus": list(machine.allowed_pus),
-        "cpu_quota": machine.cpu_quota,
-        "kinds": [{"name": kind.name, "cpus": list(kind.cpus)} for kind in machine.kinds],
-        "numa_distances": None if machine.distances is None else asdict(machine.distances),
-        "memory_access": [asdict(access) for access in machine.memory],
-        "tree": _node_fields(machine.tree),
-    }
-
-
-def _node_fields(node: Node) -> dict[str, Any]:
-    """One part of the tree with what is known of it, and the parts inside."""
-    fields: dict[str, Any] = {"kind": node.kind.value, "cpus": list(node.cpus)}
-    for name in ("os_index", "size_bytes", "l1d_bytes", "l1i_bytes", "memory_cache_bytes"):
-        value = getattr(node, name)
-        if value is not None:
-            fields[name] = value
-    if node.children:
-        fields["children"] = [_node_fields(child) for child in node.children]
-    return fields
 
 
 def _machine(input_path: Path | None) -> Machine:

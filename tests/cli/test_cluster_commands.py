@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from phasewise.cli.main import app
 from phasewise.kerneldb.records import ServedStep
 from phasewise.kerneldb.store import open_store
+from phasewise.workflows.errors import UsageError
 from tests.support.kerneldb_examples import STEP_TIME
 
 LENGTHS = "lognormal:800,0.8/30,0.6"
@@ -67,7 +68,7 @@ def test_the_papers_scheduler_is_the_authors_policy(tmp_path: Path) -> None:
     assert paper.exit_code == 0, paper.output
     assert json.loads(paper.stdout) == json.loads(policy.stdout)
     wrong = run("simulate", trace, "--pools", "mixed=1*h100", "--scheduler", "paper", "--policy", "splitwise")
-    assert wrong.exit_code == 2
+    assert isinstance(wrong.exception, UsageError)
 
 
 def test_prefixes_of_a_mooncake_trace_are_reused(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_a_machine_is_modelled_from_its_xml(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     times = json.loads(found.stdout)["times_s"]
     assert 0 < times["tbt"]["p50"] < times["ttft"]["p50"]
-    assert run(*options, "--machine-from-xml", "only.xml").exit_code == 2
+    assert isinstance(run(*options, "--machine-from-xml", "only.xml").exception, UsageError)
     assert fails(*options, "--machine-from-xml", "absent.xml:absent.json")
 
 
