@@ -35,8 +35,8 @@ from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.sampling import SamplingParams
 from phasewise.tuner.errors import TraceError
-from phasewise.workflows.bench.kv.inputs import TraceSelection
 from phasewise.workflows.bench.kv.replay import Replay, ReplayInputs, replay_of
+from phasewise.workflows.bench.kv.settings import TraceSelection
 from phasewise.workflows.open_model import OpenModel, open_model
 
 POLICIES = ("odma", "static", "fixed", "paged")

@@ -9,7 +9,7 @@ from tabulate import tabulate
 if TYPE_CHECKING:
     from phasewise.tuner.predictor.evaluate import Calibration
     from phasewise.tuner.predictor.train import Epoch
-    from phasewise.workflows.predict_len.compare import Report
+    from phasewise.workflows.predict_len.compare import LogReport
 
 
 def epoch_line(epoch: Epoch) -> str:
@@ -20,7 +20,7 @@ def epoch_line(epoch: Epoch) -> str:
     )
 
 
-def report_text(report: Report) -> str:
+def report_text(report: LogReport) -> str:
     """One log's figures, to read."""
     lines = [f"{report.name}: {report.n_answers} answers"]
     headers = ["accuracy", "overflow", "exact bucket", "block", "utilisation", "given max_tokens"]

@@ -17,7 +17,6 @@ from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.tuner.errors import TraceError
 from phasewise.tuner.plans import Phase
 from phasewise.workflows.bench.kv.inputs import (
-    TraceSelection,
     estimates_for,
     limit_for,
     read_samples,
@@ -25,6 +24,7 @@ from phasewise.workflows.bench.kv.inputs import (
     static_shares,
 )
 from phasewise.workflows.bench.kv.replay import KV_POLICIES, ReplayInputs, replay_of, replayed
+from phasewise.workflows.bench.kv.settings import TraceSelection
 from phasewise.workflows.bench.kv.step_times import speeds_of
 from tests.support.tiers import first_is_smoke
 

@@ -83,7 +83,7 @@ class Rivals:
 
 
 @dataclass(frozen=True)
-class Report:
+class LogReport:
     """One log's held-out answers. `scores`: by point of comparison, then by method."""
 
     name: str
@@ -135,7 +135,7 @@ def _learn(lengths: Sequence[int]) -> Sequence[int]:
     return learnt(tuple(sorted(lengths)), settings.n_buckets, settings.top_level).buckets
 
 
-def report_log(name: str, examples: Sequence[Example], rivals: Rivals) -> Report:
+def report_log(name: str, examples: Sequence[Example], rivals: Rivals) -> LogReport:
     """All comparisons on one log's held-out answers."""
     own = rivals.own_points(examples)
     points = {
@@ -149,10 +149,10 @@ def report_log(name: str, examples: Sequence[Example], rivals: Rivals) -> Report
         for point, methods in points.items()
     }
     quality = calibration(rivals.ours.predictor, examples, rivals.hold, rivals.ours.first_lengths)
-    return Report(name, len(examples), scores, quality)
+    return LogReport(name, len(examples), scores, quality)
 
 
-def report_drift(name: str, before: Sequence[Example], after: Sequence[Example], rivals: Rivals) -> Report:
+def report_drift(name: str, before: Sequence[Example], after: Sequence[Example], rivals: Rivals) -> LogReport:
     """What the methods, learnt from answers like `before`, give to the answers `after` them."""
     everything = [*before, *after]
     following = rivals.ours.give(everything, rivals.hold)
@@ -164,7 +164,7 @@ def report_drift(name: str, before: Sequence[Example], after: Sequence[Example],
         CONSTANT: constant(after, rivals.usual_bucket),
     }
     scores = tuple(score(method, after, given) for method, given in methods.items())
-    return Report(name, len(after), {"after the change": scores})
+    return LogReport(name, len(after), {"after the change": scores})
 
 
 def _last(given: Given, n: int) -> Given:

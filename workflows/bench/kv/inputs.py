@@ -21,26 +21,11 @@ from phasewise.tuner.config.lengths import Request, Trace
 from phasewise.tuner.config.trace import load_trace
 from phasewise.tuner.errors import TraceError
 from phasewise.tuner.predictor.facts import PromptFacts
+from phasewise.workflows.bench.kv.settings import TraceSelection
 from phasewise.workflows.report import Report, silent
 
 Estimates: TypeAlias = tuple[Estimate | None, ...]
 """One for each request of a trace."""
-
-
-@dataclass(frozen=True)
-class TraceSelection:
-    """Which requests of a trace are replayed."""
-
-    column: str | None = None
-    """The column of a CSV file without prompts that holds the lengths of answers."""
-    prompt_tokens: int = 48
-    """Prompt length of each request of such a file."""
-    count: int = 2000
-    part: str = "all"
-    """`all`, or the `first` or `second` half of the requests, drawn with the seed."""
-    seed: int = 0
-    model: str | None = None
-    """The model whose tokenizer encodes the prompts of a log that has them as text."""
 
 
 @dataclass(frozen=True)

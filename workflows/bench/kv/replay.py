@@ -26,7 +26,6 @@ from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError
 from phasewise.workflows.bench.kv.inputs import (
     Estimates,
-    TraceSelection,
     estimates_for,
     how_far_off,
     limit_for,
@@ -36,7 +35,9 @@ from phasewise.workflows.bench.kv.inputs import (
     static_shares,
     unseen_by,
 )
-from phasewise.workflows.bench.kv.step_times import Speeds
+from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
+from phasewise.workflows.bench.kv.step_times import Speeds, speeds_of
+from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 
 WHOLE = "odma-whole"
@@ -78,6 +79,25 @@ class ReplayInputs:
     """Each as `inputs.estimates_for` reads it."""
     step_ms: float | None
     speeds: Speeds | None = None
+
+
+def replay_policies(
+    traces: Sequence[str],
+    selection: TraceSelection,
+    wish: ReplayWish,
+    overrides: PoolOverrides,
+    report: Report = silent,
+) -> list[KvRow]:
+    """A row for each policy and estimate. `report` is told what is replayed. TraceError, UsageError."""
+    names = [name.strip() for name in wish.policies.split(",")]
+    if not set(names) <= set(KV_POLICIES):
+        raise UsageError(f"--policies {wish.policies!r} is not a list of {', '.join(KV_POLICIES)}")
+    speeds = None if wish.speeds is None else speeds_of(wish.speeds)
+    estimates = [text.strip() for text in wish.estimate.split(",")]
+    inputs = ReplayInputs(traces, selection, wish.max_tokens, estimates, wish.step_ms, speeds)
+    replay, story = replay_of(inputs, wish.slots, wish.max_sequences, overrides.chosen(), report)
+    report(story)
+    return list(replayed(replay, names))
 
 
 def replay_of(

@@ -1,0 +1,105 @@
+"""Hold predictions against logged answers, and predict one: `predict-len eval` and `predict-len predict`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phasewise.tuner.predictor.facts import PromptFacts
+from phasewise.tuner.predictor.files import load_predictor
+from phasewise.tuner.predictor.model import LengthPredictor
+from phasewise.workflows.errors import UsageError
+from phasewise.workflows.predict_len.compare import (
+    LogReport,
+    Split,
+    report_drift,
+    report_log,
+    rivals_of,
+    strangers,
+)
+from phasewise.workflows.predict_len.inputs import Tokens, predictor_file, read_logs
+from phasewise.workflows.predict_len.settings import TIMED_CALLS, EvalWish
+from phasewise.workflows.report import Report, silent
+
+SHARES_TOLD = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The model of the logs, the split that was used, and a report for each log."""
+
+    model_name: str
+    split: Split
+    reports: list[LogReport]
+
+
+def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = silent) -> Judged:
+    """Every method learnt from the same answers, judged by others. PredictorError, UsageError."""
+    found, name = read_logs(logs, Tokens(wish.model, report) if wish.model else None)
+    ours = None if wish.predictor is None else load_predictor(wish.predictor)
+    chosen = Split(wish.split, wish.seed) if ours is None else _split_of(ours, wish, report)
+    halves = [chosen.of(log.examples) for log in found]
+    learnt = halves[0][0] if wish.drift else [one for kept, _ in halves for one in kept]
+    rivals = rivals_of(learnt, name, 1 - wish.overflow, wish.seed, ours)
+    if wish.drift:
+        if len(found) < 2:
+            raise UsageError("--drift needs two logs or more")
+        after = strangers(learnt, [one for log in found[1:] for one in log.examples])
+        title = f"{', '.join(map(str, logs[1:]))} after {logs[0]}"
+        return Judged(name, chosen, [report_drift(title, halves[0][1], after, rivals)])
+    outs = [strangers(learnt, out) for _, out in halves]
+    reports = [report_log(str(path), out, rivals) for path, out in zip(logs, outs, strict=True)]
+    return Judged(name, chosen, reports)
+
+
+def _split_of(predictor: LengthPredictor, wish: EvalWish, report: Report) -> Split:
+    """The predictor's own split, so that it is judged by prompts that it has not seen."""
+    own = predictor.trained_on.get("held_out_share", 0)
+    if not own:
+        report(
+            "the predictor learnt from all of its prompts: where these are among them, the figures flatter it"
+        )
+        return Split(wish.split, wish.seed)
+    return Split(float(own), int(predictor.trained_on.get("held_out_seed", 0)))
+
+
+def predict_length(
+    model: str,
+    message: str,
+    max_tokens: int,
+    temperature: float,
+    predictor: Path | None,
+    *,
+    timed: bool = False,
+    report: Report = silent,
+) -> dict[str, Any]:
+    """The length of `model`'s answer to a user's message, in tokens. ModelError, PredictorError."""
+    tokens = Tokens(model, report)
+    known = load_predictor(predictor_file(predictor, tokens.model_name))
+    facts = PromptFacts(tokens.prompt(message), temperature, max_tokens)
+    forecasts = {hold: known.forecast(facts, known.price(hold)) for hold in SHARES_TOLD}
+    one = forecasts[0.5]
+    fields: dict[str, Any] = {
+        "model": tokens.model_name,
+        "prompt_tokens": len(facts.token_ids),
+        "mean_tokens": round(one.mean_tokens, 1),
+        "likely_tokens": one.likely_tokens,
+        "uncertainty": round(one.uncertainty, 4),
+        "room_tokens": {f"{hold:g}": forecast.room_tokens for hold, forecast in forecasts.items()},
+    }
+    if timed:
+        fields["median_us"] = _median_us(known, facts)
+    return fields
+
+
+def _median_us(predictor: LengthPredictor, facts: PromptFacts) -> float:
+    times = []
+    for _ in range(TIMED_CALLS):
+        started_ns = time.perf_counter_ns()
+        predictor.forecast(facts, 0.001)
+        times.append((time.perf_counter_ns() - started_ns) / 1000)
+    return round(statistics.median(times), 1)

@@ -1,0 +1,38 @@
+"""What `predict-len collect` and `predict-len eval` are asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMED_CALLS = 200
+"""Predictions whose median time `predict-len predict --time` tells."""
+
+
+@dataclass(frozen=True)
+class CollectWish:
+    """How prompts are answered. `limit`: only the first prompts. `sequences`: answers computed at a time."""
+
+    max_tokens: int = 512
+    temperature: float = 0.0
+    limit: int | None = None
+    sequences: int = 32
+    weight_format: str = "native"
+    threads: int | None = None
+    db: str | None = None
+
+
+@dataclass(frozen=True)
+class EvalWish:
+    """How predictions are judged.
+
+    `split`: share of the prompts held out. `overflow`: share of answers that may outgrow their block.
+    `drift`: train on the first log only.
+    """
+
+    predictor: Path | None = None
+    model: str | None = None
+    split: float = 0.3
+    overflow: float = 0.005
+    drift: bool = False
+    seed: int = 0
