@@ -1,29 +1,25 @@
 """What `tune-config` tells on stderr while it searches: the trees as they are walked, and how long it takes.
 
-A tree gets a line when it is met and when it is cut; after some dozens only improvements do. On a terminal a
-last line changes in place; elsewhere it is printed now and then, and nothing moves.
+A tree gets a line when it is met and when it is cut; after some dozens only improvements do.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from phasewise.cli.present import note
 from phasewise.cli.render.config_text import milliseconds
-from phasewise.cli.render.tuning_text import LINE_EVERY_S, REDRAW_EVERY_S, progress_line
+from phasewise.cli.render.status_line import StatusLine, status_line
+from phasewise.cli.render.tuning_text import progress_line
 from phasewise.tuner.config.study import Event, Tried
 from phasewise.tuner.config.walk import Cut, Stopped
 from phasewise.tuner.plans import Phase, list_cores
 from phasewise.workflows.tune_config.found_json import plan_words
 
 if TYPE_CHECKING:
-    from rich.live import Live
-
     from phasewise.tuner.tuning_run import TuningProgress
 
 MOST_TREE_LINES = 30
@@ -33,21 +29,12 @@ WIDTH = 79
 STEP = " | "
 
 
-class Progress:
-    """Where a run is. `live`: the terminal's changing line, None off a terminal."""
+class SearchProgress:
+    """Where a run of `tune-config` is."""
 
-    def __init__(self, live: Live | None) -> None:
-        self._live = live
-        self._shown_s = 0.0
-
-    def say(self, line: str) -> None:
-        """A line that stays."""
-        if self._live is None:
-            note(line)
-        else:
-            from rich.text import Text
-
-            self._live.console.print(Text(line), soft_wrap=True)
+    def __init__(self, status: StatusLine) -> None:
+        self._status = status
+        self.say = status.say
 
     def searching(self, phase: Phase, deadline_s: float) -> Callable[[Event], None]:
         """What a phase's search reports to."""
@@ -58,39 +45,20 @@ class Progress:
             if line is not None:
                 self.say(line[:WIDTH])
             if isinstance(event, Tried):
-                self._show(search.where(event))
+                self._status.show(lambda: search.where(event))
 
         return report
 
     def tuning(self, progress: TuningProgress) -> None:
         """Where the tuning of kernels is."""
-        self._show(progress_line(progress))
-
-    def _show(self, line: str) -> None:
-        now_s = time.monotonic()
-        every_s = LINE_EVERY_S if self._live is None else REDRAW_EVERY_S
-        if now_s - self._shown_s < every_s:
-            return
-        self._shown_s = now_s
-        if self._live is None:
-            note(line)
-        else:
-            from rich.text import Text
-
-            self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
+        self._status.show(lambda: progress_line(progress))
 
 
 @contextmanager
-def progress_of_search() -> Iterator[Progress]:
-    """Lines on stderr, drawn by no thread of its own: it would take a core from what is timed."""
-    if not sys.stderr.isatty():
-        yield Progress(None)
-        return
-    from rich.console import Console
-    from rich.live import Live
-
-    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
-        yield Progress(live)
+def progress_of_search() -> Iterator[SearchProgress]:
+    """Lines on stderr."""
+    with status_line() as status:
+        yield SearchProgress(status)
 
 
 class _Search:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from phasewise.cli.present import note
+from phasewise.cli.render.status_line import status_line
 from phasewise.workflows.tune_kernels.tuned_json import mean_gain, plan_fields, task_name
 
 if TYPE_CHECKING:
@@ -17,46 +14,15 @@ if TYPE_CHECKING:
     from phasewise.tuner.tuning_run import Gain, TuningProgress
     from phasewise.workflows.tune_kernels.rounds import Round, Tuned
 
-LINE_EVERY_S = 10.0
-"""Off a terminal, progress is a line so often."""
-
-REDRAW_EVERY_S = 0.25
-
 DISTURBED_LAPS = 0.1
 """Share of disturbed timings from which on the result carries a warning."""
 
 
 @contextmanager
 def progress_on_stderr() -> Iterator[Callable[[TuningProgress], None]]:
-    """What a run reports to: one line that changes on a terminal, a line now and then elsewhere."""
-    if not sys.stderr.isatty():
-        yield _at_most_every(LINE_EVERY_S, lambda progress: note(progress_line(progress)))
-        return
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    # Drawn between timings, by no thread of its own: it would take a core from the team that is timed.
-    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
-        yield _at_most_every(
-            REDRAW_EVERY_S,
-            lambda progress: live.update(Text(progress_line(progress), overflow="ellipsis"), refresh=True),
-        )
-
-
-def _at_most_every(
-    seconds: float, show: Callable[[TuningProgress], None]
-) -> Callable[[TuningProgress], None]:
-    last_s = -math.inf
-
-    def report(progress: TuningProgress) -> None:
-        nonlocal last_s
-        now_s = time.monotonic()
-        if now_s - last_s >= seconds:
-            last_s = now_s
-            show(progress)
-
-    return report
+    """What a run reports to."""
+    with status_line() as status:
+        yield lambda progress: status.show(lambda: progress_line(progress))
 
 
 def progress_line(progress: TuningProgress) -> str:

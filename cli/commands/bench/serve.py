@@ -123,13 +123,13 @@ def serve(
     prints what was measured.
     """
     from phasewise.cli.present import note, say, write_atomically
-    from phasewise.cli.render.bench_serve_progress import LoadProgress
+    from phasewise.cli.render.bench_serve_progress import load_progress
     from phasewise.cli.render.bench_serve_text import FORMATS, draw_report
     from phasewise.loadtest.assemble import load_test_of
     from phasewise.loadtest.session import run_load_test
 
     test = load_test_of(url, model, times, lengths, asking, promises, keeps_text=save_detailed, plot=plot)
-    report = run_load_test(test, note, LoadProgress)
+    report = run_load_test(test, note, load_progress)
     say(FORMATS[output.value](report, is_detailed=save_detailed), end="")
     if plot is not None and report.measured.outcomes:
         write_atomically(plot, draw_report(report))

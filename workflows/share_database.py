@@ -1,0 +1,158 @@
+"""Rows of tuning databases for and from other machines: `db export`, `import`, `merge` and `diff`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from phasewise.kerneldb.errors import ExportFileError, KernelDbError
+from phasewise.kerneldb.location import MEMORY_URL, locate, redacted
+from phasewise.kerneldb.portable import Taken, export_lines, import_rows, read_export, rows_of
+from phasewise.kerneldb.store import Store, open_store
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.records import MachineKey
+    from phasewise.kerneldb.upkeep import Diff
+
+MAX_REFUSALS_SHOWN = 20
+HERE = "here"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Where rows came from, how many, and how many lines were refused."""
+
+    source: str
+    taken: Taken
+    n_refused: int
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Lines of an export, the number of its rows and of the kinds of machine that they are of."""
+
+    lines: Iterator[str]
+    n_rows: int
+    n_machines: int
+
+
+def export_rows(db: str | None, signatures: Sequence[str], *, step_times: bool, report: Report) -> Exported:
+    """All rows of machines whose core or placement signature contains one of `signatures`, or all.
+
+    `here` among them means a machine like this one. ExportFileError where no row is of such a machine.
+    """
+    with existing_store(db, report) as store:
+        rows = [*rows_of(store, _wanted(signatures), step_times=step_times)]
+    if signatures and not rows:
+        raise ExportFileError(f"no rows are of a machine with {' or '.join(signatures)} in its signature")
+    return Exported(export_lines(rows), len(rows), len({row.origin.machine for row in rows}))
+
+
+def _wanted(signatures: Sequence[str]) -> Callable[[MachineKey], bool]:
+    if not signatures:
+        return lambda _: True
+    parts = [_core_signature_here() if text == HERE else text for text in signatures]
+    return lambda machine: any(
+        part in sig for part in parts for sig in (machine.core_sig, machine.placement_sig)
+    )
+
+
+def _core_signature_here() -> str:
+    from phasewise.topology import core_signature, read_machine
+
+    return core_signature(read_machine())
+
+
+def import_file(file: str, db: str | None, report: Report = silent) -> Imported:
+    """Add the rows of an export (`-`: stdin) that are not there yet, unverified. Refused lines are told."""
+    refusals = _Refusals(file, report)
+    with _opened(file) as stream:
+        rows = read_export(stream, file, refusals.add)
+        with open_store(db, report) as store:
+            taken = import_rows(store, rows)
+    refusals.close()
+    return Imported(file, taken, refusals.count)
+
+
+def merge_database(other: str, db: str | None, report: Report = silent) -> Imported:
+    """Add the rows of another database, or of an export, unverified."""
+    with _other_store(other, report) as source, open_store(db, report) as store:
+        taken = import_rows(store, rows_of(source, step_times=True))
+    return Imported(redacted(other), taken, 0)
+
+
+def compare_databases(other: str, db: str | None, report: Report = silent) -> Diff:
+    """The schedules that another database, or an export, and this one prefer."""
+    from phasewise.kerneldb import upkeep
+
+    with _other_store(other, report) as there, existing_store(db, report) as here:
+        return upkeep.diff(here, there)
+
+
+@contextmanager
+def existing_store(db: str | None, report: Report = silent) -> Iterator[Store]:
+    """A database that has to be there already; KernelDbError where it is not."""
+    location = locate(db)
+    if location.is_absent:
+        raise KernelDbError(f"there is no database at {location.name}")
+    with open_store(db, report) as store:
+        yield store
+
+
+class _Refusals:
+    """Reports the first refused lines of a file, and counts them all."""
+
+    def __init__(self, name: str, report: Report) -> None:
+        self.count = 0
+        self._name = name
+        self._report = report
+
+    def add(self, line_number: int, reason: str) -> None:
+        self.count += 1
+        if self.count <= MAX_REFUSALS_SHOWN:
+            self._report(f"{self._name}:{line_number}: refused: {reason}")
+
+    def close(self) -> None:
+        if self.count > MAX_REFUSALS_SHOWN:
+            self._report(f"{self._name}: {self.count - MAX_REFUSALS_SHOWN} more lines were refused")
+
+
+@contextmanager
+def _other_store(other: str, report: Report) -> Iterator[Store]:
+    """Another database, or a file of schedules as one in memory."""
+    if not _is_export(other):
+        with existing_store(other, report) as store:
+            yield store
+        return
+    refusals = _Refusals(other, report)
+    with _opened(other) as stream, open_store(MEMORY_URL) as store:
+        import_rows(store, read_export(stream, other, refusals.add))
+        refusals.close()
+        yield store
+
+
+def _is_export(other: str) -> bool:
+    """A regular file that does not begin as a SQLite database does."""
+    path = Path(other)
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return stream.read(1) == b"{"
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[BinaryIO]:
+    if file == "-":
+        yield sys.stdin.buffer
+        return
+    with ExitStack() as stack:
+        try:
+            stream = stack.enter_context(Path(file).open("rb"))
+        except OSError as error:
+            raise ExportFileError(f"{file} cannot be read: {error.strerror}") from None
+        yield stream
