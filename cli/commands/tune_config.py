@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import (
     DbOption,
     FormatOption,
     JsonOption,
     ModelArgument,
     PhaseChoice,
-    WeightFormat,
     parse_budget,
-    phases_of,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
+from phasewise.workflows.tune_config.settings import SearchSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,68 +59,45 @@ class EmitChoice(StrEnum):
     kubernetes = "kubernetes"
 
 
+_SETTINGS = option_set(
+    SearchSettings,
+    None,
+    phase=opt("the phase to find a plan for", kind=PhaseChoice),
+    trace=opt("requests: Azure csv, ShareGPT json or jsonl, Mooncake jsonl", metavar="FILE"),
+    lengths=opt("lengths instead of a trace, e.g. fixed:512/64 (prompt/output)", metavar="DIST"),
+    objective=opt("what plans are ranked by", kind=ObjectiveChoice),
+    slo=opt("latencies that a request must keep to count as goodput", metavar="ttft=MS,tpot=MS"),
+    concurrency=opt("sequences that decode together", min=1, max=4096),
+    budget_s=opt(
+        "wall clock to spend, e.g. 90s, 15m, 1h",
+        "--budget",
+        metavar="TIME",
+        parser=parse_budget,
+        written="15m",
+    ),
+    evaluator=opt(
+        "source of step times: measured here, modelled, or recorded in the database", kind=EvaluatorChoice
+    ),
+    machine=opt("lstopo XML of the machine to plan for", metavar="FILE.xml"),
+    hidden=opt("resources that a modelled machine shares without showing", metavar="FILE.json"),
+    hints=opt("groups that `topo --probe --json` found, tried first", metavar="FILE.json"),
+    cores=opt("use no CPUs but these, e.g. 0-3,8", metavar="LIST"),
+    ranks=opt("only plans with N ranks", min=1, max=256),
+    top_k=opt(
+        "number of plans whose kernels are tuned and that take part in the last run", min=1, max=MAX_TOP_K
+    ),
+    seed=opt("seed of the drawn requests and of the order of equal plans", min=0),
+    weight_format=FormatOption,
+    db=DbOption,
+    storage=opt("where trials are kept and shared [default: the database]", metavar="URL|FILE"),
+    resume=opt("use stored trials; --no-resume searches anew", "--resume/--no-resume"),
+)
+
+
+@spread(settings=_SETTINGS)
 def tune_config(
     model: ModelArgument,
-    phase: Annotated[PhaseChoice, typer.Option(help="the phase to find a plan for")] = PhaseChoice.both,
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="requests: Azure csv, ShareGPT json or jsonl, Mooncake jsonl"),
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(metavar="DIST", help="lengths instead of a trace, e.g. fixed:512/64 (prompt/output)"),
-    ] = None,
-    objective: Annotated[
-        ObjectiveChoice, typer.Option(help="what plans are ranked by")
-    ] = ObjectiveChoice.e2e,
-    slo: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ttft=MS,tpot=MS", help="latencies that a request must keep to count as goodput"
-        ),
-    ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="sequences that decode together")] = 1,
-    budget: Annotated[
-        str, typer.Option(metavar="TIME", help="wall clock to spend, e.g. 90s, 15m, 1h")
-    ] = "15m",
-    evaluator: Annotated[
-        EvaluatorChoice,
-        typer.Option(help="source of step times: measured here, modelled, or recorded in the database"),
-    ] = EvaluatorChoice.measured,
-    machine: Annotated[
-        Path | None, typer.Option(metavar="FILE.xml", help="lstopo XML of the machine to plan for")
-    ] = None,
-    hidden: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="resources that a modelled machine shares without showing"),
-    ] = None,
-    hints: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="groups that `topo --probe --json` found, tried first"),
-    ] = None,
-    cores: Annotated[
-        str | None, typer.Option(metavar="LIST", help="use no CPUs but these, e.g. 0-3,8")
-    ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, max=256, help="only plans with N ranks")] = None,
-    top_k: Annotated[
-        int,
-        typer.Option(
-            "--top-k",
-            min=1,
-            max=MAX_TOP_K,
-            help="number of plans whose kernels are tuned and that take part in the last run",
-        ),
-    ] = 10,
-    seed: Annotated[
-        int, typer.Option(min=0, help="seed of the drawn requests and of the order of equal plans")
-    ] = 0,
-    weight_format: FormatOption = WeightFormat.native,
-    db: DbOption = None,
-    storage: Annotated[
-        str | None,
-        typer.Option(metavar="URL|FILE", help="where trials are kept and shared [default: the database]"),
-    ] = None,
-    resume: Annotated[bool, typer.Option(help="use stored trials; --no-resume searches anew")] = True,
+    settings: SearchSettings,
     emit: Annotated[
         EmitChoice | None,
         typer.Option(help="print the plans as flags of this tool; stored plans are printed without a search"),
@@ -143,30 +119,10 @@ def tune_config(
     describe hardware that is not here, and MODEL may be a lone config.json.
     """
     started_s = time.monotonic()
-    from phasewise.tuner.config.simulate import Objective, parse_slo
-    from phasewise.workflows.tune_config.subject import Wish, open_subject
+    from phasewise.workflows.tune_config.subject import open_subject, wish_of
 
-    wish = Wish(
-        model=model,
-        weight_format=weight_format.value,
-        phases=phases_of(phase),
-        objective=Objective(objective.value, parse_slo(slo) if slo else None, concurrency),
-        budget_s=parse_budget(budget),
-        evaluator=evaluator.value,
-        machine_file=machine,
-        hidden_file=hidden,
-        hints_file=hints,
-        requests=_one_of(trace, lengths),
-        cores=cores,
-        ranks=ranks,
-        top_k=top_k,
-        seed=seed,
-        db=db,
-        storage=storage,
-        resume=resume,
-    )
-    _check(wish)
-    if emit is not None and resume and not dry_run and _emit_stored(wish, emit, as_json):
+    wish = wish_of(model, settings)
+    if emit is not None and wish.resume and not dry_run and _emit_stored(wish, emit, as_json):
         return
     subject = open_subject(wish, note)
     if dry_run:
@@ -176,20 +132,6 @@ def tune_config(
     _print_found(found, emit, as_json)
     if found.end == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _one_of(trace: Path | None, lengths: str | None) -> str | None:
-    if trace is not None and lengths is not None:
-        raise typer.BadParameter("give either --trace or --lengths")
-    if trace is not None and not trace.is_file():
-        raise typer.BadParameter(f"--trace: there is no file {trace}")
-    return lengths if trace is None else str(trace)
-
-
-def _check(wish: Wish) -> None:
-    """What options mean only together."""
-    if wish.hidden_file is not None and wish.evaluator != "modelled":
-        raise typer.BadParameter("--hidden is for --evaluator modelled: a real machine hides what it hides")
 
 
 def _run(wish: Wish, subject: Subject, started_s: float) -> Found:

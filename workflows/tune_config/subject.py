@@ -10,11 +10,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from phasewise.kerneldb.records import MachineKey
 from phasewise.topology import Machine, read_lstopo, read_machine
-from phasewise.tuner.config.simulate import Objective, StepGrid
+from phasewise.tuner.config.simulate import Objective, ObjectiveKind, StepGrid, parse_slo
 from phasewise.tuner.config.steps import EvaluatorKind, ModelShape
 from phasewise.tuner.config.study import (
     slice_costs,
@@ -22,6 +22,7 @@ from phasewise.tuner.config.study import (
 from phasewise.tuner.config.trace import Trace, default_trace, fitted, load_trace
 from phasewise.tuner.errors import EvaluationError, PlanError
 from phasewise.tuner.plans import (
+    PHASES,
     Phase,
     ServicePlan,
     list_cores,
@@ -31,8 +32,10 @@ from phasewise.tuner.plans import (
     plans_for,
 )
 from phasewise.tuner.topotree import OperatorLimits, TopoTree, fundamental
+from phasewise.workflows.errors import UsageError
 from phasewise.workflows.model_shape import shape_of_model, shape_of_reference
 from phasewise.workflows.report import Report, silent
+from phasewise.workflows.tune_config.settings import SearchSettings
 
 if TYPE_CHECKING:
     from phasewise.serving.model import PackedModel
@@ -101,6 +104,36 @@ class Subject:
         """Of the requests; part of a study's name."""
         lines = (f"{one.prompt_tokens} {one.output_tokens} {one.arrival_s}" for one in self.trace)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def wish_of(model: str, settings: SearchSettings) -> Wish:
+    """The settings as values, checked as far as that needs no machine. UsageError, TraceError."""
+    if settings.trace is not None and settings.lengths is not None:
+        raise UsageError("give either --trace or --lengths")
+    if settings.trace is not None and not settings.trace.is_file():
+        raise UsageError(f"--trace: there is no file {settings.trace}")
+    if settings.hidden is not None and settings.evaluator != "modelled":
+        raise UsageError("--hidden is for --evaluator modelled: a real machine hides what it hides")
+    slo = parse_slo(settings.slo) if settings.slo else None
+    return Wish(
+        model=model,
+        weight_format=settings.weight_format,
+        phases=tuple(one for one in PHASES if settings.phase in ("both", one)),
+        objective=Objective(cast("ObjectiveKind", settings.objective), slo, settings.concurrency),
+        budget_s=settings.budget_s,
+        evaluator=cast("EvaluatorKind", settings.evaluator),
+        machine_file=settings.machine,
+        hidden_file=settings.hidden,
+        hints_file=settings.hints,
+        requests=settings.lengths if settings.trace is None else str(settings.trace),
+        cores=settings.cores,
+        ranks=settings.ranks,
+        top_k=settings.top_k,
+        seed=settings.seed,
+        db=settings.db,
+        storage=settings.storage,
+        resume=settings.resume,
+    )
 
 
 def open_subject(wish: Wish, report: Report = silent) -> Subject:
