@@ -44,7 +44,7 @@ def print_json(fields: dict[str, Any]) -> None:
 
 
 def note(message: str) -> None:
-    """One line of progress or remark on stderr; where nobody reads that any more, it is dropped."""
+    """One line of progress or remark on stderr; dropped when stderr is closed."""
     try:
         print(printable(message), file=sys.stderr, flush=True)
     except OSError:  # the terminal has gone: a server ends in order all the same

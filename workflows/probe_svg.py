@@ -29,7 +29,7 @@ NUMBER_PIXELS = 24.0
 """What a CPU's number takes on an axis."""
 
 NUMBER_FROM = 22.0
-"""Cells of so many pixels carry their number."""
+"""Cells of at least this many pixels show their number."""
 
 SHADES = ("#fff7ec", "#fee8c8", "#fdd49e", "#fdbb84", "#fc8d59", "#ef6548", "#d7301f", "#b30000", "#7f0000")
 UNKNOWN = "#e5e7eb"

@@ -82,7 +82,7 @@ def occupancy_chart(summary: Summary) -> str:
     return draw_chart(
         Chart(
             title="Time by tokens of a batch",
-            caption=f"{summary.n_requests} requests; share of busy time in batches of at most so many tokens",
+            caption=f"{summary.n_requests} requests; share of busy time in batches of at most N tokens",
             x_name="tokens of a batch",
             y_name="share of busy time",
             limit_name="",

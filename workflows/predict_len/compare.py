@@ -172,7 +172,7 @@ def _last(given: Given, n: int) -> Given:
 
 
 def strangers(kept: Sequence[Example], others: Sequence[Example]) -> list[Example]:
-    """Those whose prompts nobody learnt from."""
+    """Examples whose prompts are not among the ones that were learnt from."""
     known = {one.prompt_key for one in kept}
     return [one for one in others if one.prompt_key not in known]
 

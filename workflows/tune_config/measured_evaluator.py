@@ -41,7 +41,7 @@ Cost = Callable[[StepTimer], float]
 """The objective of a phase in milliseconds, from a timer of its steps."""
 
 Duel = Callable[[int], list[tuple[timing.Samples, timing.Samples]]]
-"""Times so many pairs, the incumbent's samples first."""
+"""Times this many pairs; returns the incumbent's samples first."""
 
 LEAST_NS_A_STEP = 100_000_000
 MOST_NS_A_STEP = 3_000_000_000
@@ -174,7 +174,7 @@ class MeasuredEvaluator:
     def duel(
         self, incumbent: ServicePlan, candidate: ServicePlan, steps: Sequence[Step], cost: Cost
     ) -> Iterator[Duel]:
-        """The objective of two plans of one phase, in nanoseconds, in so many pairs of turns as asked for."""
+        """The objective of two plans of one phase in nanoseconds, in pairs of turns."""
         with ExitStack() as stack:
             stack.enter_context(self._turn())
             old, new = (stack.enter_context(self._opened(plan)) for plan in (incumbent, candidate))
@@ -289,7 +289,7 @@ def _fill(ranks: Ranks, kv_slots: int) -> None:
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """What opening or running a plan may fail with, as EvaluationError; who asked knows which plan it is."""
+    """What opening or running a plan may fail with, as EvaluationError, which does not name the plan."""
     try:
         yield
     except EvaluationError:

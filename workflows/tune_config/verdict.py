@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_config.subject import Subject
 
 FINALIST_MARGIN = 1.5
-"""A plan that looks so many times slower than the best one is not worth kernels of its own."""
+"""Plans slower than the best one by more than this factor get no kernels of their own."""
 
 LEAST_PAIRS = 8
 """With fewer, an interval of `timing.CONFIDENCE` does not exist."""
 
 TIMINGS_A_DUEL = 6
-"""A comparison takes so many times as long as timing one plan."""
+"""Time of a comparison over the time of timing one plan."""
 
 PAIRS_AT_ONCE = 2
 """Each contestant begins one of them."""
