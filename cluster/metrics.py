@@ -87,7 +87,7 @@ class RoleUse:
     utilisation: float
     """Share of the time in which a machine computed, mean over machines."""
     occupancy: tuple[tuple[int, float], ...]
-    """Tokens of a batch, and the share of busy time that batches of at most so many took (Fig. 17)."""
+    """Tokens of a batch, and the share of busy time that batches of at most that size took (Fig. 17)."""
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,7 @@ def _settings(kind: MachineType, longest: int, spec: ClusterSpec) -> EngineSetti
 
 
 def _token_ids(arrival: Arrival, *, reuse: bool) -> tuple[int, ...]:
-    """Stand-ins. Without reuse nobody looks at them, so that a range is enough."""
+    """Stand-ins for token ids. Without prefix reuse they are never compared, so a range is enough."""
     n_tokens = arrival.prompt_tokens
     if not reuse:
         return cast("tuple[int, ...]", range(n_tokens))

@@ -209,7 +209,7 @@ def _parsed(name: str) -> dict[str, Any]:
 
 
 class _Table:
-    """One TOML table, read field by field; what nobody asked for is refused."""
+    """One TOML table, read field by field; unknown fields are refused."""
 
     def __init__(self, fields: Any, where: str) -> None:
         if not isinstance(fields, dict):

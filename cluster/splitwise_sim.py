@@ -6,7 +6,7 @@ It is a baseline, so its peculiarities are kept and named where they are:
 - a request's tokens run as one task from the second token on; while no prompt comes, iterations of a batch
   are one event (`contiguous`), which a new task cuts at the next whole iteration;
 - a token machine is chosen by memory, a prompt machine by pending tokens; `token_max_pending_batch_tokens` of
-  the authors' configuration is read by nobody;
+  the authors' configuration is never read;
 - a prompt is never cut into chunks, even where it alone exceeds the most tokens of a batch;
 - a transfer that finds no room on its target asks again after a second;
 - the waiting tasks' numbers of preemptions change while they stand in a queue that is ordered by them.

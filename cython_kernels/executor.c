@@ -110,7 +110,7 @@ static const char *check_overlaps(pw_step *step) {
 const char *pw_program_check(pw_program *program, int threads, int32_t table) {
     pw_step *step = &program->step;
     const pw_capacity *room = &program->capacity;
-    if (threads < 1 || threads > room->max_threads) return "the program was not built for so many threads";
+    if (threads < 1 || threads > room->max_threads) return "the program was built for fewer threads";
     if (step->n_tokens < 1 || step->n_tokens > room->max_tokens) return "the step has no tokens or too many";
     if (step->n_slices < 1 || step->n_slices > room->max_slices) return "the step has no slices or too many";
     if (step->n_logit_rows < 0 || step->n_logit_rows > room->max_logit_rows) return "too many rows want logits";

@@ -115,10 +115,10 @@ static void advance(signal_word *word) {
     if (atomic_load(&word->sleepers) > 0) syscall(SYS_futex, &word->value, FUTEX_WAKE_PRIVATE, MAX_CPUS, NULL, NULL, 0);
 }
 
-static void meet_nobody(void *context) { (void)context; }
+static void meet_no_other(void *context) { (void)context; }
 
 void pw_team_barrier(pw_team *team, int index) {
-    if (team->n_members > 1) pw_team_barrier_beyond(team, index, meet_nobody, NULL);
+    if (team->n_members > 1) pw_team_barrier_beyond(team, index, meet_no_other, NULL);
 }
 
 void pw_team_barrier_beyond(pw_team *team, int index, void (*meet)(void *), void *context) {

@@ -1,4 +1,4 @@
-"""Conversations written out by a model's own template, in a process where a template can harm nobody."""
+"""Conversations written out by a model's own template, in a confined process."""
 
 from __future__ import annotations
 

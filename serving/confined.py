@@ -1,4 +1,4 @@
-"""Work on input that nobody has checked, in a process of its own with bounds on memory and time.
+"""Work on unchecked input, in a process of its own with bounds on memory and time.
 
 Some libraries cannot be interrupted, and some hold Python's lock while they work. What they are given by
 clients, or by the authors of model files, therefore runs elsewhere (`confined_process`): where the bounds are
@@ -49,7 +49,7 @@ class Overrun(ConfinedError):
 
 
 class Abandoned(ConfinedError):
-    """Nobody waits for the job any more."""
+    """The caller of the job has left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class ConfinedProcess:
             raise TimeoutError(f"jobs of others take longer than {turn_s:g} s")
         try:
             if patience is not None and patience.ended:
-                raise Abandoned("nobody waits for this any more")
+                raise Abandoned("the caller has left")
             return self._asked(request, patience)
         finally:
             self._turn.release()
@@ -139,7 +139,7 @@ class ConfinedProcess:
         if kind == _ANSWERED:
             return said
         if patience is not None and patience.ended:
-            raise Abandoned("nobody waits for this any more")
+            raise Abandoned("the caller has left")
         raise (JobRefused if kind == _REFUSED else Overrun)(said.decode("utf-8", "replace"))
 
     def _exchange(self, process: subprocess.Popen[bytes], request: bytes, patience: Patience | None) -> bytes:
@@ -209,11 +209,11 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-# ---- frames: a length in four bytes, and so many bytes ---------------------------------------------------
+# ---- frames: a length in four bytes, then that many bytes -------------------------------------------------
 
 
 def write_frame(descriptor: int, content: bytes) -> None:
-    """Write all of it; BrokenPipeError where nobody reads."""
+    """Write all of it; BrokenPipeError if the reader has closed its end."""
     left = memoryview(len(content).to_bytes(_HEADER_BYTES, "little") + content)
     while left:
         left = left[os.write(descriptor, left) :]

@@ -138,9 +138,9 @@ class _Child:
             waiting.register(descriptor, select.POLLIN)
         ready = [descriptor for descriptor, _ in waiting.poll(1000 * seconds)]
         if commands in ready:
-            read_frame(commands)  # that nobody waits; EOFError where the server has ended
+            read_frame(commands)  # that the caller has left; EOFError where the server has ended
             self.kill()
-            return _OVERRUN + b"nobody waits for it any more"
+            return _OVERRUN + b"the caller has left"
         if self._answers not in ready:
             self.kill()
             return _OVERRUN + f"it takes more than {seconds:g} s".encode()

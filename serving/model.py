@@ -106,7 +106,7 @@ class RopeSpec:
     scaling: Scaling | None = None
 
     def inv_freq(self, context_length: int = 0) -> npt.NDArray[np.float64]:
-        """Radians per position, float64 [dim / 2], in a service that takes so many tokens."""
+        """Radians per position, float64 [dim / 2], for a context of that many tokens."""
         plain = self.theta ** (-np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
         match self.scaling:
             case None:

@@ -219,7 +219,7 @@ def _habits(size: EngineSize) -> tuple[Pacing, int | None]:
 
 
 def _serving(model: PackedModel, context_length: int) -> PackedModel:
-    """The model as it computes sequences of at most so many tokens, which LongRoPE's rotation depends on."""
+    """The model for sequences of at most `context_length` tokens, on which LongRoPE's rotation depends."""
     return replace(model, config=replace(model.config, context_length=context_length))
 
 

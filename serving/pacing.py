@@ -14,7 +14,7 @@ DEFAULT_TPOT_MS = 100.0
 """Ten tokens a second, twice as fast as people read. Sandwich (8.3) asks it of a 160M model in batches."""
 
 FIRST_TOKENS = 512
-"""Before anything was seen; and where nobody waits between two tokens, at least so many: the ranks compute
+"""Before anything was seen; and, where no answer waits for its next token, the least: the ranks compute
 no more rows at once, so a longer batch uses the weights no better, while those in it get their first tokens
 later."""
 

@@ -36,7 +36,7 @@ from phasewise.serving.waiting_line import WaitingLine
 from phasewise.tuner.plans import Phase
 
 MOST_PREEMPTIONS = 3
-"""After so many a request is preempted for the oldest one only, and that once."""
+"""After this many preemptions a request is preempted for the oldest one only, and only once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Scheduler:
         self.limits = limits
         self.counts = SchedulerCounts()
         self.n_pool_changes = 0
-        """Calls that changed the pool: whoever reads its figures need not read the same ones again."""
+        """Calls that changed the pool: a reader of its figures can skip equal counts."""
         self._live: dict[str, LiveSequence] = {}
         self._waiting = WaitingLine()
         self._running: list[LiveSequence] = []  # by age
@@ -213,7 +213,7 @@ class Scheduler:
     def commit(self, batch: Batch, token_ids: Tokens[int]) -> list[TokenOut]:
         """Record a computed batch. `token_ids`: one sampled token per slice that wants logits, in order.
 
-        That of a `prefill_only` request is not read: whoever answers it samples from the same logits.
+        That of a `prefill_only` request is not read: the answering instance samples from the same logits.
         """
         sequences = self._take_flight(batch).sequences
         sampled = iter(token_ids)
@@ -230,9 +230,9 @@ class Scheduler:
         return outs
 
     def discard(self, batch: Batch) -> tuple[str, ...]:
-        """The step of `batch` failed: its requests are dropped, their slots freed. Returns who they were.
+        """The step of `batch` failed: its requests are dropped, their slots freed. Returns their ids.
 
-        Whoever else was to be moved before it is computed again: nobody knows which copies were made.
+        Other requests of the batch whose slots were being moved are computed again: some copies may be missing.
         """
         flight = self._take_flight(batch)
         dropped = [one for one in flight.sequences if one.placement is not None]

@@ -54,7 +54,7 @@ class WaitingLine:
         insort(self._preempted, sequence, key=lambda one: one.age)
 
     def take(self) -> LiveSequence:
-        """Remove the head: it is admitted, and its client's turn is over. IndexError: nobody waits."""
+        """Remove the head: it is admitted, and its client's turn is over. IndexError: the line is empty."""
         if self._preempted:
             return self._preempted.pop(0)
         if not self._queues:

@@ -62,7 +62,7 @@ class TaskDivision:
 
     @contextmanager
     def take(self, waiting: Sequence[Task]) -> Iterator[Task | None]:
-        """One that is nobody else's until the end; None: all are others'."""
+        """A task that this process owns until the end; None: other processes own them all."""
         left = self._in_turn(waiting)
         while left:
             task = left.pop(0)
@@ -79,13 +79,13 @@ class TaskDivision:
         yield None
 
     def _look_again(self, task: Task) -> None:
-        """At what others may have stored since its rows were read; nobody but this run will from now on."""
+        """Look at rows that other processes stored since the last look; now only this run stores more."""
         if self._name(task) not in self._looked_at:
             self._ledger.forget(task.problems)
             self._looked_at.add(self._name(task))
 
     def wait(self, waiting: Sequence[Task], seconds: float) -> None:
-        """Until one of them may be nobody's any more, or so long."""
+        """Wait until a task may have lost its owner, or until the time is over."""
         self._lock.wait_for(self._name(waiting[0]), seconds)
 
     def share(self, task: Task, waiting: Sequence[Task]) -> float:

@@ -217,7 +217,7 @@ class _Run:
         with self._tools.lock.turn(self._deadline_s - waiting_s) as is_alone:
             self._waited_s += self._tools.clock() - waiting_s
             yield is_alone
-            waiting_s = self._tools.clock()  # until nobody else has a turn
+            waiting_s = self._tools.clock()  # until no other process has a turn
         self._waited_s += self._tools.clock() - waiting_s
 
     def _let_pass(self) -> None:

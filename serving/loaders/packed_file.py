@@ -145,7 +145,7 @@ _FAULT = (
 
 
 def _is_ours_alone(status: os.stat_result) -> bool:
-    """Whether nobody else, root apart, can have written the file or can write to it now."""
+    """Whether no user but this one and root can have written the file or can write to it now."""
     return status.st_uid in (0, os.geteuid()) and not status.st_mode & _OTHERS_WRITE
 
 

@@ -52,7 +52,7 @@ def huge_pages_reserved(host: Host) -> Iterator[Finding]:
         yield Finding(
             "huge-pages-reserved",
             Severity.medium,
-            f"{format_memory(free * size_kb << 10)} are set aside as explicit huge pages that nobody uses",
+            f"{format_memory(free * size_kb << 10)} are set aside as explicit huge pages that are not in use",
             (Evidence("/proc/meminfo", f"HugePages_Free: {free}, Hugepagesize: {size_kb} kB"),),
             "phasewise asks for transparent huge pages; reserved ones hold neither weights nor KV cache.",
             "sudo sysctl vm.nr_hugepages=0, unless another program is to use them",

@@ -24,7 +24,7 @@ def apply(notation: str, tree: TopoTree) -> TopoTree:
     if first != FUNDAMENTAL:
         raise TopoTreeError(f"a tree is written `{FUNDAMENTAL} | group(n,stride,depth) | remove(n,depth)`")
     if len(steps) > MAX_STEPS:
-        raise TopoTreeError(f"more than {MAX_STEPS} transformations: no machine has so many levels")
+        raise TopoTreeError(f"more than {MAX_STEPS} transformations: no machine has that many levels")
     for step in steps:
         tree = _applied(step, tree)
     return tree
