@@ -232,7 +232,7 @@ class Scheduler:
     def discard(self, batch: Batch) -> tuple[str, ...]:
         """The step of `batch` failed: its requests are dropped, their slots freed. Returns their ids.
 
-        Other requests of the batch whose slots were being moved are computed again: some copies may be missing.
+        Other requests of the batch whose slots were being moved are computed again: copies may be missing.
         """
         flight = self._take_flight(batch)
         dropped = [one for one in flight.sequences if one.placement is not None]

@@ -12,7 +12,6 @@ from typer.testing import CliRunner, Result
 from phasewise.cli.main import app
 from phasewise.kerneldb.records import ServedStep
 from phasewise.kerneldb.store import open_store
-from phasewise.workflows.errors import UsageError
 from tests.support.kerneldb_examples import STEP_TIME
 
 LENGTHS = "lognormal:800,0.8/30,0.6"
@@ -68,7 +67,7 @@ def test_the_papers_scheduler_is_the_authors_policy(tmp_path: Path) -> None:
     assert paper.exit_code == 0, paper.output
     assert json.loads(paper.stdout) == json.loads(policy.stdout)
     wrong = run("simulate", trace, "--pools", "mixed=1*h100", "--scheduler", "paper", "--policy", "splitwise")
-    assert isinstance(wrong.exception, UsageError)
+    assert wrong.exit_code == 2
 
 
 def test_prefixes_of_a_mooncake_trace_are_reused(tmp_path: Path) -> None:
@@ -133,7 +132,7 @@ def test_a_machine_is_modelled_from_its_xml(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     times = json.loads(found.stdout)["times_s"]
     assert 0 < times["tbt"]["p50"] < times["ttft"]["p50"]
-    assert isinstance(run(*options, "--machine-from-xml", "only.xml").exception, UsageError)
+    assert run(*options, "--machine-from-xml", "only.xml").exit_code == 2
     assert fails(*options, "--machine-from-xml", "absent.xml:absent.json")
 
 
@@ -190,5 +189,5 @@ def test_bad_input_is_told_and_nothing_is_computed(arguments: tuple[object, ...]
     assert result.exit_code in (1, 2)
     assert "Traceback" not in result.output
     if not isinstance(result.exception, SystemExit):
-        assert getattr(result.exception, "exit_code", None) in (1, 2)
+        assert getattr(result.exception, "exit_code", None) == 1
         assert "\n" not in str(result.exception)
