@@ -44,10 +44,17 @@ def _snapshot(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted, etag_timeout=10))
     except HfHubHTTPError as error:
+        # Old versions of the library count LocalEntryNotFoundError as one, without a response.
+        if isinstance(error, LocalEntryNotFoundError):
+            raise _out_of_reach(name) from error
         status = error.response.status_code
         why = "does not exist or needs a login" if status in (401, 403, 404) else f"HTTP status {status}"
         raise ModelError(f"{name} cannot be fetched from the hub: {why}") from error
     except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        raise ModelError(
-            f"{name} cannot be fetched: the hub is out of reach; give a GGUF file or a directory instead"
-        ) from error
+        raise _out_of_reach(name) from error
+
+
+def _out_of_reach(name: str) -> ModelError:
+    return ModelError(
+        f"{name} cannot be fetched: the hub is out of reach; give a GGUF file or a directory instead"
+    )
