@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hostile_rows.siege import process_tree
 
-from phasewise.serving.chat import Conversations
+from phasewise.serving.chat import Conversation, Conversations
 from phasewise.serving.chat_template import ChatTemplateError
 from phasewise.serving.confined import Bounds, ConfinedError, ConfinedProcess, Overrun
 from phasewise.serving.errors import ModelError, RequestError
@@ -228,6 +228,7 @@ def try_schemas(schemas: Iterator[Any], seconds: float) -> Seen:
 
 def try_templates(n: int, seed: int, seconds: float) -> Seen:
     """Templates of filters, methods and loops over large values, each on a process of its own."""
+    hello = Conversation([{"role": "user", "content": "hello"}])
     seen, end_s, rng = Seen(TEMPLATE_BOUNDS), time.monotonic() + seconds, random.Random(seed)
     for _ in range(n):
         source = _template(rng)
@@ -240,7 +241,7 @@ def try_templates(n: int, seed: int, seconds: float) -> Seen:
             continue
         seen.base_bytes = _largest_child_bytes()
         try:
-            _try(seen, source, lambda: conversations.write([{"role": "user", "content": "hello"}]))  # noqa: B023
+            _try(seen, source, lambda: conversations.write(hello))  # noqa: B023
         finally:
             conversations.close()
         if time.monotonic() > end_s:

@@ -24,6 +24,14 @@ class ChatPrompt(NamedTuple):
     mark: str
 
 
+class Conversation(NamedTuple):
+    """What a template writes out. `variables`: further names that it may look at, such as enable_thinking."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = {}
+
+
 class Conversations:
     """Writes conversations out by one template. Any thread may ask; short ones do not wait for long ones."""
 
@@ -54,9 +62,9 @@ class Conversations:
         except ConfinedError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}; give another") from error
 
-    def write(self, messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
+    def write(self, conversation: Conversation) -> ChatPrompt:
         """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError."""
-        request = json.dumps(messages).encode()
+        request = json.dumps(conversation._asdict()).encode()
         process = self._short if len(request) <= _LONG_BYTES else self._long
         try:
             answer = process.ask(request)

@@ -28,11 +28,14 @@ _MOST_RERUNS = 2  # of one request: it may be what kills the ranks
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the engine must know of a model's tokens. `open_stream` makes the decoder of one answer."""
+    """What the engine must know of a model's tokens.
+
+    `open_stream` makes the decoder of one answer; it gives out the texts of the control tokens named to it.
+    """
 
     size: int
     end_token_ids: frozenset[int]
-    open_stream: Callable[[], TokenStream]
+    open_stream: Callable[[frozenset[int]], TokenStream]
 
 
 @dataclass(slots=True)
@@ -176,7 +179,7 @@ class Engine:
     def _begin(self, message: Submit, max_tokens: int) -> _Live:
         guide = None if message.guide is None else message.guide.fresh()
         sampler = Sampler(message.sampling, message.prompt_token_ids, self.vocabulary.size, guide)
-        text = AnswerText(self.vocabulary.open_stream(), message.stop)
+        text = AnswerText(self.vocabulary.open_stream(message.shown), message.stop)
         end_token_ids = frozenset() if message.ignore_eos else self.vocabulary.end_token_ids
         return _Live(message, max_tokens, sampler, text, end_token_ids)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _MOST_COMPILED = 32
 _MOST_COMPILED_BYTES = 24 << 20
 _TURN_S = 2.0
+_MOST_LARK_CHARACTERS = 256 * 1024
 BOUNDS = Bounds(seconds=1.0, memory_bytes=96 << 20)
 """Limits of one compilation. An everyday schema takes some milliseconds and megabytes."""
 _STACK_BYTES = 64 * 1024 * 1024  # llguidance follows references by recursion
@@ -72,9 +73,10 @@ class Guide(Protocol):
 
 
 class Grammar(NamedTuple):
-    """What an answer must be: JSON that a schema describes, or a text that a pattern matches as a whole."""
+    """What an answer must be: JSON that a schema describes, a text that a pattern matches as a whole, or what
+    a grammar of ours in llguidance's Lark describes."""
 
-    kind: Literal["json_schema", "regex"]
+    kind: Literal["json_schema", "regex", "lark"]
     text: str
 
     @classmethod
@@ -91,6 +93,16 @@ class Grammar(NamedTuple):
     def of_choices(cls, choices: list[str]) -> Grammar:
         """Exactly one of these texts."""
         return cls("regex", checked_choices(choices))
+
+    @classmethod
+    def of_lark(cls, text: str) -> Grammar:
+        """One that we wrote around schemas from outside. RequestError where it is too large."""
+        if len(text) > _MOST_LARK_CHARACTERS:
+            raise RequestError(
+                f"the schemas of all tools have more than {_MOST_LARK_CHARACTERS} characters together; "
+                "offer fewer or simpler tools"
+            )
+        return cls("lark", text)
 
 
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
@@ -176,6 +188,11 @@ class GuideCompiler:
         self._compiling = threading.Lock()
         self._cache_lock = threading.Lock()
         self._cache: OrderedDict[Grammar, _Kept] = OrderedDict()
+
+    @property
+    def tokens(self) -> TokenView:
+        """The vocabulary."""
+        return self._tokens
 
     def warm(self) -> None:
         """Do beforehand what the first grammar would have to wait for: some tenths of a second."""
@@ -334,6 +351,8 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer, vocab_size: int) -
 def _for_llguidance(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
+    if grammar.kind == "lark":
+        return grammar.text
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]

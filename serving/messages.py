@@ -34,6 +34,8 @@ class Submit:
     """Only requests of the same space may take over keys and values of each other's prompts."""
     client: str = ""
     """The client that it came from: clients take turns at being admitted."""
+    shown: frozenset[int] = frozenset()
+    """Control tokens whose texts are part of the answer's text."""
 
 
 @dataclass(frozen=True, slots=True)

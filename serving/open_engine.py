@@ -47,8 +47,9 @@ class ModelText:
     def encode(self, text: str, add_special: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special)
 
-    def open_stream(self) -> DetokenizeStream:
-        return DetokenizeStream(self.tokenizer)
+    def open_stream(self, shown: frozenset[int] = frozenset()) -> DetokenizeStream:
+        """The decoder of one answer; control tokens have no text, but for those `shown`."""
+        return DetokenizeStream(self.tokenizer, shown=shown)
 
     @property
     def has_template(self) -> bool:
@@ -70,7 +71,10 @@ class ModelText:
 
     def chat_prompt(self, message: str) -> list[int]:
         """Token ids of a conversation that consists of one user message."""
-        return self.tokenizer.encode_marked(*self.conversations.write([{"role": "user", "content": message}]))
+        from phasewise.serving.chat import Conversation
+
+        conversation = Conversation([{"role": "user", "content": message}])
+        return self.tokenizer.encode_marked(*self.conversations.write(conversation))
 
 
 @dataclass(frozen=True, slots=True)

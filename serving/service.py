@@ -8,13 +8,13 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+from phasewise.serving.chat import Conversation
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.guides import GuideCompiler, TokenView
@@ -32,6 +32,7 @@ from phasewise.serving.length_log import LengthLog
 from phasewise.serving.open_engine import OpenEngine
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.sampling_defaults import SamplingDefaults
+from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 _SWITCH_INTERVAL_S = 0.0005
 """Python lets a thread run 5 ms before another may, longer than a decode step: HTTP would stall it."""
@@ -62,6 +63,8 @@ class ServiceSettings:
     length_log: LengthLog | None = None
     sampling: SamplingDefaults | None = None
     """For what requests do not state; None: as the model's files say."""
+    tool_format: str = "auto"
+    """How calls are written: one of `tools.dialect.FORMATS`; auto: as the chat template writes them."""
 
 
 def run_service(
@@ -164,7 +167,14 @@ def _served(opened: OpenEngine, settings: ServiceSettings, guides: GuideCompiler
         estimate=settings.predictor.estimate if settings.predictor else None,
         guides=guides,
         sampling=settings.sampling or opened.model.sampling,
+        dialect=_dialect(opened, settings),
     )
+
+
+def _dialect(opened: OpenEngine, settings: ServiceSettings) -> Dialect:
+    tokenizer = opened.text.tokenizer
+    template = opened.model.chat_template or ""
+    return dialect_of(template, tokenizer.id_of, tokenizer.special_ids, settings.tool_format)
 
 
 def _bounded(opened: OpenEngine) -> Callable[[str, bool], list[int]]:
@@ -178,12 +188,12 @@ def _bounded(opened: OpenEngine) -> Callable[[str, bool], list[int]]:
     return encode
 
 
-def _chat_encoder(opened: OpenEngine) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
+def _chat_encoder(opened: OpenEngine) -> Callable[[Conversation], list[int]]:
     """The template is read beforehand: one that cannot be is told at the start."""
     conversations, check = opened.text.conversations, _length_check(opened, "messages")
 
-    def encode(messages: Sequence[dict[str, Any]]) -> list[int]:
-        prompt = conversations.write(messages)
+    def encode(conversation: Conversation) -> list[int]:
+        prompt = conversations.write(conversation)
         check(prompt.text)
         return opened.text.tokenizer.encode_marked(*prompt)
 

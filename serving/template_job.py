@@ -12,7 +12,7 @@ from phasewise.serving.errors import ModelError
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
-    """The job: messages in; the mark (none, or three bytes of UTF-8) behind its length, and the text, out."""
+    """The job: a `chat.Conversation` in; out the mark (0 or 3 bytes) behind its length, and the text."""
     known = json.loads(told)
     try:
         template = ChatTemplate(known["source"], known["special_tokens"])
@@ -22,8 +22,10 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
 
     def render(request: bytes) -> bytes:
         try:
-            messages, mark = control_texts.broken(json.loads(request))
-            text = template.render(messages)
+            given, mark = control_texts.broken(json.loads(request))
+            text = template.render(
+                given["messages"], tools=given["tools"] or None, variables=given["variables"]
+            )
         except (ChatTemplateError, ValueError) as error:
             raise JobRefused(str(error)) from error
         if len(text) > known["most_characters"]:

@@ -150,9 +150,17 @@ class DetokenizeStream:
     What `push` and a last `flush` return adds up to `Tokenizer.decode` of the same ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, from_start: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        from_start: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shown`: special tokens that are not skipped."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._skipped = tokenizer.special_ids - shown if skip_special else frozenset()
         self._drop_space = from_start and tokenizer.adds_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 

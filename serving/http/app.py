@@ -12,6 +12,7 @@ from starlette.middleware import Middleware
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http import errors, openapi
 from phasewise.serving.http.body import BodyReader
+from phasewise.serving.http.calls import reading_of
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connection import connection_of
 from phasewise.serving.http.errors import from_engine, unknown_model
@@ -148,7 +149,8 @@ def _add_chat(app: FastAPI, service: _Service) -> None:
         """Answer a conversation."""
         body = await service.read(request, ChatRequest)
         requests, facts = await service.preparation.prepare(request, body, chat_requests)
-        rendering = ChatRendering(_response_id(requests), service.model)
+        reading = reading_of(body, service.model, requests[0].prompt_token_ids)
+        rendering = ChatRendering(_response_id(requests), service.model, reading)
         return await service.answer(_reply(body, requests, facts, rendering), request)
 
 

@@ -80,6 +80,7 @@ _TYPE_OF_STATUS = {
 # Fields of several possible types, where the first mismatch says too little.
 _SHAPES = {
     "prompt": "a text, a list of texts, a list of token ids or a list of such lists, and no list empty",
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": NAME}}',
     "stop": "a text or a list of at most 16 texts, each of 1 to 256 characters",
 }
 

@@ -23,6 +23,7 @@ class _Said:
 
     n_chars: int = 0
     n_generated: int = 0
+    n_cached: int = 0
 
 
 class _Frame(NamedTuple):
@@ -42,7 +43,11 @@ class Events:
         self._frames: dict[str, _Frame] = {}
         """By request; only for requests whose events mostly carry text alone."""
         for index, request in enumerate(reply.requests):
-            if request.sampling.top_logprobs is None and not reply.continuous_usage:
+            if (
+                reply.rendering.is_plain
+                and request.sampling.top_logprobs is None
+                and not reply.continuous_usage
+            ):
                 self._frames[request.request_id] = self._frame(index)
 
     def opening(self) -> bytes:
@@ -84,7 +89,7 @@ class Events:
         if piece.text or piece.tokens or piece.finish_reason:
             delta = self._reply.rendering.delta(index, piece, said.n_chars)
         said.n_chars += len(piece.text)
-        said.n_generated = piece.n_generated
+        said.n_generated, said.n_cached = piece.n_generated, piece.n_cached
         return "" if delta is None else self._event(delta, counted=self._reply.continuous_usage)
 
     def _event(self, choice: Json, *, counted: bool = False) -> str:
@@ -92,9 +97,11 @@ class Events:
         return f'data: {self._head},"choices":[{encode(choice)}]{so_far}}}\n\n'
 
     def _usage(self) -> Json:
-        return self._reply.usage(sum(said.n_generated for said in self._said))
+        return self._reply.usage([(said.n_generated, said.n_cached) for said in self._said])
 
     def _frame(self, index: int) -> _Frame:
-        whole = self._event(self._reply.rendering.delta(index, Answer("", _A_TEXT, (), 1, 0), 0))
+        delta = self._reply.rendering.delta(index, Answer("", _A_TEXT, (), 1, 0), 0)
+        assert delta is not None
+        whole = self._event(delta)
         before, _, after = whole.rpartition(encode(_A_TEXT))
         return _Frame(before, after)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise.serving.sampling_defaults import SamplingDefaults
+from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 if TYPE_CHECKING:
+    from phasewise.serving.chat import Conversation
     from phasewise.serving.guides import GuideCompiler
     from phasewise.serving.pools.contract import Estimate
 
@@ -32,7 +34,7 @@ class ServedModel:
     """`names`: names that a request may use; the first is the model's id. `created_s`: Unix time.
 
     `context_length`: the most tokens that a prompt and its answer may have together. `encode_chat` turns
-    OpenAI messages into the prompt's token ids; None where the model has no chat template.
+    a conversation into the prompt's token ids; None where the model has no chat template.
     """
 
     names: tuple[str, ...]
@@ -44,7 +46,7 @@ class ServedModel:
     """(text, whether to add the model's own opening tokens) -> token ids."""
     piece: Callable[[int], bytes]
     """The bytes that a token adds to a text; they may end within a character."""
-    encode_chat: Callable[[Sequence[dict[str, Any]]], list[int]] | None
+    encode_chat: Callable[[Conversation], list[int]] | None
     max_prompt_tokens: int | None = None
     """Longer prompts are refused; None: only `context_length` limits them."""
     estimate: Callable[[PromptFacts], Estimate] | None = None
@@ -53,6 +55,8 @@ class ServedModel:
     """Compiles grammars of answers; None where answers cannot be guided."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     """For what a request does not state."""
+    dialect: Dialect = field(default_factory=lambda: dialect_of("", lambda _text: None, frozenset()))
+    """How calls and thoughts are written."""
 
     @property
     def model_id(self) -> str:

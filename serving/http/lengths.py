@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -74,7 +73,7 @@ def estimated(requests: Sequence[Submit], facts: Sequence[PromptFacts], model: S
 def _conversation(body: GenerationRequest) -> tuple[int, str | None]:
     if not isinstance(body, ChatRequest):
         return 1, None
-    texts = [json.dumps(one.for_template()) for one in body.messages if one.role in _SYSTEM_ROLES]
+    texts = [one.text for one in body.messages if one.role in _SYSTEM_ROLES]
     if not texts:
         return len(body.messages), None
     digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=_ID_BYTES)

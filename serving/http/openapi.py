@@ -134,13 +134,34 @@ def _or_null(schema: Json) -> Json:
 
 _TEXT, _COUNT, _NUMBER = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "number"}
 _REASON = {"enum": ["stop", "length", None]}
+_CHAT_REASON = {"enum": ["stop", "length", "tool_calls", None]}
 
 
 def _answers() -> Json:
     """Schemas of what is given."""
     refusal = _object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))
-    card = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT)
-    usage = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+    sampling = _object(
+        temperature=_NUMBER,
+        top_k=_or_null(_COUNT),
+        top_p=_NUMBER,
+        min_p=_NUMBER,
+        repetition_penalty=_NUMBER,
+        source={"enum": ["default", "model"]},
+    )
+    card = _object(
+        id=_TEXT,
+        object={"const": "model"},
+        created=_COUNT,
+        owned_by=_TEXT,
+        max_model_len=_COUNT,
+        default_sampling=sampling,
+    )
+    usage = _object(
+        prompt_tokens=_COUNT,
+        completion_tokens=_COUNT,
+        total_tokens=_COUNT,
+        prompt_tokens_details=_object(cached_tokens=_COUNT),
+    )
     return {
         "Refusal": _object(error=refusal),
         "Status": _object(status=_TEXT),
@@ -175,5 +196,8 @@ def _chat_choice() -> Json:
     token = {"token": _TEXT, "logprob": _NUMBER, "bytes": _list(_COUNT)}
     scored = _object(**token, top_logprobs=_list(_object(**token)))
     logprobs = _object(content=_list(scored), refusal={"type": "null"})
-    message = _object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"})
-    return _object(index=_COUNT, message=message, logprobs=_or_null(logprobs), finish_reason=_REASON)
+    message = _object(role={"const": "assistant"}, content=_or_null(_TEXT), refusal={"type": "null"})
+    called = _object(name=_TEXT, arguments=_TEXT)
+    call = _object(id=_TEXT, type={"const": "function"}, function=called)
+    message["properties"] |= {"reasoning_content": _TEXT, "tool_calls": _list(call)}
+    return _object(index=_COUNT, message=message, logprobs=_or_null(logprobs), finish_reason=_CHAT_REASON)

@@ -15,13 +15,13 @@ from fastapi import Request
 
 from phasewise.serving.confined import Abandoned, Patience
 from phasewise.serving.errors import ServingError
-from phasewise.serving.guides import Grammar, Guide
+from phasewise.serving.guides import Guide
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.fair_lane import FairLane
 from phasewise.serving.http.http_settings import PromptFacts, ServedModel
 from phasewise.serving.http.lengths import estimated, facts_of
 from phasewise.serving.http.middleware import client_of
-from phasewise.serving.http.prepare import compiled, grammar_of, n_characters
+from phasewise.serving.http.prepare import HeldTo, begun_late, compiled, held_to, n_characters
 from phasewise.serving.http.schemas import ChatRequest, GenerationRequest
 from phasewise.serving.messages import Submit
 
@@ -51,19 +51,21 @@ class Preparation:
         """Messages that `make` makes of `body`, with what is known of each. ApiError, or ClientLeft."""
         client = client_of(request.scope)
 
-        def work() -> tuple[list[Submit], list[PromptFacts], Grammar | None]:
-            grammar = grammar_of(body, self._model)
+        def work() -> tuple[list[Submit], list[PromptFacts], HeldTo | None]:
             requests = make(body, self._model, client.cache_space)
             facts = facts_of(requests, body)
-            return estimated(requests, facts, self._model), facts, grammar
+            return estimated(requests, facts, self._model), facts, held_to(body, self._model)
 
         lane = self._lane_of(body)
         patience = Patience()
         try:
-            requests, facts, grammar = await _while_there(request, lane.run(client.name, work), patience)
-            if grammar is not None:
-                guide = await self._guide(request, body, grammar, client.name, patience)
-                requests = [replace(one, guide=guide) for one in requests]
+            requests, facts, wanted = await _while_there(request, lane.run(client.name, work), patience)
+            if wanted is not None:
+                guide = await self._guide(request, wanted, client.name, patience)
+                if guide is not None:
+                    prompt = requests[0].prompt_token_ids
+                    guide = begun_late(guide, wanted, body, prompt, self._model)
+                    requests = [replace(one, guide=guide) for one in requests]
         except Abandoned as error:
             raise ClientLeft from error
         except ServingError as error:
@@ -75,15 +77,13 @@ class Preparation:
             return self._long
         return self._conversations if isinstance(body, ChatRequest) else self._texts
 
-    async def _guide(
-        self, request: Request, body: GenerationRequest, grammar: Grammar, client: str, patience: Patience
-    ) -> Guide:
+    async def _guide(self, request: Request, wanted: HeldTo, client: str, patience: Patience) -> Guide | None:
         guides = self._model.guides
-        assert guides is not None, "grammar_of refuses"
-        known = guides.known(grammar)
+        assert guides is not None, "held_to refuses"
+        known = guides.known(wanted.grammar)
         if known is not None:
             return known
-        work = self._grammars.run(client, lambda: compiled(grammar, body, guides, patience))
+        work = self._grammars.run(client, lambda: compiled(wanted, guides, patience))
         return await _while_there(request, work, patience)
 
 

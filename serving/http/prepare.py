@@ -5,11 +5,18 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from phasewise.serving.confined import Patience
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
 from phasewise.serving.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler
+from phasewise.serving.http.calls import (
+    called_by,
+    check_tools,
+    conversation_of,
+    is_read,
+    n_tool_characters,
+)
 from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.schemas import (
@@ -21,9 +28,13 @@ from phasewise.serving.http.schemas import (
     JsonSchemaFormat,
     StructuredOutputs,
 )
+from phasewise.serving.late_guides import CallGuide, ThoughtGuide
 from phasewise.serving.messages import Submit
 from phasewise.serving.sampling import SamplingParams
 from phasewise.serving.sampling_defaults import SamplingDefaults
+from phasewise.serving.tools import thinking
+from phasewise.serving.tools.gpt_oss import ANSWER_BEGINS
+from phasewise.serving.tools.tool_format import json_rule
 
 _MOST_CHOICES = 1024
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions; a chat answer may fill the context
@@ -51,10 +62,13 @@ def chat_requests(body: ChatRequest, model: ServedModel, space: str = "") -> lis
     _refuse(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    check_tools(body)
     prompt = _conversation(body, model)
     max_tokens = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
-    return list(_choices(body, f"chatcmpl-{uuid.uuid4().hex}", prompt, max_tokens, sampling, model, space))
+    choices = _choices(body, f"chatcmpl-{uuid.uuid4().hex}", prompt, max_tokens, sampling, model, space)
+    shown = model.dialect.shown if is_read(body, model) else frozenset()
+    return [replace(one, shown=shown) for one in choices]
 
 
 def _choices(
@@ -145,42 +159,103 @@ def _conversation(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:
             f"{model.model_id} has no chat template: use /v1/completions", "messages", "no_chat_template"
         )
     try:
-        return tuple(model.encode_chat([message.for_template() for message in body.messages]))
+        return tuple(model.encode_chat(conversation_of(body, model.dialect)))
     except ContextLengthExceeded:
         raise
     except ServingError as error:
         raise ApiError(400, str(error), param="messages") from error
 
 
-def grammar_of(body: GenerationRequest, model: ServedModel) -> Grammar | None:
-    """What the answer must look like; None where it may be anything."""
-    field = _grammar_field(body)
+class HeldTo(NamedTuple):
+    """What an answer is held to. `field` asks for it. `triggers`: held from the first of these texts on.
+
+    is_needed: an answer that cannot be held to it is refused.
+    """
+
+    grammar: Grammar
+    field: str
+    triggers: tuple[str, ...] = ()
+    is_needed: bool = True
+
+
+def held_to(body: GenerationRequest, model: ServedModel) -> HeldTo | None:
+    """What the answer must look like; None where it may be anything. ApiError where that cannot be."""
+    calls = called_by(body) if isinstance(body, ChatRequest) else None
+    field = "tools" if calls is not None else _grammar_field(body)
+    is_needed = calls is None or not calls.is_auto or body.response_format is not None
     try:
-        grammar = _grammar(body)
+        if calls is None:
+            grammar = _grammar(body)
+        else:
+            grammar = Grammar.of_lark(calls.lark(model.dialect, _document_rule(body)))
     except RequestError as error:
-        raise bad_request(f"{field}: {error}", field) from error
+        if is_needed:
+            raise bad_request(f"{field}: {error}", field) from error
+        return None
     if grammar is None:
+        return None
+    if not is_needed and (body.ignore_eos or model.guides is None):
         return None
     if body.ignore_eos:
         raise bad_request(f"ignore_eos cannot be kept together with {field}", "ignore_eos")
     if model.guides is None:
         raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
-    return grammar
+    triggers = calls.triggers(model.dialect) if calls is not None and not is_needed else ()
+    return HeldTo(grammar, field, triggers, is_needed)
 
 
-def compiled(grammar: Grammar, body: GenerationRequest, guides: GuideCompiler, patience: Patience) -> Guide:
-    """The guide of `grammar`, which `body` asks for. Blocks while it is compiled, until `patience` ends."""
+def _document_rule(body: GenerationRequest) -> str:
+    """For answers without calls, where `response_format` describes them."""
+    match body.response_format:
+        case JsonObjectFormat():
+            return json_rule({"type": "object"}, lenient=False)
+        case JsonSchemaFormat(json_schema=named):
+            return json_rule(named.schema_, lenient=False)
+        case _:
+            return ""
+
+
+def compiled(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> Guide | None:
+    """The guide of a grammar. Blocks while it is compiled, until `patience` ends. None: it cannot be, and
+    need not."""
     try:
-        return guides.compile(grammar, patience)
+        return guides.compile(wanted.grammar, patience)
     except RequestError as error:
-        field = _grammar_field(body)
-        raise bad_request(f"{field}: {error}", field) from error
+        if not wanted.is_needed:
+            return None
+        raise bad_request(f"{wanted.field}: {error}", wanted.field) from error
+
+
+def begun_late(
+    guide: Guide, wanted: HeldTo, body: GenerationRequest, prompt: Sequence[int], model: ServedModel
+) -> Guide:
+    """The guide as it is for a whole answer, which may think first, and say other things before it calls."""
+    assert model.guides is not None
+    dialect, tokens = model.dialect, model.guides.tokens
+    if wanted.triggers:
+        triggers = [text.encode() for text in wanted.triggers]
+        only_first = dialect.format.only_first
+        guide = CallGuide(guide, triggers, model.piece, tokens.tokens_of, only_first=only_first)
+    if not isinstance(body, ChatRequest):
+        return guide
+    if dialect.is_channelled and wanted.field != "tools":
+        return ThoughtGuide(guide, b"", ANSWER_BEGINS.encode(), model.piece, is_open=True)
+    if dialect.thinks:
+        return ThoughtGuide(
+            guide,
+            thinking.OPENING.encode(),
+            thinking.CLOSING.encode(),
+            model.piece,
+            is_open=dialect.opens_thought(prompt, model.piece),
+            opening_token=dialect.think_token,
+        )
+    return guide
 
 
 def n_characters(body: GenerationRequest) -> int:
     """How long a prompt is, more or less: tokens count as one character each."""
     if isinstance(body, ChatRequest):
-        return sum(_n_content(message.content) for message in body.messages)
+        return sum(_n_content(message.content) for message in body.messages) + n_tool_characters(body)
     assert isinstance(body, CompletionRequest)
     return sum(map(len, _prompts(body.prompt)))
 

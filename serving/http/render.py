@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from phasewise.serving.http.http_settings import PromptFacts, ServedModel
 from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.sampling import SampledToken
+from phasewise.serving.tools.parts import Call, Reader, Reasoning, Text
 
 Json = dict[str, Any]
 
@@ -22,17 +23,24 @@ class Choice:
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
     n_generated: int = 0
+    n_cached: int = 0
     finish_reason: str | None = None
 
     def add(self, piece: Answer) -> None:
         self.text += piece.text
         self.tokens.extend(piece.tokens)
         self.n_generated = piece.n_generated
+        self.n_cached = piece.n_cached
         self.finish_reason = piece.finish_reason
 
 
 class Rendering(Protocol):
     """How one kind of response looks. `head` is the part that every object of the response repeats."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an event may carry a piece's text as it is."""
+        ...
 
     def head(self, *, streamed: bool) -> Json: ...
 
@@ -40,7 +48,9 @@ class Rendering(Protocol):
         """The choice that opens a stream, before any text."""
         ...
 
-    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json: ...
+    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json | None:
+        """None: there is nothing to say yet."""
+        ...
 
     def whole(self, index: int, choice: Choice) -> Json: ...
 
@@ -58,14 +68,65 @@ class Reply:
     continuous_usage: bool = False
     """The usage so far in every event."""
 
-    def usage(self, n_generated: int) -> Json:
-        """Tokens of all prompts, each once, and of all answers."""
+    def usage(self, counts: Sequence[tuple[int, int]]) -> Json:
+        """Tokens of all prompts, each once, and of all answers. Of each choice: tokens generated, and tokens
+        of its prompt that were not computed again."""
         firsts = self.requests[:: self.n_choices_per_prompt]
         n_prompt = sum(len(request.prompt_token_ids) for request in firsts)
+        n_generated = sum(n_generated for n_generated, _ in counts)
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_generated,
             "total_tokens": n_prompt + n_generated,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(n_cached for _, n_cached in counts[:: self.n_choices_per_prompt])
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers of one request are read. `call_id`: a new id for a call."""
+
+    open: Callable[[], Reader]
+    call_id: Callable[[], str]
+
+
+class _ReadChoice:
+    """What has been read of one choice."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reader = reading.open()
+        self._call_id = reading.call_id
+        self._n_calls = 0
+
+    def delta(self, text: str, *, is_last: bool) -> Json:
+        """What is new: `content`, `reasoning_content` and whole `tool_calls`, each where there is any."""
+        parts = self._reader.feed(text)
+        if is_last:
+            parts += self._reader.finish()
+        said: Json = {}
+        for part in parts:
+            match part:
+                case Reasoning(text=thought):
+                    said["reasoning_content"] = said.get("reasoning_content", "") + thought
+                case Text(text=words):
+                    said["content"] = said.get("content", "") + words
+                case Call():
+                    said.setdefault("tool_calls", []).append(self._called(part))
+        return said
+
+    def reason(self, reason: str | None) -> str | None:
+        """Why the choice ended: with calls, where it ended by itself and has some."""
+        return "tool_calls" if reason == "stop" and self._n_calls else reason
+
+    def _called(self, call: Call) -> Json:
+        self._n_calls += 1
+        return {
+            "index": self._n_calls - 1,
+            "id": self._call_id(),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
         }
 
 
@@ -87,6 +148,8 @@ class _Fixed:
 
 class CompletionRendering(_Fixed):
     """`/v1/completions`."""
+
+    is_plain = True
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "text_completion"}
@@ -125,7 +188,16 @@ class CompletionRendering(_Fixed):
 
 
 class ChatRendering(_Fixed):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. `reading`: how answers are read that may have calls or thoughts in them."""
+
+    def __init__(self, response_id: str, model: ServedModel, reading: Reading | None = None) -> None:
+        super().__init__(response_id, model)
+        self._reading = reading
+        self._streamed: dict[int, _ReadChoice] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        return self._reading is None
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "chat.completion.chunk" if streamed else "chat.completion"}
@@ -133,15 +205,36 @@ class ChatRendering(_Fixed):
     def opening(self, index: int) -> Json | None:
         return _chat_choice(index, "delta", {"role": "assistant", "content": ""}, None, None)
 
-    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json:
-        content = {"content": piece.text} if piece.text else {}
-        logprobs = self._logprobs(self._scored(piece.tokens, piece.finish_reason))
-        return _chat_choice(index, "delta", content, logprobs, piece.finish_reason)
+    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json | None:
+        content: Json = {"content": piece.text} if piece.text else {}
+        reason: str | None = piece.finish_reason
+        logprobs = self._logprobs(self._scored(piece.tokens, reason))
+        if self._reading is not None:
+            if index not in self._streamed:
+                self._streamed[index] = _ReadChoice(self._reading)
+            read = self._streamed[index]
+            content = read.delta(piece.text, is_last=reason is not None)
+            reason = read.reason(reason)
+            if not content and not logprobs and reason is None:
+                return None
+        return _chat_choice(index, "delta", content, logprobs, reason)
 
     def whole(self, index: int, choice: Choice) -> Json:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        logprobs = self._logprobs(self._scored(choice.tokens, choice.finish_reason))
-        return _chat_choice(index, "message", message, logprobs, choice.finish_reason)
+        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+        reason = choice.finish_reason
+        logprobs = self._logprobs(self._scored(choice.tokens, reason))
+        if self._reading is not None:
+            read = _ReadChoice(self._reading)
+            said = read.delta(choice.text, is_last=True)
+            calls = [
+                {key: value for key, value in one.items() if key != "index"}
+                for one in said.pop("tool_calls", ())
+            ]
+            message |= {"content": None if calls else "", **said}
+            if calls:
+                message["tool_calls"] = calls
+            reason = read.reason(reason)
+        return _chat_choice(index, "message", message, logprobs, reason)
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> Json | None:
         if not tokens:

@@ -84,7 +84,7 @@ def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
     """Choice by choice: a thread that writes a long text gives way to none while it does."""
     whole = [encode(reply.rendering.whole(index, choice)) for index, choice in enumerate(choices)]
     head = encode(reply.rendering.head(streamed=False))
-    total = encode(reply.usage(sum(choice.n_generated for choice in choices)))
+    total = encode(reply.usage([(choice.n_generated, choice.n_cached) for choice in choices]))
     return f'{head[:-1]},"choices":[{",".join(whole)}],"usage":{total}}}'.encode()
 
 

@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     Tag,
     WithJsonSchema,
+    model_validator,
 )
 
 from phasewise.serving.grammar_limits import MOST_CHOICES, MOST_TEXT_CHARACTERS
@@ -26,6 +27,8 @@ _MOST_STOPS = 16
 _MOST_MESSAGES = 10_000
 _MOST_PARTS = 1024
 _MOST_BIASES = 4096
+_MOST_TOOLS = 128
+_MOST_CALLS = 128
 _MOST_INT = 2**31 - 1
 
 
@@ -131,7 +134,7 @@ class StructuredOutputs(Strict):
 
 
 _NOT_OFFERED = (
-    *("tools", "functions", "audio", "web_search_options", "prediction", "suffix", "echo"),
+    *("functions", "function_call", "audio", "web_search_options", "prediction", "suffix", "echo"),
     *("use_beam_search", "prompt_logprobs", "prompt_embeds", "stop_token_ids", "min_tokens", "bad_words"),
     *(
         "allowed_token_ids",
@@ -188,6 +191,8 @@ class CompletionRequest(GenerationRequest):
         """The name of a field that asks for what is not offered."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             return "best_of"
+        if (self.model_extra or {}).get("tools"):
+            return "tools"
         return super().unsupported()
 
 
@@ -203,21 +208,87 @@ Content = Annotated[
 ]
 
 
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class CalledFunction(Strict):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
 class ChatMessage(Strict):
+    """Every role but the assistant's needs a content; the assistant's may have calls in its place."""
+
     model_config = ConfigDict(extra="allow")
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Role
     content: Content | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=_MOST_CALLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = Field(None, description="what the model thought before this answer")
 
-    def for_template(self) -> dict[str, Any]:
-        """As templates want it: the content as one text."""
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of role {self.role} needs a content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only messages of role assistant can have tool_calls")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
         parts = self.content if isinstance(self.content, list) else []
-        text = "".join(part.text for part in parts) if parts else self.content or ""
-        return {**(self.model_extra or {}), "role": self.role, "content": text}
+        return "".join(part.text for part in parts) if parts else str(self.content or "")
+
+
+class FunctionTool(Strict):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of an object")
+    strict: bool | None = Field(
+        None, description="refuse a schema that cannot be kept in every detail, rather than keep what can be"
+    )
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Strict):
+    name: FunctionName
+
+
+class NamedChoice(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedChoice, Tag("dict")],
+    Discriminator(_kind),
+]
 
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MOST_MESSAGES)]
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(None, description="auto unless stated")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
+        None, description="an extension: variables for the model's template, such as enable_thinking"
+    )
     max_completion_tokens: AnswerTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.serving.chat import BOUNDS, Conversations
+from phasewise.serving.chat import BOUNDS, Conversation, Conversations
 from phasewise.serving.chat_template import ChatTemplate, ChatTemplateError
 from phasewise.serving.control_texts import ControlTexts
 from phasewise.serving.errors import ModelError
@@ -48,7 +48,7 @@ def test_ordinary_conversations_are_written_as_ever(name: str, at: int) -> None:
     if name == "mistral" and at == 1:
         messages = messages[1:]
 
-    prompt = conversations(name).write(messages)
+    prompt = conversations(name).write(Conversation(messages))
 
     assert prompt.mark == ""
     assert prompt.text == ChatTemplate(TEMPLATES[name], SPECIAL).render(messages)
@@ -56,8 +56,8 @@ def test_ordinary_conversations_are_written_as_ever(name: str, at: int) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_control_texts_of_contents_are_broken_and_the_templates_own_are_not(name: str) -> None:
-    plain = conversations(name).write([{"role": "user", "content": "hello"}])
-    prompt = conversations(name).write([{"role": "user", "content": TURN}])
+    plain = conversations(name).write(Conversation([{"role": "user", "content": "hello"}]))
+    prompt = conversations(name).write(Conversation([{"role": "user", "content": TURN}]))
 
     assert prompt.mark
     for text in CONTROL:
@@ -129,7 +129,7 @@ def test_a_template_that_takes_long_is_ended_from_outside(source: str) -> None:
         hostile.start()
         began = time.monotonic()
         with pytest.raises(ChatTemplateError) as stopped:
-            hostile.write(CONVERSATIONS[0])
+            hostile.write(Conversation(CONVERSATIONS[0]))
         assert time.monotonic() - began < 10.0
         assert "\n" not in str(stopped.value)
     finally:
@@ -144,8 +144,10 @@ def test_a_template_that_cannot_be_read_is_told_at_the_start(source: str) -> Non
 
 def test_a_conversation_that_the_template_refuses_says_why() -> None:
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        conversations("mistral").write([{"role": "assistant", "content": "I begin"}])
+        conversations("mistral").write(Conversation([{"role": "assistant", "content": "I begin"}]))
 
 
 def test_half_a_surrogate_pair_comes_through() -> None:
-    assert "\ud800" in conversations("smollm2").write([{"role": "user", "content": "\ud800"}]).text
+    assert (
+        "\ud800" in conversations("smollm2").write(Conversation([{"role": "user", "content": "\ud800"}])).text
+    )

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from phasewise.serving.chat import Conversations
+from phasewise.serving.chat import Conversation, Conversations
 from phasewise.serving.chat_template import ChatTemplateError
 from phasewise.serving.confined import Bounds, ConfinedError, ConfinedProcess
 from phasewise.serving.errors import ModelError, RequestError
@@ -191,7 +191,7 @@ def test_a_drawn_template_has_its_answer_within_the_bounds(source: str) -> None:
     began, said = time.monotonic(), ""
     try:
         conversations.start()
-        conversations.write([{"role": "user", "content": "hello"}])
+        conversations.write(Conversation([{"role": "user", "content": "hello"}]))
     except (ChatTemplateError, ModelError) as error:
         said = str(error)
     finally:

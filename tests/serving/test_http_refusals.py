@@ -110,7 +110,7 @@ def test_a_bias_for_a_token_that_is_not_there(server: FakeServer) -> None:
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"content": "a"}]}, "messages"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
-        ({"messages": [{"role": "refused", "content": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

@@ -22,7 +22,7 @@ ALPHABET = b"abcdefghijklmnopqrstuvwxyz"
 class ByteStream:
     """Decodes UTF-8 bytes as they come; the end token has no text."""
 
-    def __init__(self) -> None:
+    def __init__(self, shown: frozenset[int] = frozenset()) -> None:
         self._pending = b""
 
     def push(self, token_id: int) -> str:

@@ -28,8 +28,8 @@ CONTEXT = 500
 
 
 def render_chat(messages: Sequence[dict[str, Any]]) -> str:
-    if any(message["role"] == "refused" for message in messages):
-        raise ServingError("the template knows no role 'refused'")
+    if any(message["content"] == "refuse me" for message in messages):
+        raise ServingError("the template refuses this content")
     return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 
 
@@ -70,10 +70,12 @@ def fake_server(
     tls: ssl.SSLContext | None = None,
     model: Callable[[ServedModel], ServedModel] = lambda model: model,
     max_sequences: int = 4,
+    ranks: FakeRanks | None = None,
+    context: int = CONTEXT,
 ) -> Iterator[FakeServer]:
     """`model`: what the served model is to be, made from the one that this server has."""
-    ranks = FakeRanks()
-    engine = make_engine(ranks, context_length=CONTEXT, kv_slots=4 * CONTEXT, max_sequences=max_sequences)
+    ranks = ranks or FakeRanks()
+    engine = make_engine(ranks, context_length=context, kv_slots=4 * context, max_sequences=max_sequences)
     limits = limits or HttpLimits()
     client = EngineClient(lambda message: thread.send(message), limits)
     thread = EngineThread(engine, client.deliver)
@@ -90,12 +92,12 @@ def fake_server(
     served = ServedModel(
         ("fake", "alias"),
         1_700_000_000,
-        CONTEXT,
+        context,
         VOCAB_SIZE,
         frozenset({END}),
         encode,
         piece,
-        (lambda messages: encode(render_chat(messages))) if has_template else None,
+        (lambda chat: encode(render_chat(chat.messages))) if has_template else None,
     )
     app = create_app(model(served), client, limits, life, metrics)
     said: list[str] = []

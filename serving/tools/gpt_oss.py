@@ -1,0 +1,141 @@
+"""gpt-oss: channels. Thoughts are in `analysis`, the answer in `final`, calls in `commentary`.
+
+Each is a message of its own, a call for example
+`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from phasewise.serving.tools.parts import Call, Part, Reader, Reasoning, Text, call, n_begun, parsed
+from phasewise.serving.tools.tool_format import Function, Wanted, arguments_rule, grammar_of, literal, mark
+
+CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+ANSWER_BEGINS = f"{CHANNEL}final{MESSAGE}"
+_CALLED = "to=functions."
+_RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]{1,128})")
+_LONGEST_HEADER = 512
+
+
+class GptOss:
+    """See the module."""
+
+    name = "gpt-oss"
+    control_texts = (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS)
+    only_first = False
+
+    def fits(self, template: str) -> bool:
+        return CHANNEL in template and MESSAGE in template
+
+    def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
+        return (f"{CHANNEL}commentary {_CALLED}",)
+
+    def reader(self, names: frozenset[str]) -> Reader:
+        return _ChannelReader(names)
+
+    def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
+        """One call: its end ends the turn."""
+        functions = wanted.functions
+        rules = [("call", f"{mark(CHANNEL, control)} {literal(f'commentary {_CALLED}')} called")]
+        rules.append(("called", " | ".join(f"call_{at}" for at in range(len(functions)))))
+        middle = f'" "? {mark(CONSTRAIN, control)} "json" {mark(MESSAGE, control)}'
+        for at, function in enumerate(functions):
+            rules.append((f"call_{at}", f"{literal(function.name)} {middle} arguments_{at}"))
+            rules.append((f"arguments_{at}", arguments_rule(function)))
+        head = f'{mark(CHANNEL, control)} "analysis" {mark(MESSAGE, control)}'
+        tail = f'{mark(ENDS[0], control)} {mark(START, control)} "assistant"'
+        rules.append(("thought", f"{head} THOUGHT {tail}"))
+        rules.append(("THOUGHT", r"/(.|\n)*/"))
+        return grammar_of("thought? call", rules, wanted)
+
+    def call_id(self, serial: str) -> str:
+        return f"call_{serial[:24]}"
+
+    def known_id(self, given: str) -> str:
+        return given
+
+
+class _ChannelReader:
+    """`_kind`: what the message at hand is; None within its header."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._buffer = ""
+        self._kind: type[Text] | type[Reasoning] | type[Call] | None = None
+        self._called = ""
+        self._is_first = True
+        self._body = ""
+
+    def feed(self, text: str) -> list[Part]:
+        self._buffer += text
+        return self._drain(final=False)
+
+    def finish(self) -> list[Part]:
+        return self._drain(final=True)
+
+    def _drain(self, *, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._buffer or (final and self._kind is Call):
+            if self._kind is None:
+                if not self._read_header(parts, final=final):
+                    break
+            elif not self._read_body(parts, final=final):
+                break
+        return parts
+
+    def _read_header(self, parts: list[Part], *, final: bool) -> bool:
+        """False: more must come."""
+        if self._is_first and not _may_be_header(self._buffer):
+            self._kind, self._is_first = Text, False  # a model that writes no header
+            return True
+        at = self._buffer.find(MESSAGE)
+        header = self._buffer[: max(at, 0)] if at >= 0 else self._buffer
+        if at < 0:
+            if len(header) > _LONGEST_HEADER:
+                parts.append(Text(header))
+                self._buffer = ""
+            elif final:
+                self._buffer = ""  # a header that was cut off says nothing
+            return False
+        self._is_first = False
+        self._buffer = self._buffer[at + len(MESSAGE) :]
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None:
+            self._kind, self._called, self._body = Call, recipient[1], ""
+        else:
+            self._kind = Reasoning if f"{CHANNEL}analysis" in header else Text
+        return True
+
+    def _read_body(self, parts: list[Part], *, final: bool) -> bool:
+        ends = [(self._buffer.find(end), end) for end in (*ENDS, START)]
+        at, end = min(((at, end) for at, end in ends if at >= 0), default=(-1, ""))
+        if at < 0:
+            n_kept = 0 if final else max(n_begun(self._buffer, one) for _, one in ends)
+            at = len(self._buffer) - n_kept
+        said, self._buffer = self._buffer[:at], self._buffer[at + len(end) :]
+        if self._kind is Call:
+            self._body += said
+            if end or final:
+                found = _call(self._called, self._body, self._names)
+                parts.append(found or Text(self._body))
+                self._kind = None
+        elif said:
+            parts.append(Reasoning(said) if self._kind is Reasoning else Text(said))
+        if end:
+            self._kind = None
+        return bool(end)
+
+
+def _may_be_header(text: str) -> bool:
+    beginning = text.lstrip()
+    return any(
+        beginning.startswith(one) or one.startswith(beginning) for one in (CHANNEL, START, _CALLED, CONSTRAIN)
+    )
+
+
+def _call(name: str, body: str, names: frozenset[str]) -> Call | None:
+    value = parsed(body) if name in names else None
+    return call(name, value) if isinstance(value, dict) else None

@@ -1,0 +1,101 @@
+"""Llama 3.1 to 3.3: the whole answer is `{"name": ..., "parameters": {...}}`, several set apart by `; `.
+
+`<|python_tag|>` may stand in front.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from phasewise.serving.tools.parts import JsonEnd, Part, Reader, Text, call_of, parsed
+from phasewise.serving.tools.tool_format import (
+    Function,
+    Wanted,
+    arguments_rule,
+    grammar_of,
+    literal,
+    repeated,
+)
+
+PYTHON_TAG = "<|python_tag|>"
+_BEFORE = re.compile(r"\s*(?:<\|python_tag\|>)?\s*")
+_BETWEEN = re.compile(r"[\s;,]*(?:<\|python_tag\|>)?\s*")
+
+
+class LlamaJson:
+    """See the module."""
+
+    name = "llama3-json"
+    control_texts = (PYTHON_TAG,)
+    only_first = True
+
+    def fits(self, template: str) -> bool:
+        return PYTHON_TAG in template or '"parameters": dictionary of argument name' in template
+
+    def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
+        return ('{"name":', f'{PYTHON_TAG}{{"name":')
+
+    def reader(self, names: frozenset[str]) -> Reader:
+        return _JsonAnswerReader(names)
+
+    def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
+        rules = [("call", " | ".join(f"call_{at}" for at in range(len(wanted.functions))))]
+        for at, function in enumerate(wanted.functions):
+            head = literal(f'{{"name": "{function.name}", "parameters": ')
+            rules.append((f"call_{at}", f'{head} arguments_{at} "}}"'))
+            rules.append((f"arguments_{at}", arguments_rule(function)))
+        tag = f"<[{control[PYTHON_TAG]}]>? " if PYTHON_TAG in control else ""
+        return grammar_of(tag + repeated("call", '"; "', wanted.most_calls), rules, wanted)
+
+    def call_id(self, serial: str) -> str:
+        return f"call_{serial[:24]}"
+
+    def known_id(self, given: str) -> str:
+        return given
+
+
+class _JsonAnswerReader:
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._buffer = ""
+        self._gap = _BEFORE
+        self._json = JsonEnd()
+        self._is_text = False
+
+    def feed(self, text: str) -> list[Part]:
+        self._buffer += text
+        return self._drain(final=False)
+
+    def finish(self) -> list[Part]:
+        return self._drain(final=True)
+
+    def _drain(self, *, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._buffer and not self._is_text:
+            gap = self._gap.match(self._buffer)
+            assert gap is not None
+            start = gap.end()
+            rest = self._buffer[start:]
+            if not final and (not rest or PYTHON_TAG.startswith(rest)):
+                return parts  # the tag may be coming
+            if not rest.startswith("{"):
+                if not rest and self._gap is _BETWEEN:
+                    self._buffer = ""  # signs between calls that do not come
+                self._is_text = True
+                break
+            end = self._json.find(self._buffer, start)
+            if end is None:
+                if final:
+                    break
+                return parts
+            found = call_of(parsed(self._buffer[start:end]), self._names, ("parameters", "arguments"))
+            if found is None:
+                self._is_text = True
+                break
+            parts.append(found)
+            self._buffer, self._gap, self._json = self._buffer[end:], _BETWEEN, JsonEnd()
+        if self._buffer:
+            parts.append(Text(self._buffer))
+            self._buffer = ""
+        return parts

@@ -1,0 +1,232 @@
+"""Llama 3.2 and 4 and their kin: the whole answer is a list of calls in Python, `[f(a=1), g(b="x")]`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phasewise.serving.tools.parts import Call, Part, Reader, Text, call
+from phasewise.serving.tools.tool_format import Function, Wanted, grammar_of, json_rule, literal, repeated
+
+START, END = "<|python_start|>", "<|python_end|>"
+_BEFORE = re.compile(r"\s*(?:<\|python_start\|>)?\s*")
+_AFTER = re.compile(r"\s*(?:<\|python_end\|>)?")
+_NAME = re.compile(r"\s*([A-Za-z0-9_.-]{1,128})\s*\(")
+_COMMA = re.compile(r"\s*(,|\])")
+_CONSTANTS = {"true": True, "false": False, "null": None}
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class Pythonic:
+    """See the module."""
+
+    name = "pythonic"
+    control_texts = (START, END)
+    only_first = True
+
+    def fits(self, template: str) -> bool:
+        return START in template or "func_name1(" in template
+
+    def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
+        return tuple(f"[{function.name}(" for function in functions)
+
+    def reader(self, names: frozenset[str]) -> Reader:
+        return _PythonReader(names)
+
+    def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
+        rules = [("call", " | ".join(f"call_{at}" for at in range(len(wanted.functions))))]
+        for at, function in enumerate(wanted.functions):
+            rules += _rules_of(f"call_{at}", function)
+        return grammar_of(
+            f'"[" {repeated("call", chr(34) + ", " + chr(34), wanted.most_calls)} "]"', rules, wanted
+        )
+
+    def call_id(self, serial: str) -> str:
+        return f"call_{serial[:24]}"
+
+    def known_id(self, given: str) -> str:
+        return given
+
+
+def _rules_of(name: str, function: Function) -> list[tuple[str, str]]:
+    """A call with its arguments by name, in the order of the schema. Values are JSON: the reader takes it."""
+    schema = dict(function.parameters)
+    json_rule(schema or {"type": "object"}, lenient=True)  # its size, as a whole
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    required = schema.get("required")
+    needed = set(required) if isinstance(required, list) else set()
+    head = literal(f"{function.name}(")
+    rules = []
+    for at, (key, value) in enumerate(properties.items()):
+        value = value if isinstance(value, dict) else {}
+        body = json_rule({**shared, **value}, lenient=not function.is_strict) if value else "%json {}"
+        rules.append((f"{name}_value_{at}", body))
+        rules.append((f"{name}_{at}", f"{literal(f'{key}=')} {name}_value_{at}"))
+    # What may follow an argument: the next one, or what may follow that where it may be left out.
+    keys = list(properties)
+    rules += [(f"{name}_after_{at}", _following(name, at + 1, keys, needed)) for at in range(len(keys))]
+    first = _first(name, keys, needed)
+    rules.append((name, f'{head} {first} ")"'))
+    return rules
+
+
+def _following(name: str, at: int, keys: list[str], needed: set[str]) -> str:
+    if at == len(keys):
+        return '""'
+    given = f'", " {name}_{at} {name}_after_{at}'
+    return given if keys[at] in needed else f"{given} | {name}_after_{at}"
+
+
+def _first(name: str, keys: list[str], needed: set[str]) -> str:
+    """The arguments from the first that is there."""
+    options = []
+    for at, key in enumerate(keys):
+        options.append(f"{name}_{at} {name}_after_{at}")
+        if key in needed:
+            break
+    else:
+        options.append('""')
+    return f"({' | '.join(options)})"
+
+
+class _PythonReader:
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._buffer = ""
+        self._scan = _ListEnd()
+        self._is_text = False
+
+    def feed(self, text: str) -> list[Part]:
+        self._buffer += text
+        return self._drain(final=False)
+
+    def finish(self) -> list[Part]:
+        return self._drain(final=True)
+
+    def _drain(self, *, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        if self._buffer and not self._is_text:
+            read = self._read(final=final)
+            if read is None:
+                return parts
+            self._is_text = True
+            n_read, calls = read
+            parts += calls
+            self._buffer = self._buffer[n_read:]
+        if self._buffer:
+            parts.append(Text(self._buffer))
+            self._buffer = ""
+        return parts
+
+    def _read(self, *, final: bool) -> tuple[int, list[Call]] | None:
+        """(Characters, calls); None: more must come."""
+        gap = _BEFORE.match(self._buffer)
+        assert gap is not None
+        start = gap.end()
+        rest = self._buffer[start:]
+        if not rest.startswith("["):
+            may_come = not rest or START.startswith(rest)
+            return None if may_come and not final else (0, [])
+        end = self._scan.find(self._buffer, start)
+        if end is None:
+            return (0, []) if final else None
+        calls = _calls_in(self._buffer[start:end], self._names)
+        if not calls:
+            return 0, []
+        after = _AFTER.match(self._buffer, end)
+        assert after is not None
+        tail = self._buffer[end:].lstrip()
+        if not final and len(tail) < len(END) and END.startswith(tail):
+            return None
+        return after.end(), calls
+
+
+class _ListEnd:
+    """Finds the bracket that closes a list, past texts in either kind of quotes."""
+
+    def __init__(self) -> None:
+        self._at = self._depth = 0
+        self._quote = ""
+        self._end: int | None = None
+
+    def find(self, text: str, start: int) -> int | None:
+        """Behind it; None while it has not come. `text` only grows."""
+        if self._end is not None:
+            return self._end
+        at = max(self._at, start)
+        while at < len(text):
+            sign = text[at]
+            if sign == "\\" and self._quote:
+                if at + 1 == len(text):
+                    break
+                at += 1
+            elif self._quote:
+                self._quote = "" if sign == self._quote else self._quote
+            elif sign in "\"'":
+                self._quote = sign
+            elif sign in "([{":
+                self._depth += 1
+            elif sign in ")]}":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self._end = at + 1
+                    return self._end
+            at += 1
+        self._at = at
+        return None
+
+
+def _calls_in(text: str, names: frozenset[str]) -> list[Call]:
+    """Of `[f(...), g(...)]`; none where any of it is not a call of `names` with plain values."""
+    calls, at = [], 1
+    while True:
+        found = _NAME.match(text, at)
+        if found is None or found[1] not in names:
+            return []
+        end = _ListEnd().find(text, found.end() - 1)
+        if end is None:
+            return []
+        one = call(found[1], _arguments(text[found.end() : end - 1]))
+        comma = _COMMA.match(text, end)
+        if one is None or comma is None:
+            return []
+        calls.append(one)
+        if comma[1] == "]":
+            return calls if comma.end() == len(text) else []
+        at = comma.end()
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    try:
+        tree = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(tree, ast.Call) or tree.args or any(one.arg is None for one in tree.keywords):
+            return None
+        return {str(one.arg): _value(one.value) for one in tree.keywords}
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.Constant(value=None | bool() | int() | float() | str() as constant):
+            return constant
+        case _:
+            raise ValueError("not a plain value")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("not a text")

@@ -1,0 +1,126 @@
+"""What a format of tool calls has to know, and how its grammars are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from phasewise.serving.grammar_limits import checked_schema
+from phasewise.serving.tools.parts import Reader
+
+MOST_CALLS = 16
+"""Of one answer that must call: a small model may else begin new calls until its tokens end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called. `parameters`: a JSON schema of an object; {}: none are described."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    description: str = ""
+    is_strict: bool = False
+    """Whether a schema that cannot be kept in every detail is refused; else it is kept as far as possible."""
+
+
+class Wanted(NamedTuple):
+    """What calls an answer may have. `or_document`: a rule of Lark for an answer without any; "": none."""
+
+    functions: Sequence[Function]
+    most_calls: int = MOST_CALLS
+    or_document: str = ""
+
+
+class ToolFormat(Protocol):
+    """How one family of models writes calls."""
+
+    @property
+    def name(self) -> str:
+        """For `--tool-format`."""
+        ...
+
+    @property
+    def control_texts(self) -> tuple[str, ...]:
+        """Control tokens whose text the reader wants to see."""
+        ...
+
+    @property
+    def only_first(self) -> bool:
+        """Whether calls are the whole answer, and never follow text."""
+        ...
+
+    def fits(self, template: str) -> bool:
+        """Whether a chat template writes this format."""
+        ...
+
+    def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
+        """Texts of which each begins a call."""
+        ...
+
+    def reader(self, names: frozenset[str]) -> Reader:
+        """A reader of calls of functions with these names."""
+        ...
+
+    def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
+        """Of answers that consist of calls, from the trigger on, in llguidance's Lark.
+
+        `control`: ids of control tokens by their texts. RequestError where a schema is too large.
+        """
+        ...
+
+    def call_id(self, serial: str) -> str:
+        """An id of the form that the template takes, made from a random text of hexadecimal digits."""
+        ...
+
+    def known_id(self, given: str) -> str:
+        """An id from a conversation in the form that the template takes; equal ids stay equal."""
+        ...
+
+
+_KEPT = {
+    "whitespace_pattern": r"( |\n[ \t]{0,32})",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": True,
+}
+
+
+def literal(text: str) -> str:
+    """A text as Lark has it."""
+    return json.dumps(text)
+
+
+def mark(text: str, control: Mapping[str, int]) -> str:
+    """A mark of a format: the control token of that text where the vocabulary has one."""
+    return f"<[{control[text]}]>" if text in control else literal(text)
+
+
+def arguments_rule(function: Function) -> str:
+    """Lark for the JSON of its arguments. RequestError where the schema is too large."""
+    return json_rule(function.parameters or {"type": "object"}, lenient=not function.is_strict)
+
+
+def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
+    """Lark for JSON that keeps a schema. lenient: leave out what the engine cannot hold answers to."""
+    checked_schema(dict(schema))
+    own = {key: value for key, value in schema.items() if key != "x-guidance"}
+    if "type" not in own and not {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"} & own.keys():
+        own["type"] = "object"
+    return "%json " + json.dumps({**own, "x-guidance": {**_KEPT, "lenient": lenient}})
+
+
+def grammar_of(start: str, rules: Iterable[tuple[str, str]], wanted: Wanted) -> str:
+    """A grammar of named rules. `start` is its first one."""
+    document = f" | {wanted.or_document}" if wanted.or_document else ""
+    lines = ["%llguidance {}", f"start: {start}{' | document' if document else ''}"]
+    if document:
+        lines.append(f"document: {wanted.or_document}")
+    lines += [f"{name}: {body}" for name, body in rules]
+    return "\n".join(lines) + "\n"
+
+
+def repeated(rule: str, separator: str, most: int) -> str:
+    """From one to `most` times `rule`."""
+    return rule if most == 1 else f"{rule} ({separator} {rule}){{0,{most - 1}}}"

@@ -1,0 +1,188 @@
+"""Calls that an answer must have keep the schemas of their functions, in every format."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+
+from phasewise.serving.errors import RequestError
+from phasewise.serving.guides import Grammar, Guide, GuideCompiler, TokenView
+from phasewise.serving.late_guides import CallGuide, ThoughtGuide
+from phasewise.serving.tools.dialect import Dialect, dialect_of
+from phasewise.serving.tools.parts import Call
+from phasewise.serving.tools.tool_format import Function, Wanted
+from tests.support.tiers import n_examples
+from tests.support.tool_templates import TEMPLATES
+
+END = 256
+CONTROL = {
+    text: 257 + at
+    for at, text in enumerate(
+        ("[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
+    )
+}
+PIECES = [*(bytes([one]) for one in range(256)), b"<end>", *(text.encode() for text in CONTROL)]
+SPECIAL = frozenset({END, *CONTROL.values()})
+
+
+def encode(text: str, _special: bool) -> list[int]:
+    return list(text.encode())
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GuideCompiler]:
+    found = GuideCompiler(TokenView(len(PIECES), frozenset({END}), SPECIAL, PIECES.__getitem__, encode))
+    yield found
+    found.close()
+
+
+def dialect(name: str) -> Dialect:
+    return dialect_of(TEMPLATES[name], CONTROL.get, SPECIAL)
+
+
+def schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema as agents send them."""
+    kinds = ["string", "integer", "number", "boolean", "enum", "null"] + ["object", "array"] * (depth < 2)
+    match "object" if depth == 0 else draw.choice(kinds):
+        case "object":
+            keys = draw.sample(["a", "b_c", "größe", "d", "e"], draw.randint(0, 4))
+            return {
+                "type": "object",
+                "properties": {key: schema(draw, depth + 1) for key in keys},
+                "required": [key for key in keys if draw.random() < 0.6],
+                "additionalProperties": False,
+            }
+        case "array":
+            return {"type": "array", "items": schema(draw, depth + 1), "maxItems": draw.randint(0, 3)}
+        case "string":
+            return {"type": "string", "maxLength": draw.randint(0, 9)}
+        case "integer":
+            low = draw.randint(-50, 50)
+            return {"type": "integer", "minimum": low, "maximum": low + draw.randint(0, 99)}
+        case "number":
+            return {"type": "number", "minimum": 0, "maximum": 10}
+        case "enum":
+            return {"enum": draw.sample(["x", "y", 1, 2.5, None, True], 3)}
+        case kind:
+            return {"type": kind}
+
+
+def answer(guide: Guide, draw: np.random.Generator, most: int = 1500) -> bytes | None:
+    """What comes out where every token that may come is as likely as any other; None: it did not end."""
+    said = b""
+    for _ in range(most):
+        logits = draw.gumbel(size=len(PIECES)).astype(np.float32)
+        assert guide.forbid(logits), said
+        token_id = int(logits.argmax())
+        if token_id == END:
+            return said
+        said += PIECES[token_id]
+        guide.advance(token_id)
+    return None
+
+
+def held(name: str, functions: list[Function], compiler: GuideCompiler, most_calls: int = 1) -> Guide:
+    found = dialect(name)
+    lark = found.format.grammar(Wanted(functions, most_calls), found.control)
+    return compiler.compile(Grammar.of_lark(lark)).fresh()
+
+
+def test_required_calls_keep_drawn_schemas(compiler: GuideCompiler) -> None:
+    """Of every format; every answer that ends is calls alone, and valid."""
+    draw, rows, n_ended = random.Random(3), np.random.default_rng(3), 0
+    names = list(TEMPLATES)
+    n_schemas = n_examples(300)
+    for number in range(n_schemas):
+        wanted = schema(draw)
+        name = names[number % len(names)]
+        functions = [Function("f", wanted), Function("g.h-i", {})][: 1 + number % 2]
+        said = answer(held(name, functions, compiler), rows)
+        if said is None:
+            continue
+        n_ended += 1
+        reader = dialect(name).reader(frozenset({"f", "g.h-i"}), in_thought=False)
+        parts = [*reader.feed(said.decode("utf-8", "replace")), *reader.finish()]
+        calls = [part for part in parts if isinstance(part, Call)]
+        assert len(calls) == 1, (name, said)
+        if calls[0].name == "f" and b"\xef\xbf\xbd" not in said:
+            jsonschema_rs.validate(wanted, json.loads(calls[0].arguments))
+    assert n_ended > n_schemas * 0.6
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_several_calls_can_be_made(name: str, compiler: GuideCompiler) -> None:
+    functions = [Function("f", {"type": "object", "properties": {}, "additionalProperties": False})]
+    guide, rows = held(name, functions, compiler, 16), np.random.default_rng(1)
+    said = answer(guide, rows)
+    assert said is not None
+    reader = dialect(name).reader(frozenset({"f"}), in_thought=False)
+    parts = [*reader.feed(said.decode()), *reader.finish()]
+    assert {type(part) for part in parts} <= {Call} or name == "gpt-oss"
+    assert sum(isinstance(part, Call) for part in parts) >= 1
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_guide_that_begins_late_leaves_all_text_before_the_call_alone(
+    name: str, compiler: GuideCompiler
+) -> None:
+    found, functions = dialect(name), [Function("f", {"type": "object", "properties": {}, "required": []})]
+    triggers = [one.encode() for one in found.format.triggers(functions)]
+    tokens = compiler.tokens
+    late = CallGuide(
+        held(name, functions, compiler),
+        triggers,
+        PIECES.__getitem__,
+        tokens.tokens_of,
+        only_first=found.format.only_first,
+    ).fresh()
+    before = b"\n" if found.format.only_first else b"some text, <tool {[ "
+    free = np.zeros(len(PIECES), dtype=np.float32)
+    ids = [CONTROL[text] for text in CONTROL if triggers[0].startswith(text.encode())][:1]
+    rest = triggers[0][len(PIECES[ids[0]]) :] if ids else triggers[0]
+    for token_id in [*before, *ids, *rest]:
+        assert late.forbid(free)
+        assert np.isfinite(free).all()
+        late.advance(token_id)
+    row = free.copy()
+    assert late.forbid(row)
+    assert 0 < np.isfinite(row).sum() < len(PIECES)
+
+
+def test_thoughts_are_free_and_what_follows_is_held(compiler: GuideCompiler) -> None:
+    inner = compiler.compile(Grammar.of_choices(["yes", "no"]))
+    for is_open in (True, False):
+        guide = ThoughtGuide(inner, b"<think>", b"</think>", PIECES.__getitem__, is_open=is_open).fresh()
+        text = b"anything </thin" if is_open else b"<think>anything"
+        if not is_open:
+            guide = ThoughtGuide(
+                inner,
+                b"<think>",
+                b"</think>",
+                [*PIECES, b"<think>"].__getitem__,
+                is_open=False,
+                opening_token=len(PIECES),
+            ).fresh()
+            row = np.zeros(len(PIECES) + 1, dtype=np.float32)
+            guide.advance(len(PIECES))
+            text = b"anything"
+        row = np.zeros(len(PIECES), dtype=np.float32)
+        for token_id in text + b"</think>":
+            assert guide.forbid(row)
+            assert np.isfinite(row).all()
+            guide.advance(token_id)
+        assert guide.forbid(row)
+        assert {chr(one) for one in np.flatnonzero(np.isfinite(row))} == {"y", "n"}
+
+
+def test_many_large_tools_are_refused_by_their_size() -> None:
+    large = {"type": "object", "properties": {f"p{at}": {"enum": ["x" * 50]} for at in range(300)}}
+    functions = [Function(f"f{at}", large) for at in range(128)]
+    found = dialect("hermes")
+    with pytest.raises(RequestError, match="all tools"):
+        Grammar.of_lark(found.format.grammar(Wanted(functions), found.control))
