@@ -67,7 +67,7 @@ def test_usage_counts_what_went_quickly_too() -> None:
     events.of_text([said(0, "a"), said(1, "a")])
     events.of([(0, said(0, "b", 2, "length")), (1, said(1, "b", 2, "length"))])
 
-    assert b'"usage":{"prompt_tokens":2,"completion_tokens":4,"total_tokens":6}' in events.total()
+    assert b'"usage":{"prompt_tokens":2,"completion_tokens":4,"total_tokens":6,' in events.total()
 
 
 @pytest.mark.parametrize("refusals", list(itertools.product([True, False], repeat=5)))
