@@ -75,7 +75,7 @@ def files_like(*patterns: str) -> list[str]:
 
 
 # What isa/<name>.c is made of; doors, programs and teams can change without compiling the kernels again.
-ISA_HEADERS = ("cpu.h", "dispatch.h", "gemm.h", "ops.h", "*/*.h")
+ISA_HEADERS = ("blocks.h", "cpu.h", "dispatch.h", "gemm.h", "ops.h", "sparse.h", "*/*.h")
 ISA_DEPENDS = files_like(*ISA_HEADERS, "families/*.c", "isa/*.json", "abi.py")
 native = Extension(
     "phasewise.cython_kernels._native",

@@ -48,7 +48,7 @@ unsigned pw_cpu_features(void) {
     }
     if ((r.xcr0 & XCR0_AVX512) == XCR0_AVX512) {
         features |= when(r.leaf7_ebx, f_dq_bw_vl, PW_CPU_AVX512) | when(r.leaf7_ecx, 1u << 11, PW_CPU_AVX512_VNNI) |
-                    when(r.leaf7_1_eax, 1u << 5, PW_CPU_AVX512_BF16) |
+                    when(r.leaf7_1_eax, 1u << 5, PW_CPU_AVX512_BF16) | when(r.leaf7_ecx, 1u << 6, PW_CPU_AVX512_VBMI2) |
                     when(r.leaf7_edx, 1u << 23, PW_CPU_AVX512_FP16);
     }
     if ((r.xcr0 & XCR0_AMX) == XCR0_AMX) features |= when(r.leaf7_edx, bf16_tile_int8, PW_CPU_AMX);
@@ -81,6 +81,21 @@ int pw_cpu_request_tiles(void) { return 0; }
 unsigned pw_cpu_features(void) { return 0; }
 int pw_cpu_request_tiles(void) { return 0; }
 #endif
+
+enum { NOT_ASKED = -1 };
+static _Atomic int expands = NOT_ASKED;
+
+int pw_cpu_expands(void) {
+    int known = atomic_load_explicit(&expands, memory_order_relaxed);
+    if (known != NOT_ASKED) return known;
+    pw_cpu_let_expand(1); /* threads that come here at the same time all find the same */
+    return atomic_load_explicit(&expands, memory_order_relaxed);
+}
+
+void pw_cpu_let_expand(int allowed) {
+    int can = (pw_cpu_features() & PW_CPU_AVX512_VBMI2) != 0;
+    atomic_store_explicit(&expands, allowed && can, memory_order_relaxed);
+}
 
 /* The only place where a kind of core is told from another. The first is for cores that nothing is known of. */
 static const pw_core_traits CORES[] = {

@@ -14,10 +14,18 @@ typedef enum {
     PW_CPU_NEON_DOTPROD = 1 << 7,
     PW_CPU_NEON_BF16 = 1 << 8,
     PW_CPU_NEON_I8MM = 1 << 9,
+    PW_CPU_AVX512_VBMI2 = 1 << 11,
 } pw_cpu_feature;
 
 /* pw_cpu_feature bits. Slow (cpuid leaves a virtual machine): ask once. */
 unsigned pw_cpu_features(void);
+
+/* 1 where one instruction expands a vector row of a sparse weight: AVX-512 with VBMI2. Cascade Lake and Cooper Lake have
+ * AVX-512 without it. Asked once. */
+int pw_cpu_expands(void);
+
+/* For tests: 0, as if the cores could not; 1, what they can. */
+void pw_cpu_let_expand(int allowed);
 
 /* Linux saves tile data only for a process that has asked for it, before any thread touches a tile. Asks; 1 when
  * it is granted. */

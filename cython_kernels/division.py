@@ -23,7 +23,7 @@ class Division:
 
     def panels(self, packed: PackedWeight, table: int) -> tuple[int, int]:
         """Which panels of a weight this rank computes."""
-        return share(packed.values.shape[0], self.teams[table], self.rank)
+        return share(packed.panels, self.teams[table], self.rank)
 
     def weight(self, packed: PackedWeight, table: int) -> PackedWeight | None:
         """These panels as a weight; None: there are none."""
@@ -50,7 +50,8 @@ def columns(packed: PackedWeight, begin: int, end: int) -> PackedWeight | None:
     return replace(
         packed,
         n=min(packed.n, end * PANEL) - begin * PANEL,
-        values=packed.values[begin:end],
+        values=packed.values if packed.is_sparse else packed.values[begin:end],
+        offsets=None if packed.offsets is None else packed.offsets[begin:end],
         scales=None if packed.scales is None else packed.scales[begin:end],
         mins=None if packed.mins is None else packed.mins[begin:end],
     )

@@ -39,12 +39,13 @@ typedef struct {
     int32_t top_exponent; /* bf16: the exponent field of the largest magnitude, 255: not finite; otherwise 0 */
     int32_t k_parts;     /* 1..PW_MAX_K_PARTS: k is summed in k_parts parts, whose sums are added in order */
     int64_t n, k;        /* outputs and inputs, before padding */
-    const void *values;  /* panels, see packing.py and blocks.py; no alignment is assumed */
+    const void *values;  /* panels, see packing.py and blocks.py; no alignment is assumed. Sparse: the stream, see sparse.h */
+    const uint32_t *offsets; /* sparse: [panels][slots], see sparse.h; NULL: the weight is stored dense */
     const void *scales;  /* [panels][padded k / group][16] or NULL: blocks hold their own */
     const void *mins;    /* like scales, or NULL */
 } pw_weight;
 
-/* Bytes of one panel of a weight's values. */
+/* Bytes of one panel of a weight's values, as dense kernels read them. */
 static inline int64_t pw_panel_bytes(const pw_weight *w) {
     int64_t k = (w->k + PW_K_MULTIPLE - 1) / PW_K_MULTIPLE * PW_K_MULTIPLE;
     if (!pw_in_blocks(w->kind)) return k * PW_PANEL * 4 / (1 << w->kind);

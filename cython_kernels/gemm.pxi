@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 from libc.stdlib cimport free, malloc
 
 from phasewise.cython_kernels import blocks, packing
@@ -32,6 +32,7 @@ cdef extern from "gemm.h" nogil:
         int32_t kind, group, zero_point, scale_bytes, path, top_exponent, k_parts
         int64_t n, k
         const void *values
+        const uint32_t *offsets
         const void *scales
         const void *mins
 
@@ -66,7 +67,25 @@ cdef extern from "cpu.h" nogil:
 
     const pw_core_traits *pw_core()
     int pw_core_select(const char *name)
+    int pw_cpu_expands()
+    void pw_cpu_let_expand(int allowed)
     const char *pw_core_name(int index)
+
+
+cdef extern from "sparse.h" nogil:
+    enum:
+        PW_SPARSE_TAIL
+
+    ctypedef struct pw_sparse_shape:
+        int32_t kind, zero_point
+        int64_t panels, k
+
+    int64_t pw_sparse_slots(int64_t k)
+    int64_t pw_sparse_pack(const pw_sparse_shape *shape, const void *dense, int64_t at, uint8_t *stream,
+                           uint32_t *offsets, int64_t *kept)
+    void pw_sparse_unpack(const pw_sparse_shape *shape, const uint8_t *stream, const uint32_t *offsets, void *dense)
+    const char *pw_sparse_problem(const pw_sparse_shape *shape, const uint8_t *stream, int64_t bytes,
+                                  const uint32_t *offsets, int64_t *kept)
 
 
 cdef extern from "dispatch.h" nogil:
@@ -232,8 +251,15 @@ cdef pw_weight weight_view(packed, path=None, int32_t k_parts=1) except *:
     w.scales = w.mins = NULL
     if packed.kind in blocks.BLOCKS and k % blocks.BLOCKS[packed.kind].inputs:
         raise WeightError(f"a {packed.kind} weight of {k} inputs, which are not whole blocks")
-    w.values = _bytes_of(packed.values, packing.values_dtype(packed.kind),
-                         packing.values_shape(packed.kind, n, k), "values")
+    w.offsets = NULL
+    if packed.offsets is None:
+        w.values = _bytes_of(packed.values, packing.values_dtype(packed.kind),
+                             packing.values_shape(packed.kind, n, k), "values")
+    else:
+        w.values = _bytes_of(packed.values, np.uint8, (packed.values.size,), "the stream")
+        w.offsets = <const uint32_t *>_bytes_of(packed.offsets, np.uint32, packing.offsets_shape(n, k), "offsets")
+        if int(packed.offsets.max()) * packing.SLOT_UNIT + packing.SPARSE_TAIL > packed.values.size:
+            raise WeightError(f"a sparse {packed.kind} weight with a slot beyond its {packed.values.size} bytes")
     if packed.scales is not None:
         if packed.group not in (0, 16, 32) or packed.scales.dtype not in (np.float16, np.float32):
             raise WeightError(f"no kernel reads {packed.scales.dtype} scales in groups of {packed.group}")
@@ -246,6 +272,78 @@ cdef pw_weight weight_view(packed, path=None, int32_t k_parts=1) except *:
     if problem != NULL:
         raise WeightError(f"a {packed.kind} weight: {problem.decode()}")
     return w
+
+
+def expands():
+    """Whether one instruction expands sparse weights on this CPU."""
+    return bool(pw_cpu_expands())
+
+
+def let_expand(bint allowed):
+    """For tests: False, as if this CPU had no such instruction."""
+    pw_cpu_let_expand(allowed)
+
+
+cdef pw_sparse_shape _sparse_shape(str kind, int32_t zero_point, int64_t panels, int64_t k) except *:
+    cdef pw_sparse_shape shape
+    if kind not in ("bf16", "q8") or panels < 1 or k < 1:
+        raise WeightError(f"a sparse {kind} weight of {panels} panels and {k} inputs: there is no such storage")
+    shape.kind, shape.zero_point, shape.panels, shape.k = packing.KINDS.index(kind), zero_point, panels, k
+    return shape
+
+
+def sparse_pack(values, str kind, int32_t zero_point, int64_t k, int64_t at=0):
+    """(stream uint8 without its tail, offsets uint32 [panels, slots], weights kept) of dense panels (packing.py).
+
+    at: bytes of the panels before these, from which offsets count. The stream is a list of one array.
+    """
+    cdef pw_sparse_shape shape = _sparse_shape(kind, zero_point, values.shape[0], k)
+    cdef const uint8_t[::1] dense = values.reshape(-1).view(np.uint8)
+    cdef uint8_t[::1] to
+    cdef uint32_t[::1] slots
+    cdef int64_t size, kept
+    offsets = np.empty((values.shape[0], pw_sparse_slots(k)), dtype=np.uint32)
+    slots = offsets.reshape(-1)
+    if dense.shape[0] != values.shape[0] * pw_padded_k(k) * PW_PANEL * (2 if kind == "bf16" else 1):
+        raise WeightError(f"{dense.shape[0]} bytes are not {values.shape[0]} panels of {k} inputs")
+    with nogil:
+        size = pw_sparse_pack(&shape, &dense[0], at, NULL, &slots[0], &kept)
+    if size < 0:
+        raise WeightError("a sparse weight is larger than offsets reach")
+    stream = np.empty(size, dtype=np.uint8)
+    to = stream
+    with nogil:
+        pw_sparse_pack(&shape, &dense[0], at, &to[0], &slots[0], &kept)
+    return stream, offsets, kept
+
+
+def sparse_unpack(stream, offsets, str kind, int32_t zero_point, int64_t k):
+    """The dense panels of a checked stream, uint8."""
+    cdef pw_sparse_shape shape = _sparse_shape(kind, zero_point, offsets.shape[0], k)
+    cdef const uint8_t[::1] of = stream
+    cdef const uint32_t[::1] slots = np.ascontiguousarray(offsets).reshape(-1)
+    cdef uint8_t[::1] to
+    dense = np.empty(offsets.shape[0] * pw_padded_k(k) * PW_PANEL * (2 if kind == "bf16" else 1), dtype=np.uint8)
+    to = dense
+    with nogil:
+        pw_sparse_unpack(&shape, &of[0], &slots[0], &to[0])
+    return dense
+
+
+def sparse_kept(stream, offsets, str kind, int64_t k):
+    """How many weights a stream keeps. WeightError unless its offsets, masks and length agree: it may say anything."""
+    cdef pw_sparse_shape shape = _sparse_shape(kind, 0, offsets.shape[0], k)
+    cdef const uint8_t[::1] of = stream
+    cdef const uint32_t[::1] slots = np.ascontiguousarray(offsets).reshape(-1)
+    cdef int64_t kept, size = of.shape[0]
+    cdef const char *problem
+    if offsets.shape[1] != pw_sparse_slots(k) or size < PW_SPARSE_TAIL:
+        raise WeightError(f"a sparse {kind} weight of {size} bytes with offsets {offsets.shape}")
+    with nogil:
+        problem = pw_sparse_problem(&shape, &of[0], size, &slots[0], &kept)
+    if problem != NULL:
+        raise WeightError(f"a sparse {kind} weight: {problem.decode()}")
+    return kept
 
 
 cdef pw_schedule schedule_of(fields):

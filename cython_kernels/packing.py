@@ -9,6 +9,7 @@ multiple of 16, k to a multiple of 32; padded columns have scale 0. With P panel
 - q8:   values uint8 [P, Kp/4, 16, 4], quads along k
 - q4:   values uint8 [P, Kp/8, 16, 4]: byte j of a column holds k = 8i + j low and k = 8i + 4 + j high
 - kinds in blocks (q4_k and its kin): uint8 [P, k / inputs of a block, bytes of a panel's block]: blocks.py
+- bf16 and q8 may be stored sparse: sparse.py
 
 q8 and q4 carry scales (and maybe mins) [P, Kp/group, 16] with w = scale * (q - zero_point) + min. For q8,
 group 0 is all of k: scales [P, 1, 16] and no mins; rows of x have one scale each too.
@@ -27,10 +28,15 @@ from phasewise.cython_kernels.blocks import BLOCKS, BlockRows
 
 PANEL = 16  # output columns per panel, for every format and instruction set
 K_MULTIPLE = 32
+SLOT_INPUTS = 64  # of a sparse weight (sparse.h): inputs that have an offset of their own,
+SLOT_UNIT = 2  # which counts in so many bytes,
+SPARSE_TAIL = 2240  # and bytes behind the last one
 DEFAULT_GROUP = 32
 COLUMN_GROUP = 0  # one group for all of k
 NOT_FINITE = 255  # the exponent field of infinities and NaN
-PACKING_VERSION = 2  # change with any layout above: packed files of another version are rebuilt
+PACKING_VERSION = 3  # change with any layout above: packed files of another version are rebuilt
+
+_MINUS_ZERO = np.uint16(0x8000)
 
 Array = npt.NDArray[Any]
 Kind = Literal[
@@ -99,11 +105,28 @@ class PackedWeight:
     """bf16: the exponent field of the largest magnitude, 0..254, or NOT_FINITE.
 
     Of the whole weight, also in a view of some columns."""
+    offsets: Array | None = None
+    """None: dense. Otherwise the weight is sparse (sparse.py): uint32 [P, slots], where in `values` slots begin.
+
+    Of a view of some columns `values` is still the stream of the whole weight."""
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.offsets is not None
+
+    @property
+    def panels(self) -> int:
+        return padded_n(self.n) // PANEL
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.values, self.scales, self.mins)
-        return sum(array.nbytes for array in arrays if array is not None)
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Values, then scales and mins, then offsets, as far as the weight has them."""
+        arrays = (self.values, self.scales, self.mins, self.offsets)
+        return [array for array in arrays if array is not None]
 
 
 def padded_n(n: int) -> int:
@@ -132,6 +155,11 @@ def values_dtype(kind: Kind) -> np.dtype[Any]:
     return np.dtype(_VALUE_DTYPE.get(kind, np.uint8))
 
 
+def offsets_shape(n: int, k: int) -> tuple[int, int]:
+    """Shape of `PackedWeight.offsets`."""
+    return padded_n(n) // PANEL, -(-k // SLOT_INPUTS)
+
+
 def scales_shape(n: int, k: int, group: int) -> tuple[int, int, int]:
     """Shape of `PackedWeight.scales` and `.mins`."""
     return padded_n(n) // PANEL, groups_of(padded_k(k), group), PANEL
@@ -155,6 +183,8 @@ def pack_dense(w: Array, kind: Kind) -> PackedWeight:
         raise ValueError(f"dense packing takes a matrix and f32 or bf16, not {w.ndim} dimensions and {kind}")
     n, k = w.shape
     rows = np.asarray(w, dtype=np.float32) if kind == "f32" else to_bf16(w)
+    if kind == "bf16":
+        rows[rows == _MINUS_ZERO] = 0  # a masked weight may be -0, and storage must not tell them apart
     values = _panels(rows, _K_INNER[kind], 0, K_MULTIPLE)
     top = bf16_top_exponent(values) if kind == "bf16" else 0
     return PackedWeight(kind, n, k, 0, 0, values, None, None, top)
@@ -241,6 +271,10 @@ def dequantise(rows: QuantRows) -> Array:
 
 def unpack(p: PackedWeight) -> Array:
     """float32 [n, k] of a packed weight: what every kernel is measured against."""
+    if p.is_sparse:
+        from phasewise.cython_kernels.sparse import to_dense
+
+        return unpack(to_dense(p))
     if p.kind == "f32":
         return np.ascontiguousarray(_rows(p.values, p.n, p.k))
     if p.kind == "bf16":

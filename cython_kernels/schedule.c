@@ -1,6 +1,7 @@
 /* What is the same for every ISA: checking a weight's fields, the schedule that needs no tuning, a thread's share. */
 #include "cpu.h"
 #include "dispatch.h"
+#include "sparse.h"
 
 #include <stddef.h>
 #include <time.h>
@@ -34,6 +35,7 @@ const char *pw_weight_problem(const pw_weight *w) {
     if (w->k_parts < 1 || w->k_parts > PW_MAX_K_PARTS) return "k_parts must lie in 1..64";
     if (w->top_exponent < 0 || w->top_exponent > 255) return "top_exponent must lie in 0..255";
     if (w->path == PW_F16_FMA && w->top_exponent == 255) return "float16 holds no weights that are not finite";
+    if (w->offsets && !pw_can_be_sparse(w->kind)) return "bf16 and q8 alone can be sparse";
     if (w->kind >= PW_Q8) return quant_problem(w);
     return w->group || w->zero_point || w->scales || w->mins ? "a dense weight has no groups" : NULL;
 }
@@ -53,6 +55,8 @@ enum {
     FEW_WEIGHTS = 1 << 20, /* and at most: every thread reads them all */
     GROUPS_AHEAD_BYTES = 4096, /* where only the first of several tiles of rows reads from memory */
     FAR_GROUPS_BYTES = 8192,
+    SPARSE_AHEAD_BYTES = 4096, /* no core reads a stream by itself whose pace depends on what it holds */
+    SPARSE_BLOCK_ROWS = 1024,  /* every block of rows expands the weights anew */
 };
 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -129,6 +133,8 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     s.prefetch_bytes = m > STREAM_ROWS && w->kind >= PW_Q8 ? GROUPS_AHEAD_BYTES : STREAM_AHEAD_BYTES;
     if (groups_arrive_from_afar(w, m)) s.prefetch_bytes = FAR_GROUPS_BYTES;
     stream_from_afar(w, m, &s);
+    if (w->offsets) s.prefetch_bytes = SPARSE_AHEAD_BYTES;
+    if (w->offsets && m > STREAM_ROWS) s.block_m = SPARSE_BLOCK_ROWS;
     share_out(w, m, (int32_t)at_least(1, threads), &s);
     return s;
 }

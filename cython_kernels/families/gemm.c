@@ -6,6 +6,7 @@
  * and loading a float32 is exact, so passes do not change results. Error bounds: gemm_dense.c, gemm_quant.c. Sums of P
  * parts round P - 1 times more, 2^-24 of the sum each: within the same bounds, since the chains are shorter by as much.
  *
+ * A pass over a sparse weight expands its panels first (gemm_expand.c): from there on they are dense.
  * Where many rows meet the same weights, a pass stages them (gemm_stage.c), once for all tiles of rows, to the same
  * bits. Meanwhile the kernels ask for what comes next (look_ahead). */
 #include "families/gemm.h"
@@ -156,6 +157,7 @@ typedef struct {
     arithmetic arithmetic, kernels; /* of the weight, of what a pass reads of it */
     const tile_table *tiles;        /* of these kernels */
     int staged;                     /* several tiles of rows meet the same panels, which are unpacked once for them */
+    int sparse;                     /* a pass expands its panels first (gemm_expand.c) */
 } walk;
 
 /* One pass over k, and where it lies in its part of k. */
@@ -317,9 +319,9 @@ static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
     }
 }
 
-static void run_strip(const walk *k, const strip *s, tile_call *t) {
+/* The tiles of a strip whose first call is ready. */
+static void run_tiles(const walk *k, const strip *s, tile_call *t) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
-    first_call(k, s->panels, s->pass, t);
     const lookahead next_strip = {.values = t->values + t->panels * t->panel_bytes, .panel_bytes = t->panel_bytes};
     if (k->staged) stage(k, t, bytes);
     int several = s->rows.end - s->rows.begin > k->mr && t->steps > 0 && k->prefetch_bytes;
@@ -340,11 +342,31 @@ static void run_strip(const walk *k, const strip *s, tile_call *t) {
     }
 }
 
+/* Expands what a pass reads of the panels: the call then reads that. */
+static void expand(const walk *k, const strip *s, tile_call *t, uint8_t *bytes) {
+    int64_t rows = t->steps * k->step_value_bytes / VECTOR_ROW_BYTES, np = t->panels;
+    int64_t first = s->pass->steps.begin * k->step_value_bytes / VECTOR_ROW_BYTES;
+    t->panel_bytes = rows * VECTOR_ROW_BYTES;
+    t->prefetch_bytes = t->prefetch_jump = 0;
+    t->values = bytes;
+    for (int64_t p = 0; p < np; ++p) {
+        sparse_panel panel = sparse_panel_of(k->w, s->panels.begin + p, np, k->prefetch_bytes);
+        expand_rows(&panel, first, rows, bytes + p * t->panel_bytes);
+    }
+}
+
+static void run_strip(const walk *k, const strip *s, tile_call *t) {
+    uint8_t expanded[EXPANDED_BYTES] __attribute__((aligned(64)));
+    first_call(k, s->panels, s->pass, t);
+    if (k->sparse) expand(k, s, t, expanded);
+    run_tiles(k, s, t);
+}
+
 /* One pass over a block, whose sums lie tile of panels by tile of panels. */
 static void block_pass(const walk *k, const pass *p, pw_range rows, pw_range panels, float *partial, float *total) {
     tile_call t = {.row_bytes = k->x->row_bytes, .ends_part = p->ends_part, .top_exponent = k->w->top_exponent};
     strip s = {.pass = p, .rows = rows, .count = pieces(panels.end - panels.begin, k->panels)};
-    s.bytes_a_row = pieces((p->steps.end - p->steps.begin) * k->step_value_bytes, rows.end - rows.begin);
+    if (!k->sparse) s.bytes_a_row = pieces((p->steps.end - p->steps.begin) * k->step_value_bytes, rows.end - rows.begin);
     for (int64_t panel = panels.begin; panel < panels.end; panel = s.panels.end, ++s.index) {
         int mr = 1, np = (int)at_most(k->panels, panels.end - panel);
         largest_tile(k->tiles, &mr, &np);
@@ -397,8 +419,17 @@ static int64_t staged_step_bytes(arithmetic a, const pw_weight *w) {
     return 3 * VECTOR_ROW_BYTES + (a == Q4 && stages_nibbles() ? PW_K_MULTIPLE * PW_PANEL : 0);
 }
 
+/* Panels for a few rows are expanded into L1, and one strip's at a time, so that each panel is one stream of memory. */
+static void fit_expansion(walk *k, int64_t rows) {
+    int streams = rows <= k->mr;
+    int64_t most = (streams ? STREAMED_BYTES : EXPANDED_BYTES) / (k->panels * k->step_value_bytes);
+    k->block_steps = clamp(most, 1, k->block_steps);
+    if (k->arithmetic == Q8_COLUMN_TILE && k->block_steps > 1) k->block_steps &= ~INT64_C(1);
+    if (streams) k->block_n = k->panels;
+}
+
 static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, int64_t rows) {
-    walk k = {.w = w, .mr = s->mr, .panels = s->panels, .first_part = part, .end_part = part + 1};
+    walk k = {.w = w, .mr = s->mr, .panels = s->panels, .first_part = part, .end_part = part + 1, .sparse = !!w->offsets};
     if (part < 0) k.first_part = 0, k.end_part = w->k_parts;
     k.arithmetic = arithmetic_of(w);
     k.block_m = clamp(s->block_m, 1, INT32_MAX);
@@ -420,6 +451,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
     int64_t fitting = STAGED_BYTES / (k.panels * staged_bytes);
     if (k.staged) k.block_steps = clamp(fitting, 1, k.block_steps);
+    if (k.sparse) fit_expansion(&k, rows);
     if (k.arithmetic == BF16_AS_F16 && k.block_steps < k.steps) k.block_steps = whole_folds(k.block_steps);
     if (k.block_steps < k.steps || w->k_parts > 1) {
         k.block_m = at_most(k.block_m, BLOCK_FLOATS / (k.panels * PW_PANEL));

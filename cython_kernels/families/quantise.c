@@ -251,7 +251,33 @@ static void unpack_block_row(const pw_weight *w, int64_t row, float *out) {
     }
 }
 
+/* One element of a panel, expanded slot by slot. */
+static void unpack_sparse_row(const pw_weight *w, int64_t row, float *out) {
+    int64_t panel = row / PW_PANEL, column = row % PW_PANEL, groups = w->group ? pw_padded_k(w->k) / w->group : 1;
+    sparse_panel from = sparse_panel_of(w, panel, 1, 0);
+    uint8_t slot[2 * PW_SLOT_INPUTS * PW_PANEL] __attribute__((aligned(64)));
+    int64_t rows = PW_SLOT_INPUTS >> w->kind, all = pw_padded_k(w->k) >> w->kind;
+    for (int64_t i = 0; i < w->k; ++i) {
+        int64_t at = i % PW_SLOT_INPUTS, first = i / PW_SLOT_INPUTS * rows;
+        if (at == 0) expand_rows(&from, first, first + rows < all ? rows : all - first, slot);
+        if (w->kind == PW_BF16) {
+            uint16_t bits;
+            memcpy(&bits, slot + at / 2 * VECTOR_ROW_BYTES + 4 * column + 2 * (at % 2), sizeof bits);
+            out[i] = pw_from_bf16(bits);
+            continue;
+        }
+        int32_t q = slot[at / 4 * VECTOR_ROW_BYTES + 4 * column + at % 4];
+        int64_t scale = (panel * groups + (w->group ? i / w->group : 0)) * PW_PANEL + column;
+        float x = (float)(q - w->zero_point) * scale_at(w->scales, w->scale_bytes, scale);
+        out[i] = w->mins ? x + scale_at(w->mins, w->scale_bytes, scale) : x;
+    }
+}
+
 void ISA(unpack_row)(const pw_weight *w, int64_t row, float *out) {
+    if (w->offsets) {
+        unpack_sparse_row(w, row, out);
+        return;
+    }
     int64_t padded = pw_padded_k(w->k), first = row / PW_PANEL * padded * PW_PANEL, column = row % PW_PANEL;
     if (w->kind == PW_F32) {
         const float *values = (const float *)w->values + first + column;

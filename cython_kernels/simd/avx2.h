@@ -122,6 +122,8 @@ PW_INLINE vi q4_end(vi acc, int32_t bias) {
 }
 #endif
 
+#include "simd/x86_shuffle.h"
+
 /* Micro-kernels (rows x panels) that fit sixteen registers; quant tiles keep float sums in memory between groups. */
 #define DENSE_TILES(X) PW_ROWS_6(X, 1) PW_ROWS_3(X, 2) PW_ROWS_1(X, 3) PW_ROWS_1(X, 4)
 #ifdef __AVXVNNI__

@@ -114,6 +114,19 @@ PW_INLINE vi q4_end(vi acc, int32_t bias) {
 }
 #endif
 
+/* Expansion (gemm_expand.c): where `mask` has bits, the values one after another; elsewhere `zero` stays. Only for cores
+ * with VBMI2 (pw_cpu_expands), which no flag of the compiler tells: assembly. `zero` is merged, because zeroing waits for
+ * the register's old value on some cores. */
+#define PW_EXPAND_WORDS 1
+PW_INLINE vi expand_words(vi zero, uint32_t mask, const void *values) {
+    __asm__("vpexpandw %1, %0%{%2%}" : "+v"(zero) : "v"(vi_load(values)), "Yk"((__mmask32)mask));
+    return zero;
+}
+PW_INLINE vi expand_bytes(vi zero, uint64_t mask, const void *values) {
+    __asm__("vpexpandb %1, %0%{%2%}" : "+v"(zero) : "v"(vi_load(values)), "Yk"((__mmask64)mask));
+    return zero;
+}
+
 /* The bf16 dot (gemm_dense.c): pairs of weights times pairs of activations. */
 #ifdef __AVX512BF16__
 #define PW_BF16_DOT_WORDS 1
@@ -143,6 +156,8 @@ PW_INLINE vi f16_from_bf16(vi w, vi less) {
     return _mm512_ternarylogic_epi32(magnitude, w, vi_set1(0x7FFF7FFF), 0xE4); /* mask ? magnitude : w */
 }
 #endif
+
+#include "simd/x86_shuffle.h"
 
 /* Micro-kernels (rows x panels) that fit thirty-two registers; quant tiles hold an integer and a float sum each. */
 #define DENSE_TILES(X) \

@@ -136,6 +136,16 @@ PW_INLINE vf bf16_dot(vf acc, vi w, vi a) {
 }
 #endif
 
+/* Where cores do not expand (gemm_expand.c): bytes of `values` by their places, 0 or `zero` where a place is 128. */
+#define PW_SHUFFLE_WORDS 1
+PW_INLINE void shuffle_16(const uint8_t *values, const uint8_t *places, uint8_t *out) {
+    vst1q_u8(out, vqtbl1q_u8(vld1q_u8(values), vld1q_u8(places)));
+}
+PW_INLINE void shuffle_8(const uint8_t *values, const uint8_t *places, int zero, uint8_t *out) {
+    uint8x8_t at = vld1_u8(places);
+    vst1_u8(out, vbsl_u8(vcge_u8(at, vdup_n_u8(128)), vdup_n_u8((uint8_t)zero), vtbl1_u8(vld1_u8(values), at)));
+}
+
 /* Micro-kernels (rows x panels of four vectors) that fit thirty-two registers; a quant tile holds integer sums, and
  * float sums beside them up to QUANT_TILE_HELD. */
 #define DENSE_TILES(X) PW_ROWS_6(X, 1) PW_ROWS_2(X, 2) PW_ROWS_1(X, 3)

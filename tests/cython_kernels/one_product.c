@@ -1,6 +1,7 @@
 /* One product by the kernels named in argv[1], for a machine that is not this one: operands on stdin, y on stdout.
  * stdin: int32 kind, group, zero_point, scale_bytes, has_mins, path, top_exponent, k_parts, mr, panels, block_m, block_n, block_k;
- * int64 n, k, m, and the bytes of values and of scales; then values, scales, mins, x float32 [m][k].
+ * int64 n, k, m, and the bytes of values, of scales and of offsets (0: dense); then values, scales, mins, offsets,
+ * x float32 [m][k].
  * stdout: y float32 [m][n]. Exit status 3: those kernels do not run here. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,13 +17,14 @@ static void *read_bytes(size_t bytes) {
 int main(int argc, char **argv) {
     if (argc != 2 || pw_select(argv[1])) return 3;
     int32_t *fields = read_bytes(13 * sizeof(int32_t));
-    int64_t *sizes = read_bytes(5 * sizeof(int64_t));
+    int64_t *sizes = read_bytes(6 * sizeof(int64_t));
     int64_t n = sizes[0], k = sizes[1], m = sizes[2];
     pw_weight w = {.kind = fields[0], .group = fields[1], .zero_point = fields[2], .scale_bytes = fields[3],
                    .path = fields[5], .top_exponent = fields[6], .k_parts = fields[7], .n = n, .k = k};
     w.values = read_bytes((size_t)sizes[3]);
     if (sizes[4]) w.scales = read_bytes((size_t)sizes[4]);
     if (fields[4]) w.mins = read_bytes((size_t)sizes[4]);
+    if (sizes[5]) w.offsets = read_bytes((size_t)sizes[5]);
     const float *x = read_bytes((size_t)(m * k) * sizeof(float));
 
     if (pw_weight_problem(&w)) return 2;

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phasewise.cython_kernels import packing
+from phasewise.cython_kernels import packing, sparse
 from phasewise.cython_kernels.blocks import BLOCKS
 from tests.support.cross import HERE, KERNELS, Walk, common_sources, compile_all, isa_flags, link, product
 from tests.support.gemm_reference import FORMATS, expected, make_weight, random_blocks
@@ -140,6 +140,23 @@ def test_the_walk_changes_no_bit(one_product: str, isa: str, fmt: str) -> None:
     for mr, panels, block_k in ((6, 1, 64), (3, 2, 352), (2, 3, 32), (5, 4, 96)):
         walk = Walk(mr=mr, panels=panels, block_m=7, block_n=3, block_k=block_k)
         assert np.array_equal(product(command, w, x, walk), row_by_row)
+
+
+@needs_emulator
+@pytest.mark.parametrize("fmt", ["bf16", "q8", "q8 column"])
+@pytest.mark.parametrize("isa", RUNGS)
+def test_sparse_storage_changes_no_bit(one_product: str, isa: str, fmt: str) -> None:
+    """Expanded by shuffles, a weight is what it was."""
+    rng = np.random.default_rng(12)
+    w = make_weight(fmt, 50, 352, rng)
+    zero = w.zero_point if w.kind == "q8" else 0
+    w.values[rng.random(w.values.shape) < 0.5] = zero
+    x = rng.standard_normal((9, 352), dtype=np.float32)
+    command = [EMULATOR, "-cpu", "max", one_product, isa]
+
+    for walk in (Walk(), Walk(mr=3, panels=2, block_k=96)):
+        wanted = product(command, w, x, walk)
+        assert np.array_equal(product(command, sparse.to_sparse(w), x, walk), wanted)
 
 
 @needs_emulator

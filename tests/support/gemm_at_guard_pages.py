@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from phasewise.cython_kernels import _native, isa
+from phasewise.cython_kernels import _native, isa, sparse
+from phasewise.cython_kernels.packing import PackedWeight
 from tests.support.gemm_reference import FORMATS, make_weight
 
 PAGE = mmap.PAGESIZE
@@ -41,28 +42,41 @@ def guarded(array: np.ndarray, before: bool) -> np.ndarray:
 
 def main(name: str, before: bool) -> None:
     rng = np.random.default_rng(0)
-
-    def fence(array: Any) -> Any:
-        return None if array is None else guarded(array, before)
-
     with isa.using(name):
         for fmt, (n, k) in itertools.product(FORMATS, SHAPES):
             w = make_weight(fmt, n, k, rng)
-            w = replace(w, values=fence(w.values), scales=fence(w.scales), mins=fence(w.mins))
-            _native.unpack_row(w, n - 1)
-            for path, m in itertools.product(_native.compute_paths(w.kind, w.group), ROWS):
-                x = guarded(rng.standard_normal((m, k), dtype=np.float32), before)
-                prepared = guarded(_native.prepare_rows(x, w, path), before)
-                y = guarded(np.zeros((m, n), np.float32), before)
-                tight = _native.default_schedule(w, m, path=path) | {
-                    "block_k": 64,
-                    "block_m": 7,
-                    "prefetch_bytes": 1 << 20,
-                }
-                for schedule in (None, tight):
-                    _native.gemm_share(prepared, w, y, schedule=schedule, path=path)
-                    _native.gemm_share(prepared, w, y, schedule=schedule, add=True, path=path, k_parts=2)
+            stored = [w]
+            if sparse.can_be_sparse(w.kind, w.mins is not None):
+                stored += [sparse.to_sparse(w), every_bit_set(sparse.to_sparse(w))]
+            for w in stored:
+                try_all(w, before, rng)
     print("ok")
+
+
+def every_bit_set(w: PackedWeight) -> PackedWeight:
+    """What no check has let through: masks that count more values than there are."""
+    return replace(w, values=np.full_like(w.values, 255))
+
+
+def try_all(w: PackedWeight, before: bool, rng: np.random.Generator) -> None:
+    def fence(array: Any) -> Any:
+        return None if array is None else guarded(array, before)
+
+    fenced = {name: fence(getattr(w, name)) for name in ("values", "scales", "mins", "offsets")}
+    w, n, k = replace(w, **fenced), w.n, w.k
+    _native.unpack_row(w, n - 1)
+    for path, m in itertools.product(_native.compute_paths(w.kind, w.group), ROWS):
+        x = guarded(rng.standard_normal((m, k), dtype=np.float32), before)
+        prepared = guarded(_native.prepare_rows(x, w, path), before)
+        y = guarded(np.zeros((m, n), np.float32), before)
+        tight = _native.default_schedule(w, m, path=path) | {
+            "block_k": 64,
+            "block_m": 7,
+            "prefetch_bytes": 1 << 20,
+        }
+        for schedule in (None, tight):
+            _native.gemm_share(prepared, w, y, schedule=schedule, path=path)
+            _native.gemm_share(prepared, w, y, schedule=schedule, add=True, path=path, k_parts=2)
 
 
 if __name__ == "__main__":

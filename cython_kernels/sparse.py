@@ -1,0 +1,66 @@
+"""Sparse storage of bf16 and q8 weights: bits that say which weights are kept, and the kept ones (layout: sparse.h).
+
+Storage changes no bit of any product: kernels expand a panel to what it was. A weight counts as zero where it is 0
+(bf16) or `zero_point` (q8 without minima, whose zero is exact).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from phasewise.cython_kernels import _native, packing
+from phasewise.cython_kernels.errors import WeightError
+from phasewise.cython_kernels.packing import SPARSE_TAIL, PackedWeight
+
+OFFSET_BYTES = 4
+
+
+def can_be_sparse(kind: str, has_mins: bool) -> bool:
+    """Whether there is a sparse storage of such weights: bf16, and q8 whose zero is exact."""
+    return kind == "bf16" or (kind == "q8" and not has_mins)
+
+
+def to_sparse(weight: PackedWeight) -> PackedWeight:
+    """The same weight stored sparse. WeightError for a kind that cannot be."""
+    if weight.is_sparse:
+        return weight
+    if not can_be_sparse(weight.kind, weight.mins is not None):
+        raise WeightError(f"a {weight.kind} weight cannot be stored sparse: bf16 and q8 without minima can")
+    stream, offsets, _ = _native.sparse_pack(
+        np.ascontiguousarray(weight.values), weight.kind, weight.zero_point, weight.k
+    )
+    values = np.concatenate([stream, np.zeros(SPARSE_TAIL, np.uint8)])
+    return replace(weight, values=values, offsets=offsets)
+
+
+def to_dense(weight: PackedWeight) -> PackedWeight:
+    """The same weight stored dense."""
+    if weight.offsets is None:
+        return weight
+    dense = _native.sparse_unpack(weight.values, weight.offsets, weight.kind, weight.zero_point, weight.k)
+    shape = packing.values_shape(weight.kind, weight.n, weight.k)
+    values = dense.view(packing.values_dtype(weight.kind)).reshape(shape)
+    return replace(weight, values=values, offsets=None)
+
+
+def kept(weight: PackedWeight) -> int:
+    """Weights that are not zero, padding apart. WeightError where a sparse weight is not what `to_sparse` makes."""
+    if weight.offsets is not None:
+        return _native.sparse_kept(weight.values, weight.offsets, weight.kind, weight.k)
+    zero = weight.zero_point if weight.kind == "q8" else 0
+    return int(np.count_nonzero(weight.values != zero))
+
+
+def density(weight: PackedWeight) -> float:
+    """The share of weights that are kept."""
+    return kept(weight) / (weight.n * weight.k)
+
+
+def values_bytes(kind: str, n: int, k: int, kept_share: float) -> float:
+    """About how many bytes a sparse weight takes, scales apart: a bit for each, the kept ones, offsets."""
+    weights = packing.padded_n(n) * packing.padded_k(k)
+    element = 2 if kind == "bf16" else 1
+    slots = np.prod(packing.offsets_shape(n, k))
+    return weights / 8 + element * kept_share * n * k + OFFSET_BYTES * float(slots)
