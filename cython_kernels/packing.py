@@ -106,7 +106,7 @@ class PackedWeight:
 
     Of the whole weight, also in a view of some columns."""
     offsets: Array | None = None
-    """None: dense. Otherwise the weight is sparse (sparse.py): uint32 [P, slots], where in `values` slots begin.
+    """Sparse storage (sparse.py): uint32 [P, slots], where in `values` slots begin; None: dense.
 
     Of a view of some columns `values` is still the stream of the whole weight."""
 

@@ -1,7 +1,7 @@
-"""Sparse storage of bf16 and q8 weights: bits that say which weights are kept, and the kept ones (layout: sparse.h).
+"""Sparse storage of bf16 and q8 weights: a bit for each weight, and the values that are kept (sparse.h).
 
-Storage changes no bit of any product: kernels expand a panel to what it was. A weight counts as zero where it is 0
-(bf16) or `zero_point` (q8 without minima, whose zero is exact).
+Storage changes no bit of any product: kernels expand a panel to what it was. A weight counts as zero where
+it is 0 (bf16) or `zero_point` (q8 without minima, whose zero is exact).
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def to_dense(weight: PackedWeight) -> PackedWeight:
 
 
 def kept(weight: PackedWeight) -> int:
-    """Weights that are not zero, padding apart. WeightError where a sparse weight is not what `to_sparse` makes."""
+    """Weights that are not zero, padding apart.
+
+    WeightError where offsets, masks and length of a sparse weight disagree.
+    """
     if weight.offsets is not None:
         return _native.sparse_kept(weight.values, weight.offsets, weight.kind, weight.k)
     zero = weight.zero_point if weight.kind == "q8" else 0

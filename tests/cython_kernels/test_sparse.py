@@ -1,9 +1,9 @@
-"""Sparse storage: the weight again, every product with the dense weight's bits, and nothing believed unchecked."""
+"""Sparse storage: the weight again, products with the dense weight's bits, nothing believed unchecked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from phasewise.cython_kernels import _native, isa, packing, sparse
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.errors import WeightError
-from phasewise.cython_kernels.packing import COLUMN_GROUP, PANEL, SPARSE_TAIL, PackedWeight, QuantRows
+from phasewise.cython_kernels.packing import PANEL, SPARSE_TAIL, PackedWeight, QuantRows
 from tests.support.tiers import examples
 
 FORMATS = ("bf16", "q8", "q8g16", "q8c")
@@ -46,11 +46,8 @@ def expanding(native: bool) -> Iterator[None]:
         _native.let_expand(True)
 
 
-WAYS = [
-    (name, native)
-    for name in isa.usable()
-    for native in ((True, False) if name.startswith(("avx512", "amx")) else (False,))
-]
+WAYS = [(name, False) for name in isa.usable()]
+WAYS += [(name, True) for name in isa.usable() if name.startswith(("avx512", "amx"))]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -68,7 +65,8 @@ def test_a_sparse_weight_is_the_weight_again(fmt: str, n: int, k: int, density: 
 
     assert np.array_equal(sparse.to_dense(stored).values, dense.values)
     assert sparse.kept(stored) == sparse.kept(dense)
-    assert stored.offsets is not None and stored.offsets.shape == packing.offsets_shape(n, k)
+    assert stored.offsets is not None
+    assert stored.offsets.shape == packing.offsets_shape(n, k)
     assert not stored.values[-SPARSE_TAIL:].any()
 
 
@@ -141,26 +139,15 @@ def test_products_have_the_bits_of_the_dense_weight(
             assert np.array_equal(bits(got), bits(wanted)), path
             _native.gemm_share(prepared, stored, got, path=path, k_parts=k_parts)
             assert np.array_equal(bits(got), bits(wanted)), path
-            _native.gemm_share(
-                prepared,
-                dense,
-                wanted,
-                panels=(first, dense.panels),
-                add=True,
-                path=path,
-                k_parts=k_parts,
-                part=part,
-            )
-            _native.gemm_share(
-                prepared,
-                stored,
-                got,
-                panels=(first, dense.panels),
-                add=True,
-                path=path,
-                k_parts=k_parts,
-                part=part,
-            )
+            some = {
+                "panels": (first, dense.panels),
+                "add": True,
+                "path": path,
+                "k_parts": k_parts,
+                "part": part,
+            }
+            _native.gemm_share(prepared, dense, wanted, **some)
+            _native.gemm_share(prepared, stored, got, **some)
             assert np.array_equal(bits(got), bits(wanted)), path
 
 
@@ -181,7 +168,8 @@ def test_rows_and_ranges_of_panels_are_those_of_the_dense_weight(name: str, nati
         for row in range(0, dense.n, 7):
             assert np.array_equal(_native.unpack_row(stored, row), _native.unpack_row(dense, row))
         some, of_dense = columns(stored, 2, 5), columns(dense, 2, 5)
-        assert some is not None and of_dense is not None
+        assert some is not None
+        assert of_dense is not None
         assert np.array_equal(_native.gemm(x, some), _native.gemm(x, of_dense))
 
     assert np.array_equal(packing.unpack(stored), packing.unpack(dense))
@@ -243,17 +231,15 @@ def hostile(stored: PackedWeight) -> dict[str, PackedWeight]:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_hostile_streams_are_refused_and_read_nothing_outside(fmt: str) -> None:
-    """Checked they are refused; unchecked, a kernel stays inside: test_gemm_bounds.py has a page behind it."""
+    """Checked they are refused. Unchecked, a kernel stays inside, which test_gemm_bounds.py shows."""
     stored = sparse.to_sparse(pruned(fmt, 40, 200, 0.5, np.random.default_rng(2)))
     x = np.ones((1, 200), np.float32)
 
     for what, weight in hostile(stored).items():
         with pytest.raises(WeightError, match="sparse"):
             sparse.kept(weight)
-        try:
-            _native.gemm(x, weight)
-        except WeightError as error:
-            assert "sparse" in str(error), what
+        with suppress(WeightError):
+            assert _native.gemm(x, weight).shape == (1, 40), what
 
 
 def test_kinds_without_an_exact_zero_are_refused() -> None:
