@@ -21,7 +21,7 @@ from phasewise.serving.guides import GuideCompiler, TokenView
 from phasewise.serving.headroom import allocator_headroom
 from phasewise.serving.http.app import create_app
 from phasewise.serving.http.client import EngineClient
-from phasewise.serving.http.connection import Connections
+from phasewise.serving.http.connections import Connections
 from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.http.lengths import LengthObserver, RealisedLength
 from phasewise.serving.http.lifecycle import Lifecycle

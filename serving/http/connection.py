@@ -2,180 +2,56 @@
 
 uvicorn's protocol knows one timeout, for idle connections that were answered before. All others are here.
 It also reads all that has come at once; here a connection reads for a bounded time in each turn of the event
-loop, and for a bounded share of the loop's time altogether (`loop_share`). `framing`, not h11, finds where
-requests end.
+loop (`turn_queue`), and for a bounded share of the loop's time altogether (`loop_share`). `framing`, not h11,
+finds where requests end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
-from urllib.parse import unquote
+from typing import Any
 
 import h11
 from starlette.types import Scope
 from uvicorn.config import Config
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from phasewise.serving.http.connection_clocks import Awaited, ConnectionClocks
+from phasewise.serving.http.connections import Connections
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.framing import Framing
-from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.loop_share import BYTE_S, REQUEST_S, LoopShare
+from phasewise.serving.http.loop_share import BYTE_S, REQUEST_S
+from phasewise.serving.http.uvicorn_parts import ASGI_SPEC_VERSION, Flow, Outlet, scope_of
 
 EXTENSION = "phasewise.connection"
 """In a request's `scope["extensions"]`: the connection that it came on, for `connection_of`."""
 
 _SEND_BUFFER_BYTES = 256 * 1024
-"""The kernel's, for each connection; left alone it lets a slow reader have megabytes."""
+"""The kernel's, for each connection; its own default lets a slow reader have megabytes."""
 _RECEIVE_BUFFER_BYTES = 256 * 1024
-"""The kernel's too, which else holds megabytes of what a connection that has to wait has sent."""
-_RECEIVE_BYTES = 64 * 1024
-"""The most that is taken from a socket at once."""
+"""The kernel's too; its own default holds megabytes of what a connection that has to wait has sent."""
 _TURN_S = 0.0005
 """How long a connection reads before the loop goes on to the next."""
 _SMALL_BYTES = 16 * 1024
-"""So much of what has come is read at once; more of it waits for its turn among all connections."""
+"""What has come is read at once up to this; more of it waits for its turn among all connections."""
 _MAX_PAUSE_S = 5.0
 """The longest that a connection which has used up its share of the loop is not read."""
 _DISCARD_BYTES = 64 * 1024
-"""So much of a body that nobody wants is read, to keep the connection; with more to come it is closed."""
+"""The most of an unwanted body that is read, to keep the connection; with more to come it is closed."""
 _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 1024 * 1024
 """A client that still sends gets to read its refusal within these, and is not reset."""
-_RETRY_FULL_S = 5
-_FULL = ApiError(
-    503,
-    "this server has as many connections as it can hold; try again later",
-    code="too_many_connections",
-    retry_after_s=_RETRY_FULL_S,
-)
-_FULL_FOR_YOU = ApiError(
-    503,
-    "this server holds as many connections of one address as it allows; close some, or try again later",
-    code="too_many_connections",
-    retry_after_s=_RETRY_FULL_S,
-)
 _LATE = ApiError(408, "the head of the request took too long", code="request_timeout")
 
 
-class ConnectionObserver(Protocol):
-    """Sees what becomes of connections, for metrics."""
-
-    def refused(self, error: ApiError) -> None: ...
-
-    def answered_by_connection(self, status: int) -> None:
-        """An answer that the application never saw."""
-        ...
-
-    def slow_reader_cut(self) -> None: ...
-
-
-class TurnQueue:
-    """Connections that have more to read than a little, one turn for each in every round of the event loop.
-
-    However many they are, a short request that comes beside them waits for one turn.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[Connection, None] = {}
-        self._runs = False
-
-    def join(self, connection: Connection) -> None:
-        """At the end; one that waits already keeps its place."""
-        self._waiting.setdefault(connection)
-        if not self._runs:
-            self._runs = True
-            connection.loop.call_soon(self._next)
-
-    def leave(self, connection: Connection) -> None:
-        self._waiting.pop(connection, None)
-
-    def __contains__(self, connection: Connection) -> bool:
-        return connection in self._waiting
-
-    def _next(self) -> None:
-        self._runs = False
-        if not self._waiting:
-            return
-        first = next(iter(self._waiting))
-        del self._waiting[first]
-        try:
-            first.turn()
-        finally:
-            if self._waiting and not self._runs:
-                self._runs = True
-                first.loop.call_soon(self._next)
-
-
-@dataclass
-class Connections:
-    """All of one server's, and what they may do."""
-
-    limits: HttpLimits
-    observer: ConnectionObserver
-    open: set[Connection] = field(default_factory=set)
-    n_by_address: Counter[str] = field(default_factory=Counter)
-    """Open connections; those of a Unix socket have no address."""
-    loop_share: LoopShare = field(default_factory=LoopShare)
-    turns: TurnQueue = field(default_factory=TurnQueue)
-    received: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
-    """What a read puts its bytes into, whoever sent them: they are copied before the loop does anything else.
-
-    asyncio's own way, fresh memory for every read, would be 256 KiB. No hole in the heap is so large: each
-    comes from above all that is in use, and memory grows with every request.
-    """
-
-    def new(self, config: Config, state: ServerState) -> Connection:
-        return Connection(self, config, state)
-
-
-class _Flow(FlowControl):
-    """Tells its connection when the body in progress may be read on: bytes may have come before."""
-
-    def __init__(self, transport: asyncio.Transport, changed: Callable[[], None]) -> None:
-        super().__init__(transport)
-        self._changed = changed
-
-    def pause_reading(self) -> None:
-        if not self.read_paused:
-            self.read_paused = True
-            self._changed()
-
-    def resume_reading(self) -> None:
-        if self.read_paused:
-            self.read_paused = False
-            self._changed()
-
-
-class _Outlet:
-    """The transport, as an answer in progress sees it: its close waits for those who still send, and what is
-    written after the end is dropped."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def write(self, data: bytes) -> None:
-        if not self._connection.is_ending:
-            self._connection.transport.write(data)
-
-    def is_closing(self) -> bool:
-        return self._connection.is_ending or self._connection.transport.is_closing()
-
-    def close(self) -> None:
-        self._connection.finish()
-
-
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """One of `others`. At most one clock runs: for a head, for a body, or (uvicorn's) between two requests;
-    beside it one for a reader that takes nothing, and one for the next turn of a sender that has to wait."""
+    """One of `others`. Beside `connection_clocks`, at most one of these runs: uvicorn's clock between two
+    requests, and one for the next turn of a sender that has to wait."""
 
     app: Any
     """An ASGI 3 application; uvicorn's annotation also allows what only WebSockets and lifespans use."""
@@ -190,11 +66,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """Runs while this connection's share of the loop is used up."""
         self._linger: asyncio.TimerHandle | None = None
         self._n_discarded = 0
-        """Bytes of a body that nobody wants."""
-        self._address: str | None = None
-        self._late: asyncio.TimerHandle | None = None
-        self._awaited: tuple[float, Callable[[], None]] | None = None
-        self._stalled: asyncio.TimerHandle | None = None
+        """Bytes of a body that is not wanted."""
+        self._clocks = ConnectionClocks(self.loop)
 
     @property
     def is_answering(self) -> bool:
@@ -220,7 +93,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def write_chunk(self, body: bytes) -> bool:
         """What `send` would write, in a tenth of the time: h11 is in the same state before and after a chunk.
 
-        False, and nothing is written: the reader is behind, and whoever sends has to wait.
+        False, and nothing is written: the reader is behind, and the sender has to wait.
         """
         if self.flow.write_paused:
             return False
@@ -238,38 +111,29 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self.flow = _Flow(self.transport, self._flow_changed)
-        if len(self._others.open) >= self._limits.max_connections:
-            self._turn_away(_FULL)
+        self.flow = Flow(self.transport, self._flow_changed)
+        refusal = self._others.add(self, self.client)
+        if refusal is not None:
+            self._turn_away(refusal)
             return
-        address = _address_of(self.client)
-        if address is not None:
-            if self._others.n_by_address[address] >= self._limits.max_connections_per_address:
-                self._turn_away(_FULL_FOR_YOU)
-                return
-            self._others.n_by_address[address] += 1
-            self._address = address
-        self._others.open.add(self)
         link = transport.get_extra_info("socket")
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         self._watch_the_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._others.open.discard(self)
-        if self._address is not None:
-            self._others.n_by_address[self._address] -= 1
-            if not self._others.n_by_address[self._address]:
-                del self._others.n_by_address[self._address]
+        self._others.remove(self, self.client)
         self._allowance.end()
         self._others.turns.leave(self)
-        for clock in (self._late, self._stalled, self._paused, self._linger):
-            self._stop(clock)
+        self._clocks.stop()
+        for clock in (self._paused, self._linger):
+            if clock is not None:
+                clock.cancel()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
     def eof_received(self) -> None:
-        """Half closed is gone: nobody waits for the rest of an answer, read or not."""
+        """A client that has closed its side counts as gone, and its answer is not sent on."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
 
@@ -278,7 +142,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         return self._others.received
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So much of the buffer is this connection's, until this returns."""
+        """`nbytes` of the buffer are this connection's, until this returns."""
         self.data_received(bytes(self._others.received[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
@@ -303,7 +167,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self._linger is None:
             super().on_response_complete()
             self._watch_the_clock()
-        if self.transport.is_closing():  # it waits for its reader, and nobody waits for it
+        if self.transport.is_closing():  # it waits for its reader, and has no other clock
             self._watch_the_reader()
 
     def pause_writing(self) -> None:
@@ -312,7 +176,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         if not self.transport.is_closing():
-            self._stop(self._stalled)
+            self._clocks.forget_reader()
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -395,28 +259,18 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """Start what answers it."""
         self._unset_keepalive_if_required()
         self.headers = [(name.lower(), value) for name, value in request.headers]
-        raw_path, _, query = request.target.partition(b"?")
-        scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
-            "http_version": request.http_version.decode("ascii"),
+        scope = scope_of(request, self.headers) | {
+            "asgi": {"version": self.asgi_version, "spec_version": ASGI_SPEC_VERSION},
             "server": self.server,
             "client": self.client,
             "scheme": self.scheme,
-            "method": request.method.decode("ascii"),
-            "root_path": "",
-            "path": unquote(raw_path.decode("ascii")),
-            "raw_path": raw_path,
-            "query_string": query,
-            "headers": self.headers,
-            "state": {},
             "extensions": {EXTENSION: self},
         }
         self.scope = scope  # type: ignore[assignment]
         self.cycle = RequestResponseCycle(
             scope=self.scope,
             conn=self.conn,
-            transport=_Outlet(self),  # type: ignore[arg-type]
+            transport=Outlet(self),  # type: ignore[arg-type]
             flow=self.flow,
             logger=self.logger,
             access_logger=self.access_logger,
@@ -453,30 +307,13 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     # ---- clocks ------------------------------------------------------------------------------------------
 
     def _watch_the_clock(self) -> None:
-        """Start the clock of what is awaited from the client now, unless it runs already."""
-        awaited = self._what_is_awaited()
-        if awaited == self._awaited:
-            return
-        self._awaited = awaited
-        self._stop(self._late)
-        if awaited is not None:
-            patience_s, end = awaited
-            self._late = self.loop.call_later(patience_s, end)
+        self._clocks.wait_for(self._what_is_awaited())
 
     def _watch_the_reader(self) -> None:
-        self._stop(self._stalled)
-        left = self.transport.get_write_buffer_size()
-        self._stalled = self.loop.call_later(self._limits.stalled_write_s, self._cut_unless_taking, left)
+        seconds, n_left = self._limits.stalled_write_s, self.transport.get_write_buffer_size
+        self._clocks.watch_reader(seconds, n_left, self.cut)
 
-    def _cut_unless_taking(self, bytes_before: int) -> None:
-        """Slow is no fault, as long as there is less to take than before."""
-        bytes_left = self.transport.get_write_buffer_size()
-        if bytes_left and bytes_left >= bytes_before:
-            self.cut()
-        elif bytes_left:
-            self._watch_the_reader()
-
-    def _what_is_awaited(self) -> tuple[float, Callable[[], None]] | None:
+    def _what_is_awaited(self) -> Awaited | None:
         if self.transport.is_closing() or self._linger is not None:
             return None
         if self.conn.their_state is h11.SEND_BODY:
@@ -523,47 +360,28 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self._linger is not None or self.transport.is_closing():
             return
         is_over = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED) and not self._framing.unread
-        if is_over or not self.transport.can_write_eof():
+        if is_over:
             self.transport.close()
             return
         self._framing.unread.clear()
         self._n_discarded = 0
         self._linger = self.loop.call_later(_LINGER_S, self.transport.abort)
-        if self._late is not None:
-            self._stop(self._late)
+        self._clocks.wait_for(None)
         if self._paused is not None:
-            self._stop(self._paused)
+            self._paused.cancel()
         self._others.turns.leave(self)
         if self.cycle is not None and not self.cycle.response_complete:  # what is in progress has no reader
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         try:
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # TLS has no half that could be closed alone
+                self.transport.write_eof()
             self.transport.resume_reading()
         except OSError:  # the client is quicker, and gone
             self.transport.abort()
-
-    @staticmethod
-    def _stop(clock: asyncio.TimerHandle | None) -> None:
-        if clock is not None:
-            clock.cancel()
 
 
 def connection_of(scope: Scope) -> Connection | None:
     """The one that a request came on; None where the application is called in another way."""
     found: Connection | None = scope.get("extensions", {}).get(EXTENSION)
     return found
-
-
-def _address_of(client: tuple[str, int] | None) -> str | None:
-    """What counts as one client: an IPv4 address, or the 64 bits of network that an IPv6 host is given."""
-    if client is None:
-        return None
-    try:
-        address = ipaddress.ip_address(client[0].partition("%")[0])
-    except ValueError:  # a Unix socket's
-        return None
-    if isinstance(address, ipaddress.IPv6Address):
-        mapped = address.ipv4_mapped
-        return str(mapped) if mapped else str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
-    return str(address)

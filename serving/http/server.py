@@ -19,7 +19,8 @@ from fastapi import FastAPI
 from starlette.requests import ClientDisconnect
 
 from phasewise.serving.http.client import EngineClient
-from phasewise.serving.http.connection import Connections
+from phasewise.serving.http.connection import Connection
+from phasewise.serving.http.connections import Connections
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.listening import BACKLOG, Address
@@ -116,7 +117,7 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, signal.SIG_IGN)  # one more must not break what is being cleaned up
 
     def _connection(self) -> asyncio.Protocol:
-        return self._service.connections.new(self.config, self.server_state)
+        return Connection(self._service.connections, self.config, self.server_state)
 
     def _hang_up(self) -> None:
         """The terminal has gone. Both the shell and the kernel may say so: twice is no more than once."""

@@ -148,7 +148,7 @@ def test_a_team_larger_than_the_program_is_refused() -> None:
     built.linear([(weight(20, 16), 0)], "rows", 0, 16, 128, 20, rows="gathered")
     built.seal(128)
 
-    with pytest.raises(ValueError, match="so many threads"):
+    with pytest.raises(ValueError, match="fewer threads"):
         built.run(Team(None, members=2), [Slice()])
     assert built.run(Team(None, members=1), [Slice()]) == 1
     assert np.asarray(built)[0].tolist() == [16.0] * 20

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import select
 import socket
+import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 
 from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.listening import TcpAddress, tls_context
 from tests.serving.test_http_connections import metric
 from tests.support.fake_server import FakeServer, fake_server
 from tests.support.rude_clients import completion, connect, read_to_end, until
 
 MIB = 1 << 20
+TLS = Path(__file__).parents[1] / "data" / "tls"
+LARGE = {"model": "fake", "prompt": "a", "user": "x" * 3 * MIB}
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -60,14 +66,27 @@ def test_without_a_key_a_connection_ends_with_its_first_request(locked: FakeServ
 
 def test_a_wrong_key_before_a_large_body_is_told(locked: FakeServer) -> None:
     """A reset, in place of the answer, would look like a fault of the network."""
-    answer = httpx.post(
-        f"{locked.url}/v1/completions",
-        json={"model": "fake", "prompt": "a", "user": "x" * 3 * MIB},
-        headers={"Authorization": "Bearer wrong"},
-    )
+    answer = httpx.post(f"{locked.url}/v1/completions", json=LARGE, headers={"Authorization": "Bearer wrong"})
 
     assert answer.status_code == 401
     assert answer.headers["connection"] == "close"
+
+
+def test_over_tls_a_client_that_still_sends_reads_its_refusal_and_the_connection_ends() -> None:
+    """TLS cannot close one half: the server reads on for a while, until the client has closed."""
+    context = tls_context(TLS / "cert.pem", TLS / "key.pem")
+    trusting = ssl.create_default_context(cafile=TLS / "cert.pem")
+    place = TcpAddress("127.0.0.1", 0, secure=True)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (9 * MIB)
+    with fake_server(HttpLimits(api_keys=("k",)), address=place, tls=context) as server:
+        with connect(server.url) as link, trusting.wrap_socket(link, server_hostname="localhost") as raw:
+            raw.sendall(head)
+            time.sleep(0.1)  # it is refused by now
+            for _ in range(8):
+                raw.sendall(b"x" * MIB)
+                time.sleep(0.01)
+            assert raw.recv(65536).startswith(b"HTTP/1.1 401")
+        until(lambda: not server.connections.open, "a connection that was refused stays open")
 
 
 def test_requests_without_pause_are_read_in_turns(server: FakeServer) -> None:

@@ -16,7 +16,7 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.http.app import create_app
 from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.client import EngineClient
-from phasewise.serving.http.connection import Connections
+from phasewise.serving.http.connections import Connections
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.listening import Address, TcpAddress
