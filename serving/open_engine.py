@@ -31,6 +31,8 @@ KV_SHARE_OF_FREE_MEMORY = 0.25
 KV_SHARE_OF_WEIGHTS = 4
 _KV_BYTES_ALWAYS_WORTH_IT = 1 << 30
 _LEAST_ANSWER_TOKENS = 256
+_LEAST_CONTEXT = 256
+"""A server with a shorter context than this, and than the model's, is a mistake."""
 
 
 class ModelText:
@@ -126,12 +128,17 @@ class EngineSize:
         """As many slots as `kv_bytes` pays for, and no more than `max_sequences` full contexts can use.
 
         By default a quarter of the free memory, but not more than 1 GiB or four times the weights, whichever
-        is larger: a small model does not fill a large machine. The context is the model's unless a shorter
-        one is asked for.
+        is larger: a small model does not fill a large machine. The context is the model's, or as much of it
+        as the slots hold, unless one is asked for. ServingError where what is asked for does not fit.
         """
         context = _context(model, context_length)
         per_slot = kv_bytes_per_slot(model, kv_format)
         budget = _default_kv_bytes(model) if kv_bytes is None else kv_bytes
+        free = available_bytes()
+        if kv_bytes is not None and free is not None and kv_bytes > free:
+            raise ServingError(
+                f"a KV budget of {_mib(kv_bytes)} does not fit: this machine has {_mib(free)} of free memory"
+            )
         kv_slots = min(budget // per_slot, max_sequences * _whole_blocks(context))
         if kv_slots < ALIGNMENT:
             raise ServingError(
@@ -139,6 +146,18 @@ class EngineSize:
                 f"need {ALIGNMENT * per_slot} bytes"
             )
         kv_slots -= kv_slots % ALIGNMENT
+        least = context if context_length is not None else min(context, _LEAST_CONTEXT)
+        if kv_slots < least:
+            room = (
+                ""
+                if kv_bytes is None
+                else f"; --kv-budget {_mib_up(_whole_blocks(least) * per_slot)} would do"
+            )
+            shorter = f"; --context {kv_slots} fits" if context_length is not None else ""
+            raise ServingError(
+                f"{_mib(budget)} for keys and values hold {kv_slots} tokens of {model.name}, and {least} are "
+                f"needed for the context{room}{shorter}"
+            )
         return cls(min(context, kv_slots), kv_slots, max_sequences, kv_format=kv_format)
 
 
@@ -225,6 +244,15 @@ def _habits(size: EngineSize) -> tuple[Pacing, int | None]:
 def _serving(model: PackedModel, context_length: int) -> PackedModel:
     """The model for sequences of at most `context_length` tokens, on which LongRoPE's rotation depends."""
     return replace(model, config=replace(model.config, context_length=context_length))
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / (1 << 20):.0f} MiB" if n_bytes >= 1 << 20 else f"{n_bytes} bytes"
+
+
+def _mib_up(n_bytes: int) -> str:
+    """As `--kv-budget` takes it, rounded up."""
+    return f"{-(-n_bytes // (1 << 20))}M"
 
 
 def _whole_blocks(n_slots: int) -> int:

@@ -13,13 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from phasewise.serving.chat import Conversation
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.guides import GuideCompiler, TokenView
 from phasewise.serving.headroom import allocator_headroom
-from phasewise.serving.http.app import create_app
+from phasewise.serving.http.access_log import AccessLog, Level, LineWriter
+from phasewise.serving.http.app import Surroundings, create_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connections import Connections
 from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
@@ -49,6 +51,15 @@ class Predictor:
 
 
 @dataclass(frozen=True)
+class Logging:
+    """Where the line of each request goes: `path`, or stderr."""
+
+    path: Path | None = None
+    level: Level = "off"
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
 class ServiceSettings:
     """How one model is served. `names`: what requests may call it, its id first.
 
@@ -63,6 +74,8 @@ class ServiceSettings:
     length_log: LengthLog | None = None
     sampling: SamplingDefaults | None = None
     """For what requests do not state; None: as the model's files say."""
+    cors_origins: tuple[str, ...] = ()
+    logging: Logging = Logging()
     tool_format: str = "auto"
     """How calls are written: one of `tools.dialect.FORMATS`; auto: as the chat template writes them."""
 
@@ -87,8 +100,22 @@ def run_service(
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
             stack.enter_context(closing(opened.text.conversations))
-        app = create_app(_served(opened, settings, guides), client, settings.limits, life, metrics)
-        service = Service(app, client, life, connections, report, log.reopen if log else None)
+        lines = stack.enter_context(LineWriter(settings.logging.path))
+        access = AccessLog(lines, settings.logging.level, as_json=settings.logging.as_json)
+        surroundings = Surroundings(
+            settings.cors_origins, None if settings.logging.level == "off" else access
+        )
+        app = create_app(
+            _served(opened, settings, guides), client, settings.limits, life, metrics, surroundings
+        )
+        service = Service(
+            app,
+            client,
+            life,
+            connections,
+            report,
+            partial(_reopen, lines, log) if log or settings.logging.path else None,
+        )
         server = HttpServer(service, address, settings.tls)
         stack.enter_context(allocator_headroom())
         stack.enter_context(_settled())
@@ -104,6 +131,12 @@ def run_service(
     if not stopped:
         address.__exit__()
         os._exit(0)  # a step cannot be interrupted, and no client waits for it any more
+
+
+def _reopen(lines: LineWriter, log: LengthLog | None) -> None:
+    lines.reopen()
+    if log is not None:
+        log.reopen()
 
 
 @contextmanager

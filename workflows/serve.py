@@ -15,6 +15,7 @@ from phasewise.workflows.report import Report, silent
 if TYPE_CHECKING:
     import ssl
 
+    from phasewise.serving.http.access_log import Level
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.listening import Address
     from phasewise.serving.open_engine import EngineSize, OpenEngine
@@ -76,11 +77,37 @@ class Running:
     no_prefix_reuse: bool = False
 
 
+@dataclass(frozen=True)
+class Answering:
+    """How answers are sampled where requests state nothing (None: as the model says), and how they are read.
+
+    `tool_format`: `auto`, as the model's chat template writes calls, or one of
+    `serving.tools.dialect.FORMATS`. `cors_origin`: pages of these origins may call the server.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    tool_format: str = "auto"
+    cors_origin: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Logged:
+    """The log of requests: a line each, on stderr unless `access_log` names a file."""
+
+    access_log: Path | None = None
+    log_level: str = "info"
+    log_format: str = "text"
+
+
 def serve_model(
     model: str,
     listening: Listening,
     accepting: Accepting,
     running: Running,
+    answering: Answering = Answering(),
+    logged: Logged = Logged(log_level="off"),
     *,
     length_log: Path | None = None,
     db: str | None = None,
@@ -98,7 +125,7 @@ def serve_model(
 
     use_one_heap()  # before numpy's threads are there
     from phasewise.serving.length_log import LengthLog
-    from phasewise.serving.service import ServiceSettings, run_service
+    from phasewise.serving.service import Logging, ServiceSettings, run_service
     from phasewise.workflows.length_estimator import open_predictor
     from phasewise.workflows.open_model import open_model
 
@@ -122,8 +149,15 @@ def serve_model(
             max_prompt_tokens=accepting.max_prompt_tokens,
             predictor=estimates,
             length_log=log,
+            sampling=opened.model.sampling.with_overrides(
+                answering.temperature, answering.top_p, answering.min_p
+            ),
+            cors_origins=tuple(answering.cors_origin or ()),
+            logging=Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json"),
+            tool_format=answering.tool_format,
         )
         _tell(opened, settings, report)
+        _warn_of_strangers(listening, settings.limits, report)
         run_service(opened, settings, address, report)
 
 
@@ -217,6 +251,26 @@ def _open(found: OpenModel, size: EngineSize, *, allow_special: bool) -> OpenEng
     with keeping_affinity():
         text = ModelText(found.model, allow_special=allow_special)
         return open_engine(found.model, found.plans, size, text, found.schedules)
+
+
+def _level(name: str) -> Level:
+    from phasewise.serving.http.access_log import LEVELS
+
+    level = next((one for one in LEVELS if one == name), None)
+    if level is None:
+        raise UsageError(f"--log-level {name!r} is not one of {', '.join(LEVELS)}")
+    return level
+
+
+def _warn_of_strangers(listening: Listening, limits: HttpLimits, report: Report) -> None:
+    from phasewise.serving.http.listening import is_loopback
+
+    if limits.api_keys or listening.unix_socket is not None or is_loopback(listening.host):
+        return
+    report(
+        f"warning: every machine that reaches {listening.host} port {listening.port} can use this server: it "
+        "asks for no key; set PHASEWISE_API_KEY or --api-key-file, or listen on 127.0.0.1"
+    )
 
 
 def _tell(opened: OpenEngine, settings: ServiceSettings, report: Report) -> None:

@@ -20,7 +20,7 @@ from phasewise.cli.options import (
     parse_bytes,
 )
 from phasewise.cli.present import note
-from phasewise.workflows.serve import Accepting, Listening, Running, serve_model
+from phasewise.workflows.serve import Accepting, Answering, Listening, Logged, Running, serve_model
 
 _ENGINE = "Engine and memory"
 
@@ -32,6 +32,34 @@ class KvPolicy(StrEnum):
     static = "static"
     fixed = "fixed"
     paged = "paged"
+
+
+class ToolFormatName(StrEnum):
+    """How a model writes tool calls."""
+
+    auto = "auto"
+    hermes = "hermes"
+    llama3_json = "llama3-json"
+    pythonic = "pythonic"
+    mistral = "mistral"
+    gpt_oss = "gpt-oss"
+
+
+class LogLevel(StrEnum):
+    """Which requests are logged."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+    off = "off"
+
+
+class LogFormat(StrEnum):
+    """How their lines look."""
+
+    text = "text"
+    json = "json"
 
 
 _LISTENING = option_set(
@@ -160,12 +188,60 @@ _RUNNING = option_set(
 )
 
 
-@spread(listening=_LISTENING, accepting=_ACCEPTING, running=_RUNNING)
+_ANSWERING = option_set(
+    Answering,
+    "How it answers",
+    temperature=opt(
+        "temperature where a request states none [default: the model's, else 0.7]",
+        min=0,
+        max=100,
+        metavar="T",
+        envvar="PHASEWISE_TEMPERATURE",
+    ),
+    top_p=opt(
+        "top-p where a request states none [default: the model's, else 0.95]", min=0.001, max=1, metavar="P"
+    ),
+    min_p=opt(
+        "min-p where a request states none [default: the model's, else 0.05]", min=0, max=1, metavar="P"
+    ),
+    tool_format=opt(
+        "how the model writes tool calls; auto: as its chat template does",
+        kind=ToolFormatName,
+        envvar="PHASEWISE_TOOL_FORMAT",
+    ),
+    cors_origin=opt(
+        "origin whose web pages may call the server, e.g. https://chat.example [repeatable]; *: any",
+        kind=list[str] | None,
+        metavar="ORIGIN",
+        envvar="PHASEWISE_CORS_ORIGIN",
+    ),
+)
+
+_LOGGED = option_set(
+    Logged,
+    "What it logs",
+    access_log=opt(
+        "file for the log of requests, a line each; SIGHUP opens it anew [default: stderr]",
+        metavar="FILE",
+        envvar="PHASEWISE_ACCESS_LOG",
+    ),
+    log_level=opt(
+        "debug: every request; info: without health checks; warning: those refused; error: those that failed",
+        kind=LogLevel,
+        envvar="PHASEWISE_LOG_LEVEL",
+    ),
+    log_format=opt("form of its lines", kind=LogFormat, envvar="PHASEWISE_LOG_FORMAT"),
+)
+
+
+@spread(listening=_LISTENING, accepting=_ACCEPTING, running=_RUNNING, answering=_ANSWERING, logged=_LOGGED)
 def serve(
     model: ModelArgument,
     listening: Listening,
     accepting: Accepting,
     running: Running,
+    answering: Answering,
+    logged: Logged,
     length_log: Annotated[
         Path | None,
         typer.Option(
@@ -202,6 +278,8 @@ def serve(
         listening,
         accepting,
         running,
+        answering,
+        logged,
         length_log=length_log,
         db=db,
         report=note,

@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http import errors, openapi
+from phasewise.serving.http.access_log import AccessLog, NameRequests, record_of
 from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.calls import reading_of
 from phasewise.serving.http.client import EngineClient
@@ -21,31 +23,52 @@ from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.metrics import Metrics
 from phasewise.serving.http.middleware import CheckHost, CountAnswers, RequireKey
 from phasewise.serving.http.preparation import Preparation
-from phasewise.serving.http.prepare import chat_requests, completion_requests
+from phasewise.serving.http.prepare import chat_requests, check_token_ids, completion_requests
 from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering, Reply
 from phasewise.serving.http.respond import respond
-from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from phasewise.serving.http.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    Strict,
+    TokenizeRequest,
+)
 from phasewise.serving.messages import Submit
 
-Body = TypeVar("Body", bound=GenerationRequest)
+Body = TypeVar("Body", bound=Strict)
 
-_PATHS = frozenset({"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"})
+_PATHS = frozenset(
+    {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+    | {"/tokenize", "/detokenize"}
+)
+_EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "Retry-After")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an application has beside its routes. `cors_origins`: pages of these may call it; `*`: any."""
+
+    cors_origins: tuple[str, ...] = ()
+    log: AccessLog | None = None
 
 
 def create_app(
-    model: ServedModel, client: EngineClient, limits: HttpLimits, life: Lifecycle, metrics: Metrics
+    model: ServedModel,
+    client: EngineClient,
+    limits: HttpLimits,
+    life: Lifecycle,
+    metrics: Metrics,
+    surroundings: Surroundings = Surroundings(),
 ) -> FastAPI:
     """The application that serves one model. `client` must be attached to the loop that runs it."""
     client.observe(metrics)
-    layers = [Middleware(CountAnswers, metrics=metrics, paths=_PATHS)]
-    if limits.allowed_hosts:
-        layers.append(Middleware(CheckHost, hosts=limits.allowed_hosts, metrics=metrics))
-    if limits.api_keys:
-        layers.append(Middleware(RequireKey, keys=limits.api_keys, metrics=metrics))
-
+    log = surroundings.log
+    if log is not None:
+        client.observe(log)
     app = FastAPI(
         title="phasewise",
-        middleware=layers,
+        middleware=_layers(limits, metrics, surroundings),
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -54,21 +77,45 @@ def create_app(
     _add_health(app, life, metrics)
     _add_models(app, model)
     bodies = app.state.bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
-    service = _Service(model, client, bodies, Preparation(model), life)
+    service = _Service(model, client, bodies, Preparation(model), life, log)
     _add_completions(app, service)
     _add_chat(app, service)
+    _add_tokens(app, service)
     openapi.describe(app)
     return app
 
 
+def _layers(limits: HttpLimits, metrics: Metrics, surroundings: Surroundings) -> list[Middleware]:
+    """What every request passes, the outermost first."""
+    layers = [
+        Middleware(NameRequests, log=surroundings.log, paths=_PATHS),
+        Middleware(CountAnswers, metrics=metrics, paths=_PATHS),
+    ]
+    if limits.allowed_hosts:
+        layers.append(Middleware(CheckHost, hosts=limits.allowed_hosts, metrics=metrics))
+    if surroundings.cors_origins:  # before keys: a browser asks without one whether it may ask
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=surroundings.cors_origins,
+                allow_methods=("GET", "POST", "HEAD"),
+                allow_headers=("*",),
+                expose_headers=_EXPOSED,
+            )
+        )
+    if limits.api_keys:
+        layers.append(Middleware(RequireKey, keys=limits.api_keys, metrics=metrics))
+    return layers
+
+
 def _add_health(app: FastAPI, life: Lifecycle, metrics: Metrics) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         """200 while the engine can answer, now or once its ranks are there again; else restart the server."""
         alive = life.is_healthy
         return JSONResponse({"status": "ok" if alive else "engine stopped"}, 200 if alive else 503)
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
         """200 while requests should be sent here; 503 while starting, stopping, or replacing ranks."""
         return JSONResponse({"status": life.state}, 200 if life.is_ready else 503)
@@ -111,17 +158,25 @@ class _Service:
     bodies: BodyReader
     preparation: Preparation
     life: Lifecycle
+    log: AccessLog | None
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         self.refuse_unless_open()
         return await self.bodies.read(request, kind)
 
-    async def answer(self, reply: Reply, request: Request) -> Response:
+    async def answer(self, reply: Reply, request: Request, ignored: tuple[str, ...] = ()) -> Response:
+        """`ignored`: fields of the body that say nothing to this server; the answer's header names them."""
         self.refuse_unless_open()
+        record = record_of(request.scope)
+        if record is not None and self.log is not None:
+            record.ignored = ignored
+            self.log.expects(record, reply.requests, reply.usage([])["prompt_tokens"])
         try:
             response = await respond(self.client, reply, request)
         except ServingError as error:
             raise from_engine(error) from error
+        if ignored:
+            response.headers["X-Ignored-Fields"] = ",".join(ignored)
         connection = connection_of(request.scope)
         if connection is not None:
             connection.vouch()
@@ -140,7 +195,7 @@ def _add_completions(app: FastAPI, service: _Service) -> None:
         body = await service.read(request, CompletionRequest)
         requests, facts = await service.preparation.prepare(request, body, completion_requests)
         rendering = CompletionRendering(_response_id(requests), service.model)
-        return await service.answer(_reply(body, requests, facts, rendering), request)
+        return await service.answer(_reply(body, requests, facts, rendering), request, body.ignored())
 
 
 def _add_chat(app: FastAPI, service: _Service) -> None:
@@ -151,7 +206,28 @@ def _add_chat(app: FastAPI, service: _Service) -> None:
         requests, facts = await service.preparation.prepare(request, body, chat_requests)
         reading = reading_of(body, service.model, requests[0].prompt_token_ids)
         rendering = ChatRendering(_response_id(requests), service.model, reading)
-        return await service.answer(_reply(body, requests, facts, rendering), request)
+        return await service.answer(_reply(body, requests, facts, rendering), request, body.ignored())
+
+
+def _add_tokens(app: FastAPI, service: _Service) -> None:
+    model = service.model
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        """The tokens of a text, or of a conversation as the model's template writes it out."""
+        body = await service.read(request, TokenizeRequest)
+        ids = await service.preparation.tokens(request, body)
+        out = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids}
+        if body.return_token_strs:
+            out["token_strs"] = [model.piece(one).decode("utf-8", "replace") for one in ids]
+        return out
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, str]:
+        """The text that tokens spell, control tokens included."""
+        body = await service.read(request, DetokenizeRequest)
+        check_token_ids(body.tokens, model)
+        return {"prompt": b"".join(map(model.piece, body.tokens)).decode("utf-8", "replace")}
 
 
 def _reply(

@@ -178,10 +178,11 @@ def allowed_hosts(host: str | None, named: Sequence[str]) -> frozenset[str]:
         return frozenset()
     if named:
         return frozenset(named)
-    return _LOOPBACK_NAMES | {host} if host is not None and _is_loopback(host) else frozenset()
+    return _LOOPBACK_NAMES | {host} if host is not None and is_loopback(host) else frozenset()
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address reaches this machine alone."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -55,7 +55,12 @@ class RequireKey:
         if key is not None:
             await self._app({**scope, _CLIENT: key}, receive, send)
             return
-        message = "an API key is needed: send the header Authorization: Bearer KEY"
+        given = Headers(scope=scope).get("authorization", "")
+        message = (
+            "the API key is wrong: this server does not know it"
+            if given.lower().startswith("bearer ")
+            else "an API key is needed: send the header Authorization: Bearer KEY"
+        )
         error = ApiError(401, message, code="invalid_api_key", closes=True)
         self._metrics.refused(error)
         await error.response()(scope, receive, send)

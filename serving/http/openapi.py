@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from phasewise.serving.http.schemas import ChatRequest, CompletionRequest
+from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
 
@@ -40,7 +40,10 @@ def describe(app: FastAPI) -> None:
 
 def _document() -> Json:
     _, bodies = models_json_schema(
-        [(CompletionRequest, "validation"), (ChatRequest, "validation")],
+        [
+            (kind, "validation")
+            for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+        ],
         ref_template="#/components/schemas/{model}",
     )
     return {
@@ -55,6 +58,8 @@ def _document() -> Json:
                 **_get("show_model", "The model, by its id or name", _answer(_ref("Model")), 404),
                 "parameters": [_NAME],
             },
+            "/tokenize": _post("tokenize", "The tokens of a text or a conversation", "Tokenize"),
+            "/detokenize": _post("detokenize", "The text that tokens spell", "Detokenize"),
             "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
             "/v1/chat/completions": _post("chat", "Answer a conversation", "ChatCompletion", "Chat"),
         },
@@ -168,6 +173,8 @@ def _answers() -> Json:
         "Model": card,
         "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
         "Usage": usage,
+        "Tokenize": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
+        "Detokenize": _object(prompt=_TEXT),
         "Completion": _whole("text_completion", _completion_choice()),
         "ChatCompletion": _whole("chat.completion", _chat_choice()),
     }

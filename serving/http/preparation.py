@@ -21,8 +21,15 @@ from phasewise.serving.http.fair_lane import FairLane
 from phasewise.serving.http.http_settings import PromptFacts, ServedModel
 from phasewise.serving.http.lengths import estimated, facts_of
 from phasewise.serving.http.middleware import client_of
-from phasewise.serving.http.prepare import HeldTo, begun_late, compiled, held_to, n_characters
-from phasewise.serving.http.schemas import ChatRequest, GenerationRequest
+from phasewise.serving.http.prepare import (
+    HeldTo,
+    begun_late,
+    compiled,
+    held_to,
+    n_characters,
+    tokens_of,
+)
+from phasewise.serving.http.schemas import ChatRequest, GenerationRequest, TokenizeRequest
 from phasewise.serving.messages import Submit
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -71,6 +78,17 @@ class Preparation:
         except ServingError as error:
             raise from_engine(error) from error
         return requests, facts
+
+    async def tokens(self, request: Request, body: TokenizeRequest) -> list[int]:
+        """Token ids of a text or a conversation, in the lanes of prompts. ApiError, or ClientLeft."""
+        n_long = len(body.prompt or "") + sum(len(message.text) for message in body.messages or ())
+        lane = self._texts if body.messages is None else self._conversations
+        lane = self._long if n_long > _LONG_CHARACTERS else lane
+        work = lane.run(client_of(request.scope).name, lambda: tokens_of(body, self._model))
+        try:
+            return await _while_there(request, work, Patience())
+        except ServingError as error:
+            raise from_engine(error) from error
 
     def _lane_of(self, body: GenerationRequest) -> FairLane:
         if n_characters(body) > _LONG_CHARACTERS:

@@ -27,6 +27,7 @@ from phasewise.serving.http.schemas import (
     JsonObjectFormat,
     JsonSchemaFormat,
     StructuredOutputs,
+    TokenizeRequest,
 )
 from phasewise.serving.late_guides import CallGuide, ThoughtGuide
 from phasewise.serving.messages import Submit
@@ -143,13 +144,29 @@ def _prompts(prompt: str | Sequence[Any]) -> Sequence[str | list[int]]:
 
 def _token_ids(prompt: str | list[int], model: ServedModel) -> tuple[int, ...]:
     if not isinstance(prompt, str):
-        if min(prompt) < 0 or max(prompt) >= model.vocab_size:
-            raise bad_request(f"token ids must be 0 to {model.vocab_size - 1}", "prompt")
+        check_token_ids(prompt, model, "prompt")
         return tuple(prompt)
     token_ids = tuple(model.encode(prompt, True))
     if not token_ids:
         raise bad_request("the prompt has no tokens", "prompt")
     return token_ids
+
+
+def check_token_ids(ids: Sequence[int], model: ServedModel, param: str = "tokens") -> None:
+    """ApiError where one of them is no token of the model."""
+    if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
+        raise bad_request(f"token ids must be 0 to {model.vocab_size - 1}", param)
+
+
+def tokens_of(body: TokenizeRequest, model: ServedModel) -> list[int]:
+    """Token ids of a text or a conversation."""
+    if body.model is not None and body.model not in model.names:
+        raise unknown_model(body.model, model.model_id)
+    if body.messages is None:
+        return model.encode(body.prompt or "", body.add_special_tokens)
+    chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools)
+    check_tools(chat)
+    return list(_conversation(chat, model))
 
 
 def _conversation(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
-"""What the OpenAI API accepts, and what phasewise adds. Types are strict; unknown fields are ignored.
+"""What the OpenAI API accepts, and what phasewise adds. Types are strict.
+
+Unknown fields of a request are ignored, and named in the header X-Ignored-Fields of its answer.
 
 Whatever may be long stops at its first mistake, and a value that may be of several types is judged as the
 one that it looks like: a body of some megabytes would else be compared item by item with each, and every
@@ -7,6 +9,7 @@ mistake of it written down, while all answers wait.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -149,6 +152,18 @@ _NOT_OFFERED = (
 """Fields of OpenAI or vLLM that would change the answer. Others that are not known here are ignored."""
 
 
+_WITHOUT_EFFECT = frozenset(
+    (
+        *_NOT_OFFERED,
+        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
+        *("prompt_cache_retention", "add_generation_prompt", "skip_special_tokens", "moderation"),
+    )
+)
+"""Fields of OpenAI or vLLM that change no answer here, or whose values above changed none."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOST_NAMED = 16
+
+
 class GenerationRequest(Strict):
     """What completions and chat have in common. The last seven fields are extensions."""
 
@@ -180,6 +195,12 @@ class GenerationRequest(Strict):
         """The name of a field that asks for what is not offered."""
         given = self.model_extra or {}
         return next((name for name in _NOT_OFFERED if given.get(name)), None)
+
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that this server does not know, as a header can name them: a few, each a plain name."""
+        names = (name for name in self.model_extra or () if name not in _WITHOUT_EFFECT)
+        plain = [name for name in names if _PLAIN_NAME.fullmatch(name)]
+        return tuple(sorted(plain)[:_MOST_NAMED])
 
 
 class CompletionRequest(GenerationRequest):
@@ -293,3 +314,27 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] | None = None
+
+
+class TokenizeRequest(Strict):
+    """vLLM's: a text, or messages with tools."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: (
+        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MOST_MESSAGES)] | None
+    ) = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+    add_special_tokens: bool = Field(True, description="for a text: the tokens that the model begins with")
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _has_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, one of the two")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]

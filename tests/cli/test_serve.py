@@ -71,6 +71,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "XDG_CACHE_HOME": str(home / "cache"),
         "XDG_DATA_HOME": str(home / "data"),
         "PHASEWISE_CONFIG": str(home / "none.toml"),
+        "PHASEWISE_LOG_LEVEL": "off",  # what the server itself says is looked at
     }
 
 
@@ -410,3 +411,48 @@ def test_sizes(text: str, n_bytes: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         parse_bytes(text)
+
+
+def test_requests_are_logged_and_answers_sampled_as_the_operator_says(
+    model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    logged = ("--log-level", "info", "--access-log", tmp_path / "log", "--log-format", "json")
+    sampled = ("--temperature", 0.3, "--min-p", 0.1, "--cors-origin", "https://chat.example")
+    with serving(model, environment, "--port", 0, *logged, *sampled) as server:
+        httpx.get(f"{server.url}/health")
+        (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert server.end(signal.SIGTERM) == 0
+    assert (card["default_sampling"]["temperature"], card["default_sampling"]["min_p"]) == (0.3, 0.1)
+    (line,) = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert (line["path"], line["status"]) == ("/v1/models", 200)
+
+
+@pytest.mark.slow
+def test_an_open_address_without_keys_is_warned_of(model: Path, environment: dict[str, str]) -> None:
+    for host, keys, n_warnings in (("0.0.0.0", {}, 1), ("0.0.0.0", {"PHASEWISE_API_KEY": "k"}, 0)):
+        with serving(model, environment | keys, "--port", 0, "--host", host) as server:
+            warnings = [
+                line for line in server.lines if line.startswith("warning: every machine that reaches")
+            ]
+            assert len(warnings) == n_warnings
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ("--context", 90_000, "--kv-budget", "4M"),
+            r"needed for the context; --kv-budget \d+M would do; --context",
+        ),
+        (("--kv-budget", "900000G"), r"does not fit: this machine has \d+ MiB of free memory"),
+        (("--kv-budget", "64K"), r"256 are needed for the context; --kv-budget \d+M would do"),
+    ],
+)
+def test_sizes_that_cannot_be_kept_are_errors_that_say_what_fits(
+    model: Path, environment: dict[str, str], options: tuple[object, ...], says: str
+) -> None:
+    command = [sys.executable, "-m", "phasewise", "serve", str(model), "--port", "0", *map(str, options)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert ended.returncode == 1
+    assert re.search(says, ended.stderr), ended.stderr
+    assert "Traceback" not in ended.stderr

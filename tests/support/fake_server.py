@@ -13,7 +13,7 @@ from typing import Any
 from phasewise.serving.engine import Engine
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import ServingError
-from phasewise.serving.http.app import create_app
+from phasewise.serving.http.app import Surroundings, create_app
 from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connections import Connections
@@ -72,6 +72,7 @@ def fake_server(
     max_sequences: int = 4,
     ranks: FakeRanks | None = None,
     context: int = CONTEXT,
+    surroundings: Surroundings | None = None,
 ) -> Iterator[FakeServer]:
     """`model`: what the served model is to be, made from the one that this server has."""
     ranks = ranks or FakeRanks()
@@ -99,7 +100,7 @@ def fake_server(
         piece,
         (lambda chat: encode(render_chat(chat.messages))) if has_template else None,
     )
-    app = create_app(model(served), client, limits, life, metrics)
+    app = create_app(model(served), client, limits, life, metrics, surroundings or Surroundings())
     said: list[str] = []
     with address or TcpAddress("127.0.0.1", 0) as place:
         server = HttpServer(Service(app, client, life, connections, said.append), place, tls)

@@ -1,0 +1,263 @@
+"""A line for each request: what was asked, what came of it and how long it took. Never what was said.
+
+The instants are those of `metrics`, but counted from a request's arrival: TTFT = first token - arrival;
+TPOT = (last token - first token) / (tokens of the longest choice - 1).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from phasewise.serving.errors import ServingError
+from phasewise.serving.http.http_settings import PromptFacts
+from phasewise.serving.messages import Delivery, Failure, Submit
+
+Level = Literal["debug", "info", "warning", "error", "off"]
+LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error", "off")
+_RECORD = "phasewise.record"
+"""The place in an ASGI scope that holds a request's record."""
+_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/live"})
+"""Asked for again and again: only in a log of level debug."""
+_GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_MOST_WAITING = 8192
+_END_S = 2.0
+
+
+@dataclass(slots=True)
+class Record:
+    """One HTTP request. `ignored`: fields of its body that say nothing to this server."""
+
+    request_id: str
+    method: str
+    path: str
+    began_ns: int
+    at: datetime
+    status: int | None = None
+    n_prompt: int | None = None
+    n_cached: int = 0
+    n_generated: dict[str, int] = field(default_factory=dict)
+    reasons: set[str] = field(default_factory=set)
+    first_ns: int | None = None
+    last_ns: int = 0
+    ended_ns: int = 0
+    ignored: tuple[str, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """As the log has them; what a request has not is left out."""
+        out: dict[str, Any] = {
+            "at": self.at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "id": self.request_id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+        }
+        if self.n_prompt is not None:
+            out |= {"prompt_tokens": self.n_prompt, "cached_tokens": self.n_cached}
+            out["output_tokens"] = sum(self.n_generated.values())
+        if self.first_ns is not None:
+            out["ttft_ms"] = _ms(self.first_ns - self.began_ns)
+            longest = max(self.n_generated.values(), default=0)
+            if longest > 1:
+                out["tpot_ms"] = _ms((self.last_ns - self.first_ns) / (longest - 1))
+        out["total_ms"] = _ms(self.ended_ns - self.began_ns)
+        if self.reasons:
+            out["finish"] = "+".join(sorted(self.reasons))
+        if self.ignored:
+            out["ignored"] = ",".join(self.ignored)
+        return out
+
+
+def record_of(scope: Scope) -> Record | None:
+    """The record of a request; None where the application is called without the layer that makes one."""
+    found: Record | None = scope.get(_RECORD)
+    return found
+
+
+class AccessLog:
+    """Collects what is known of each request, and writes its line. On the event loop.
+
+    `write`: takes a line; never waits.
+    """
+
+    def __init__(self, write: Callable[[str], None], level: Level = "info", *, as_json: bool = False) -> None:
+        self._write = write
+        self._level = level
+        self._as_json = as_json
+        self._by_request: dict[str, Record] = {}
+
+    def expects(self, record: Record, requests: Sequence[Submit], n_prompt: int) -> None:
+        """The answers to `requests` belong to this record."""
+        record.n_prompt = n_prompt
+        for request in requests:
+            self._by_request[request.request_id] = record
+
+    def ended(self, record: Record) -> None:
+        """Nothing more is sent."""
+        record.ended_ns = time.perf_counter_ns()
+        for request_id in [one for one, own in self._by_request.items() if own is record]:
+            del self._by_request[request_id]
+        if self._is_told(record):
+            fields = record.fields()
+            self._write(json.dumps(fields) if self._as_json else _as_text(fields))
+
+    def _is_told(self, record: Record) -> bool:
+        status = record.status or 499
+        match self._level:
+            case "debug":
+                return True
+            case "info":
+                return record.path not in _QUIET_PATHS or status >= 500
+            case "warning":
+                return status >= 400
+            case "error":
+                return status >= 500
+            case _:
+                return False
+
+    # As an observer of the engine's client.
+
+    def sent(self, request: Submit, facts: PromptFacts) -> None:
+        """Nothing to do: `expects` has been told."""
+
+    def delivered(self, delivery: Delivery) -> None:
+        for out in delivery.outs:
+            record = self._by_request.get(out.request_id)
+            if record is None:
+                continue
+            if isinstance(out, Failure):
+                record.reasons.add("error")
+                continue
+            if record.first_ns is None:
+                record.first_ns = out.at_ns
+                record.n_cached = out.n_cached
+            record.last_ns = out.at_ns
+            record.n_generated[out.request_id] = out.n_generated
+            if out.finish_reason is not None:
+                record.reasons.add(out.finish_reason)
+
+    def forgotten(self, request_id: str) -> None:
+        record = self._by_request.get(request_id)
+        if record is not None:
+            record.reasons.add("aborted")
+
+
+class NameRequests:
+    """Gives each request an id, its own where it brings one, and each answer the header that says it.
+
+    Tells `log`, where there is one, when the answer has been sent. `paths`: those that are named in it.
+    """
+
+    def __init__(self, app: ASGIApp, log: AccessLog | None, paths: frozenset[str]) -> None:
+        self._app = app
+        self._log = log
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        record = Record(request_id, scope["method"], path, time.perf_counter_ns(), datetime.now(UTC))
+        scope[_RECORD] = record
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(raw=message["headers"]).append("X-Request-Id", request_id)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        except Exception:
+            record.status = record.status or 500
+            raise
+        finally:
+            if self._log is not None:
+                self._log.ended(record)
+
+
+class LineWriter:
+    """Appends lines to a file, or to stderr, on a thread: no request waits for a disk or a terminal.
+
+    ServingError where the file cannot be opened. `reopen` goes on in a new file of the same name.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._lines: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
+        self._descriptor = self._open()
+        self._is_to_reopen = False
+        self.n_lost = 0
+        """Lines that came faster than they could be written, or that could not be."""
+        self._thread = threading.Thread(target=self._run, name="phasewise-access-log", daemon=True)
+
+    def __call__(self, line: str) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self.n_lost += 1
+
+    def reopen(self) -> None:
+        """From any thread."""
+        self._is_to_reopen = self._path is not None
+
+    def __enter__(self) -> LineWriter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        try:
+            self._lines.put(None, timeout=_END_S)
+        except queue.Full:
+            return
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                if self._is_to_reopen:
+                    self._is_to_reopen = False
+                    os.close(self._descriptor)
+                    self._descriptor = self._open()
+                os.write(self._descriptor, f"{line}\n".encode())
+            except (OSError, ServingError):
+                self.n_lost += 1
+        if self._path is not None:
+            os.close(self._descriptor)
+
+    def _open(self) -> int:
+        if self._path is None:
+            return sys.stderr.fileno()
+        try:
+            return os.open(
+                self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640
+            )
+        except OSError as error:
+            raise ServingError(f"the access log {self._path} cannot be written: {error.strerror}") from error
+
+
+def _as_text(fields: dict[str, Any]) -> str:
+    """`AT METHOD PATH STATUS id=... name=value ...`"""
+    head = f"{fields.pop('at')} {fields.pop('method')} {fields.pop('path')} {fields.pop('status') or 499}"
+    return " ".join([head, *(f"{name}={value}" for name, value in fields.items())])
+
+
+def _ms(ns: float) -> float:
+    return round(ns / 1e6, 2)
