@@ -76,6 +76,16 @@ DbOption = Annotated[
         help="tuning database [default: in the XDG data directory]",
     ),
 ]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="lookup|MODEL",
+        envvar="PHASEWISE_DRAFT",
+        help="draft several tokens of an answer and check them in one step: what followed where the text "
+        "repeats itself, or what a small model of the same vocabulary says; the tokens stay the same",
+    ),
+]
 ExplainOption = Annotated[
     bool,
     typer.Option("--explain", help="print on stderr which kernel schedule each weight uses, and why"),

@@ -559,13 +559,14 @@ cdef class Program:
         return 0
 
     def run(self, Team team, slices, bint every_row=False, int32_t table=0, Team resting=None):
-        """One forward step. Returns the number of rows of logits: one for each slice that wants them, or every row.
+        """One forward step. Returns the number of rows of logits: those that slices want, or every row.
 
         table: which schedules the products run by, 0 or 1 (set_schedules). resting: the team that ran the step
         before, if it is another one: its threads leave their cores at once.
 
-        slices: objects with token_ids, start, slot_base, wants_logits and table (None, or the slots where every
-        PW_CHUNK positions begin; then slot_base is not read). ValueError when a token, a position or a slot is out
+        slices: objects with token_ids, start, slot_base, wants_logits, table (None, or the slots where every
+        PW_CHUNK positions begin; then slot_base is not read) and n_drafted (so many rows before the last one want
+        logits too). ValueError when a token, a position or a slot is out
         of range; then nothing has been written. Of several ranks, rank 0 runs it for all; GroupFailed
         when one of them fails or does not come.
         """
@@ -672,7 +673,7 @@ cdef class Program:
         cdef pw_step *step = &self.program.step
         cdef pw_capacity *room = &self.program.capacity
         cdef pw_slice *out
-        cdef int64_t row = 0, token, n_runs = 0
+        cdef int64_t row = 0, token, drafted, n_runs = 0
         cdef int64_t vocab = self.program.shape.vocab
         step.n_tokens = step.n_slices = step.n_logit_rows = 0
         try:
@@ -698,7 +699,11 @@ cdef class Program:
                     n_runs += out.n_runs
                 step.n_slices += 1
                 if piece.wants_logits and not every_row and out.n_rows:
-                    self._want(row - 1)
+                    drafted = piece.n_drafted
+                    if not 0 <= drafted < out.n_rows:
+                        raise ValueError(f"{drafted} drafts in a slice of {out.n_rows} tokens")
+                    for token in range(row - 1 - drafted, row):
+                        self._want(token)
         except OverflowError:
             raise ValueError("a token, position or slot does not fit in 64 bits") from None
         step.n_tokens = row

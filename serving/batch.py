@@ -25,6 +25,9 @@ class SequenceSlice(NamedTuple):
     table: tuple[int, ...] | None = None
     """None: contiguous from `slot_base`. Else slots at which the runs of KV_CHUNK positions begin, and
     `slot_base` is not read."""
+    n_drafted: int = 0
+    """The last tokens that are drafts. Where logits are wanted, those after the token before each of them
+    are wanted too."""
 
 
 class KvCopy(NamedTuple):
@@ -36,7 +39,9 @@ class KvCopy(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One step. In a decode batch every slice has exactly one token and wants its logits."""
+    """One step. In a decode batch every slice has one token and its drafts, and wants their logits (that of a
+    draft model may have a token more).
+    """
 
     phase: Phase
     slices: tuple[SequenceSlice, ...]
@@ -52,5 +57,6 @@ class Batch(NamedTuple):
 
     @property
     def n_logits(self) -> int:
-        """Rows of the result: one for each slice that wants logits, in the order of the slices."""
-        return sum(piece.wants_logits for piece in self.slices)
+        """Rows of the result, in the order of the slices: one for each slice that wants logits, and one for
+        each of its drafts."""
+        return sum(1 + piece.n_drafted for piece in self.slices if piece.wants_logits)

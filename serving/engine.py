@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phasewise.serving.answer_text import AnswerText, TokenStream
 from phasewise.serving.batch import Batch
+from phasewise.serving.drafts.contract import Draft, Drafter
 from phasewise.serving.errors import RankLost, RanksError, RequestError, ServingError, StepFailed
-from phasewise.serving.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
+from phasewise.serving.messages import (
+    Answer,
+    Delivery,
+    DraftCounts,
+    EngineLoad,
+    Failure,
+    StepStats,
+    Submit,
+)
 from phasewise.serving.pacing import Pacing
 from phasewise.serving.ranks_contract import Ranks
 from phasewise.serving.request import Request, TokenOut
-from phasewise.serving.sampling import SampledToken, Sampler, sample_rows
+from phasewise.serving.sampling import SampledToken, Sampler, sample_rows, sample_run
 from phasewise.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -50,6 +59,8 @@ class _Live:
     has_begun: bool = False
     """Whether text or tokens of it were given out, so that it cannot be run again from the start."""
     n_reruns: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
 
     @property
     def request(self) -> Request:
@@ -72,6 +83,7 @@ class Engine:
 
     pacing: how many prompt tokens a step may have; None: as many as the scheduler's limits allow.
     default_answer_tokens: the most for requests that name none; None: the rest of the context.
+    drafter: what drafts tokens of answers; None: nothing does.
     """
 
     def __init__(
@@ -81,11 +93,14 @@ class Engine:
         scheduler: Scheduler,
         pacing: Pacing | None = None,
         default_answer_tokens: int | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.ranks = ranks
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing
+        self.drafter = drafter
+        self._n_drafted = self._n_accepted = 0
         self._default_answer_tokens = default_answer_tokens
         self._live: dict[str, _Live] = {}  # in order of arrival
         self._pool_stats: tuple[int, PoolStats] | None = None
@@ -106,7 +121,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Free what a request holds; one that has ended already is no mistake."""
         self.scheduler.abort(request_id)
-        self._live.pop(request_id, None)
+        self._forget(request_id)
 
     def step(self) -> Delivery:
         """Compute one batch. A failure ends the requests of that batch and no others.
@@ -119,13 +134,20 @@ class Engine:
             return Delivery((), None, self.load())
         outs: tuple[Answer | Failure, ...]
         try:
-            tokens = self._compute(batch)
+            for copy in batch.copies:
+                self.ranks.copy_kv(*copy)
+            drafts = self._drafts(batch)
+            if any(draft.token_ids for draft in drafts):
+                batch = self.scheduler.extend(batch, [draft.token_ids for draft in drafts])
+            drafted_ns = time.perf_counter_ns()
+            runs = self._compute(batch, drafts)
+            self._tell_drafter(batch, time.perf_counter_ns() - drafted_ns)
         except RanksError:
             raise
         except Exception as error:
             outs = self._fail(batch, error)
         else:
-            outs = self._commit(batch, tokens)
+            outs = self._commit(batch, runs)
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
         if self.pacing is not None:
             self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns)
@@ -136,6 +158,8 @@ class Engine:
         lives = tuple(self._live.values())
         self._live.clear()
         self.scheduler.clear()
+        if self.drafter is not None:
+            self.drafter.lost()
         failures = []
         for live in lives:
             if live.has_begun or live.n_reruns >= _MOST_RERUNS:
@@ -152,6 +176,8 @@ class Engine:
         request_ids = tuple(self._live)
         self._live.clear()
         self.scheduler.clear()
+        if self.drafter is not None:
+            self.drafter.lost()
         return Delivery(tuple(Failure(request_id, error) for request_id in request_ids), None, self.load())
 
     def load(self) -> EngineLoad:
@@ -171,6 +197,7 @@ class Engine:
             counts.prefix_tokens_reused,
             counts.phase_switches,
             scheduler.n_clients_waiting,
+            self._counts(self._n_drafted, self._n_accepted),
         )
 
     def close(self) -> None:
@@ -188,38 +215,92 @@ class Engine:
             return None
         return self.pacing.chunk_tokens(is_answering=self.scheduler.is_answering)
 
-    def _compute(self, batch: Batch) -> list[SampledToken]:
-        """A token for each slice that wants logits."""
-        for copy in batch.copies:
-            self.ranks.copy_kv(*copy)
+    def _drafts(self, batch: Batch) -> list[Draft]:
+        """A draft for each slice of a decode batch."""
+        if self.drafter is None or batch.phase != "decode":
+            return []
+        rooms = self.scheduler.draft_rooms(batch)
+        return self.drafter.draft(batch, rooms, [self._live[name].sampler for name in batch.request_ids])
+
+    def _tell_drafter(self, batch: Batch, duration_ns: int) -> None:
+        if self.drafter is None:
+            return
+        if batch.phase == "decode":
+            self.drafter.observe(batch.n_tokens, duration_ns)
+        else:
+            self.drafter.computed(batch)
+
+    def _compute(self, batch: Batch, drafts: list[Draft]) -> list[list[SampledToken]]:
+        """For each slice that wants logits, the tokens that come next."""
         logits = self.ranks.forward(batch)
-        samplers = [
-            self._live[name].sampler
+        lives = [
+            self._live[name]
             for name, piece in zip(batch.request_ids, batch.slices, strict=True)
             if piece.wants_logits
         ]
-        return sample_rows(logits, samplers)
+        if len(logits) == len(lives):
+            return [[token] for token in sample_rows(logits, [live.sampler for live in lives])]
+        runs, row = [], 0
+        for live, draft in zip(lives, drafts, strict=True):
+            token_ids, chances = draft
+            rows = logits[row : row + 1 + len(token_ids)]
+            row += len(rows)
+            run = sample_run(rows, live.sampler, token_ids, chances, live.end_token_ids)
+            runs.append(run)
+        return runs
 
-    def _commit(self, batch: Batch, tokens: list[SampledToken]) -> tuple[Answer, ...]:
+    def _commit(self, batch: Batch, runs: list[list[SampledToken]]) -> tuple[Answer, ...]:
         now_ns = time.perf_counter_ns()
-        outs = self.scheduler.commit(batch, [token.token_id for token in tokens])
-        return tuple(self._answer(out, token, now_ns) for out, token in zip(outs, tokens, strict=True))
+        outs = self.scheduler.commit_runs(batch, [[token.token_id for token in run] for run in runs])
+        answers, at = [], 0
+        for run, piece in zip(runs, (one for one in batch.slices if one.wants_logits), strict=True):
+            drafted = piece.token_ids[len(piece.token_ids) - piece.n_drafted :]
+            answers.append(self._answer(outs[at : at + len(run)], run, drafted, now_ns))
+            at += len(run)
+        return tuple(answers)
 
-    def _answer(self, out: TokenOut, token: SampledToken, now_ns: int) -> Answer:
-        live = self._live[out.request_id]
-        if token.token_id in live.end_token_ids:
-            live.text.push_end(token)
-        else:
-            live.text.push(token)
+    def _answer(
+        self, outs: list[TokenOut], run: list[SampledToken], drafted: Sequence[int], now_ns: int
+    ) -> Answer:
+        """What the new tokens of one request give; none of them counts after a stop string."""
+        request_id = outs[0].request_id
+        live = self._live[request_id]
+        n_new = 0
+        for token in run:
+            n_new += 1
+            if token.token_id in live.end_token_ids:
+                live.text.push_end(token)
+            else:
+                live.text.push(token)
+            if live.text.stopped:
+                break
+        out = outs[n_new - 1]
         text, tokens = live.text.take(finished=out.finish_reason is not None)
         live.has_begun = live.has_begun or bool(text or tokens)
+        self._count_drafts(live, run[:n_new], drafted)
         reason = "stop" if live.text.stopped else out.finish_reason
         if reason is not None:
-            self.scheduler.finish(out.request_id)
-            del self._live[out.request_id]
+            self.scheduler.finish(request_id, out.n_generated)
+            self._forget(request_id)
             if live.sampler.cut_short:  # its guide could not go on: the answer is not whole
                 reason = "length"
-        return Answer(out.request_id, text, tokens, out.n_generated, now_ns, reason, out.n_reused)
+        counts = self._counts(live.n_drafted, live.n_accepted)
+        return Answer(request_id, text, tokens, out.n_generated, now_ns, reason, out.n_reused, counts)
+
+    def _count_drafts(self, live: _Live, run: list[SampledToken], drafted: Sequence[int]) -> None:
+        n_accepted = sum(token.token_id == draft for token, draft in zip(run, drafted, strict=False))
+        live.n_drafted += len(drafted)
+        live.n_accepted += n_accepted
+        self._n_drafted += len(drafted)
+        self._n_accepted += n_accepted
+
+    def _counts(self, n_drafted: int, n_accepted: int) -> DraftCounts | None:
+        return None if self.drafter is None else DraftCounts(n_accepted, n_drafted - n_accepted)
+
+    def _forget(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        if self.drafter is not None:
+            self.drafter.ended(request_id)
 
     def _fail(self, batch: Batch, error: Exception) -> tuple[Failure, ...]:
         if not isinstance(error, ServingError):
@@ -227,7 +308,7 @@ class Engine:
             error = StepFailed(f"the {batch.phase} step failed: {type(error).__name__}: {error}")
         self.scheduler.discard(batch)
         for request_id in batch.request_ids:
-            self._live.pop(request_id, None)
+            self._forget(request_id)
         return tuple(Failure(request_id, error) for request_id in batch.request_ids)
 
     def _default_max_tokens(self, n_prompt: int) -> int:

@@ -50,20 +50,52 @@ def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
     )
 
 
-class FirstRank:
-    """Calls are for one thread at a time; that thread stays pinned until `close`."""
+class Teams:
+    """Teams by phase, for one program or for several that take turns."""
 
-    def __init__(self, program: Program, teams: Mapping[Phase, Team], capacity: Capacity) -> None:
+    def __init__(self, by_phase: Mapping[Phase, Team]) -> None:
+        self.by_phase = by_phase
+        self._last: Team | None = None
+
+    @property
+    def most_threads(self) -> int:
+        """Threads of the largest team."""
+        return max(team.size for team in self.by_phase.values())
+
+    def take_turn(self, team: Team) -> Team | None:
+        """`team` runs next; the team that ran last, if it is another one."""
+        last, self._last = self._last, team
+        return None if last is team else last
+
+    def close(self) -> None:
+        """End the threads."""
+        for team in self.by_phase.values():
+            team.close()
+
+
+class FirstRank:
+    """Calls are for one thread at a time; that thread stays pinned until `close`.
+
+    host: the rank whose teams run this program too, between their own steps; None: the teams are its own.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        teams: Mapping[Phase, Team],
+        capacity: Capacity,
+        host: FirstRank | None = None,
+    ) -> None:
         self._program: Program | None = program
-        self._by_phase = teams
+        self.teams: Teams = Teams(teams) if host is None else host.teams
+        self._is_guest = host is not None
         self._step_tokens = capacity.step_tokens
         self._logit_rows = capacity.logit_rows
         self._logits: Logits = np.asarray(program)
-        self._last: Team | None = None
         self._warned = False
 
     def forward(self, batch: Batch) -> Logits:
-        """Logits float32 [slices that want them, vocab], in the slices' order; valid until the next call.
+        """Logits float32 [Batch.n_logits, vocab], in the slices' order; valid until the next call.
 
         ValueError if a token, position or slot is out of range, if slices overlap or there are too many.
         """
@@ -90,14 +122,14 @@ class FirstRank:
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
         """Copy keys and values of all layers; the ranges may overlap. ValueError outside the slots."""
         program, team = self._running("decode")
-        resting = self._resting(team)
+        resting = self.teams.take_turn(team)
         if resting is not None:
             resting.rest()
         program.copy_kv(team, source_slot, target_slot, n_slots)
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
         """Where each phase's threads were last seen working; -1 before their first step."""
-        return {phase: tuple(team.observed_cpus()) for phase, team in self._by_phase.items()}
+        return {phase: tuple(team.observed_cpus()) for phase, team in self.teams.by_phase.items()}
 
     @property
     def native_ns(self) -> int:
@@ -115,24 +147,19 @@ class FirstRank:
         """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""
         self._program = None
         self._logits = np.empty((0, 0), np.float32)
-        for team in self._by_phase.values():
-            team.close()
+        if not self._is_guest:
+            self.teams.close()
 
     def _running(self, phase: Phase) -> tuple[Program, Team]:
         program = self.program
-        team = self._by_phase.get(phase)
+        team = self.teams.by_phase.get(phase)
         if team is None:
             raise RanksError(f"there is no plan for {phase}")
         return program, team
 
-    def _resting(self, team: Team) -> Team | None:
-        """The team that ran last, where `team` takes its turn."""
-        last, self._last = self._last, team
-        return None if last is team else last
-
     def _run(self, slices: Iterable[SequenceSlice], phase: Phase, every_row: bool = False) -> int:
         program, team = self._running(phase)
-        n_rows = program.run(team, slices, every_row, TABLES[phase], self._resting(team))
+        n_rows = program.run(team, slices, every_row, TABLES[phase], self.teams.take_turn(team))
         if not self._warned and team.misplaced():
             self._warned = True
             _log.warning(

@@ -45,6 +45,13 @@ class Abort:
     request_id: str
 
 
+class DraftCounts(NamedTuple):
+    """Tokens of an answer that were drafted, by whether they became part of it."""
+
+    accepted: int = 0
+    rejected: int = 0
+
+
 class Answer(NamedTuple):
     """The next piece of one answer. `tokens` are those whose text has begun to be given out."""
 
@@ -58,6 +65,8 @@ class Answer(NamedTuple):
     finish_reason: FinishReason | None = None
     n_cached: int = 0
     """Tokens of the prompt whose keys and values were reused."""
+    drafts: DraftCounts | None = None
+    """Of the whole answer so far; None where drafts are off."""
 
 
 class Failure(NamedTuple):
@@ -92,6 +101,8 @@ class EngineLoad(NamedTuple):
     phase_switches: int = 0
     n_clients_waiting: int = 0
     """Clients that take turns: those with requests that never had KV slots. Of now."""
+    drafts: DraftCounts | None = None
+    """Of all answers since the start; None where drafts are off."""
 
 
 class Delivery(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from phasewise.serving.engine import Engine
-from phasewise.serving.messages import Answer, Submit
+from phasewise.serving.messages import Answer, DraftCounts, Submit
 
 
 @dataclass(slots=True)
@@ -25,6 +25,8 @@ class OneAnswer:
     first_ns: int = 0
     last_ns: int = 0
     n_generated: int = 0
+    drafts: DraftCounts | None = None
+    """None where drafts are off."""
 
     def pieces(self, engine: Engine) -> Iterator[str]:
         """Run it, yielding text as it is made. Raises what the engine says if it fails."""
@@ -60,3 +62,4 @@ class OneAnswer:
         self.text += out.text
         self.token_ids += [token.token_id for token in out.tokens]
         self.finish_reason = out.finish_reason
+        self.drafts = out.drafts

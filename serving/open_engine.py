@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from phasewise.serving.drafts.opening import LEAST_STEP_TOKENS, DraftSource, open_drafter
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
 from phasewise.serving.forward import AUTO, kv_bytes_per_slot
@@ -124,8 +125,10 @@ class EngineSize:
         context_length: int | None,
         kv_bytes: int | None,
         kv_format: str = AUTO,
+        draft: PackedModel | None = None,
     ) -> EngineSize:
         """As many slots as `kv_bytes` pays for, and no more than `max_sequences` full contexts can use.
+        A draft model has as many slots of its own.
 
         By default a quarter of the free memory, but not more than 1 GiB or four times the weights, whichever
         is larger: a small model does not fill a large machine. The context is the model's, or as much of it
@@ -133,6 +136,8 @@ class EngineSize:
         """
         context = _context(model, context_length)
         per_slot = kv_bytes_per_slot(model, kv_format)
+        if draft is not None:
+            per_slot += kv_bytes_per_slot(draft, kv_format)
         budget = _default_kv_bytes(model) if kv_bytes is None else kv_bytes
         free = available_bytes()
         if kv_bytes is not None and free is not None and kv_bytes > free:
@@ -193,25 +198,34 @@ def open_engine(
     schedules: Mapping[Phase, ScheduleLookup] | None = None,
     pinned: bool = True,
     pool: KvPool | None = None,
+    drafts: DraftSource | None = None,
 ) -> OpenEngine:
     """Start the ranks and put the model into them; without schedules all runs by default ones.
 
-    pinned: as in `RankOptions`. pool: in place of the size's own. Raises ServingError where this machine
-    cannot.
+    pinned: as in `RankOptions`. pool: in place of the size's own. drafts: where drafts of answers come from.
+    Raises ServingError where this machine cannot.
     """
     text = text or ModelText(model)
     step_tokens = max(size.max_batch_tokens, size.max_sequences)  # a decode step has a token of each sequence
-    ranks = open_ranks(
-        _serving(model, min(size.context_length, size.kv_slots)),
-        plans,
-        RankOptions(
-            size.kv_slots, step_tokens, size.max_sequences, schedules, pinned, size.kv_format, size.touched
-        ),
+    if drafts is not None:
+        step_tokens = max(step_tokens, LEAST_STEP_TOKENS)
+    options = RankOptions(
+        size.kv_slots, step_tokens, size.max_sequences, schedules, pinned, size.kv_format, size.touched
     )
+    positions = min(size.context_length, size.kv_slots)
+    ranks = open_ranks(_serving(model, positions), plans, options)
+    try:
+        drafter = None
+        if drafts is not None:
+            draft = None if drafts.model is None else _serving(drafts.model, positions)
+            drafter = open_drafter(replace(drafts, model=draft), model, lambda: ranks.first_rank, options)
+    except Exception:
+        ranks.close()
+        raise
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
     if pool is None:
         pool = open_pool(size.kv_policy, size.kv_slots, PoolSettings(longest_request=size.context_length))
-    engine = Engine(ranks, vocabulary, scheduler_of(size, pool), *_habits(size))
+    engine = Engine(ranks, vocabulary, scheduler_of(size, pool), *_habits(size), drafter)
     maintenance = Maintenance(pool.refresh)
     maintenance.start()
     return OpenEngine(model, text, plans, size, engine, maintenance)

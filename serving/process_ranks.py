@@ -126,6 +126,11 @@ class ProcessRanks:
         return {0: answer, **answers}
 
     @property
+    def first_rank(self) -> FirstRank:
+        """The rank in this process; another one after `reopen`."""
+        return self._first
+
+    @property
     def lost(self) -> str | None:
         """In one line, why these ranks are of no more use until `reopen`; None while all is well."""
         return self._workers.lost

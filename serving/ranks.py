@@ -8,6 +8,7 @@ ranks and cores each of them has. Teams that would use the same cores are one te
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from phasewise.serving.errors import RanksError
 from phasewise.serving.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, room_for
@@ -18,10 +19,15 @@ from phasewise.serving.rank_teams import open_teams, touch_memory
 from phasewise.serving.ranks_contract import RankOptions, Ranks
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan
 
+if TYPE_CHECKING:
+    from phasewise.serving.process_ranks import ProcessRanks
+
 __all__ = ["ALL_LOGITS_ROWS", "STEP_TOKENS", "LocalRanks", "RankOptions", "Ranks", "open_ranks"]
 
 
-def open_ranks(model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> Ranks:
+def open_ranks(
+    model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions
+) -> LocalRanks | ProcessRanks:
     """The ranks that `plans` ask for: in this process where every phase has one rank, else one process
     per rank.
 
@@ -56,6 +62,11 @@ class LocalRanks(FirstRank):
                 team.close()
             raise
         super().__init__(program, teams, capacity)
+
+    @property
+    def first_rank(self) -> FirstRank:
+        """The only rank."""
+        return self
 
     @property
     def lost(self) -> str | None:

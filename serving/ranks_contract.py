@@ -48,7 +48,7 @@ class Ranks(Protocol):
         ...
 
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Logits float32 [slices that want them, vocab], in the slices' order; valid until the next call."""
+        """Logits float32 [Batch.n_logits, vocab], in the slices' order; valid until the next call."""
         ...
 
     def all_logits(self, batch: Batch) -> npt.NDArray[np.float32]:

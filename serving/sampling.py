@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -130,6 +131,7 @@ class Sampler:
         self._check_ids(vocab_size)
         seed = secrets.randbits(64) if params.seed is None else params.seed % _MAX_SEED
         self._rng = None if params.is_greedy else np.random.Generator(np.random.PCG64(seed))
+        self._uniforms: deque[float] = deque()  # drawn, but not used yet
         self._answer = _Tally(())
         self._seen = _Tally(prompt_token_ids if params.repetition_penalty != 1.0 else ())
         self._biased = np.fromiter(params.logit_bias.keys(), dtype=np.int64, count=len(params.logit_bias))
@@ -137,9 +139,39 @@ class Sampler:
 
     def sample(self, logits: FloatVector) -> SampledToken:
         """Choose from `logits` (float32 [vocab], not changed). StepFailed if none of them is a number."""
+        return self._sample(logits, None)
+
+    def sample_against(self, logits: FloatVector, drafted: int, chances: FloatVector) -> SampledToken:
+        """As `sample`, where `drafted` was drawn from the probabilities `chances` (float32 [vocab]): it is
+        taken as often as the target's distribution allows, and else a token of what that has more of.
+
+        The result has the distribution of `sample` (Leviathan et al. 2023, section 2.3 and appendix A.1).
+        """
+        return self._sample(logits, (drafted, chances))
+
+    def propose(
+        self, logits: FloatVector, n_ahead: int, rng: np.random.Generator
+    ) -> tuple[int, FloatVector | None]:
+        """A draft of the token that will be sampled after `n_ahead` others, by a draft model's logits.
+
+        Greedy: its likeliest. With a seed: what the number drawn for that token chooses here. Else one drawn
+        by `rng`, and the probabilities that it was drawn from.
+        """
+        params = self.params
+        if params.is_greedy:
+            return int(logits.argmax()), None
+        if params.seed is not None:
+            return _draw(logits, params, self._uniform_ahead(n_ahead)), None
+        chances = _probabilities(logits, params)
+        return _place(chances, float(rng.random())), chances
+
+    def _sample(self, logits: FloatVector, against: tuple[int, FloatVector] | None) -> SampledToken:
         params = self.params
         shaped = self._reshape(logits) if params.reshapes_logits else logits
-        token_id = self._choose(shaped) if self.guide is None else self._choose_guided(shaped, self.guide)
+        if self.guide is None:
+            token_id = self._choose(shaped, against)
+        else:
+            token_id = self._choose_guided(shaped, self.guide, against)
         if params.reshapes_logits:
             self._answer.add(token_id)
             self._seen.add(token_id)
@@ -147,20 +179,41 @@ class Sampler:
             return SampledToken(token_id)
         return _with_logprobs(logits, token_id, params.top_logprobs)
 
-    def _choose(self, shaped: FloatVector) -> int:
+    def _choose(self, shaped: FloatVector, against: tuple[int, FloatVector] | None) -> int:
         token_id = int(shaped.argmax())
         _require_finite(float(shaped[token_id]))
-        if self._rng is not None:
-            token_id = _draw(shaped, self.params, float(self._rng.random()))
-        return token_id
+        if self._rng is None:
+            return token_id
+        if against is None:
+            return _draw(shaped, self.params, self._uniform())
+        drafted, chances = against
+        wanted = _probabilities(shaped, self.params)
+        if self._uniform() * chances[drafted] < wanted[drafted]:
+            return drafted
+        left = np.maximum(wanted - chances, 0)
+        return _place(left if left.any() else wanted, self._uniform())
 
-    def _choose_guided(self, shaped: FloatVector, guide: Guide) -> int:
+    def _uniform(self) -> float:
+        """The next number of this request's generator."""
+        self._uniform_ahead(0)
+        return self._uniforms.popleft()
+
+    def _uniform_ahead(self, n_ahead: int) -> float:
+        """A number that will be drawn after `n_ahead` others."""
+        assert self._rng is not None
+        while len(self._uniforms) <= n_ahead:
+            self._uniforms.append(float(self._rng.random()))
+        return self._uniforms[n_ahead]
+
+    def _choose_guided(
+        self, shaped: FloatVector, guide: Guide, against: tuple[int, FloatVector] | None
+    ) -> int:
         _require_finite(float(shaped.max()))
         allowed = shaped if self.params.reshapes_logits else _copied(shaped)
         if not guide.forbid(allowed):
             self.cut_short = True
             return guide.end_token_id
-        token_id = self._choose(allowed)
+        token_id = self._choose(allowed, against)
         guide.advance(token_id)
         return token_id
 
@@ -220,6 +273,33 @@ def sample_rows(logits: npt.NDArray[np.float32], samplers: Sequence[Sampler]) ->
     return [sampler.sample(row) for sampler, row in zip(samplers, logits, strict=True)]
 
 
+def sample_run(
+    logits: npt.NDArray[np.float32],
+    sampler: Sampler,
+    draft: Sequence[int],
+    chances: Sequence[FloatVector],
+    end_token_ids: Container[int],
+) -> list[SampledToken]:
+    """The tokens of one answer that one step gives: drafts that are right, then the token after them.
+
+    logits: float32 [1 + drafts, vocab], after the answer's last token and after each draft. Each token is
+    sampled as without drafts; the first that is not the draft ends the run, as does an end token. chances: of
+    each draft that was drawn by chance, for a request without a seed; else none.
+    """
+    run: list[SampledToken] = []
+    by_chance = bool(chances) and sampler.params.seed is None and not sampler.params.is_greedy
+    for n, row in enumerate(logits):
+        is_drafted = n < len(draft)
+        if is_drafted and by_chance:
+            token = sampler.sample_against(row, draft[n], chances[n])
+        else:
+            token = sampler.sample(row)
+        run.append(token)
+        if not is_drafted or token.token_id != draft[n] or token.token_id in end_token_ids:
+            break
+    return run
+
+
 def _greedy_rows(logits: npt.NDArray[np.float32]) -> list[SampledToken]:
     token_ids = [int(argmax(row)) for row in logits]
     for row, token_id in enumerate(token_ids):
@@ -236,7 +316,25 @@ def _copied(logits: FloatVector) -> FloatVector:
 
 def _draw(logits: FloatVector, params: SamplingParams, uniform: float) -> int:
     """The token at `uniform` in [0, 1) of the filtered distribution, laid out by token id."""
-    ids: TokenIds | None = None  # None: all of them
+    ids, weights = _filtered(logits, params)
+    place = _place(weights, uniform)
+    return place if ids is None else int(ids[place])
+
+
+def _probabilities(logits: FloatVector, params: SamplingParams) -> FloatVector:
+    """The filtered distribution, float32 [vocab], in memory of its own."""
+    ids, weights = _filtered(logits, params)
+    scale = np.float32(1 / float(_block_sums(weights).sum()))
+    if ids is None:
+        return weights * scale
+    found = np.zeros(logits.size, dtype=np.float32)
+    found[ids] = weights * scale
+    return found
+
+
+def _filtered(logits: FloatVector, params: SamplingParams) -> tuple[TokenIds | None, FloatVector]:
+    """Tokens that the filters leave, ascending (None: all), and their weights, in a scratch row."""
+    ids: TokenIds | None = None
     if params.top_k is not None and params.top_k < logits.size:
         ids = _largest(logits, params.top_k)
         logits = logits[ids]
@@ -245,8 +343,7 @@ def _draw(logits: FloatVector, params: SamplingParams, uniform: float) -> int:
         kept = _nucleus(weights, params.top_p, params.min_p)
         ids = kept if ids is None else ids[kept]
         weights = weights[kept]
-    place = _place(weights, uniform)
-    return place if ids is None else int(ids[place])
+    return ids, weights
 
 
 def _weights(logits: FloatVector, temperature: float) -> FloatVector:

@@ -70,6 +70,13 @@ class _Flight(NamedTuple):
     """Requests, also of other batches, whose keys and values it copies."""
 
 
+class DraftRoom(NamedTuple):
+    """A sequence of a decode batch, and the most drafts that its slice may carry."""
+
+    sequence: LiveSequence
+    most: int
+
+
 class SchedulerError(AssertionError):
     """The scheduler was misused or broke its own law: a bug, never a user's mistake."""
 
@@ -210,23 +217,54 @@ class Scheduler:
             self._last_phase = batch.phase
         return batch
 
-    def commit(self, batch: Batch, token_ids: Tokens[int]) -> list[TokenOut]:
-        """Record a computed batch. `token_ids`: one sampled token per slice that wants logits, in order.
+    def draft_rooms(self, batch: Batch) -> list[DraftRoom]:
+        """For each slice of the decode batch under way, its sequence and how many drafts it may carry.
 
-        That of a `prefill_only` request is not read: the answering instance samples from the same logits.
+        No block grows for drafts: they use what is free in it.
+        """
+        flight = self._flight_of(batch)
+        return [DraftRoom(one, _room_for_drafts(one)) for one in flight.sequences]
+
+    def extend(self, batch: Batch, drafts: Tokens[Tokens[int]]) -> Batch:
+        """The decode batch under way, each slice with its drafts behind its token. In place of `batch`."""
+        flight = self._flight_of(batch)
+        if batch.phase != "decode":
+            raise SchedulerError("only the tokens of answers can be drafted")
+        slices = []
+        for sequence, piece, draft in zip(flight.sequences, batch.slices, drafts, strict=True):
+            if len(draft) > _room_for_drafts(sequence):
+                raise SchedulerError(f"{len(draft)} drafts for {sequence}")
+            slices.append(piece._replace(token_ids=(*piece.token_ids, *draft), n_drafted=len(draft)))
+        extended = batch._replace(slices=tuple(slices))
+        self._in_flight = flight._replace(batch=extended)
+        return extended
+
+    def commit(self, batch: Batch, token_ids: Tokens[int]) -> list[TokenOut]:
+        """Record a computed batch without drafts. `token_ids`: as `commit_runs`, one to a slice."""
+        return self.commit_runs(batch, [(token_id,) for token_id in token_ids])
+
+    def commit_runs(self, batch: Batch, runs: Tokens[Tokens[int]]) -> list[TokenOut]:
+        """Record a computed batch. `runs`: for each slice that wants logits, in order, the tokens that were
+        sampled: the drafts that were right, then the token after them. None comes after a stop token.
+
+        What was computed of other drafts is forgotten: their positions are computed again. Runs of
+        `prefill_only` requests are not read: the answering instance samples from the same logits.
         """
         sequences = self._take_flight(batch).sequences
-        sampled = iter(token_ids)
-        outs = []
+        sampled = iter(runs)
+        outs: list[TokenOut] = []
         for sequence, piece in zip(sequences, batch.slices, strict=True):
-            token_id = next(sampled) if piece.wants_logits else None
+            run = next(sampled) if piece.wants_logits else ()
             if sequence.placement is None:  # aborted while its step was computed
                 continue
-            sequence.n_computed += len(piece.token_ids)
+            if len(run) > 1 + piece.n_drafted:
+                raise SchedulerError(f"{len(run)} tokens sampled after {piece.n_drafted} drafts")
+            sequence.n_computed += len(piece.token_ids) - piece.n_drafted
             if batch.phase == "prefill" and self._prefixes is not None:
                 self._prefixes.advance(sequence.request_id, sequence.n_computed)
-            if token_id is not None and not sequence.request.prefill_only:
-                outs.append(self._append(sequence, token_id))
+            if run and not sequence.request.prefill_only:
+                sequence.n_computed += len(run) - 1
+                outs += self._append_run(sequence, run)
         return outs
 
     def discard(self, batch: Batch) -> tuple[str, ...]:
@@ -256,11 +294,12 @@ class Scheduler:
             self._end(sequence, None)
         return sequence is not None
 
-    def finish(self, request_id: str) -> None:
-        """The answer is whole for a reason that token ids do not show. One that has ended is no mistake."""
+    def finish(self, request_id: str, answer_tokens: int) -> None:
+        """The answer is whole, with so many tokens, for a reason that token ids do not show. One that has
+        ended is no mistake."""
         sequence = self._live.get(request_id)
         if sequence is not None:
-            self._end(sequence, len(sequence.generated))
+            self._end(sequence, answer_tokens)
 
     def clear(self) -> None:
         """Drop every request, also those of a batch that is neither committed nor discarded, and all that
@@ -469,12 +508,24 @@ class Scheduler:
         self._moved.clear()
         return batch
 
-    def _take_flight(self, batch: Batch) -> _Flight:
+    def _flight_of(self, batch: Batch) -> _Flight:
         flight = self._in_flight
         if flight is None or batch is not flight.batch:
-            raise SchedulerError("only the batch that next_batch gave last can be committed or discarded")
+            raise SchedulerError("only the batch that next_batch or extend gave last is under way")
+        return flight
+
+    def _take_flight(self, batch: Batch) -> _Flight:
+        flight = self._flight_of(batch)
         self._in_flight = None
         return flight
+
+    def _append_run(self, sequence: LiveSequence, run: Tokens[int]) -> list[TokenOut]:
+        outs = [self._append(sequence, token_id) for token_id in run[:1]]
+        for token_id in run[1:]:
+            if outs[-1].finish_reason is not None:
+                raise SchedulerError(f"{run} goes on after the end of {sequence}")
+            outs.append(self._append(sequence, token_id))
+        return outs
 
     def _append(self, sequence: LiveSequence, token_id: int) -> TokenOut:
         sequence.generated.append(token_id)
@@ -498,6 +549,14 @@ class Scheduler:
             self._prefixes.retire(sequence.request_id, sequence.token_ids[: sequence.n_computed])
         sequence.placement, sequence.is_pinned = None, False
         sequence.begin_again()
+
+
+def _room_for_drafts(sequence: LiveSequence) -> int:
+    """As many as its block has slots for, and as the tokens that it may still get after one more."""
+    request, placement = sequence.request, sequence.placement
+    if placement is None or request.prefill_only:
+        return 0
+    return min(placement.n_slots, request.most_tokens - 1) - sequence.n_tokens
 
 
 def _age(sequence: LiveSequence) -> int:

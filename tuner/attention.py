@@ -133,4 +133,6 @@ class TeamAttention:
 
 
 def _slice(start: int, rows: int) -> Any:
-    return SimpleNamespace(token_ids=[0] * rows, start=start, slot_base=0, wants_logits=False, table=None)
+    return SimpleNamespace(
+        token_ids=[0] * rows, start=start, slot_base=0, wants_logits=False, table=None, n_drafted=0
+    )

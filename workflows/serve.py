@@ -15,6 +15,7 @@ from phasewise.workflows.report import Report, silent
 if TYPE_CHECKING:
     import ssl
 
+    from phasewise.serving.drafts.opening import DraftSource
     from phasewise.serving.http.access_log import Level
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.listening import Address
@@ -62,7 +63,9 @@ class Accepting:
 
 @dataclass(frozen=True)
 class Running:
-    """How the model is held in memory and run. `predictor`: `auto`, `off` or a file; `tpot_ms`: a promise."""
+    """How the model is held in memory and run. `predictor`: `auto`, `off` or a file; `tpot_ms`: a promise;
+    `draft`: `lookup` or a model, as `workflows.drafts.find_drafts` reads it.
+    """
 
     weight_format: str = "native"
     threads: int | None = None
@@ -75,6 +78,7 @@ class Running:
     tpot_ms: float = 100
     checksum: bool = False
     no_prefix_reuse: bool = False
+    draft: str | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ def serve_model(
     use_one_heap()  # before numpy's threads are there
     from phasewise.serving.length_log import LengthLog
     from phasewise.serving.service import Logging, ServiceSettings, run_service
+    from phasewise.workflows.drafts import find_drafts
     from phasewise.workflows.length_estimator import open_predictor
     from phasewise.workflows.open_model import open_model
 
@@ -137,11 +142,12 @@ def serve_model(
         found = open_model(
             model, running.weight_format, running.threads, db, report, checksum=running.checksum
         )
+        drafts = find_drafts(running.draft, found, db, report)
         estimates = open_predictor(running.predictor, found.model.name, report)
-        size = _size(found, accepting.max_sequences, running)
+        size = _size(found, accepting.max_sequences, running, drafts)
         if explain is not None:
             explain(found.explain(size.step_tokens, size.max_sequences))
-        opened = stack.enter_context(_open(found, size, allow_special=accepting.allow_special))
+        opened = stack.enter_context(_open(found, size, drafts, allow_special=accepting.allow_special))
         settings = ServiceSettings(
             names=(opened.model.name, model),
             limits=limits,
@@ -228,11 +234,16 @@ def _address(listening: Listening, tls: ssl.SSLContext | None) -> Address:
     return TcpAddress(listening.host, listening.port, secure=tls is not None)
 
 
-def _size(found: OpenModel, max_sequences: int, running: Running) -> EngineSize:
+def _size(found: OpenModel, max_sequences: int, running: Running, drafts: DraftSource | None) -> EngineSize:
     from phasewise.serving.open_engine import EngineSize
 
     size = EngineSize.for_many(
-        found.model, max_sequences, running.context_tokens, running.kv_budget_bytes, running.kv_format
+        found.model,
+        max_sequences,
+        running.context_tokens,
+        running.kv_budget_bytes,
+        running.kv_format,
+        None if drafts is None else drafts.model,
     )
     return replace(
         size,
@@ -244,13 +255,15 @@ def _size(found: OpenModel, max_sequences: int, running: Running) -> EngineSize:
     )
 
 
-def _open(found: OpenModel, size: EngineSize, *, allow_special: bool) -> OpenEngine:
+def _open(
+    found: OpenModel, size: EngineSize, drafts: DraftSource | None, *, allow_special: bool
+) -> OpenEngine:
     from phasewise.serving.open_engine import ModelText, open_engine
     from phasewise.serving.rank_teams import keeping_affinity
 
     with keeping_affinity():
         text = ModelText(found.model, allow_special=allow_special)
-        return open_engine(found.model, found.plans, size, text, found.schedules)
+        return open_engine(found.model, found.plans, size, text, found.schedules, drafts=drafts)
 
 
 def _level(name: str) -> Level:

@@ -9,6 +9,7 @@ import typer
 
 from phasewise.cli.options import (
     DbOption,
+    DraftOption,
     ExplainOption,
     FormatOption,
     JsonOption,
@@ -19,6 +20,7 @@ from phasewise.cli.options import (
     WeightFormat,
 )
 from phasewise.cli.present import note, note_plans, print_json, read_stdin
+from phasewise.workflows.drafts import find_drafts
 from phasewise.workflows.open_model import open_model
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ def generate(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="do not end at the end token")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="apply the chat template to the prompt")] = False,
+    draft: DraftOption = None,
     db: DbOption = None,
     explain: ExplainOption = False,
     as_json: JsonOption = False,
@@ -76,6 +79,7 @@ def generate(
     text = read_stdin() if prompt == "-" else prompt
     found = open_model(model, weight_format, threads, db, note)
     note_plans(found.plans)
+    drafts = find_drafts(draft, found, db, note)
     packed = found.model
     model_text = ModelText(packed)
     prompt_ids = tuple(model_text.chat_prompt(text) if chat else model_text.encode(text, True))
@@ -85,7 +89,7 @@ def generate(
         uses = found.explain(size.max_batch_tokens, size.max_sequences, kv_format)
         note(uses_text(uses))
     answer = OneAnswer(Submit("generate", prompt_ids, n_tokens, sampling, tuple(stop or ()), ignore_eos))
-    with open_engine(packed, found.plans, size, model_text, found.schedules) as opened:
+    with open_engine(packed, found.plans, size, model_text, found.schedules, drafts=drafts) as opened:
         for piece in answer.pieces(opened.engine):
             if not as_json:
                 typer.echo(piece.encode("utf-8"), nl=False)
@@ -112,6 +116,7 @@ def _fields(answer: OneAnswer, opened: OpenEngine) -> dict[str, Any]:
         "ttft_ms": answer.ttft_ms,
         "tpot_ms": answer.tpot_ms,
         "tokens_per_second": answer.tokens_per_second,
+        "drafts": None if answer.drafts is None else answer.drafts._asdict(),
     }
 
 
@@ -122,4 +127,7 @@ def _summary(answer: OneAnswer) -> str:
     ]
     if answer.tokens_per_second is not None:
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
+    if answer.drafts is not None:
+        accepted, rejected = answer.drafts
+        parts.append(f"{accepted} of {accepted + rejected} drafted tokens accepted")
     return "; ".join(parts)

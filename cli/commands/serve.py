@@ -11,6 +11,7 @@ import typer
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import (
     DbOption,
+    DraftOption,
     ExplainOption,
     FormatOption,
     KvFormat,
@@ -185,6 +186,7 @@ _RUNNING = option_set(
     no_prefix_reuse=opt(
         "compute a prompt's beginning again even if its keys and values are still there", "--no-prefix-reuse"
     ),
+    draft=DraftOption,
 )
 
 

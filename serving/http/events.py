@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.render import Json, Reply
-from phasewise.serving.messages import Answer, Failure
+from phasewise.serving.http.render import Json, Reply, Used
+from phasewise.serving.messages import Answer, DraftCounts, Failure
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -24,6 +24,7 @@ class _Said:
     n_chars: int = 0
     n_generated: int = 0
     n_cached: int = 0
+    drafts: DraftCounts | None = None
 
 
 class _Frame(NamedTuple):
@@ -89,7 +90,7 @@ class Events:
         if piece.text or piece.tokens or piece.finish_reason:
             delta = self._reply.rendering.delta(index, piece, said.n_chars)
         said.n_chars += len(piece.text)
-        said.n_generated, said.n_cached = piece.n_generated, piece.n_cached
+        said.n_generated, said.n_cached, said.drafts = piece.n_generated, piece.n_cached, piece.drafts
         return "" if delta is None else self._event(delta, counted=self._reply.continuous_usage)
 
     def _event(self, choice: Json, *, counted: bool = False) -> str:
@@ -97,7 +98,7 @@ class Events:
         return f'data: {self._head},"choices":[{encode(choice)}]{so_far}}}\n\n'
 
     def _usage(self) -> Json:
-        return self._reply.usage([(said.n_generated, said.n_cached) for said in self._said])
+        return self._reply.usage([Used(said.n_generated, said.n_cached, said.drafts) for said in self._said])
 
     def _frame(self, index: int) -> _Frame:
         delta = self._reply.rendering.delta(index, Answer("", _A_TEXT, (), 1, 0), 0)

@@ -1,7 +1,8 @@
 """Prometheus metrics of one server, in a registry of its own.
 
 The instants are those of a request's life: sent, first token, last token. TTFT = first token - sent;
-TPOT = (last token - first token) / (tokens - 1); ITL = a token - the one before.
+TPOT = (last token - first token) / (tokens - 1); ITL = a token - the one before. Tokens of one step, as
+drafts give them, come together: ITL is then from step to step.
 What the engine counts itself is read when /metrics is asked for. All of it happens on the event loop.
 """
 
@@ -57,6 +58,7 @@ class _Life:
     sent_ns: int
     first_ns: int | None = None
     last_ns: int = 0
+    n_generated: int = 0
 
 
 class Metrics:
@@ -132,7 +134,7 @@ class Metrics:
         return histograms
 
     def _piece(self, out: Answer | Failure) -> int:
-        """Tokens that came with it: one, or none where the request is no more, or failed."""
+        """Tokens that came with it: none where the request is no more, or failed."""
         life = self._lives.get(out.request_id)
         if life is None:
             return 0
@@ -149,7 +151,8 @@ class Metrics:
             if out.n_generated > 1:
                 self._tpot.observe((out.at_ns - life.first_ns) / 1e9 / (out.n_generated - 1))
             self._end(out.request_id, out.finish_reason)
-        return 1
+        n_new, life.n_generated = out.n_generated - life.n_generated, out.n_generated
+        return n_new
 
     def _end(self, request_id: str, reason: str) -> None:
         del self._lives[request_id]
@@ -196,6 +199,10 @@ def _of_load(load: EngineLoad) -> Iterator[Family]:
     yield _count("prefix_hits", "requests that took over a prompt computed before", load.prefix_hits)
     yield _count("prefix_tokens_reused", "tokens not computed again", load.prefix_tokens_reused)
     yield _count("phase_switches", "changes between prefill and decode", load.phase_switches)
+    if load.drafts is not None:
+        accepted, rejected = load.drafts
+        yield _count("drafted_tokens", "tokens of answers that were drafted", accepted + rejected)
+        yield _count("drafted_tokens_accepted", "those of them that came", accepted)
 
 
 def _of_pool(pool: PoolStats) -> Iterator[Family]:

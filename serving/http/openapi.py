@@ -167,6 +167,9 @@ def _answers() -> Json:
         total_tokens=_COUNT,
         prompt_tokens_details=_object(cached_tokens=_COUNT),
     )
+    usage["properties"]["completion_tokens_details"] = _object(
+        accepted_prediction_tokens=_COUNT, rejected_prediction_tokens=_COUNT
+    )  # there where drafts are on
     return {
         "Refusal": _object(error=refusal),
         "Status": _object(status=_TEXT),

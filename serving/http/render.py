@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from phasewise.serving.http.http_settings import PromptFacts, ServedModel
-from phasewise.serving.messages import Answer, Submit
+from phasewise.serving.messages import Answer, DraftCounts, Submit
 from phasewise.serving.sampling import SampledToken
 from phasewise.serving.tools.parts import Call, Reader, Reasoning, Text
 
@@ -25,6 +25,7 @@ class Choice:
     n_generated: int = 0
     n_cached: int = 0
     finish_reason: str | None = None
+    drafts: DraftCounts | None = None
 
     def add(self, piece: Answer) -> None:
         self.text += piece.text
@@ -32,6 +33,17 @@ class Choice:
         self.n_generated = piece.n_generated
         self.n_cached = piece.n_cached
         self.finish_reason = piece.finish_reason
+        self.drafts = piece.drafts
+
+
+class Used(NamedTuple):
+    """Tokens of one choice."""
+
+    n_generated: int
+    n_cached: int
+    """Tokens of its prompt that were not computed again."""
+    drafts: DraftCounts | None
+    """None where drafts are off."""
 
 
 class Rendering(Protocol):
@@ -68,20 +80,26 @@ class Reply:
     continuous_usage: bool = False
     """The usage so far in every event."""
 
-    def usage(self, counts: Sequence[tuple[int, int]]) -> Json:
-        """Tokens of all prompts, each once, and of all answers. Of each choice: tokens generated, and tokens
-        of its prompt that were not computed again."""
+    def usage(self, counts: Sequence[Used]) -> Json:
+        """Tokens of all prompts, each once, and of all answers. `counts`: of each choice."""
         firsts = self.requests[:: self.n_choices_per_prompt]
         n_prompt = sum(len(request.prompt_token_ids) for request in firsts)
-        n_generated = sum(n_generated for n_generated, _ in counts)
-        return {
+        n_generated = sum(one.n_generated for one in counts)
+        usage: Json = {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_generated,
             "total_tokens": n_prompt + n_generated,
             "prompt_tokens_details": {
-                "cached_tokens": sum(n_cached for _, n_cached in counts[:: self.n_choices_per_prompt])
+                "cached_tokens": sum(one.n_cached for one in counts[:: self.n_choices_per_prompt])
             },
         }
+        drafts = [one.drafts for one in counts if one.drafts is not None]
+        if drafts:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": sum(one.accepted for one in drafts),
+                "rejected_prediction_tokens": sum(one.rejected for one in drafts),
+            }
+        return usage
 
 
 @dataclass(frozen=True, slots=True)

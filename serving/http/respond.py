@@ -16,7 +16,7 @@ from phasewise.serving.http.connection import Connection, connection_of
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.events import DONE, Events, encode
 from phasewise.serving.http.middleware import client_of
-from phasewise.serving.http.render import Choice, Reply
+from phasewise.serving.http.render import Choice, Reply, Used
 from phasewise.serving.messages import Answer, Failure
 
 _TOKENS_WORTH_A_THREAD = 256
@@ -84,7 +84,8 @@ def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
     """Choice by choice: a thread that writes a long text gives way to none while it does."""
     whole = [encode(reply.rendering.whole(index, choice)) for index, choice in enumerate(choices)]
     head = encode(reply.rendering.head(streamed=False))
-    total = encode(reply.usage([(choice.n_generated, choice.n_cached) for choice in choices]))
+    used = [Used(choice.n_generated, choice.n_cached, choice.drafts) for choice in choices]
+    total = encode(reply.usage(used))
     return f'{head[:-1]},"choices":[{",".join(whole)}],"usage":{total}}}'.encode()
 
 

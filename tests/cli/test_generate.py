@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from phasewise.cli.main import app
 from tests.support.tiers import first_is_smoke
-from tests.support.tiny_models import tiny_gguf
+from tests.support.tiny_models import TinyShape, tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 
@@ -205,3 +205,23 @@ def test_nothing_of_the_server_is_imported() -> None:
         "prometheus_client",
         "gguf",
     }
+
+
+def test_drafts_change_no_token_and_are_counted(model: Path) -> None:
+    plain = run_json(model, "-p", "hello hello hello", "-n", 100, "--ignore-eos")
+    drafted = run_json(model, "-p", "hello hello hello", "-n", 100, "--ignore-eos", "--draft", "lookup")
+
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert plain["drafts"] is None
+    assert set(drafted["drafts"]) == {"accepted", "rejected"}
+    assert "drafted tokens accepted" in invoke(model, "-p", "hello", "-n", 9, "--draft", model).stderr
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(tiny_gguf(shape=TinyShape(vocab_size=280)).to_bytes())
+
+    result = invoke(model, "-p", "hello", "--draft", other)
+
+    assert result.exit_code == 1
+    assert "vocabularies differ, first at token 272" in str(result.exception)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError
-from phasewise.serving.scheduler import SchedulerError
+from phasewise.serving.scheduler import Scheduler, SchedulerError
 from tests.support.scheduled import POLICIES, Turns, make, request, turn
 
 STOP = 7
@@ -82,15 +84,17 @@ def test_a_stop_token_ends_a_request_in_its_step_and_frees_it() -> None:
 
 
 @pytest.mark.parametrize("n_steps", [0, 1, 2])
-@pytest.mark.parametrize("end", ["abort", "finish"])
-def test_an_end_frees_at_once_wherever_the_request_is(n_steps: int, end: str) -> None:
+@pytest.mark.parametrize("end", [Scheduler.abort, lambda scheduler, name: scheduler.finish(name, 0)])
+def test_an_end_frees_at_once_wherever_the_request_is(
+    n_steps: int, end: Callable[[Scheduler, str], object]
+) -> None:
     scheduler = make(sequences=1)
     scheduler.add(request("a", 50, 50))
     scheduler.add(request("b"))
     for _ in range(n_steps):
         turn(scheduler)
 
-    getattr(scheduler, end)("a")
+    end(scheduler, "a")
     scheduler.check()
     assert scheduler.pool.stats().slots_used == 0
     assert not scheduler.abort("a")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.drafts.contract import Drafter
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import RankLost
 from phasewise.serving.messages import Answer, Failure, Submit
@@ -82,11 +83,12 @@ class FakeRanks:
         self.batches.append(batch)
         rows = []
         for piece in batch.slices:
-            assert batch.phase == "prefill" or len(piece.token_ids) == 1
+            assert batch.phase == "prefill" or len(piece.token_ids) == 1 + piece.n_drafted
             slots = slots_of(piece)
             self.kv[slots[piece.start :]] = piece.token_ids
-            if piece.wants_logits:
-                rows.append(self._logits(self.successor(self.choose_by(self.kv[slots]))))
+            for n_beyond in range(piece.n_drafted, -1, -1) if piece.wants_logits else ():
+                seen = self.kv[slots[: len(slots) - n_beyond]]
+                rows.append(self._logits(self.successor(self.choose_by(seen))))
         return np.array(rows, dtype=np.float32).reshape(-1, VOCAB_SIZE)
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
@@ -148,12 +150,13 @@ def make_engine(
     kv_policy: str = "odma",
     prefix_reuse: bool = True,
     pool: KvPool | None = None,
+    drafter: Drafter | None = None,
 ) -> Engine:
     limits = SchedulerLimits(context_length, max_batch_tokens, max_sequences, max_waiting, prefix_reuse)
     vocabulary = Vocabulary(VOCAB_SIZE, frozenset({END}), ByteStream)
     if pool is None:
         pool = open_pool(kv_policy, kv_slots, PoolSettings(longest_request=context_length))
-    return Engine(ranks or FakeRanks(), vocabulary, Scheduler(pool, limits))
+    return Engine(ranks or FakeRanks(), vocabulary, Scheduler(pool, limits), drafter=drafter)
 
 
 def run_all(engine: Engine, *messages: Submit, max_steps: int = 10_000) -> dict[str, list[Answer | Failure]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from phasewise.serving.drafts.contract import Drafter
 from phasewise.serving.engine import Engine
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import ServingError
@@ -73,10 +74,13 @@ def fake_server(
     ranks: FakeRanks | None = None,
     context: int = CONTEXT,
     surroundings: Surroundings | None = None,
+    drafter: Drafter | None = None,
 ) -> Iterator[FakeServer]:
     """`model`: what the served model is to be, made from the one that this server has."""
     ranks = ranks or FakeRanks()
-    engine = make_engine(ranks, context_length=context, kv_slots=4 * context, max_sequences=max_sequences)
+    engine = make_engine(
+        ranks, context_length=context, kv_slots=4 * context, max_sequences=max_sequences, drafter=drafter
+    )
     limits = limits or HttpLimits()
     client = EngineClient(lambda message: thread.send(message), limits)
     thread = EngineThread(engine, client.deliver)

@@ -1,0 +1,36 @@
+"""How often drafts of a kind have been right of late."""
+
+from __future__ import annotations
+
+_KEPT = 0.98  # what a count keeps of its weight with each trial of its kind
+_PRIOR_TRIALS = 8.0  # of a request: how much the rates of all requests count beside its own
+_FIRST_TRIALS = 10.0  # how much the first guess counts
+
+
+class Agreement:
+    """Rates by kind (a small integer). A request's own begins with that of all requests, its `parent`."""
+
+    def __init__(self, first_rates: tuple[float, ...], parent: Agreement | None = None) -> None:
+        self._first_rates = first_rates
+        self._parent = parent
+        self._right = [0.0] * len(first_rates)
+        self._trials = [0.0] * len(first_rates)
+
+    def of_request(self) -> Agreement:
+        """A new request's."""
+        return Agreement(self._first_rates, self)
+
+    def rate(self, kind: int) -> float:
+        """Share of the drafts of this kind that were right, the recent ones counting more."""
+        if self._parent is None:
+            prior, weight = self._first_rates[kind], _FIRST_TRIALS
+        else:
+            prior, weight = self._parent.rate(kind), _PRIOR_TRIALS
+        return (self._right[kind] + weight * prior) / (self._trials[kind] + weight)
+
+    def saw(self, kind: int, *, right: bool) -> None:
+        """One draft of this kind, and whether it was the token that came."""
+        self._right[kind] = _KEPT * self._right[kind] + right
+        self._trials[kind] = _KEPT * self._trials[kind] + 1
+        if self._parent is not None:
+            self._parent.saw(kind, right=right)

@@ -1,0 +1,48 @@
+"""What the engine asks of a source of drafts, and what a draft is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from phasewise.serving.batch import Batch
+from phasewise.serving.sampling import FloatVector, Sampler
+from phasewise.serving.scheduler import DraftRoom
+
+MOST_DRAFTED = 15
+"""Drafts of one sequence in one step: with the token before them 16 rows."""
+
+
+class Draft(NamedTuple):
+    """Tokens that an answer may go on with."""
+
+    token_ids: tuple[int, ...] = ()
+    chances: tuple[FloatVector, ...] = ()
+    """For each token, the probabilities [vocab] that it was drawn from, where it was drawn by chance."""
+
+
+NO_DRAFT = Draft()
+
+
+class Drafter(Protocol):
+    """A source of drafts. It reads of a sequence what it has not read yet; one thread calls all of it."""
+
+    def observe(self, n_rows: int, duration_ns: int) -> None:
+        """A decode step of so many rows took so long, drafting excluded."""
+        ...
+
+    def computed(self, batch: Batch) -> None:
+        """A prefill batch was computed, its copies included."""
+        ...
+
+    def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
+        """For each slice of a decode batch a draft of at most its room; none where none pays."""
+        ...
+
+    def ended(self, request_id: str) -> None:
+        """Forget what is known of a request. One that is not known is no mistake."""
+        ...
+
+    def lost(self) -> None:
+        """Keys and values are lost: forget every request."""
+        ...

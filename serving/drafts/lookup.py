@@ -1,0 +1,103 @@
+"""Drafts by lookup: what followed where the sequence ended like this before. They cost next to nothing.
+
+Whether the expected token came is seen at every token, drafted or not, so that rates are known while drafts
+do not pay, and drafting begins again when the text begins to repeat itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phasewise.serving.batch import Batch
+from phasewise.serving.drafts.agreement import Agreement
+from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft
+from phasewise.serving.drafts.lengths import choose_lengths
+from phasewise.serving.drafts.repeats import MOST_MATCHED, Repeats
+from phasewise.serving.drafts.step_costs import StepCosts
+from phasewise.serving.request import LiveSequence
+from phasewise.serving.sampling import Sampler
+from phasewise.serving.scheduler import DraftRoom
+
+_FIRST_RATES = (0.25, 0.4, 0.55, 0.7, 0.8, 0.9)
+_KIND_FROM = (2, 3, 4, 6, 10, 18)  # tokens of a match from which on it is of a kind
+_KIND_OF = [
+    max(0, sum(n >= least for least in _KIND_FROM) - 1) for n in range(MOST_MATCHED + MOST_DRAFTED + 1)
+]
+_LEAST_CHANCE = 0.02  # of a draft and all before it, for it to be thought of
+
+
+class _Known:
+    """One request's tokens as far as they were read, and how often it was like its own past."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.repeats = Repeats()
+        self.agreement = agreement
+
+    def read(self, sequence: LiveSequence) -> None:
+        """The tokens that are new of it."""
+        repeats = self.repeats
+        n_prompt = len(sequence.request.prompt_token_ids)
+        if len(repeats) == 0:
+            repeats.extend(sequence.token_ids)
+            return
+        for token_id in sequence.generated[len(repeats) - n_prompt :]:
+            if repeats.n_matched:
+                kind = _KIND_OF[repeats.n_matched]
+                self.agreement.saw(kind, right=token_id == repeats.expected)
+            repeats.push(token_id)
+
+    def chances(self, most: int) -> list[float]:
+        """Of the next drafts, each with all before it."""
+        n_matched, chance, found = self.repeats.n_matched, 1.0, []
+        if n_matched:
+            rate = self.agreement.rate
+            for n in range(n_matched, n_matched + min(most, MOST_DRAFTED)):
+                chance *= rate(_KIND_OF[n])
+                if chance < _LEAST_CHANCE:
+                    break
+                found.append(chance)
+        return found
+
+
+class LookupDrafter:
+    """A Drafter without a model. `most_rows`: of one step."""
+
+    def __init__(self, costs: StepCosts, most_rows: int) -> None:
+        self._costs = costs
+        self._most_rows = most_rows
+        self._agreement = Agreement(_FIRST_RATES)
+        self._known: dict[str, _Known] = {}
+
+    def observe(self, n_rows: int, duration_ns: int) -> None:
+        """As Drafter.observe."""
+        self._costs.observe(n_rows, duration_ns)
+
+    def computed(self, batch: Batch) -> None:
+        """Nothing is computed of prompts."""
+
+    def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
+        """As Drafter.draft."""
+        known = [self._read(room.sequence) for room in rooms]
+        if not self._costs.is_known or len(rooms) >= self._most_rows:
+            return [NO_DRAFT] * len(rooms)
+        chances = [one.chances(room.most) for one, room in zip(known, rooms, strict=True)]
+        most_rows = min(self._most_rows, self._costs.most_rows)
+        lengths = choose_lengths(chances, self._costs.cost_ns, most_rows)
+        return [
+            Draft(one.repeats.following(n)) if n else NO_DRAFT for one, n in zip(known, lengths, strict=True)
+        ]
+
+    def ended(self, request_id: str) -> None:
+        """As Drafter.ended."""
+        self._known.pop(request_id, None)
+
+    def lost(self) -> None:
+        """As Drafter.lost."""
+        self._known.clear()
+
+    def _read(self, sequence: LiveSequence) -> _Known:
+        known = self._known.get(sequence.request_id)
+        if known is None:
+            known = self._known[sequence.request_id] = _Known(self._agreement.of_request())
+        known.read(sequence)
+        return known

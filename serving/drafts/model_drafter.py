@@ -1,0 +1,268 @@
+"""Drafts by a small model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
+
+It computes the same sequences in the same slots, so that a block that moves, or a beginning that is copied,
+is moved and copied here too. What it has computed of a sequence is known up to a position; where that lags
+behind, because drafts did not pay for a while, it catches up in parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.drafts.agreement import Agreement
+from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft
+from phasewise.serving.drafts.draft_ranks import DraftRanks
+from phasewise.serving.drafts.lengths import LEAST_GAIN
+from phasewise.serving.drafts.step_costs import StepCosts
+from phasewise.serving.request import LiveSequence
+from phasewise.serving.sampling import FloatVector, Sampler
+from phasewise.serving.scheduler import DraftRoom
+
+_FIRST_RATE = 0.7
+_CATCH_UP_TOKENS = 128  # of all sequences, in one step
+_ROWS_AT_THE_PRICE_OF_ONE = 16  # of a decode step, where many are computed at once
+_LEAST_LATE = 1  # all drafts were right: the last of them is computed with the token after it
+_TRIAL_SHARE = 0.01  # of the time without drafts may go to trying whether they pay again
+
+
+class _Drafted:
+    """What the draft model knows of one request."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+        self.n_known = 0
+        """Positions from the first on whose keys and values it has."""
+        self.draft: tuple[int, ...] = ()
+        self.drafted_at = 0
+        """Tokens that the sequence had when `draft` was made."""
+
+    def read(self, sequence: LiveSequence) -> None:
+        """What became of the draft before."""
+        n_prompt = len(sequence.request.prompt_token_ids)
+        n_right = 0
+        came_after = sequence.generated[self.drafted_at - n_prompt :]
+        for drafted, came in zip(self.draft, came_after, strict=False):
+            self.agreement.saw(0, right=drafted == came)
+            if drafted != came:
+                break
+            n_right += 1
+        if self.draft:
+            self.n_known = min(self.n_known, self.drafted_at + n_right)
+        self.draft = ()
+
+
+class _Row:
+    """A sequence that is being drafted."""
+
+    def __init__(self, drafted: _Drafted, piece: SequenceSlice, room: DraftRoom, sampler: Sampler) -> None:
+        self.drafted = drafted
+        self.piece = piece
+        self.room = room
+        self.sampler = sampler
+        self.token_ids: list[int] = []
+        self.chances: list[FloatVector] = []
+
+    @property
+    def lag(self) -> int:
+        """Tokens whose keys and values are missing, the last one included."""
+        return self.room.sequence.n_tokens - self.drafted.n_known
+
+    def missing(self, n_tokens: int) -> Sequence[int]:
+        """The first of the tokens whose keys and values are missing."""
+        sequence, start = self.room.sequence, self.drafted.n_known
+        n_prompt = len(sequence.request.prompt_token_ids)
+        if start >= n_prompt:
+            return sequence.generated[start - n_prompt : start - n_prompt + n_tokens]
+        return sequence.token_ids[start : start + n_tokens]
+
+    def catching_up(self, n_tokens: int, *, wants_logits: bool) -> SequenceSlice:
+        """The next missing tokens."""
+        start, token_ids = self.drafted.n_known, self.missing(n_tokens)
+        self.drafted.n_known += len(token_ids)
+        return self.piece._replace(token_ids=token_ids, start=start, wants_logits=wants_logits)
+
+    def next_slice(self) -> SequenceSlice:
+        """The token that was drafted last."""
+        start = self.drafted.n_known
+        self.drafted.n_known += 1
+        return self.piece._replace(token_ids=self.token_ids[-1:], start=start)
+
+    def propose(self, logits: FloatVector, rng: np.random.Generator) -> None:
+        """One more token."""
+        token_id, chances = self.sampler.propose(logits, len(self.token_ids), rng)
+        self.token_ids.append(token_id)
+        if chances is not None:
+            self.chances.append(chances)
+
+
+class ModelDrafter:
+    """A Drafter with a model. most_rows: of one step of the model that is served, whose logits have
+    `vocab_size` columns; the draft model's may have fewer or more.
+    """
+
+    def __init__(
+        self,
+        ranks: DraftRanks,
+        costs: StepCosts,
+        most_rows: int,
+        vocab_size: int,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._ranks = ranks
+        self._clock_ns = clock_ns
+        self._costs = costs
+        self._most_rows = most_rows
+        self._vocab_size = vocab_size
+        self._draft_costs = StepCosts()
+        self._agreement = Agreement((_FIRST_RATE,))
+        self._known: dict[str, _Drafted] = {}
+        self._rng = np.random.default_rng()
+        self._pays = True
+        self._is_trying = False
+        self._saved_ns = 0.0  # for the next trial
+
+    def observe(self, n_rows: int, duration_ns: int) -> None:
+        """As Drafter.observe."""
+        self._costs.observe(n_rows, duration_ns)
+
+    def computed(self, batch: Batch) -> None:
+        """The same of the same prompts, while drafts pay."""
+        self._copy(batch)
+        slices = []
+        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+            is_new = name not in self._known
+            known = self._of(name)
+            if is_new or piece.start < known.n_known:
+                known.n_known, known.draft = piece.start, ()  # copied, or begun again in another block
+            if self._pays and piece.start == known.n_known:
+                slices.append(piece._replace(wants_logits=False))
+                known.n_known += len(piece.token_ids)
+        if slices:
+            self._ranks.forward(Batch("prefill", tuple(slices)))
+
+    def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
+        """As Drafter.draft."""
+        self._copy(batch)
+        rows = [
+            _Row(self._of(room.sequence.request_id), piece, room, sampler)
+            for piece, room, sampler in zip(batch.slices, rooms, samplers, strict=True)
+        ]
+        for row in rows:
+            row.drafted.read(row.room.sequence)
+        length = self._length(rows)
+        if length:
+            self._draft(self._caught_up(rows), length)
+        return [
+            Draft(tuple(row.token_ids), tuple(row.chances)) if row.token_ids else NO_DRAFT for row in rows
+        ]
+
+    def ended(self, request_id: str) -> None:
+        """As Drafter.ended."""
+        self._known.pop(request_id, None)
+
+    def lost(self) -> None:
+        """As Drafter.lost."""
+        self._known.clear()
+
+    def _of(self, request_id: str) -> _Drafted:
+        known = self._known.get(request_id)
+        if known is None:
+            known = self._known[request_id] = _Drafted(self._agreement.of_request())
+        return known
+
+    def _copy(self, batch: Batch) -> None:
+        for copy in batch.copies:
+            self._ranks.copy_kv(*copy)
+
+    def _length(self, rows: list[_Row]) -> int:
+        """Drafts of each sequence that give the most tokens in a nanosecond; 0: none pay."""
+        if not self._costs.is_known or 2 * len(rows) > self._most_rows:
+            return 0
+        if not self._draft_costs.is_known:
+            return 1
+        most_rows = min(self._most_rows, self._costs.most_rows)
+        most = min(MOST_DRAFTED, most_rows // len(rows) - 1)
+        plain_ns, draft_ns = self._costs.cost_ns(len(rows)), self._draft_costs.cost_ns(len(rows))
+        best_rate, best = LEAST_GAIN * len(rows) / plain_ns, 0
+        chances, tokens, n_rows = [1.0] * len(rows), float(len(rows)), len(rows)
+        rates = [row.drafted.agreement.rate(0) for row in rows]
+        for length in range(1, most + 1):
+            for i, row in enumerate(rows):
+                if length <= row.room.most:
+                    chances[i] *= rates[i]
+                    tokens += chances[i]
+                    n_rows += 1
+            rate = tokens / (self._costs.cost_ns(n_rows) + length * draft_ns)
+            if rate > best_rate:
+                best_rate, best = rate, length
+        self._pays = best > 0
+        return best or self._trial(rows, plain_ns, draft_ns)
+
+    def _trial(self, rows: list[_Row], plain_ns: float, draft_ns: float) -> int:
+        """1 where enough was saved to pay for a trial, and until it has been made; else 0."""
+        if self._is_trying:
+            return 1
+        self._saved_ns += _TRIAL_SHARE * plain_ns
+        n_late = max(0, sum(row.lag - 1 for row in rows))
+        price_ns = (
+            self._costs.cost_ns(2 * len(rows))
+            - plain_ns
+            + draft_ns * (1 + n_late / _ROWS_AT_THE_PRICE_OF_ONE)
+        )
+        if self._saved_ns < price_ns:
+            return 0
+        self._saved_ns, self._is_trying = 0.0, True
+        return 1
+
+    def _caught_up(self, rows: list[_Row]) -> list[_Row]:
+        """Those that can be drafted now. Others compute a part of what they lack."""
+        left, ready, slices = _CATCH_UP_TOKENS, [], []
+        for row in rows:
+            n_late = row.lag - 1
+            if not self._is_readable(row):
+                continue
+            if n_late > _LEAST_LATE and left:
+                slices.append(row.catching_up(min(left, n_late), wants_logits=False))
+                left -= len(slices[-1].token_ids)
+            if row.lag - 1 <= _LEAST_LATE and row.room.most:
+                ready.append(row)
+        if slices:
+            self._ranks.forward(Batch("prefill", tuple(slices)))
+        return ready
+
+    def _is_readable(self, row: _Row) -> bool:
+        """Whether the tokens that it would compute next are in the draft model's vocabulary."""
+        return max(row.missing(_CATCH_UP_TOKENS)) < self._ranks.vocab_size
+
+    def _draft(self, rows: list[_Row], length: int) -> None:
+        slices = [row.catching_up(row.lag, wants_logits=True) for row in rows]
+        going_on = rows
+        self._is_trying &= not rows
+        for n in range(1, length + 1):
+            if not going_on:
+                break
+            batch = Batch("decode", tuple(slices))
+            began_ns = self._clock_ns()
+            logits = self._ranks.forward(batch)
+            self._draft_costs.observe(batch.n_tokens, self._clock_ns() - began_ns)
+            for row, own in zip(going_on, self._as_wide(logits), strict=True):
+                row.propose(own, self._rng)
+            going_on = [row for row in going_on if n < min(length, row.room.most)]
+            slices = [row.next_slice() for row in going_on]
+        for row in rows:
+            row.drafted.draft = tuple(row.token_ids)
+            row.drafted.drafted_at = row.room.sequence.n_tokens
+
+    def _as_wide(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Logits of tokens that the served model knows."""
+        n_rows, n_known = logits.shape
+        if n_known >= self._vocab_size:
+            return logits[:, : self._vocab_size]
+        wide = np.full((n_rows, self._vocab_size), -np.inf, dtype=np.float32)
+        wide[:, :n_known] = logits
+        return wide

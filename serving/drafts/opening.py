@@ -1,0 +1,66 @@
+"""From a source of drafts to what drafts for one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter
+from phasewise.serving.drafts.draft_ranks import GuestRank
+from phasewise.serving.drafts.lookup import LookupDrafter
+from phasewise.serving.drafts.model_drafter import ModelDrafter
+from phasewise.serving.drafts.step_costs import StepCosts
+from phasewise.serving.errors import ModelError
+from phasewise.serving.first_rank import ALL_LOGITS_ROWS, FirstRank
+from phasewise.serving.model import PackedModel
+from phasewise.serving.ranks_contract import RankOptions
+from phasewise.serving.tokenizer import Tokenizer
+
+LEAST_STEP_TOKENS = 1 + MOST_DRAFTED
+"""Rows that the steps of an engine with drafts have room for."""
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """Where drafts come from. `model`: a small model of the same vocabulary; None: lookup in the sequence.
+
+    recorded_ns: what decode steps of so many rows took, as far as the database knows.
+    """
+
+    model: PackedModel | None = None
+    recorded_ns: Mapping[int, float] = field(default_factory=dict)
+
+
+def open_drafter(
+    source: DraftSource, model: PackedModel, first_rank: Callable[[], FirstRank], options: RankOptions
+) -> Drafter:
+    """The drafter of an engine whose ranks have these options. Errors: `open_ranks`."""
+    costs = StepCosts(source.recorded_ns)
+    most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
+    if source.model is None:
+        return LookupDrafter(costs, most_rows)
+    guest = GuestRank(source.model, first_rank, options)
+    return ModelDrafter(guest, costs, most_rows, model.config.vocab_size)
+
+
+def check_vocabularies(draft: PackedModel, model: PackedModel) -> None:
+    """ModelError, one line, unless both models' tokens have the same ids and texts.
+
+    Logits may have more columns than there are tokens: their numbers may differ.
+    """
+    one, other = (Tokenizer.from_json(each.tokenizer_json, each.config) for each in (draft, model))
+    sizes = draft.config.vocab_size, model.config.vocab_size
+    for token_id in range(max(sizes)):
+        pieces = [
+            tokenizer.piece(token_id) if token_id < size else b""
+            for tokenizer, size in zip((one, other), sizes, strict=True)
+        ]
+        if pieces[0] != pieces[1]:
+            raise ModelError(
+                f"{draft.name} cannot draft for {model.name}: their vocabularies differ, first at token "
+                f"{token_id} ({_shown(pieces[0])} and {_shown(pieces[1])}); name a model of the same family"
+            )
+
+
+def _shown(piece: bytes) -> str:
+    return ascii(piece.decode("utf-8", "replace"))[:40] if piece else "none"

@@ -1,0 +1,272 @@
+"""What is drafted, and how much: lookups find long matches, lengths are the best ones, no time is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.drafts.agreement import Agreement
+from phasewise.serving.drafts.lengths import LEAST_GAIN, choose_lengths
+from phasewise.serving.drafts.lookup import LookupDrafter
+from phasewise.serving.drafts.model_drafter import ModelDrafter
+from phasewise.serving.drafts.repeats import MOST_MATCHED, Repeats
+from phasewise.serving.drafts.step_costs import StepCosts
+from phasewise.serving.request import LiveSequence, Request
+from phasewise.serving.sampling import GREEDY, Sampler
+from phasewise.serving.scheduler import DraftRoom
+from tests.support.tiers import examples, n_examples
+
+few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=80)
+
+
+def matches(tokens: list[int]) -> dict[int, int]:
+    """Length of the match at each place that follows tokens like those at the end, from the definition."""
+    found = {}
+    for place in range(1, len(tokens)):
+        n = 0
+        while n < place and tokens[place - 1 - n] == tokens[len(tokens) - 1 - n]:
+            n += 1
+        if n >= 2:
+            found[place] = min(n, MOST_MATCHED)
+    return found
+
+
+@given(tokens=few_tokens, cut=st.integers(0, 80))
+def test_a_match_is_one_and_what_follows_is_what_followed(tokens: list[int], cut: int) -> None:
+    repeats = Repeats()
+    if tokens[:cut]:
+        repeats.extend(tokens[:cut])
+    for token in tokens[cut:]:
+        repeats.push(token)
+
+    found = matches(tokens)
+    assert (repeats.n_matched > 0) == bool(found)
+    if found:
+        following = repeats.following(12)
+        places = [place for place, n in found.items() if n == repeats.n_matched]
+        assert following in {_followers(tokens, place, 12) for place in places}
+        assert repeats.expected == following[0]
+        if max(found.values()) >= 6:
+            assert repeats.n_matched >= 6
+    else:
+        assert repeats.following(12) == ()
+
+
+def _followers(tokens: list[int], place: int, n: int) -> tuple[int, ...]:
+    said = list(tokens)
+    for _ in range(n):
+        said.append(said[place + len(said) - len(tokens)])
+    return tuple(said[len(tokens) :])
+
+
+def rates(*chances: float) -> list[float]:
+    return [float(one) for one in np.cumprod(chances)]
+
+
+@examples(60)
+@given(
+    chances=st.lists(
+        st.lists(st.floats(0.01, 1), max_size=3).map(lambda some: rates(*some)), min_size=1, max_size=3
+    ),
+    steps=st.lists(st.floats(0, 0.6), min_size=16, max_size=16),
+    most_rows=st.integers(1, 9),
+)
+def test_lengths_give_the_most_tokens_in_a_nanosecond(
+    chances: list[list[float]], steps: list[float], most_rows: int
+) -> None:
+    costs = np.concatenate([[1.0], 1.0 + np.cumsum(steps)])
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        tokens = sum(1 + sum(own[:n]) for own, n in zip(chances, lengths, strict=True))
+        return float(tokens / costs[len(chances) + sum(lengths)])
+
+    found = choose_lengths(chances, lambda n_rows: float(costs[n_rows]), most_rows)
+
+    every = product(*[range(len(own) + 1) for own in chances])
+    fitting = [one for one in every if sum(one) + len(chances) <= max(most_rows, len(chances))]
+    best = max(map(rate, fitting))
+    plain = rate((0,) * len(chances))
+    if any(found):
+        assert rate(tuple(found)) == pytest.approx(best)
+        assert best >= LEAST_GAIN * plain * (1 - 1e-9)
+    else:
+        assert best <= LEAST_GAIN * plain * (1 + 1e-9)
+
+
+def test_a_batch_whose_rows_cost_as_much_as_steps_is_not_drafted_for() -> None:
+    assert choose_lengths([[0.9] * 4] * 8, lambda n_rows: 100.0 * n_rows, 64) == [0] * 8
+
+
+def test_rates_follow_what_came_of_late_and_begin_with_those_of_others() -> None:
+    everyone = Agreement((0.5,))
+    for _ in range(200):
+        everyone.saw(0, right=True)
+    one = everyone.of_request()
+    assert everyone.rate(0) > 0.9
+    assert one.rate(0) == everyone.rate(0)
+
+    for _ in range(60):
+        one.saw(0, right=False)
+
+    assert one.rate(0) < 0.15
+    assert everyone.of_request().rate(0) > one.rate(0)
+
+
+@given(
+    rows=st.lists(st.integers(1, 20), min_size=1, max_size=60),
+    recorded=st.dictionaries(st.integers(1, 32), st.floats(1e5, 1e9), max_size=4),
+)
+def test_costs_converge_to_what_steps_take(rows: list[int], recorded: dict[int, float]) -> None:
+    costs = StepCosts(recorded)
+    for n_rows in rows * 100:
+        costs.observe(n_rows, 1e6 * (10 + n_rows))
+
+    for n_rows in rows:
+        assert costs.cost_ns(n_rows) == pytest.approx(1e6 * (10 + n_rows), rel=0.02)
+    for n_rows in range(1, 32):
+        assert costs.cost_ns(n_rows) > 0
+    low, high = min(rows), max(rows)
+    for n_rows in range(low, high + 1):
+        assert costs.cost_ns(n_rows) == pytest.approx(1e6 * (10 + n_rows), rel=0.02)
+
+
+def test_recorded_times_say_what_rows_cost_before_any_was_seen() -> None:
+    costs = StepCosts({1: 10e6, 4: 20e6, 8: 60e6})
+    costs.observe(1, 30e6)  # the machine is slower today
+
+    assert costs.cost_ns(4) == pytest.approx(60e6)
+    assert costs.cost_ns(6) == pytest.approx(120e6)
+    assert costs.cost_ns(8) == pytest.approx(180e6)
+
+
+def test_one_slow_step_is_forgotten() -> None:
+    costs = StepCosts()
+    for _ in range(50):
+        costs.observe(1, 1e6)
+    costs.observe(4, 1e9)  # another program took the core
+    assert costs.cost_ns(4) < 2e6
+
+    for _ in range(1100):
+        costs.observe(1, 1e6)
+    assert costs.cost_ns(4) == pytest.approx(1.12e6)
+
+
+def test_few_more_rows_are_tried_than_have_been_seen() -> None:
+    costs = StepCosts()
+    costs.observe(3, 1e6)
+    assert costs.most_rows == 6
+    assert StepCosts({1: 1e6, 32: 2e6}).most_rows == 32
+
+
+class Clock:
+    """An answer on modelled time: a drafter proposes, the text decides, rows cost what is said."""
+
+    def __init__(self, text: list[int], n_prompt: int, cost: Callable[[int], float]) -> None:
+        self.text, self.n_prompt, self.cost = text, n_prompt, cost
+        self.ns = 0.0
+
+    def run(self, drafter: LookupDrafter | ModelDrafter) -> float:
+        """Time, as a share of what the answer takes without drafts."""
+        sequence = LiveSequence(Request("r", tuple(self.text[: self.n_prompt]), len(self.text)), 1)
+        n_answer, sampler = len(self.text) - self.n_prompt, Sampler(GREEDY, (), 8)
+        drafter.computed(Batch("prefill", (SequenceSlice(self.text[: self.n_prompt], 0, 0, True),), ("r",)))
+        sequence.generated.append(self.text[self.n_prompt])
+        while len(sequence.generated) < n_answer:
+            done = self.n_prompt + len(sequence.generated)
+            piece = SequenceSlice(sequence.generated[-1:], done - 1, 0, True)
+            room = DraftRoom(sequence, min(30, n_answer - len(sequence.generated) - 1))
+            draft = drafter.draft(Batch("decode", (piece,), ("r",)), [room], [sampler])[0].token_ids
+            coming = self.text[done : done + len(draft)]
+            n_right = next((i for i, d in enumerate(draft) if d != coming[i]), len(draft))
+            duration = self.cost(1 + len(draft))
+            self.ns += duration
+            drafter.observe(1 + len(draft), int(duration))
+            sequence.generated += self.text[done : done + n_right + 1]
+        return self.ns / (self.cost(1) * (n_answer - 1))
+
+
+COSTS = {
+    "bound by memory": lambda n_rows: 1e7 * (1 + 0.02 * (n_rows - 1)),
+    "a tile of four": lambda n_rows: 1e7 * (1 + 0.5 * ((n_rows - 1) // 4)),
+    "bound by arithmetic": lambda n_rows: 1e7 * n_rows,
+}
+
+
+def drawn_text(kind: str, seed: int) -> list[int]:
+    """Numbers in which nothing repeats but by chance, few words, or an answer that repeats its prompt."""
+    rng = np.random.default_rng(seed)
+    if kind == "random":
+        return [int(one) for one in rng.integers(0, 5000, 900)]
+    if kind == "words":
+        return [int(one) for one in rng.zipf(1.3, 900) % 400]
+    prompt = [int(one) for one in rng.integers(0, 5000, 300)]
+    edits = rng.random(300) < 0.03
+    return prompt + [one + 1 if edit else one for one, edit in zip(prompt * 2, [*edits, *edits], strict=True)]
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("kind", ["random", "words", "repeating"])
+def test_lookup_never_loses_more_than_three_percent(cost: str, kind: str) -> None:
+    shares = [
+        Clock(drawn_text(kind, seed), 300, COSTS[cost]).run(LookupDrafter(StepCosts(), 64))
+        for seed in range(n_examples(10))
+    ]
+
+    assert max(shares) <= 1.03
+    if kind == "repeating" and cost != "bound by arithmetic":
+        assert max(shares) <= 1 / 1.6
+
+
+class SmallRanks:
+    """Says the text's next token with probability `agrees`; a step advances the clock."""
+
+    vocab_size = 5001
+
+    def __init__(self, clock: Clock, agrees: float, row_ns: float) -> None:
+        self.clock, self.agrees, self.row_ns = clock, agrees, row_ns
+        self.rng = np.random.default_rng(7)
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        rows = []
+        self.clock.ns += self.row_ns if batch.phase == "decode" else self.row_ns * batch.n_tokens / 16
+        for piece in batch.slices:
+            row = np.zeros(self.vocab_size, dtype=np.float32)
+            at = min(piece.start + len(piece.token_ids), len(self.clock.text) - 1)
+            row[self.clock.text[at] if self.rng.random() < self.agrees else 5000] = 1
+            rows.append(row)
+        return np.stack(rows)
+
+    def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
+        raise AssertionError("nothing moves here")
+
+
+def share_with_model(agrees: float, row_ns: float, cost: Callable[[int], float], n: int = 900) -> float:
+    clock = Clock([int(one) for one in np.random.default_rng(3).integers(0, 5000, n)], 100, cost)
+    ranks = SmallRanks(clock, agrees, row_ns)
+    drafter = ModelDrafter(ranks, StepCosts(), 64, 5001, clock_ns=lambda: int(clock.ns))
+    prompt_ns = row_ns * 100 / 16
+    return clock.run(drafter) - prompt_ns / (cost(1) * (n - 101))
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("row_ns", [1e6, 4e6])
+def test_a_model_that_agrees_gains_what_acceptance_and_step_times_allow(cost: str, row_ns: float) -> None:
+    """Within 10 % of the best fixed length."""
+    agrees, cost_ns = 0.7, COSTS[cost]
+    best = min(
+        (cost_ns(1 + k) + k * row_ns) / sum(agrees**j for j in range(k + 1)) / cost_ns(1) for k in range(16)
+    )
+
+    assert share_with_model(agrees, row_ns, cost_ns, 2000) <= 1.1 * best
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("agrees", [0.0, 0.1])
+def test_a_model_that_never_agrees_costs_no_more_than_three_percent(cost: str, agrees: float) -> None:
+    assert share_with_model(agrees, 3e6, COSTS[cost], 2000) <= 1.03

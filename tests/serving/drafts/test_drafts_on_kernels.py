@@ -1,0 +1,214 @@
+"""Drafts over the real kernels: the bits of rows with drafts, and whole answers, are those without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from phasewise.cython_kernels import isa
+from phasewise.cython_kernels.kv_formats import KV_FORMATS
+from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
+from phasewise.serving.errors import ModelError
+from phasewise.serving.guides import Grammar, GuideCompiler, TokenView
+from phasewise.serving.loaders import load_model
+from phasewise.serving.messages import Answer, Submit
+from phasewise.serving.model import PackedModel
+from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
+from phasewise.serving.pools.opening import POLICIES
+from phasewise.serving.sampling import GREEDY, SamplingParams
+from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from tests.serving.test_engine_kernels import plans, tokens
+from tests.serving.test_forward import Machine, make_model, random_ids, sliced
+from tests.serving.test_forward_ranks import ranks
+from tests.support.fake_engine import run_all
+from tests.support.guessing import GuessingDrafter
+from tests.support.tiers import isas
+from tests.support.tiny_models import TinyShape, tiny_gguf
+
+PROMPTS = ["a", "hello there", "To be, or not to be", "0123456789" * 9]
+TWO_RANKS = {phase: ServicePlan(phase, (RankCores((0,)), RankCores((1,)))) for phase in PHASES}
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-bias"])
+def test_rows_with_drafts_have_the_bits_of_single_tokens(name: str, kv_format: str) -> None:
+    """After every draft; and what wrong drafts wrote is written over."""
+    model = make_model(name, "q8")
+    ids, wrong = random_ids(150, model), random_ids(16, model, 1)
+    for isa_name in isas():
+        with isa.using(isa_name):
+            machine = Machine(model, threads=2, kv_format=kv_format)
+            whole = machine.every_row(sliced(ids))
+            machine.last_rows(sliced(ids[:120], base=500))
+            machine.last_rows(sliced([ids[120], *wrong], 120, 500)._replace(n_drafted=16))
+            got = machine.last_rows(
+                sliced(ids[120:131], 120, 500)._replace(n_drafted=10), sliced(ids[:1], base=700)
+            )
+            after = machine.last_rows(sliced(ids[131:132], 131, 500))
+            assert (got == np.concatenate([whole[120:131], whole[:1]])).all(), isa_name
+            assert (after[0] == whole[131]).all(), isa_name
+
+
+@pytest.mark.parametrize("teams", [[(1, 1), (1, 1)], [(1,), (1, 1)]])
+def test_ranks_give_the_same_rows(teams: list[tuple[int, ...]]) -> None:
+    model = make_model("llama", "q8")
+    ids = random_ids(60, model)
+    whole = Machine(model).every_row(sliced(ids))
+    with ranks(model, teams) as several:
+        several.run([sliced(ids[:40])])
+        got = several.run([sliced(ids[40:51], 40)._replace(n_drafted=10)], table=1)
+
+    assert (got == whole[40:51]).all()
+
+
+@pytest.mark.parametrize("n_drafted", [-1, 3])
+def test_a_slice_cannot_have_more_drafts_than_tokens_behind_its_first(n_drafted: int) -> None:
+    model = make_model("llama")
+    with pytest.raises(ValueError, match="drafts in a slice of 3 tokens"):
+        Machine(model).last_rows(sliced([1, 2, 3])._replace(n_drafted=n_drafted))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PackedModel]:
+    folder = tmp_path_factory.mktemp("drafts")
+
+    def make(seed: int = 0, vocab_size: int = 272, **fields: object) -> PackedModel:
+        path = folder / f"{seed}-{vocab_size}.gguf"
+        shape = TinyShape(vocab_size=vocab_size)
+        path.write_bytes(tiny_gguf(shape=shape, seed=seed, **fields).to_bytes())  # type: ignore[arg-type]
+        return load_model(str(path), "native", cache_dir=folder / "cache")
+
+    return make
+
+
+def requests(sampling: SamplingParams = GREEDY, n_tokens: int = 60) -> list[Submit]:
+    return [
+        Submit(
+            str(index),
+            tuple(3 + byte for byte in prompt.encode()),
+            n_tokens,
+            replace(sampling, seed=index),
+            ignore_eos=True,
+        )
+        for index, prompt in enumerate(PROMPTS)
+    ]
+
+
+def answers(
+    model: PackedModel,
+    asked: list[Submit],
+    drafts: DraftSource | None = None,
+    guess: float | None = None,
+    known: dict[str, list[int]] | None = None,
+    by_phase: dict[str, ServicePlan] | None = None,
+    **size: object,
+) -> tuple[dict[str, list[int]], int]:
+    """Tokens of each request, and drafted tokens that came. guess: share of right drafts of `known`."""
+    by_phase = by_phase or plans()
+    pinned = all(len(plan.ranks) == 1 for plan in by_phase.values())
+    sizes = EngineSize(256, 1024, 4, **size)  # type: ignore[arg-type]
+    with open_engine(model, by_phase, sizes, pinned=pinned, drafts=drafts) as opened:
+        if guess is not None:
+            opened.engine.drafter = GuessingDrafter(known or {}, guess, model.config.vocab_size)
+        got = {name: tokens(outs) for name, outs in run_all(opened.engine, *asked).items()}
+        counts = opened.engine.load().drafts
+    return got, counts.accepted if counts else 0
+
+
+@pytest.fixture(scope="module")
+def plain(models: Callable[..., PackedModel]) -> dict[str, list[int]]:
+    return answers(models(), requests())[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("kv_policy", POLICIES)
+def test_answers_are_the_same_in_every_format_and_policy(
+    models: Callable[..., PackedModel], kv_policy: str, kv_format: str
+) -> None:
+    options = {"kv_format": kv_format, "kv_policy": kv_policy}
+    want, _ = answers(models(), requests(), **options)
+
+    got, n_accepted = answers(models(), requests(), guess=0.8, known=want, **options)
+
+    assert got == want
+    assert n_accepted > 40
+
+
+@pytest.mark.parametrize("source", ["lookup", "the model itself", "another model"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(temperature=0.9, top_p=0.9)], ids=["greedy", "seeded"]
+)
+def test_answers_are_the_same_from_every_source(
+    models: Callable[..., PackedModel], source: str, ranks: int, sampling: SamplingParams
+) -> None:
+    draft = {"lookup": None, "the model itself": models(), "another model": models(seed=1)}[source]
+    by_phase = plans() if ranks == 1 else TWO_RANKS
+    want, _ = answers(models(), requests(sampling))
+    recorded = {1: 1e6, 16: 1.001e6}  # rows seem to cost nothing
+
+    got, n_accepted = answers(models(), requests(sampling), DraftSource(draft, recorded), by_phase=by_phase)
+
+    assert got == want
+    assert source != "the model itself" or n_accepted > 0
+
+
+def test_answers_held_to_a_grammar_are_the_same(models: Callable[..., PackedModel]) -> None:
+    model = models()
+    text = ModelText(model)
+    tokenizer, config = text.tokenizer, model.config
+    view = TokenView(
+        config.vocab_size, frozenset({0}), tokenizer.special_ids, tokenizer.piece, tokenizer.encode
+    )
+    compiler = GuideCompiler(view)
+    try:
+        guide = compiler.compile(Grammar.of_pattern("(ab|cd|[0-9]){5,200}x"))
+        for sampling in (GREEDY, SamplingParams(temperature=1.0)):
+            asked = [replace(one, guide=guide, ignore_eos=False) for one in requests(sampling)]
+            want, _ = answers(model, asked)
+            got, n_accepted = answers(model, asked, guess=0.8, known=want)
+            assert got == want
+            assert n_accepted > 20
+    finally:
+        compiler.close()
+
+
+def test_unseeded_sampling_with_a_draft_model_ends_where_it_should(
+    models: Callable[..., PackedModel],
+) -> None:
+    """Draws of the draft model are checked by rejection sampling; the model itself is right almost always."""
+    asked = [replace(one, sampling=SamplingParams(temperature=1.0)) for one in requests()]
+
+    got, n_accepted = answers(models(), asked, DraftSource(models(), {1: 1e6, 16: 1.001e6}))
+
+    assert [len(ids) for ids in got.values()] == [60] * len(asked)
+    assert n_accepted > 0
+
+
+def test_a_draft_model_may_have_more_columns_than_tokens(models: Callable[..., PackedModel]) -> None:
+    wide = models(vocab_size=272)
+    assert isinstance(answers(wide, requests(), DraftSource(wide))[0], dict)
+
+
+def test_another_vocabulary_is_refused_in_one_line(models: Callable[..., PackedModel]) -> None:
+    model, other = models(), models(seed=2, vocab_size=280)
+    check_vocabularies(models(seed=1), model)
+
+    with pytest.raises(ModelError, match=r"vocabularies differ, first at token 272") as refused:
+        check_vocabularies(other, model)
+
+    assert "\n" not in str(refused.value)
+
+
+def test_usage_counts_drafts_of_a_request(models: Callable[..., PackedModel]) -> None:
+    with open_engine(models(), plans(), EngineSize(256, 1024, 1), drafts=DraftSource()) as opened:
+        outs = run_all(opened.engine, requests()[3])["3"]
+        load = opened.engine.load()
+
+    last = outs[-1]
+    assert isinstance(last, Answer)
+    assert last.drafts == load.drafts
