@@ -93,3 +93,20 @@ def test_vendors_are_told_apart_in_one_file() -> None:
     knowing = {path.name for path in sources if VENDOR_TEST.search(path.read_text())}
 
     assert knowing - {"_native.c"} == {"cpu.c"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in core.names() if name != core.active()])
+def test_kernels_pass_their_tests_by_the_defaults_of_every_core(name: str) -> None:
+    """Products, attention and programs, in short; `make test-cores` runs all tests of the kernels."""
+    files = ("test_gemm.py", "test_gemm_paths.py", "test_attention.py", "test_program.py")
+    command = [sys.executable, "-m", "pytest", "--tier=quick", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *(str(Path(__file__).with_name(file)) for file in files)],
+        env=os.environ | {"PHASEWISE_CORE": name},
+        capture_output=True,
+        text=True,
+        cwd=KERNELS.parent,
+    )
+
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
