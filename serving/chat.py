@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from phasewise.serving.chat_template import ChatTemplateError
-from phasewise.serving.confined import Bounds, ConfinedError, ConfinedProcess, JobRefused, Overrun
+from phasewise.serving.confined import (
+    Bounds,
+    ConfinedError,
+    ConfinedProcess,
+    JobRefused,
+    Overrun,
+    Patience,
+)
 from phasewise.serving.errors import ModelError
 from phasewise.serving.tokenizer import Tokenizer
 
@@ -62,12 +69,15 @@ class Conversations:
         except ConfinedError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}; give another") from error
 
-    def write(self, conversation: Conversation) -> ChatPrompt:
-        """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError."""
+    def write(self, conversation: Conversation, patience: Patience | None = None) -> ChatPrompt:
+        """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError.
+
+        Abandoned once `patience` ends: the template is stopped.
+        """
         request = json.dumps(conversation._asdict()).encode()
         process = self._short if len(request) <= _LONG_BYTES else self._long
         try:
-            answer = process.ask(request)
+            answer = process.ask(request, patience)
         except JobRefused as error:
             raise ChatTemplateError(str(error)) from error
         except Overrun as error:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from phasewise.serving.chat import Conversation
+from phasewise.serving.confined import Patience
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.guides import GuideCompiler, TokenView
@@ -221,12 +222,12 @@ def _bounded(opened: OpenEngine) -> Callable[[str, bool], list[int]]:
     return encode
 
 
-def _chat_encoder(opened: OpenEngine) -> Callable[[Conversation], list[int]]:
+def _chat_encoder(opened: OpenEngine) -> Callable[[Conversation, Patience], list[int]]:
     """The template is read beforehand: one that cannot be is told at the start."""
     conversations, check = opened.text.conversations, _length_check(opened, "messages")
 
-    def encode(conversation: Conversation) -> list[int]:
-        prompt = conversations.write(conversation)
+    def encode(conversation: Conversation, patience: Patience) -> list[int]:
+        prompt = conversations.write(conversation, patience)
         check(prompt.text)
         return opened.text.tokenizer.encode_marked(*prompt)
 

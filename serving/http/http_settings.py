@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from phasewise.serving.confined import Patience
 from phasewise.serving.sampling_defaults import SamplingDefaults
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 
@@ -34,7 +35,8 @@ class ServedModel:
     """`names`: names that a request may use; the first is the model's id. `created_s`: Unix time.
 
     `context_length`: the most tokens that a prompt and its answer may have together. `encode_chat` turns
-    a conversation into the prompt's token ids; None where the model has no chat template.
+    a conversation into the prompt's token ids, or raises Abandoned once the wait for it ends; None where the
+    model has no chat template.
     """
 
     names: tuple[str, ...]
@@ -46,7 +48,7 @@ class ServedModel:
     """(text, whether to add the model's own opening tokens) -> token ids."""
     piece: Callable[[int], bytes]
     """The bytes that a token adds to a text; they may end within a character."""
-    encode_chat: Callable[[Conversation], list[int]] | None
+    encode_chat: Callable[[Conversation, Patience], list[int]] | None
     max_prompt_tokens: int | None = None
     """Longer prompts are refused; None: only `context_length` limits them."""
     estimate: Callable[[PromptFacts], Estimate] | None = None

@@ -23,6 +23,7 @@ from phasewise.serving.http.lengths import estimated, facts_of
 from phasewise.serving.http.middleware import client_of
 from phasewise.serving.http.prepare import (
     HeldTo,
+    Sender,
     begun_late,
     compiled,
     held_to,
@@ -53,18 +54,18 @@ class Preparation:
         self._grammars = FairLane("grammar", 1, _MOST_GRAMMARS)
 
     async def prepare(
-        self, request: Request, body: Body, make: Callable[[Body, ServedModel, str], list[Submit]]
+        self, request: Request, body: Body, make: Callable[[Body, ServedModel, Sender], list[Submit]]
     ) -> tuple[list[Submit], list[PromptFacts]]:
         """Messages that `make` makes of `body`, with what is known of each. ApiError, or ClientLeft."""
-        client = client_of(request.scope)
+        client, patience = client_of(request.scope), Patience()
+        sender = Sender(client.cache_space, patience)
 
         def work() -> tuple[list[Submit], list[PromptFacts], HeldTo | None]:
-            requests = make(body, self._model, client.cache_space)
+            requests = make(body, self._model, sender)
             facts = facts_of(requests, body)
             return estimated(requests, facts, self._model), facts, held_to(body, self._model)
 
         lane = self._lane_of(body)
-        patience = Patience()
         try:
             requests, facts, wanted = await _while_there(request, lane.run(client.name, work), patience)
             if wanted is not None:
@@ -84,9 +85,12 @@ class Preparation:
         n_long = len(body.prompt or "") + sum(len(message.text) for message in body.messages or ())
         lane = self._texts if body.messages is None else self._conversations
         lane = self._long if n_long > _LONG_CHARACTERS else lane
-        work = lane.run(client_of(request.scope).name, lambda: tokens_of(body, self._model))
+        patience = Patience()
+        work = lane.run(client_of(request.scope).name, lambda: tokens_of(body, self._model, patience))
         try:
-            return await _while_there(request, work, Patience())
+            return await _while_there(request, work, patience)
+        except Abandoned as error:
+            raise ClientLeft from error
         except ServingError as error:
             raise from_engine(error) from error
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from phasewise.serving.confined import Patience
+from phasewise.serving.confined import Abandoned, Patience
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
 from phasewise.serving.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler
 from phasewise.serving.http.calls import (
@@ -37,11 +37,23 @@ from phasewise.serving.tools import thinking
 from phasewise.serving.tools.gpt_oss import ANSWER_BEGINS
 from phasewise.serving.tools.tool_format import json_rule
 
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """What preparing a request needs of its sender: which prompts it may reuse, and its wait."""
+
+    cache_space: str = ""
+    patience: Patience = field(default_factory=Patience)
+    """Ends when the client leaves."""
+
+
 _MOST_CHOICES = 1024
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions; a chat answer may fill the context
 
 
-def completion_requests(body: CompletionRequest, model: ServedModel, space: str = "") -> list[Submit]:
+def completion_requests(
+    body: CompletionRequest, model: ServedModel, sender: Sender | None = None
+) -> list[Submit]:
     """One message for each choice: prompts in order, the `n` choices of a prompt together."""
     _refuse(body, model)
     max_tokens = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
@@ -49,6 +61,7 @@ def completion_requests(body: CompletionRequest, model: ServedModel, space: str 
     if len(texts) * (body.n or 1) > _MOST_CHOICES:
         raise bad_request(f"a request may ask for at most {_MOST_CHOICES} choices in all", "prompt")
     prompts = [_token_ids(prompt, model) for prompt in texts]
+    space = sender.cache_space if sender else ""
     sampling = _sampling(body, model.sampling, body.logprobs)
     response_id = f"cmpl-{uuid.uuid4().hex}"
     return [
@@ -58,16 +71,19 @@ def completion_requests(body: CompletionRequest, model: ServedModel, space: str 
     ]
 
 
-def chat_requests(body: ChatRequest, model: ServedModel, space: str = "") -> list[Submit]:
+def chat_requests(body: ChatRequest, model: ServedModel, sender: Sender | None = None) -> list[Submit]:
     """One message for each of the `n` choices."""
     _refuse(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     check_tools(body)
-    prompt = _conversation(body, model)
+    sender = sender or Sender()
+    prompt = _conversation(body, model, sender.patience)
     max_tokens = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
-    choices = _choices(body, f"chatcmpl-{uuid.uuid4().hex}", prompt, max_tokens, sampling, model, space)
+    choices = _choices(
+        body, f"chatcmpl-{uuid.uuid4().hex}", prompt, max_tokens, sampling, model, sender.cache_space
+    )
     shown = model.dialect.shown if is_read(body, model) else frozenset()
     return [replace(one, shown=shown) for one in choices]
 
@@ -158,26 +174,26 @@ def check_token_ids(ids: Sequence[int], model: ServedModel, param: str = "tokens
         raise bad_request(f"token ids must be 0 to {model.vocab_size - 1}", param)
 
 
-def tokens_of(body: TokenizeRequest, model: ServedModel) -> list[int]:
-    """Token ids of a text or a conversation."""
+def tokens_of(body: TokenizeRequest, model: ServedModel, patience: Patience) -> list[int]:
+    """Token ids of a text or a conversation, which is written until `patience` ends."""
     if body.model is not None and body.model not in model.names:
         raise unknown_model(body.model, model.model_id)
     if body.messages is None:
         return model.encode(body.prompt or "", body.add_special_tokens)
     chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools)
     check_tools(chat)
-    return list(_conversation(chat, model))
+    return list(_conversation(chat, model, patience))
 
 
-def _conversation(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:
-    """Its token ids; the template writes the opening tokens itself."""
+def _conversation(body: ChatRequest, model: ServedModel, patience: Patience) -> tuple[int, ...]:
+    """Its token ids; the template writes the opening tokens itself, until `patience` ends."""
     if model.encode_chat is None:
         raise bad_request(
             f"{model.model_id} has no chat template: use /v1/completions", "messages", "no_chat_template"
         )
     try:
-        return tuple(model.encode_chat(conversation_of(body, model.dialect)))
-    except ContextLengthExceeded:
+        return tuple(model.encode_chat(conversation_of(body, model.dialect), patience))
+    except (ContextLengthExceeded, Abandoned):
         raise
     except ServingError as error:
         raise ApiError(400, str(error), param="messages") from error

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.chat import Conversations
+from phasewise.serving.confined import Bounds
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from tests.support.fake_engine import encode
 from tests.support.fake_server import FakeServer, fake_server
 from tests.support.rude_clients import until
 
@@ -127,3 +132,31 @@ def test_an_answer_that_takes_too_much_memory_ends_and_others_go_on() -> None:
     assert "bytes of memory" in refused.json()["error"]["message"]
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert served.status_code == 200
+
+
+ENDLESS_FOR_ONE = (
+    "{% if messages[0].content == 'endless' %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endif %}{{ messages[0].content }}"
+)
+
+
+def test_a_template_ends_with_the_wait_of_its_client() -> None:
+    """The bound of 60 s is not met: another client's conversation is written once the first has left."""
+    conversations = Conversations(ENDLESS_FOR_ONE, {}, [], Bounds(seconds=60.0, memory_bytes=256 << 20))
+    conversations.start()
+
+    def model(served: ServedModel) -> ServedModel:
+        return replace(
+            served, encode_chat=lambda chat, patience: encode(conversations.write(chat, patience).text)
+        )
+
+    def chat(server: FakeServer, content: str, timeout_s: float) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": "fake", "messages": messages, "max_tokens": 2}
+        return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=timeout_s)
+
+    with closing(conversations), fake_server(model=model) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            chat(server, "endless", 0.5)
+        assert chat(server, "hello", 30.0).status_code == 200

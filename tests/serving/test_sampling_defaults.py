@@ -63,7 +63,7 @@ def served(defaults: SamplingDefaults) -> ServedModel:
         frozenset({END}),
         encode,
         piece,
-        lambda messages: encode(str(messages)),
+        lambda messages, _patience: encode(str(messages)),
         sampling=defaults,
     )
 

@@ -102,7 +102,7 @@ def fake_server(
         frozenset({END}),
         encode,
         piece,
-        (lambda chat: encode(render_chat(chat.messages))) if has_template else None,
+        (lambda chat, _patience: encode(render_chat(chat.messages))) if has_template else None,
     )
     app = create_app(model(served), client, limits, life, metrics, surroundings or Surroundings())
     said: list[str] = []

@@ -10,6 +10,7 @@ import numpy as np
 
 from phasewise.serving.chat import Conversation
 from phasewise.serving.chat_template import ChatTemplate
+from phasewise.serving.confined import Patience
 from phasewise.serving.guides import GuideCompiler, TokenView
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.tools.dialect import dialect_of
@@ -45,7 +46,7 @@ def scripted_server(
     guides = GuideCompiler(TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode))
     dialect = dialect_of(template, lambda _text: None, frozenset())
 
-    def encode_chat(chat: Conversation) -> list[int]:
+    def encode_chat(chat: Conversation, _patience: Patience) -> list[int]:
         return encode(written.render(chat.messages, tools=chat.tools or None, variables=chat.variables))
 
     def model(served: ServedModel) -> ServedModel:
