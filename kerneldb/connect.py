@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event
+from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool, StaticPool
 
@@ -48,6 +48,14 @@ MAX_STATEMENT_STEPS = 4_000_000_000
 to group and sort ten million rows. A damaged or hostile file can ask for any number.
 """
 _STEPS_BETWEEN_LOOKS = 1_000_000
+
+STATEMENT_TIMEOUT_S = 120
+"""Longest that a PostgreSQL server works on one statement of ours, where the URL names no other."""
+_CONNECT_TIMEOUT_S = 15
+_LIBPQ_DRIVERS = ("postgresql", "postgresql+psycopg", "postgresql+psycopg2")
+
+_QUERY_CANCELED = "57014"
+"""PostgreSQL's SQLSTATE."""
 
 MAX_REASON_CHARS = 160
 """Longest part of a driver's message that is shown: SQLite may quote the whole definition of a table."""
@@ -87,9 +95,29 @@ def _memory_engine() -> Engine:
     return _with_sqlite_habits(engine)
 
 
+def server_limits(url: str) -> dict[str, Any]:
+    """Arguments of a PostgreSQL driver that end a statement, or an attempt to connect, that takes too long.
+
+    What the URL itself says of either holds instead. Empty for other kinds of servers and drivers.
+    """
+    parsed = make_url(url)
+    if parsed.drivername not in _LIBPQ_DRIVERS:
+        return {}
+    asked = parsed.query.get("options", "")
+    options = [asked] if isinstance(asked, str) else list(asked)
+    limits: dict[str, Any] = {
+        "options": " ".join([f"-c statement_timeout={STATEMENT_TIMEOUT_S}s", *options]).strip()
+    }
+    if "connect_timeout" not in parsed.query:
+        limits["connect_timeout"] = _CONNECT_TIMEOUT_S
+    return limits
+
+
 def _server_engine(url: str, name: str) -> Engine:
     try:
-        return create_engine(url, json_deserializer=_json_or_none, pool_pre_ping=True)
+        return create_engine(
+            url, json_deserializer=_json_or_none, pool_pre_ping=True, connect_args=server_limits(url)
+        )
     except NoSuchModuleError as error:
         raise KernelDbError(f"database {name} is of an unknown kind: {error}") from None
     except ArgumentError:
@@ -305,6 +333,11 @@ def _translate(name: str, error: BaseException | None) -> KernelDbError:
     if code.startswith("SQLITE_INTERRUPT"):
         return DamagedDatabaseError(
             f"database {name} makes SQLite work without end: it is far too large, or not made by phasewise"
+        )
+    if getattr(error, "sqlstate", "") == _QUERY_CANCELED:
+        return DamagedDatabaseError(
+            f"database {name}: the server ended a statement that took too long ({text}): it is far too "
+            "large, or not made by phasewise; ?options=-c%20statement_timeout=10min in the URL allows more"
         )
     if code.startswith("SQLITE_READONLY"):
         return ReadOnlyDatabaseError(f"database {name} is read-only")

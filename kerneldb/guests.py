@@ -18,14 +18,15 @@ from typing import Any
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.pool import QueuePool
 
-from phasewise.kerneldb.connect import BUSY_TIMEOUT_S, begin_writing
+from phasewise.kerneldb.connect import BUSY_TIMEOUT_S, begin_writing, server_limits
 from phasewise.kerneldb.location import Location
 
 
 def engine_arguments(location: Location) -> tuple[str, dict[str, Any]]:
     """The URL and the arguments for `create_engine`. The database must exist: open the store first."""
     if location.file is None:
-        return location.url or "", {"pool_pre_ping": True}
+        url = location.url or ""
+        return url, {"pool_pre_ping": True, "connect_args": server_limits(url)}
     file = str(location.file)
 
     def connect() -> sqlite3.Connection:

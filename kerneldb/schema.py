@@ -44,6 +44,8 @@ def read_revision(connection: Connection, name: str) -> str | None:
     """
     if connection.dialect.name == "sqlite":
         _refuse_computed_rows(connection, name)
+    elif connection.dialect.name == "postgresql":
+        _refuse_views(connection, name)
     if not connection.dialect.has_table(connection, VERSION_TABLE):
         _refuse_foreign_tables(connection, name)
         return None
@@ -81,6 +83,22 @@ def _refuse_computed_rows(connection: Connection, name: str) -> None:
             continue
         raise ForeignDatabaseError(
             f"database {name} has a {kind} {what!s:.60}, which no database of phasewise has: do not use it"
+        )
+
+
+_VIEWS = """
+    SELECT relname FROM pg_class
+    WHERE relname = ANY(:names) AND relkind IN ('v', 'm', 'f') AND pg_table_is_visible(oid) LIMIT 1
+"""
+
+
+def _refuse_views(connection: Connection, name: str) -> None:
+    """A view or a foreign table with the name of a table of ours can have rows without end."""
+    ours = [VERSION_TABLE, *Base.metadata.tables]
+    found = connection.scalar(text(_VIEWS), {"names": ours})
+    if found is not None:
+        raise ForeignDatabaseError(
+            f"database {name} has a view {found!s:.60}, which no database of phasewise has: do not use it"
         )
 
 

@@ -29,6 +29,7 @@ from phasewise.kerneldb.errors import (
 )
 from phasewise.kerneldb.store import open_store
 from tests.support.kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, measured, without_rights
+from tests.support.kerneldb_server import new_database_url
 from tests.support.tiers import examples
 
 
@@ -494,6 +495,37 @@ def test_a_statement_without_end_is_ended(file: Path, monkeypatch: pytest.Monkey
             count_for_ever(store._engine)
 
         assert list(store.all_measurements()) == [MEASUREMENT]
+
+
+def test_a_statement_without_end_is_ended_by_a_server(
+    postgres: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "STATEMENT_TIMEOUT_S", 1)
+    with open_store(new_database_url(postgres)) as store:
+        with pytest.raises(DamagedDatabaseError, match="took too long"), connect.clear_errors(store.name):
+            count_for_ever(store._engine)
+
+        assert not list(store.all_measurements())
+
+
+def test_limits_of_a_server_yield_to_those_of_its_url() -> None:
+    own = connect.server_limits(
+        "postgresql://host/name?options=-c%20statement_timeout%3D9s&connect_timeout=3"
+    )
+
+    assert own["options"].endswith("-c statement_timeout=9s")
+    assert "connect_timeout" not in own
+    assert connect.server_limits("mysql://host/name") == {}
+
+
+def test_a_view_in_place_of_a_servers_table_is_refused(postgres: Path) -> None:
+    url = new_database_url(postgres)
+    with open_store(url) as store, store._engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE measurement RENAME TO other")
+        connection.exec_driver_sql(f"CREATE VIEW measurement AS {ENDLESS} x AS id FROM n")
+
+    with pytest.raises(ForeignDatabaseError, match="has a view measurement"), open_store(url):
+        pass
 
 
 def test_ctrl_c_ends_a_statement(file: Path) -> None:
