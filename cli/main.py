@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from phasewise._version import __version__
+from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands import (
     bench,
+    chat,
     db,
     doctor,
     generate,
@@ -27,13 +29,10 @@ from phasewise.cli.commands import (
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, fail
 
-app = typer.Typer(
-    name="phasewise",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = CommandApp(name="phasewise")
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("run", hidden=True)(chat.chat)
 app.command("serve")(serve.serve)
 app.command("topo")(topo.topo)
 app.command("doctor")(doctor.doctor)
@@ -79,7 +78,9 @@ def root(
     context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit"),
+        typer.Option(
+            "-V", "--version", callback=_print_version, is_eager=True, help="print the version and exit"
+        ),
     ] = False,
 ) -> None:
     """Serve LLMs on CPUs with two execution plans, one for prefill and one for decode.

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise.cli.option_sets import opt, option_set
+from phasewise.workflows.answer_settings import SamplingChoice
+
 if TYPE_CHECKING:
     from phasewise.tuner.plans import Phase
 
@@ -90,6 +93,16 @@ ExplainOption = Annotated[
     bool,
     typer.Option("--explain", help="print on stderr which kernel schedule each weight uses, and why"),
 ]
+SAMPLING = option_set(
+    SamplingChoice,
+    "How tokens are chosen",
+    temperature=opt("0: always choose the likeliest token", min=0.0, max=100.0),
+    top_k=opt("choose among the K likeliest tokens", min=1, metavar="K"),
+    top_p=opt("keep the likeliest tokens whose probabilities sum to P", min=0.0, max=1.0, metavar="P"),
+    min_p=opt("drop tokens less likely than P times the likeliest", min=0.0, max=1.0, metavar="P"),
+    repetition_penalty=opt("above 1: make tokens that occurred before less likely", min=0.01, max=100.0),
+    seed=opt("the same seed gives the same text"),
+)
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
 
 

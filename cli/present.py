@@ -38,6 +38,12 @@ def say(text: object = "", end: str = "\n") -> None:
     print(printable(str(text)), end=end)
 
 
+def write_text(text: str) -> None:
+    """A model's text on stdout as it is, at once, in UTF-8 whatever the terminal's encoding is."""
+    sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+    sys.stdout.buffer.flush()
+
+
 def print_json(fields: dict[str, Any]) -> None:
     """One JSON object on stdout, led by the version of its schema."""
     say(json.dumps({"schema_version": SCHEMA_VERSION, **fields}, indent=2, ensure_ascii=False))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phasewise.serving.drafts.opening import LEAST_STEP_TOKENS, DraftSource, open_drafter
 from phasewise.serving.engine import Engine, Vocabulary
@@ -74,10 +74,13 @@ class ModelText:
 
     def chat_prompt(self, message: str) -> list[int]:
         """Token ids of a conversation that consists of one user message."""
+        return self.conversation([{"role": "user", "content": message}])
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of OpenAI messages, with what opens the answer. ChatTemplateError, RequestError."""
         from phasewise.serving.chat import Conversation
 
-        conversation = Conversation([{"role": "user", "content": message}])
-        return self.tokenizer.encode_marked(*self.conversations.write(conversation))
+        return self.tokenizer.encode_marked(*self.conversations.write(Conversation(messages)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise._version import __version__
+from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands import db_sharing
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat
 from phasewise.cli.present import note, print_json, say
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from phasewise.kerneldb.records import PlanRecord
     from phasewise.kerneldb.upkeep import Preferred
 
-app = typer.Typer(no_args_is_help=True, help="The tuning database: plans, schedules, measurements.")
+app = CommandApp(help="The tuning database: plans, schedules, measurements.")
 app.command("export")(db_sharing.export)
 app.command("import")(db_sharing.import_)
 app.command("merge")(db_sharing.merge)

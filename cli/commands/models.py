@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import note, print_json, say
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from phasewise.serving.loaders.inspection import Inspection
     from phasewise.serving.model import ModelConfig
 
-app = typer.Typer(no_args_is_help=True, help="Fetch models, list them, look inside one.")
+app = CommandApp(help="Fetch models, list them, look inside one.")
 
 LABEL_COLUMNS = 16
 

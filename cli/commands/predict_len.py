@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
+from phasewise.cli.command_app import CommandApp
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument, ThreadsOption
 from phasewise.cli.present import note, print_json, read_stdin, say
 from phasewise.workflows.predict_len.settings import TIMED_CALLS, CollectWish, EvalWish
 
-app = typer.Typer(
-    no_args_is_help=True, help="Predict how long answers will be: collect lengths, train, evaluate, ask."
-)
+app = CommandApp(help="Predict how long answers will be: collect lengths, train, evaluate, ask.")
 
 LogsArgument = Annotated[
     list[Path],

@@ -67,6 +67,52 @@ def test_text_goes_to_stdout_and_times_to_stderr(model: Path) -> None:
     assert "5 prompt tokens" in result.stderr
 
 
+def test_the_prompt_may_be_an_argument_or_a_file(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("hello", encoding="utf-8")
+    wanted = run_json(model, "-p", "hello", "-n", 3)["token_ids"]
+
+    assert run_json(model, "hello", "-n", 3)["token_ids"] == wanted
+    assert run_json(model, "-f", file, "-n", 3)["token_ids"] == wanted
+    assert run_json(model, "-n", 3, stdin="hello")["token_ids"] == wanted
+
+
+def test_two_prompts_are_wrong_usage(model: Path) -> None:
+    result = invoke(model, "hello", "-p", "hello")
+
+    assert result.exit_code == 2
+    assert "one prompt" in result.stderr
+
+
+def test_a_prompt_file_that_is_no_text_is_named(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.bin"
+    file.write_bytes(b"\xff\xfe")
+
+    error = invoke(model, "-f", file).exception
+
+    assert str(file) in str(error)
+    assert "UTF-8" in str(error)
+
+
+def test_a_share_above_one_is_wrong_usage(model: Path) -> None:
+    result = invoke(model, "-p", "a", "--top-p", 7)
+
+    assert result.exit_code == 2
+    assert "--top-p" in result.stderr
+
+
+def test_an_answer_that_is_cut_says_so(model: Path) -> None:
+    assert "cut at 3 tokens" in invoke(model, "-p", "hello", "-n", 3, "--ignore-eos").stderr
+
+
+def test_a_system_message_comes_before_the_prompt(model: Path) -> None:
+    chat = run_json(model, "hi", "-n", 2, "--chat")["prompt_token_ids"]
+    with_system = run_json(model, "hi", "-n", 2, "--system", "be brief")["prompt_token_ids"]
+
+    assert with_system[-len("hi") - 3 :] == chat[-len("hi") - 3 :]
+    assert len(with_system) > len(chat)
+
+
 def test_one_token_has_no_rate(model: Path) -> None:
     fields = run_json(model, "-p", "hello", "-n", 1)
 
@@ -143,7 +189,6 @@ def test_every_format_runs(model: Path, weight_format: str) -> None:
             (["no-such-model", "-p", "a"], "no-such-model"),
             (["MODEL", "-p", ""], "no tokens"),
             (["MODEL", "-p", "a", "-n", "100000"], "context"),
-            (["MODEL", "-p", "a", "--top-p", "7"], "top_p"),
             (["MODEL", "-p", "a", "--threads", "100000"], "threads"),
         ]
     ),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
+from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands.bench.allreduce import allreduce
 from phasewise.cli.commands.bench.kernels import kernels
 from phasewise.cli.commands.bench.kv import kv
@@ -11,6 +10,6 @@ from phasewise.cli.commands.bench.machine import machine
 from phasewise.cli.commands.bench.run import run
 from phasewise.cli.commands.bench.serve import serve
 
-app = typer.Typer(no_args_is_help=True, help="Measure speeds and the machine's limits.")
+app = CommandApp(help="Measure speeds and the machine's limits.")
 for command in (serve, machine, run, allreduce, kv, kernels):
     app.command(command.__name__)(command)
