@@ -3,6 +3,7 @@
 Ctrl-C while the command line is still being imported ends in one line too.
 """
 
+import os
 import signal
 import sys
 
@@ -12,8 +13,9 @@ def main() -> None:
     try:
         from phasewise.cli.main import main as run
     except KeyboardInterrupt:
-        print("phasewise: interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        print("phasewise: interrupted", file=sys.stderr, flush=True)
+        # Python remembers that a module was interrupted, and after sys.exit it would end by SIGINT itself.
+        os._exit(128 + signal.SIGINT)
     run()
 
 
