@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -21,11 +22,13 @@ from phasewise.serving.http.errors import from_engine, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.metrics import Metrics
-from phasewise.serving.http.middleware import CheckHost, CountAnswers, RequireKey
+from phasewise.serving.http.middleware import CheckHost, CountAnswers, RequireKey, client_of
 from phasewise.serving.http.preparation import Preparation
 from phasewise.serving.http.prepare import chat_requests, check_token_ids, completion_requests
-from phasewise.serving.http.render import ChatRendering, CompletionRendering, Rendering, Reply
+from phasewise.serving.http.render import ChatRendering, CompletionRendering, Form, Rendering, Reply
 from phasewise.serving.http.respond import respond
+from phasewise.serving.http.response_events import Responding, ResponseEvents, whole
+from phasewise.serving.http.response_schemas import ResponsesRequest, ResponseStore, chat_of, messages_of
 from phasewise.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -40,7 +43,7 @@ Body = TypeVar("Body", bound=Strict)
 
 _PATHS = frozenset(
     {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
-    | {"/tokenize", "/detokenize"}
+    | {"/v1/responses", "/tokenize", "/detokenize"}
 )
 _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "Retry-After")
 
@@ -80,6 +83,7 @@ def create_app(
     service = _Service(model, client, bodies, Preparation(model), life, log)
     _add_completions(app, service)
     _add_chat(app, service)
+    _add_responses(app, service)
     _add_tokens(app, service)
     openapi.describe(app)
     return app
@@ -207,6 +211,40 @@ def _add_chat(app: FastAPI, service: _Service) -> None:
         reading = reading_of(body, service.model, requests[0].prompt_token_ids)
         rendering = ChatRendering(_response_id(requests), service.model, reading)
         return await service.answer(_reply(body, requests, facts, rendering), request, body.ignored())
+
+
+def _add_responses(app: FastAPI, service: _Service) -> None:
+    model, store = service.model, ResponseStore()
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, perhaps one that was stored here."""
+        body = await service.read(request, ResponsesRequest)
+        client = client_of(request.scope).name
+        previous = body.previous_response_id
+        before = [] if previous is None else store.get(client, previous)
+        chat = chat_of(body, before)
+        requests, facts = await service.preparation.prepare(request, chat, chat_requests)
+        (one,) = requests
+        response_id = f"resp_{one.request_id.split('-')[1]}"
+
+        def keep(answer: dict[str, Any]) -> None:
+            if body.store is not False:
+                store.put(client, response_id, [*before, *messages_of(body.input), answer])
+
+        responding = Responding(
+            response_id,
+            body,
+            model.model_id,
+            {"temperature": one.sampling.temperature, "top_p": one.sampling.top_p},
+            len(one.prompt_token_ids),
+            reading_of(chat, model, one.prompt_token_ids),
+            lambda text: len(model.encode(text, False)),
+            keep,
+        )
+        form = Form(partial(whole, responding), partial(ResponseEvents, responding))
+        reply = replace(_reply(chat, requests, facts, ChatRendering("", model)), form=form)
+        return await service.answer(reply, request, body.ignored())
 
 
 def _add_tokens(app: FastAPI, service: _Service) -> None:

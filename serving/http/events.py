@@ -78,6 +78,10 @@ class Events:
         """In place of the rest."""
         return f"data: {encode(error.body())}\n\n".encode()
 
+    def closing(self) -> bytes:
+        """After the last piece."""
+        return self.total() + DONE
+
     def total(self) -> bytes:
         """What was used, once the last piece has come; nothing where the request did not ask."""
         if not self._reply.include_usage:

@@ -58,6 +58,9 @@ def _document() -> Json:
                 **_get("show_model", "The model, by its id or name", _answer(_ref("Model")), 404),
                 "parameters": [_NAME],
             },
+            "/v1/responses": _post(
+                "responses", "Answer a conversation, perhaps a stored one", "Response", "Responses"
+            ),
             "/tokenize": _post("tokenize", "The tokens of a text or a conversation", "Tokenize"),
             "/detokenize": _post("detokenize", "The text that tokens spell", "Detokenize"),
             "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
@@ -178,9 +181,31 @@ def _answers() -> Json:
         "Usage": usage,
         "Tokenize": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
         "Detokenize": _object(prompt=_TEXT),
+        "Response": _response(),
         "Completion": _whole("text_completion", _completion_choice()),
         "ChatCompletion": _whole("chat.completion", _chat_choice()),
     }
+
+
+def _response() -> Json:
+    details = {"type": "object", "additionalProperties": _COUNT}
+    usage = _object(
+        input_tokens=_COUNT,
+        input_tokens_details=details,
+        output_tokens=_COUNT,
+        output_tokens_details=details,
+        total_tokens=_COUNT,
+    )
+    item = {"type": "object", "properties": {"type": {"enum": ["message", "reasoning", "function_call"]}}}
+    return _object(
+        id=_TEXT,
+        object={"const": "response"},
+        created_at=_COUNT,
+        model=_TEXT,
+        status={"enum": ["completed", "incomplete"]},
+        output=_list(item),
+        usage=usage,
+    )
 
 
 def _whole(kind: str, choice: Json) -> Json:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
+from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import PromptFacts, ServedModel
-from phasewise.serving.messages import Answer, DraftCounts, Submit
+from phasewise.serving.messages import Answer, DraftCounts, Failure, Submit
 from phasewise.serving.sampling import SampledToken
 from phasewise.serving.tools.parts import Call, Reader, Reasoning, Text
 
@@ -67,6 +68,37 @@ class Rendering(Protocol):
     def whole(self, index: int, choice: Choice) -> Json: ...
 
 
+class EventWriter(Protocol):
+    """Writes the events of one stream."""
+
+    def opening(self) -> bytes:
+        """Before the first piece."""
+        ...
+
+    def of(self, pieces: Iterable[tuple[int, Answer]]) -> bytes:
+        """Of pieces, each with the index of its request."""
+        ...
+
+    def of_text(self, outs: Iterable[Answer | Failure]) -> bytes | None:
+        """The same, quickly, where each has text and nothing else to say; None: ask `of`."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """In place of the rest."""
+        ...
+
+    def closing(self) -> bytes:
+        """After the last piece."""
+        ...
+
+
+class Form(NamedTuple):
+    """A way of writing a reply out: as one object, or as events."""
+
+    whole: Callable[[Sequence[Choice]], bytes]
+    events: Callable[[], EventWriter]
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """One HTTP answer to be: the messages it takes, `n` of them to a prompt, and how it looks."""
@@ -79,6 +111,8 @@ class Reply:
     include_usage: bool
     continuous_usage: bool = False
     """The usage so far in every event."""
+    form: Form | None = None
+    """How it is written out; None: as choices of a completion or a chat."""
 
     def usage(self, counts: Sequence[Used]) -> Json:
         """Tokens of all prompts, each once, and of all answers. `counts`: of each choice."""

@@ -14,9 +14,9 @@ from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.client import AnswerStream, EngineClient, Pieces
 from phasewise.serving.http.connection import Connection, connection_of
 from phasewise.serving.http.errors import ClientLeft, from_engine
-from phasewise.serving.http.events import DONE, Events, encode
+from phasewise.serving.http.events import Events, encode
 from phasewise.serving.http.middleware import client_of
-from phasewise.serving.http.render import Choice, Reply, Used
+from phasewise.serving.http.render import Choice, EventWriter, Reply, Used
 from phasewise.serving.messages import Answer, Failure
 
 _TOKENS_WORTH_A_THREAD = 256
@@ -48,7 +48,8 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
         leaving.cancel()
         stream.close()
         raise
-    return _EventStream(Events(reply), first, stream, leaving)
+    events = reply.form.events() if reply.form else Events(reply)
+    return _EventStream(events, first, stream, leaving)
 
 
 async def _whole(client: EngineClient, reply: Reply, request: Request) -> Response:
@@ -82,6 +83,8 @@ async def _choices(client: EngineClient, reply: Reply, request: Request) -> list
 
 def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
     """Choice by choice: a thread that writes a long text gives way to none while it does."""
+    if reply.form is not None:
+        return reply.form.whole(choices)
     whole = [encode(reply.rendering.whole(index, choice)) for index, choice in enumerate(choices)]
     head = encode(reply.rendering.head(streamed=False))
     used = [Used(choice.n_generated, choice.n_cached, choice.drafts) for choice in choices]
@@ -95,7 +98,7 @@ class _EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: Events, first: Pieces, stream: AnswerStream, leaving: asyncio.Task[None]
+        self, events: EventWriter, first: Pieces, stream: AnswerStream, leaving: asyncio.Task[None]
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -119,13 +122,13 @@ class _EventStream(Response):
             self._stream.close()
 
 
-def _write_at_once(events: Events, connection: Connection, outs: Iterable[Answer | Failure]) -> bool:
+def _write_at_once(events: EventWriter, connection: Connection, outs: Iterable[Answer | Failure]) -> bool:
     """Past every layer between here and the connection; False: the long way, please."""
     said = events.of_text(outs)
     return said is not None and connection.write_chunk(said)
 
 
-async def _said(events: Events, pieces: Pieces, stream: AnswerStream) -> AsyncIterator[bytes]:
+async def _said(events: EventWriter, pieces: Pieces, stream: AnswerStream) -> AsyncIterator[bytes]:
     """Events of all pieces that have come in one write: a reader that is behind costs no more than one."""
     begin = events.opening()
     try:
@@ -140,9 +143,7 @@ async def _said(events: Events, pieces: Pieces, stream: AnswerStream) -> AsyncIt
         return
     if stream.closed:
         return
-    if total := events.total():
-        yield total
-    yield DONE
+    yield events.closing()
 
 
 def _closing_when_gone(stream: AnswerStream, request: Request) -> asyncio.Task[None]:

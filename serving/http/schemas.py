@@ -35,10 +35,13 @@ _MOST_CALLS = 128
 _MOST_INT = 2**31 - 1
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     """What a value looks like: its own type, and for a list that of its first item."""
     if isinstance(value, list):
-        return f"list of {type(value[0]).__name__}" if value else "list of str"
+        first = value[0] if value else ""
+        return "list of list" if isinstance(first, list) else f"list of {kind_of(first)}"
+    if isinstance(value, BaseModel):  # written out again
+        return "dict"
     return type(value).__name__
 
 
@@ -62,7 +65,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = Annotated[
     Annotated[StopText, Tag("str")]
     | Annotated[list[StopText], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("list of str")],
-    Discriminator(_kind),
+    Discriminator(kind_of),
 ]
 TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 Prompt = Annotated[
@@ -72,7 +75,7 @@ Prompt = Annotated[
     | Annotated[
         list[TokenIds], Field(fail_fast=True, min_length=1, max_length=_MOST_PROMPTS), Tag("list of list")
     ],
-    Discriminator(_kind),
+    Discriminator(kind_of),
 ]
 _BIAS_SCHEMA = {
     "type": "object",
@@ -225,7 +228,7 @@ class ContentPart(Strict):
 Content = Annotated[
     Annotated[str, Tag("str")]
     | Annotated[list[ContentPart], Field(fail_fast=True, max_length=_MOST_PARTS), Tag("list of dict")],
-    Discriminator(_kind),
+    Discriminator(kind_of),
 ]
 
 
@@ -297,7 +300,7 @@ class NamedChoice(Strict):
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedChoice, Tag("dict")],
-    Discriminator(_kind),
+    Discriminator(kind_of),
 ]
 
 
