@@ -10,8 +10,10 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from phasewise.serving.http.response_schemas import ResponsesRequest
 from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
@@ -32,6 +34,16 @@ _REFUSALS = {
 }
 
 
+_TAKEN: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+"""The bodies of requests."""
+
+
 def describe(app: FastAPI) -> None:
     """Make `app` answer /openapi.json with the document."""
     document = _document()
@@ -40,10 +52,7 @@ def describe(app: FastAPI) -> None:
 
 def _document() -> Json:
     _, bodies = models_json_schema(
-        [
-            (kind, "validation")
-            for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-        ],
+        [(kind, "validation") for kind in _TAKEN],
         ref_template="#/components/schemas/{model}",
     )
     return {

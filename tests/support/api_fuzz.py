@@ -20,6 +20,7 @@ from tests.support.api_bombs import Bomb
 STATED = frozenset({"server_starting", "server_stopping", "engine_stopped", "rank_lost", "queue_full"})
 """Codes with which a server that is well may answer 503."""
 _EVERY_EVENT = 1 << 30
+_LAST_EVENTS = ("event: response.completed", "event: response.incomplete", "event: response.failed")
 
 
 @dataclass
@@ -134,9 +135,10 @@ def _generate(
 
 
 def check_stream(text: str, name: str) -> None:
-    """A stream ends in [DONE] or in an error."""
-    events = text.strip().split("\n\n")
-    assert events[-1] == "data: [DONE]" or '"error"' in events[-1], f"{name}: {text[-300:]}"
+    """A stream ends in [DONE], in an error, or in the event that ends a response."""
+    last = text.strip().split("\n\n")[-1]
+    is_ended = last == "data: [DONE]" or last.startswith(_LAST_EVENTS)
+    assert is_ended or '"error"' in last, f"{name}: {text[-300:]}"
 
 
 def _checks() -> Iterable[Any]:
@@ -161,10 +163,10 @@ def _make_answerable(case: schemathesis.Case, served: str, at: int) -> None:
         return
     if isinstance(body.get("model"), str):
         body["model"] = served
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int) and not isinstance(body[name], bool) and body[name] > 0:
             body[name] = 1 + body[name] % 16
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
-        body["max_tokens"] = 1 + at % 16
+        body["max_output_tokens" if "input" in body else "max_tokens"] = 1 + at % 16
     if isinstance(body.get("n"), int) and body["n"] > 4:
         body["n"] = 1 + body["n"] % 4
