@@ -25,12 +25,23 @@ _STEERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb]"
 )
 """Control characters but tab and newline, and invisible ones that reorder text or break lines."""
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Those of them that a text in no language needs."""
+
+
+def _as_json(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 def printable(text: str) -> str:
     """`text` for a terminal. Names in models, databases and error messages come from outside, and a terminal
     obeys escape sequences in them. Each character that would steer it is written as JSON writes it."""
-    return _STEERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _STEERS.sub(_as_json, text)
+
+
+def on_one_line(name: object) -> str:
+    """A name from outside as part of a line: its line breaks and tabs are written as JSON writes them too."""
+    return re.sub(r"[\n\t]", _as_json, printable(str(name)))
 
 
 def say(text: object = "", end: str = "\n") -> None:
@@ -39,7 +50,13 @@ def say(text: object = "", end: str = "\n") -> None:
 
 
 def write_text(text: str) -> None:
-    """A model's text on stdout as it is, at once, in UTF-8 whatever the terminal's encoding is."""
+    """A model's text on stdout, at once, in UTF-8 whatever the terminal's encoding is.
+
+    A pipe gets it as it is. A terminal gets no escape sequences, and nothing that reorders what it shows;
+    what joins characters stays, since scripts and emoji are written with it.
+    """
+    if sys.stdout.isatty():
+        text = _COMMANDS.sub(_as_json, text)
     sys.stdout.buffer.write(text.encode("utf-8", "replace"))
     sys.stdout.buffer.flush()
 

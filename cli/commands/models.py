@@ -8,7 +8,7 @@ import typer
 
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import JsonOption, ModelArgument
-from phasewise.cli.present import note, print_json, say
+from phasewise.cli.present import note, on_one_line, print_json, say
 
 if TYPE_CHECKING:
     from phasewise.serving.loaders.inspection import Inspection
@@ -50,7 +50,7 @@ def list_models(as_json: JsonOption = False) -> None:
         say(f"  {model['about']}")
         say(f"  {model['path'] or 'not here yet: phasewise models pull ' + model['name']}")
     for file in packed:
-        say(f"packed  {_size(file['file_bytes']):>9}  {file['format']:<6}  {file['name']}")
+        say(f"packed  {_size(file['file_bytes']):>9}  {file['format']:<6}  {on_one_line(file['name'])}")
 
 
 @app.command()
@@ -65,7 +65,7 @@ def inspect(model: ModelArgument, as_json: JsonOption = False) -> None:
         print_json(inspection.to_json(found))
         return
     for label, value in _facts(found):
-        say(f"{label:<{LABEL_COLUMNS}}{value}")
+        say(f"{label:<{LABEL_COLUMNS}}{on_one_line(value)}")
 
 
 def _facts(found: Inspection) -> list[tuple[str, str]]:

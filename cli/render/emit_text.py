@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from phasewise.cli.present import note
+from phasewise.cli.present import note, write_text
 from phasewise.topology import Machine
 from phasewise.tuner.emit import emit
 from phasewise.tuner.plans import Phase, ServicePlan
@@ -15,4 +15,4 @@ def print_emitted(tool: str, plans: Mapping[Phase, ServicePlan], machine: Machin
     emitted = emit(tool, plans, machine)
     for line in emitted.notes:
         note(f"# {line}")
-    print(emitted.text)
+    write_text(emitted.text + "\n")

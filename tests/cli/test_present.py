@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +16,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from phasewise.cli.main import app
-from phasewise.cli.present import note, print_json, printable
+from phasewise.cli.present import note, on_one_line, print_json, printable
+from tests.support import ROOT
 from tests.support.tiny_models import write_tiny_gguf
 
+FAMILY = "\U0001f468\u200d\U0001f469"
 HOSTILE = "a\x1b]0;owned\x07\x1b[2J\x9b31m\u202egpj.exe\rb"
 
 
@@ -45,6 +52,41 @@ def test_json_says_the_same_in_printable_characters(text: str, capsys: pytest.Ca
 
     assert json.loads(said)["name"] == text
     assert not steers(said)
+
+
+def test_an_answer_is_escaped_on_a_terminal_and_whole_in_a_pipe() -> None:
+    """Joiners of scripts and emoji stay: a terminal only shows them."""
+    script = f"from phasewise.cli.present import write_text; write_text({HOSTILE + FAMILY!r})"
+    command = [sys.executable, "-c", script]
+    ours, theirs = pty.openpty()
+    try:
+        subprocess.run(command, stdout=theirs, check=True)
+        shown = os.read(ours, 4096).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    piped = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.decode()
+
+    assert piped == HOSTILE + FAMILY
+    assert shown.endswith(FAMILY)
+    assert not steers(shown.replace(FAMILY, ""))
+
+
+def test_no_command_prints_past_the_escaping() -> None:
+    """`print` and echo stand in present.py alone; --version prints what is ours."""
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in (ROOT / "cli").rglob("*.py")
+        if path.name != "present.py"
+        for line in path.read_text().splitlines()
+        if re.search(r"(?<![\w.])print\(|typer\.echo\(", line)
+    ]
+
+    assert found == ['main.py: typer.echo(f"phasewise {__version__}")']
+
+
+def test_a_name_of_several_lines_stays_on_one() -> None:
+    assert on_one_line("a\nmodel  forged\tb\x1b[2J") == "a\\u000amodel  forged\\u0009b\\u001b[2J"
 
 
 def test_progress_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from phasewise.cli.commands.bench.options import Table, counts
 from phasewise.cli.options import ThreadsOption
-from phasewise.cli.present import note
+from phasewise.cli.present import note, say
 
 MAX_MESSAGE_BYTES = 1 << 30
 
@@ -44,7 +44,7 @@ def allreduce(
     grid = AllReduceGrid(cores, _rank_counts(ranks, len(cores)), _sizes(sizes), _kinds(kinds), rounds)
     with user_lock(note).turn():
         rows = list(all_reduce_rows(grid, report=note))
-    print(FORMATS[output.value](rows), end="")
+    say(FORMATS[output.value](rows), end="")
 
 
 def _rank_counts(text: str, n_cores: int) -> list[int]:

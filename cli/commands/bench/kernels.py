@@ -10,7 +10,7 @@ import typer
 
 from phasewise.cli.commands.bench.options import Table, counts
 from phasewise.cli.options import DbOption, ThreadsOption
-from phasewise.cli.present import note
+from phasewise.cli.present import note, say
 
 if TYPE_CHECKING:
     from phasewise.workflows.bench.kernels import KernelGrid
@@ -91,7 +91,7 @@ def kernels(
                     file.add(row)
                 known = {**known, row.key: row}
     rows = [known[point] for point in grid.points()]
-    print(FORMATS[output.value](rows), end="")
+    say(FORMATS[output.value](rows), end="")
     if plot is not None:
         plot.write_text(draw_rows(rows), encoding="utf-8")
 

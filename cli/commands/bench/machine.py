@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phasewise.cli.options import JsonOption, ThreadsOption
-from phasewise.cli.present import note, print_json
+from phasewise.cli.present import note, print_json, say
 
 if TYPE_CHECKING:
     from phasewise.tuner.machine_limits import MachineLimits
@@ -56,4 +56,4 @@ def _print_limits(limits: list[MachineLimits]) -> None:
         f"limit ({limits[0].isa})",
         *(f"{len(limit.cores)} core" + "s" * (len(limit.cores) > 1) for limit in limits),
     ]
-    print(tabulate(rows, headers=headers, tablefmt="github", colalign=("left", *["right"] * len(limits))))
+    say(tabulate(rows, headers=headers, tablefmt="github", colalign=("left", *["right"] * len(limits))))

@@ -18,7 +18,7 @@ from phasewise.cli.options import (
     ThreadsOption,
     WeightFormat,
 )
-from phasewise.cli.present import note, note_plans
+from phasewise.cli.present import note, note_plans, say
 
 
 class Output(StrEnum):
@@ -73,4 +73,4 @@ def run(
         note(uses_text(uses))
     with user_lock(note).turn(), open_ranks(found, workloads, kv_format.value) as opened:
         rows = list(bench_rows(opened, workloads, repetitions, note))
-    print(FORMATS[output.value](rows), end="")
+    say(FORMATS[output.value](rows), end="")
