@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -27,6 +28,7 @@ import raw_http
 
 from phasewise.serving import sampling
 from phasewise.serving.batch import Batch
+from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.listening import TcpAddress
 from phasewise.serving.messages import Submit
@@ -114,7 +116,8 @@ def serve(opened: OpenEngine, n_gen: int, n_sequences: int) -> None:
     ]
     with address:
         clients = subprocess.Popen(command)
-        run_service(opened, ServiceSettings(("model",), HttpLimits()), address, lambda _line: None)
+        settings = ServiceSettings(("model",), HttpLimits())
+        run_service(opened, settings, address, lambda _line: None, partial(EngineThread, opened.engine))
         clients.wait()
 
 

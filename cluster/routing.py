@@ -62,6 +62,8 @@ class _Machine:
     n_answers: int = 0
     kv_tokens: int = 0
     """Positions that its requests hold or will need at their ends."""
+    is_here: bool = True
+    """False: it has ended, and gets no requests until it is back."""
 
     @property
     def role(self) -> Role:
@@ -114,11 +116,33 @@ class Router:
     def n_requests(self) -> int:
         return len(self._held)
 
-    def assign(self, ask: Ask) -> Assignment:
-        """Choose machines for a request, which counts on them until it is `finished`."""
+    @property
+    def has_machines(self) -> bool:
+        """Whether any machine can be given requests."""
+        return any(machine.is_here for machine in self._machines)
+
+    def leave(self, index: int) -> None:
+        """A machine has ended: it is given no request until it is `back`. Those it had are still counted."""
+        self._machines[index].is_here = False
+
+    def back(self, index: int, kv_slots: int) -> None:
+        """A machine can be given requests (again)."""
+        self._machines[index].is_here = True
+        self._machines[index].kv_slots = kv_slots
+
+    def assign(self, ask: Ask, *, whole: bool = False) -> Assignment:
+        """Choose machines for a request, which counts on them until it is `finished`.
+
+        whole: one machine for both phases. ClusterError if no machine is here.
+        """
         if ask.request_id in self._held:
             raise ValueError(f"request {ask.request_id!r} is assigned already")
-        assignment = self._policy.choose(ask, self._machines)
+        here = [machine for machine in self._machines if machine.is_here]
+        if not here:
+            raise ClusterError("no machine of the cluster is running")
+        assignment = self._choose(ask, here)
+        if whole:
+            assignment = Assignment(assignment.token, assignment.token)
         self._held[ask.request_id] = _Held(ask, assignment, False)
         prompt, token = (self._machines[index] for index in assignment)
         prompt.prompt_tokens += ask.prompt_tokens
@@ -128,6 +152,13 @@ class Router:
         if prompt is not token:
             prompt.kv_tokens += ask.prompt_tokens
         return assignment
+
+    def _choose(self, ask: Ask, here: Sequence[_Machine]) -> Assignment:
+        """Where one kind of machine is missing for now, the others do both phases."""
+        if len(here) == len(self._machines) or _can_divide({machine.home for machine in here}):
+            return self._policy.choose(ask, here)
+        least = min(here, key=_pending_tokens)
+        return Assignment(least.index, least.index)
 
     def prompt_done(self, request_id: str) -> None:
         """Its prompt is computed, and has left the machine that did it. The second time: nothing."""
@@ -290,10 +321,14 @@ def _kv_load(machine: _Machine) -> int:
     return machine.kv_tokens
 
 
+def _can_divide(homes: set[Role]) -> bool:
+    return "mixed" in homes or homes == {"prompt", "token"}
+
+
 def _check_roles(homes: set[Role]) -> None:
     if not homes:
         raise ClusterError("a cluster needs at least one machine")
-    if "mixed" not in homes and homes != {"prompt", "token"}:
+    if not _can_divide(homes):
         missing = "token" if homes == {"prompt"} else "prompt"
         raise ClusterError(
             f"a cluster without mixed machines needs prompt and token machines: add a {missing} one"

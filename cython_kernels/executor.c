@@ -128,7 +128,7 @@ const char *pw_program_check(pw_program *program, int threads, int32_t table) {
 /* Between ranks every op ends with a barrier, between threads the last one is the team's own. */
 static void run_ops(void *context, int member) {
     pw_run *run = context;
-    const pw_program *program = run->program;
+    pw_program *program = run->program;
     for (int32_t i = 0; i < program->n_ops; ++i) {
         const pw_op *op = &program->ops[i];
         pw_clear_tickets(pw_region_tickets(program, i + 1), (int)pw_region_ticket_count(program), run->threads, member);
@@ -141,11 +141,20 @@ static void run_ops(void *context, int member) {
         if (op->code == PW_COMBINE) pw_run_combine(run, op, member);
         if (i + 1 == program->n_ops && run->division->ranks == 1) return;
         if (!pw_meet(run, member)) return;
+        if (op->code == PW_ATTEND && member == 0 && program->rank == 0)
+            atomic_fetch_add_explicit(&program->progress, 1, memory_order_release);
     }
+}
+
+/* A step begins: none of its layers is stored. */
+static void begin_progress(pw_program *program) {
+    long long begun = atomic_load_explicit(&program->progress, memory_order_relaxed) / PW_PROGRESS_LAYERS + 1;
+    atomic_store_explicit(&program->progress, begun * PW_PROGRESS_LAYERS, memory_order_release);
 }
 
 int pw_program_run(pw_program *program, pw_team *team, int32_t table) {
     pw_run run = {program, team, pw_active(), pw_team_size(team), table, &program->divisions[table], PW_TEAM_OK};
+    begin_progress(program);
     memset(program->tickets, 0, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)program->n_ops);
     memset(program->region_tickets, 0, 2 * sizeof(pw_ticket) * (size_t)pw_region_ticket_count(program));
     memset(program->merged, 0, sizeof *program->merged * (size_t)pw_merged_count(program));

@@ -82,7 +82,7 @@ void pw_program_close(pw_program *program) {
     pw_pages_close(program->memory, program->memory_bytes);
     if (!program->shared) {
         pw_pages_close(program->rows, program->rows_bytes);
-        pw_pages_close(program->kv, program->kv_bytes);
+        if (!program->is_kv_given) pw_pages_close(program->kv, program->kv_bytes);
         free_what_is_told(step);
     }
     pw_routes *routes = &program->routes;
@@ -264,7 +264,7 @@ static bool open_routes(pw_program *program) {
     return routes->expert && routes->weight && routes->pair && routes->expert_of && routes->first && routes->busy;
 }
 
-bool pw_program_seal(pw_program *program, char *shared) {
+bool pw_program_seal(pw_program *program, char *shared, char *kv) {
     layout l = lay_out(program);
     program->memory_bytes = l.end;
     program->rows_bytes = l.rows_end;
@@ -274,7 +274,8 @@ bool pw_program_seal(pw_program *program, char *shared) {
         seal_shared(program, &l, shared);
     } else {
         program->rows = pw_pages_open(l.rows_end);
-        program->kv = pw_pages_open(program->kv_bytes);
+        program->is_kv_given = kv != NULL;
+        program->kv = kv ? kv : pw_pages_open(program->kv_bytes);
     }
     program->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)(program->n_ops + 1));
     program->region_tickets = aligned_alloc(LINE, 2 * sizeof(pw_ticket) * (size_t)pw_region_ticket_count(program));

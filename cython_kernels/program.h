@@ -154,6 +154,7 @@ typedef struct {
     pw_group *group;           /* in the shared memory, from here on */
     pw_orders *orders;
     char *rows, *memory, *kv;  /* pages; what is shared is not owned */
+    bool is_kv_given;          /* and so are keys and values in memory of the caller's */
     int64_t rows_bytes, memory_bytes, kv_bytes;
     float *arena, *partials;
     float *cosines[PW_MAX_KINDS], *sines[PW_MAX_KINDS]; /* [max_tokens][half] */
@@ -170,7 +171,15 @@ typedef struct {
     pw_ticket *tickets;        /* [n_ops][PW_MAX_PARTS] */
     pw_ticket *region_tickets; /* [2][PW_MAX_PARTS][max_threads]: an op uses one half, and clears the other */
     atomic_long *merged;       /* [kinds][max_slices][n_kv_heads] */
+    atomic_llong progress;     /* of rank 0: pw_progress_of */
 } pw_program;
+
+/* Steps begun so far, and of how many layers the newest has stored all keys and values; one number, so that another
+ * thread reads both at once. */
+enum { PW_PROGRESS_LAYERS = 1 << 16 };
+static inline long long pw_progress_of(pw_program *program) {
+    return atomic_load_explicit(&program->progress, memory_order_acquire);
+}
 
 /* NULL when there is no memory for the bookkeeping. One rank; for others the caller sets `rank`, `n_ranks`,
  * `patience_ns` and, by pw_division_of, `divisions` before it adds ops. */
@@ -198,8 +207,9 @@ int64_t pw_program_bytes(const pw_program *program);
 int64_t pw_program_shared_bytes(const pw_program *program);
 
 /* Allocates what is not shared. `shared`: pw_program_shared_bytes that all ranks map, page-aligned, where there are
- * several; rank 0 has seen them zeroed and seals first. NULL: one rank. False when the system refuses. */
-bool pw_program_seal(pw_program *program, char *shared);
+ * several; rank 0 has seen them zeroed and seals first. NULL: one rank. `kv`: pw_kv_bytes, page-aligned, for the keys and
+ * values of one rank; NULL: they are allocated too. False when the system refuses. */
+bool pw_program_seal(pw_program *program, char *shared, char *kv);
 
 /* Makes every page of the sealed program's memory exist, shared memory included, each near a member of the team that
  * may use it. PW_TEAM_OK, the team's failure (negative), or an errno. While no step runs. */

@@ -122,7 +122,11 @@ cdef extern from "program.h" nogil:
     pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head)
     int64_t pw_program_bytes(const pw_program *program)
     int64_t pw_program_shared_bytes(const pw_program *program)
-    bint pw_program_seal(pw_program *program, char *shared)
+    enum:
+        PW_PROGRESS_LAYERS
+
+    long long pw_progress_of(pw_program *program)
+    bint pw_program_seal(pw_program *program, char *shared, char *kv)
     bint pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges)
     int pw_program_touch(pw_program *program, pw_team *team)
 
@@ -523,11 +527,22 @@ cdef class Program:
         """How much memory the ranks share: whole pages."""
         return pw_program_shared_bytes(self.program)
 
-    def seal(self, int64_t logits):
-        """Allocates the arena, scratch and KV; `logits` is the arena offset of [max_logit_rows, vocab]."""
+    def seal(self, int64_t logits, kv=None):
+        """Allocates the arena, scratch and KV; `logits` is the arena offset of [max_logit_rows, vocab].
+
+        kv: page-aligned memory for keys and values, `whole_kv_bytes` of it; None: they are allocated too.
+        """
+        cdef unsigned char[::1] memory
         if self.program.n_ranks > 1:
             raise ProgramError("a program of several ranks is sealed with the memory that they share")
-        self._seal(logits, NULL)
+        if kv is None:
+            self._seal(logits, NULL, NULL)
+            return
+        memory = kv
+        if memory.shape[0] < self.whole_kv_bytes() or <size_t>&memory[0] % 4096:
+            raise ProgramError(f"{memory.shape[0]} bytes where {self.whole_kv_bytes()} from a page's start on belong")
+        self._seal(logits, NULL, <char *>&memory[0])
+        self.kept.append(memory)
 
     def seal_shared(self, int64_t logits, buffer):
         """The same where several ranks share `buffer`: page-aligned, shared_bytes() of it, zero when rank 0 seals.
@@ -541,19 +556,19 @@ cdef class Program:
             raise ProgramError(f"{memory.shape[0]} shared bytes where {self.shared_bytes()} from a page's start on belong")
         if self.program.rank and not pw_orders_fit(self.program, <char *>&memory[0]):
             raise ProgramError("rank 0 has not sealed this memory, or not for the same program")
-        self._seal(logits, <char *>&memory[0])
+        self._seal(logits, <char *>&memory[0], NULL)
         self.kept.append(memory)
         if self.program.rank == 0:
             pw_orders_open(self.program)
 
-    cdef int _seal(self, int64_t logits, char *shared) except -1:
+    cdef int _seal(self, int64_t logits, char *shared, char *kv) except -1:
         cdef pw_capacity *room = &self.program.capacity
         if self.sealed:
             raise ProgramError("a program is sealed once")
         if logits < 0 or logits + room.max_logit_rows * self.program.shape.vocab > self.program.arena_floats:
             raise ProgramError("no op writes the logits that the program promises")
         self.program.logits = logits
-        self.sealed = pw_program_seal(self.program, shared)
+        self.sealed = pw_program_seal(self.program, shared, kv)
         if not self.sealed:
             raise ProgramError(f"the system refused {self.bytes() / 2**20:.0f} MiB for scratch and the KV cache")
         return 0
@@ -767,6 +782,17 @@ cdef class Program:
 
     def kv_bytes(self):
         return self.program.kv_bytes
+
+    def whole_kv_bytes(self):
+        """Bytes of all keys and values, also before the program is sealed."""
+        return (<int64_t>self.program.shape.n_layers * self.program.shape.n_kv_heads
+                * pw_kv_head_bytes(&self.program.shape, &self.program.capacity))
+
+    @property
+    def progress(self):
+        """(Steps begun, layers of the newest whose keys and values are all stored). Any thread may ask."""
+        cdef long long told = pw_progress_of(self.program)
+        return told // PW_PROGRESS_LAYERS, told % PW_PROGRESS_LAYERS
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         self._check_sealed()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from phasewise.serving.answer_text import AnswerText, TokenStream
 from phasewise.serving.batch import Batch
@@ -18,6 +18,7 @@ from phasewise.serving.messages import (
     DraftCounts,
     EngineLoad,
     Failure,
+    Placed,
     StepStats,
     Submit,
 )
@@ -28,7 +29,10 @@ from phasewise.serving.sampling import SampledToken, Sampler, sample_rows, sampl
 from phasewise.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from phasewise.serving.pools.contract import PoolStats
+    import numpy as np
+    import numpy.typing as npt
+
+    from phasewise.serving.pools.contract import Placement, PoolStats
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +82,31 @@ class _Live:
         )
 
 
+class Outbox(Protocol):
+    """Takes keys and values of prompts that are answered elsewhere. Called on the engine's thread."""
+
+    def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
+        """Its block stays where it is from now on, and `n_computed` of its tokens are in it."""
+        ...
+
+    def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> None:
+        """All of it is computed, before or after `starts`.
+
+        logits: float32 [vocab], valid until the call returns.
+        """
+        ...
+
+    def drop(self, request_id: str) -> None:
+        """Its block is about to be freed: nothing is read from it once this returns."""
+        ...
+
+
 class Engine:
     """Requests in (`submit`, `abort`), pieces of answers out (`step`). One thread calls all of it.
+
+    A request may also be divided between two engines. One is told to `compute` its prompt, and gives keys,
+    values and logits to its `outbox`; the other one is told to `expect` it, names the block in
+    `Delivery.placed`, and answers once they have `arrived`. Every token is sampled by the second one.
 
     pacing: how many prompt tokens a step may have; None: as many as the scheduler's limits allow.
     default_answer_tokens: the most for requests that name none; None: the rest of the context.
@@ -96,6 +123,8 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         self.ranks = ranks
+        self.outbox: Outbox | None = None
+        """Where prompts go that others answer; None: there are none."""
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing
@@ -103,6 +132,15 @@ class Engine:
         self._n_drafted = self._n_accepted = 0
         self._default_answer_tokens = default_answer_tokens
         self._live: dict[str, _Live] = {}  # in order of arrival
+        self._prompts: dict[str, Submit] = {}
+        """Computed here and answered elsewhere."""
+        self._aimed: set[str] = set()
+        """Those of them that the other engine has a block for. Others are not pinned: two engines whose
+        memories are full could wait for each other for ever."""
+        self._started: set[str] = set()
+        """Those of them whose blocks the outbox reads."""
+        self._unplaced: set[str] = set()
+        """Expected requests that `Delivery.placed` has not named yet."""
         self._pool_stats: tuple[int, PoolStats] | None = None
 
     @property
@@ -111,17 +149,58 @@ class Engine:
 
     def submit(self, message: Submit) -> None:
         """Take a request on, or raise RequestError (it can never run) or QueueFull (not now)."""
-        ids = message.prompt_token_ids
-        if ids and (min(ids) < 0 or max(ids) >= self.vocabulary.size):
-            raise RequestError(f"the prompt's token ids must be 0 to {self.vocabulary.size - 1}", "prompt")
-        live = self._begin(message, message.max_tokens or self._default_max_tokens(len(ids)))
+        live = self._checked(message)
         self.scheduler.add(live.request)
         self._live[message.request_id] = live
 
+    def expect(self, message: Submit) -> None:
+        """Take on a request whose prompt is computed elsewhere. `submit`'s errors."""
+        live = self._checked(message)
+        self.scheduler.expect(live.request)
+        self._live[message.request_id] = live
+        self._unplaced.add(message.request_id)
+
+    def compute(self, message: Submit) -> None:
+        """Take on a prompt whose request is answered elsewhere. `submit`'s errors."""
+        assert self.outbox is not None, "an engine without an outbox computes no prompts for others"
+        live = self._checked(message)
+        self.scheduler.add(replace(live.request, max_tokens=1, estimate=None, prefill_only=True))
+        self._prompts[message.request_id] = message
+
+    def aimed(self, request_id: str) -> None:
+        """The engine that answers has a block for it: its keys and values may leave as they are computed."""
+        if request_id in self._prompts:
+            self._aimed.add(request_id)
+            self._start_prompt(request_id)
+
+    def arrived(self, request_id: str, logits: npt.NDArray[np.float32]) -> Delivery:
+        """Keys and values of an expected request are in its block: choose its first token and run it.
+
+        logits: float32 [vocab]. One that was aborted is no mistake.
+        """
+        live = self._live.get(request_id)
+        if live is None:
+            return Delivery((), None, self.load())
+        try:
+            run = sample_rows(logits[None, :], [live.sampler])
+        except ServingError as error:
+            self.abort(request_id)
+            return Delivery((Failure(request_id, error),), None, self.load())
+        out = self.scheduler.arrived(request_id, run[0].token_id)
+        assert out is not None, f"{request_id!r} lives here alone"
+        answer = self._answer([out], run, (), time.perf_counter_ns())
+        return Delivery((answer,), None, self.load(), arrived=(request_id,))
+
     def abort(self, request_id: str) -> None:
         """Free what a request holds; one that has ended already is no mistake."""
-        self.scheduler.abort(request_id)
         self._forget(request_id)
+        self.scheduler.abort(request_id)
+
+    def _checked(self, message: Submit) -> _Live:
+        ids = message.prompt_token_ids
+        if ids and (min(ids) < 0 or max(ids) >= self.vocabulary.size):
+            raise RequestError(f"the prompt's token ids must be 0 to {self.vocabulary.size - 1}", "prompt")
+        return self._begin(message, message.max_tokens or self._default_max_tokens(len(ids)))
 
     def step(self) -> Delivery:
         """Compute one batch. A failure ends the requests of that batch and no others.
@@ -131,11 +210,15 @@ class Engine:
         started_ns = time.perf_counter_ns()
         batch = self.scheduler.next_batch(self._chunk_tokens())
         if batch is None:
-            return Delivery((), None, self.load())
+            for copy in self.scheduler.take_copies():
+                self.ranks.copy_kv(*copy)
+            return Delivery((), None, self.load(), self._newly_placed())
         outs: tuple[Answer | Failure, ...]
+        computed = self._prompts_that_end(batch)
         try:
             for copy in batch.copies:
                 self.ranks.copy_kv(*copy)
+            self._start_prompts(batch)  # what the copies bring counts as computed
             drafts = self._drafts(batch)
             if any(draft.token_ids for draft in drafts):
                 batch = self.scheduler.extend(batch, [draft.token_ids for draft in drafts])
@@ -145,22 +228,23 @@ class Engine:
         except RanksError:
             raise
         except Exception as error:
-            outs = self._fail(batch, error)
+            outs, computed = self._fail(batch, error), ()
         else:
             outs = self._commit(batch, runs)
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
         if self.pacing is not None:
             self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns)
-        return Delivery(outs, stats, self.load())
+        return Delivery(outs, stats, self.load(), self._newly_placed(), computed)
 
     def recover(self, lost: RankLost) -> Delivery:
-        """Keys and values are lost. Answers that have begun end with `lost`, the others are queued again."""
-        lives = tuple(self._live.values())
-        self._live.clear()
-        self.scheduler.clear()
-        if self.drafter is not None:
-            self.drafter.lost()
-        failures = []
+        """Keys and values are lost. Answers that have begun end with `lost`, the others are queued again.
+
+        Requests that are divided with another engine end too: it must be told.
+        """
+        divided = {*self._prompts, *self.scheduler.awaiting_kv}
+        lives = tuple(live for name, live in self._live.items() if name not in divided)
+        self._clear()
+        failures = [Failure(request_id, lost) for request_id in divided]
         for live in lives:
             if live.has_begun or live.n_reruns >= _MOST_RERUNS:
                 failures.append(Failure(live.message.request_id, lost))
@@ -173,11 +257,8 @@ class Engine:
 
     def fail_everything(self, error: Exception) -> Delivery:
         """End every request with `error`."""
-        request_ids = tuple(self._live)
-        self._live.clear()
-        self.scheduler.clear()
-        if self.drafter is not None:
-            self.drafter.lost()
+        request_ids = (*self._live, *self._prompts)
+        self._clear()
         return Delivery(tuple(Failure(request_id, error) for request_id in request_ids), None, self.load())
 
     def load(self) -> EngineLoad:
@@ -202,6 +283,43 @@ class Engine:
 
     def close(self) -> None:
         self.ranks.close()
+
+    def _clear(self) -> None:
+        for request_id in (*self._live, *self._prompts):
+            self._forget(request_id)
+        self.scheduler.clear()
+        if self.drafter is not None:
+            self.drafter.lost()
+
+    def _start_prompts(self, batch: Batch) -> None:
+        for request_id in batch.request_ids if self._aimed else ():
+            if request_id in self._aimed:
+                self._start_prompt(request_id)
+
+    def _start_prompt(self, request_id: str) -> None:
+        """Tell the outbox where it lies, unless it waits for a block of its own."""
+        if request_id in self._started:
+            return
+        placement = self.scheduler.hand_over(request_id)
+        if placement is None:
+            return
+        assert self.outbox is not None
+        self._started.add(request_id)
+        n_prompt = len(self._prompts[request_id].prompt_token_ids)
+        self.outbox.starts(request_id, placement, n_prompt, self.scheduler.n_computed(request_id))
+
+    def _prompts_that_end(self, batch: Batch) -> tuple[str, ...]:
+        if not self._prompts:
+            return ()
+        return tuple(name for name in _wanting(batch) if name in self._prompts)
+
+    def _newly_placed(self) -> tuple[Placed, ...]:
+        if not self._unplaced:
+            return ()
+        expected = self.scheduler.expected
+        found = tuple(Placed(name, expected[name]) for name in self._unplaced if name in expected)
+        self._unplaced.difference_update(placed.request_id for placed in found)
+        return found
 
     def _begin(self, message: Submit, max_tokens: int) -> _Live:
         guide = None if message.guide is None else message.guide.fresh()
@@ -233,11 +351,9 @@ class Engine:
     def _compute(self, batch: Batch, drafts: list[Draft]) -> list[list[SampledToken]]:
         """For each slice that wants logits, the tokens that come next."""
         logits = self.ranks.forward(batch)
-        lives = [
-            self._live[name]
-            for name, piece in zip(batch.request_ids, batch.slices, strict=True)
-            if piece.wants_logits
-        ]
+        if self._prompts:
+            return self._compute_some(logits, list(_wanting(batch)))
+        lives = [self._live[name] for name in _wanting(batch)]
         if len(logits) == len(lives):
             return [[token] for token in sample_rows(logits, [live.sampler for live in lives])]
         runs, row = [], 0
@@ -249,11 +365,30 @@ class Engine:
             runs.append(run)
         return runs
 
+    def _compute_some(
+        self, logits: npt.NDArray[np.float32], names: Sequence[str]
+    ) -> list[list[SampledToken]]:
+        """Prompts that are answered elsewhere give their logits away; their token 0 is not read."""
+        assert self.outbox is not None
+        runs = [[SampledToken(0)] for _ in names]
+        for row, name in enumerate(names):
+            if name in self._prompts:
+                self.outbox.computed(name, logits[row])
+        own = [row for row, name in enumerate(names) if name not in self._prompts]
+        if own:
+            tokens = sample_rows(logits[own], [self._live[names[row]].sampler for row in own])
+            for row, token in zip(own, tokens, strict=True):
+                runs[row] = [token]
+        return runs
+
     def _commit(self, batch: Batch, runs: list[list[SampledToken]]) -> tuple[Answer, ...]:
         now_ns = time.perf_counter_ns()
         outs = self.scheduler.commit_runs(batch, [[token.token_id for token in run] for run in runs])
         answers, at = [], 0
-        for run, piece in zip(runs, (one for one in batch.slices if one.wants_logits), strict=True):
+        wanting = [one for one in batch.slices if one.wants_logits]
+        for name, run, piece in zip(_wanting(batch), runs, wanting, strict=True):
+            if name in self._prompts:
+                continue
             drafted = piece.token_ids[len(piece.token_ids) - piece.n_drafted :]
             answers.append(self._answer(outs[at : at + len(run)], run, drafted, now_ns))
             at += len(run)
@@ -298,7 +433,14 @@ class Engine:
         return None if self.drafter is None else DraftCounts(n_accepted, n_drafted - n_accepted)
 
     def _forget(self, request_id: str) -> None:
+        """Nothing is given out of a request any more; its block is about to be freed."""
         self._live.pop(request_id, None)
+        self._unplaced.discard(request_id)
+        if self._prompts.pop(request_id, None) is not None:
+            assert self.outbox is not None
+            self._aimed.discard(request_id)
+            self._started.discard(request_id)
+            self.outbox.drop(request_id)
         if self.drafter is not None:
             self.drafter.ended(request_id)
 
@@ -306,12 +448,18 @@ class Engine:
         if not isinstance(error, ServingError):
             log.error("a %s step failed", batch.phase, exc_info=error)
             error = StepFailed(f"the {batch.phase} step failed: {type(error).__name__}: {error}")
-        self.scheduler.discard(batch)
         for request_id in batch.request_ids:
             self._forget(request_id)
+        self.scheduler.discard(batch)
         return tuple(Failure(request_id, error) for request_id in batch.request_ids)
 
     def _default_max_tokens(self, n_prompt: int) -> int:
         """`add` judges the prompt."""
         room = min(self.scheduler.limits.context_length, self.scheduler.pool.longest) - n_prompt
         return max(1, room if self._default_answer_tokens is None else min(room, self._default_answer_tokens))
+
+
+def _wanting(batch: Batch) -> Iterator[str]:
+    """Whose slices want logits."""
+    pieces = zip(batch.request_ids, batch.slices, strict=True)
+    return (name for name, piece in pieces if piece.wants_logits)

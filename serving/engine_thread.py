@@ -13,23 +13,32 @@ from collections.abc import Callable
 from typing import Literal
 
 from phasewise.serving.engine import Engine
+from phasewise.serving.engine_host import EngineState
 from phasewise.serving.errors import EngineLost, RankLost, RanksError, ServingError, StepFailed, Stopping
-from phasewise.serving.messages import Abort, Delivery, Failure, Submit
+from phasewise.serving.messages import (
+    Abort,
+    Aimed,
+    Arrived,
+    Compute,
+    Delivery,
+    Expect,
+    Failure,
+    Message,
+    Submit,
+)
 from phasewise.serving.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
-Message = Submit | Abort
 CHECK = "PHASEWISE_CHECK"
 """An environment variable: where it is not empty, scheduler and KV pool are checked after every step."""
-
-EngineState = Literal["starting", "running", "replacing", "lost"]
 
 
 class EngineThread:
     """Runs `engine` until `stop`. `deliver` is called on this thread and must only hand the delivery on.
 
     on_lost: called on this thread once the engine has given up; whatever is sent then is refused.
+    ends_on_bugs: give up, too, where its own bookkeeping fails; else all requests end and it goes on.
     """
 
     def __init__(
@@ -38,25 +47,37 @@ class EngineThread:
         deliver: Callable[[Delivery], None],
         on_lost: Callable[[], None] = lambda: None,
         restarts: Restarts | None = None,
+        *,
+        ends_on_bugs: bool = False,
     ) -> None:
         self._engine = engine
         self._deliver = deliver
         self._on_lost = on_lost
         self._restarts = restarts or Restarts()
+        self._ends_on_bugs = ends_on_bugs
         self._checks = bool(os.environ.get(CHECK))
         self.state: EngineState = "starting"
         self.lost: EngineLost | None = None
         """Why nothing is computed any more; None while there is hope."""
+        self.n_turns = 0
+        """Turns of the engine so far: where there is work and this stands still, the engine hangs."""
         self.n_ranks_replaced = 0
         self.n_requests_rerun = 0
         self._inbox: queue.SimpleQueue[Message | Literal["look", "stop"]] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._is_idle = False
+        """Whether the newest turn could compute nothing: only a message can change that."""
         self._thread = threading.Thread(target=self._run, name="phasewise-engine", daemon=True)
 
     @property
     def is_alive(self) -> bool:
         """Whether it can still answer, now or once its ranks are there again."""
         return self._thread.is_alive() and self.state != "lost"
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether there is something to compute now: `n_turns` grows then."""
+        return self._engine.has_work and not self._is_idle
 
     def start(self) -> None:
         self._engine.ranks.watch(lambda: self._inbox.put("look"))
@@ -94,19 +115,26 @@ class EngineThread:
                 self._give_up(error)
             except Exception as error:  # a bug in our own bookkeeping: nothing in progress can be trusted
                 log.error("the engine failed between steps", exc_info=error)
+                if self._ends_on_bugs:
+                    self._give_up(RanksError(f"it failed between steps: {error!r}"))
+                    continue
                 self._deliver(self._engine.fail_everything(StepFailed(f"the engine failed: {error}")))
         self._deliver(self._engine.fail_everything(Stopping("the server is stopping")))
 
     def _turn(self) -> Delivery:
         """A step; empty after a message that leaves nothing to do: that tells the load."""
+        self._is_idle = False
         reason = self._engine.ranks.lost
         if reason is not None and self.lost is None:
             raise RankLost(reason)
-        return self._engine.step()
+        delivery = self._engine.step()
+        self.n_turns += 1
+        self._is_idle = delivery.stats is None
+        return delivery
 
     def _take_messages(self) -> bool:
         """Handle what has arrived, waiting for it while there is nothing to compute. False: stop."""
-        wait = not self._engine.has_work
+        wait = self._is_idle or not self._engine.has_work
         while True:
             try:
                 message = self._inbox.get(block=wait)
@@ -121,15 +149,26 @@ class EngineThread:
     def _handle(self, message: Message) -> None:
         match message:
             case Submit():
-                try:
-                    if self.lost is not None:
-                        raise self.lost
-                    self._engine.submit(message)
-                except ServingError as error:
-                    refusal = Failure(message.request_id, error)
-                    self._deliver(Delivery((refusal,), None, self._engine.load()))
+                self._take_on(message, self._engine.submit)
+            case Compute(request):
+                self._take_on(request, self._engine.compute)
+            case Aimed(request_id):
+                self._engine.aimed(request_id)
+            case Expect(request):
+                self._take_on(request, self._engine.expect)
             case Abort(request_id):
                 self._engine.abort(request_id)
+            case Arrived(request_id, logits):
+                self._deliver(self._engine.arrived(request_id, logits))
+
+    def _take_on(self, request: Submit, take: Callable[[Submit], None]) -> None:
+        try:
+            if self.lost is not None:
+                raise self.lost
+            take(request)
+        except ServingError as error:
+            refusal = Failure(request.request_id, error)
+            self._deliver(Delivery((refusal,), None, self._engine.load()))
 
     # ---- ranks that died ---------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import RanksError
 from phasewise.serving.forward import Capacity
 from phasewise.serving.rank_teams import TABLES
-from phasewise.serving.ranks_contract import RankOptions
+from phasewise.serving.ranks_contract import Follower, RankOptions
 from phasewise.tuner.plans import Phase, list_cores
 
 Logits = npt.NDArray[np.float32]
@@ -92,6 +92,7 @@ class FirstRank:
         self._step_tokens = capacity.step_tokens
         self._logit_rows = capacity.logit_rows
         self._logits: Logits = np.asarray(program)
+        self._follower: Follower | None = None
         self._warned = False
 
     def forward(self, batch: Batch) -> Logits:
@@ -132,6 +133,15 @@ class FirstRank:
         return {phase: tuple(team.observed_cpus()) for phase, team in self.teams.by_phase.items()}
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """Steps begun, and layers of the newest whose keys and values are all stored. Any thread may ask."""
+        return self.program.progress
+
+    def follow(self, follower: Follower | None) -> None:
+        """Tell `follower` of every step from now on."""
+        self._follower = follower
+
+    @property
     def native_ns(self) -> int:
         """Time spent computing steps outside Python, since the start. RanksError after `close`."""
         return self.program.native_ns
@@ -159,6 +169,9 @@ class FirstRank:
 
     def _run(self, slices: Iterable[SequenceSlice], phase: Phase, every_row: bool = False) -> int:
         program, team = self._running(phase)
+        if self._follower is not None:
+            slices = tuple(slices)
+            self._follower.begins(slices, program.progress[0] + 1)
         n_rows = program.run(team, slices, every_row, TABLES[phase], self.teams.take_turn(team))
         if not self._warned and team.misplaced():
             self._warned = True

@@ -138,13 +138,15 @@ def build_program(
     schedules: Sequence[ScheduleLookup] = (),
     division: Division | None = None,
     memory: Callable[[int], memoryview] | None = None,
+    kv_memory: Callable[[int], memoryview] | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Program:
     """A sealed program. ModelError if the model does not fit the kernels or the memory.
 
     check_memory(model name, bytes, KV slots) may refuse before anything large is allocated. schedules: one
     lookup for each table that a run may name, at most two; the first one says how every weight is computed.
-    division: over ranks, None for one. memory(bytes) gives what several ranks share (Program.seal_shared).
+    division: over ranks, None for one. memory(bytes) gives what several ranks share (Program.seal_shared),
+    kv_memory(bytes) the keys and values of a single rank; None: they are allocated as its other memory is.
     patience_s: how long a rank waits for another within a step.
     """
     try:
@@ -161,7 +163,8 @@ def build_program(
         if check_memory is not None:
             check_memory(model.name, program.bytes(), capacity.kv_slots)
         if memory is None:
-            program.seal(arena.logits)
+            kv = None if kv_memory is None else kv_memory(program.whole_kv_bytes())
+            program.seal(arena.logits, kv)
         else:
             program.seal_shared(arena.logits, memory(program.shared_bytes()))
     except KernelError as error:

@@ -71,6 +71,11 @@ class Guide(Protocol):
         """The token that ends an answer where nothing else can come."""
         ...
 
+    @property
+    def recipe(self) -> GuideRecipe:
+        """What it is made of; another process makes an equal guide of it (`late_guides.guide_of`)."""
+        ...
+
 
 class Grammar(NamedTuple):
     """What an answer must be: JSON that a schema describes, a text that a pattern matches as a whole, or what
@@ -103,6 +108,33 @@ class Grammar(NamedTuple):
                 "offer fewer or simpler tools"
             )
         return cls("lark", text)
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarks:
+    """Arguments of a `late_guides.CallGuide`."""
+
+    triggers: tuple[bytes, ...]
+    only_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtMarks:
+    """Arguments of a `late_guides.ThoughtGuide`."""
+
+    opening: bytes
+    closing: bytes
+    is_open: bool
+    opening_token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GuideRecipe:
+    """A guide as data: its grammar, and what may come before it. Thoughts come before calls."""
+
+    grammar: Grammar
+    calls: CallMarks | None = None
+    thoughts: ThoughtMarks | None = None
 
 
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
@@ -216,17 +248,26 @@ class GuideCompiler:
         """
         if not self._tokens.end_token_ids:
             raise RequestError("this model names no end token, so its answers cannot be held to a grammar")
-        return self._guide(self._known(grammar) or self._compile_proven(grammar, patience))
+        return self._guide(grammar, self._known(grammar) or self._compile_checked(grammar, patience))
+
+    def compile_proven(self, grammar: Grammar) -> Guide:
+        """The same where another process has compiled this grammar within its bounds before.
+
+        RequestError where the grammar is refused.
+        """
+        with self._first_use:
+            _ = self._tokenizer
+        return self._guide(grammar, self._known(grammar) or self._compile_here(grammar, 0))
 
     def known(self, grammar: Grammar) -> Guide | None:
         """The guide of a grammar that was compiled of late; else None, and at once."""
         kept = self._known(grammar)
-        return None if kept is None or isinstance(kept.found, str) else self._guide(kept)
+        return None if kept is None or isinstance(kept.found, str) else self._guide(grammar, kept)
 
-    def _guide(self, kept: _Kept) -> Guide:
+    def _guide(self, grammar: Grammar, kept: _Kept) -> Guide:
         if isinstance(kept.found, str):
             raise RequestError(kept.found)
-        return _MatcherGuide(kept.found, self._tokens.vocab_size, min(self._tokens.end_token_ids))
+        return _MatcherGuide(grammar, kept.found, self._tokens.vocab_size, min(self._tokens.end_token_ids))
 
     def _known(self, grammar: Grammar) -> _Kept | None:
         with self._cache_lock:
@@ -245,7 +286,7 @@ class GuideCompiler:
     def _kept_bytes(self) -> int:
         return sum(kept.n_bytes for kept in self._cache.values())
 
-    def _compile_proven(self, grammar: Grammar, patience: Patience | None) -> _Kept:
+    def _compile_checked(self, grammar: Grammar, patience: Patience | None) -> _Kept:
         """One at a time, so that grammars never take more than one core from answers."""
         self._load()
         try:
@@ -256,6 +297,9 @@ class GuideCompiler:
             return self._keep(grammar, _Kept(str(error), 0))
         except Overrun as error:
             return self._keep(grammar, _Kept(f"the grammar is too complex: {error}; make it simpler", 0))
+        return self._compile_here(grammar, n_bytes)
+
+    def _compile_here(self, grammar: Grammar, n_bytes: int) -> _Kept:
         with self._compiling:
             known = self._known(grammar)
             if known is not None:
@@ -301,14 +345,17 @@ class _Wrapped:
 class _MatcherGuide:
     """A `Guide` over a matcher of llguidance."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_id: int) -> None:
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocab_size: int, end_token_id: int) -> None:
+        self.recipe = GuideRecipe(grammar)
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._mask = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
         self.end_token_id = end_token_id
 
     def fresh(self) -> _MatcherGuide:
-        return _MatcherGuide(self._matcher.deep_copy(), self._vocab_size, self.end_token_id)
+        return _MatcherGuide(
+            self.recipe.grammar, self._matcher.deep_copy(), self._vocab_size, self.end_token_id
+        )
 
     def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
         allowed = _allowed(self._matcher, self._mask, self._vocab_size)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.serving.guides import Guide
+from phasewise.serving.guides import CallMarks, Guide, GuideCompiler, GuideRecipe, ThoughtMarks
 
 _LONGEST_TOKEN = 256
 """Bytes of a token that are looked at for a mark."""
@@ -44,6 +45,10 @@ class CallGuide:
     @property
     def end_token_id(self) -> int:
         return self._inner.end_token_id
+
+    @property
+    def recipe(self) -> GuideRecipe:
+        return replace(self._inner.recipe, calls=CallMarks(self._triggers, self._only_first))
 
     def fresh(self) -> CallGuide:
         return CallGuide(
@@ -126,6 +131,11 @@ class ThoughtGuide:
     def end_token_id(self) -> int:
         return self._inner.end_token_id
 
+    @property
+    def recipe(self) -> GuideRecipe:
+        marks = ThoughtMarks(self._opening, self._closing, self._opens, self._opening_token)
+        return replace(self._inner.recipe, thoughts=marks)
+
     def fresh(self) -> ThoughtGuide:
         return ThoughtGuide(
             self._inner.fresh(),
@@ -161,3 +171,26 @@ class ThoughtGuide:
             return
         self._state = "start" if self._opening.startswith(said) else "answer"
         self._inner.advance(token_id)
+
+
+def guide_of(recipe: GuideRecipe, compiler: GuideCompiler) -> Guide:
+    """The guide that a recipe describes; its grammar was compiled within bounds by another process.
+
+    RequestError where the grammar is refused.
+    """
+    guide = compiler.compile_proven(recipe.grammar)
+    piece, tokens_of = compiler.tokens.piece, compiler.tokens.tokens_of
+    if recipe.calls is not None:
+        calls = recipe.calls
+        guide = CallGuide(guide, calls.triggers, piece, tokens_of, only_first=calls.only_first)
+    if recipe.thoughts is not None:
+        marks = recipe.thoughts
+        guide = ThoughtGuide(
+            guide,
+            marks.opening,
+            marks.closing,
+            piece,
+            is_open=marks.is_open,
+            opening_token=marks.opening_token,
+        )
+    return guide

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.serving.pools.contract import Estimate, Placement, PoolStats
 from phasewise.serving.request import FinishReason
 from phasewise.serving.sampling import SampledToken, SamplingParams
 from phasewise.tuner.plans import Phase
 
 if TYPE_CHECKING:
     from phasewise.serving.guides import Guide
-    from phasewise.serving.pools.contract import Estimate, PoolStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,39 @@ class DraftCounts(NamedTuple):
 
     accepted: int = 0
     rejected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute this prompt and hold its keys and values: another instance answers it."""
+
+    request: Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Answer this request once keys and values of its prompt, which another instance computes, are here."""
+
+    request: Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Keys and values of an expected request are in its block."""
+
+    request_id: str
+    logits: npt.NDArray[np.float32]
+    """float32 [vocab]: those after the last token of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aimed:
+    """The other instance has a block for a prompt that is computed here."""
+
+    request_id: str
+
+
+Message = Submit | Abort | Compute | Aimed | Expect | Arrived
 
 
 class Answer(NamedTuple):
@@ -105,9 +141,21 @@ class EngineLoad(NamedTuple):
     """Of all answers since the start; None where drafts are off."""
 
 
+class Placed(NamedTuple):
+    """An expected request has a block, into which its keys and values may be written."""
+
+    request_id: str
+    placement: Placement
+
+
 class Delivery(NamedTuple):
     """All that one turn of the engine has to say. `stats` is None where nothing was computed."""
 
     outs: tuple[Answer | Failure, ...]
     stats: StepStats | None
     load: EngineLoad
+    placed: tuple[Placed, ...] = ()
+    computed: tuple[str, ...] = ()
+    """Requests whose prompts are computed here and answered elsewhere."""
+    arrived: tuple[str, ...] = ()
+    """Expected requests that run now."""

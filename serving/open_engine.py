@@ -15,6 +15,7 @@ from phasewise.serving.maintenance import Maintenance
 from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
 from phasewise.serving.pacing import DEFAULT_TPOT_MS, Pacing
+from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import ALIGNMENT, KvPool, PoolSettings
 from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
 from phasewise.serving.ranks import STEP_TOKENS, RankOptions, open_ranks
@@ -102,6 +103,8 @@ class EngineSize:
     """How keys and values are stored: `forward.resolve_kv_format`."""
     touched: bool = False
     """Whether all memory is there from the start; else it comes as it is used, or is found missing then."""
+    kv_shared: bool = False
+    """Whether other processes may map the keys and values, as those of an instance of a pool do."""
 
     @property
     def step_tokens(self) -> int:
@@ -117,7 +120,7 @@ class EngineSize:
                 f"{model.name} has a context of {context} tokens, but {n_prompt + max_tokens} are asked for: "
                 f"{n_prompt} in the prompt and {max_tokens} for the answer"
             )
-        kv_slots = _whole_blocks(n_prompt + max_tokens)
+        kv_slots = aligned(n_prompt + max_tokens)
         return cls(context, kv_slots, 1, max(1, min(STEP_TOKENS, n_prompt)), "static", prefix_reuse=False)
 
     @classmethod
@@ -147,7 +150,7 @@ class EngineSize:
             raise ServingError(
                 f"a KV budget of {_mib(kv_bytes)} does not fit: this machine has {_mib(free)} of free memory"
             )
-        kv_slots = min(budget // per_slot, max_sequences * _whole_blocks(context))
+        kv_slots = min(budget // per_slot, max_sequences * aligned(context))
         if kv_slots < ALIGNMENT:
             raise ServingError(
                 f"a KV budget of {budget} bytes is too small: {ALIGNMENT} tokens, the least block, "
@@ -156,11 +159,7 @@ class EngineSize:
         kv_slots -= kv_slots % ALIGNMENT
         least = context if context_length is not None else min(context, _LEAST_CONTEXT)
         if kv_slots < least:
-            room = (
-                ""
-                if kv_bytes is None
-                else f"; --kv-budget {_mib_up(_whole_blocks(least) * per_slot)} would do"
-            )
+            room = "" if kv_bytes is None else f"; --kv-budget {_mib_up(aligned(least) * per_slot)} would do"
             shorter = f"; --context {kv_slots} fits" if context_length is not None else ""
             raise ServingError(
                 f"{_mib(budget)} for keys and values hold {kv_slots} tokens of {model.name}, and {least} are "
@@ -213,7 +212,14 @@ def open_engine(
     if drafts is not None:
         step_tokens = max(step_tokens, LEAST_STEP_TOKENS)
     options = RankOptions(
-        size.kv_slots, step_tokens, size.max_sequences, schedules, pinned, size.kv_format, size.touched
+        size.kv_slots,
+        step_tokens,
+        size.max_sequences,
+        schedules,
+        pinned,
+        size.kv_format,
+        size.touched,
+        size.kv_shared,
     )
     positions = min(size.context_length, size.kv_slots)
     ranks = open_ranks(_serving(model, positions), plans, options)
@@ -270,10 +276,6 @@ def _mib(n_bytes: int) -> str:
 def _mib_up(n_bytes: int) -> str:
     """As `--kv-budget` takes it, rounded up."""
     return f"{-(-n_bytes // (1 << 20))}M"
-
-
-def _whole_blocks(n_slots: int) -> int:
-    return -(-n_slots // ALIGNMENT) * ALIGNMENT
 
 
 def _context(model: PackedModel, asked: int | None) -> int:

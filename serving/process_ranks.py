@@ -29,13 +29,15 @@ from phasewise.serving.forward import (
     kv_bytes_per_slot,
     resolve_kv_format,
 )
+from phasewise.serving.kv_share import KvShape, KvShare
 from phasewise.serving.memory import check_memory
 from phasewise.serving.model import PackedModel
+from phasewise.serving.pools.arena import aligned
 from phasewise.serving.rank_instructions import Instructions
 from phasewise.serving.rank_layout import RankLayout
 from phasewise.serving.rank_memory import preferring, warn_of_refusals
 from phasewise.serving.rank_teams import TABLES, open_teams, touch_memory
-from phasewise.serving.ranks_contract import RankOptions
+from phasewise.serving.ranks_contract import Follower, RankOptions
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.serving.segments import Segment
 from phasewise.serving.shared_weights import SharedWeights, share_weights
@@ -61,6 +63,7 @@ class _Setup:
     lookups: tuple[ScheduleLookup, ...]
     pinned: bool
     shared: SharedWeights
+    kv_shared: bool
 
 
 @dataclass
@@ -86,6 +89,7 @@ class ProcessRanks:
         self._warned = not options.pinned
         self._listener = _Listener()
         self._former_native_ns = 0
+        self._follower: Follower | None = None
         layout.check_divides(model)
         capacities = tuple(
             room_for(options, layout.threads(rank), self.kv_format) for rank in range(layout.n_ranks)
@@ -99,7 +103,9 @@ class ProcessRanks:
                 shared = ending.enter_context(
                     share_weights(model, layout.division(0), spread=layout.spans_nodes)
                 )
-            self._setup: _Setup | None = _Setup(layout, capacities, lookups, options.pinned, shared)
+            self._setup: _Setup | None = _Setup(
+                layout, capacities, lookups, options.pinned, shared, options.kv_shared
+            )
             ending.callback(self._life.close)
             warn_of_refusals(self._start(self._setup, START_S, shared.copied_bytes))
             self._close = weakref.finalize(self, ending.pop_all().close)
@@ -111,7 +117,8 @@ class ProcessRanks:
         with ExitStack() as ending, ExitStack() as descriptors:
             with preferring(layout.node(0)) as answer:
                 program, step = _first_program(setup, n_bytes_to_copy)
-                descriptors.callback(step.close)
+                # Kept open where others map it too, through this process's descriptor.
+                (ending if setup.kv_shared else descriptors).callback(step.close)
                 teams = open_teams(layout.cores(0), setup.pinned)
             first = FirstRank(program, teams, setup.capacities[0])
             ending.callback(first.close)
@@ -122,7 +129,8 @@ class ProcessRanks:
             ending.callback(_end, self._owner, program, workers)
             answers = workers.wait_until_ready()
             self._life.push(ending.pop_all())
-        self._first, self._workers = first, workers
+        self._first, self._workers, self._step_memory = first, workers, step
+        first.follow(self._follower)
         return {0: answer, **answers}
 
     @property
@@ -179,6 +187,26 @@ class ProcessRanks:
         }
 
     @property
+    def kv_share(self) -> KvShare:
+        """Where keys and values are, until `reopen`. RanksError unless `RankOptions.kv_shared`."""
+        setup = self._setup
+        if setup is None or not setup.kv_shared:
+            raise RanksError("these ranks do not share their keys and values")
+        shape = KvShape.of(setup.shared.model.config, self.kv_format)
+        offset, _ = self._first.program.kv_span(0, 0)
+        return KvShare(self._step_memory, offset, aligned(self.kv_slots), shape)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """As LocalRanks.progress; a layer is stored when every rank has stored its heads."""
+        return self._first.progress
+
+    def follow(self, follower: Follower | None) -> None:
+        """Tell `follower` of every step from now on, also those of ranks that are started anew."""
+        self._follower = follower
+        self._first.follow(follower)
+
+    @property
     def native_ns(self) -> int:
         """Time that the first rank spent computing steps outside Python. RanksError after `close`."""
         return self._former_native_ns + self._first.native_ns
@@ -230,7 +258,13 @@ def _first_program(setup: _Setup, n_bytes_to_copy: int) -> tuple[Program, Segmen
 
     try:
         program = build_program(
-            shared.model, setup.capacities[0], check, setup.lookups, layout.division(0), memory, PATIENCE_S
+            shared.model,
+            setup.capacities[0],
+            check,
+            setup.lookups,
+            layout.division(0),
+            memory,
+            patience_s=PATIENCE_S,
         )
     except BaseException:
         for segment in segments:

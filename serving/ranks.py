@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 from phasewise.serving.errors import RanksError
 from phasewise.serving.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, room_for
 from phasewise.serving.forward import build_program, kv_bytes_per_slot, resolve_kv_format
+from phasewise.serving.kv_share import KvShape, KvShare
 from phasewise.serving.memory import check_memory
 from phasewise.serving.model import PackedModel
+from phasewise.serving.pools.arena import aligned
 from phasewise.serving.rank_teams import open_teams, touch_memory
 from phasewise.serving.ranks_contract import RankOptions, Ranks
+from phasewise.serving.segments import Segment
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan
 
 if TYPE_CHECKING:
@@ -53,13 +56,23 @@ class LocalRanks(FirstRank):
         capacity = room_for(options, threads, self.kv_format)
         lookups = [options.schedules[phase] for phase in PHASES] if options.schedules else []
         teams = open_teams(cores, options.pinned)
+        self._kv_share: KvShare | None = None
+
+        def share_kv(n_bytes: int) -> memoryview:
+            shape = KvShape.of(model.config, self.kv_format)
+            segment = Segment.create(n_bytes, "kv")
+            self._kv_share = KvShare(segment, 0, aligned(options.kv_slots), shape)
+            return memoryview(segment.memory)
+
         try:
-            program = build_program(model, capacity, check_memory, lookups)
+            kv_memory = share_kv if options.kv_shared else None
+            program = build_program(model, capacity, check_memory, lookups, kv_memory=kv_memory)
             if options.touched:
                 touch_memory(program, teams)
         except Exception:
             for team in teams.values():
                 team.close()
+            self._close_kv()
             raise
         super().__init__(program, teams, capacity)
 
@@ -67,6 +80,22 @@ class LocalRanks(FirstRank):
     def first_rank(self) -> FirstRank:
         """The only rank."""
         return self
+
+    @property
+    def kv_share(self) -> KvShare:
+        """Where keys and values are. RanksError unless `RankOptions.kv_shared`."""
+        if self._kv_share is None:
+            raise RanksError("these ranks do not share their keys and values")
+        return self._kv_share
+
+    def close(self) -> None:
+        """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""
+        super().close()
+        self._close_kv()
+
+    def _close_kv(self) -> None:
+        if self._kv_share is not None:
+            self._kv_share.segment.close()
 
     @property
     def lost(self) -> str | None:

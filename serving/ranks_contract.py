@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.serving.batch import Batch
+from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.forward import AUTO
+from phasewise.serving.kv_share import KvShare
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.tuner.plans import Phase
 
@@ -32,6 +33,16 @@ class RankOptions:
     """How keys and values are stored: `forward.resolve_kv_format`."""
     touched: bool = False
     """True: all memory is allocated before the first step (for servers)."""
+    kv_shared: bool = False
+    """True: other processes may map the keys and values (for instances)."""
+
+
+class Follower(Protocol):
+    """Is told which slices a step computes, so that it can follow the step layer by layer."""
+
+    def begins(self, slices: Sequence[SequenceSlice], step: int) -> None:
+        """Called before a step; `step` is what `Ranks.progress` will say of it."""
+        ...
 
 
 class Ranks(Protocol):
@@ -61,6 +72,20 @@ class Ranks(Protocol):
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
         """Where each phase's threads, rank by rank, were last seen working; -1 before their first step."""
+        ...
+
+    @property
+    def kv_share(self) -> KvShare:
+        """Where keys and values are, until `reopen`. RanksError unless `RankOptions.kv_shared`."""
+        ...
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Steps begun, and layers of the newest whose keys and values are all stored. Any thread may ask."""
+        ...
+
+    def follow(self, follower: Follower | None) -> None:
+        """Tell `follower` of every step from now on."""
         ...
 
     @property

@@ -150,6 +150,11 @@ class Scheduler:
             if one.awaits_kv and one.placement is not None
         }
 
+    @property
+    def awaiting_kv(self) -> tuple[str, ...]:
+        """Expected requests that have not arrived, whether they have a block or not."""
+        return tuple(name for name, one in self._live.items() if one.awaits_kv)
+
     def arrived(self, request_id: str, token_id: int) -> TokenOut | None:
         """An expected request's keys and values are in its block, and its first token is sampled: it runs.
 
@@ -180,6 +185,11 @@ class Scheduler:
             raise SchedulerError(f"{request_id!r} is answered here")
         self._pin(sequence)
         return sequence.placement
+
+    def n_computed(self, request_id: str) -> int:
+        """Tokens of a request that have keys and values; 0 where it waits or is gone."""
+        sequence = self._live.get(request_id)
+        return 0 if sequence is None else sequence.n_computed
 
     def acknowledge(self, request_id: str) -> bool:
         """What was handed over has arrived: free its block. False if it is gone already."""

@@ -14,10 +14,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from phasewise.serving.chat import Conversation
 from phasewise.serving.confined import Patience
-from phasewise.serving.engine_thread import EngineThread
+from phasewise.serving.engine_host import EngineHost, OpenHost
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.guides import GuideCompiler, TokenView
 from phasewise.serving.headroom import allocator_headroom
@@ -32,7 +33,8 @@ from phasewise.serving.http.listening import Address
 from phasewise.serving.http.metrics import Gauges, Metrics
 from phasewise.serving.http.server import HttpServer, Service
 from phasewise.serving.length_log import LengthLog
-from phasewise.serving.open_engine import OpenEngine
+from phasewise.serving.model import PackedModel
+from phasewise.serving.open_engine import EngineSize, ModelText
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.sampling_defaults import SamplingDefaults
 from phasewise.serving.tools.dialect import Dialect, dialect_of
@@ -81,22 +83,37 @@ class ServiceSettings:
     """How calls are written: one of `tools.dialect.FORMATS`; auto: as the chat template writes them."""
 
 
+class Served(Protocol):
+    """A model that is served: its text, and how much of it at a time. An `OpenEngine` is one."""
+
+    @property
+    def model(self) -> PackedModel: ...
+    @property
+    def text(self) -> ModelText: ...
+    @property
+    def size(self) -> EngineSize: ...
+
+
 def run_service(
-    opened: OpenEngine, settings: ServiceSettings, address: Address, report: Callable[[str], None]
+    opened: Served,
+    settings: ServiceSettings,
+    address: Address,
+    report: Callable[[str], None],
+    open_host: OpenHost,
 ) -> None:
     """Serve until a signal ends it. EngineLost where the engine has given up before."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with ExitStack() as stack:
-        client = EngineClient(lambda message: thread.send(message), settings.limits)
-        thread = EngineThread(opened.engine, client.deliver, lambda: server.end(at_once=True))
+        client = EngineClient(lambda message: host.send(message), settings.limits)
+        host = open_host(client.deliver, lambda: server.end(at_once=True))
         log = settings.length_log
         if log is not None:
             stack.enter_context(log)
             client.observe(LengthObserver(partial(log.put, opened.model.name)))
         if settings.predictor is not None:
             client.observe(LengthObserver(stack.enter_context(_learning(settings.predictor))))
-        life = Lifecycle(thread)
-        metrics = Metrics(_gauges(client, thread, life, log, lambda: len(connections.open)))
+        life = Lifecycle(host)
+        metrics = Metrics(_gauges(client, host, life, log, lambda: len(connections.open)))
         connections = Connections(settings.limits, metrics)
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
@@ -120,15 +137,15 @@ def run_service(
         server = HttpServer(service, address, settings.tls)
         stack.enter_context(allocator_headroom())
         stack.enter_context(_settled())
-        thread.start()
+        host.start()
         try:
             server.run()
         finally:
-            stopped = thread.stop(_LAST_STEP_S)
+            stopped = host.stop(_LAST_STEP_S)
             if stopped:
                 client.close()
-    if thread.lost is not None:
-        raise thread.lost
+    if host.lost is not None:
+        raise host.lost
     if not stopped:
         address.__exit__()
         os._exit(0)  # a step cannot be interrupted, and no client waits for it any more
@@ -171,7 +188,7 @@ def _learning(predictor: Predictor) -> Iterator[Callable[[RealisedLength], None]
 
 def _gauges(
     client: EngineClient,
-    thread: EngineThread,
+    host: EngineHost,
     life: Lifecycle,
     log: LengthLog | None,
     n_connections: Callable[[], int],
@@ -180,13 +197,13 @@ def _gauges(
         load=lambda: client.load,
         n_connections=n_connections,
         is_ready=lambda: life.is_ready,
-        n_ranks_replaced=lambda: thread.n_ranks_replaced,
-        n_requests_rerun=lambda: thread.n_requests_rerun,
+        n_ranks_replaced=lambda: host.n_ranks_replaced,
+        n_requests_rerun=lambda: host.n_requests_rerun,
         n_lengths_lost=lambda: log.n_lost if log else 0,
     )
 
 
-def _served(opened: OpenEngine, settings: ServiceSettings, guides: GuideCompiler) -> ServedModel:
+def _served(opened: Served, settings: ServiceSettings, guides: GuideCompiler) -> ServedModel:
     config = opened.model.config
     return ServedModel(
         names=settings.names,
@@ -205,13 +222,13 @@ def _served(opened: OpenEngine, settings: ServiceSettings, guides: GuideCompiler
     )
 
 
-def _dialect(opened: OpenEngine, settings: ServiceSettings) -> Dialect:
+def _dialect(opened: Served, settings: ServiceSettings) -> Dialect:
     tokenizer = opened.text.tokenizer
     template = opened.model.chat_template or ""
     return dialect_of(template, tokenizer.id_of, tokenizer.special_ids, settings.tool_format)
 
 
-def _bounded(opened: OpenEngine) -> Callable[[str, bool], list[int]]:
+def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
     """Cutting megabytes of text takes seconds of every core, only to learn that they are too many tokens."""
     check = _length_check(opened, "prompt")
 
@@ -222,7 +239,7 @@ def _bounded(opened: OpenEngine) -> Callable[[str, bool], list[int]]:
     return encode
 
 
-def _chat_encoder(opened: OpenEngine) -> Callable[[Conversation, Patience], list[int]]:
+def _chat_encoder(opened: Served) -> Callable[[Conversation, Patience], list[int]]:
     """The template is read beforehand: one that cannot be is told at the start."""
     conversations, check = opened.text.conversations, _length_check(opened, "messages")
 
@@ -234,7 +251,7 @@ def _chat_encoder(opened: OpenEngine) -> Callable[[Conversation, Patience], list
     return encode
 
 
-def _length_check(opened: OpenEngine, param: str) -> Callable[[str], None]:
+def _length_check(opened: Served, param: str) -> Callable[[str], None]:
     context = opened.size.context_length
     longest = max(len(opened.text.tokenizer.piece(one)) for one in range(opened.model.config.vocab_size))
 
@@ -248,7 +265,7 @@ def _length_check(opened: OpenEngine, param: str) -> Callable[[str], None]:
     return check
 
 
-def _guides(opened: OpenEngine) -> GuideCompiler:
+def _guides(opened: Served) -> GuideCompiler:
     """Loaded beside the start: the first request that needs it would stall the others."""
     tokenizer, config = opened.text.tokenizer, opened.model.config
     ends = frozenset(config.eos_token_ids)

@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "loadtest": ("loadtest", "tuner.config.trace", "tuner.config.lengths", "tuner.errors", "_version"),
     "serving": ("serving", "tuner.plans", "kerneldb", "topology", "cython_kernels"),
+    "serving.instance": ("serving", "cython_kernels", "_version"),
     "serving.request": PURE,
     "serving.pools": PURE,
     "serving.scheduler": PURE,
@@ -47,6 +48,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.waiting_line": PURE,
     "serving.pacing": PURE,
     "cluster": ("cluster", *PURE, "serving.scheduler", "serving.pacing", "kerneldb", "topology"),
+    "cluster.front": ("cluster.routing", "cluster.errors", "serving", "_version"),
+    "cluster.local_instances": ("cluster", "serving"),
     "cluster.routing": ("cluster.errors",),
     "tuner": ("tuner", "kerneldb", "topology", "cython_kernels"),
     "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
@@ -71,6 +74,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("serving.http",),
     "llguidance": ("serving.guides",),
     "aiohttp": ("loadtest",),
+    "zmq": ("serving.sockets", "serving.instance", "cluster.front"),
 }
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.report import Report, silent
+from phasewise.workflows.serve_pools import Pools
 
 if TYPE_CHECKING:
     import ssl
@@ -20,11 +22,16 @@ if TYPE_CHECKING:
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.listening import Address
     from phasewise.serving.open_engine import EngineSize, OpenEngine
-    from phasewise.serving.service import ServiceSettings
+    from phasewise.serving.service import Served, ServiceSettings
+    from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.open_model import OpenModel
+    from phasewise.workflows.serve_pools import PlannedInstance
     from phasewise.workflows.tuned_schedules import ScheduleUse
 
 _FEW_CONNECTIONS = 1024
+
+ALONE = Pools()
+"""One engine, which computes both phases."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ def serve_model(
     running: Running,
     answering: Answering = Answering(),
     logged: Logged = Logged(log_level="off"),
+    pools: Pools = ALONE,
     *,
     length_log: Path | None = None,
     db: str | None = None,
@@ -120,6 +128,7 @@ def serve_model(
 ) -> None:
     """Serve `model` through the OpenAI API until a signal ends it.
 
+    pools: which cores compute prompts and answers in instances of their own; none: one engine does both.
     length_log: file that prompts' token ids and answers' lengths are appended to. db: URL or file of the
     tuning database. explain: is given the schedule of every weight before the server starts. Raises
     ModelError, PlanError, KernelDbError, ServingError, WorkflowError, and UsageError for settings that
@@ -128,11 +137,16 @@ def serve_model(
     from phasewise.serving.headroom import use_one_heap
 
     use_one_heap()  # before numpy's threads are there
+    from phasewise.serving.engine_thread import EngineThread
     from phasewise.serving.length_log import LengthLog
+    from phasewise.serving.open_engine import ModelText
     from phasewise.serving.service import Logging, ServiceSettings, run_service
+    from phasewise.topology import read_machine
     from phasewise.workflows.drafts import find_drafts
     from phasewise.workflows.length_estimator import open_predictor
     from phasewise.workflows.open_model import open_model
+    from phasewise.workflows.serve_instance import InstanceSpec
+    from phasewise.workflows.serve_pools import PooledModel, local_front, planned_instances, share_of
 
     limits = _limits(listening, accepting, report)
     tls = _tls(listening, report)
@@ -147,7 +161,23 @@ def serve_model(
         size = _size(found, accepting.max_sequences, running, drafts)
         if explain is not None:
             explain(found.explain(size.step_tokens, size.max_sequences))
-        opened = stack.enter_context(_open(found, size, drafts, allow_special=accepting.allow_special))
+        instances = planned_instances(pools, read_machine(), found.plans, report)
+        if instances and running.draft is not None:
+            raise UsageError("--draft is for one engine: leave it or the pools out")
+        opened: Served
+        if instances:
+            size = share_of(size, len(instances), running.context_tokens)
+            opened = PooledModel(
+                found.model, ModelText(found.model, allow_special=accepting.allow_special), size
+            )
+            tells = [
+                InstanceSpec(model, running.weight_format, size, tuple(one.plans.values()), db).tell
+                for one in instances
+            ]
+            host = stack.enter_context(local_front(instances, tells, pools))
+        else:
+            alone = stack.enter_context(_open(found, size, drafts, allow_special=accepting.allow_special))
+            opened, host = alone, partial(EngineThread, alone.engine)
         settings = ServiceSettings(
             names=(opened.model.name, model),
             limits=limits,
@@ -162,9 +192,9 @@ def serve_model(
             logging=Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json"),
             tool_format=answering.tool_format,
         )
-        _tell(opened, settings, report)
+        _tell(opened, found.plans, instances, settings, report)
         _warn_of_strangers(listening, settings.limits, report)
-        run_service(opened, settings, address, report)
+        run_service(opened, settings, address, report, host)
 
 
 def _limits(listening: Listening, accepting: Accepting, report: Report) -> HttpLimits:
@@ -286,16 +316,22 @@ def _warn_of_strangers(listening: Listening, limits: HttpLimits, report: Report)
     )
 
 
-def _tell(opened: OpenEngine, settings: ServiceSettings, report: Report) -> None:
-    from phasewise.serving.forward import resolve_kv_format
+def _tell(
+    opened: Served,
+    plans: Mapping[Phase, ServicePlan],
+    instances: Sequence[PlannedInstance],
+    settings: ServiceSettings,
+    report: Report,
+) -> None:
+    from phasewise.serving.forward import kv_bytes_per_slot, resolve_kv_format
 
     size = opened.size
     report(f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens")
-    kv_mib = opened.kv_bytes / (1 << 20)
+    kv_mib = size.kv_slots * kv_bytes_per_slot(opened.model, size.kv_format) / (1 << 20)
     kv_format = resolve_kv_format(opened.model, size.kv_format)
     report(f"KV cache: {size.kv_slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
-    for plan in opened.plans.values():
-        report(plan.describe())
+    for described in instances or plans.values():
+        report(described.describe())
     if settings.length_log is not None:
         report(f"length log: token ids of every prompt are kept in {settings.length_log.path}")
     n_connections = settings.limits.max_connections

@@ -22,6 +22,7 @@ from phasewise.cli.options import (
 )
 from phasewise.cli.present import note
 from phasewise.workflows.serve import Accepting, Answering, Listening, Logged, Running, serve_model
+from phasewise.workflows.serve_pools import Pools
 
 _ENGINE = "Engine and memory"
 
@@ -61,6 +62,14 @@ class LogFormat(StrEnum):
 
     text = "text"
     json = "json"
+
+
+class KvTransferOption(StrEnum):
+    """How keys and values go from one instance to another."""
+
+    auto = "auto"
+    shm = "shm"
+    tcp = "tcp"
 
 
 _LISTENING = option_set(
@@ -235,8 +244,44 @@ _LOGGED = option_set(
     log_format=opt("form of its lines", kind=LogFormat, envvar="PHASEWISE_LOG_FORMAT"),
 )
 
+_POOLS = option_set(
+    Pools,
+    "Pools: instances that compute prompts and answers apart",
+    prompt_pool=opt(
+        "an instance on these cores computes prompts [repeatable]; 0-3+4-7: two ranks",
+        kind=list[str] | None,
+        metavar="CORES",
+    ),
+    token_pool=opt(
+        "an instance on these cores computes answers [repeatable]", kind=list[str] | None, metavar="CORES"
+    ),
+    mixed_pool=opt(
+        "an instance on these cores computes both [repeatable]", kind=list[str] | None, metavar="CORES"
+    ),
+    pools=opt(
+        "auto: cores that only the tuned prefill plan uses compute prompts, those of the decode plan answers",
+        metavar="off|auto",
+    ),
+    split_above=opt(
+        "prompts of more tokens are computed in the prompt pool, others where their answers are",
+        min=0,
+        metavar="N",
+    ),
+    kv_transfer=opt(
+        "how keys and values go from pool to pool; auto: shared memory on one host, else TCP",
+        kind=KvTransferOption,
+    ),
+)
 
-@spread(listening=_LISTENING, accepting=_ACCEPTING, running=_RUNNING, answering=_ANSWERING, logged=_LOGGED)
+
+@spread(
+    listening=_LISTENING,
+    accepting=_ACCEPTING,
+    running=_RUNNING,
+    answering=_ANSWERING,
+    logged=_LOGGED,
+    pools=_POOLS,
+)
 def serve(
     model: ModelArgument,
     listening: Listening,
@@ -244,6 +289,7 @@ def serve(
     running: Running,
     answering: Answering,
     logged: Logged,
+    pools: Pools,
     length_log: Annotated[
         Path | None,
         typer.Option(
@@ -282,6 +328,7 @@ def serve(
         running,
         answering,
         logged,
+        pools,
         length_log=length_log,
         db=db,
         report=note,

@@ -14,9 +14,8 @@ from phasewise.serving.errors import QueueFull, RequestError, Stopping
 from phasewise.serving.http.http_settings import HttpLimits, PromptFacts
 from phasewise.serving.http.loop_wakeup import LoopWakeup
 from phasewise.serving.http.places import displaced
-from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Submit
+from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, Submit
 
-Message = Submit | Abort
 Pieces = list[tuple[int, Answer]]
 """(Index of the request among those sent, piece)."""
 

@@ -6,7 +6,7 @@ import math
 import time
 from typing import Literal
 
-from phasewise.serving.engine_thread import EngineState, EngineThread
+from phasewise.serving.engine_host import EngineHost, EngineState
 from phasewise.serving.http.errors import ApiError
 
 ServiceState = Literal["starting", "running", "replacing", "lost", "draining"]
@@ -18,9 +18,9 @@ _SAYS = {
 
 
 class Lifecycle:
-    """The state of one server from start to drain. The engine's thread has been started."""
+    """The state of one server from start to drain. The host has been started."""
 
-    def __init__(self, engine: EngineThread) -> None:
+    def __init__(self, engine: EngineHost) -> None:
         self._engine = engine
         self._ends_at_s: float | None = None
 

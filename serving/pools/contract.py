@@ -58,6 +58,12 @@ class Placement(NamedTuple):
     table: tuple[int, ...] | None = None
     """Slots at which its runs of `KV_CHUNK` positions begin; None where all are one run."""
 
+    def slot(self, position: int) -> int:
+        """Where a position lies."""
+        if self.table is None:
+            return self.base + position
+        return self.table[position // KV_CHUNK] + position % KV_CHUNK
+
 
 class Move(NamedTuple):
     """`owner` lies at `placement` now; what it had written is to be copied there."""

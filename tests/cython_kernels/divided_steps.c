@@ -131,7 +131,7 @@ static void open_ranks(rank_parts *ranks) {
     memset(shared, 0, bytes);
     for (int32_t i = 0; i < RANKS; ++i) {
         must(i == 0 || pw_orders_fit(ranks[i].program, shared), "programs are not alike");
-        must(pw_program_seal(ranks[i].program, shared), "no memory");
+        must(pw_program_seal(ranks[i].program, shared, NULL), "no memory");
         if (i == 0) pw_orders_open(ranks[0].program);
     }
 }
@@ -174,7 +174,7 @@ int main(void) {
     rank_parts ranks[RANKS], alone = {open_program(1, 0), {open_team(1), NULL}};
     pthread_t servers[RANKS];
     open_ranks(ranks);
-    must(pw_program_seal(alone.program, NULL), "no memory");
+    must(pw_program_seal(alone.program, NULL, NULL), "no memory");
     for (int i = 1; i < RANKS; ++i) must(!pthread_create(&servers[i], NULL, serve, &ranks[i]), "no thread");
 
     static const int64_t tokens[] = {12, 1, 3, 1}, slices[] = {1, 1, 2};

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,7 @@ start = pytest.importorskip(
     "phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 
+from phasewise.serving.engine_thread import EngineThread  # noqa: E402
 from phasewise.serving.http.http_settings import HttpLimits, PromptFacts  # noqa: E402
 from phasewise.serving.http.listening import TcpAddress  # noqa: E402
 from phasewise.serving.loaders import load_model  # noqa: E402
@@ -68,7 +70,8 @@ def serve(opened: start.OpenEngine, predictor: Predictor, work: Callable[[str], 
             if line.startswith("listening"):
                 worker.start()
 
-        run_service(opened, ServiceSettings(("tiny",), HttpLimits(), predictor=predictor), address, report)
+        settings = ServiceSettings(("tiny",), HttpLimits(), predictor=predictor)
+        run_service(opened, settings, address, report, partial(EngineThread, opened.engine))
         worker.join()
 
 

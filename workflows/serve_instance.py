@@ -1,0 +1,132 @@
+"""The process of one instance of a pool: `python -m phasewise.workflows.serve_instance`.
+
+It is told what to do on its standard input, and opens the model and the tuning database of its own host.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phasewise.serving.instance import Orders
+    from phasewise.serving.open_engine import EngineSize, OpenEngine
+    from phasewise.tuner.plans import Phase, ServicePlan
+
+MODULE = "phasewise.workflows.serve_instance"
+
+_FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Supervisors send them to all of a service; the front ends its instances when it is done."""
+
+
+@dataclass(frozen=True)
+class InstanceSpec:
+    """What an instance computes with.
+
+    plans: of both phases; None: those of its host's database. db: URL or file of the tuning database.
+    """
+
+    model: str
+    weight_format: str
+    size: EngineSize
+    plans: tuple[ServicePlan, ...] | None
+    db: str | None = None
+    pinned: bool = True
+    ends_with_parent: bool = True
+
+    def tell(self, orders: Orders) -> bytes:
+        """What `main` reads."""
+        known: dict[str, Any] = {
+            "model": self.model,
+            "weight_format": self.weight_format,
+            "size": asdict(self.size),
+            "plans": None if self.plans is None else [plan.to_json() for plan in self.plans],
+            "db": self.db,
+            "pinned": self.pinned,
+            "ends_with_parent": self.ends_with_parent,
+        }
+        return json.dumps({"spec": known, "orders": asdict(orders)}).encode()
+
+
+def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
+    from phasewise.serving.instance import Orders
+    from phasewise.serving.open_engine import EngineSize
+    from phasewise.serving.sockets import Keys
+    from phasewise.tuner.plans import ServicePlan
+
+    told = json.loads(text)
+    known, orders = told["spec"], told["orders"]
+    plans = known.pop("plans")
+    spec = InstanceSpec(
+        **{**known, "size": EngineSize(**known["size"])},
+        plans=None if plans is None else tuple(ServicePlan.from_json(plan, "flag") for plan in plans),
+    )
+    keys = orders.pop("keys")
+    return spec, Orders(**orders, keys=None if keys is None else Keys(**keys))
+
+
+def main() -> int:
+    """Open the model and compute for the front until it says so. The exit code of the process."""
+    for number in _FOR_THE_FRONT:
+        signal.signal(number, signal.SIG_IGN)
+    parent = os.getppid()
+    with os.fdopen(os.dup(sys.stdin.fileno()), "rb") as file:
+        text = file.read()
+    spec, orders = _read(text)
+    if spec.ends_with_parent:
+        from phasewise.serving.rank_worker import end_with_parent
+
+        end_with_parent()
+        if os.getppid() != parent:
+            return 0  # the front had ended before it could take this process along
+    logging.basicConfig(level=logging.WARNING, format=f"{orders.name}: %(message)s")
+    from phasewise.serving.instance import run_instance, say_cannot_start
+
+    try:
+        opened = _open(spec)
+    except Exception as error:
+        if not _is_expected(error):
+            logging.getLogger(__name__).exception("the instance cannot start")
+        say_cannot_start(orders, str(error) or type(error).__name__)
+        return 1
+    with opened:
+        return run_instance(opened, orders)
+
+
+def _is_expected(error: Exception) -> bool:
+    return isinstance(getattr(error, "exit_code", None), int) or isinstance(error, (OSError, MemoryError))
+
+
+def _open(spec: InstanceSpec) -> OpenEngine:
+    from phasewise.serving.headroom import use_one_heap
+
+    use_one_heap()
+    from phasewise.serving.loaders import load_model
+    from phasewise.serving.open_engine import ModelText, open_engine
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import check_fits, model_key, plans_for
+    from phasewise.workflows.tuned_schedules import schedules_for
+
+    log = logging.getLogger(__name__)
+    model = load_model(spec.model, spec.weight_format, report=log.warning)
+    machine = read_machine()
+    plans: dict[Phase, ServicePlan]
+    if spec.plans is None:
+        plans = dict(plans_for(spec.db, machine, model_key(model.name, model.format), None, log.warning))
+    else:
+        plans = {plan.phase: plan for plan in spec.plans}
+        if spec.pinned:
+            for plan in plans.values():
+                check_fits(plan, machine)
+    schedules = schedules_for(spec.db, machine, plans, log.warning)
+    size = replace(spec.size, kv_shared=True)
+    return open_engine(model, plans, size, ModelText(model), schedules, spec.pinned)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Prompt, token and mixed pools on this host: from cores to instances behind one front."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from phasewise.workflows.errors import UsageError
+
+if TYPE_CHECKING:
+    from phasewise.cluster.front import FrontSettings
+    from phasewise.cluster.routing import Role
+    from phasewise.serving.engine_host import OpenHost
+    from phasewise.serving.model import PackedModel
+    from phasewise.serving.open_engine import EngineSize, ModelText
+    from phasewise.topology import Machine
+    from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.workflows.report import Report
+
+SPLIT_ABOVE_TOKENS = 64
+"""Shorter prompts cost less than the messages of a hand-over (benchmarks/notes/0007-pools.md)."""
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Which cores compute prompts, answers or both, each in an instance of its own.
+
+    Cores are written as taskset does, e.g. `0-11`; `0-11+12-23` are two ranks. `pools`: `off`, or `auto`,
+    which takes the pools from the tuned plans. Prompts of at most `split_above` tokens are computed where
+    their answers are.
+    """
+
+    prompt_pool: Sequence[str] | None = None
+    token_pool: Sequence[str] | None = None
+    mixed_pool: Sequence[str] | None = None
+    pools: str = "off"
+    split_above: int = SPLIT_ABOVE_TOKENS
+    kv_transfer: Literal["auto", "shm", "tcp"] = "auto"
+
+    @property
+    def named(self) -> list[tuple[Role, str]]:
+        """Role and cores of every instance that is asked for by its cores."""
+        asked: list[tuple[Role, Sequence[str] | None]] = [
+            ("prompt", self.prompt_pool),
+            ("token", self.token_pool),
+            ("mixed", self.mixed_pool),
+        ]
+        return [(role, cores) for role, many in asked for cores in many or ()]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledModel:
+    """What HTTP needs of a model whose engines are elsewhere."""
+
+    model: PackedModel
+    text: ModelText
+    size: EngineSize
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedInstance:
+    """A role, and where both phases of an instance run."""
+
+    role: Role
+    plans: Mapping[Phase, ServicePlan]
+
+    def describe(self) -> str:
+        """A line for people."""
+        from phasewise.tuner.plans import list_cores
+
+        ranks = " | ".join(list_cores(rank.cores) for rank in self.plans["decode"].ranks)
+        return f"{self.role} pool: cores {ranks}"
+
+
+def planned_instances(
+    pools: Pools, machine: Machine, plans: Mapping[Phase, ServicePlan], report: Report
+) -> list[PlannedInstance]:
+    """The instances that `pools` asks for; none: one engine serves alone.
+
+    UsageError for pools that exclude each other or share cores, PlanError for cores that this process may not
+    use.
+    """
+    if pools.pools not in ("off", "auto"):
+        raise UsageError(f"--pools is off or auto, not {pools.pools!r:.40}")
+    named = pools.named
+    if pools.pools == "auto":
+        if named:
+            raise UsageError("--pools auto finds the cores itself: leave the options with cores out")
+        return _found_pools(plans, report)
+    if not named:
+        return []
+    roles = {role for role, _ in named}
+    if "mixed" not in roles and roles != {"prompt", "token"}:
+        missing = "--token-pool" if roles == {"prompt"} else "--prompt-pool"
+        raise UsageError(f"without --mixed-pool there must be a prompt and a token pool: add {missing}")
+    instances = [PlannedInstance(role, _plans_on(machine, cores)) for role, cores in named]
+    _refuse_shared_cores(instances)
+    return instances
+
+
+def _found_pools(plans: Mapping[Phase, ServicePlan], report: Report) -> list[PlannedInstance]:
+    """The decode plan's cores answer; those that only the prefill plan uses compute prompts."""
+    from phasewise.tuner.plans import RankCores
+
+    decode = plans["decode"]
+    taken = set(decode.cores)
+    left = tuple(
+        RankCores(cores, rank.numa_node)
+        for rank in plans["prefill"].ranks
+        if (cores := tuple(core for core in rank.cores if core not in taken))
+    )
+    if not left:
+        report(
+            "--pools auto: the plan for decode uses every core that the plan for prefill uses, "
+            "so that one engine serves both; name the cores to divide them"
+        )
+        return []
+    prompt: dict[Phase, ServicePlan] = {phase: replace(plans[phase], ranks=left) for phase in plans}
+    token: dict[Phase, ServicePlan] = {phase: replace(plans[phase], ranks=decode.ranks) for phase in plans}
+    return [PlannedInstance("prompt", prompt), PlannedInstance("token", token)]
+
+
+def _plans_on(machine: Machine, cores: str) -> dict[Phase, ServicePlan]:
+    from phasewise.tuner.plans import PHASES, ServicePlan, check_fits, parse_cores, rank_on
+
+    ranks = tuple(rank_on(machine, parse_cores(part)) for part in cores.split("+"))
+    plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, ranks, "flag") for phase in PHASES}
+    for plan in plans.values():
+        check_fits(plan, machine)
+    return plans
+
+
+def _refuse_shared_cores(instances: Sequence[PlannedInstance]) -> None:
+    from phasewise.tuner.plans import list_cores
+
+    owners: dict[int, PlannedInstance] = {}
+    for instance in instances:
+        shared = [core for core in instance.plans["decode"].cores if core in owners]
+        if shared:
+            other = owners[shared[0]].role
+            raise UsageError(f"core {list_cores(shared)} is in a {other} and a {instance.role} pool")
+        owners |= dict.fromkeys(instance.plans["decode"].cores, instance)
+
+
+def share_of(size: EngineSize, n_instances: int, asked_context: int | None = None) -> EngineSize:
+    """The size of each of so many instances that together hold as many slots as `size`.
+
+    UsageError where the context that was asked for does not fit into one of them.
+    """
+    from phasewise.serving.pools.contract import ALIGNMENT
+
+    kv_slots = max(ALIGNMENT, size.kv_slots // n_instances // ALIGNMENT * ALIGNMENT)
+    if asked_context is not None and kv_slots < asked_context:
+        raise UsageError(
+            f"each of {n_instances} pools holds {kv_slots} tokens, less than the context of {asked_context}: "
+            "raise --kv-budget, or lower --context"
+        )
+    return replace(size, context_length=min(size.context_length, kv_slots), kv_slots=kv_slots)
+
+
+@contextmanager
+def local_front(
+    instances: Sequence[PlannedInstance],
+    tells: Sequence[Callable[..., bytes]],
+    pools: Pools,
+) -> Iterator[OpenHost]:
+    """What opens the front over instances on this host. Their sockets lie in a folder that ends with it."""
+    from phasewise.cluster.front import Front
+    from phasewise.cluster.local_instances import LocalInstances
+    from phasewise.workflows.serve_instance import MODULE
+
+    with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:
+        settings = _settings(Path(folder), pools)
+        roles: list[Role] = [instance.role for instance in instances]
+        launcher = LocalInstances(MODULE, tells)
+        yield lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)
+
+
+def _settings(folder: Path, pools: Pools) -> FrontSettings:
+    from phasewise.cluster.front import FrontSettings
+
+    return FrontSettings(
+        endpoint=f"ipc://{folder}/front",
+        listen=lambda index, life: f"ipc://{folder}/kv-{index}-{life}",
+        split_above_tokens=pools.split_above,
+        kv_transfer=pools.kv_transfer,
+    )
