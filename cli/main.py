@@ -17,6 +17,7 @@ from phasewise.cli.commands import (
     chat,
     db,
     doctor,
+    embed,
     generate,
     models,
     predict_len,
@@ -33,6 +34,7 @@ app = CommandApp(name="phasewise")
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("run", hidden=True)(chat.chat)
+app.command("embed")(embed.embed)
 app.command("serve")(serve.serve)
 app.command("topo")(topo.topo)
 app.command("doctor")(doctor.doctor)

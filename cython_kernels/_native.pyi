@@ -192,6 +192,10 @@ class Team:
 # ---- elementwise operations, for tests
 
 def rmsnorm(x: _Floats, weight: _Floats, eps: float) -> _Floats: ...
+def layernorm(
+    x: _Floats, bias: _Floats | None, weight: _Floats, norm_bias: _Floats, eps: float
+) -> _Floats: ...
+def activated(activation: str, x: _Floats, bias: _Floats | None = None) -> _Floats: ...
 def rope(x: _Floats, cosine: _Floats, sine: _Floats, factor: float = 1.0) -> _Floats: ...
 def silu_gate(gate: _Floats, up: _Floats) -> _Floats: ...
 def gated(activation: str, gate: _Floats, up: _Floats) -> _Floats: ...
@@ -257,11 +261,19 @@ class Program:
     @property
     def native_ns(self) -> int: ...
     def kind(self, inv_freq: npt.ArrayLike, window: int = 0, magnitude: float = 1.0) -> int: ...
-    def embed(self, packed: PackedWeight, out: int, out_stride: int, scale: float = 1.0) -> None: ...
+    def embed(
+        self,
+        packed: PackedWeight,
+        out: int,
+        out_stride: int,
+        scale: float = 1.0,
+        positions: npt.NDArray[np.float32] | None = None,
+        segments: npt.NDArray[np.float32] | None = None,
+    ) -> None: ...
     def linear(
         self,
         parts: Sequence[tuple[PackedWeight, int]],
-        source: Literal["rows", "norm", "gate"],
+        source: Literal["rows", "norm", "gate", "activation"],
         from_at: int,
         from_stride: int,
         out: int,
@@ -273,7 +285,20 @@ class Program:
         arithmetics: Sequence[tuple[str | None, int]] | None = None,
         gate: str = "silu",
         eps: float | None = None,
+        bias: npt.ArrayLike | None = None,
     ) -> int: ...
+    def layernorm(
+        self,
+        width: int,
+        from_at: int,
+        from_stride: int,
+        out: int,
+        out_stride: int,
+        weight: npt.ArrayLike,
+        norm_bias: npt.ArrayLike,
+        bias: npt.ArrayLike | None = None,
+        rows: _Rows = "every",
+    ) -> None: ...
     def adjust(
         self,
         width: int,
@@ -287,6 +312,7 @@ class Program:
         add: bool = False,
         rows: _Rows = "every",
         residual: tuple[int, int] | None = None,
+        eps: float | None = None,
     ) -> None: ...
     def route(self, experts: _Experts, from_at: int, from_stride: int, rows: _Rows = "every") -> None: ...
     def experts(
@@ -345,6 +371,7 @@ class Program:
         every_row: bool = False,
         table: int = 0,
         resting: Team | None = None,
+        first_row: bool = False,
     ) -> int: ...
     def serve(self, teams: Collection[Team | None]) -> None: ...
     def stop(self) -> None: ...

@@ -2,6 +2,14 @@
 
 #include <string.h>
 
+/* out = LayerNorm(in + bias); `in` may be `out`. */
+static void centre_row(const pw_run *run, const pw_op *op, int64_t row) {
+    float *arena = run->program->arena;
+    const pw_norm norm = {op->norm, op->norm_bias, op->eps};
+    run->kernels->ops.layernorm(op->k, arena + op->in + row * op->in_stride, op->bias, &norm,
+                                arena + op->out + row * op->out_stride);
+}
+
 /* out = [base +] cap(norm(in) + bias), as far as the op has them; `in` may be `out`. */
 static void adjust_row(const pw_run *run, const pw_op *op, int64_t row, float *scratch) {
     const pw_program *program = run->program;
@@ -25,5 +33,8 @@ void pw_run_adjust(pw_run *run, const pw_op *op, int member) {
     int64_t rows = op->rows == PW_EVERY_ROW ? program->step.n_tokens : program->step.n_logit_rows;
     float *scratch = (float *)(program->scratch + member * program->scratch_bytes);
     pw_range own = pw_rows_of(run, rows, member);
-    for (int64_t row = own.begin; row < own.end; ++row) adjust_row(run, op, row, scratch);
+    for (int64_t row = own.begin; row < own.end; ++row) {
+        if (op->norm_bias) centre_row(run, op, row);
+        else adjust_row(run, op, row, scratch);
+    }
 }

@@ -185,17 +185,20 @@ static void store_row(const attending *a, int64_t row, int64_t kv_head) {
     ops->store_value(&head, slot, biased_head(a, row, (shape->n_heads + shape->n_kv_heads + kv_head) * dim, x));
 }
 
-/* The queries of rows [row, row + tokens) that share a KV head. */
-static pw_queries load_queries(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
+/* The queries of rows [first, first + tokens) of a slice that share a KV head. */
+static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_t first, int64_t tokens,
+                               int64_t kv_head) {
     const pw_program *program = a->run->program;
+    int64_t row = slice->first_row + first, end = slice->start + slice->n_rows - 1;
     const pw_shape *shape = &program->shape;
     int32_t group = pw_group_of(shape), n = 0;
     for (int64_t token = row; token < row + tokens; ++token)
         for (int32_t i = 0; i < group; ++i, ++n) {
             float *q = a->work.q + (int64_t)n * PW_ROW_STRIDE;
             turned_head(a, token, (kv_head * group + i) * shape->head_dim, a->op->q_norm, a->op->scale, q);
-            a->work.last[n] = program->step.positions[token];
-            a->work.first[n] = first_seen(&program->kinds[a->op->kind], a->work.last[n]);
+            int64_t position = program->step.positions[token];
+            a->work.last[n] = program->bidirectional ? end : position;
+            a->work.first[n] = first_seen(&program->kinds[a->op->kind], position);
         }
     return (pw_queries){a->work.q, a->work.first, a->work.last, n, program->step.tile_rows, a->op->cap, NULL};
 }
@@ -254,7 +257,7 @@ static void attend_whole(const attending *a, const pw_slice *slice, pw_queries *
 static void attend_block(const attending *a, const pw_piece *piece, int64_t kv_head) {
     const pw_slice *slice = &a->run->program->step.slices[piece->slice];
     int64_t row = slice->first_row + piece->first;
-    pw_queries queries = load_queries(a, row, piece->count, kv_head);
+    pw_queries queries = load_queries(a, slice, piece->first, piece->count, kv_head);
     int64_t first = queries.first[0] / PW_CHUNK, last = queries.last[queries.rows - 1] / PW_CHUNK;
     attend_whole(a, slice, &queries, first, last - first + 1, kv_head, NULL);
     finish_rows(a, row, piece->count, kv_head);
@@ -286,7 +289,7 @@ static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_
     run_of_chunks seen = chunks_of(program, a->op->kind, piece->slice);
     int64_t row = slice->first_row, before = piece->first - seen.first;
     if (before + piece->count == seen.count) store_row(a, row, kv_head);
-    pw_queries queries = load_queries(a, row, 1, kv_head);
+    pw_queries queries = load_queries(a, slice, 0, 1, kv_head);
     if (piece->count == seen.count) {
         attend_whole(a, slice, &queries, seen.first, seen.count, kv_head, next);
         finish_rows(a, row, 1, kv_head);

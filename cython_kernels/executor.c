@@ -59,6 +59,9 @@ static const char *check_slices(pw_program *program) {
     for (int64_t s = 0; s < step->n_slices; ++s) {
         const pw_slice *slice = &step->slices[s];
         if (slice->n_rows < 1) return "a slice has no tokens";
+        if (program->bidirectional && slice->start != 0) return "a slice is not the whole of its sequence";
+        if (program->n_positions && slice->start + slice->n_rows > program->n_positions)
+            return "a slice has more tokens than the model has positions";
         if (slice->first_row != row || slice->n_rows > step->n_tokens - row)
             return "slices do not cover the step's rows";
         const char *problem = check_places(program, slice);

@@ -29,6 +29,7 @@ typedef struct {
     int64_t start;             /* position of the first */
     int64_t slot_base;
     int64_t first_run, n_runs;
+    int64_t second;            /* rows before those of the second text of a pair; n_rows where there is one text */
 } pw_slice;
 
 /* Slots [begin, end). */

@@ -17,14 +17,23 @@ static void find_angles(const pw_program *program, int32_t index, int64_t row) {
     }
 }
 
+/* 1 for a row of the second text of a pair. `slice`: one that does not begin after the row. */
+static int64_t segment_of(const pw_step *step, int64_t row, int64_t *slice) {
+    while (row >= step->slices[*slice].first_row + step->slices[*slice].n_rows) ++*slice;
+    return row - step->slices[*slice].first_row >= step->slices[*slice].second;
+}
+
 void pw_run_embed(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
     const pw_step *step = &program->step;
     pw_range rows = pw_rows_of(run, step->n_tokens, member);
+    int64_t slice = 0;
     for (int64_t row = rows.begin; row < rows.end; ++row) {
         float *x = program->arena + op->out + row * op->out_stride;
         run->kernels->gemm.unpack_row(&op->parts[0].weight, step->tokens[row], x);
         if (op->scale != 1.0f) run->kernels->ops.scale(op->k, op->scale, x);
+        if (op->positions) run->kernels->ops.add(op->k, op->positions + step->positions[row] * op->k, x);
+        if (op->segments) run->kernels->ops.add(op->k, op->segments + segment_of(step, row, &slice) * op->k, x);
         for (int32_t kind = 0; kind < program->n_kinds; ++kind)
             if (program->kinds[kind].angles == kind) find_angles(program, kind, row);
     }
@@ -37,6 +46,7 @@ static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *
     const float *x = program->arena + op->in + source * op->in_stride;
     if (op->source == PW_FROM_NORM) ops->rmsnorm(op->k, x, op->norm, op->eps, scratch);
     if (op->source == PW_FROM_GATE) ops->gates[op->gate](op->k, x, x + op->k, scratch);
+    if (op->source == PW_FROM_ACTIVATION) ops->activations[op->gate](op->k, x, op->bias, scratch);
     if (op->source != PW_FROM_ROWS) x = scratch;
     for (int i = 0; i < op->n_forms; ++i)
         run->kernels->gemm.prepare_rows(&op->forms[i], op->k, x, 0, (pw_range){row, row + 1}, prepared[i]);

@@ -52,6 +52,15 @@ static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t form
 /* What the gate of a feed-forward layer goes through before it multiplies. */
 typedef enum { PW_SILU, PW_GELU_TANH, PW_CLAMPED_SILU, PW_GATES } pw_gate;
 
+/* What a feed-forward layer without a gate goes through. */
+typedef enum { PW_ACT_GELU_ERF, PW_ACT_GELU_TANH, PW_ACT_SILU, PW_ACT_RELU, PW_ACTIVATIONS } pw_activation;
+
+/* A LayerNorm. */
+typedef struct {
+    const float *weight, *bias; /* [n] */
+    float eps;
+} pw_norm;
+
 /* Rows of queries, all of one sequence. */
 typedef struct {
     const float *q;     /* [rows][PW_ROW_STRIDE], rotated and scaled as scores are */
@@ -86,6 +95,9 @@ typedef struct {
     /* y[n] = x[n] * w[n] / sqrt(mean(x^2) + eps); y may be x. */
     void (*rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y);
 
+    /* y[n] = (t - mean(t)) / sqrt(var(t) + eps) * weight + norm's bias, t = x + bias; bias may be NULL, y may be x. */
+    void (*layernorm)(int64_t n, const float *x, const float *bias, const pw_norm *norm, float *y);
+
     /* x[n] += y[n] */
     void (*add)(int64_t n, const float *y, float *x);
 
@@ -97,6 +109,9 @@ typedef struct {
 
     /* By pw_gate, y[n] = act(gate) * up; y may be gate or up. */
     void (*gates[PW_GATES])(int64_t n, const float *gate, const float *up, float *y);
+
+    /* By pw_activation, y[n] = act(x + bias); bias may be NULL, y may be x. */
+    void (*activations[PW_ACTIVATIONS])(int64_t n, const float *x, const float *bias, float *y);
 
     /* y[n] = c tanh(x / c), c > 0; y may be x. */
     void (*cap)(int64_t n, float c, const float *x, float *y);

@@ -35,6 +35,11 @@ cdef extern from "ops.h" nogil:
         PW_GELU_TANH
         PW_CLAMPED_SILU
         PW_GATES
+        PW_ACT_GELU_ERF
+        PW_ACT_GELU_TANH
+        PW_ACT_SILU
+        PW_ACT_RELU
+        PW_ACTIVATIONS
 
     ctypedef struct pw_kv_head:
         void *keys
@@ -61,8 +66,15 @@ cdef extern from "ops.h" nogil:
         const float *sine
         float factor
 
+    ctypedef struct pw_norm:
+        const float *weight
+        const float *bias
+        float eps
+
     ctypedef struct pw_op_kernels:
         int32_t lanes
+        void (*layernorm)(int64_t n, const float *x, const float *bias, const pw_norm *norm, float *y) noexcept nogil
+        void (*activations[PW_ACTIVATIONS])(int64_t n, const float *x, const float *bias, float *y) noexcept nogil
         void (*rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) noexcept nogil
         void (*rope)(int64_t half, const pw_turn *turn, const float *x, float *y) noexcept nogil
         void (*gates[PW_GATES])(int64_t n, const float *gate, const float *up, float *y) noexcept nogil
@@ -218,6 +230,39 @@ def rmsnorm(const float[::1] x, const float[::1] weight, float eps):
     out = np.empty(x.shape[0], dtype=np.float32)
     cdef float[::1] y = out
     _ops().rmsnorm(x.shape[0], &x[0], &weight[0], eps, &y[0])
+    return out
+
+
+def layernorm(const float[::1] x, bias, const float[::1] weight, const float[::1] norm_bias, float eps):
+    """(t - mean(t)) / sqrt(var(t) + eps) * weight + norm_bias of t = x + bias, float32 [n]; bias may be None."""
+    n = x.shape[0]
+    before = np.zeros(n, np.float32) if bias is None else np.ascontiguousarray(bias, np.float32)
+    if n < 1 or weight.shape[0] != n or norm_bias.shape[0] != n or len(before) != n:
+        raise ValueError(f"a row of {n}, a weight of {weight.shape[0]} and biases of {norm_bias.shape[0]}, {len(before)}")
+    out = np.empty(n, dtype=np.float32)
+    cdef float[::1] y = out
+    cdef const float[::1] added = before
+    cdef pw_norm norm = pw_norm(&weight[0], &norm_bias[0], eps)
+    cdef const float *first = NULL
+    if bias is not None:
+        first = &added[0]
+    _ops().layernorm(n, &x[0], first, &norm, &y[0])
+    return out
+
+
+def activated(str activation, const float[::1] x, bias=None):
+    """act(x + bias) by an activation of ACTIVATIONS, float32 [n]."""
+    n = x.shape[0]
+    before = np.zeros(n, np.float32) if bias is None else np.ascontiguousarray(bias, np.float32)
+    if n < 1 or len(before) != n:
+        raise ValueError(f"a row of {n} and a bias of {len(before)}")
+    out = np.empty(n, dtype=np.float32)
+    cdef float[::1] y = out
+    cdef const float[::1] added = before
+    cdef const float *first = NULL
+    if bias is not None:
+        first = &added[0]
+    _ops().activations[<int>ACTIVATIONS[activation]](n, &x[0], first, &y[0])
     return out
 
 

@@ -38,6 +38,7 @@ pw_program *pw_program_open(pw_shape shape, pw_capacity capacity) {
     program->shape = shape;
     program->capacity = capacity;
     program->n_ranks = 1;
+    program->outputs = shape.vocab;
     for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) program->divisions[table] = (pw_division){1, 0, 1, 1};
     if (!open_step(program)) {
         pw_program_close(program);

@@ -31,8 +31,8 @@ enum {
 
 typedef enum { PW_EMBED, PW_LINEAR, PW_ATTEND, PW_ADJUST, PW_ROUTE, PW_EXPERTS, PW_COMBINE } pw_opcode;
 
-/* What a product reads: rows as they are, rows normalised, or gate(first half) * second half of a row. */
-typedef enum { PW_FROM_ROWS, PW_FROM_NORM, PW_FROM_GATE } pw_source;
+/* What a product reads: rows as they are, rows normalised, gate(first half) * second half of a row, or act(row + bias). */
+typedef enum { PW_FROM_ROWS, PW_FROM_NORM, PW_FROM_GATE, PW_FROM_ACTIVATION } pw_source;
 
 /* Which rows an op computes. After the last layer's keys and values only rows that want logits matter: its attention
  * and what follows run on those, gathered from the step's rows into rows 0, 1, .. of their own. */
@@ -88,8 +88,10 @@ typedef struct {
     float eps;                            /* of that norm */
     float scale;                          /* of embeddings; of attention's scores */
     float cap;                            /* of attention's scores, or of adjusted rows: c tanh(x / c); 0: none */
-    int32_t gate;                         /* pw_gate, for PW_FROM_GATE */
-    const float *bias;                    /* [qkv columns] of attention; [k] of adjusted rows; [experts][n] */
+    int32_t gate;                         /* pw_gate, for PW_FROM_GATE; pw_activation, for PW_FROM_ACTIVATION */
+    const float *bias;                    /* [qkv columns] of attention; [k] of rows; [experts][n] */
+    const float *norm_bias;               /* [k] of adjusted rows whose norm is a LayerNorm; else NULL */
+    const float *positions, *segments;    /* added to embeddings: [program's positions][k], [2][k]; or NULL */
     int32_t layer, kind;                  /* attention: which layer, and which of the program's kinds */
     const float *q_norm, *k_norm, *sinks; /* [head_dim], [head_dim], [n_heads]; NULL where the model has none */
     pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
@@ -148,7 +150,10 @@ typedef struct {
     pw_experts experts;        /* the most of any op; count 0: none */
     pw_routes routes;
     int64_t arena_floats;      /* what the ops use; angles and partials follow */
-    int64_t logits;            /* arena offset of [max_logit_rows][vocab] */
+    int64_t logits;            /* arena offset of [max_logit_rows][outputs] */
+    int64_t outputs;           /* numbers that a step gives for a row: the vocabulary's logits, or a hidden row */
+    int64_t n_positions;       /* the most rows of a slice that have an embedding of their position; 0: any */
+    bool bidirectional;        /* tokens see those after them: a slice is a whole sequence */
     pw_step step;
     char *shared;              /* where all ranks map it; NULL: everything is this process's own */
     pw_group *group;           /* in the shared memory, from here on */

@@ -25,6 +25,7 @@ cdef extern from "program.h" nogil:
         PW_FROM_ROWS
         PW_FROM_NORM
         PW_FROM_GATE
+        PW_FROM_ACTIVATION
 
     ctypedef enum pw_rows:
         PW_EVERY_ROW
@@ -60,6 +61,9 @@ cdef extern from "program.h" nogil:
         float eps, scale, cap
         int32_t gate
         const float *bias
+        const float *norm_bias
+        const float *positions
+        const float *segments
         int32_t layer, kind
         const float *q_norm
         const float *k_norm
@@ -82,7 +86,7 @@ cdef extern from "program.h" nogil:
         int32_t kv_format, max_threads
 
     ctypedef struct pw_slice:
-        int64_t first_row, n_rows, start, slot_base, first_run, n_runs
+        int64_t first_row, n_rows, start, slot_base, first_run, n_runs, second
 
     ctypedef struct pw_step:
         int64_t n_tokens, n_slices, n_logit_rows
@@ -105,7 +109,8 @@ cdef extern from "program.h" nogil:
         pw_group *group
         int32_t n_ops, n_kinds
         pw_op *ops
-        int64_t arena_floats, logits
+        int64_t arena_floats, logits, outputs, n_positions
+        bint bidirectional
         pw_step step
         float *arena
         int64_t kv_bytes
@@ -164,8 +169,13 @@ cdef extern from "orders.h" nogil:
     int64_t pw_orders_misplaced(const pw_program *program, int32_t table, int32_t rank)
 
 
-cdef dict SOURCES = {"rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE}
+cdef dict SOURCES = {
+    "rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE, "activation": PW_FROM_ACTIVATION,
+}
 cdef dict GATES = {"silu": PW_SILU, "gelu_tanh": PW_GELU_TANH, "clamped_silu": PW_CLAMPED_SILU}
+cdef dict ACTIVATIONS = {
+    "gelu": PW_ACT_GELU_ERF, "gelu_tanh": PW_ACT_GELU_TANH, "silu": PW_ACT_SILU, "relu": PW_ACT_RELU,
+}
 cdef dict ROWS = {"every": PW_EVERY_ROW, "gathered": PW_GATHERED_ROWS, "logits": PW_LOGIT_ROWS}
 
 
@@ -210,7 +220,10 @@ cdef class Program:
 
     shape and capacity are mappings with the fields of pw_shape and pw_capacity (program.h), kv_format by its name;
     inv_freq is float64 [head_dim / 2]; with shape's `window` (0: none) it is attention's kind 0, and `kind` adds others. Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
-    The buffer protocol gives the logits, float32 [max_logit_rows, vocab], of the last run.
+    The buffer protocol gives the logits, float32 [max_logit_rows, outputs], of the last run.
+
+    shape may also have `outputs`, numbers of an output row (else `vocab`), and `bidirectional`: whether tokens see
+    those after them; then every slice is a whole sequence.
 
     division: how the steps of each table are divided over ranks, and which rank this process is (None: one rank
     for all). Each rank builds the same program and calls seal_shared with the same memory, rank 0 before the
@@ -221,6 +234,7 @@ cdef class Program:
     cdef object division
     cdef list kept
     cdef bint sealed
+    cdef bint has_segments
     cdef Py_ssize_t logits_shape[2]
     cdef Py_ssize_t logits_strides[2]
     cdef readonly int64_t native_ns
@@ -243,6 +257,10 @@ cdef class Program:
         self.program = pw_program_open(s, c)
         if self.program == NULL:
             raise ProgramError(f"no memory for the bookkeeping of {capacity}")
+        self.program.outputs = shape.get("outputs", s.vocab)
+        self.program.bidirectional = shape.get("bidirectional", False)
+        if not 1 <= self.program.outputs <= 1 << 30:
+            raise ProgramError(f"a step that gives {self.program.outputs} numbers for a row")
         self.kind(inv_freq, shape.get("window", 0), magnitude)
         if division is not None:
             self._divide(division, patience_s)
@@ -293,8 +311,12 @@ cdef class Program:
             raise ProgramError(f"no room for another kind of attention beside {self.program.n_kinds}")
         return index
 
-    def embed(self, packed, int64_t out, int64_t out_stride, double scale=1.0):
-        """Rows of a packed matrix times `scale`, one for each token of the step."""
+    def embed(self, packed, int64_t out, int64_t out_stride, double scale=1.0, positions=None, segments=None):
+        """Rows of a packed matrix times `scale`, one for each token of the step.
+
+        positions [n, width]: added by the token's position, and no sequence may be longer than n; segments [2, width]:
+        added by the text of a pair that the token belongs to (a slice's `second` is where the second begins).
+        """
         cdef pw_op op
         memset(&op, 0, sizeof(op))
         op.code, op.n_parts = PW_EMBED, 1
@@ -302,15 +324,24 @@ cdef class Program:
         op.out_at, op.out_stride, op.k, op.scale = out, out_stride, packed.k, scale
         if packed.n < self.program.shape.vocab:
             raise ProgramError(f"an embedding of {packed.n} rows for a vocabulary of {self.program.shape.vocab}")
+        if positions is not None:
+            op.positions = self._vector(positions.reshape(-1), positions.size, "positions")
+            self.program.n_positions = positions.size // packed.k
+            if positions.size != self.program.n_positions * packed.k:
+                raise ProgramError(f"{positions.size} numbers for positions of {packed.k}")
+        if segments is not None:
+            op.segments = self._vector(segments.reshape(-1), 2 * packed.k, "segments")
+            self.has_segments = True
         self._add(&op, [packed], 0, packed.k)
 
     def linear(self, parts, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
-               norm=None, bint add=False, rows="every", residual=None, arithmetics=None, gate="silu", eps=None):
+               norm=None, bint add=False, rows="every", residual=None, arithmetics=None, gate="silu", eps=None,
+               bias=None):
         """Rows times weights, each weight's outputs from its own column on. Returns the op's number.
 
         parts: [(PackedWeight, column)], all of the same k. arithmetics: [(compute path, k parts)], one for each of
-        them (None: the default path of the ISA in use, k whole). source: "rows", "norm" (with the norm's weights) or
-        "gate": gate(first k) * (next k), of GATES. eps: of the norm (None: the shape's). rows: "every" row of the step; those that want logits "gathered" from
+        them (None: the default path of the ISA in use, k whole). source: "rows", "norm" (with the norm's weights),
+        "gate": gate(first k) * (next k), of GATES; or "activation": `gate`, of ACTIVATIONS, of rows plus `bias`. eps: of the norm (None: the shape's). rows: "every" row of the step; those that want logits "gathered" from
         among them into rows of their own, added to `residual` (offset, stride) if `add`; or such "logits" rows.
         """
         cdef pw_op op
@@ -321,7 +352,10 @@ cdef class Program:
         op.k = parts[0][0].k
         op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
         op.epilogue, op.rows = PW_ADD if add else PW_STORE, ROWS[rows]
-        op.gate, op.eps = GATES[gate], self.program.shape.norm_eps if eps is None else eps
+        op.gate = ACTIVATIONS[gate] if source == "activation" else GATES[gate]
+        op.eps = self.program.shape.norm_eps if eps is None else eps
+        if bias is not None and source != "activation":
+            raise ProgramError("biases are added before an activation")
         if (residual is not None) != (add and rows == "gathered"):
             raise ProgramError("gathered rows are added to a residual, other rows to what is there")
         if residual is not None:
@@ -335,6 +369,7 @@ cdef class Program:
                 raise ProgramError(f"outputs cannot begin at column {column}")
             self._share(&op, i, packed, path, k_parts)
         op.norm = self._vector(norm, op.k if source == "norm" else 0, "norm weights")
+        op.bias = self._vector(bias, 0 if bias is None else op.k, "biases")
         self._add(&op, [packed for packed, _ in parts], 2 * op.k if source == "gate" else op.k, out_width)
         return self.program.n_ops - 1
 
@@ -406,7 +441,7 @@ cdef class Program:
         self._add(&op, [], columns, shape.n_heads * shape.head_dim)
 
     def adjust(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, norm=None,
-               bias=None, double cap=0, bint add=False, rows="every", residual=None):
+               bias=None, double cap=0, bint add=False, rows="every", residual=None, eps=None):
         """Rows of `width` numbers: normalised, a bias added, capped, added to what is there; as far as asked for.
 
         rows: as for `linear`; of "gathered" rows the input is one row for each that wants logits, and the sum begins
@@ -414,7 +449,8 @@ cdef class Program:
         """
         cdef pw_op op
         memset(&op, 0, sizeof(op))
-        op.code, op.k, op.cap, op.eps = PW_ADJUST, width, cap, self.program.shape.norm_eps
+        op.code, op.k, op.cap = PW_ADJUST, width, cap
+        op.eps = self.program.shape.norm_eps if eps is None else eps
         op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
         op.epilogue, op.rows = PW_ADD if add else PW_STORE, ROWS[rows]
         if (residual is not None) != (add and rows == "gathered"):
@@ -422,6 +458,19 @@ cdef class Program:
         if residual is not None:
             op.residual, op.residual_stride = residual
         op.norm = self._vector(norm, 0 if norm is None else width, "norm weights")
+        op.bias = self._vector(bias, 0 if bias is None else width, "biases")
+        self._add(&op, [], width, width)
+
+    def layernorm(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, weight,
+                  norm_bias, bias=None, rows="every"):
+        """Rows of `width` numbers: a bias added, then normalised by a LayerNorm with the shape's epsilon."""
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        op.code, op.k, op.eps = PW_ADJUST, width, self.program.shape.norm_eps
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        op.epilogue, op.rows = PW_STORE, ROWS[rows]
+        op.norm = self._vector(weight, width, "norm weights")
+        op.norm_bias = self._vector(norm_bias, width, "norm biases")
         op.bias = self._vector(bias, 0 if bias is None else width, "biases")
         self._add(&op, [], width, width)
 
@@ -528,7 +577,7 @@ cdef class Program:
         return pw_program_shared_bytes(self.program)
 
     def seal(self, int64_t logits, kv=None):
-        """Allocates the arena, scratch and KV; `logits` is the arena offset of [max_logit_rows, vocab].
+        """Allocates the arena, scratch and KV; `logits` is the arena offset of [max_logit_rows, outputs].
 
         kv: page-aligned memory for keys and values, `whole_kv_bytes` of it; None: they are allocated too.
         """
@@ -565,7 +614,7 @@ cdef class Program:
         cdef pw_capacity *room = &self.program.capacity
         if self.sealed:
             raise ProgramError("a program is sealed once")
-        if logits < 0 or logits + room.max_logit_rows * self.program.shape.vocab > self.program.arena_floats:
+        if logits < 0 or logits + room.max_logit_rows * self.program.outputs > self.program.arena_floats:
             raise ProgramError("no op writes the logits that the program promises")
         self.program.logits = logits
         self.sealed = pw_program_seal(self.program, shared, kv)
@@ -573,15 +622,18 @@ cdef class Program:
             raise ProgramError(f"the system refused {self.bytes() / 2**20:.0f} MiB for scratch and the KV cache")
         return 0
 
-    def run(self, Team team, slices, bint every_row=False, int32_t table=0, Team resting=None):
+    def run(self, Team team, slices, bint every_row=False, int32_t table=0, Team resting=None, bint first_row=False):
         """One forward step. Returns the number of rows of logits: those that slices want, or every row.
+
+        A slice's row of logits is that of its last token, or with first_row that of its first.
 
         table: which schedules the products run by, 0 or 1 (set_schedules). resting: the team that ran the step
         before, if it is another one: its threads leave their cores at once.
 
         slices: objects with token_ids, start, slot_base, wants_logits, table (None, or the slots where every
         PW_CHUNK positions begin; then slot_base is not read) and n_drafted (so many rows before the last one want
-        logits too). ValueError when a token, a position or a slot is out
+        logits too); where embeddings have segments also `second`, its tokens before those of the second text, None:
+        all. ValueError when a token, a position or a slot is out
         of range; then nothing has been written. Of several ranks, rank 0 runs it for all; GroupFailed
         when one of them fails or does not come.
         """
@@ -595,7 +647,7 @@ cdef class Program:
         self._check_ranks(team, table)
         if self.program.rank:
             raise ProgramError(f"rank {self.program.rank} serves what rank 0 runs")
-        self._fill(slices, every_row)
+        self._fill(slices, every_row, first_row)
         problem = pw_program_check(self.program, team.size, table)
         if problem != NULL:
             raise ValueError(f"this step cannot be run: {problem.decode()}")
@@ -684,7 +736,7 @@ cdef class Program:
             raise ProgramError("this program has one rank")
         return 0
 
-    cdef int _fill(self, slices, bint every_row) except -1:
+    cdef int _fill(self, slices, bint every_row, bint first_row) except -1:
         cdef pw_step *step = &self.program.step
         cdef pw_capacity *room = &self.program.capacity
         cdef pw_slice *out
@@ -706,7 +758,9 @@ cdef class Program:
                     row += 1
                     if every_row:
                         self._want(row - 1)
-                out.n_rows = row - out.first_row
+                out.n_rows = out.second = row - out.first_row
+                if self.has_segments and piece.second is not None:
+                    out.second = piece.second
                 if piece.table is None:
                     out.slot_base = piece.slot_base
                 else:
@@ -717,6 +771,9 @@ cdef class Program:
                     drafted = piece.n_drafted
                     if not 0 <= drafted < out.n_rows:
                         raise ValueError(f"{drafted} drafts in a slice of {out.n_rows} tokens")
+                    if first_row:
+                        self._want(out.first_row)
+                        continue
                     for token in range(row - 1 - drafted, row):
                         self._want(token)
         except OverflowError:
@@ -796,7 +853,7 @@ cdef class Program:
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         self._check_sealed()
-        self.logits_shape[0], self.logits_shape[1] = self.program.capacity.max_logit_rows, self.program.shape.vocab
+        self.logits_shape[0], self.logits_shape[1] = self.program.capacity.max_logit_rows, self.program.outputs
         self.logits_strides[1] = sizeof(float)
         self.logits_strides[0] = self.logits_shape[1] * self.logits_strides[1]
         buffer.buf = self.program.arena + self.program.logits

@@ -24,6 +24,7 @@ from phasewise.serving.schedules import ScheduleLookup
 Parts = list[tuple[PackedWeight, int]]
 Place = tuple[int, int]  # offset and row stride in the arena
 Rows = Literal["every", "gathered", "logits"]
+Gives = Literal["logits", "rows"]
 
 AUTO = "auto"
 
@@ -51,7 +52,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arena:
+class Arena:
     """Offsets and row strides, in floats. Attention and feed-forward take turns in one place."""
 
     hidden: int
@@ -75,25 +76,25 @@ class _Arena:
     logits: int
 
 
-def _rounded(floats: int) -> int:
+def rounded(floats: int) -> int:
     return -(-floats // _ROUND_FLOATS) * _ROUND_FLOATS
 
 
-def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> _Arena:
+def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> Arena:
     experts = config.experts
     rows, pairs = max(tokens, logit_rows), experts.chosen if experts else 1
-    hidden_stride = _rounded(config.hidden)
-    qkv_stride = _rounded(config.q_rows + 2 * config.kv_rows)
-    mixed_stride = _rounded(config.q_rows)
-    gate_up_stride = _rounded(2 * config.ffn)
-    router_stride = _rounded(experts.count if experts else 0)
+    hidden_stride = rounded(config.hidden)
+    qkv_stride = rounded(config.q_rows + 2 * config.kv_rows)
+    mixed_stride = rounded(config.q_rows)
+    gate_up_stride = rounded(2 * config.ffn)
+    router_stride = rounded(experts.count if experts else 0)
     shared = tokens * hidden_stride
     mixed = shared + tokens * qkv_stride
     given = shared + rows * pairs * gate_up_stride
     router = given + (rows * pairs * hidden_stride if experts else 0)
     branch = max(mixed + tokens * mixed_stride, router + rows * router_stride)
     tail = branch + (rows * hidden_stride if config.post_norms or config.out_bias else 0)
-    return _Arena(
+    return Arena(
         hidden=0,
         hidden_stride=hidden_stride,
         qkv=shared,
@@ -140,8 +141,12 @@ def build_program(
     memory: Callable[[int], memoryview] | None = None,
     kv_memory: Callable[[int], memoryview] | None = None,
     patience_s: float = PATIENCE_S,
+    gives: Gives = "logits",
 ) -> Program:
     """A sealed program. ModelError if the model does not fit the kernels or the memory.
+
+    gives: the logits of rows that want them, or what the last norm makes of these "rows". Then every slice
+    is a whole sequence, and all layers keep keys and values in the same place.
 
     check_memory(model name, bytes, KV slots) may refuse before anything large is allocated. schedules: one
     lookup for each table that a run may name, at most two; the first one says how every weight is computed.
@@ -151,15 +156,22 @@ def build_program(
     """
     try:
         config = model.config
-        program = _open_program(model, capacity, division, patience_s)
-        linears = _Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows), division)
+        if config.encoder is not None:
+            raise ModelError(
+                f"{model.name} is an encoder and generates no text: `phasewise embed` makes vectors of it"
+            )
+        program = open_program(model, capacity, division, patience_s, gives)
+        linears = Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows), division)
         arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
         embed_scale = config.embed_scale / config.residual_scale
-        program.embed(_weight(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)
+        program.embed(weight_of(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)
         for layer in range(config.n_layers):
-            _Layer(linears, model, layer, arena).add()
-        _add_logits(linears, model, arena)
-        _schedule_attention(program, model, capacity, schedules, division)
+            _Layer(linears, model, layer, arena, layer if gives == "logits" else 0).add()
+        if gives == "logits":
+            _add_logits(linears, model, arena)
+        else:
+            _add_rows(program, model, arena)
+        schedule_attention(program, model, capacity, schedules, division)
         if check_memory is not None:
             check_memory(model.name, program.bytes(), capacity.kv_slots)
         if memory is None:
@@ -172,14 +184,16 @@ def build_program(
     return program
 
 
-def _open_program(
-    model: PackedModel, capacity: Capacity, division: Division | None, patience_s: float
+def open_program(
+    model: PackedModel, capacity: Capacity, division: Division | None, patience_s: float, gives: Gives
 ) -> Program:
     """Without ops; attention's kinds are those of the config, in their order."""
     config = model.config
     first, *others = [(kind.window or 0, *_rotation(kind, config)) for kind in config.kinds]
     shape = {**_shape(config), "window": first[0]}
-    program = Program(shape, _room(model, capacity), first[1], division, patience_s, first[2])
+    if gives == "rows":
+        shape |= {"n_layers": 1, "outputs": config.hidden, "bidirectional": config.encoder is not None}
+    program = Program(shape, room_of(model, capacity), first[1], division, patience_s, first[2])
     for window, inv_freq, magnitude in others:
         program.kind(inv_freq, window, magnitude)
     return program
@@ -205,7 +219,7 @@ def _shape(config: ModelConfig) -> dict[str, int | float]:
     }
 
 
-def _room(model: PackedModel, capacity: Capacity) -> dict[str, int | str]:
+def room_of(model: PackedModel, capacity: Capacity) -> dict[str, int | str]:
     return {
         "kv_slots": capacity.kv_slots,
         "max_tokens": capacity.step_tokens,
@@ -217,7 +231,7 @@ def _room(model: PackedModel, capacity: Capacity) -> dict[str, int | str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Linears:
+class Linears:
     """Adds linear ops to a program, every weight with its arithmetic and its schedules.
 
     The arithmetic is the whole weight's on every rank; schedules are for this rank's part of it.
@@ -275,10 +289,12 @@ class _Layer:
     a norm of the stream is that of what is kept with its epsilon divided by r^2.
     """
 
-    linears: _Linears
+    linears: Linears
     model: PackedModel
     layer: int
-    arena: _Arena
+    arena: Arena
+    kept_as: int
+    """Which layer's place keys and values have."""
 
     def add(self) -> None:
         self._add_attention()
@@ -320,14 +336,14 @@ class _Layer:
     def _add_attention(self) -> None:
         config, arena, program = self.config, self.arena, self.linears.program
         qkv, mixed = (arena.qkv, arena.qkv_stride), (arena.mixed, arena.mixed_stride)
-        self.linears.add(_qkv_parts(self.model, self.name), self._reads("attn_norm"), self.stream, qkv)
+        self.linears.add(qkv_parts(self.model, self.name), self._reads("attn_norm"), self.stream, qkv)
         if config.whole_qk_norm:
             keys = arena.qkv + config.q_rows, arena.qkv_stride
             program.adjust(config.q_rows, *qkv, *qkv, norm=self._vector("q_norm"))
             program.adjust(config.kv_rows, *keys, *keys, norm=self._vector("k_norm"))
         q_norm, k_norm = (None if config.whole_qk_norm else self._vector(f"{part}_norm") for part in "qk")
         program.attend(
-            self.layer,
+            self.kept_as,
             *qkv,
             *mixed,
             bias=self._vector("qkv_bias"),
@@ -339,7 +355,7 @@ class _Layer:
             q_norm=q_norm,
             k_norm=k_norm,
         )
-        out = [(_weight(self.model, f"{self.name}.o"), 0)]
+        out = [(weight_of(self.model, f"{self.name}.o"), 0)]
         self._add_back(
             out, {"source": "rows"}, mixed, "attn_post_norm", "o_bias", "gathered" if self.last else "every"
         )
@@ -347,9 +363,9 @@ class _Layer:
     def _add_feed_forward(self) -> None:
         rows, gate_up = self._rows(), (self.arena.gate_up, self.arena.gate_up_stride)
         self.linears.add(
-            _gate_up_parts(self.model, self.name), self._reads("ffn_norm"), self.after, gate_up, rows=rows
+            gate_up_parts(self.model, self.name), self._reads("ffn_norm"), self.after, gate_up, rows=rows
         )
-        down = [(_weight(self.model, f"{self.name}.down"), 0)]
+        down = [(weight_of(self.model, f"{self.name}.down"), 0)]
         reads = {"source": "gate", "gate": self.config.activation}
         self._add_back(down, reads, gate_up, "ffn_post_norm", None, rows)
 
@@ -384,7 +400,7 @@ class _Layer:
         config, arena, rows = self.config, self.arena, self._rows()
         router, given = (arena.router, arena.router_stride), (arena.given, arena.given_stride)
         program, gate_up = self.linears.program, (arena.gate_up, arena.gate_up_stride)
-        scores = [(_weight(self.model, f"{self.name}.router"), 0)]
+        scores = [(weight_of(self.model, f"{self.name}.router"), 0)]
         self.linears.add(scores, self._reads("ffn_norm"), self.after, router, rows=rows)
         if experts.biases:
             bias = self._vector("router_bias")
@@ -400,7 +416,7 @@ class _Layer:
 
     def _stack(self, name: str) -> tuple[PackedWeight, PackedWeight]:
         """The weights of all experts, and of the first one."""
-        stack, one = _weight(self.model, name), self.model.one_expert(name)
+        stack, one = weight_of(self.model, name), self.model.one_expert(name)
         assert one is not None
         return stack, one
 
@@ -410,9 +426,9 @@ def stream_eps(config: ModelConfig) -> float:
     return config.norm_eps / config.residual_scale**2
 
 
-def _add_logits(linears: _Linears, model: PackedModel, arena: _Arena) -> None:
+def _add_logits(linears: Linears, model: PackedModel, arena: Arena) -> None:
     config = model.config
-    head = _weight(model, "embed" if config.tied_embeddings else "lm_head")
+    head = weight_of(model, "embed" if config.tied_embeddings else "lm_head")
     if head.n != config.vocab_size:
         raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.vocab_size}")
     norm = model.vectors["final_norm"] * np.float32(config.logit_scale)
@@ -423,7 +439,17 @@ def _add_logits(linears: _Linears, model: PackedModel, arena: _Arena) -> None:
         linears.program.adjust(config.vocab_size, *logits, *logits, cap=config.logit_cap, rows="logits")
 
 
-def _schedule_attention(
+def _add_rows(program: Program, model: PackedModel, arena: Arena) -> None:
+    """The stream after the last norm, of rows that are wanted."""
+    config = model.config
+    norm = model.vectors["final_norm"] * np.float32(1.0)
+    tail = arena.tail, arena.hidden_stride
+    program.adjust(
+        config.hidden, *tail, arena.logits, config.hidden, norm=norm, rows="logits", eps=stream_eps(config)
+    )
+
+
+def schedule_attention(
     program: Program,
     model: PackedModel,
     capacity: Capacity,
@@ -452,22 +478,22 @@ def attention_problem(
     return stored, config.q_rows // config.n_kv_heads * own, config.head_dim * own
 
 
-def _weight(model: PackedModel, name: str) -> PackedWeight:
+def weight_of(model: PackedModel, name: str) -> PackedWeight:
     try:
         return model.weights[name]
     except KeyError:
         raise ModelError(f"{model.name} has no weight {name!r}") from None
 
 
-def _qkv_parts(model: PackedModel, name: str) -> Parts:
+def qkv_parts(model: PackedModel, name: str) -> Parts:
     config = model.config
     if f"{name}.qkv" in model.weights:
         return [(model.weights[f"{name}.qkv"], 0)]
     columns = {"q": 0, "k": config.q_rows, "v": config.q_rows + config.kv_rows}
-    return [(_weight(model, f"{name}.{part}"), column) for part, column in columns.items()]
+    return [(weight_of(model, f"{name}.{part}"), column) for part, column in columns.items()]
 
 
-def _gate_up_parts(model: PackedModel, name: str) -> Parts:
+def gate_up_parts(model: PackedModel, name: str) -> Parts:
     if f"{name}.gate_up" in model.weights:
         return [(model.weights[f"{name}.gate_up"], 0)]
-    return [(_weight(model, f"{name}.gate"), 0), (_weight(model, f"{name}.up"), model.config.ffn)]
+    return [(weight_of(model, f"{name}.gate"), 0), (weight_of(model, f"{name}.up"), model.config.ffn)]

@@ -38,6 +38,9 @@ LARGEST = {
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 MOST_KINDS = 4
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
+PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+"""Of feed-forward layers without a gate; "gelu" is that of the error function."""
+POOLINGS = ("mean", "first", "last")
 
 Vector = npt.NDArray[np.float32]
 
@@ -183,8 +186,47 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """What an encoder's layers are: h = N(h + A(h)), h = N(h + F(h)), N a LayerNorm with weight and bias,
+    attention A over the whole text.
+    """
+
+    positions: bool
+    """Whether positions are embeddings of their own, one for each position of the context; else RoPE."""
+    segments: bool
+    """Whether the two texts of a pair have an embedding each."""
+    gated: bool
+    """Whether the feed-forward layer is down(act(gate(x)) * up(x)), else down(act(up(x)))."""
+    qkv_biases: bool
+    out_bias: bool
+    ffn_biases: bool
+    scores: bool = False
+    """Whether a head gives a pair of texts one score: a cross-encoder."""
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """How a text's rows become one vector."""
+
+    pooling: str
+    """One of POOLINGS."""
+    normalised: bool
+    """Whether vectors have length 1."""
+    max_tokens: int
+    """Of an input, with the tokens that are put around it."""
+    lower_case: bool = False
+    """Whether texts are written in lower case before they are cut."""
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise ModelError(f"pooling {self.pooling!r:.60}; {', '.join(POOLINGS)} can run")
+        if type(self.max_tokens) is not int or not 1 <= self.max_tokens <= LARGEST["context_length"]:
+            raise ModelError(f"inputs of at most {self.max_tokens!r:.60} tokens")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. Construction refuses shapes that no model can have.
+    """The shape of a model. Construction refuses shapes that no model can have. Without `encoder` a decoder:
 
     A layer is h += r A(norm(h)), h += r F(norm(h)): attention A, feed-forward F, r the residual scale. Where
     `pre_norms` is false their inputs are h itself; with `post_norms` their outputs are normalised.
@@ -229,6 +271,7 @@ class ModelConfig:
     """c: scores are c tanh(score / c)."""
     logit_cap: float | None = None
     experts: Experts | None = None
+    encoder: Encoder | None = None
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
@@ -239,8 +282,9 @@ class ModelConfig:
             raise ModelError(f"{self.n_heads} attention heads do not divide into {self.n_kv_heads} KV heads")
         if not 0 < self.norm_eps < 1:
             raise ModelError(f"the norm epsilon is {self.norm_eps!r}: a number between 0 and 1 expected")
-        if self.activation not in ACTIVATIONS:
-            raise ModelError(f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        known = PLAIN_ACTIVATIONS if self.encoder and not self.encoder.gated else ACTIVATIONS
+        if self.activation not in known:
+            raise ModelError(f"activation {self.activation!r} is not one of {', '.join(known)}")
         if len(self.layer_kinds) not in (0, self.n_layers):
             raise ModelError(
                 f"{len(self.layer_kinds)} kinds of attention are given for {self.n_layers} layers"
@@ -364,6 +408,8 @@ class MappedFile:
 class PackedModel:
     """A model ready to run; weights and vectors are views over a file mapped read-only.
 
+    An encoder's names are in `loaders.encoder_layout`.
+
     weights: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}.qkv" (q, k, v rows),
     ".o", ".gate_up" (gate rows, then up rows), ".down". Parts whose packed kinds differ stay separate:
     ".q", ".k", ".v" or ".gate", ".up". With a mixture of experts ".router" [experts, hidden] and, one expert
@@ -389,6 +435,8 @@ class PackedModel:
     """None: the arrays are this process's own."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     """How the model's files say that it should be sampled."""
+    embedding: Embedding | None = None
+    """How texts become vectors; None for a model that is not made for that."""
 
     def products(self) -> dict[str, PackedWeight]:
         """What products read, by name: of a stack of experts the first one's weight, elsewhere the weight."""
@@ -416,6 +464,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         **fields,
         "rope": _rope_to_json(config.rope),
         "experts": None if config.experts is None else dict(vars(config.experts)),
+        "encoder": None if config.encoder is None else dict(vars(config.encoder)),
         "kinds": [{"window": kind.window, "rope": _rope_to_json(kind.rope)} for kind in kinds],
         "layer_kinds": [kinds.index(kind) for kind in config.layer_kinds],
     }
@@ -427,6 +476,7 @@ def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     kinds = [LayerKind(kind["window"], _rope_from_json(kind["rope"])) for kind in values.pop("kinds")]
     values["layer_kinds"] = tuple(kinds[index] for index in values["layer_kinds"])
     values["experts"] = None if values["experts"] is None else Experts(**values["experts"])
+    values["encoder"] = None if values["encoder"] is None else Encoder(**values["encoder"])
     values["eos_token_ids"] = tuple(values["eos_token_ids"])
     rope = _rope_from_json(values.pop("rope"))
     if rope is None:

@@ -18,6 +18,9 @@ from typing import Protocol
 
 from phasewise.serving.chat import Conversation
 from phasewise.serving.confined import Patience
+from phasewise.serving.embedding.open_embedding import OpenEmbedding
+from phasewise.serving.embedding.service import BothClients
+from phasewise.serving.embedding.service import served as served_embeddings
 from phasewise.serving.engine_host import EngineHost, OpenHost
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.guides import GuideCompiler, TokenView
@@ -100,8 +103,11 @@ def run_service(
     address: Address,
     report: Callable[[str], None],
     open_host: OpenHost,
+    embedding: OpenEmbedding | None = None,
 ) -> None:
-    """Serve until a signal ends it. EngineLost where the engine has given up before."""
+    """Serve until a signal ends it. EngineLost where the engine has given up before. embedding: served
+    beside.
+    """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with ExitStack() as stack:
         client = EngineClient(lambda message: host.send(message), settings.limits)
@@ -124,11 +130,17 @@ def run_service(
             settings.cors_origins, None if settings.logging.level == "off" else access
         )
         app = create_app(
-            _served(opened, settings, guides), client, settings.limits, life, metrics, surroundings
+            _served(opened, settings, guides),
+            client,
+            settings.limits,
+            life,
+            metrics,
+            surroundings,
+            None if embedding is None else served_embeddings(embedding, (embedding.model.name,)),
         )
         service = Service(
             app,
-            client,
+            client if embedding is None else BothClients(client, embedding.client),
             life,
             connections,
             report,

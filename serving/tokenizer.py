@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Protocol
@@ -23,7 +23,10 @@ import tokenizers
 from phasewise.serving.errors import ModelError
 from phasewise.serving.gguf_vocab import ALWAYS_FOUND, SPACE_MARK, tokenizer_from_gguf, visible_byte
 
-__all__ = ["DetokenizeStream", "Tokenizer", "TokenizerFacts", "tokenizer_from_gguf"]
+__all__ = ["DetokenizeStream", "TextCutter", "Tokenizer", "TokenizerFacts", "tokenizer_from_gguf"]
+
+_LONGEST_UNKNOWN = 100
+"""Characters of a word that WordPiece gives up on: longer ones are one unknown token."""
 
 
 class TokenizerFacts(Protocol):
@@ -179,6 +182,69 @@ class DetokenizeStream:
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
+
+
+class TextCutter:
+    """A tokenizer that only cuts: encoders need no way back to text. Immutable, safe to share between
+    threads.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, bos_first: int | None) -> None:
+        self._backend = backend
+        self._bos_first = bos_first
+        self._backend_of: dict[int, tokenizers.Tokenizer] = {}
+
+    @classmethod
+    def from_json(cls, text: str, config: TokenizerFacts) -> TextCutter:
+        """From the text of a tokenizer.json, without the padding and truncation that it may ask for.
+        ModelError.
+        """
+        backend = _parse(text)
+        _check_ids(backend, config.vocab_size)
+        adds_one = config.bos_token_id in backend.encode("").ids
+        return cls(backend, config.bos_token_id if config.add_bos and not adds_one else None)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of text that one token can stand for, at most; the text before normalising may have
+        more.
+        """
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        return max(longest, _LONGEST_UNKNOWN)
+
+    def encode(
+        self, texts: Sequence[str | tuple[str, str]], max_tokens: int | None = None
+    ) -> list[tuple[list[int], int | None]]:
+        """Token ids of each text or pair, and how many come before the second text's; None for one text.
+
+        max_tokens: texts lose tokens at their end, of a pair the longer one first, until so many are left.
+        """
+        backend = self._backend if max_tokens is None else self._truncating(max_tokens)
+        whole = [
+            _whole(text) if isinstance(text, str) else (_whole(text[0]), _whole(text[1])) for text in texts
+        ]
+        with _model_errors("the tokenizer cannot cut this text"):
+            found = backend.encode_batch(whole, add_special_tokens=True)
+        return [(self._with_bos(one.ids), _second(one, text)) for one, text in zip(found, texts, strict=True)]
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        return ids if self._bos_first is None else [self._bos_first, *ids]
+
+    def _truncating(self, max_tokens: int) -> tokenizers.Tokenizer:
+        found = self._backend_of.get(max_tokens)
+        if found is None:
+            found = tokenizers.Tokenizer.from_str(self._backend.to_str())
+            found.enable_truncation(max_tokens - (self._bos_first is not None), strategy="longest_first")
+            self._backend_of[max_tokens] = found
+        return found
+
+
+def _second(found: tokenizers.Encoding, text: str | tuple[str, str]) -> int | None:
+    """Where token types change from 0 to 1."""
+    if isinstance(text, str):
+        return None
+    types = found.type_ids
+    return types.index(1) if 1 in types else len(types)
 
 
 def _whole(text: str) -> str:

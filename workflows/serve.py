@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.report import Report, silent
+from phasewise.workflows.serve_embedding import Embeddings
 from phasewise.workflows.serve_pools import Pools
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ def serve_model(
     answering: Answering = Answering(),
     logged: Logged = Logged(log_level="off"),
     pools: Pools = ALONE,
+    embeddings: Embeddings = Embeddings(),  # noqa: B008 (frozen)
     *,
     length_log: Path | None = None,
     db: str | None = None,
@@ -145,6 +147,7 @@ def serve_model(
     from phasewise.workflows.drafts import find_drafts
     from phasewise.workflows.length_estimator import open_predictor
     from phasewise.workflows.open_model import open_model
+    from phasewise.workflows.serve_embedding import open_beside, open_embedding_model, serve_embeddings
     from phasewise.workflows.serve_instance import InstanceSpec
     from phasewise.workflows.serve_pools import PooledModel, local_front, planned_instances, share_of
 
@@ -152,10 +155,17 @@ def serve_model(
     tls = _tls(listening, report)
     with ExitStack() as stack:
         address = stack.enter_context(_address(listening, tls))  # told before the model is read
+        embedder = open_embedding_model(model, running.weight_format, report)
+        if embedder is not None:
+            serve_embeddings(embedder, model, embeddings, limits, address, report, tls)
+            return
+        beside = None
+        threads = running.threads
+        if embeddings.embed_model is not None:
+            beside, threads = open_beside(embeddings, running.weight_format, threads, report)
+            stack.enter_context(beside)
         log = None if length_log is None else LengthLog(length_log, report)
-        found = open_model(
-            model, running.weight_format, running.threads, db, report, checksum=running.checksum
-        )
+        found = open_model(model, running.weight_format, threads, db, report, checksum=running.checksum)
         drafts = find_drafts(running.draft, found, db, report)
         estimates = open_predictor(running.predictor, found.model.name, report)
         size = _size(found, accepting.max_sequences, running, drafts)
@@ -194,7 +204,7 @@ def serve_model(
         )
         _tell(opened, found.plans, instances, settings, report)
         _warn_of_strangers(listening, settings.limits, report)
-        run_service(opened, settings, address, report, host)
+        run_service(opened, settings, address, report, host, beside)
 
 
 def _limits(listening: Listening, accepting: Accepting, report: Report) -> HttpLimits:

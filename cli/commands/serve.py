@@ -22,6 +22,7 @@ from phasewise.cli.options import (
 )
 from phasewise.cli.present import note
 from phasewise.workflows.serve import Accepting, Answering, Listening, Logged, Running, serve_model
+from phasewise.workflows.serve_embedding import Embeddings
 from phasewise.workflows.serve_pools import Pools
 
 _ENGINE = "Engine and memory"
@@ -273,6 +274,24 @@ _POOLS = option_set(
     ),
 )
 
+_EMBEDDINGS = option_set(
+    Embeddings,
+    "Embeddings",
+    embed_model=opt("embedding model to serve beside MODEL", envvar="PHASEWISE_EMBED_MODEL", metavar="MODEL"),
+    embed_instances=opt(
+        "embedding processes on the CPU [default: the plan of tune-embed, else one for each NUMA node]",
+        min=1,
+        max=256,
+        metavar="N",
+    ),
+    embed_cores=opt(
+        "cores for embeddings beside a language model, the highest ones [default: a quarter]",
+        min=1,
+        metavar="N",
+    ),
+    embed_accelerators=opt("also embed on GPUs, by torch (phasewise[cuda])"),
+)
+
 
 @spread(
     listening=_LISTENING,
@@ -281,6 +300,7 @@ _POOLS = option_set(
     answering=_ANSWERING,
     logged=_LOGGED,
     pools=_POOLS,
+    embeddings=_EMBEDDINGS,
 )
 def serve(
     model: ModelArgument,
@@ -290,6 +310,7 @@ def serve(
     answering: Answering,
     logged: Logged,
     pools: Pools,
+    embeddings: Embeddings,
     length_log: Annotated[
         Path | None,
         typer.Option(
@@ -304,7 +325,8 @@ def serve(
 ) -> None:
     """Serve MODEL through the OpenAI API.
 
-    Completions and chat, /v1/models, /health, /ready, and /metrics for
+    Completions and chat, or embeddings and reranking where MODEL is made
+    for that; /v1/models, /health, /ready, and /metrics for
     Prometheus.
 
     Ctrl-C or SIGTERM ends it: /ready is 503 at once, new requests get 503,
@@ -329,6 +351,7 @@ def serve(
         answering,
         logged,
         pools,
+        embeddings,
         length_log=length_log,
         db=db,
         report=note,

@@ -5,6 +5,8 @@
 #include "families/rmsnorm.c"
 #include "families/rope.c"
 #include "families/elementwise.c"
+#include "families/activations.c"
+#include "families/layernorm.c"
 #include "families/softmax.c"
 #include "families/attention.c"
 
@@ -12,10 +14,12 @@
     { \
         .lanes = LANES, \
         .rmsnorm = ISA(rmsnorm), \
+        .layernorm = ISA(layernorm), \
         .add = ISA(add), \
         .sum = ISA(sum), \
         .rope = ISA(rope), \
         .gates = {ISA(silu_gate), ISA(gelu_gate), ISA(clamped_gate)}, \
+        .activations = {ISA(gelu_erf), ISA(gelu_tanh), ISA(silu), ISA(relu)}, \
         .cap = ISA(cap), \
         .add_scaled = ISA(add_scaled), \
         .scale = ISA(scale), \

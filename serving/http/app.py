@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
+from phasewise.serving.embedding.client import EmbeddingClient
+from phasewise.serving.embedding.metrics import EmbeddingMetrics
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http import errors, openapi
 from phasewise.serving.http.access_log import AccessLog, NameRequests, record_of
@@ -18,6 +21,9 @@ from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.calls import reading_of
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connection import connection_of
+from phasewise.serving.http.embeddings import PATHS as EMBEDDING_PATHS
+from phasewise.serving.http.embeddings import EmbeddingModel, EmbeddingRoutes
+from phasewise.serving.http.embeddings import add_routes as add_embedding_routes
 from phasewise.serving.http.errors import from_engine, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
@@ -44,6 +50,7 @@ Body = TypeVar("Body", bound=Strict)
 _PATHS = frozenset(
     {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
     | {"/v1/responses", "/tokenize", "/detokenize"}
+    | EMBEDDING_PATHS
 )
 _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "Retry-After")
 
@@ -56,6 +63,14 @@ class Surroundings:
     log: AccessLog | None = None
 
 
+@dataclass(frozen=True)
+class ServedEmbeddings:
+    """An embedding model, and what embeds with it."""
+
+    model: EmbeddingModel
+    client: EmbeddingClient
+
+
 def create_app(
     model: ServedModel,
     client: EngineClient,
@@ -63,12 +78,45 @@ def create_app(
     life: Lifecycle,
     metrics: Metrics,
     surroundings: Surroundings = Surroundings(),
+    embeddings: ServedEmbeddings | None = None,
 ) -> FastAPI:
-    """The application that serves one model. `client` must be attached to the loop that runs it."""
+    """The application that serves one model, and may embed with another. Clients must be attached to the loop
+    that runs it.
+    """
     client.observe(metrics)
     log = surroundings.log
     if log is not None:
         client.observe(log)
+    app = _new_app(limits, life, metrics, surroundings)
+    service = _Service(model, client, app.state.bodies, Preparation(model), life, log)
+    _add_completions(app, service)
+    _add_chat(app, service)
+    _add_responses(app, service)
+    _add_tokens(app, service)
+    cards = [(model.names, _card(model))]
+    if embeddings is not None:
+        cards.append(_add_embeddings(app, embeddings, life, metrics))
+    _add_models(app, cards)
+    openapi.describe(app, embeds=embeddings is not None)
+    return app
+
+
+def create_embedding_app(
+    embeddings: ServedEmbeddings,
+    limits: HttpLimits,
+    life: Lifecycle,
+    metrics: Metrics,
+    surroundings: Surroundings = Surroundings(),
+) -> FastAPI:
+    """The application that embeds, and does nothing else."""
+    app = _new_app(limits, life, metrics, surroundings)
+    _add_models(app, [_add_embeddings(app, embeddings, life, metrics)])
+    openapi.describe(app, generates=False, embeds=True)
+    return app
+
+
+def _new_app(limits: HttpLimits, life: Lifecycle, metrics: Metrics, surroundings: Surroundings) -> FastAPI:
+    """With what every application has; `app.state.bodies` reads bodies."""
     app = FastAPI(
         title="phasewise",
         middleware=_layers(limits, metrics, surroundings),
@@ -78,15 +126,18 @@ def create_app(
     )
     errors.install(app, metrics.refused)
     _add_health(app, life, metrics)
-    _add_models(app, model)
-    bodies = app.state.bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
-    service = _Service(model, client, bodies, Preparation(model), life, log)
-    _add_completions(app, service)
-    _add_chat(app, service)
-    _add_responses(app, service)
-    _add_tokens(app, service)
-    openapi.describe(app)
+    app.state.bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
     return app
+
+
+def _add_embeddings(
+    app: FastAPI, embeddings: ServedEmbeddings, life: Lifecycle, metrics: Metrics
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The model's names and card."""
+    metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
+    routes = EmbeddingRoutes(embeddings.model, embeddings.client, app.state.bodies, life)
+    add_embedding_routes(app, routes)
+    return embeddings.model.names, embeddings.model.card()
 
 
 def _layers(limits: HttpLimits, metrics: Metrics, surroundings: Surroundings) -> list[Middleware]:
@@ -130,8 +181,8 @@ def _add_health(app: FastAPI, life: Lifecycle, metrics: Metrics) -> None:
         return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_models(app: FastAPI, model: ServedModel) -> None:
-    card = {
+def _card(model: ServedModel) -> dict[str, Any]:
+    return {
         "id": model.model_id,
         "object": "model",
         "created": model.created_s,
@@ -140,17 +191,22 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
         "default_sampling": model.sampling.to_json(),
     }
 
+
+def _add_models(app: FastAPI, cards: Sequence[tuple[tuple[str, ...], dict[str, Any]]]) -> None:
+    """cards: of each model the names that requests may use, and what /v1/models says of it."""
+
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        """The one model that is served."""
-        return {"object": "list", "data": [card]}
+        """The models that are served."""
+        return {"object": "list", "data": [card for _, card in cards]}
 
     @app.get("/v1/models/{name:path}")
     async def show_model(name: str) -> dict[str, Any]:
         """The model, by its id or by the name it was started with."""
-        if name not in model.names:
-            raise unknown_model(name, model.model_id)
-        return card
+        for names, card in cards:
+            if name in names:
+                return card
+        raise unknown_model(name, " and ".join(names[0] for names, _ in cards))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Literal
+from typing import Literal, Protocol
 
-from phasewise.serving.engine_host import EngineHost, EngineState
+from phasewise.serving.engine_host import EngineState
 from phasewise.serving.http.errors import ApiError
 
 ServiceState = Literal["starting", "running", "replacing", "lost", "draining"]
@@ -17,10 +17,19 @@ _SAYS = {
 }
 
 
-class Lifecycle:
-    """The state of one server from start to drain. The host has been started."""
+class Computes(Protocol):
+    """What answers requests: the engine's thread, or the workers that embed."""
 
-    def __init__(self, engine: EngineHost) -> None:
+    @property
+    def state(self) -> EngineState: ...
+    @property
+    def is_alive(self) -> bool: ...
+
+
+class Lifecycle:
+    """The state of one server from start to drain. What computes has been started."""
+
+    def __init__(self, engine: Computes) -> None:
         self._engine = engine
         self._ends_at_s: float | None = None
 

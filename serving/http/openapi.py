@@ -13,10 +13,22 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from phasewise.serving.http.embedding_openapi import embedding_answers, embedding_paths
+from phasewise.serving.http.embeddings import EmbeddingRequest, RerankRequest, TeiRerankRequest
 from phasewise.serving.http.response_schemas import ResponsesRequest
 from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
+
+_GENERATION: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+_EMBEDDING: tuple[type[BaseModel], ...] = (EmbeddingRequest, RerankRequest, TeiRerankRequest)
+_POST_REFUSALS = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503)
 
 _REFUSALS = {
     400: "the request is not one that can be answered",
@@ -34,25 +46,16 @@ _REFUSALS = {
 }
 
 
-_TAKEN: tuple[type[BaseModel], ...] = (
-    CompletionRequest,
-    ChatRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-)
-"""The bodies of requests."""
-
-
-def describe(app: FastAPI) -> None:
+def describe(app: FastAPI, *, generates: bool = True, embeds: bool = False) -> None:
     """Make `app` answer /openapi.json with the document."""
-    document = _document()
+    document = _document(generates=generates, embeds=embeds)
     app.openapi = lambda: document  # type: ignore[method-assign]
 
 
-def _document() -> Json:
+def _document(*, generates: bool, embeds: bool) -> Json:
+    kinds = [*(_GENERATION if generates else ()), *(_EMBEDDING if embeds else ())]
     _, bodies = models_json_schema(
-        [(kind, "validation") for kind in _TAKEN],
+        [(kind, "validation") for kind in kinds],
         ref_template="#/components/schemas/{model}",
     )
     return {
@@ -67,19 +70,26 @@ def _document() -> Json:
                 **_get("show_model", "The model, by its id or name", _answer(_ref("Model")), 404),
                 "parameters": [_NAME],
             },
-            "/v1/responses": _post(
-                "responses", "Answer a conversation, perhaps a stored one", "Response", "Responses"
-            ),
-            "/tokenize": _post("tokenize", "The tokens of a text or a conversation", "Tokenize"),
-            "/detokenize": _post("detokenize", "The text that tokens spell", "Detokenize"),
-            "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
-            "/v1/chat/completions": _post("chat", "Answer a conversation", "ChatCompletion", "Chat"),
+            **(_generation_paths() if generates else {}),
+            **(embedding_paths(_refusals(*_POST_REFUSALS)) if embeds else {}),
         },
         "components": {
-            "schemas": {**bodies["$defs"], **_answers()},
+            "schemas": {**bodies["$defs"], **_answers(), **(embedding_answers() if embeds else {})},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
+    }
+
+
+def _generation_paths() -> Json:
+    return {
+        "/v1/responses": _post(
+            "responses", "Answer a conversation, perhaps a stored one", "Response", "Responses"
+        ),
+        "/tokenize": _post("tokenize", "The tokens of a text or a conversation", "Tokenize"),
+        "/detokenize": _post("detokenize", "The text that tokens spell", "Detokenize"),
+        "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
+        "/v1/chat/completions": _post("chat", "Answer a conversation", "ChatCompletion", "Chat"),
     }
 
 
@@ -102,7 +112,7 @@ def _post(name: str, summary: str, answer: str, body: str | None = None) -> Json
             "text/event-stream": {},  # events, for which this version of OpenAPI has no schema
         },
     }
-    refusals = _refusals(400, 401, 404, 408, 413, 415, 429, 431, 500, 503)
+    refusals = _refusals(*_POST_REFUSALS)
     return {
         "post": {
             "operationId": name,

@@ -67,7 +67,7 @@ class Preparation:
 
         lane = self._lane_of(body)
         try:
-            requests, facts, wanted = await _while_there(request, lane.run(client.name, work), patience)
+            requests, facts, wanted = await while_there(request, lane.run(client.name, work), patience)
             if wanted is not None:
                 guide = await self._guide(request, wanted, client.name, patience)
                 if guide is not None:
@@ -88,7 +88,7 @@ class Preparation:
         patience = Patience()
         work = lane.run(client_of(request.scope).name, lambda: tokens_of(body, self._model, patience))
         try:
-            return await _while_there(request, work, patience)
+            return await while_there(request, work, patience)
         except Abandoned as error:
             raise ClientLeft from error
         except ServingError as error:
@@ -106,17 +106,18 @@ class Preparation:
         if known is not None:
             return known
         work = self._grammars.run(client, lambda: compiled(wanted, guides, patience))
-        return await _while_there(request, work, patience)
+        return await while_there(request, work, patience)
 
 
-async def _while_there(request: Request, work: Awaitable[Made], patience: Patience) -> Made:
+async def while_there(request: Request, work: Awaitable[Made], patience: Patience | None = None) -> Made:
     """What `work` gives; where the client closes its connection before, ClientLeft, and `patience` ends."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            patience.end()
+            if patience is not None:
+                patience.end()
             raise ClientLeft
         return working.result()
     finally:

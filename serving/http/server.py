@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from signal import SIGHUP, SIGINT, SIGTERM
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect
 
-from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connection import Connection
 from phasewise.serving.http.connections import Connections
 from phasewise.serving.http.http_settings import HttpLimits
@@ -31,12 +31,23 @@ _ACCEPTED_AT_ONCE = 32
 """Connections, before the loop does anything else: each takes some 0.1 ms."""
 
 
+class Clients(Protocol):
+    """Requests in progress, as the server's start and end see them."""
+
+    @property
+    def n_live(self) -> int: ...
+    @property
+    def n_answers(self) -> int: ...
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None: ...
+    def end_everything(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Service:
     """What one server runs, and whom it tells. `on_hangup`: what SIGHUP does; None: it ends the server."""
 
     app: FastAPI
-    client: EngineClient
+    client: Clients
     life: Lifecycle
     connections: Connections
     report: Callable[[str], None]

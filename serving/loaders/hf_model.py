@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cutting import one_more, our_tensors
+from phasewise.serving.loaders.embedding_spec import embedding_of
+from phasewise.serving.loaders.encoder_hf import config_of as encoder_config_of
+from phasewise.serving.loaders.encoder_hf import encoder_embedding, encoder_tensors
 from phasewise.serving.loaders.families import Family, family_of_hf
+from phasewise.serving.loaders.families.bert import ENCODERS_BY_HF
 from phasewise.serving.loaders.hf_config import config_of, field
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.safetensors_file import Entry, mxfp4_tensor, open_all, tensor_of
@@ -21,7 +26,7 @@ from phasewise.serving.loaders.source import (
     parse_json_object,
     read_text,
 )
-from phasewise.serving.model import ModelConfig
+from phasewise.serving.model import Embedding, ModelConfig
 from phasewise.serving.sampling_defaults import stated_by_hf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -40,6 +45,7 @@ LAYER_NAMES = {
 }  # fmt: skip
 MAX_SHARDS = 512
 BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
+BARE = ("layers.", "embed_tokens.", "norm.")
 DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the config implies
 
 
@@ -53,8 +59,11 @@ def open_hf_model(directory: Path, name: str) -> ModelSource:
         raise ModelError(f"{directory} has no tokenizer.json: save one with transformers' AutoTokenizer")
     tokenizer_config = _json(directory, "tokenizer_config.json") or {}
     generation = _json(directory, "generation_config.json") or {}
-    config = config_of(fields, generation, bool(tokenizer_config.get("add_bos_token")))
-    family = family_of_hf(fields["model_type"])
+    encoder = ENCODERS_BY_HF.get(field(fields, "model_type", str, "nothing"))
+    if encoder is not None:
+        config = encoder_config_of(encoder, fields)
+    else:
+        config = config_of(fields, generation, bool(tokenizer_config.get("add_bos_token")))
     opened = open_all(_shards(directory))
 
     def close() -> None:
@@ -62,7 +71,14 @@ def open_hf_model(directory: Path, name: str) -> ModelSource:
             file.close()
 
     try:
-        tensors = _our_tensors(opened, family, config, directory)
+        if encoder is not None:
+            tensors = encoder_tensors(opened, encoder, config, directory)
+            embedding: Embedding | None = encoder_embedding(directory, config)
+        else:
+            embedding = embedding_of(directory, config.context_length, encoder=False)
+            if embedding is not None and not any("lm_head.weight" in entries for _, entries in opened):
+                config = replace(config, tied_embeddings=True)
+            tensors = _our_tensors(opened, family_of_hf(fields["model_type"]), config, directory)
         return ModelSource(
             name=name,
             path=directory,
@@ -73,6 +89,7 @@ def open_hf_model(directory: Path, name: str) -> ModelSource:
             chat_template=_chat_template(directory, tokenizer_config),
             close=close,
             sampling=stated_by_hf(generation),
+            embedding=embedding,
         )
     except BaseException:
         close()
@@ -162,6 +179,8 @@ def _file_tensors(
 
 
 def _without_prefix(theirs: str, family: Family) -> str:
+    if theirs.startswith(BARE):  # of a model that was saved without its head, as embedding models are
+        return f"model.{theirs}"
     for prefix in family.hf_text_prefixes:
         if theirs.startswith(prefix):
             rest = theirs.removeprefix(prefix)

@@ -9,7 +9,7 @@ from pathlib import Path
 from phasewise.serving.errors import ModelError
 
 WANTED_FILES = ("*.safetensors", "*.json", "*.jinja")
-UNWANTED_FILES = ("consolidated*", "*/*")  # the same weights under their author's own names
+UNWANTED_FILES = ("consolidated*", "*/*.safetensors", "*/*.jinja")  # the same weights in other forms
 
 
 def remembered(name: str, root: Path) -> Path | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from phasewise.serving.loaders.layout import has_bias, plan_weights
 from phasewise.serving.loaders.packed_file import read_head
-from phasewise.serving.loaders.registry import KNOWN, known_path
+from phasewise.serving.loaders.registry import KNOWN, is_here, known_path
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.model import FORMATS, ModelConfig, config_to_json
 
@@ -67,9 +67,9 @@ def known_models(root: Path) -> list[dict[str, Any]]:
     """The registry; `path` is None for a model that is not in the cache."""
     models = []
     for known in KNOWN.values():
-        path = known_path(known, root)
+        path = known_path(known, root) if is_here(known, root) else None
         fields = {key: getattr(known, key) for key in ("name", "about", "licence", "file_bytes")}
-        models.append({**fields, "path": str(path) if path.is_file() else None})
+        models.append({**fields, "path": None if path is None else str(path)})
     return models
 
 

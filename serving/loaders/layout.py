@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders import encoder_layout
 from phasewise.serving.loaders.forms import WeightForm, target_form
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.model import ModelConfig
@@ -59,13 +60,16 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     shapes = {"embed": (config.vocab_size, config.hidden)}
     if not config.tied_embeddings:
         shapes["lm_head"] = (config.vocab_size, config.hidden)
-    layer = {
-        "q": (config.q_rows, config.hidden),
-        "k": (config.kv_rows, config.hidden),
-        "v": (config.kv_rows, config.hidden),
-        "o": (config.hidden, config.q_rows),
-    }
-    layer |= _feed_forward(config)
+    if config.encoder is not None:
+        layer = encoder_layout.layer_weights(config, config.encoder)
+    else:
+        layer = {
+            "q": (config.q_rows, config.hidden),
+            "k": (config.kv_rows, config.hidden),
+            "v": (config.kv_rows, config.hidden),
+            "o": (config.hidden, config.q_rows),
+            **_feed_forward(config),
+        }
     for i in range(config.n_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
@@ -88,6 +92,8 @@ def _feed_forward(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
     """Every vector by our name, before fusing."""
+    if config.encoder is not None:
+        return encoder_layout.vector_lengths(config, config.encoder, has_bias)
     layer: dict[str, int] = {}
     if config.pre_norms:
         layer |= {"attn_norm": config.hidden, "ffn_norm": config.hidden}
@@ -124,7 +130,7 @@ def shapes_of_all(config: ModelConfig, has_bias: bool) -> dict[str, tuple[int, .
 
 def check_tensors(source: ModelSource) -> None:
     """Each tensor that the config calls for is there in its shape, and no other is."""
-    biased = source.config.architecture == "qwen2" or has_bias(source.tensors)
+    biased = _must_have_bias(source.config) or has_bias(source.tensors)
     expected = shapes_of_all(source.config, biased)
     for name, shape in expected.items():
         tensor = source.tensors.get(name)
@@ -135,6 +141,10 @@ def check_tensors(source: ModelSource) -> None:
     for name in source.tensors:
         if name not in expected:
             raise ModelError(f"{source.path} has a tensor {name}, for which its config has no use")
+
+
+def _must_have_bias(config: ModelConfig) -> bool:
+    return config.architecture == "qwen2" or (config.encoder is not None and config.encoder.qkv_biases)
 
 
 def check_packed(
@@ -178,7 +188,7 @@ def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
     config, tensors = source.config, source.tensors
     plans = _plans_for("embed", tensors, weight_format)
     for i in range(config.n_layers):
-        for name in ("qkv", "o") if config.experts else ("qkv", "o", "gate_up", "down"):
+        for name in _fused_names(config):
             plans += _plans_for(f"layers.{i}.{name}", tensors, weight_format)
         if config.experts:
             plans += _plans_for(f"layers.{i}.router", tensors, "native")
@@ -186,6 +196,13 @@ def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
     if not config.tied_embeddings:
         plans += _plans_for("lm_head", tensors, weight_format)
     return plans
+
+
+def _fused_names(config: ModelConfig) -> tuple[str, ...]:
+    """Of a layer's weights, experts' apart."""
+    if config.encoder is not None:
+        return encoder_layout.fused_names(config.encoder)
+    return ("qkv", "o") if config.experts else ("qkv", "o", "gate_up", "down")
 
 
 def _plans_for(name: str, tensors: Mapping[str, SourceTensor], weight_format: str) -> list[WeightPlan]:
@@ -219,7 +236,7 @@ def plan_vectors(source: ModelSource) -> list[VectorPlan]:
     plans = [
         VectorPlan(name, (tensor,))
         for name, tensor in tensors.items()
-        if len(tensor.shape) == 1 and not name.endswith((*BIASES, *EXPERT_BIASES))
+        if len(tensor.shape) == 1 and not name.endswith((*BIASES, *EXPERT_BIASES) if experts else BIASES)
     ]
     for i in range(source.config.n_layers):
         if has_bias(tensors):

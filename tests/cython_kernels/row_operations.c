@@ -63,6 +63,31 @@ static void reductions(const pw_op_kernels *ops, int64_t n) {
     must(ops->argmax(n, x) == first, "argmax", n);
 }
 
+/* The bounds of families/layernorm.c and families/activations.c. */
+static void centred(const pw_op_kernels *ops, int64_t n) {
+    float *x = random_row(n, 8.0f), *bias = random_row(n, 2.0f), *w = random_row(n, 2.0f), *b = random_row(n, 2.0f);
+    float *y = random_row(n, 1.0f);
+    const pw_norm norm = {w, b, 1e-5f};
+    ops->layernorm(n, x, bias, &norm, y);
+    double mean = 0.0, size = 0.0, var = 0.0, rms = 0.0, g = (double)n / ops->lanes / 4 + ops->lanes + 4;
+    for (int64_t i = 0; i < n; ++i) mean += ((double)x[i] + bias[i]) / (double)n, size += fabs((double)x[i] + bias[i]) / (double)n;
+    for (int64_t i = 0; i < n; ++i) {
+        double t = (double)x[i] + bias[i], d = t - mean, e = U * (2 * fabs(t) + g * size + fabs(d));
+        var += d * d / (double)n, rms += e * e / (double)n;
+    }
+    double s = sqrt(var + 1e-5f);
+    for (int64_t i = 0; i < n; ++i) {
+        double t = (double)x[i] + bias[i], d = t - mean, e = U * (2 * fabs(t) + g * size + fabs(d));
+        double bound = fabs(w[i]) / s * (e + fabs(d) * (sqrt(rms) / s + (g / 2 + 8) * U)) + 4 * U * (fabs(w[i] * d) / s + fabs(b[i]));
+        must(fabs(y[i] - (d / s * w[i] + b[i])) <= bound, "layernorm", n);
+    }
+    ops->activations[PW_ACT_GELU_ERF](n, x, bias, y);
+    for (int64_t i = 0; i < n; ++i) {
+        double t = (double)(x[i] + bias[i]);
+        must(fabs(y[i] - t / 2 * (1 + erf(t / sqrt(2.0)))) <= 10 * U * fabs(t), "gelu_erf", n);
+    }
+}
+
 static void turns(const pw_op_kernels *ops, int64_t half) {
     float *x = random_row(2 * half, 4.0f), *turned = random_row(2 * half, 1.0f), *thrice = random_row(2 * half, 1.0f), *c = random_row(half, 2.0f), *s = random_row(half, 2.0f);
     for (int64_t i = 0; i < 2 * half; ++i) turned[i] = x[i];
@@ -133,6 +158,7 @@ int main(int argc, char **argv) {
     for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; ++i) {
         elementwise(ops, lengths[i]);
         reductions(ops, lengths[i]);
+        centred(ops, lengths[i]);
         turns(ops, lengths[i]);
     }
     for (int32_t rows = 1; rows <= 26; rows += rows < 8 ? 1 : 6) {

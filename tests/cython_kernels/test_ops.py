@@ -74,6 +74,61 @@ def test_rmsnorm_keeps_its_bound(scale: float) -> None:
         assert (np.abs(_native.rmsnorm(x, weight, eps) - want) <= bound * np.abs(want)).all()
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("shift", [0.0, 100.0])
+def test_layernorm_keeps_its_bound(scale: float, shift: float) -> None:
+    """The bound of families/layernorm.c, with and without a bias before the norm."""
+    for n in SIZES:
+        x, bias = (row(n, 1) + np.float32(shift)) * np.float32(scale), row(n, 2) * np.float32(scale)
+        weight, norm_bias, eps = row(n, 3), row(n, 4), 1e-5
+        for added in (None, bias):
+            t = exact(x) + (0 if added is None else exact(added))
+            d, s = t - t.mean(), np.sqrt(t.var() + np.float64(np.float32(eps)))
+            g = n / _native.lanes() / 4 + _native.lanes() + 4
+            e = U * (2 * np.abs(t) + g * np.abs(t).mean() + np.abs(d))
+            bound = (
+                np.abs(exact(weight)) / s * (e + np.abs(d) * (np.sqrt(np.mean(e * e)) / s + (g / 2 + 8) * U))
+            )
+            bound += 4 * U * (np.abs(exact(weight) * d) / s + np.abs(exact(norm_bias)))
+
+            got = _native.layernorm(x, added, weight, norm_bias, eps)
+
+            assert (np.abs(got - (d / s * exact(weight) + exact(norm_bias))) <= bound).all()
+
+
+def erf(x: np.ndarray) -> np.ndarray:
+    return np.array([math.erf(one) for one in x])
+
+
+def test_gelu_keeps_its_bound_over_the_whole_range() -> None:
+    """The bound of families/activations.c; far below zero nothing is left, far above all."""
+    x = np.concatenate([np.linspace(-9, 9, 60011), [-1e30, -100.0, 100.0, 1e30]]).astype(np.float32)
+
+    got = _native.activated("gelu", x)
+
+    assert (np.abs(got - exact(x) / 2 * (1 + erf(exact(x) / math.sqrt(2)))) <= 10 * U * np.abs(x)).all()
+    assert got[-4:].tolist() == [0.0, 0.0, 100.0, np.float32(1e30)]
+    assert np.isnan(_native.activated("gelu", np.float32([np.nan]))).all()
+
+
+def test_activations_keep_their_bounds_at_every_length() -> None:
+    for n in SIZES:
+        x, bias = row(n, 4, 4.0), row(n, 5)
+        t = exact(x + bias)
+        z = 2 * np.sqrt(2 / np.pi) * (t + 0.044715 * t**3)
+        wanted = {
+            "gelu": (t / 2 * (1 + erf(t / math.sqrt(2))), 10 * np.abs(t)),
+            "gelu_tanh": (t / (1 + np.exp(-z)), (9 + 5 * np.abs(z)) * np.abs(t / (1 + np.exp(-z))) + 1e-22),
+            "silu": (t / (1 + np.exp(-t)), 7 * np.abs(t / (1 + np.exp(-t)))),
+            "relu": (np.maximum(t, 0), 0.0),
+        }
+        for name, (want, bound) in wanted.items():
+            got = _native.activated(name, x, bias)
+
+            assert (np.abs(got - want) <= bound * U).all(), name
+            assert (got == _native.activated(name, (x + bias).astype(np.float32))).all()
+
+
 def test_rope_keeps_its_bound_and_the_length_of_every_pair() -> None:
     for half in (1, 2, 5, 8, 16, 17, 32, 40, 64, 128):
         x, angles = row(2 * half), exact(row(half, 3, 100.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands.bench.allreduce import allreduce
+from phasewise.cli.commands.bench.embed import embed
 from phasewise.cli.commands.bench.kernels import kernels
 from phasewise.cli.commands.bench.kv import kv
 from phasewise.cli.commands.bench.machine import machine
@@ -11,5 +12,5 @@ from phasewise.cli.commands.bench.run import run
 from phasewise.cli.commands.bench.serve import serve
 
 app = CommandApp(help="Measure speeds and the machine's limits.")
-for command in (serve, machine, run, allreduce, kv, kernels):
+for command in (serve, embed, machine, run, allreduce, kv, kernels):
     app.command(command.__name__)(command)

@@ -6,6 +6,7 @@ A new family is a file beside this one and a line here (docs/guide/model-familie
 from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, ENCODERS_BY_HF
 from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Cut, Family, Names
 from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
 from phasewise.serving.loaders.families.gpt_oss import GPT_OSS
@@ -30,12 +31,14 @@ _BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
 def family_of_hf(model_type: str) -> Family:
     """By config.json's `model_type`; ModelError for one that cannot run."""
     if model_type not in _BY_HF:
-        raise ModelError(f"config.json describes a {model_type!r:.60} model; {', '.join(_BY_HF)} can run")
+        known = ", ".join([*_BY_HF, *ENCODERS_BY_HF])
+        raise ModelError(f"config.json describes a {model_type!r:.60} model; {known} can run")
     return _BY_HF[model_type]
 
 
 def family_of_gguf(architecture: str, what: str) -> Family:
     """By `general.architecture` of the file `what`; ModelError for one that cannot run."""
     if architecture not in _BY_GGUF:
-        raise ModelError(f"{what} holds a {architecture!r:.60} model; {', '.join(_BY_GGUF)} can run")
+        known = ", ".join([*_BY_GGUF, *ENCODERS_BY_GGUF])
+        raise ModelError(f"{what} holds a {architecture!r:.60} model; {known} can run")
     return _BY_GGUF[architecture]

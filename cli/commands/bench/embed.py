@@ -1,0 +1,148 @@
+"""`phasewise bench embed`: the load generator against any server of /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phasewise.cli.options import JsonOption, parse_budget
+from phasewise.cli.present import note, print_json, say, write_atomically
+
+if TYPE_CHECKING:
+    from phasewise.loadtest.embed import EmbedClient, EmbedFigures
+
+URLArgument = Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")]
+
+
+def embed(
+    url: URLArgument,
+    model: Annotated[str | None, typer.Option(help="model to ask for [default: the first listed]")] = None,
+    requests: Annotated[int, typer.Option("-n", min=1, help="requests of a load")] = 256,
+    inputs: Annotated[int, typer.Option(min=1, max=2048, help="inputs of a request")] = 1,
+    lengths: Annotated[
+        str, typer.Option(help="words of an input: 75, 20:120 (even) or lognormal:75:0.6 (median, sigma)")
+    ] = "75",
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="take inputs from FILE, one a line, over and over")
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option("-c", min=1, help="clients that wait for their answers [repeatable; default: 32]"),
+    ] = None,
+    rate: Annotated[float | None, typer.Option(min=0.01, help="requests/s instead, Poisson arrivals")] = None,
+    slo: Annotated[
+        str | None, typer.Option(metavar="TIME", help="promised time of an answer, e.g. 1s or 0.5s")
+    ] = None,
+    find: Annotated[
+        bool, typer.Option("--find", help="search for the highest concurrency within --slo (WindVE's metric)")
+    ] = False,
+    encoding: Annotated[str, typer.Option(help="float or base64")] = "float",
+    api_key: Annotated[str | None, typer.Option(envvar="PHASEWISE_API_KEY", help="API key")] = None,
+    seed: Annotated[int, typer.Option(help="of lengths, words and arrivals")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="draw P50 and P99 over concurrency")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Load an embeddings server, and print texts and tokens a second, and latencies.
+
+    A closed loop of -c clients, an open loop at --rate, or with --find the
+    most queries at once that are all answered within --slo.
+    """
+    from phasewise.loadtest.arrivals import RequestPace
+    from phasewise.loadtest.client import base_of
+    from phasewise.loadtest.embed import (
+        EmbedTarget,
+        closed_loop,
+        figures,
+        find_model,
+        highest_concurrency,
+        lengths_of,
+        open_loop,
+        texts_of_lengths,
+        with_client,
+    )
+    from phasewise.workflows.embed import lines_of
+
+    slo_s = None if slo is None else parse_budget(slo)
+    if find and slo_s is None:
+        raise typer.BadParameter("--find needs --slo")
+    if encoding not in ("float", "base64"):
+        raise typer.BadParameter("--encoding is float or base64")
+    base = base_of(url)
+    name = model or asyncio.run(find_model(base, api_key))
+    target = EmbedTarget(base, name, api_key, encoding=encoding, inputs_each=inputs)
+
+    def texts(count: int) -> list[str]:
+        if file is not None:
+            lines = lines_of(file)
+            return [lines[at % len(lines)] for at in range(count)]
+        return texts_of_lengths(lengths_of(lengths, count, seed), seed)
+
+    async def run(client: EmbedClient) -> dict[str, Any]:
+        await client.send(texts(1))  # connections, and what a server does at its first request
+        if find and slo_s is not None:
+            most = await highest_concurrency(
+                client, texts, slo_s, report=lambda c, s: note(f"{c} at once: {1e3 * s:.0f} ms")
+            )
+            return {"slo_s": slo_s, "highest_concurrency": most, "loads": []}
+        loads = []
+        if rate is not None:
+            sent = await open_loop(client, texts(requests * inputs), RequestPace(rate), seed)
+            loads.append({"rate": rate, **_fields(figures(*sent, slo_s))})
+        else:
+            for clients in concurrency or [32]:
+                sent = await closed_loop(client, texts(requests * inputs), clients)
+                loads.append({"concurrency": clients, **_fields(figures(*sent, slo_s))})
+        return {"slo_s": slo_s, "loads": loads}
+
+    found = {
+        "url": base,
+        "model": name,
+        "lengths": lengths,
+        "inputs": inputs,
+        **asyncio.run(with_client(target, run)),
+    }
+    if plot is not None:
+        write_atomically(plot, _drawn(found["loads"]))
+    if as_json:
+        print_json(found)
+        return
+    if "highest_concurrency" in found:
+        say(f"{found['highest_concurrency']} queries at once within {slo_s:g} s")
+    for load in found["loads"]:
+        say(_line(load))
+
+
+def _fields(of: EmbedFigures) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(of)
+
+
+def _line(load: dict[str, Any]) -> str:
+    """One load in one line."""
+    how = f"{load['rate']:g} requests/s" if "rate" in load else f"{load['concurrency']} clients"
+    ms = load["latency_ms"]
+    promise = "" if load["within_slo"] is None else f", {100 * load['within_slo']:.1f} % within the SLO"
+    return (
+        f"{how}: {load['ok']} answered, {load['busy']} busy, {load['failed']} failed;"
+        f" {load['texts_per_s']:.1f} texts/s, {load['tokens_per_s']:.0f} tokens/s;"
+        f" P50 {ms['p50']:.1f}, P90 {ms['p90']:.1f}, P99 {ms['p99']:.1f} ms{promise}"
+    )
+
+
+def _drawn(loads: list[dict[str, Any]]) -> str:
+    from phasewise.workflows.line_chart import Chart, Panel, draw_chart
+
+    lines = {
+        p.upper(): sorted(
+            (float(one.get("concurrency") or one["rate"]), one["latency_ms"][p]) for one in loads
+        )
+        for p in ("p50", "p90", "p99")
+    }
+    panel = Panel("", lines, [])
+    return draw_chart(Chart("Latency of embeddings", "", "clients", "ms", "", "P99", [panel]))

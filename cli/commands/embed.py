@@ -1,0 +1,92 @@
+"""`phasewise embed`: vectors of texts."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phasewise.cli.options import FormatOption, ModelArgument, ThreadsOption, WeightFormat
+from phasewise.cli.present import note, print_json, read_stdin, say
+from phasewise.workflows.embed import lines_of, open_embedder, texts_in
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+class VectorForm(StrEnum):
+    """How vectors are written."""
+
+    json = "json"
+    npy = "npy"
+    csv = "csv"
+
+
+def embed(
+    model: ModelArgument,
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="[TEXT...]", help="texts; -: one a line on stdin")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", metavar="FILE", help="read texts from FILE, one a line")
+    ] = None,
+    output: Annotated[VectorForm, typer.Option("-o", "--output", help="form of the vectors on stdout")] = (
+        VectorForm.json
+    ),
+    dimensions: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="keep the first N numbers of each vector, with length 1 again"),
+    ] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="cut texts that are too long; else they are an error")
+    ] = False,
+    weight_format: FormatOption = WeightFormat.native,
+    threads: ThreadsOption = None,
+) -> None:
+    """Print a vector of each TEXT by an embedding MODEL.
+
+    The vectors go to stdout: one JSON object, a NumPy file of float32, or a
+    line of numbers for each text. MODEL says itself how rows become a vector
+    (modules.json, or GGUF's pooling type).
+    """
+    found = _texts(texts or [], file)
+    with open_embedder(model, weight_format, threads, note) as opened:
+        vectors, n_tokens = opened.vectors(found, truncate=truncate, dimensions=dimensions)
+        if output is VectorForm.npy:
+            _write_npy(vectors)
+        elif output is VectorForm.csv:
+            for vector in vectors:
+                say(",".join(f"{number:.9g}" for number in vector.tolist()))
+        else:
+            print_json(
+                {
+                    "model": opened.model.name,
+                    "format": opened.model.format,
+                    "dimensions": vectors.shape[1],
+                    "prompt_tokens": n_tokens,
+                    "vectors": [[float(f"{one:.9g}") for one in vector] for vector in vectors.tolist()],
+                }
+            )
+
+
+def _texts(given: list[str], file: Path | None) -> list[str]:
+    if file is not None:
+        if given:
+            raise typer.BadParameter("texts come from --file or from the command line, not from both")
+        return lines_of(file)
+    if given == ["-"]:
+        return texts_in(read_stdin(), "stdin")
+    if not given:
+        raise typer.BadParameter("nothing to embed: give texts, --file, or - to read stdin")
+    return given
+
+
+def _write_npy(vectors: npt.NDArray[np.float32]) -> None:
+    import numpy as np
+
+    np.save(sys.stdout.buffer, vectors)
+    sys.stdout.buffer.flush()

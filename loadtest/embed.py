@@ -1,0 +1,254 @@
+"""A load of embedding requests against any server of /v1/embeddings: closed loop, open loop, and the paper's
+metric.
+
+WindVE's metric is the highest concurrency at which every answer comes within the SLO: batches of C queries
+at once, the next when all of the last are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from phasewise.loadtest.arrivals import RequestPace
+from phasewise.loadtest.client import CONNECT_S, KEEP_ALIVE_S, LoadTestError
+
+_WORDS = (
+    *("time", "people", "way", "water", "day", "man", "world", "life", "hand", "part", "place", "week"),
+    *("case", "point", "company", "number", "group", "problem", "fact", "year", "house", "room", "area"),
+    *("money", "story", "month", "lot", "right", "study", "book", "eye", "job", "word", "business"),
+)
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class EmbedTarget:
+    """A server and what its requests have in common."""
+
+    base: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = 600.0
+    encoding: str = "float"
+    inputs_each: int = 1
+
+
+@dataclass(frozen=True)
+class EmbedOutcome:
+    """One request, as its sender saw it. `status` 0: no answer."""
+
+    latency_s: float
+    status: int
+    tokens: int
+    inputs: int
+
+
+@dataclass(frozen=True)
+class EmbedFigures:
+    """What a load came to. Latencies are those of answers with vectors."""
+
+    requests: int
+    ok: int
+    busy: int
+    failed: int
+    seconds: float
+    texts_per_s: float
+    tokens_per_s: float
+    latency_ms: dict[str, float]
+    within_slo: float | None = None
+    """Share of the answers with vectors that came within the SLO."""
+
+
+def texts_of_lengths(lengths: Sequence[int], seed: int) -> list[str]:
+    """A text for each length in words, of words that tokenizers know whole."""
+    rng = random.Random(seed)
+    return [" ".join(rng.choice(_WORDS) for _ in range(max(1, n))) for n in lengths]
+
+
+def lengths_of(text: str, count: int, seed: int) -> list[int]:
+    """Words of each input: `75`, `20:120` (even) or `lognormal:75:0.6` (median, sigma), or LoadTestError."""
+    rng = random.Random(seed)
+    parts = text.split(":")
+    try:
+        if parts[0] == "lognormal" and len(parts) == 3:
+            import math
+
+            median, sigma = float(parts[1]), float(parts[2])
+            found = [round(rng.lognormvariate(math.log(median), sigma)) for _ in range(count)]
+        elif len(parts) == 2:
+            found = [rng.randint(int(parts[0]), int(parts[1])) for _ in range(count)]
+        else:
+            found = [int(text)] * count
+    except ValueError as error:
+        raise LoadTestError(
+            f"lengths are written 75, 20:120 or lognormal:75:0.6, not {text!r:.40}"
+        ) from error
+    if min(found) < 1 and parts[0] != "lognormal":
+        raise LoadTestError(f"lengths below 1 in {text!r:.40}")
+    return [max(1, one) for one in found]
+
+
+class EmbedClient:
+    """An open session with one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, target: EmbedTarget) -> None:
+        self._session = session
+        self.target = target
+
+    async def send(self, texts: Sequence[str]) -> EmbedOutcome:
+        """One request. Raises nothing but CancelledError."""
+        body = {"model": self.target.model, "input": list(texts), "encoding_format": self.target.encoding}
+        began = time.perf_counter()
+        try:
+            async with self._session.post(
+                f"{self.target.base}/v1/embeddings",
+                data=json.dumps(body).encode(),
+                timeout=aiohttp.ClientTimeout(total=self.target.timeout_s, sock_connect=CONNECT_S),
+            ) as response:
+                raw = await response.read()
+                tokens = _tokens_in(raw) if response.status == 200 else 0
+                return EmbedOutcome(time.perf_counter() - began, response.status, tokens, len(texts))
+        except (TimeoutError, OSError, aiohttp.ClientError):
+            return EmbedOutcome(time.perf_counter() - began, 0, 0, len(texts))
+
+
+def _tokens_in(raw: bytes) -> int:
+    """The usage, which servers write at one end or the other: the vectors between are not parsed."""
+    at = raw.rfind(b'"usage"')
+    try:
+        usage = json.loads(raw[at + 8 : raw.index(b"}", at) + 1].decode()) if at >= 0 else {}
+        return int(usage.get("prompt_tokens", 0))
+    except (ValueError, AttributeError):
+        return 0
+
+
+async def with_client(target: EmbedTarget, use: Callable[[EmbedClient], Awaitable[Any]]) -> Any:
+    """What `use` makes of an open client without a limit on connections."""
+    headers = {"Content-Type": "application/json"}
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        return await use(EmbedClient(session, target))
+
+
+async def find_model(base: str, api_key: str | None) -> str:
+    """The first model that the server lists. LoadTestError where it lists none."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{base}/v1/models", timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as response,
+        ):
+            listed = json.loads(await response.read())
+            return str(listed["data"][0]["id"])
+    except (TimeoutError, OSError, ValueError, KeyError, IndexError, TypeError, aiohttp.ClientError) as error:
+        raise LoadTestError(
+            f"{base}/v1/models lists no model ({error!r:.80}): name one with --model"
+        ) from error
+
+
+async def closed_loop(
+    client: EmbedClient, texts: Sequence[str], concurrency: int
+) -> tuple[list[EmbedOutcome], float]:
+    """Clients that each wait for their answer before they send again; seconds from first to last."""
+    batches = _batches(texts, client.target.inputs_each)
+    waiting = iter(batches)
+    outcomes: list[EmbedOutcome] = []
+
+    async def one() -> None:
+        for batch in waiting:
+            outcomes.append(await client.send(batch))  # noqa: PERF401 (shared by all clients)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(concurrency)))
+    return outcomes, time.perf_counter() - began
+
+
+async def open_loop(
+    client: EmbedClient, texts: Sequence[str], pace: RequestPace, seed: int
+) -> tuple[list[EmbedOutcome], float]:
+    """Requests at their instants, whatever the server does."""
+    batches = _batches(texts, client.target.inputs_each)
+    began = time.perf_counter()
+
+    async def one(at_s: float, batch: Sequence[str]) -> EmbedOutcome:
+        await asyncio.sleep(max(0.0, began + at_s - time.perf_counter()))
+        return await client.send(batch)
+
+    instants = pace.arrivals_s(len(batches), seed)
+    outcomes = await asyncio.gather(*(one(at, batch) for at, batch in zip(instants, batches, strict=True)))
+    return list(outcomes), time.perf_counter() - began
+
+
+async def highest_concurrency(
+    client: EmbedClient,
+    text: Callable[[int], Sequence[str]],
+    slo_s: float,
+    rounds: int = 3,
+    report: Callable[[int, float], None] = lambda _c, _s: None,
+) -> int:
+    """The most queries at once of which all are answered within the SLO in every round; 0: not even one."""
+
+    async def longest_s(concurrency: int) -> float:
+        worst = 0.0
+        for _ in range(rounds):
+            outcomes = await asyncio.gather(*(client.send([one]) for one in text(concurrency)))
+            if any(one.status != 200 for one in outcomes):
+                return float("inf")
+            worst = max(worst, *(one.latency_s for one in outcomes))
+            if worst > slo_s:
+                break
+        report(concurrency, worst)
+        return worst
+
+    low, high = 0, 1
+    while await longest_s(high) <= slo_s:
+        low, high = high, 2 * high
+    while high - low > max(1, low // 50):  # within 2 % or one query
+        middle = (low + high) // 2
+        if await longest_s(middle) <= slo_s:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def figures(outcomes: Sequence[EmbedOutcome], seconds: float, slo_s: float | None = None) -> EmbedFigures:
+    """Of a load that took so long."""
+    good = [one for one in outcomes if one.status == 200]
+    latencies = sorted(1e3 * one.latency_s for one in good)
+    return EmbedFigures(
+        requests=len(outcomes),
+        ok=len(good),
+        busy=sum(one.status == 429 for one in outcomes),
+        failed=sum(one.status not in (200, 429) for one in outcomes),
+        seconds=seconds,
+        texts_per_s=sum(one.inputs for one in good) / seconds if seconds > 0 else 0.0,
+        tokens_per_s=sum(one.tokens for one in good) / seconds if seconds > 0 else 0.0,
+        latency_ms={f"p{p}": _percentile(latencies, p) for p in PERCENTILES},
+        within_slo=_share_within(good, slo_s),
+    )
+
+
+def _share_within(good: Sequence[EmbedOutcome], slo_s: float | None) -> float | None:
+    if slo_s is None or not good:
+        return None
+    return sum(one.latency_s <= slo_s for one in good) / len(good)
+
+
+def _percentile(ordered: Sequence[float], percent: int) -> float:
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def _batches(texts: Sequence[str], each: int) -> list[Sequence[str]]:
+    return [texts[at : at + each] for at in range(0, len(texts), each)]

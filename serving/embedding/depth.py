@@ -1,0 +1,88 @@
+"""How many inputs a device may hold under an SLO: WindVE's linear regression (section IV-B2), and the stress
+test.
+
+t(C) = alpha C + beta is how long a batch of C takes; the depth is the largest C with t(C) <= SLO. C counts
+inputs of one length, or tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phasewise.serving.embedding.queues import Depth
+
+
+@dataclass(frozen=True)
+class LatencyLine:
+    """Seconds: `alpha_s` for each unit, `beta_s` for a batch; neither is negative (equation 12)."""
+
+    alpha_s: float
+    beta_s: float
+
+    def seconds(self, units: float) -> float:
+        return self.alpha_s * units + self.beta_s
+
+    def largest_within(self, slo_s: float) -> int:
+        """The most units within `slo_s`; 0 where even one takes longer (equation 11)."""
+        if self.beta_s >= slo_s:
+            return 0
+        if self.alpha_s == 0:
+            return 1 << 30
+        return min(1 << 30, math.floor((slo_s - self.beta_s) / self.alpha_s + 1e-9))
+
+
+def fit(units: Sequence[float], seconds: Sequence[float]) -> LatencyLine:
+    """Least squares with alpha, beta >= 0. ValueError for fewer than two different numbers of units."""
+    if len(units) != len(seconds) or len(set(units)) < 2:
+        raise ValueError("a line needs times of at least two different loads")
+    n = len(units)
+    mean_x, mean_y = sum(units) / n, sum(seconds) / n
+    spread = sum((x - mean_x) ** 2 for x in units)
+    alpha = sum((x - mean_x) * (y - mean_y) for x, y in zip(units, seconds, strict=True)) / spread
+    beta = mean_y - alpha * mean_x
+    if beta < 0:  # the best line through the origin
+        squares = sum(x * x for x in units)
+        slope = sum(x * y for x, y in zip(units, seconds, strict=True)) / squares
+        return LatencyLine(max(0.0, slope), 0.0)
+    return LatencyLine(alpha, beta) if alpha >= 0 else LatencyLine(0.0, mean_y)
+
+
+def line_through(one: tuple[float, float], other: tuple[float, float]) -> LatencyLine:
+    """The line through two points (units, seconds), such as depths under two SLOs in a table."""
+    return fit([one[0], other[0]], [one[1], other[1]])
+
+
+def probe_sizes(largest: int) -> list[int]:
+    """Loads to measure: five, evenly from 1 to `largest`."""
+    return sorted({1, *(max(1, round(largest * share)) for share in (0.25, 0.5, 0.75, 1.0))})
+
+
+def stress(measure: Callable[[int], float], slo_s: float, guess: int) -> int:
+    """The largest load that `measure` (load to seconds) finds within `slo_s`, by halving around a guess; 0:
+    none.
+    """
+    if measure(1) > slo_s:
+        return 0
+    low, high = 1, max(2, guess)
+    while measure(high) <= slo_s:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if measure(middle) <= slo_s:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def admission_depth(line: LatencyLine, slo_s: float, tokens_each: float, margin: float) -> Depth:
+    """What a server holds so that all of it is answered within the SLO. `line`: by tokens.
+
+    An input may find a batch begun: it waits for that batch and then for its own, so that beta counts twice.
+    margin: the share of the SLO kept for what the line does not know.
+    """
+    tokens = line.largest_within(slo_s * (1 - margin) - line.beta_s)
+    inputs = math.floor(tokens / tokens_each) if tokens_each > 0 else tokens
+    return Depth(max(1, inputs), max(1, tokens))

@@ -1,0 +1,96 @@
+"""What a host can embed with, and which cores a CPU instance should have: WindVE's detector and affinity
+rule.
+
+Reads /dev and asks the driver's library; no framework is imported. `root` stands for / in tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from phasewise.topology import Kind, Machine
+
+DeviceKind = Literal["cuda", "ascend", "cpu"]
+RANKS: dict[DeviceKind, int] = {"cuda": 0, "ascend": 0, "cpu": 1}
+
+
+@dataclass(frozen=True)
+class Device:
+    """`index` counts devices of one kind."""
+
+    kind: DeviceKind
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+    @property
+    def rank(self) -> int:
+        """Devices of a lower rank are filled first."""
+        return RANKS[self.kind]
+
+
+def cuda_devices() -> int:
+    """How many the driver has; 0 where there is none, or where it fails."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int(0)
+        if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+            return 0
+    except (OSError, AttributeError):
+        return 0
+    return max(0, count.value)
+
+
+def accelerators(root: Path = Path("/"), count_cuda: Callable[[], int] = cuda_devices) -> list[Device]:
+    """Accelerators whose device files are here; of NVIDIA's as many as the driver answers for.
+
+    A container may have a device file without the driver, or hide devices from the driver.
+    """
+    nodes = [path for path in root.glob("dev/nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
+    found = [Device("cuda", at) for at in range(min(len(nodes), count_cuda()) if nodes else 0)]
+    ascend = [path for path in root.glob("dev/davinci[0-9]*") if path.name[len("davinci") :].isdigit()]
+    return found + [Device("ascend", at) for at in range(len(ascend))]
+
+
+def instance_cores(machine: Machine, n_instances: int, front_cores: int = 0) -> list[tuple[int, ...]]:
+    """Cores for each CPU instance: from the high end, none across NUMA nodes where that can be, none of the
+    front's.
+
+    The paper's section IV-D: frameworks run on cores with low numbers, and an instance should not cross
+    nodes. front_cores: the lowest cores, which are left to the front. ValueError where there are fewer cores
+    than instances.
+    """
+    cores = sorted(core[0] for core in machine.allowed_cores()) or sorted(machine.allowed_pus)
+    usable = cores[front_cores:] if front_cores < len(cores) else []
+    if not 1 <= n_instances <= len(usable):
+        raise ValueError(
+            f"{n_instances} instances of at least one core each: {len(usable)} cores are there for them"
+        )
+    by_node = _by_node(machine, usable)
+    if n_instances <= len(by_node):  # whole nodes, the highest first
+        return [tuple(node) for node in sorted(by_node, key=max, reverse=True)[:n_instances]]
+    share, extra = divmod(len(usable), n_instances)
+    ordered = usable[::-1]
+    found, start = [], 0
+    for at in range(n_instances):
+        end = start + share + (at < extra)
+        found.append(tuple(sorted(ordered[start:end])))
+        start = end
+    return found
+
+
+def _by_node(machine: Machine, cores: list[int]) -> list[list[int]]:
+    nodes: dict[int | None, list[int]] = {}
+    for core in cores:
+        nodes.setdefault(_node_of(machine, core), []).append(core)
+    return list(nodes.values())
+
+
+def _node_of(machine: Machine, pu: int) -> int | None:
+    return next((node.os_index for node in machine.nodes(Kind.NUMA) if pu in node.cpus), None)

@@ -1,0 +1,131 @@
+"""How a host embeds with one model: instances, their cores, and the depths of their queues. Kept as one JSON
+file.
+
+`phasewise tune-embed` writes it, `serve` reads it. What is read is checked as if a stranger had written it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from phasewise.serving.embedding.queues import UNLIMITED, Depth
+from phasewise.serving.errors import ServingError
+
+SCHEMA_VERSION = 1
+MAX_INSTANCES = 256
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One device's worker. `device`: "cpu:0", "cuda:0"."""
+
+    device: str
+    cores: tuple[int, ...]
+    depth: Depth = UNLIMITED
+
+
+@dataclass(frozen=True)
+class EmbeddingPlan:
+    """`slo_s`: what the depths promise; None: they promise nothing."""
+
+    instances: tuple[Instance, ...]
+    slo_s: float | None = None
+    source: str = "default"
+
+    def describe(self) -> str:
+        """In one line, for people."""
+        parts = [
+            f"{one.device} on cores {','.join(map(str, one.cores))}"
+            + (
+                ""
+                if one.depth == UNLIMITED
+                else f" (at most {one.depth.inputs} inputs, {one.depth.tokens} tokens)"
+            )
+            for one in self.instances
+        ]
+        promise = "" if self.slo_s is None else f" within {self.slo_s:g} s"
+        return f"embeddings{promise}: {'; '.join(parts)} ({self.source})"
+
+
+def plan_file(model_name: str, weight_format: str, placement: str) -> Path:
+    """Where a model's plan for cores of this placement is kept: below the XDG data directory."""
+    name = f"{model_name}-{weight_format}-{placement}".lstrip(".")
+    safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
+    return platformdirs.user_data_path("phasewise") / "embedding" / f"{safe}.json"
+
+
+def save_plan(plan: EmbeddingPlan, path: Path) -> None:
+    """The whole file or none of it."""
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(plan)}, indent=2)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ServingError(f"the embedding plan {path} cannot be written: {error.strerror}") from error
+
+
+def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
+    """The plan, None where there is none; ServingError where it cannot be used on the `allowed` cores."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ServingError(
+                f"the embedding plan {path} is larger than {MAX_BYTES} bytes: it is none of ours"
+            )
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ServingError(f"the embedding plan {path} cannot be read: {error}") from error
+    try:
+        plan = _plan(fields, str(path))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ServingError(
+            f"the embedding plan {path} is not one: {error!r:.100}; make it anew with `phasewise tune-embed`"
+        ) from error
+    foreign = {core for one in plan.instances for core in one.cores}.difference(allowed)
+    if foreign:
+        raise ServingError(
+            f"the embedding plan {path} names core {min(foreign)}, which this process may not use:"
+            " make it anew with `phasewise tune-embed`"
+        )
+    return plan
+
+
+def _plan(fields: Any, source: str) -> EmbeddingPlan:
+    if fields["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"schema version {fields['schema_version']!r:.20}")
+    instances = tuple(
+        Instance(
+            _text(one["device"]),
+            tuple(_whole(core, 0) for core in one["cores"]),
+            Depth(_whole(one["depth"]["inputs"], 1), _whole(one["depth"]["tokens"], 1)),
+        )
+        for one in fields["instances"]
+    )
+    if not 1 <= len(instances) <= MAX_INSTANCES or any(not one.cores for one in instances):
+        raise ValueError(f"{len(instances)} instances")
+    slo = fields["slo_s"]
+    if slo is not None and not 0 < float(slo) < 1e6:
+        raise ValueError(f"an SLO of {slo!r:.20}")
+    return EmbeddingPlan(instances, None if slo is None else float(slo), source)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.startswith(("cpu:", "cuda:", "ascend:")):
+        raise ValueError(f"a device {value!r:.40}")
+    return value
+
+
+def _whole(value: Any, least: int) -> int:
+    if type(value) is not int or not least <= value <= 1 << 40:
+        raise ValueError(f"a number {value!r:.40}")
+    return value

@@ -1,0 +1,112 @@
+"""What the front and a device's worker say to each other: frames over a socket, the same for every kind of
+device.
+
+    frame: bytes of what follows (4), kind (1), batch (8), then by kind EMBED: inputs (4), of each its tokens
+    (4) and those before a pair's second text (4; all ones: one text), all tokens (int32) VECTORS: inputs
+    (4), width (4), float32        FAILED: one line of text        READY: JSON
+Little-endian. Both ends are of one version; a frame that does not fit is an error all the same.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.serving.encoder.text import Tokens
+
+Floats = npt.NDArray[np.float32]
+
+HEAD = struct.Struct("<IBQ")
+_PAIR = struct.Struct("<II")
+_COUNT = struct.Struct("<I")
+_ONE_TEXT = 0xFFFFFFFF
+MAX_FRAME_BYTES = 1 << 30
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    EMBED = 1
+    VECTORS = 2
+    FAILED = 3
+    READY = 4
+
+
+class Frame(NamedTuple):
+    kind: Kind
+    batch: int
+    body: bytes
+
+
+class ProtocolError(Exception):
+    """The other end says something else than the protocol."""
+
+
+def frame(kind: Kind, batch: int, body: bytes) -> bytes:
+    return HEAD.pack(len(body), kind, batch) + body
+
+
+def head_of(raw: bytes) -> tuple[int, Kind, int]:
+    """(bytes of the body, kind, batch)."""
+    n_bytes, kind, batch = HEAD.unpack(raw)
+    if n_bytes > MAX_FRAME_BYTES or kind not in tuple(Kind):
+        raise ProtocolError(f"a frame of kind {kind} with {n_bytes} bytes")
+    return n_bytes, Kind(kind), batch
+
+
+def read_frame(read: Callable[[int], bytes]) -> Frame | None:
+    """The next frame; None at the end. `read` gives exactly so many bytes, or fewer at the end."""
+    raw = read(HEAD.size)
+    if not raw:
+        return None
+    if len(raw) < HEAD.size:
+        raise ProtocolError("a frame is cut short")
+    n_bytes, kind, batch = head_of(raw)
+    body = read(n_bytes)
+    if len(body) < n_bytes:
+        raise ProtocolError("a frame is cut short")
+    return Frame(kind, batch, body)
+
+
+def inputs_to_bytes(inputs: Sequence[Tokens]) -> bytes:
+    heads = b"".join(
+        _PAIR.pack(len(one.ids), _ONE_TEXT if one.second is None else one.second) for one in inputs
+    )
+    tokens = np.fromiter((token for one in inputs for token in one.ids), np.int32)
+    return _COUNT.pack(len(inputs)) + heads + tokens.tobytes()
+
+
+def inputs_from_bytes(body: bytes) -> list[Tokens]:
+    """ProtocolError unless the body holds exactly its inputs."""
+    try:
+        (count,) = _COUNT.unpack_from(body)
+        start = _COUNT.size + count * _PAIR.size
+        heads = list(_PAIR.iter_unpack(body[_COUNT.size : start]))
+        tokens = np.frombuffer(body[start:], np.int32)
+    except (struct.error, ValueError) as error:
+        raise ProtocolError(f"inputs that cannot be read: {error}") from error
+    if len(heads) != count or sum(n for n, _ in heads) != len(tokens):
+        raise ProtocolError(f"{count} inputs with {len(tokens)} tokens in all, which do not fit together")
+    found, at = [], 0
+    for n, second in heads:
+        found.append(Tokens(tokens[at : at + n].tolist(), None if second == _ONE_TEXT else second))
+        at += n
+    return found
+
+
+def vectors_to_bytes(vectors: Floats) -> bytes:
+    return _PAIR.pack(*vectors.shape) + np.ascontiguousarray(vectors, np.float32).tobytes()
+
+
+def vectors_from_bytes(body: bytes) -> Floats:
+    """ProtocolError unless the body holds exactly its vectors."""
+    try:
+        count, width = _PAIR.unpack_from(body)
+        return np.frombuffer(body, np.float32, offset=_PAIR.size).reshape(count, width)
+    except (struct.error, ValueError) as error:
+        raise ProtocolError(f"vectors that cannot be read: {error}") from error

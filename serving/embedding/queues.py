@@ -1,0 +1,136 @@
+"""Which device an input goes to: WindVE's Algorithm 1, for any number of devices. Pure: numbers in,
+decisions out.
+
+A device's queue holds what it was given and has not answered, computed or waiting. Devices of a lower rank
+(the accelerators) are filled first; what they cannot hold goes to those of the next rank (the CPU's
+instances); what no device can hold is refused. Among devices of one rank the emptiest is next. With one
+accelerator and one CPU this is the paper's algorithm; `heterogeneous` false leaves only the devices of the
+lowest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """What a queue holds at most. The paper's depths count inputs; the load is their length (its Fig. 5)."""
+
+    inputs: int
+    tokens: int
+
+
+UNLIMITED = Depth(1 << 30, 1 << 40)
+
+
+@dataclass(slots=True)
+class DeviceQueue:
+    """One device's share of what is in progress."""
+
+    name: str
+    rank: int
+    depth: Depth
+    is_up: bool = True
+    """Whether new inputs may go there."""
+    inputs: int = 0
+    tokens: int = 0
+
+    def has_room(self, tokens: int) -> bool:
+        """For one more input of so many tokens. An input longer than the depth has room in an empty queue."""
+        if not self.is_up or self.inputs + 1 > self.depth.inputs:
+            return False
+        return self.tokens + tokens <= self.depth.tokens or self.inputs == 0
+
+    @property
+    def load(self) -> float:
+        """The share of its depth that is taken."""
+        return max(self.inputs / self.depth.inputs, self.tokens / self.depth.tokens)
+
+
+@dataclass
+class QueueManager:
+    """Places inputs, and forgets them once they are answered. `check` holds after every call."""
+
+    queues: Sequence[DeviceQueue]
+    heterogeneous: bool = True
+    n_refused: int = 0
+    n_placed: int = 0
+
+    def place(self, sizes: Sequence[int]) -> list[int] | None:
+        """A device for each input of a request, by its tokens; None: busy, and nothing is placed.
+
+        A request is placed whole or not at all. One that is larger than all depths together is placed on idle
+        devices alone, where it takes as long as it takes.
+        """
+        places: list[int] = []
+        for tokens in sizes:
+            at = self._device_for(tokens)
+            if at is None:
+                break
+            self._take(at, tokens)
+            places.append(at)
+        if len(places) == len(sizes):
+            self.n_placed += len(places)
+            return places
+        for at, tokens in zip(places, sizes, strict=False):
+            self.release(at, tokens)
+        if self.inputs == 0 and any(queue.is_up for queue in self.queues):
+            return self._spread(sizes)
+        self.n_refused += len(sizes)
+        return None
+
+    def release(self, at: int, tokens: int) -> None:
+        """An input of this device has been answered, or is no longer wanted."""
+        queue = self.queues[at]
+        queue.inputs -= 1
+        queue.tokens -= tokens
+        self.check()
+
+    def move(self, at: int, tokens: int) -> int | None:
+        """Another device for an input whose device went down; None: it stays where it is."""
+        self.release(at, tokens)
+        found = self._device_for(tokens)
+        self._take(at if found is None else found, tokens)
+        return found
+
+    @property
+    def inputs(self) -> int:
+        """Placed and not answered."""
+        return sum(queue.inputs for queue in self.queues)
+
+    @property
+    def tokens(self) -> int:
+        return sum(queue.tokens for queue in self.queues)
+
+    def check(self) -> None:
+        """No queue holds less than nothing."""
+        for queue in self.queues:
+            assert queue.inputs >= 0, f"{queue.name} holds {queue.inputs} inputs"
+            assert queue.tokens >= 0, f"{queue.name} holds {queue.tokens} tokens"
+
+    def _device_for(self, tokens: int) -> int | None:
+        """The emptiest with room among those of the lowest rank that has any."""
+        lowest = min(queue.rank for queue in self.queues)
+        found = [
+            (queue.rank, queue.load, at)
+            for at, queue in enumerate(self.queues)
+            if queue.has_room(tokens) and (self.heterogeneous or queue.rank == lowest)
+        ]
+        return min(found)[2] if found else None
+
+    def _take(self, at: int, tokens: int) -> None:
+        self.queues[at].inputs += 1
+        self.queues[at].tokens += tokens
+
+    def _spread(self, sizes: Sequence[int]) -> list[int]:
+        """Every input to the device that has least to do, by its depth."""
+        usable = [at for at, queue in enumerate(self.queues) if queue.is_up]
+        places = []
+        for tokens in sizes:
+            at = min(usable, key=lambda one: self.queues[one].load)
+            self._take(at, tokens)
+            places.append(at)
+        self.n_placed += len(places)
+        return places

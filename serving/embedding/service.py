@@ -1,0 +1,80 @@
+"""Open embeddings behind HTTP: the routes, the queues and the socket, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from phasewise.serving.embedding.client import EmbeddingClient
+from phasewise.serving.embedding.open_embedding import OpenEmbedding
+from phasewise.serving.errors import EngineLost
+from phasewise.serving.headroom import allocator_headroom
+from phasewise.serving.http.app import ServedEmbeddings, create_embedding_app
+from phasewise.serving.http.client import EngineClient
+from phasewise.serving.http.connections import Connections
+from phasewise.serving.http.embeddings import EmbeddingModel
+from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.listening import Address
+from phasewise.serving.http.metrics import Gauges, Metrics
+from phasewise.serving.http.server import HttpServer, Service
+
+_SWITCH_INTERVAL_S = 0.0005
+
+
+class BothClients:
+    """A server's two kinds of requests, as its end sees them."""
+
+    def __init__(self, generating: EngineClient, embedding: EmbeddingClient) -> None:
+        self._generating = generating
+        self._embedding = embedding
+
+    @property
+    def n_live(self) -> int:
+        return self._generating.n_live + self._embedding.n_live
+
+    @property
+    def n_answers(self) -> int:
+        return self._generating.n_answers + self._embedding.n_answers
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._generating.attach(loop)
+        self._embedding.attach(loop)
+
+    def end_everything(self) -> None:
+        self._generating.end_everything()
+        self._embedding.end_everything()
+
+
+def served(opened: OpenEmbedding, names: tuple[str, ...]) -> ServedEmbeddings:
+    """What the routes serve. names: what requests may call the model, its id first."""
+    model = EmbeddingModel(names, int(time.time()), opened.text, opened.width, opened.scores)
+    return ServedEmbeddings(model, opened.client)
+
+
+def run_embedding_service(
+    opened: OpenEmbedding,
+    names: tuple[str, ...],
+    limits: HttpLimits,
+    address: Address,
+    report: Callable[[str], None],
+    tls: ssl.SSLContext | None = None,
+) -> None:
+    """Serve until a signal ends it. EngineLost where every worker was lost for good."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with ExitStack() as stack:
+        client = opened.client
+        life = Lifecycle(client)
+        metrics = Metrics(Gauges(n_connections=lambda: len(connections.open), is_ready=lambda: life.is_ready))
+        connections = Connections(limits, metrics)
+        app = create_embedding_app(served(opened, names), limits, life, metrics)
+        server = HttpServer(Service(app, client, life, connections, report), address, tls)
+        client.on_lost = lambda: server.end(at_once=True)
+        stack.enter_context(allocator_headroom())
+        server.run()
+    if client.state == "lost":
+        raise EngineLost("every embedding worker was lost for good; start the server again")

@@ -1,0 +1,105 @@
+"""A device's worker: reads batches of tokens from a socket, answers with vectors, ends with the socket.
+
+    python -m phasewise.serving.embedding.worker FD INSTRUCTIONS
+
+INSTRUCTIONS is the JSON of `WorkerSpec`. The CPU's worker is our own engine; `torch_worker` is the
+accelerator's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from phasewise.serving.embedding.protocol import (
+    Floats,
+    Kind,
+    frame,
+    inputs_from_bytes,
+    read_frame,
+    vectors_to_bytes,
+)
+from phasewise.serving.encoder.text import Tokens
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One worker. `device`: "cpu:0", "cuda:1"; `cores` are for a CPU's, and where a GPU's process runs."""
+
+    device: str
+    model: str
+    """A path, or a known name; of a GPU's worker a Hugging Face directory."""
+    weight_format: str
+    cores: tuple[int, ...]
+    cache: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerSpec:
+        fields = json.loads(text)
+        return cls(**{**fields, "cores": tuple(fields["cores"])})
+
+
+class Backend(Protocol):
+    """What computes vectors on a device."""
+
+    def embed(self, inputs: Sequence[Tokens]) -> Floats: ...
+
+
+def serve(sock: socket.socket, backend: Backend, facts: dict[str, Any]) -> None:
+    """Until the other end closes. A batch that fails is answered with one line."""
+    file = sock.makefile("rb", buffering=1 << 20)
+    sock.sendall(frame(Kind.READY, 0, json.dumps(facts).encode()))
+    while (got := read_frame(file.read)) is not None:
+        try:
+            answer = Kind.VECTORS, vectors_to_bytes(backend.embed(inputs_from_bytes(got.body)))
+        except Exception as error:  # of this batch; the front tells those who wait for it
+            answer = Kind.FAILED, f"{type(error).__name__}: {error}".encode()
+        sock.sendall(frame(answer[0], got.batch, answer[1]))
+
+
+def _cpu_backend(spec: WorkerSpec) -> Backend:
+    from pathlib import Path
+
+    from phasewise.serving.encoder.embedder import Embedder
+    from phasewise.serving.loaders import load_model
+
+    model = load_model(spec.model, spec.weight_format, Path(spec.cache) if spec.cache else None)
+    return Embedder(model, spec.cores)
+
+
+def _backend(spec: WorkerSpec) -> Backend:
+    kind = spec.device.partition(":")[0]
+    if kind == "cpu":
+        return _cpu_backend(spec)
+    from phasewise.serving.embedding.torch_worker import TorchEmbedder
+
+    return TorchEmbedder(spec.model, spec.device)
+
+
+def main(arguments: Sequence[str], make: Callable[[WorkerSpec], Backend] = _backend) -> None:
+    """Run the worker that the front has started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the front, which closes the socket
+    sock = socket.socket(fileno=int(arguments[0]))
+    spec = WorkerSpec.from_json(arguments[1])
+    try:
+        backend = make(spec)
+    except Exception as error:
+        sock.sendall(frame(Kind.FAILED, 0, f"{error}".encode()))
+        return
+    try:
+        serve(sock, backend, {"pid": os.getpid(), "device": spec.device})
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the front has gone
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

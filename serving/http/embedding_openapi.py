@@ -1,0 +1,52 @@
+"""What the OpenAPI document says of embeddings and reranking (`openapi`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+
+_TEXT, _COUNT, _NUMBER = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "number"}
+
+
+def embedding_paths(refusals: Json) -> Json:
+    """Of an application that embeds. refusals: answers other than 200, by status."""
+    return {
+        "/v1/embeddings": _post("embeddings", "Vectors of texts", "EmbeddingRequest", "Embeddings", refusals),
+        "/v1/rerank": _post("rerank", "Documents by a query", "RerankRequest", "Ranking", refusals),
+        "/rerank": _post("tei_rerank", "The same as TEI does", "TeiRerankRequest", "TeiRanking", refusals),
+    }
+
+
+def embedding_answers() -> Json:
+    """Schemas of what is given."""
+    numbers_or_bytes = {"anyOf": [{"type": "array", "items": _NUMBER}, _TEXT]}
+    vector = _object(object={"const": "embedding"}, index=_COUNT, embedding=numbers_or_bytes)
+    usage = _object(prompt_tokens=_COUNT, total_tokens=_COUNT)
+    ranked = _object(index=_COUNT, relevance_score=_NUMBER)
+    return {
+        "Embeddings": _object(
+            object={"const": "list"}, data={"type": "array", "items": vector}, model=_TEXT, usage=usage
+        ),
+        "Ranking": _object(model=_TEXT, results={"type": "array", "items": ranked}, usage=usage),
+        "TeiRanking": {"type": "array", "items": _object(index=_COUNT, score=_NUMBER)},
+    }
+
+
+def _post(name: str, summary: str, body: str, answer: str, refusals: Json) -> Json:
+    return {
+        "post": {
+            "operationId": name,
+            "summary": summary,
+            "requestBody": {"required": True, "content": _content(body)},
+            "responses": {"200": {"description": "the answer", "content": _content(answer)}, **refusals},
+        }
+    }
+
+
+def _content(schema: str) -> Json:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+
+
+def _object(**properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": list(properties)}

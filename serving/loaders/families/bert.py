@@ -1,0 +1,219 @@
+"""Encoders: BERT, RoBERTa and XLM-R, nomic-bert. Names of their tensors in both file formats, and what their
+configs say.
+
+RoBERTa's positions begin behind that of its padding token, so a file has two more of them than a text can
+use; GGUF files leave those two out. nomic-bert has RoPE and a gated feed-forward layer, and no bias but
+those of its norms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.family import Cut, Get, Names
+from phasewise.serving.model import LARGEST, Encoder, LayerKind, ModelConfig, RopeSpec
+
+HF_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "swiglu": "silu",
+    "relu": "relu",
+}
+FIRST_POSITION_OF_ROBERTA = 2
+
+
+@dataclass(frozen=True)
+class EncoderFamily:
+    """`name` is that of its configs' `architecture`."""
+
+    name: str
+    hf: tuple[str, ...]
+    """`model_type` in config.json."""
+    gguf: str
+    """`general.architecture` in GGUF metadata."""
+    hf_layer: str
+    """What the names of a layer's tensors match; the first group is the layer's number, the second the rest.
+    """
+    hf_names: Names
+    hf_global_names: Mapping[str, str]
+    first_position: int = 0
+    """In safetensors: rows of the position embeddings before a text's first."""
+    gated: bool = False
+    positions: bool = True
+    biases: bool = True
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Fields that config.json may leave out."""
+
+
+_LAYER = r"(?:encoder\.)?layers?\.(0|[1-9]\d{0,3})\.(.+)"
+
+_BERT_LAYER_NAMES: Names = {
+    f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
+    for theirs, ours in {
+        "attention.self.query": "q",
+        "attention.self.key": "k",
+        "attention.self.value": "v",
+        "attention.output.dense": "o",
+        "intermediate.dense": "up",
+        "output.dense": "down",
+    }.items()
+    for part in ("weight", "bias")
+} | {
+    f"{theirs}.LayerNorm.{part}": ours + ("_bias" if part in ("bias", "beta") else "")
+    for theirs, ours in {"attention.output": "attn_norm", "output": "ffn_norm"}.items()
+    for part in ("weight", "bias", "gamma", "beta")  # the latter in files of 2018
+}
+_EMBEDDINGS = {
+    "embeddings.word_embeddings.weight": "embed",
+    "embeddings.position_embeddings.weight": "positions",
+    "embeddings.token_type_embeddings.weight": "segments",
+    "embeddings.LayerNorm.weight": "embed_norm",
+    "embeddings.LayerNorm.bias": "embed_norm_bias",
+    "embeddings.LayerNorm.gamma": "embed_norm",
+    "embeddings.LayerNorm.beta": "embed_norm_bias",
+}
+_BERT_HEAD = {
+    "pooler.dense.weight": "score_dense",
+    "pooler.dense.bias": "score_dense_bias",
+    "classifier.weight": "score_out",
+    "classifier.bias": "score_out_bias",
+}
+_ROBERTA_HEAD = {
+    "classifier.dense.weight": "score_dense",
+    "classifier.dense.bias": "score_dense_bias",
+    "classifier.out_proj.weight": "score_out",
+    "classifier.out_proj.bias": "score_out_bias",
+}
+_NOMIC_NAMES: Names = {
+    "attn.Wqkv.weight": Cut(("q", "k", "v")),
+    "self_attn.q_proj.weight": "q",
+    "self_attn.k_proj.weight": "k",
+    "self_attn.v_proj.weight": "v",
+    "attn.out_proj.weight": "o",
+    "self_attn.o_proj.weight": "o",
+    "mlp.fc11.weight": "up",
+    "mlp.up_proj.weight": "up",
+    "mlp.fc12.weight": "gate",
+    "mlp.gate_proj.weight": "gate",
+    "mlp.fc2.weight": "down",
+    "mlp.down_proj.weight": "down",
+    **{
+        f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
+        for theirs, ours in {
+            "norm1": "attn_norm",
+            "post_attention_layernorm": "attn_norm",
+            "norm2": "ffn_norm",
+            "post_mlp_layernorm": "ffn_norm",
+        }.items()
+        for part in ("weight", "bias")
+    },
+}
+
+IGNORED = re.compile(  # heads of other tasks, and what the config implies
+    r"(cls|lm_head|pooler|qa_outputs|classifier)\..+|.*position_ids|.*rotary_emb\..+"
+)
+PREFIXES = ("bert.", "roberta.", "nomic_bert.", "model.")
+
+GGUF_NAMES: Names = {
+    f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
+    for theirs, ours in {
+        "attn_q": "q",
+        "attn_k": "k",
+        "attn_v": "v",
+        "attn_output": "o",
+        "attn_output_norm": "attn_norm",
+        "ffn_up": "up",
+        "ffn_gate": "gate",
+        "ffn_down": "down",
+        "layer_output_norm": "ffn_norm",
+    }.items()
+    for part in ("weight", "bias")
+} | {"attn_qkv.weight": Cut(("q", "k", "v")), "attn_qkv.bias": Cut(("q_bias", "k_bias", "v_bias"))}
+GGUF_GLOBAL_NAMES = {
+    "token_embd.weight": "embed",
+    "position_embd.weight": "positions",
+    "token_types.weight": "segments",
+    "token_embd_norm.weight": "embed_norm",
+    "token_embd_norm.bias": "embed_norm_bias",
+    "cls.weight": "score_dense",
+    "cls.bias": "score_dense_bias",
+    "cls.output.weight": "score_out",
+    "cls.output.bias": "score_out_bias",
+}
+
+BERT = EncoderFamily("bert", ("bert",), "bert", _LAYER, _BERT_LAYER_NAMES, {**_EMBEDDINGS, **_BERT_HEAD})
+ROBERTA = EncoderFamily(
+    "roberta",
+    ("roberta", "xlm-roberta", "camembert"),
+    "bert",
+    _LAYER,
+    _BERT_LAYER_NAMES,
+    {**_EMBEDDINGS, **_ROBERTA_HEAD},
+    first_position=FIRST_POSITION_OF_ROBERTA,
+    defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},
+)
+NOMIC_BERT = EncoderFamily(
+    "nomic-bert",
+    ("nomic_bert",),
+    "nomic-bert",
+    _LAYER,
+    _NOMIC_NAMES,
+    {**_EMBEDDINGS, "emb_ln.weight": "embed_norm", "emb_ln.bias": "embed_norm_bias"},
+    gated=True,
+    positions=False,
+    biases=False,
+    defaults={"hidden_act": "silu"},
+)
+ENCODERS = (BERT, ROBERTA, NOMIC_BERT)
+ENCODERS_BY_HF = {name: family for family in ENCODERS for name in family.hf}
+ENCODERS_BY_GGUF = {family.gguf: family for family in (NOMIC_BERT, BERT)}
+
+
+def encoder_config(
+    family: EncoderFamily, get: Get, *, context_length: int, activation: str, theta: float, scores: bool
+) -> ModelConfig:
+    """The config of an encoder whose sizes `get` reads under the names of BERT's config.json."""
+    heads, hidden = get("num_attention_heads", int), get("hidden_size", int)
+    if not heads or not hidden or hidden % heads:
+        raise ModelError(f"{hidden!r:.40} hidden numbers do not divide into {heads!r:.40} heads")
+    head_dim, n_layers = hidden // heads, get("num_hidden_layers", int)
+    rope = RopeSpec(theta, head_dim)
+    sane = type(n_layers) is int and n_layers <= LARGEST["n_layers"]  # others the config refuses
+    kinds = (LayerKind(None, None),) * n_layers if family.positions and sane else ()
+    return ModelConfig(
+        architecture=family.name,
+        n_layers=n_layers,
+        hidden=hidden,
+        ffn=get("intermediate_size", int),
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=head_dim,
+        vocab_size=get("vocab_size", int),
+        context_length=context_length,
+        norm_eps=get("layer_norm_eps", float, 1e-12),
+        rope=rope,
+        tied_embeddings=True,
+        qk_norm=False,
+        sliding_window=None,
+        bos_token_id=None,
+        eos_token_ids=(),
+        add_bos=False,
+        layer_kinds=kinds,
+        activation=activation,
+        encoder=Encoder(
+            positions=family.positions,
+            segments=bool(get("type_vocab_size", int, 2)),
+            gated=family.gated,
+            qkv_biases=family.biases,
+            out_bias=family.biases,
+            ffn_biases=family.biases,
+            scores=scores,
+        ),
+    )
