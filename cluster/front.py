@@ -46,7 +46,16 @@ from phasewise.serving.instance_messages import (
     read_from_instance,
     write,
 )
-from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, Submit
+from phasewise.serving.messages import (
+    Abort,
+    Answer,
+    Delivery,
+    EngineLoad,
+    Failure,
+    HandOverCounts,
+    Message,
+    Submit,
+)
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.restarts import Restarts
 from phasewise.serving.sampling import GREEDY
@@ -437,7 +446,7 @@ class Front:
         member.turned_s = member.heard_s
         self._router.back(member.index, ready.kv_slots)
         log.info("instance %s runs as process %d: %s", member.name, ready.pid, "; ".join(ready.plans))
-        if all(one.ready is not None or one.is_given_up for one in self._members):
+        if self.lost is None and all(one.ready is not None or one.is_given_up for one in self._members):
             self.state = "running"
             self._tell()
         for request, n_reruns in list(self._waiting.values()):
@@ -625,6 +634,9 @@ class Front:
             sum(one.prefix_tokens_reused for one in loads),
             sum(one.phase_switches for one in loads),
             sum(one.n_clients_waiting for one in loads),
+            hand_overs=HandOverCounts(
+                self.counts.divided, dict(self.counts.failed), dict(self.refused_frames)
+            ),
         )
 
 

@@ -55,6 +55,16 @@ class DraftCounts(NamedTuple):
     rejected: int = 0
 
 
+class HandOverCounts(NamedTuple):
+    """Requests whose prompts were computed by one instance and answered by another. They never fall."""
+
+    divided: int
+    failed: dict[str, int]
+    """By reason."""
+    frames_refused: dict[str, int]
+    """Of the instances that run now, by reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compute:
     """Compute this prompt and hold its keys and values: another instance answers it."""
@@ -139,6 +149,8 @@ class EngineLoad(NamedTuple):
     """Clients that take turns: those with requests that never had KV slots. Of now."""
     drafts: DraftCounts | None = None
     """Of all answers since the start; None where drafts are off."""
+    hand_overs: HandOverCounts | None = None
+    """None where one engine does everything."""
 
 
 class Placed(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -203,6 +203,19 @@ def _of_load(load: EngineLoad) -> Iterator[Family]:
         accepted, rejected = load.drafts
         yield _count("drafted_tokens", "tokens of answers that were drafted", accepted + rejected)
         yield _count("drafted_tokens_accepted", "those of them that came", accepted)
+    if load.hand_overs is not None:
+        yield _count("hand_overs", "requests divided between two instances", load.hand_overs.divided)
+        yield _by_reason("hand_overs_failed", "hand-overs that failed", load.hand_overs.failed)
+        yield _by_reason(
+            "kv_frames_refused", "frames of keys and values thrown away", load.hand_overs.frames_refused
+        )
+
+
+def _by_reason(name: str, meaning: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"phasewise_{name}", f"{meaning}, by reason", labels=("reason",))
+    for reason, count in sorted(counts.items()):
+        family.add_metric((reason,), count)
+    return family
 
 
 def _of_pool(pool: PoolStats) -> Iterator[Family]:

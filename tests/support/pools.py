@@ -18,6 +18,7 @@ from phasewise.serving.late_guides import ThoughtGuide
 from phasewise.serving.loaders import load_model
 from phasewise.serving.messages import Answer, Delivery, Failure, Submit
 from phasewise.serving.open_engine import EngineSize, ModelText, OpenEngine, open_engine
+from phasewise.serving.restarts import Restarts
 from phasewise.serving.sampling import GREEDY, SampledToken, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from phasewise.workflows.serve_instance import MODULE, InstanceSpec
@@ -108,6 +109,7 @@ def pools(
     roles: Sequence[Role] = ("prompt", "token"),
     size: EngineSize | None = None,
     n_ranks: int = 1,
+    most_restarts: int = 5,
     **settings: object,
 ) -> Iterator[PoolServer]:
     """Instances of the model at `path`, all ready. settings: of `FrontSettings`."""
@@ -120,7 +122,13 @@ def pools(
         )
         launcher = LocalInstances(MODULE, [spec.tell] * len(roles))
         server = PoolServer(front=None)  # type: ignore[arg-type]
-        server.front = Front(roles, launcher, chosen, server.deliver)
+        server.front = Front(
+            roles,
+            launcher,
+            chosen,
+            server.deliver,
+            restarts=lambda: Restarts(most=most_restarts, longest_pause_s=0.1),
+        )
         server.front.start()
         try:
             server.wait_until(lambda: server.front.state != "starting", "the instances start")

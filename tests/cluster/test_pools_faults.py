@@ -1,0 +1,101 @@
+"""Instances that are killed or stopped at any moment of a hand-over: every request ends, with the right
+answer or an error, and no keys and values stay behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
+from phasewise.serving.errors import ServingError
+from tests.cluster.test_pools import tokens
+from tests.support.pools import (
+    PoolServer,
+    Told,
+    mixed_requests,
+    open_alone,
+    pools,
+    prompt,
+    run_alone,
+    size_of,
+    tiny_model,
+)
+
+pytestmark = pytest.mark.slow
+
+ROUNDS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, cache: object) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), context_length=20_000)
+
+
+def check_round(
+    server: PoolServer,
+    model: Path,
+    index: int,
+    number: signal.Signals,
+    whole: dict[str, Told],
+    after_s: float,
+) -> None:
+    """One signal to one instance while requests are on their way."""
+    requests = [
+        replace(
+            one, request_id=f"{one.request_id}-{after_s}", prompt_token_ids=prompt(3000, at), max_tokens=40
+        )
+        for at, one in enumerate(mixed_requests(None))
+    ]
+    before = dict(server.front.pids)
+    for one in requests:
+        server.front.send(one)
+    time.sleep(after_s)
+    began_s = time.monotonic()
+    os.kill(before[index], number)
+    server.wait_for(len(requests))
+    server.wait_until(lambda: server.front.pids.get(index, before[index]) != before[index], "no new instance")
+    took_s = time.monotonic() - began_s
+    server.wait_until(server.is_empty, "keys and values stay behind")
+
+    assert took_s < 30
+    expected = tokens(whole)
+    for one in requests:
+        name = one.request_id
+        if name in server.failures:
+            assert isinstance(server.failures[name], ServingError)
+            assert server.pieces.get(name), "an answer that had not begun failed"
+        else:
+            assert tokens({name: server.pieces[name]})[name] == expected[name.rsplit("-", 1)[0]]
+
+
+@pytest.mark.parametrize("transfer", ["shm", "tcp"])
+@pytest.mark.parametrize("index", [0, 1], ids=["prompt", "token"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_every_request_ends_and_nothing_stays_behind(
+    model: Path, index: int, number: signal.Signals, transfer: str
+) -> None:
+    """At moments drawn over the life of the requests: queued, computed, handed over, answered."""
+    size = size_of(model, context_length=8192, kv_slots=32_768)
+    requests = [
+        replace(one, prompt_token_ids=prompt(3000, at), max_tokens=40)
+        for at, one in enumerate(mixed_requests(None))
+    ]
+    with open_alone(model, size) as opened:
+        whole = run_alone(opened, requests)
+    draw = random.Random(f"{index} {number} {transfer}")
+    with pools(model, size=size, kv_transfer=transfer, silent_s=1.5, most_restarts=100) as server:
+        for _ in range(ROUNDS if number == signal.SIGKILL else 2):
+            check_round(server, model, index, number, whole, round(draw.uniform(0, 0.4), 3))
