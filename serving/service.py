@@ -33,6 +33,7 @@ from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, Served
 from phasewise.serving.http.lengths import LengthObserver, RealisedLength
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.listening import Address
+from phasewise.serving.http.live import MachineFacts
 from phasewise.serving.http.metrics import Gauges, Metrics
 from phasewise.serving.http.server import HttpServer, Service
 from phasewise.serving.length_log import LengthLog
@@ -82,6 +83,8 @@ class ServiceSettings:
     """For what requests do not state; None: as the model's files say."""
     cors_origins: tuple[str, ...] = ()
     logging: Logging = Logging()
+    page: MachineFacts | None = None
+    """For the page at `/`; None: no page."""
     tool_format: str = "auto"
     """How calls are written: one of `tools.dialect.FORMATS`; auto: as the chat template writes them."""
 
@@ -126,9 +129,8 @@ def run_service(
             stack.enter_context(closing(opened.text.conversations))
         lines = stack.enter_context(LineWriter(settings.logging.path))
         access = AccessLog(lines, settings.logging.level, as_json=settings.logging.as_json)
-        surroundings = Surroundings(
-            settings.cors_origins, None if settings.logging.level == "off" else access
-        )
+        is_logged = settings.logging.level != "off"
+        surroundings = Surroundings(settings.cors_origins, access if is_logged else None, settings.page)
         app = create_app(
             _served(opened, settings, guides),
             client,

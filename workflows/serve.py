@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from phasewise.serving.http.access_log import Level
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.listening import Address
+    from phasewise.serving.http.live import MachineFacts
     from phasewise.serving.open_engine import EngineSize, OpenEngine
     from phasewise.serving.service import Served, ServiceSettings
     from phasewise.tuner.plans import Phase, ServicePlan
@@ -95,6 +96,7 @@ class Answering:
 
     `tool_format`: `auto`, as the model's chat template writes calls, or one of
     `serving.tools.dialect.FORMATS`. `cors_origin`: pages of these origins may call the server.
+    `no_page`: there is no page at `/`.
     """
 
     temperature: float | None = None
@@ -102,6 +104,7 @@ class Answering:
     min_p: float | None = None
     tool_format: str = "auto"
     cors_origin: Sequence[str] | None = None
+    no_page: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,7 @@ def serve_model(
             cors_origins=tuple(answering.cors_origin or ()),
             logging=Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json"),
             tool_format=answering.tool_format,
+            page=None if answering.no_page else _machine_facts(found, size),
         )
         _tell(opened, found.plans, instances, settings, report)
         _warn_of_strangers(listening, settings.limits, report)
@@ -304,6 +308,15 @@ def _open(
     with keeping_affinity():
         text = ModelText(found.model, allow_special=allow_special)
         return open_engine(found.model, found.plans, size, text, found.schedules, drafts=drafts)
+
+
+def _machine_facts(found: OpenModel, size: EngineSize) -> MachineFacts:
+    from phasewise.serving.http.live import MachineFacts
+    from phasewise.topology import read_machine
+    from phasewise.workflows.machine_facts import picture_of_plans, schedule_rows
+
+    uses = found.explain(size.step_tokens, size.max_sequences, size.kv_format)
+    return MachineFacts(picture_of_plans(read_machine(), found.plans), tuple(schedule_rows(uses)))
 
 
 def _level(name: str) -> Level:

@@ -227,6 +227,7 @@ _ANSWERING = option_set(
         metavar="ORIGIN",
         envvar="PHASEWISE_CORS_ORIGIN",
     ),
+    no_page=opt("serve no page with a chat and a live view at /", "--no-page", envvar="PHASEWISE_NO_PAGE"),
 )
 
 _LOGGED = option_set(

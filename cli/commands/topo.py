@@ -149,7 +149,8 @@ def _plans(
 def _show_plans(
     machine: Machine, plans: Mapping[Phase, ServicePlan], svg_path: Path | None, as_json: bool
 ) -> None:
-    from phasewise.cli.render.plan_text import picture_groups, plan_lines
+    from phasewise.cli.render.plan_text import plan_lines
+    from phasewise.workflows.machine_facts import picture_groups
     from phasewise.workflows.plan_json import plan_fields
 
     _draw(machine, picture_groups(plans), svg_path)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from phasewise.workflows.machine_facts import schedule_words
 
 if TYPE_CHECKING:
     from phasewise.workflows.tuned_schedules import ScheduleUse
@@ -27,7 +29,7 @@ def uses_text(uses: Sequence[ScheduleUse]) -> str:
             _arithmetic(use),
             _rows(use),
             use.why,
-            describe(use.schedule),
+            schedule_words(use.schedule),
         )
         for use in uses
     ]
@@ -48,15 +50,3 @@ def _arithmetic(use: ScheduleUse) -> str:
 
 def _rows(use: ScheduleUse) -> str:
     return str(use.first_m) if use.first_m == use.last_m else f"{use.first_m}-{use.last_m}"
-
-
-def describe(schedule: Mapping[str, int] | None) -> str:
-    """A schedule in one line: tile and block as rows x columns, grid as threads over m, n and k."""
-    if schedule is None:
-        return "by the step"
-    s = schedule
-    return (
-        f"tile {s['mr']}x{16 * s['panels']}, block {s['block_m']}x{16 * s['block_n']}x{s['block_k']}, "
-        f"grid {s['grid_m']}x{s['grid_n']}x{s['grid_k']}, {'mn' if s['rows_outside'] else 'nm'}, "
-        f"prefetch {s['prefetch_bytes']}"
-    )

@@ -8,8 +8,7 @@ from string import ascii_letters, digits
 from phasewise.cli.render.topo_text import WIDTH
 from phasewise.topology import Kind, Machine, Node
 from phasewise.topology.cpusets import format_list
-from phasewise.topology.picture import GROUP_FILLS, PuGroup
-from phasewise.tuner.plans import Phase, ServicePlan, list_cores
+from phasewise.tuner.plans import ServicePlan, list_cores
 from phasewise.workflows.plan_json import Plans
 
 MARKS = digits + ascii_letters
@@ -38,27 +37,6 @@ def plan_lines(machine: Machine, plans: Plans) -> Iterator[str]:
     yield ""
     shown = {mark for mark_of in marks.values() for mark in mark_of.values()}
     yield _legend(shown)
-
-
-def picture_groups(plans: Plans) -> tuple[PuGroup, ...]:
-    """Every rank of every phase; no colour means one phase here and another there."""
-    groups = []
-    for phase, fills in _fills(plans).items():
-        for number, rank in enumerate(plans[phase].ranks):
-            fill = fills[number % len(fills)]
-            groups.append(PuGroup(f"{phase}, rank {number}", frozenset(rank.cores), fill))
-    return tuple(groups)
-
-
-def _fills(plans: Plans) -> dict[Phase, Sequence[str]]:
-    """The colours of each phase: a fair share for both where there are not enough."""
-    first, *others = plans
-    if not others:
-        return {first: GROUP_FILLS}
-    (second,) = others
-    half = len(GROUP_FILLS) // 2
-    n_first = min(len(plans[first].ranks), len(GROUP_FILLS) - min(len(plans[second].ranks), half))
-    return {first: GROUP_FILLS[:n_first], second: GROUP_FILLS[n_first:]}
 
 
 def _plan_in_words(plan: ServicePlan) -> Iterator[str]:

@@ -27,8 +27,10 @@ from phasewise.serving.http.embeddings import add_routes as add_embedding_routes
 from phasewise.serving.http.errors import from_engine, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.live import MachineFacts
 from phasewise.serving.http.metrics import Metrics
 from phasewise.serving.http.middleware import CheckHost, CountAnswers, RequireKey, client_of
+from phasewise.serving.http.page_routes import OPEN_PATHS, add_page
 from phasewise.serving.http.preparation import Preparation
 from phasewise.serving.http.prepare import chat_requests, check_token_ids, completion_requests
 from phasewise.serving.http.render import ChatRendering, CompletionRendering, Form, Rendering, Reply
@@ -49,8 +51,9 @@ Body = TypeVar("Body", bound=Strict)
 
 _PATHS = frozenset(
     {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
-    | {"/v1/responses", "/tokenize", "/detokenize"}
+    | {"/v1/responses", "/tokenize", "/detokenize", "/live", "/live/machine"}
     | EMBEDDING_PATHS
+    | OPEN_PATHS
 )
 _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "Retry-After")
 
@@ -61,6 +64,8 @@ class Surroundings:
 
     cors_origins: tuple[str, ...] = ()
     log: AccessLog | None = None
+    page: MachineFacts | None = None
+    """What the live view of the page at `/` shows of the machine; None: there is no page."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,8 @@ def create_app(
     if embeddings is not None:
         cards.append(_add_embeddings(app, embeddings, life, metrics))
     _add_models(app, cards)
+    if surroundings.page is not None:
+        add_page(app, client, life, surroundings.page)
     openapi.describe(app, embeds=embeddings is not None)
     return app
 
@@ -159,7 +166,8 @@ def _layers(limits: HttpLimits, metrics: Metrics, surroundings: Surroundings) ->
             )
         )
     if limits.api_keys:
-        layers.append(Middleware(RequireKey, keys=limits.api_keys, metrics=metrics))
+        pages = OPEN_PATHS if surroundings.page is not None else frozenset()
+        layers.append(Middleware(RequireKey, keys=limits.api_keys, metrics=metrics, also_open=pages))
     return layers
 
 

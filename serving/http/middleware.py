@@ -40,15 +40,19 @@ def client_of(scope: Scope) -> Client:
 
 
 class RequireKey:
-    """401 unless the request carries one of `keys` as a bearer token. Health and readiness stay open."""
+    """401 unless the request carries one of `keys` as a bearer token. Health, readiness and `also_open` stay
+    open."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: tuple[str, ...], metrics: Metrics, also_open: frozenset[str] = frozenset()
+    ) -> None:
         self._app = app
+        self._open_paths = _OPEN_PATHS | also_open
         self._keys = tuple(_digest(key.encode()) for key in keys)
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
         key = self._key_of(Headers(scope=scope))

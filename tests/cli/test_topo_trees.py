@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from phasewise.cli.commands.topo import topo
-from phasewise.cli.render.plan_text import picture_groups, plan_lines
+from phasewise.cli.render.plan_text import plan_lines
 from phasewise.cli.render.trees_text import one_tree_lines, trees_lines
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
@@ -21,6 +21,7 @@ from phasewise.topology import Machine, read_lstopo
 from phasewise.tuner.errors import PlanError, TopoTreeError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan, machine_key
 from phasewise.tuner.topotree import OperatorLimits, configurations, fundamental, parse
+from phasewise.workflows.machine_facts import picture_groups
 from phasewise.workflows.plan_json import model_name, plan_fields, read_plans
 from phasewise.workflows.trees_json import trees_fields
 from tests.support.paper_machines import epyc, kunpeng

@@ -12,7 +12,8 @@ from phasewise.serving.chat import Conversation
 from phasewise.serving.chat_template import ChatTemplate
 from phasewise.serving.confined import Patience
 from phasewise.serving.guides import GuideCompiler, TokenView
-from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.app import Surroundings
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.tools.dialect import dialect_of
 from tests.support.fake_engine import END, VOCAB_SIZE, FakeRanks, encode, piece
 from tests.support.fake_server import FakeServer, fake_server
@@ -38,7 +39,11 @@ class ScriptedRanks(FakeRanks):
 
 @contextlib.contextmanager
 def scripted_server(
-    template: str, opening: str, context: int = 4000
+    template: str,
+    opening: str,
+    context: int = 4000,
+    surroundings: Surroundings | None = None,
+    limits: HttpLimits | None = None,
 ) -> Iterator[tuple[FakeServer, ScriptedRanks]]:
     """A server of a model with this chat template, whose prompts end with `opening`."""
     ranks = ScriptedRanks(opening)
@@ -52,5 +57,8 @@ def scripted_server(
     def model(served: ServedModel) -> ServedModel:
         return replace(served, guides=guides, dialect=dialect, encode_chat=encode_chat)
 
-    with fake_server(model=model, ranks=ranks, context=context) as server, contextlib.closing(guides):
+    with (
+        fake_server(limits, model=model, ranks=ranks, context=context, surroundings=surroundings) as server,
+        contextlib.closing(guides),
+    ):
         yield server, ranks
