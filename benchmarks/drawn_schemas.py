@@ -4,9 +4,10 @@
     python benchmarks/drawn_schemas.py --suite PATH     # a checkout of JSON-Schema-Test-Suite
     python benchmarks/drawn_schemas.py --templates 1000 # templates with filters
 
-Each is given the server's own bounds, in the process that the server itself would use. Its seconds are those
-until an answer comes, its bytes the growth of the largest child, as the kernel counts it. Exit code 1: one of
-them took more than the bounds allow, or was answered by anything but a result or one line.
+Each is given the server's own bounds, in the process that the server itself would use. Templates are asked
+of a server over HTTP, whose engine computes nothing. Their seconds are those until an answer comes, their
+bytes the growth of the largest child, as the kernel counts it. Exit code 1: one of them took more than the
+bounds allow, or was answered by anything but a result or one line.
 """
 
 from __future__ import annotations
@@ -14,27 +15,32 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import httpx
 from hostile_rows.siege import process_tree
 
 from phasewise.serving.chat import Conversation, Conversations
 from phasewise.serving.chat_template import ChatTemplateError
-from phasewise.serving.confined import Bounds, ConfinedError, ConfinedProcess, Overrun
-from phasewise.serving.errors import ModelError, RequestError
+from phasewise.serving.confined import Bounds, ConfinedError, ConfinedProcess, Overrun, Patience
+from phasewise.serving.errors import ContextLengthExceeded, ModelError, RequestError
 from phasewise.serving.grammar_job import told_of
 from phasewise.serving.guides import BOUNDS, Grammar, TokenView
+from phasewise.serving.http.http_settings import ServedModel
 from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
+from tests.support.fake_server import fake_server
 
 EXTRA_S = 1.0
 """Beyond the bound: for a process that takes its place, and a machine with others at work."""
@@ -42,6 +48,8 @@ EXTRA_BYTES = 32 << 20
 """Beyond the bound, which counts address space from the job's beginning: for the stack and what is loaded."""
 TEMPLATE_BOUNDS = Bounds(seconds=2.0, memory_bytes=256 << 20)
 _POLL_S = 0.002
+_CONTEXT = 20_000
+"""Tokens, of one character each."""
 _NEEDS = "it needs pip install hypothesis-jsonschema hypothesis==6.150.0, in an environment of their own"
 _SAY_NOTHING = frozenset(
     {"$id", "$schema", "$ref", "$comment", "definitions", "default", "title", "description"}
@@ -67,6 +75,8 @@ class Seen:
     seconds: list[float] = field(default_factory=list)
     growth_bytes: list[int] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)
+    """Ascending: what /health took meanwhile, where a server was asked."""
 
     def note(self, text: str, outcome: str, said: str, seconds: float, n_bytes: int) -> None:
         self.outcomes[outcome] += 1
@@ -94,6 +104,12 @@ class Seen:
             f"most {n_bytes[-1] / 2**20:.1f} "
             f"(bounds {self.bounds.seconds:g} s, {self.bounds.memory_bytes >> 20} MiB)"
         )
+        if self.health_s:
+            late = self.health_s[len(self.health_s) * 99 // 100]
+            print(
+                f"     /health meanwhile: {len(self.health_s)} times, 99 % {late * 1e3:.0f} ms, "
+                f"most {self.health_s[-1] * 1e3:.0f} ms"
+            )
         for one in self.missed[:10]:
             print(f"     {one[:300]}")
         return not self.missed
@@ -226,27 +242,64 @@ def try_schemas(schemas: Iterator[Any], seconds: float) -> Seen:
     return seen
 
 
-def try_templates(n: int, seed: int, seconds: float) -> Seen:
-    """Templates of filters, methods and loops over large values, each on a process of its own."""
-    hello = Conversation([{"role": "user", "content": "hello"}])
-    seen, end_s, rng = Seen(TEMPLATE_BOUNDS), time.monotonic() + seconds, random.Random(seed)
-    for _ in range(n):
-        source = _template(rng)
-        conversations = Conversations(source, {}, [], TEMPLATE_BOUNDS)
-        try:
-            conversations.start()
-        except (ChatTemplateError, ModelError):
-            seen.outcomes["no template"] += 1
-            conversations.close()
-            continue
-        seen.base_bytes = _largest_child_bytes()
-        try:
-            _try(seen, source, lambda: conversations.write(hello))  # noqa: B023
-        finally:
-            conversations.close()
-        if time.monotonic() > end_s:
-            break
+def try_templates(n: int, seed: int, seconds: float, bound_s: float) -> Seen:
+    """Templates of filters, methods and loops over large values, each as that of a server's model.
+
+    A conversation is sent over HTTP for each; a process beside asks /health all the time.
+    """
+    bounds = Bounds(bound_s, TEMPLATE_BOUNDS.memory_bytes)
+    seen, end_s, rng = Seen(bounds), time.monotonic() + seconds, random.Random(seed)
+    template: list[Conversations] = []
+
+    def encode_chat(chat: Conversation, patience: Patience) -> list[int]:
+        text = template[0].write(chat, patience).text
+        if len(text) > _CONTEXT:
+            raise ContextLengthExceeded("the context cannot hold that", "messages")
+        return encode(text)
+
+    def ask() -> None:
+        body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60.0)
+        if answer.status_code not in (200, 400):
+            seen.missed.append(f"status {answer.status_code}: {source}")
+        elif answer.status_code == 400:
+            said = answer.json()["error"]["message"]
+            raise Overrun(said) if "was stopped" in said else RequestError(said)
+
+    def model(served: ServedModel) -> ServedModel:
+        return replace(served, encode_chat=encode_chat)
+
+    with fake_server(model=model, context=_CONTEXT + 100) as server, _watching_health(server.url, seen):
+        for _ in range(n):
+            source = _template(rng)
+            conversations = Conversations(source, {}, [], bounds)
+            try:
+                conversations.start()
+            except (ChatTemplateError, ModelError):
+                seen.outcomes["no template"] += 1
+                conversations.close()
+                continue
+            template[:] = [conversations]
+            seen.base_bytes = _largest_child_bytes()
+            try:
+                _try(seen, source, ask)
+            finally:
+                conversations.close()
+            if time.monotonic() > end_s:
+                break
     return seen
+
+
+@contextmanager
+def _watching_health(url: str, seen: Seen) -> Iterator[None]:
+    """Ask /health from another process until the block ends; the longest answers go to `seen`."""
+    command = [sys.executable, str(Path(__file__).with_name("health_probe.py")), url]
+    probe = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield
+    finally:
+        said, _ = probe.communicate("end\n", timeout=60)
+        seen.health_s = sorted(json.loads(said))
 
 
 def _template(rng: random.Random) -> str:
@@ -280,6 +333,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="schemas of hypothesis-jsonschema")
     parser.add_argument("--suite", type=Path, metavar="PATH", help="a checkout of JSON-Schema-Test-Suite")
     parser.add_argument("--templates", type=int, default=0, metavar="N", help="templates with filters")
+    parser.add_argument(
+        "--template-seconds",
+        type=float,
+        default=TEMPLATE_BOUNDS.seconds,
+        metavar="S",
+        help="bound of one template; default: the server's",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop each part after this time")
     asked = parser.parse_args(arguments)
@@ -297,7 +357,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "schemas of the JSON Schema Test Suite"
         )
     if asked.templates:
-        held &= try_templates(asked.templates, asked.seed, asked.seconds).report("templates")
+        held &= try_templates(asked.templates, asked.seed, asked.seconds, asked.template_seconds).report(
+            "templates"
+        )
     return 0 if held else 1
 
 
