@@ -20,7 +20,7 @@ from phasewise.serving.throughput import compute_kind
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import MachineRates, measured_rates
-from phasewise.tuner.config.steps import Evaluator, Step
+from phasewise.tuner.config.steps import Step, StepEvaluator
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 from phasewise.tuner.plans import list_cores, rank_on
 from phasewise.tuner.topotree import Configuration, OperatorLimits, configurations, fundamental
@@ -46,7 +46,7 @@ def few_configurations(machine: Machine, limits: OperatorLimits) -> list[Configu
     return [one_core, *configurations(fundamental(machine).tree, limits)]
 
 
-def rows(evaluators: list[Evaluator], chosen: list[Configuration]) -> Iterator[dict[str, Any]]:
+def rows(evaluators: list[StepEvaluator], chosen: list[Configuration]) -> Iterator[dict[str, Any]]:
     for configuration in chosen:
         for step in STEPS:
             times_ms = {}
@@ -70,7 +70,7 @@ def main() -> None:
     machine, model = read_machine(), load_model(asked.model, asked.format)
     shape = shape_of_model(model)
     limits = OperatorLimits(shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn)
-    evaluators: list[Evaluator] = [
+    evaluators: list[StepEvaluator] = [
         MeasuredEvaluator(model, machine, Room.for_steps(STEPS)),
         ModelledEvaluator(machine, shape, rates_here(machine, compute_kind(model))),
     ]

@@ -51,7 +51,7 @@ from phasewise.tuner.search.protocol import Search, cost, drive, fastest, refere
 from phasewise.tuner.search.random import random
 from phasewise.tuner.search.roller import roller
 from phasewise.tuner.search.sandwich import qualified, sandwich
-from phasewise.tuner.search.space import Space, kernel_of
+from phasewise.tuner.search.space import ScheduleSpace, kernel_of
 from phasewise.tuner.weights import cold_bytes
 from phasewise.workflows.bench.peers.processes import Peer, PeerCell, opened_peers
 
@@ -139,7 +139,7 @@ class Look:
     """Seconds, and the fastest so far."""
 
 
-def searches(space: Space, default: Schedule) -> dict[str, Search[Schedule]]:
+def searches(space: ScheduleSpace, default: Schedule) -> dict[str, Search[Schedule]]:
     return {
         "sandwich": sandwich(space, SearchOptions(), [default]),
         "roller": roller(space),
@@ -148,7 +148,7 @@ def searches(space: Space, default: Schedule) -> dict[str, Search[Schedule]]:
     }
 
 
-def thinned(space: Space, limit: int, default: Schedule) -> Space:
+def thinned(space: ScheduleSpace, limit: int, default: Schedule) -> ScheduleSpace:
     """One prefetch distance, the default's; as often as needed every second kernel, but for the default's.
 
     The others stand in the order of their work a cycle, so that good and bad ones stay.
@@ -164,7 +164,7 @@ def thinned(space: Space, limit: int, default: Schedule) -> Space:
     return space
 
 
-def count(space: Space) -> int:
+def count(space: ScheduleSpace) -> int:
     return sum(1 for _ in space.schedules())
 
 
@@ -173,7 +173,7 @@ class Arena:
     """One product: who times it, its candidates, the kernels' own schedule."""
 
     evaluator: NativeEvaluator
-    space: Space
+    space: ScheduleSpace
     default: Schedule
 
     def look(self, name: str, search: Search[Schedule]) -> Look:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from phasewise.loadtest.outcome import Failure, RequestOutcome
+from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.stream import MAX_ERROR_CHARS, StreamReader
 
 CONNECT_S = 10.0
@@ -198,7 +198,11 @@ async def _json(response: aiohttp.ClientResponse) -> Any:
 async def _refusal(outcome: RequestOutcome, response: aiohttp.ClientResponse) -> None:
     status = response.status
     outcome.failure = (
-        Failure.overloaded if status == 429 else Failure.broken_server if status >= 500 else Failure.rejected
+        FailureKind.overloaded
+        if status == 429
+        else FailureKind.broken_server
+        if status >= 500
+        else FailureKind.rejected
     )
     outcome.retry_after_s = _retry_after_s(response.headers.get("Retry-After"))
     outcome.error = f"status {status}: {_reason(await response.content.read(4096))}"[:MAX_ERROR_CHARS]
@@ -219,16 +223,16 @@ def _retry_after_s(text: str | None) -> float | None:
     return min(float(text.strip()[:9]), MAX_RETRY_AFTER_S)
 
 
-def _kind(error: Exception) -> Failure:
+def _kind(error: Exception) -> FailureKind:
     match error:
         case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
-            return Failure.refused
+            return FailureKind.refused
         case asyncio.TimeoutError():
-            return Failure.timeout
+            return FailureKind.timeout
         case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | OSError():
-            return Failure.broken_stream
+            return FailureKind.broken_stream
         case _:
-            return Failure.garbage
+            return FailureKind.garbage
 
 
 def _why(error: Exception) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Failure(StrEnum):
+class FailureKind(StrEnum):
     """Why a request has no whole answer."""
 
     refused = "refused"
@@ -40,7 +40,7 @@ class RequestOutcome:
     latency_s: float = 0.0
     itls_s: list[float] = field(default_factory=list)
     text: str = ""
-    failure: Failure | None = None
+    failure: FailureKind | None = None
     error: str = ""
     retry_after_s: float | None = None
 

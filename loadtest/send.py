@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import Client
 from phasewise.loadtest.metrics import Measured
-from phasewise.loadtest.outcome import Failure, RequestOutcome
+from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.prompts import Prompts
 from phasewise.tuner.config.lengths import Trace
 
@@ -139,7 +139,9 @@ class _Running:
             )
         except asyncio.CancelledError:
             self.outcomes.append(
-                RequestOutcome(begun_s, request.prompt_tokens, failure=Failure.unfinished, error="cut off")
+                RequestOutcome(
+                    begun_s, request.prompt_tokens, failure=FailureKind.unfinished, error="cut off"
+                )
             )
             raise
         self.outcomes.append(outcome)

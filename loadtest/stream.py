@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from phasewise.loadtest.outcome import Failure, RequestOutcome
+from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 
 MAX_LINE_BYTES = 4 << 20
 MAX_ERROR_CHARS = 200
@@ -38,7 +38,7 @@ class StreamReader:
             if line.startswith(b"data:"):
                 self._data(line[5:].strip(), at_s)
         if len(self._rest) > MAX_LINE_BYTES:
-            self._fail(Failure.garbage, f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+            self._fail(FailureKind.garbage, f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
 
     @property
     def is_finished(self) -> bool:
@@ -52,11 +52,11 @@ class StreamReader:
         outcome.text = "".join(self._texts)
         if outcome.failure is None and not self.is_finished:
             if self._n_events or not self._rest.strip():
-                self._fail(Failure.broken_stream, "the connection closed before the answer was finished")
+                self._fail(FailureKind.broken_stream, "the connection closed before the answer was finished")
             else:
-                self._fail(Failure.garbage, f"no events came, but {self._rest[:40]!r}")
+                self._fail(FailureKind.garbage, f"no events came, but {self._rest[:40]!r}")
 
-    def _fail(self, kind: Failure, reason: str) -> None:
+    def _fail(self, kind: FailureKind, reason: str) -> None:
         self._outcome.failure = kind
         self._outcome.error = reason[:MAX_ERROR_CHARS]
 
@@ -67,12 +67,12 @@ class StreamReader:
         try:
             event = json.loads(data)
         except (ValueError, RecursionError):
-            self._fail(Failure.garbage, f"an event that is not JSON: {data[:60]!r}")
+            self._fail(FailureKind.garbage, f"an event that is not JSON: {data[:60]!r}")
             return
         if not isinstance(event, dict):
-            self._fail(Failure.garbage, f"an event that is no object: {data[:60]!r}")
+            self._fail(FailureKind.garbage, f"an event that is no object: {data[:60]!r}")
         elif event.get("error") is not None:
-            self._fail(Failure.stream_error, f"the server failed: {_message(event['error'])}")
+            self._fail(FailureKind.stream_error, f"the server failed: {_message(event['error'])}")
         else:
             self._usage(event.get("usage"))
             self._choice(event.get("choices"), at_s)

@@ -29,7 +29,7 @@ from phasewise.serving.http.access_log import AccessLog, Level, LineWriter
 from phasewise.serving.http.app import Surroundings, create_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connections import Connections
-from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
+from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from phasewise.serving.http.lengths import LengthObserver, RealisedLength
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.listening import Address
@@ -53,8 +53,8 @@ _LAST_STEP_S = 2.0
 class Predictor:
     """Tells how long answers will be, and learns from how long they became. Both are quick."""
 
-    estimate: Callable[[PromptFacts], Estimate]
-    learn: Callable[[PromptFacts, int], None]
+    estimate: Callable[[RequestFacts], Estimate]
+    learn: Callable[[RequestFacts, int], None]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
 from phasewise.tuner.pace import Pace
 from phasewise.tuner.search.group import GroupOutcome
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Ask
+from phasewise.tuner.search.protocol import TimingBatch
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.task_division import Task, TaskDivision
 from phasewise.tuner.timing import proves_faster
@@ -54,7 +54,7 @@ class Duel:
     candidate: Sample
 
 
-class Evaluator(Protocol):
+class ScheduleEvaluator(Protocol):
     """What times schedules; `tuner.native` is the real one."""
 
     def prepare(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
@@ -125,7 +125,7 @@ class TuningOutcome:
 class Tools:
     """What a run works with."""
 
-    evaluator: Evaluator
+    evaluator: ScheduleEvaluator
     ledger: Ledger
     options: SearchOptions = field(default_factory=SearchOptions)
     report: Callable[[TuningProgress], None] = lambda _: None
@@ -255,7 +255,7 @@ class _Run:
             found: GroupOutcome = end.value
             return found
 
-    def _answer(self, number: int, task: Task, ask: Ask, deadline_s: float) -> list[Sample] | None:
+    def _answer(self, number: int, task: Task, ask: TimingBatch, deadline_s: float) -> list[Sample] | None:
         problem, ledger = task.problem(ask.m), self._tools.ledger
         self._let_pass()
         if self._missing(problem, ask):
@@ -270,7 +270,7 @@ class _Run:
         known = ledger.samples(problem)
         return [known[schedule][take] for schedule, take in zip(ask.schedules, ask.takes, strict=True)]
 
-    def _missing(self, problem: Problem, ask: Ask) -> list[Schedule]:
+    def _missing(self, problem: Problem, ask: TimingBatch) -> list[Schedule]:
         known = self._tools.ledger.samples(problem)
         asked = zip(ask.schedules, ask.takes, strict=True)
         return [schedule for schedule, take in asked if take >= len(known.get(schedule, ()))]

@@ -11,7 +11,7 @@ from phasewise.topology.cpusets import format_list
 
 if TYPE_CHECKING:
     from phasewise.topology import Machine
-    from phasewise.tuner.probe import ClusterLevel, Evidence, GroupHint, Interference, Probe
+    from phasewise.tuner.probe import ClusterLevel, GroupHint, Interference, LevelEvidence, Probe
     from phasewise.tuner.probe.clusters import Matrix
 
 WIDTH = 80
@@ -131,7 +131,7 @@ def _group_lines(groups: Sequence[GroupHint]) -> Iterator[str]:
     yield "Groups worth trying first: " + ", ".join(hint.notation for hint in groups)
 
 
-def _evidence_words(evidence: Evidence) -> str:
+def _evidence_words(evidence: LevelEvidence) -> str:
     if evidence.source == "latency":
         return f"{evidence.within:.0f} ns inside, {evidence.between:.0f} ns to the next"
     return (

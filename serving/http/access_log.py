@@ -24,7 +24,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phasewise.serving.errors import ServingError
-from phasewise.serving.http.http_settings import PromptFacts
+from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.messages import Delivery, Failure, Submit
 
 Level = Literal["debug", "info", "warning", "error", "off"]
@@ -131,7 +131,7 @@ class AccessLog:
 
     # As an observer of the engine's client.
 
-    def sent(self, request: Submit, facts: PromptFacts) -> None:
+    def sent(self, request: Submit, facts: RequestFacts) -> None:
         """Nothing to do: `expects` has been told."""
 
     def delivered(self, delivery: Delivery) -> None:

@@ -25,7 +25,7 @@ from phasewise.serving.http.embeddings import PATHS as EMBEDDING_PATHS
 from phasewise.serving.http.embeddings import EmbeddingModel, EmbeddingRoutes
 from phasewise.serving.http.embeddings import add_routes as add_embedding_routes
 from phasewise.serving.http.errors import from_engine, unknown_model
-from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
+from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.live import MachineFacts
 from phasewise.serving.http.metrics import Metrics
@@ -333,7 +333,7 @@ def _add_tokens(app: FastAPI, service: _Service) -> None:
 
 
 def _reply(
-    body: GenerationRequest, requests: list[Submit], facts: list[PromptFacts], rendering: Rendering
+    body: GenerationRequest, requests: list[Submit], facts: list[RequestFacts], rendering: Rendering
 ) -> Reply:
     return Reply(
         requests=requests,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from phasewise.serving.errors import QueueFull, RequestError, Stopping
-from phasewise.serving.http.http_settings import HttpLimits, PromptFacts
+from phasewise.serving.http.http_settings import HttpLimits, RequestFacts
 from phasewise.serving.http.loop_wakeup import LoopWakeup
 from phasewise.serving.http.places import displaced
 from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, Submit
@@ -163,7 +163,7 @@ def _bytes_of(piece: Answer) -> int:
 class Observer(Protocol):
     """Sees the traffic, for metrics and for the length log."""
 
-    def sent(self, request: Submit, facts: PromptFacts) -> None: ...
+    def sent(self, request: Submit, facts: RequestFacts) -> None: ...
 
     def delivered(self, delivery: Delivery) -> None: ...
 
@@ -216,7 +216,7 @@ class EngineClient:
     def open(
         self,
         requests: Sequence[Submit],
-        facts: Sequence[PromptFacts],
+        facts: Sequence[RequestFacts],
         on_overflow: Callable[[], None] | None = None,
         owner: str = "",
     ) -> AnswerStream:

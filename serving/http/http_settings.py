@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from phasewise.serving.pools.contract import Estimate
 
 
-class PromptFacts(NamedTuple):
+class RequestFacts(NamedTuple):
     """Facts about a request that are known before its answer, for predicting the length of the answer.
 
     `n_messages`: messages in the conversation; 1 for a completion. `system_prompt_id`: a digest of the system
@@ -51,7 +51,7 @@ class ServedModel:
     encode_chat: Callable[[Conversation, Patience], list[int]] | None
     max_prompt_tokens: int | None = None
     """Longer prompts are refused; None: only `context_length` limits them."""
-    estimate: Callable[[PromptFacts], Estimate] | None = None
+    estimate: Callable[[RequestFacts], Estimate] | None = None
     """Predicts the length of an answer, on the thread that prepares a request; None without a predictor."""
     guides: GuideCompiler | None = None
     """Compiles grammars of answers; None where answers cannot be guided."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from phasewise.serving.http.http_settings import PromptFacts, ServedModel
+from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.http.schemas import ChatRequest, GenerationRequest
 from phasewise.serving.messages import Delivery, Failure, Submit
 
@@ -19,7 +19,7 @@ _ID_BYTES = 8
 class RealisedLength(NamedTuple):
     """An answer that has ended by itself. `at_s`: Unix time."""
 
-    facts: PromptFacts
+    facts: RequestFacts
     output_tokens: int
     finish_reason: str
     at_s: float
@@ -30,9 +30,9 @@ class LengthObserver:
 
     def __init__(self, learn: Callable[[RealisedLength], None]) -> None:
         self._learn = learn
-        self._facts: dict[str, PromptFacts] = {}
+        self._facts: dict[str, RequestFacts] = {}
 
-    def sent(self, request: Submit, facts: PromptFacts) -> None:
+    def sent(self, request: Submit, facts: RequestFacts) -> None:
         self._facts[request.request_id] = facts
 
     def delivered(self, delivery: Delivery) -> None:
@@ -48,21 +48,21 @@ class LengthObserver:
         self._facts.pop(request_id, None)
 
 
-def facts_of(requests: Sequence[Submit], body: GenerationRequest) -> list[PromptFacts]:
+def facts_of(requests: Sequence[Submit], body: GenerationRequest) -> list[RequestFacts]:
     """The facts of each request that `body` became. The choices of one prompt share theirs."""
     n_messages, system_prompt_id = _conversation(body)
-    facts: list[PromptFacts] = []
+    facts: list[RequestFacts] = []
     for request in requests:
         if not facts or facts[-1].token_ids is not request.prompt_token_ids:
             temperature = request.sampling.temperature
             known = (request.prompt_token_ids, temperature, request.max_tokens, n_messages, system_prompt_id)
-            facts.append(PromptFacts(*known))
+            facts.append(RequestFacts(*known))
         else:
             facts.append(facts[-1])
     return facts
 
 
-def estimated(requests: Sequence[Submit], facts: Sequence[PromptFacts], model: ServedModel) -> list[Submit]:
+def estimated(requests: Sequence[Submit], facts: Sequence[RequestFacts], model: ServedModel) -> list[Submit]:
     """The requests with how long their answers will be, where the model can tell. A prompt is asked once."""
     if model.estimate is None:
         return list(requests)

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from phasewise.serving.headroom import malloc_bytes_in_use
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.histogram import LocalHistogram, LocalHistograms
-from phasewise.serving.http.http_settings import PromptFacts
+from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
 from phasewise.tuner.plans import Phase
 
@@ -83,7 +83,7 @@ class Metrics:
         self._seconds = self._by_phase("step_seconds", "time per step", _PER_TOKEN_S)
         self._lives: dict[str, _Life] = {}
 
-    def sent(self, request: Submit, facts: PromptFacts) -> None:
+    def sent(self, request: Submit, facts: RequestFacts) -> None:
         self._lives[request.request_id] = _Life(time.perf_counter_ns())
         self._prompt.inc(len(request.prompt_token_ids))
 

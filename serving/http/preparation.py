@@ -18,7 +18,7 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.guides import Guide
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.fair_lane import FairLane
-from phasewise.serving.http.http_settings import PromptFacts, ServedModel
+from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.http.lengths import estimated, facts_of
 from phasewise.serving.http.middleware import client_of
 from phasewise.serving.http.prepare import (
@@ -55,12 +55,12 @@ class Preparation:
 
     async def prepare(
         self, request: Request, body: Body, make: Callable[[Body, ServedModel, Sender], list[Submit]]
-    ) -> tuple[list[Submit], list[PromptFacts]]:
+    ) -> tuple[list[Submit], list[RequestFacts]]:
         """Messages that `make` makes of `body`, with what is known of each. ApiError, or ClientLeft."""
         client, patience = client_of(request.scope), Patience()
         sender = Sender(client.cache_space, patience)
 
-        def work() -> tuple[list[Submit], list[PromptFacts], HeldTo | None]:
+        def work() -> tuple[list[Submit], list[RequestFacts], HeldTo | None]:
             requests = make(body, self._model, sender)
             facts = facts_of(requests, body)
             return estimated(requests, facts, self._model), facts, held_to(body, self._model)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.http_settings import PromptFacts, ServedModel
+from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.messages import Answer, DraftCounts, Failure, Submit
 from phasewise.serving.sampling import SampledToken
 from phasewise.serving.tools.parts import Call, Reader, Reasoning, Text
@@ -104,7 +104,7 @@ class Reply:
     """One HTTP answer to be: the messages it takes, `n` of them to a prompt, and how it looks."""
 
     requests: Sequence[Submit]
-    facts: Sequence[PromptFacts]
+    facts: Sequence[RequestFacts]
     n_choices_per_prompt: int
     rendering: Rendering
     streamed: bool

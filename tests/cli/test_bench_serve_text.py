@@ -15,7 +15,7 @@ from phasewise.cli.render.bench_serve_text import FORMATS, draw_report
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import Target
 from phasewise.loadtest.metrics import Measured
-from phasewise.loadtest.outcome import Failure, RequestOutcome
+from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.report_json import fields_of
 from phasewise.loadtest.session import LoadReport, RateProbe
 
@@ -29,7 +29,7 @@ def report(**more: Any) -> LoadReport:
     found = [
         RequestOutcome(0.0, 128, 3, 0.1, 0.18, [0.04, 0.04], text="a b c"),
         RequestOutcome(0.5, 128, 3, 0.3, 0.5, [0.1, 0.1], text="d e f"),
-        RequestOutcome(1.0, 128, failure=Failure.overloaded, error="status 429: full"),
+        RequestOutcome(1.0, 128, failure=FailureKind.overloaded, error="status 429: full"),
     ]
     probes = (
         RateProbe(2.0, Measured(found[:1], 1.0, 0.0), 1.0, True),

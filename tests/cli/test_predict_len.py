@@ -166,7 +166,7 @@ def test_eval_under_drift_and_of_a_given_predictor(log: Path, tmp_path: Path) ->
 
 
 def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None:
-    from phasewise.serving.http.http_settings import PromptFacts
+    from phasewise.serving.http.http_settings import RequestFacts
     from phasewise.workflows.length_estimator import estimator_from, open_predictor
 
     assert open_predictor("off", "tiny") is None
@@ -175,7 +175,7 @@ def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None
     opened = open_predictor(str(tmp_path / "p"), "tiny")
 
     assert opened is not None
-    facts = PromptFacts(tuple(made_up(1)[0].facts.token_ids), 0.0, 200, 1, None)
+    facts = RequestFacts(tuple(made_up(1)[0].facts.token_ids), 0.0, 200, 1, None)
     opened.learn(facts, 20)
     estimate = opened.estimate(facts)
     assert 1 <= estimate.output_tokens <= 200

@@ -17,7 +17,7 @@ import pytest
 
 from phasewise.cli.render.probe_text import probe_lines
 from phasewise.topology import Kind, Machine
-from phasewise.tuner.config.space import Space
+from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.probe import Interference, Probe, read_groups
 from phasewise.tuner.probe.groups import hints_of, latency_levels
 from phasewise.tuner.topotree import OperatorLimits, fundamental
@@ -128,7 +128,7 @@ def test_what_a_probe_proposes_is_tried_first(tmp_path: Path) -> None:
     hints = tuple(hint.apply(tree) for hint in read_groups(path))
 
     assert hints == (tree.group(4, 1, tree.depth),)
-    space = Space(tree, OperatorLimits(32, 32, 128, 11008), hints)
+    space = ConfigSpace(tree, OperatorLimits(32, 32, 128, 11008), hints)
     with_one_latent_level = list(space.generations())[1]
     assert with_one_latent_level[0] == hints[0]
 

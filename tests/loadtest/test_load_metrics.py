@@ -17,7 +17,7 @@ from phasewise.loadtest.metrics import (
     flat_result,
     is_kept,
 )
-from phasewise.loadtest.outcome import Failure, RequestOutcome
+from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.session import Judge, longest_s
 
 SLO = LatencySlo(200.0, 50.0)
@@ -30,7 +30,7 @@ def outcomes(draw: st.DrawFn) -> RequestOutcome:
     """Any answer: whole or failed, of a token or of many, several tokens an event or one."""
     start_s, ttft_s = draw(st.floats(0, 50)), draw(seconds)
     itls_s = draw(st.lists(seconds, max_size=12))
-    failure = draw(st.sampled_from([None, None, None, *Failure]))
+    failure = draw(st.sampled_from([None, None, None, *FailureKind]))
     return RequestOutcome(
         start_s,
         draw(st.integers(1, 4000)),
@@ -149,7 +149,8 @@ def test_the_busiest_second_is_found() -> None:
 
 def test_failures_are_counted_by_kind() -> None:
     found = [
-        RequestOutcome(0, 1, failure=kind) for kind in (Failure.timeout, Failure.refused, Failure.timeout)
+        RequestOutcome(0, 1, failure=kind)
+        for kind in (FailureKind.timeout, FailureKind.refused, FailureKind.timeout)
     ]
 
     assert failures(found) == {"timeout": 2, "refused": 1}

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from phasewise.serving.errors import RanksError
-from phasewise.serving.http.http_settings import HttpLimits, PromptFacts, ServedModel
+from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from phasewise.serving.pools.contract import Estimate
 from tests.support.fake_server import FakeServer, fake_server
 from tests.support.rude_clients import completion, connect, read_to_end, until
@@ -233,9 +233,9 @@ def test_a_prompt_longer_than_allowed_is_refused() -> None:
 
 
 def test_the_estimator_is_asked_once_for_each_prompt_and_knows_the_conversation() -> None:
-    asked: list[PromptFacts] = []
+    asked: list[RequestFacts] = []
 
-    def estimate(facts: PromptFacts) -> Estimate:
+    def estimate(facts: RequestFacts) -> Estimate:
         asked.append(facts)
         return Estimate(5.0, 0.5)
 

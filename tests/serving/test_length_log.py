@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from phasewise.serving.errors import ServingError
-from phasewise.serving.http.http_settings import PromptFacts
+from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.lengths import LengthObserver, RealisedLength
 from phasewise.serving.length_log import LengthLog
 from tests.support.fake_server import fake_server
 from tests.support.rude_clients import completion, connect, until
 
-LENGTH = RealisedLength(PromptFacts((1, 2, 3), 0.7, 64, 2, "abcd"), 9, "stop", 1_700_000_000.25)
+LENGTH = RealisedLength(RequestFacts((1, 2, 3), 0.7, 64, 2, "abcd"), 9, "stop", 1_700_000_000.25)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
         server.wait_until_idle()
 
     assert [(length.output_tokens, length.finish_reason) for length in known] == [(7, "length")]
-    assert known[0].facts == PromptFacts((97,), 0.5, 7, 1, None)
+    assert known[0].facts == RequestFacts((97,), 0.5, 7, 1, None)
     assert observer._facts == {}
 
 

@@ -21,7 +21,7 @@ start = pytest.importorskip(
 )
 
 from phasewise.serving.engine_thread import EngineThread  # noqa: E402
-from phasewise.serving.http.http_settings import HttpLimits, PromptFacts  # noqa: E402
+from phasewise.serving.http.http_settings import HttpLimits, RequestFacts  # noqa: E402
 from phasewise.serving.http.listening import TcpAddress  # noqa: E402
 from phasewise.serving.loaders import load_model  # noqa: E402
 from phasewise.serving.pools.contract import Estimate  # noqa: E402
@@ -82,10 +82,10 @@ def test_what_the_start_made_is_not_collected_while_it_serves_and_its_threads_en
     learned: list[int] = []
     frozen: list[int] = []
 
-    def estimate(facts: PromptFacts) -> Estimate:
+    def estimate(facts: RequestFacts) -> Estimate:
         return Estimate(len(facts.token_ids), 0.0)
 
-    def learn(_facts: PromptFacts, output_tokens: int) -> None:
+    def learn(_facts: RequestFacts, output_tokens: int) -> None:
         learned.append(output_tokens)
 
     def work(url: str) -> None:

@@ -13,7 +13,7 @@ from random import Random
 
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.tuner.search.protocol import Search, T, drive
-from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, Space, pieces
+from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, ScheduleSpace, pieces
 
 KERNELS = tuple(
     MicroKernel(mr, panels) for panels in (1, 2, 3, 4) for mr in range(1, 9) if mr * panels + panels < 32
@@ -135,9 +135,9 @@ def space_of(
     threads: int = 2,
     kernels: tuple[MicroKernel, ...] = KERNELS,
     k_parts: int = 1,
-) -> Space:
+) -> ScheduleSpace:
     """A float32 product."""
-    return Space(
+    return ScheduleSpace(
         problem=Problem("gemm", "f32", n, k, m),
         arithmetic=Arithmetic("fma", k_parts),
         threads=threads,

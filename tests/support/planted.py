@@ -14,7 +14,7 @@ from phasewise.topology import Kind, Machine
 from phasewise.tuner.config.hidden import HiddenResource
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import MachineRates, default_rates
-from phasewise.tuner.config.space import Space
+from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.steps import ModelShape, Step
 from phasewise.tuner.plans import Phase
 from phasewise.tuner.topotree import (
@@ -43,10 +43,10 @@ class Planted:
     shape: ModelShape
 
     @property
-    def space(self) -> Space:
+    def space(self) -> ConfigSpace:
         shape = self.shape
         limits = OperatorLimits(shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn)
-        return Space(fundamental(self.machine).tree, limits)
+        return ConfigSpace(fundamental(self.machine).tree, limits)
 
     def evaluator(self) -> ModelledEvaluator:
         return ModelledEvaluator(self.machine, self.shape, self.rates, self.hidden)

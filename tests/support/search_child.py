@@ -18,7 +18,7 @@ from random import Random
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey
 from phasewise.topology import Kind
-from phasewise.tuner.config.space import Space
+from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
 from phasewise.tuner.config.study import (
     Event,
@@ -40,10 +40,10 @@ UNPRUNED = SearchSettings(Rules(pruning=False))
 KEY = StudyKey(MachineKey("cores", "2 x 2 x 2"), "toy@f32", "decode", "e2e", "trace", "modelled")
 
 
-def small_space() -> Space:
+def small_space() -> ConfigSpace:
     """Two packages of two cores, two threads each."""
     machine = paper_machines.build("2 x 2 x 2", ((Kind.PACKAGE, 2), (Kind.NUMA, 1), (Kind.CORE, 2)), 2)
-    return Space(fundamental(machine).tree, OperatorLimits(32, 32, 128, 11008))
+    return ConfigSpace(fundamental(machine).tree, OperatorLimits(32, 32, 128, 11008))
 
 
 def scattered(configuration: Configuration) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from phasewise.tuner.config.space import Space
+from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.walk import Rules, walk
 from phasewise.tuner.topotree import Configuration
 
@@ -59,7 +59,7 @@ class Walked:
         return [configuration for configuration, _ in ranked[:k]]
 
 
-def walked(space: Space, cost: Cost, rules: Rules, most: int | None = None) -> Walked:
+def walked(space: ConfigSpace, cost: Cost, rules: Rules, most: int | None = None) -> Walked:
     """Walk with a function for an evaluator."""
     costs_ms: list[float] = []
     found: dict[str, tuple[Configuration, float]] = {}
@@ -77,7 +77,7 @@ def walked(space: Space, cost: Cost, rules: Rules, most: int | None = None) -> W
     return Walked(tuple(costs_ms), found, is_complete=False)
 
 
-def brute_force(space: Space, cost: Cost) -> Walked:
+def brute_force(space: ConfigSpace, cost: Cost) -> Walked:
     """Every configuration of the space."""
     configurations = [space.configuration(partition) for partition in space.partitions()]
     costs_ms = tuple(cost(configuration) for configuration in configurations)

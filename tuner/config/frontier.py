@@ -10,7 +10,7 @@ from enum import IntEnum
 from itertools import count
 from typing import TypeAlias
 
-from phasewise.tuner.config.space import Space
+from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.topotree import GROUP, Configuration, TopoTree
 from phasewise.tuner.topotree.configurations import Partition
 
@@ -131,7 +131,7 @@ _Entry: TypeAlias = tuple[Interest, float, int, int, int, int, _Strand]
 class Frontier:
     """The answers so far, the strands that wait, and what was decided."""
 
-    def __init__(self, space: Space, rules: Rules) -> None:
+    def __init__(self, space: ConfigSpace, rules: Rules) -> None:
         self._space = space
         self._rules = rules
         self._known_ms: dict[Partition, float] = {}

@@ -32,7 +32,7 @@ Section: TypeAlias = tuple[int, Partition]
 
 
 @dataclass(frozen=True)
-class Space:
+class ConfigSpace:
     """What a search may choose from."""
 
     tree: TopoTree

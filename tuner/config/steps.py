@@ -70,7 +70,7 @@ class StepTimer(Protocol):
         ...
 
 
-class Evaluator(Protocol):
+class StepEvaluator(Protocol):
     """Three kinds keep this contract (tests/tuner/config/test_evaluators.py runs it on each)."""
 
     @property

@@ -21,12 +21,12 @@ from phasewise.kerneldb.location import Location
 from phasewise.kerneldb.records import MachineKey
 from phasewise.tuner.config.lengths import Trace
 from phasewise.tuner.config.simulate import Objective, Remembered, StepGrid, cost_ms
-from phasewise.tuner.config.space import Space
-from phasewise.tuner.config.steps import Evaluator, StepTimer
+from phasewise.tuner.config.space import ConfigSpace
+from phasewise.tuner.config.steps import StepEvaluator, StepTimer
 from phasewise.tuner.config.storage import open_storage, quiet
 from phasewise.tuner.config.trace import slices
 from phasewise.tuner.config.trials import Claim, Entry, Known, State, Trials
-from phasewise.tuner.config.walk import Ask, Candidate, Cut, Decision, Rules, Stopped, walk
+from phasewise.tuner.config.walk import Candidate, CandidateBatch, Cut, Decision, Rules, Stopped, walk
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
 from phasewise.tuner.plans import Phase
@@ -75,7 +75,7 @@ class SearchTask:
     """What to search for, and who answers."""
 
     key: StudyKey
-    evaluator: Evaluator
+    evaluator: StepEvaluator
     costs: tuple[SliceCost, ...]
     """One function per slice of the trace (`slice_costs`). A configuration costs their mean."""
 
@@ -153,7 +153,7 @@ def _slice_cost(
 
 
 def run(
-    space: Space,
+    space: ConfigSpace,
     task: SearchTask,
     location: Location,
     settings: SearchSettings | None = None,
@@ -183,7 +183,7 @@ class _Search:
 
     def __init__(
         self,
-        space: Space,
+        space: ConfigSpace,
         task: SearchTask,
         trials: Trials,
         settings: SearchSettings,
@@ -250,7 +250,7 @@ class _Search:
             self._report(decision)
 
     def _answer(
-        self, ask: Ask, stop: Callable[[], bool], lock: MeasurementLock, claims: ExitStack
+        self, ask: CandidateBatch, stop: Callable[[], bool], lock: MeasurementLock, claims: ExitStack
     ) -> list[float]:
         """Costs of a batch: what the study holds, what others are timing now, and the rest timed here."""
         waiting = {candidate.configuration.key: candidate for candidate in ask.candidates}

@@ -32,16 +32,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from phasewise.tuner.config.frontier import Candidate, Cut, Decision, Frontier, Interest, Rules, Stopped
-from phasewise.tuner.config.space import Space
+from phasewise.tuner.config.space import ConfigSpace
 
-__all__ = ["Ask", "Candidate", "Cut", "Decision", "Rules", "Stopped", "Walk", "walk"]
+__all__ = ["Candidate", "CandidateBatch", "Cut", "Decision", "Rules", "Stopped", "Walk", "walk"]
 
 SURVEYED_GENERATIONS = 2
 """Groupings without a latent level, and by one."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class CandidateBatch:
     """Evaluate these, in any order. The answer is a cost for each, in this order; inf: it cannot run."""
 
     candidates: tuple[Candidate, ...]
@@ -49,11 +49,11 @@ class Ask:
     """What was decided since the last ask."""
 
 
-Walk: TypeAlias = Generator[Ask, Sequence[float], tuple[Decision, ...]]
+Walk: TypeAlias = Generator[CandidateBatch, Sequence[float], tuple[Decision, ...]]
 """Returns the last decisions."""
 
 
-def walk(space: Space, rules: Rules) -> Walk:
+def walk(space: ConfigSpace, rules: Rules) -> Walk:
     """Search the space until nothing is left that the rules would ask for."""
     frontier = Frontier(space, rules)
     for generation, roots in enumerate(space.generations(rules.seed), start=1):
@@ -65,6 +65,6 @@ def walk(space: Space, rules: Rules) -> Walk:
     return frontier.decided()
 
 
-def _ask_all(frontier: Frontier, least: Interest) -> Generator[Ask, Sequence[float], None]:
+def _ask_all(frontier: Frontier, least: Interest) -> Generator[CandidateBatch, Sequence[float], None]:
     while batch := frontier.next_batch(least):
-        frontier.take((yield Ask(tuple(batch), frontier.decided())))
+        frontier.take((yield CandidateBatch(tuple(batch), frontier.decided())))

@@ -3,7 +3,17 @@ remedy.
 """
 
 from phasewise.tuner.doctor.examine import CHECKS, examine, not_examined
-from phasewise.tuner.doctor.finding import Evidence, Finding, Severity
+from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
 from phasewise.tuner.doctor.host import Host, IsaUse, Tuned
 
-__all__ = ["CHECKS", "Evidence", "Finding", "Host", "IsaUse", "Severity", "Tuned", "examine", "not_examined"]
+__all__ = [
+    "CHECKS",
+    "Finding",
+    "FindingEvidence",
+    "Host",
+    "IsaUse",
+    "Severity",
+    "Tuned",
+    "examine",
+    "not_examined",
+]

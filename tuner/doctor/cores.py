@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from phasewise.topology.cpusets import format_list
-from phasewise.tuner.doctor.finding import Evidence, Finding, Severity
+from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
 from phasewise.tuner.doctor.host import Host, whole_number
 
 CPU = "sys/devices/system/cpu"
@@ -28,7 +28,7 @@ def siblings(host: Host) -> Iterator[Finding]:
     evidence = [host.seen(path, host.text(path) or format_list(shared))]
     counts = {name: whole_number(host.environment.get(name)) for name in THREAD_VARIABLES}
     wrong = {name: count for name, count in counts.items() if count is not None and count > len(cores)}
-    evidence += [Evidence(f"environment {name}", str(count)) for name, count in wrong.items()]
+    evidence += [FindingEvidence(f"environment {name}", str(count)) for name, count in wrong.items()]
     firsts = format_list(core[0] for core in cores)
     yield Finding(
         "smt-siblings",

@@ -18,7 +18,7 @@ class Severity(IntEnum):
 
 
 @dataclass(frozen=True)
-class Evidence:
+class FindingEvidence:
     """Where it was read, and what was read there: a file and its text, a variable, a call and its answer."""
 
     source: str
@@ -32,6 +32,6 @@ class Finding:
     id: str
     severity: Severity
     title: str
-    evidence: tuple[Evidence, ...]
+    evidence: tuple[FindingEvidence, ...]
     meaning: str
     remedy: str

@@ -10,7 +10,7 @@ from phasewise.topology import Machine
 from phasewise.topology.cpusets import parse_list
 from phasewise.topology.process_limits import cgroup_files
 from phasewise.tuner.conditions import Conditions, parse_ticks
-from phasewise.tuner.doctor.finding import Evidence
+from phasewise.tuner.doctor.finding import FindingEvidence
 
 MAX_FILE_BYTES = 1 << 20
 """More than any file here holds; /proc/sys refuses a read of 4 MiB and more."""
@@ -70,11 +70,11 @@ class Host:
         pairs = (line.replace(":", " ", 1).split(maxsplit=1) for line in (self.text(path) or "").splitlines())
         return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
-    def seen(self, path: str, value: str | None = None) -> Evidence:
+    def seen(self, path: str, value: str | None = None) -> FindingEvidence:
         """A file as evidence: its text, or the part of it that matters."""
-        return Evidence(f"/{path}", _shown(self.text(path) or "" if value is None else value))
+        return FindingEvidence(f"/{path}", _shown(self.text(path) or "" if value is None else value))
 
-    def cgroup(self, controller: str, name_v2: str, name_v1: str) -> Iterator[Evidence]:
+    def cgroup(self, controller: str, name_v2: str, name_v1: str) -> Iterator[FindingEvidence]:
         """A cgroup's file in the process's group and those above it, innermost first, of whichever version
         has it.
         """
@@ -82,7 +82,7 @@ class Host:
             *cgroup_files(self.root, None, name_v2),
             *cgroup_files(self.root, controller, name_v1),
         ):
-            yield Evidence(f"/{path.relative_to(self.root)}", text)
+            yield FindingEvidence(f"/{path.relative_to(self.root)}", text)
 
     def allowed(self) -> tuple[int, ...]:
         """The CPUs that the process may use: the machine's, cut to /proc/self/status where that says less."""

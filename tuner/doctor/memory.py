@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from phasewise.topology import Kind
 from phasewise.topology.sizes import format_memory
-from phasewise.tuner.doctor.finding import Evidence, Finding, Severity
+from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
 from phasewise.tuner.doctor.host import Host, whole_number
 
 THP = "sys/kernel/mm/transparent_hugepage/enabled"
@@ -53,7 +53,7 @@ def huge_pages_reserved(host: Host) -> Iterator[Finding]:
             "huge-pages-reserved",
             Severity.medium,
             f"{format_memory(free * size_kb << 10)} are set aside as explicit huge pages that are not in use",
-            (Evidence("/proc/meminfo", f"HugePages_Free: {free}, Hugepagesize: {size_kb} kB"),),
+            (FindingEvidence("/proc/meminfo", f"HugePages_Free: {free}, Hugepagesize: {size_kb} kB"),),
             "phasewise asks for transparent huge pages; reserved ones hold neither weights nor KV cache.",
             "sudo sysctl vm.nr_hugepages=0, unless another program is to use them",
         )
@@ -80,7 +80,7 @@ def policy_denied(host: Host) -> Iterator[Finding]:
     if _n_nodes(host) < 2:
         return
     if host.refused_calls is not None:
-        evidence = tuple(Evidence(f"{call}()", answer) for call, answer in host.refused_calls.items())
+        evidence = tuple(FindingEvidence(f"{call}()", answer) for call, answer in host.refused_calls.items())
         title = "memory cannot be placed on a NUMA node"
     else:
         evidence = _filtered(host)
@@ -99,7 +99,7 @@ def policy_denied(host: Host) -> Iterator[Finding]:
         )
 
 
-def _filtered(host: Host) -> tuple[Evidence, ...]:
+def _filtered(host: Host) -> tuple[FindingEvidence, ...]:
     """Evidence, in a snapshot, of filtered calls: container runtimes filter them without CAP_SYS_NICE."""
     status = host.words("proc/self/status")
     try:
@@ -108,7 +108,7 @@ def _filtered(host: Host) -> tuple[Evidence, ...]:
         return ()
     if capable or status.get("Seccomp") != SECCOMP_FILTER:
         return ()
-    return (Evidence("/proc/self/status", f"Seccomp: {SECCOMP_FILTER}, CapEff: {status['CapEff']}"),)
+    return (FindingEvidence("/proc/self/status", f"Seccomp: {SECCOMP_FILTER}, CapEff: {status['CapEff']}"),)
 
 
 def small_shm(host: Host) -> Iterator[Finding]:
@@ -149,7 +149,7 @@ def limited(host: Host) -> Iterator[Finding]:
             "memory-limit",
             Severity.high if size < SMALL_LIMIT_BYTES else Severity.medium,
             f"{format_memory(size)} of {format_memory(total)} of memory may be used",
-            (seen, Evidence("/proc/meminfo", f"MemTotal: {total >> 10} kB")),
+            (seen, FindingEvidence("/proc/meminfo", f"MemTotal: {total >> 10} kB")),
             "Mapped weights count when they are read: a model that does not fit beside its KV cache is "
             "read from disk "
             "again in every step, or killed.",
@@ -190,7 +190,7 @@ def overcommit(host: Host) -> Iterator[Finding]:
             "the kernel refuses memory that is not there, and little is left to promise",
             (
                 host.seen(path),
-                Evidence("/proc/meminfo", f"CommitLimit: {limit} kB, Committed_AS: {promised} kB"),
+                FindingEvidence("/proc/meminfo", f"CommitLimit: {limit} kB, Committed_AS: {promised} kB"),
             ),
             "KV cache is reserved at once and used bit by bit: the reservation fails though memory is free.",
             "sudo sysctl vm.overcommit_memory=0, or a larger vm.overcommit_ratio",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phasewise.topology.cpusets import format_list
-from phasewise.tuner.doctor.finding import Evidence, Finding, Severity
+from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
 from phasewise.tuner.doctor.host import Host, whole_number
 
 MUCH_STEAL, SOME_STEAL = 0.10, 0.02
@@ -51,7 +51,7 @@ def throttled(host: Host) -> Iterator[Finding]:
                 "cpu-throttled",
                 Severity.high if share > MUCH_THROTTLED else Severity.low,
                 f"stopped in {share:.1%} of the scheduler's periods",
-                (Evidence(seen.source, f"nr_periods {periods}, nr_throttled {stopped}"),),
+                (FindingEvidence(seen.source, f"nr_periods {periods}, nr_throttled {stopped}"),),
                 "The quota has run out that often since the group was made; each time every thread of a "
                 "step waits.",
                 "docker update --cpus with more, or fewer threads: --threads",
@@ -67,7 +67,7 @@ def cpuset(host: Host) -> Iterator[Finding]:
         files = list(host.cgroup("cpuset", "cpuset.cpus.effective", "cpuset.effective_cpus"))[:1]
         affinity = host.words("proc/self/status").get("Cpus_allowed_list")
         if affinity:
-            files.append(Evidence("/proc/self/status", f"Cpus_allowed_list: {affinity}"))
+            files.append(FindingEvidence("/proc/self/status", f"Cpus_allowed_list: {affinity}"))
         files.append(host.seen("sys/devices/system/cpu/online", format_list(online)))
         yield Finding(
             "cpuset-smaller",
@@ -89,7 +89,7 @@ def steal(host: Host) -> Iterator[Finding]:
             "steal",
             Severity.high if share > MUCH_STEAL else Severity.medium,
             f"other guests of the hypervisor take {share:.0%} of the CPUs' time",
-            (Evidence("/proc/stat", f"steal {share:.1%} of the allowed CPUs' time, {when}"),),
+            (FindingEvidence("/proc/stat", f"steal {share:.1%} of the allowed CPUs' time, {when}"),),
             "A pinned thread cannot run while its CPU is away, and its team waits for it.",
             "An instance with dedicated CPUs, or fewer threads than virtual CPUs: --threads",
         )
@@ -111,16 +111,18 @@ def neighbours(host: Host) -> Iterator[Finding]:
         )
 
 
-def _watched(host: Host) -> Evidence | None:
+def _watched(host: Host) -> FindingEvidence | None:
     others = 0.0 if host.conditions is None else host.conditions.others
     return (
-        Evidence("/proc/stat", f"{others:.0%} of the allowed CPUs' time went to other processes just now")
+        FindingEvidence(
+            "/proc/stat", f"{others:.0%} of the allowed CPUs' time went to other processes just now"
+        )
         if others > SOME_OTHERS
         else None
     )
 
 
-def _averages(host: Host) -> Evidence | None:
+def _averages(host: Host) -> FindingEvidence | None:
     for line in (host.text("proc/pressure/cpu") or "").splitlines():
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
         try:
@@ -131,7 +133,7 @@ def _averages(host: Host) -> Evidence | None:
     return None
 
 
-def _quota_files(host: Host) -> Iterator[Evidence]:
+def _quota_files(host: Host) -> Iterator[FindingEvidence]:
     """`quota period` in microseconds, both versions written as the second one writes them."""
     yield from host.cgroup("cpu", "cpu.max", "cpu.max")
     periods = {
@@ -141,10 +143,10 @@ def _quota_files(host: Host) -> Iterator[Evidence]:
     for seen in host.cgroup("cpu", "cpu.cfs_quota_us", "cpu.cfs_quota_us"):
         period = periods.get(seen.source.rpartition("/")[0])
         if period is not None:
-            yield Evidence(seen.source, f"{seen.value} {period}")
+            yield FindingEvidence(seen.source, f"{seen.value} {period}")
 
 
-def _cpus_of(seen: Evidence) -> float | None:
+def _cpus_of(seen: FindingEvidence) -> float | None:
     words = [whole_number(word) for word in seen.value.split()]
     if len(words) == 2 and words[0] and words[1]:
         return words[0] / words[1]

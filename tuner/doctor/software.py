@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from phasewise.tuner.doctor.finding import Evidence, Finding, Severity
+from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
 from phasewise.tuner.doctor.host import Host
 
 PROMISED = (
@@ -40,7 +40,7 @@ def forced(host: Host) -> Iterator[Finding]:
             "isa-forced",
             Severity.high,
             f"kernels are held to {isa.active}; this machine runs {isa.usable[-1]}",
-            (Evidence("environment PHASEWISE_ISA", isa.forced),),
+            (FindingEvidence("environment PHASEWISE_ISA", isa.forced),),
             "Each step of the ladder is a multiple in prefill. The variable is meant for tests.",
             "unset PHASEWISE_ISA",
         )
@@ -58,7 +58,10 @@ def unused(host: Host) -> Iterator[Finding]:
         "isa-unused",
         Severity.high if promised == "amx" else Severity.medium,
         f"the CPU has {promised}, and the kernels cannot use it",
-        (Evidence("/proc/cpuinfo", f"flags list {promised}"), Evidence(f"/{OSRELEASE}", release)),
+        (
+            FindingEvidence("/proc/cpuinfo", f"flags list {promised}"),
+            FindingEvidence(f"/{OSRELEASE}", release),
+        ),
         "The system does not save the registers, or refuses the permission to use them; prefill runs on "
         "a slower set.",
         f"a kernel of {AMX_KERNEL[0]}.{AMX_KERNEL[1]} or later"
@@ -76,7 +79,11 @@ def hidden(host: Host) -> Iterator[Finding]:
             "isa-hidden",
             Severity.medium,
             f"the CPU ({name}) has AMX, and this system does not see it",
-            (Evidence("/proc/cpuinfo", f"cpu family {cpu.family}, model {cpu.model}, no amx_tile in flags"),),
+            (
+                FindingEvidence(
+                    "/proc/cpuinfo", f"cpu family {cpu.family}, model {cpu.model}, no amx_tile in flags"
+                ),
+            ),
             "Prefill in bf16 and 8 bits would be several times as fast on its tiles.",
             "a virtual machine with the host's CPU model (libvirt: <cpu mode='host-passthrough'/>, QEMU: "
             "-cpu host), "
@@ -89,7 +96,7 @@ def old_kernel(host: Host) -> Iterator[Finding]:
     release = host.text(OSRELEASE)
     version = _version(release or "")
     refused = [
-        Evidence(f"{call}()", answer)
+        FindingEvidence(f"{call}()", answer)
         for call, answer in (host.refused_calls or {}).items()
         if call in {"memfd_create", "pidfd_open"}
     ]
@@ -124,7 +131,7 @@ def untuned(host: Host) -> Iterator[Finding]:
         "untuned",
         Severity.medium,
         f"no {' and no '.join(what)} for this machine",
-        (Evidence(f"database {tuned.name}", counts),),
+        (FindingEvidence(f"database {tuned.name}", counts),),
         " ".join(meanings),
         "; ".join(remedies),
     )

@@ -46,7 +46,7 @@ class Params:
 
 
 @dataclass(frozen=True)
-class Batch:
+class FeatureBatch:
     """Bags end to end: those of sample i lie from `starts[i]` to `starts[i + 1]`; and `figures` [n,
     figures]."""
 
@@ -80,7 +80,7 @@ class Outputs:
     log_lengths: Array
 
 
-def forward(params: Params, batch: Batch) -> Outputs:
+def forward(params: Params, batch: FeatureBatch) -> Outputs:
     """The network's answers for a batch."""
     pooled = _segment_sums(params.table[batch.rows] * batch.weights[:, None], batch.starts)
     return judge(params, pooled, batch.figures)
@@ -100,7 +100,7 @@ def softmax(scores: Array) -> Array:
     return shares
 
 
-def loss_and_gradient(params: Params, batch: Batch, targets: Targets) -> tuple[float, Gradient]:
+def loss_and_gradient(params: Params, batch: FeatureBatch, targets: Targets) -> tuple[float, Gradient]:
     """The mean loss, and its gradient."""
     out = forward(params, batch)
     n = len(out.scores)

@@ -18,7 +18,7 @@ from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.facts import Example, place_of
 from phasewise.tuner.predictor.features import N_FIGURES, N_ROWS, bag_of, figures_of, learn_rarity
 from phasewise.tuner.predictor.model import LengthPredictor, Scaling
-from phasewise.tuner.predictor.network import Batch, Params, Targets, loss_and_gradient
+from phasewise.tuner.predictor.network import FeatureBatch, Params, Targets, loss_and_gradient
 
 FEWEST_EXAMPLES = 40
 FEWEST_PROMPTS = 20
@@ -122,14 +122,14 @@ def _thinned(prices: Sequence[float]) -> Floats:
 class _Samples:
     """Examples as arrays."""
 
-    batch: Batch
+    batch: FeatureBatch
     targets: Targets
 
     @classmethod
     def of(cls, predictor: LengthPredictor, examples: Sequence[Example]) -> _Samples:
         bags = [bag_of(one.facts, predictor.rarity) for one in examples]
         lengths = np.array([one.output_tokens for one in examples], dtype=np.float32)
-        batch = Batch(
+        batch = FeatureBatch(
             rows=np.concatenate([bag.rows for bag in bags]),
             weights=np.concatenate([bag.weights for bag in bags]),
             starts=np.cumsum([0, *(len(bag.rows) for bag in bags)]),
@@ -151,7 +151,7 @@ class _Samples:
         if kept is not None:
             places, owners = places[kept[places]], owners[kept[places]]
         starts = np.searchsorted(owners, np.arange(len(chosen) + 1))
-        batch = Batch(whole.rows[places], whole.weights[places], starts, whole.figures[chosen])
+        batch = FeatureBatch(whole.rows[places], whole.weights[places], starts, whole.figures[chosen])
         return _Samples(batch, Targets(*(column[chosen] for column in vars(self.targets).values())))
 
 

@@ -29,7 +29,7 @@ MOST_ALONE = 0.1
 
 
 @dataclass(frozen=True)
-class Level:
+class DistanceLevel:
     """One scale at which CPUs cluster: the median distance inside, and to the nearest other cluster."""
 
     clusters: Partition
@@ -37,7 +37,7 @@ class Level:
     between: float
 
 
-def cluster_levels(distances: Matrix, gap: float, quantile: float = 0.5) -> tuple[Level, ...]:
+def cluster_levels(distances: Matrix, gap: float, quantile: float = 0.5) -> tuple[DistanceLevel, ...]:
     """All levels, the finest first. Empty where nothing stands out.
 
     `quantile`: below one half where disturbances only add to a distance.
@@ -52,7 +52,7 @@ def cluster_levels(distances: Matrix, gap: float, quantile: float = 0.5) -> tupl
             continue
         within, between = split(distances, clusters)
         if between - within >= gap:
-            levels.append(Level(clusters, within, between))
+            levels.append(DistanceLevel(clusters, within, between))
     return tuple(levels)
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from phasewise.tuner.probe.clusters import Level, Matrix, Partition, agreement, cluster_levels
+from phasewise.tuner.probe.clusters import DistanceLevel, Matrix, Partition, agreement, cluster_levels
 from phasewise.tuner.topotree import TopoTree, single_groups
 
 Source = Literal["latency", "memory", "cache"]
@@ -37,7 +37,7 @@ LEAST_AGREEMENT = 0.9
 
 
 @dataclass(frozen=True)
-class Evidence:
+class LevelEvidence:
     """One measurement that shows a level: medians within clusters and to the nearest other, ns or shares
     lost.
     """
@@ -63,7 +63,7 @@ class GroupHint:
     d: int
     agreement: float = 1.0
     """Agreement of the measured clusters with this group; 1 is exact."""
-    evidence: tuple[Evidence, ...] = field(default=())
+    evidence: tuple[LevelEvidence, ...] = field(default=())
 
     @property
     def notation(self) -> str:
@@ -81,7 +81,7 @@ class ClusterLevel:
     """
 
     clusters: Partition
-    evidence: Evidence
+    evidence: LevelEvidence
     known_as: str | None = None
     """The level of the machine that the system shows as this."""
     hint: GroupHint | None = None
@@ -93,7 +93,7 @@ def latency_levels(tree: TopoTree, pus: Sequence[int], latency_ns: Matrix) -> tu
     kept, latency = _compared(pus, latency_ns)
     found = cluster_levels(np.log(latency), math.log(LATENCY_GAP), LATENCY_QUANTILE)
     return tuple(
-        _named(tree, kept, level, Evidence("latency", math.exp(level.within), math.exp(level.between)))
+        _named(tree, kept, level, LevelEvidence("latency", math.exp(level.within), math.exp(level.between)))
         for level in found
     )
 
@@ -107,7 +107,8 @@ def interference_levels(
     kept, mutual = _compared(pus, (lost + lost.T) / 2)
     found = cluster_levels(1.0 - mutual, LOST_GAP)
     return tuple(
-        _named(tree, kept, level, Evidence(source, 1 - level.within, 1 - level.between)) for level in found
+        _named(tree, kept, level, LevelEvidence(source, 1 - level.within, 1 - level.between))
+        for level in found
     )
 
 
@@ -139,7 +140,7 @@ def _worth(hint: GroupHint) -> tuple[int, float]:
     return len({one.source for one in hint.evidence}), max(one.contrast for one in hint.evidence)
 
 
-def _named(tree: TopoTree, pus: Sequence[int], level: Level, evidence: Evidence) -> ClusterLevel:
+def _named(tree: TopoTree, pus: Sequence[int], level: DistanceLevel, evidence: LevelEvidence) -> ClusterLevel:
     clusters = tuple(tuple(sorted(pus[index] for index in cluster)) for cluster in level.clusters)
     measured = frozenset(pus)
     shown = ((kind, agreement(clusters, parts)) for kind, parts in _shown(tree, measured))
@@ -170,7 +171,7 @@ def _shown(tree: TopoTree, measured: frozenset[int]) -> Iterator[tuple[str, Part
 
 
 def _groups(
-    tree: TopoTree, measured: frozenset[int], clusters: Partition, evidence: Evidence
+    tree: TopoTree, measured: frozenset[int], clusters: Partition, evidence: LevelEvidence
 ) -> Iterator[GroupHint]:
     """Every group that the tree allows, with its likeness to the clusters."""
     for grouped in single_groups(tree, power_of_two=False):

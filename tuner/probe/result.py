@@ -11,7 +11,7 @@ from typing import Any
 
 from phasewise.tuner.errors import ProbeError
 from phasewise.tuner.probe.clusters import Matrix
-from phasewise.tuner.probe.groups import ClusterLevel, Evidence, GroupHint, Source
+from phasewise.tuner.probe.groups import ClusterLevel, GroupHint, LevelEvidence, Source
 
 MAX_FILE_BYTES = 64 << 20
 MAX_HINTS = 64
@@ -127,9 +127,9 @@ def _whole_number(value: Any, path: Path) -> int:
     raise ProbeError(f"{path}: a group's n, t and d must be numbers from 1 to {MAX_NUMBER}")
 
 
-def _evidence(fields: Any, path: Path) -> Evidence:
+def _evidence(fields: Any, path: Path) -> LevelEvidence:
     if isinstance(fields, dict) and fields.get("source") in SOURCES:
-        return Evidence(
+        return LevelEvidence(
             fields["source"], _number(fields.get("within"), path), _number(fields.get("between"), path)
         )
     raise ProbeError(f"{path}: a group's evidence must name its source: {', '.join(SOURCES)}")

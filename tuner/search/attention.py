@@ -12,7 +12,7 @@ from dataclasses import replace
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Ask, GroupSearch, fastest
+from phasewise.tuner.search.protocol import GroupSearch, TimingBatch, fastest
 
 CHUNK = 128
 """Positions that attention takes at least (PW_CHUNK)."""
@@ -49,7 +49,7 @@ def tune_attention(
         while waiting:
             batch, waiting = waiting[: options.batch - 1], waiting[options.batch - 1 :]
             takes = (take, *(0 for _ in batch))
-            samples: list[Sample] = yield Ask(m, (leader, *batch), takes)
+            samples: list[Sample] = yield TimingBatch(m, (leader, *batch), takes)
             winner = fastest(samples).schedule
             leader, take = winner, take + 1 if winner == leader else 1
         best[m] = leader

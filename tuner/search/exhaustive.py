@@ -6,12 +6,12 @@ import itertools
 
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.protocol import Search, fastest
-from phasewise.tuner.search.space import Space
+from phasewise.tuner.search.space import ScheduleSpace
 
 BATCH = 64
 
 
-def exhaustive(space: Space, batch: int = BATCH) -> Search[Schedule]:
+def exhaustive(space: ScheduleSpace, batch: int = BATCH) -> Search[Schedule]:
     """Time all of `space.schedules()`, a batch at a time."""
     best: list[Sample] = []
     schedules = space.schedules()

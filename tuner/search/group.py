@@ -32,10 +32,10 @@ from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.tuner.search.model import model_schedule, modelled_cycles
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import (
-    Ask,
     GroupSearch,
     Search,
     T,
+    TimingBatch,
     cost,
     fastest,
     referenced,
@@ -47,7 +47,7 @@ from phasewise.tuner.search.space import (
     Arithmetic,
     Caches,
     MicroKernel,
-    Space,
+    ScheduleSpace,
     fitting,
     grid_of,
     kernel_of,
@@ -79,9 +79,9 @@ class Group:
     """The engine's own schedule for some rows; of its arithmetic only the group's is used."""
     family: str = "gemm"
 
-    def space(self, m: int, arithmetic: Arithmetic) -> Space:
+    def space(self, m: int, arithmetic: Arithmetic) -> ScheduleSpace:
         """The product of m rows, with every kernel worth a thought."""
-        return Space(
+        return ScheduleSpace(
             problem=Problem(self.family, self.format, self.n, self.k, m),
             arithmetic=arithmetic,
             threads=self.threads,
@@ -140,7 +140,7 @@ def tune_group(
     try:
         m, asked = next(search)
         while True:
-            ask = Ask(m, tuple(asked), tuple(takes[m, schedule] for schedule in asked))
+            ask = TimingBatch(m, tuple(asked), tuple(takes[m, schedule] for schedule in asked))
             takes.update((m, schedule) for schedule in asked)
             m, asked = search.send((yield ask))
     except StopIteration as done:
@@ -166,7 +166,7 @@ def _search_group(
     return GroupOutcome(arithmetic, history.winners, tuple(history.reused))
 
 
-def _reuse(history: _History, space: Space, default: Schedule) -> Search[None]:
+def _reuse(history: _History, space: ScheduleSpace, default: Schedule) -> Search[None]:
     """Take the fixed slice, or give it up if the default beats it.
 
     With more rows, a slice may still gain from holding more of them, or from another order of loops.
@@ -187,7 +187,9 @@ def _reuse(history: _History, space: Space, default: Schedule) -> Search[None]:
     history.reused.append(space.problem.m)
 
 
-def _settle(history: _History, space: Space, default: Schedule, ranked: Sequence[Schedule]) -> Search[None]:
+def _settle(
+    history: _History, space: ScheduleSpace, default: Schedule, ranked: Sequence[Schedule]
+) -> Search[None]:
     """Time the fastest few again, side by side with the default and the previous slice; the fastest wins.
 
     The first sample of the first of many was also a lucky one: only the new samples count. On a plateau the
@@ -260,7 +262,7 @@ def _at(m: int, search: Search[T]) -> _Products[T]:
         return done.value  # type: ignore[no-any-return]
 
 
-def transfer(schedule: Schedule, space: Space) -> Schedule:
+def transfer(schedule: Schedule, space: ScheduleSpace) -> Schedule:
     """A schedule of another m as one of this product: the same slice repeated, on even tiles of rows."""
     kernel = balanced(space, kernel_of(schedule))
     rows = pieces(schedule.block_m, schedule.mr) * kernel.mr
@@ -273,7 +275,7 @@ def transfer(schedule: Schedule, space: Space) -> Schedule:
     )
 
 
-def balanced(space: Space, kernel: MicroKernel) -> MicroKernel:
+def balanced(space: ScheduleSpace, kernel: MicroKernel) -> MicroKernel:
     """The lowest kernel of the same width with as many tiles of rows; without one, the kernel itself."""
     tiles = pieces(space.problem.m, kernel.mr)
     alike = [
@@ -297,14 +299,14 @@ class _History:
     def is_fixed(self) -> bool:
         return self.confirmed >= self.options.steady
 
-    def add(self, space: Space, winner: Schedule) -> None:
+    def add(self, space: ScheduleSpace, winner: Schedule) -> None:
         self.winners[space.problem.m] = winner
 
-    def transferred(self, space: Space) -> Schedule:
+    def transferred(self, space: ScheduleSpace) -> Schedule:
         """The last winner as a schedule of this product."""
         return transfer(self._last(1)[0], space)
 
-    def candidates(self, space: Space) -> tuple[MicroKernel, ...]:
+    def candidates(self, space: ScheduleSpace) -> tuple[MicroKernel, ...]:
         """The kernels to screen: all while the window fills, then the last winners' and new ones."""
         if len(self.winners) < self.options.window:
             return space.kernels
@@ -312,7 +314,7 @@ class _History:
         new = [kernel for kernel in space.kernels if kernel.mr > max(self.winners)]
         return tuple(dict.fromkeys([*won, *new]))
 
-    def seeds(self, space: Space) -> list[Schedule]:
+    def seeds(self, space: ScheduleSpace) -> list[Schedule]:
         """The schedule with which each kernel of the window won last."""
         last: dict[MicroKernel, Schedule] = {}
         for winner in self._last(self.options.window):
@@ -320,7 +322,7 @@ class _History:
             last[kernel_of(moved)] = moved
         return list(last.values())
 
-    def confirm(self, space: Space, best: Sample, previous_cost: int) -> None:
+    def confirm(self, space: ScheduleSpace, best: Sample, previous_cost: int) -> None:
         """Count the shape as steady, or begin to count anew. Shapes before `reuse_from` do not count."""
         if space.problem.m < self.options.reuse_from:
             return

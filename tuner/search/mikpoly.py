@@ -18,10 +18,10 @@ from dataclasses import replace
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.model import model_schedule, modelled_cycles
 from phasewise.tuner.search.protocol import Search
-from phasewise.tuner.search.space import START_PREFETCH_BYTES, Space, kernel_of
+from phasewise.tuner.search.space import START_PREFETCH_BYTES, ScheduleSpace, kernel_of
 
 
-def mikpoly(space: Space) -> Search[Schedule]:
+def mikpoly(space: ScheduleSpace) -> Search[Schedule]:
     """Search one product: one sample for each micro-kernel, and one of the result."""
     space = replace(space, prefetches=(START_PREFETCH_BYTES,))  # of which the model knows nothing
     first = [model_schedule(space, kernel) for kernel in space.kernels]
@@ -36,5 +36,5 @@ def mikpoly(space: Space) -> Search[Schedule]:
     return best
 
 
-def _ns_per_modelled_cycle(space: Space, sample: Sample) -> float:
+def _ns_per_modelled_cycle(space: ScheduleSpace, sample: Sample) -> float:
     return sample.estimate_ns / modelled_cycles(space, sample.schedule)

@@ -13,7 +13,7 @@ from phasewise.tuner.search.space import (
     AXES,
     Axis,
     MicroKernel,
-    Space,
+    ScheduleSpace,
     ThreadGrid,
     grid_of,
     kernel_of,
@@ -37,7 +37,7 @@ def kernel_cycles_per_vector_row(kernel: MicroKernel) -> float:
     return max(multiplies / 2, loads / 2, 4.0)
 
 
-def modelled_cycles(space: Space, schedule: Schedule) -> float:
+def modelled_cycles(space: ScheduleSpace, schedule: Schedule) -> float:
     """Cycles of the thread that has the largest region."""
     kernel, grid = kernel_of(schedule), grid_of(schedule)
     region = space.region(grid, kernel)
@@ -56,7 +56,7 @@ def modelled_cycles(space: Space, schedule: Schedule) -> float:
     return rounds * (max(compute, traffic) + sums + overhead) + reduction
 
 
-def model_schedule(space: Space, kernel: MicroKernel) -> Schedule:
+def model_schedule(space: ScheduleSpace, kernel: MicroKernel) -> Schedule:
     """The kernel's schedule by the model: blocks that half fill caches, the grid of least cost."""
     return min(
         (_blocked(space, kernel, grid) for grid in space.grids(kernel)),
@@ -64,7 +64,7 @@ def model_schedule(space: Space, kernel: MicroKernel) -> Schedule:
     )
 
 
-def _blocked(space: Space, kernel: MicroKernel, grid: ThreadGrid) -> Schedule:
+def _blocked(space: ScheduleSpace, kernel: MicroKernel, grid: ThreadGrid) -> Schedule:
     """A tile's weights take half of L1; a block's weights half of L2, its rows a quarter."""
     schedule = space.smallest(kernel, grid)
     inputs = space.region(grid, kernel).inputs
@@ -83,12 +83,12 @@ def _blocked(space: Space, kernel: MicroKernel, grid: ThreadGrid) -> Schedule:
     return space.fitted(schedule)
 
 
-def _slices(space: Space, schedule: Schedule) -> int:
+def _slices(space: ScheduleSpace, schedule: Schedule) -> int:
     region = space.region(grid_of(schedule), kernel_of(schedule))
     return pieces(region.rows, schedule.block_m) * pieces(region.columns, schedule.block_n)
 
 
-def _weight_cycles(space: Space, schedule: Schedule) -> float:
+def _weight_cycles(space: ScheduleSpace, schedule: Schedule) -> float:
     """Weights come from memory once, and again for each block of rows where a block of them outgrows L2."""
     region = space.region(grid_of(schedule), kernel_of(schedule))
     column_bytes = region.inputs * space.weight_bits / 8
@@ -99,7 +99,7 @@ def _weight_cycles(space: Space, schedule: Schedule) -> float:
     return region.columns * column_bytes * (1 / MEMORY_BYTES + (row_blocks - 1) / again)
 
 
-def _row_cycles(space: Space, schedule: Schedule) -> float:
+def _row_cycles(space: ScheduleSpace, schedule: Schedule) -> float:
     """Rows are read again by every tile of columns, from L2 where a block of them fits there."""
     region = space.region(grid_of(schedule), kernel_of(schedule))
     block_bytes = min(schedule.block_m, region.rows) * region.inputs * 2

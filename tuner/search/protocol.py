@@ -24,7 +24,7 @@ asked for again is timed again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TimingBatch:
     """One batch of a group's search: time these schedules for `m` rows, interleaved."""
 
     m: int
@@ -35,7 +35,7 @@ class Ask:
     ever stored, 1 by the second, and so on, so that no sample answers twice."""
 
 
-GroupSearch: TypeAlias = Generator[Ask, list[Sample], T]
+GroupSearch: TypeAlias = Generator[TimingBatch, list[Sample], T]
 """The products of one weight over many m are searched, see `group.tune_group`."""
 
 

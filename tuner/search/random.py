@@ -6,10 +6,10 @@ from random import Random
 
 from phasewise.kerneldb.records import Schedule
 from phasewise.tuner.search.protocol import Search, fastest
-from phasewise.tuner.search.space import Space
+from phasewise.tuner.search.space import ScheduleSpace
 
 
-def random(space: Space, count: int, seed: int = 0) -> Search[Schedule]:
+def random(space: ScheduleSpace, count: int, seed: int = 0) -> Search[Schedule]:
     """Time `count` different schedules of the space (all of a smaller one), in one batch."""
     schedules = list(space.schedules())
     drawn = Random(seed).sample(schedules, min(count, len(schedules)))

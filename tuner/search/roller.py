@@ -18,7 +18,15 @@ from dataclasses import dataclass, replace
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.model import kernel_cycles_per_vector_row
 from phasewise.tuner.search.protocol import Search, cost, fastest, remembered, together
-from phasewise.tuner.search.space import AXES, MicroKernel, Space, ThreadGrid, kernel_of, pieces, resized
+from phasewise.tuner.search.space import (
+    AXES,
+    MicroKernel,
+    ScheduleSpace,
+    ThreadGrid,
+    kernel_of,
+    pieces,
+    resized,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class RollerOptions:
     """A step must be faster by this share."""
 
 
-def roller(space: Space, options: RollerOptions | None = None) -> Search[Schedule]:
+def roller(space: ScheduleSpace, options: RollerOptions | None = None) -> Search[Schedule]:
     """Search one product."""
     options = RollerOptions() if options is None else options
     alone = replace(space, threads=1)
@@ -49,7 +57,7 @@ def _cycles_for_each_product(kernel: MicroKernel) -> float:
     return kernel_cycles_per_vector_row(kernel) / (kernel.mr * kernel.panels)
 
 
-def _scale_up(alone: Space, kernel: MicroKernel, gain: float) -> Search[Sample]:
+def _scale_up(alone: ScheduleSpace, kernel: MicroKernel, gain: float) -> Search[Sample]:
     """Grow the slice by one rung along the best axis while that gains."""
     (best,) = yield [alone.smallest(kernel, ThreadGrid(1, 1, 1))]
     while larger := _larger_by_a_rung(alone, best.schedule):
@@ -60,7 +68,7 @@ def _scale_up(alone: Space, kernel: MicroKernel, gain: float) -> Search[Sample]:
     return best
 
 
-def _larger_by_a_rung(alone: Space, schedule: Schedule) -> list[Schedule]:
+def _larger_by_a_rung(alone: ScheduleSpace, schedule: Schedule) -> list[Schedule]:
     grown = []
     for axis in AXES:
         above = [rung for rung in alone.ladder(axis, schedule) if rung > getattr(schedule, axis)]
@@ -68,7 +76,7 @@ def _larger_by_a_rung(alone: Space, schedule: Schedule) -> list[Schedule]:
     return grown
 
 
-def _scaled_out(space: Space, schedule: Schedule) -> Schedule:
+def _scaled_out(space: ScheduleSpace, schedule: Schedule) -> Schedule:
     """The slice on the grid whose busiest thread has the fewest repetitions of it, were slices never cut."""
     m, n = pieces(space.problem.m, schedule.block_m), pieces(space.problem.n, schedule.block_n)
     grids = space.grids(kernel_of(schedule))

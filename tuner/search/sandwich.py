@@ -33,10 +33,21 @@ from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Search, cost, fastest, referenced, side_by_side, together
-from phasewise.tuner.search.space import AXES, Axis, MicroKernel, Space, grid_of, kernel_of, pieces, resized
+from phasewise.tuner.search.space import (
+    AXES,
+    Axis,
+    MicroKernel,
+    ScheduleSpace,
+    grid_of,
+    kernel_of,
+    pieces,
+    resized,
+)
 
 
-def sandwich(space: Space, options: SearchOptions, seeds: Sequence[Schedule] = ()) -> Search[Schedule]:
+def sandwich(
+    space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedule] = ()
+) -> Search[Schedule]:
     """Search one product. `seeds`: schedules to begin with besides the model's, e.g. of a similar product."""
     samples = yield from sandwich_samples(space, options, seeds)
     finalists = yield from qualified([sample.schedule for sample in samples], options)
@@ -54,7 +65,7 @@ def qualified(ranked: Sequence[Schedule], options: SearchOptions) -> Search[list
 
 
 def sandwich_samples(
-    space: Space, options: SearchOptions, seeds: Sequence[Schedule] = ()
+    space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedule] = ()
 ) -> Search[list[Sample]]:
     """The same search, for everything that it measured, fastest first."""
     known: dict[Schedule, Sample] = {}
@@ -62,7 +73,7 @@ def sandwich_samples(
     return sorted(known.values(), key=cost)
 
 
-def _phases(space: Space, options: SearchOptions, seeds: Sequence[Schedule]) -> Search[None]:
+def _phases(space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedule]) -> Search[None]:
     seeds = [space.fitted(seed) for seed in seeds]
     screened = yield from _screen(space, seeds)
     kept = _within(screened, options.keep_within)[: options.kept_kernels]
@@ -75,7 +86,7 @@ def _phases(space: Space, options: SearchOptions, seeds: Sequence[Schedule]) -> 
     yield from together([climb(space, sample, options) for sample in candidates[: options.finalists]])
 
 
-def _every_pass(space: Space, samples: Sequence[Sample]) -> Search[list[Sample]]:
+def _every_pass(space: ScheduleSpace, samples: Sequence[Sample]) -> Search[list[Sample]]:
     """Time every slice with every length of a pass over k; return each slice's fastest, fastest first.
 
     All at once, because what a pass costs falls in cliffs: where a tile's weights fit L1, and where one pass
@@ -91,7 +102,7 @@ def _every_pass(space: Space, samples: Sequence[Sample]) -> Search[list[Sample]]
     return sorted((yield from _fastest_of_each(lines)), key=cost)
 
 
-def _screen(space: Space, seeds: Sequence[Schedule]) -> Search[list[Sample]]:
+def _screen(space: ScheduleSpace, seeds: Sequence[Schedule]) -> Search[list[Sample]]:
     """The best sample of every micro-kernel, fastest first."""
     first = [model_schedule(space, kernel) for kernel in space.kernels]
     return _of_each_kernel((yield [*seeds, *first]))
@@ -111,12 +122,12 @@ def _of_each_kernel(samples: Sequence[Sample]) -> list[Sample]:
     return list(best.values())
 
 
-def _start(space: Space, screened: Schedule, seeds: Sequence[Schedule]) -> Schedule:
+def _start(space: ScheduleSpace, screened: Schedule, seeds: Sequence[Schedule]) -> Schedule:
     """Where a kernel's fast start begins: at one tile, or at a seed that was the best of its kernel."""
     return screened if screened in seeds else space.smallest(kernel_of(screened), grid_of(screened))
 
 
-def fast_start(space: Space, start: Schedule, options: SearchOptions) -> Search[Sample]:
+def fast_start(space: ScheduleSpace, start: Schedule, options: SearchOptions) -> Search[Sample]:
     """Double the slice along the axes in turn, as long as each gains; the best sample."""
     (best,) = yield [start]
     growing = list(AXES)
@@ -134,14 +145,14 @@ def fast_start(space: Space, start: Schedule, options: SearchOptions) -> Search[
     return best
 
 
-def _doubled(space: Space, schedule: Schedule, axis: Axis) -> Schedule | None:
+def _doubled(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> Schedule | None:
     """The slice with one side about twice as long; None where that would cut the parallelism of the axis."""
     size, limit = getattr(schedule, axis), parallel_limit(space, schedule, axis)
     larger = [rung for rung in space.ladder(axis, schedule) if size < rung <= min(2 * size, limit)]
     return space.fitted(resized(schedule, axis, larger[-1])) if larger else None
 
 
-def parallel_limit(space: Space, schedule: Schedule, axis: Axis) -> int:
+def parallel_limit(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> int:
     """The longest side that leaves a slice of the product for every thread along this axis.
 
     For (m, n, k) = (128, 64, 64) and two threads: (64, 32, 32). k can be cut only into its parts.
@@ -152,7 +163,7 @@ def parallel_limit(space: Space, schedule: Schedule, axis: Axis) -> int:
     return unit * max(1, pieces(extent, unit) // space.threads)
 
 
-def _on_best_grids(space: Space, samples: Sequence[Sample]) -> Search[list[Sample]]:
+def _on_best_grids(space: ScheduleSpace, samples: Sequence[Sample]) -> Search[list[Sample]]:
     """Each of the slices under every grid of all threads: the fastest of each slice."""
     spread = [
         [space.regridded(one.schedule, grid) for grid in space.grids(kernel_of(one.schedule))]
@@ -167,12 +178,12 @@ def _fastest_of_each(groups: Sequence[Sequence[Schedule]]) -> Search[list[Sample
     return [fastest([timed[schedule] for schedule in group]) for group in groups]
 
 
-def _whole(space: Space, schedule: Schedule, axis: Axis) -> Schedule:
+def _whole(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> Schedule:
     """The slice that takes all of its region along an axis."""
     return space.fitted(resized(schedule, axis, space.ladder(axis, schedule)[-1]))
 
 
-def climb(space: Space, start: Sample, options: SearchOptions) -> Search[Sample]:
+def climb(space: ScheduleSpace, start: Sample, options: SearchOptions) -> Search[Sample]:
     """Move to the best neighbour while one gains, `moves` times at most; without a gain look further, up to
     `patience` rungs away.
     """
@@ -187,7 +198,7 @@ def climb(space: Space, start: Sample, options: SearchOptions) -> Search[Sample]
     return best
 
 
-def neighbours(space: Space, schedule: Schedule, distance: int = 1) -> list[Schedule]:
+def neighbours(space: ScheduleSpace, schedule: Schedule, distance: int = 1) -> list[Schedule]:
     """The schedules that differ in one number by some rungs, in the grid, or in the order of the loops.
 
     Those with all of an axis in one piece are among them: what the last cut costs shows on no rung below.

@@ -83,7 +83,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Space:
+class ScheduleSpace:
     """All schedules of one product under one arithmetic."""
 
     problem: Problem

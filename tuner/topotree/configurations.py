@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan, Source
-from phasewise.tuner.topotree.levels import Base
+from phasewise.tuner.topotree.levels import SymmetricMachine
 from phasewise.tuner.topotree.tree import TopoTree
 
 HEAD_LANES = 16
@@ -125,7 +125,7 @@ def cross_section(tree: TopoTree, depth: int) -> Partition:
     return tuple(partition)
 
 
-def configuration_of(base: Base, partition: Partition) -> Configuration:
+def configuration_of(base: SymmetricMachine, partition: Partition) -> Configuration:
     """The ranks of a cross-section: one for every choice of a block at each level, in tree order."""
     ranks = []
     for blocks in product(*partition):

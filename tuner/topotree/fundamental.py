@@ -13,7 +13,7 @@ from typing import Literal
 
 from phasewise.topology import Kind, Machine, Node
 from phasewise.tuner.errors import TopoTreeError
-from phasewise.tuner.topotree.levels import Base, preferred
+from phasewise.tuner.topotree.levels import SymmetricMachine, preferred
 from phasewise.tuner.topotree.tree import TopoTree, whole
 
 Reason = Literal["hybrid", "asymmetric", "smt"]
@@ -49,7 +49,7 @@ def fundamental(machine: Machine) -> Fundamental:
     )
     kinds, arities = _telling(shape)
     node_of = {pu: node.os_index for node in machine.nodes(Kind.NUMA) for pu in node.cpus}
-    base = Base(kinds, arities, pus, tuple(node_of.get(pu) for pu in pus))
+    base = SymmetricMachine(kinds, arities, pus, tuple(node_of.get(pu) for pu in pus))
     return Fundamental(whole(base), _left_out(machine, pus))
 
 

@@ -30,7 +30,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Base:
+class SymmetricMachine:
     """The symmetric machine that all trees of a search share: its levels, and its PUs in tree order."""
 
     kinds: tuple[str, ...]

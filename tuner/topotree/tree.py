@@ -17,7 +17,7 @@ from math import prod
 
 from phasewise.tuner.errors import TopoTreeError
 from phasewise.tuner.topotree.group_chains import Chain, grouped, ungrouped
-from phasewise.tuner.topotree.levels import GROUP, Base, Level, preferred
+from phasewise.tuner.topotree.levels import GROUP, Level, SymmetricMachine, preferred
 
 FUNDAMENTAL = "fundamental"
 STEP = " | "
@@ -30,7 +30,7 @@ class TopoTree:
     `groups` are the transformations (n, stride, depth) in the order applied.
     """
 
-    base: Base
+    base: SymmetricMachine
     chains: tuple[Chain, ...]
     kept: tuple[int, ...]
     groups: tuple[tuple[int, int, int], ...] = ()
@@ -165,7 +165,7 @@ class TopoTree:
         raise AssertionError(f"depth {d} was checked before")
 
 
-def whole(base: Base) -> TopoTree:
+def whole(base: SymmetricMachine) -> TopoTree:
     """The fundamental tree: nothing grouped, nothing removed."""
     return TopoTree(base, tuple(map(ungrouped, base.arities)), base.arities)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from phasewise.kerneldb.location import Location
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.config.recorded import Kernels
-    from phasewise.tuner.config.steps import Evaluator
+    from phasewise.tuner.config.steps import StepEvaluator
     from phasewise.tuner.config.study import Event
     from phasewise.tuner.measurement_lock import MeasurementLock
     from phasewise.tuner.tuning_run import TuningProgress
@@ -171,7 +171,7 @@ def _run_calculated(run: Run) -> None:
 
 
 @contextmanager
-def _calculating(run: Run) -> Iterator[Evaluator]:
+def _calculating(run: Run) -> Iterator[StepEvaluator]:
     wish, subject = run.wish, run.subject
     if wish.evaluator == "modelled":
         from phasewise.tuner.config.hidden import read_hidden
@@ -321,7 +321,7 @@ def _opened_study(run: Run) -> Iterator[None]:
         yield
 
 
-def _search(run: Run, evaluator: Evaluator, share: float) -> bool:
+def _search(run: Run, evaluator: StepEvaluator, share: float) -> bool:
     """Each phase in turn, what one leaves of its time going to the next; False when interrupted."""
     phases = run.wish.phases
     for place, phase in enumerate(phases):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
 from phasewise.tuner.config.simulate import Objective
-from phasewise.tuner.config.space import Space
-from phasewise.tuner.config.steps import Evaluator
+from phasewise.tuner.config.space import ConfigSpace
+from phasewise.tuner.config.steps import StepEvaluator
 from phasewise.tuner.config.study import (
     Event,
     SearchOutcome,
@@ -70,21 +70,21 @@ def objective_words(objective: Objective) -> str:
     return ", ".join([objective.kind, *within, *together])
 
 
-def space_of(subject: Subject) -> Space:
+def space_of(subject: Subject) -> ConfigSpace:
     """The configurations to choose from."""
     limits = subject.limits
     if subject.ranks is not None:
         limits = ExactRanks(
             limits.n_heads, limits.n_kv_heads, limits.head_dim, limits.ffn, ranks=subject.ranks
         )
-    return Space(fundamental(subject.machine).tree, limits, subject.hints)
+    return ConfigSpace(fundamental(subject.machine).tree, limits, subject.hints)
 
 
 def search(
     subject: Subject,
     phase: Phase,
     wish: Wish,
-    evaluator: Evaluator,
+    evaluator: StepEvaluator,
     deadline_s: float,
     report: Callable[[Event], None],
     lock: MeasurementLock,

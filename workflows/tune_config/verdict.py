@@ -22,7 +22,7 @@ from phasewise.tuner.plans import Phase, ServicePlan
 from phasewise.tuner.topotree import Configuration
 
 if TYPE_CHECKING:
-    from phasewise.tuner.config.steps import Evaluator
+    from phasewise.tuner.config.steps import StepEvaluator
     from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator
     from phasewise.workflows.tune_config.subject import Subject
 
@@ -136,7 +136,7 @@ class CalculatedJury:
 
     is_timed = False
 
-    def __init__(self, evaluator: Evaluator, subject: Subject, phase: Phase) -> None:
+    def __init__(self, evaluator: StepEvaluator, subject: Subject, phase: Phase) -> None:
         self._evaluator = evaluator
         self._cost = subject.cost(phase)
 

@@ -30,7 +30,15 @@ from phasewise.tuner.search.attention import attention_grid, tune_attention
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.task_division import Task
-from phasewise.tuner.tuning_run import Duel, Evaluator, Gain, Tools, TuningOutcome, TuningProgress, tune
+from phasewise.tuner.tuning_run import (
+    Duel,
+    Gain,
+    ScheduleEvaluator,
+    Tools,
+    TuningOutcome,
+    TuningProgress,
+    tune,
+)
 from phasewise.tuner.weights import cold_bytes, format_name
 
 if TYPE_CHECKING:
@@ -217,7 +225,7 @@ class _OnFirstCore:
     compute on the same one.
     """
 
-    def __init__(self, evaluator: Evaluator, core: int) -> None:
+    def __init__(self, evaluator: ScheduleEvaluator, core: int) -> None:
         self._evaluator = evaluator
         self._core = core
         self.prepare = evaluator.prepare

@@ -19,7 +19,7 @@ from phasewise.topology import Machine, read_machine
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.recorded import RecordedEvaluator, keep
 from phasewise.tuner.config.simulate import Objective, Remembered, StepGrid, cost_ms
-from phasewise.tuner.config.steps import Evaluator, Step
+from phasewise.tuner.config.steps import Step, StepEvaluator
 from phasewise.tuner.config.trace import default_trace, slices
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.ledger import Scope
@@ -83,7 +83,7 @@ def scope(machine: MachineKey) -> Scope:
 
 
 def record(
-    store: Store, key: MachineKey, evaluator: Evaluator, configurations: Sequence[Configuration]
+    store: Store, key: MachineKey, evaluator: StepEvaluator, configurations: Sequence[Configuration]
 ) -> None:
     """Every step of the grids, as the evaluator times it."""
     for configuration in configurations:
@@ -107,7 +107,7 @@ def evaluator(
     one_rank: Configuration,
     store: Store,
     monkeypatch: pytest.MonkeyPatch,
-) -> Evaluator:
+) -> StepEvaluator:
     """Each one, able to time every step of the grids on one core."""
     modelled = ModelledEvaluator(machine, llama_2_7b())
     if request.param == "measured":
@@ -122,12 +122,12 @@ def evaluator(
 
 
 class TestEvaluatorContract:
-    def test_its_kind_is_its_name(self, evaluator: Evaluator, request: pytest.FixtureRequest) -> None:
+    def test_its_kind_is_its_name(self, evaluator: StepEvaluator, request: pytest.FixtureRequest) -> None:
         assert evaluator.kind == request.node.callspec.params["evaluator"]
 
     @pytest.mark.parametrize("phase", PHASES)
     def test_every_step_of_a_grid_takes_some_time(
-        self, evaluator: Evaluator, one_rank: Configuration, phase: Phase
+        self, evaluator: StepEvaluator, one_rank: Configuration, phase: Phase
     ) -> None:
         with evaluator.open(one_rank, phase) as timer:
             times_ns = [timer(step) for step in GRIDS[phase].steps]
@@ -136,7 +136,7 @@ class TestEvaluatorContract:
 
     @pytest.mark.parametrize("phase", PHASES)
     def test_a_trace_has_a_cost_slice_by_slice(
-        self, evaluator: Evaluator, one_rank: Configuration, phase: Phase
+        self, evaluator: StepEvaluator, one_rank: Configuration, phase: Phase
     ) -> None:
         with evaluator.open(one_rank, phase) as opened:
             timer = Remembered(opened)
@@ -145,14 +145,14 @@ class TestEvaluatorContract:
         assert all(0 < cost < math.inf for cost in costs)
 
     def test_a_configuration_can_be_opened_again_after_an_error_inside(
-        self, evaluator: Evaluator, one_rank: Configuration
+        self, evaluator: StepEvaluator, one_rank: Configuration
     ) -> None:
         with pytest.raises(RuntimeError, match="mine"), evaluator.open(one_rank, "decode"):
             raise RuntimeError("mine")
         with evaluator.open(one_rank, "decode") as timer:
             assert timer(GRIDS["decode"].steps[0]) > 0
 
-    def test_cores_that_are_not_there_are_one_line_when_opened(self, evaluator: Evaluator) -> None:
+    def test_cores_that_are_not_there_are_one_line_when_opened(self, evaluator: StepEvaluator) -> None:
         absent = Configuration((RankCores((ABSENT_PU,)),))
 
         with pytest.raises(EvaluationError, match=str(ABSENT_PU)) as caught, evaluator.open(absent, "decode"):

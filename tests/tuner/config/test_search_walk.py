@@ -10,7 +10,7 @@ import pytest
 
 from phasewise.topology import Kind
 from phasewise.tuner.config.ablation import Cost, Walked, brute_force, walked
-from phasewise.tuner.config.space import Space
+from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.walk import Cut, Rules, Stopped, walk
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
 from tests.support import paper_machines, planted
@@ -21,10 +21,10 @@ LIMITS = OperatorLimits(32, 32, 128, 11008)
 
 
 @cache
-def small_space() -> Space:
+def small_space() -> ConfigSpace:
     """Two packages of eight cores: small enough to know all of it."""
     machine = paper_machines.build("2 x 8 cores", ((Kind.PACKAGE, 2), (Kind.NUMA, 1), (Kind.CORE, 8)))
-    return Space(fundamental(machine).tree, LIMITS)
+    return ConfigSpace(fundamental(machine).tree, LIMITS)
 
 
 def scattered(seed: int) -> Cost:
@@ -161,7 +161,7 @@ def test_what_cannot_run_does_not_end_the_walk() -> None:
 def test_hinted_groupings_come_first() -> None:
     space = small_space()
     roots = [root for generation in space.generations() for root in generation]
-    hinted = Space(space.tree, space.limits, hints=(roots[5],))
+    hinted = ConfigSpace(space.tree, space.limits, hints=(roots[5],))
 
     first_latent = next(root for generation in hinted.generations() for root in generation if root.groups)
     assert first_latent == roots[5]

@@ -10,7 +10,7 @@ import pytest
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.facts import Example, PromptFacts
 from phasewise.tuner.predictor.model import LengthPredictor
-from phasewise.tuner.predictor.network import Batch, Params, Targets, loss_and_gradient
+from phasewise.tuner.predictor.network import FeatureBatch, Params, Targets, loss_and_gradient
 from phasewise.tuner.predictor.train import TrainOptions, train
 from tests.support.length_examples import KINDS, made_up
 
@@ -30,10 +30,12 @@ def a_network(rng: np.random.Generator) -> Params:
     )
 
 
-def a_batch(rng: np.random.Generator) -> tuple[Batch, Targets]:
+def a_batch(rng: np.random.Generator) -> tuple[FeatureBatch, Targets]:
     """One sample has no pieces, one has a piece twice, two were cut."""
     rows = np.array([3, 3, 7, 1, 11, 7])
-    batch = Batch(rows, rng.normal(size=6), np.array([0, 3, 3, 5, 6]), rng.normal(size=(SAMPLES, FIGURES)))
+    batch = FeatureBatch(
+        rows, rng.normal(size=6), np.array([0, 3, 3, 5, 6]), rng.normal(size=(SAMPLES, FIGURES))
+    )
     log_lengths = np.array([0.3, 4.0, -3.0, 2.0])
     return batch, Targets(np.array([0, 2, 5, 3]), log_lengths, np.array([False, True, False, True]))
 

@@ -13,7 +13,7 @@ from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, m_grid, tune_group
 from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Ask, GroupSearch
+from phasewise.tuner.search.protocol import GroupSearch, TimingBatch
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, fitting
 from tests.support.landscapes import KERNELS, PLAIN, Landscape
 
@@ -51,10 +51,10 @@ class Bench:
     group: Group
     landscape: Landscape
     stored: dict[tuple[int, Schedule, int], Sample] = field(default_factory=dict)
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[TimingBatch] = field(default_factory=list)
     timed: int = 0
 
-    def __call__(self, ask: Ask) -> list[Sample]:
+    def __call__(self, ask: TimingBatch) -> list[Sample]:
         self.asks.append(ask)
         problem = self.group.space(ask.m, PLAIN).problem
         keys = [(ask.m, one, take) for one, take in zip(ask.schedules, ask.takes, strict=True)]
@@ -65,7 +65,7 @@ class Bench:
         return [self.stored[key] for key in keys]
 
 
-def drive(search: GroupSearch[GroupOutcome], bench: Callable[[Ask], list[Sample]]) -> GroupOutcome:
+def drive(search: GroupSearch[GroupOutcome], bench: Callable[[TimingBatch], list[Sample]]) -> GroupOutcome:
     try:
         ask = next(search)
         while True:
@@ -213,7 +213,7 @@ def test_a_lucky_first_sample_does_not_win() -> None:
     bench = Bench(group, Landscape(8))
     lucky = next(tune_group(group, (1,), OPTIONS)).schedules[-1]
 
-    def flattered(ask: Ask) -> list[Sample]:
+    def flattered(ask: TimingBatch) -> list[Sample]:
         return [
             replace(sample, estimate_ns=round(sample.estimate_ns * (2.0 if take else 0.5)))
             if sample.schedule == lucky
@@ -237,7 +237,7 @@ def test_the_geometric_mean_over_the_probes_decides_the_arithmetic() -> None:
     """A way of computing that is twice as fast for one row and half as fast for many does not win."""
     group = group_of(arithmetics=(PLAIN, SPLIT))
 
-    def bench(ask: Ask) -> list[Sample]:
+    def bench(ask: TimingBatch) -> list[Sample]:
         problem = group.space(ask.m, PLAIN).problem
         slow = 2.1 if ask.m > 16 else 0.5
         return [

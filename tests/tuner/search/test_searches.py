@@ -21,12 +21,12 @@ from phasewise.tuner.search.protocol import Search, drive, remembered, together
 from phasewise.tuner.search.random import random
 from phasewise.tuner.search.roller import roller
 from phasewise.tuner.search.sandwich import fast_start, neighbours, parallel_limit, qualified, sandwich
-from phasewise.tuner.search.space import MicroKernel, Space, fitting, grid_of, kernel_of, pieces
+from phasewise.tuner.search.space import MicroKernel, ScheduleSpace, fitting, grid_of, kernel_of, pieces
 from tests.support.landscapes import FEW_KERNELS, KERNELS, Evaluator, Landscape, shortfall, space_of
 from tests.support.tiers import examples
 
 OPTIONS = SearchOptions()
-SEARCHES: dict[str, Callable[[Space], Search[Schedule]]] = {
+SEARCHES: dict[str, Callable[[ScheduleSpace], Search[Schedule]]] = {
     "sandwich": lambda space: sandwich(space, OPTIONS),
     "roller": roller,
     "mikpoly": mikpoly,
@@ -46,12 +46,12 @@ SMALL = (
 
 
 @cache
-def best_of(space: Space, landscape: Landscape) -> Schedule:
+def best_of(space: ScheduleSpace, landscape: Landscape) -> Schedule:
     return min(space.schedules(), key=lambda schedule: landscape.cost_ns(space.problem, schedule))
 
 
 @st.composite
-def spaces(draw: st.DrawFn) -> Space:
+def spaces(draw: st.DrawFn) -> ScheduleSpace:
     """Products of any shape, thin ones above all, on one to nine threads."""
     thin = st.one_of(st.integers(1, 20), st.integers(1, 600))
     kernels = draw(st.lists(st.sampled_from(KERNELS), min_size=1, max_size=6, unique=True))
@@ -63,7 +63,7 @@ def spaces(draw: st.DrawFn) -> Space:
 @pytest.mark.parametrize("name", sorted(SEARCHES.keys() - {"exhaustive", "roller"}))
 @examples(60)
 @given(space=spaces(), seed=st.integers(0, 1000))
-def test_only_schedules_of_the_space_are_proposed(name: str, space: Space, seed: int) -> None:
+def test_only_schedules_of_the_space_are_proposed(name: str, space: ScheduleSpace, seed: int) -> None:
     """Kernels that exist, a grid that leaves no thread idle, blocks no larger than their region."""
     evaluate = Evaluator(Landscape(seed, 0.02), space.problem)
 
@@ -76,7 +76,7 @@ def test_only_schedules_of_the_space_are_proposed(name: str, space: Space, seed:
 
 @examples(60)
 @given(space=spaces(), seed=st.integers(0, 1000))
-def test_roller_scales_up_on_one_thread_and_out_over_all(space: Space, seed: int) -> None:
+def test_roller_scales_up_on_one_thread_and_out_over_all(space: ScheduleSpace, seed: int) -> None:
     evaluate = Evaluator(Landscape(seed), space.problem)
     alone = replace(space, threads=1)
 
@@ -88,7 +88,7 @@ def test_roller_scales_up_on_one_thread_and_out_over_all(space: Space, seed: int
 
 @examples(100)
 @given(space=spaces())
-def test_a_space_holds_each_of_its_schedules_once(space: Space) -> None:
+def test_a_space_holds_each_of_its_schedules_once(space: ScheduleSpace) -> None:
     schedules = list(space.schedules())
 
     assert len(schedules) == len(set(schedules)) > 0
@@ -97,7 +97,7 @@ def test_a_space_holds_each_of_its_schedules_once(space: Space) -> None:
 
 @examples(100)
 @given(space=spaces())
-def test_a_grid_gives_every_thread_a_piece_or_there_are_too_few(space: Space) -> None:
+def test_a_grid_gives_every_thread_a_piece_or_there_are_too_few(space: ScheduleSpace) -> None:
     m, n = space.problem.m, space.problem.n
     for kernel in space.kernels:
         for grid in space.grids(kernel):
@@ -109,7 +109,7 @@ def test_a_grid_gives_every_thread_a_piece_or_there_are_too_few(space: Space) ->
 
 @examples(100)
 @given(space=spaces(), data=st.data())
-def test_neighbours_are_mutual_and_in_the_space(space: Space, data: st.DataObject) -> None:
+def test_neighbours_are_mutual_and_in_the_space(space: ScheduleSpace, data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from(sorted(space.schedules(), key=repr)))
 
     for other in neighbours(space, schedule):
@@ -129,7 +129,7 @@ def test_a_slice_leaves_one_for_every_thread_along_each_axis() -> None:
 
 @examples(60)
 @given(space=spaces(), seed=st.integers(0, 1000))
-def test_the_fast_start_takes_no_grid_away(space: Space, seed: int) -> None:
+def test_the_fast_start_takes_no_grid_away(space: ScheduleSpace, seed: int) -> None:
     """No slice that it tries is longer than an axis' share for each thread, or than one tile."""
     kernel = space.kernels[0]
     evaluate = Evaluator(Landscape(seed), space.problem)
@@ -144,7 +144,7 @@ def test_the_fast_start_takes_no_grid_away(space: Space, seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("space", SMALL, ids=lambda space: f"m{space.problem.m}t{space.threads}")
 def test_sandwich_is_within_three_per_cent_of_the_best_after_five_per_cent_of_the_samples(
-    space: Space, seed: int
+    space: ScheduleSpace, seed: int
 ) -> None:
     landscape = Landscape(seed)
     evaluate = Evaluator(landscape, space.problem)
