@@ -1,0 +1,26 @@
+"""What can be wrong with a kernel that a user brings. One line each, with file and line where there is one."""
+
+from __future__ import annotations
+
+
+class KernelError(Exception):
+    """An expected failure: the command prints its line and exits with 1."""
+
+    exit_code = 1
+
+
+class SourceError(KernelError):
+    """A construct outside the subset, or text that does not parse."""
+
+    def __init__(self, where: str, line: int, reason: str) -> None:
+        super().__init__(f"{where}:{line}: {reason}" if line else f"{where}: {reason}")
+        self.line = line
+        self.reason = reason
+
+
+class CheckError(KernelError):
+    """A kernel and its original differ, or one touches memory that its description does not give it."""
+
+
+class ToolError(KernelError):
+    """A compiler or an emulator is missing, failed, or exceeded its limits."""

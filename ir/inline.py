@@ -1,0 +1,197 @@
+"""Helpers into their callers, at the low level, so that a loop holds all that it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+from phasewise.ir.errors import SourceError
+from phasewise.ir.nodes import (
+    Binary,
+    Block,
+    Body,
+    Call,
+    Const,
+    Declare,
+    Do,
+    Expr,
+    For,
+    Function,
+    If,
+    Return,
+    Rewriter,
+    Stmt,
+    Substitute,
+    Ternary,
+    Var,
+    While,
+    assigned,
+    walk_body,
+)
+
+MAX_STATEMENTS = 20_000
+
+
+def inlined(function: Function, path: str = "") -> Function:
+    """The function without calls of helpers. SourceError where a helper returns early or is called where it cannot be
+    copied (inside a condition, with statements of its own)."""
+    inliner = _Inliner(function, path)
+    body = inliner.body(function.body)
+    return replace(function, body=body, helpers=(), tables=(*function.tables, *inliner.tables))
+
+
+class _Inliner(Rewriter):
+    def __init__(self, function: Function, path: str) -> None:
+        self._path = path
+        self._helpers = {one.name: one for one in function.helpers}
+        self._taken = (
+            {name for name, _ in function.args} | assigned(function.body) | {t.name for t in function.tables}
+        )
+        self._before: list[list[Stmt]] = []
+        self._closed = 0
+        self._n_statements = 0
+        self._line = function.line
+        self.tables: list[Declare] = []
+        for one in function.helpers:
+            self._taken |= {table.name for table in one.tables}
+
+    def _fresh(self, name: str) -> str:
+        for n in count(2):
+            unique = f"{name}_{n}"
+            if unique not in self._taken:
+                self._taken.add(unique)
+                return unique
+        raise AssertionError
+
+    # ---- statements: what helpers compute comes before the statement that calls them ----
+
+    def statement(self, statement: Stmt) -> Body:
+        self._n_statements += 1
+        if self._n_statements > MAX_STATEMENTS:
+            raise SourceError(
+                self._path, statement.line, f"more than {MAX_STATEMENTS} statements when inlined"
+            )
+        self._line = statement.line
+        if (
+            isinstance(statement, Declare)
+            and statement.is_const
+            and isinstance(statement.values, tuple)
+            and statement.values
+        ):
+            self.tables.append(statement)
+            return ()
+        self._before.append([])
+        if isinstance(statement, For | While):
+            new = self._loop(statement)
+        elif (
+            isinstance(statement, Do)
+            and isinstance(statement.call, Call)
+            and statement.call.name in self._helpers
+        ):
+            return self._called_alone(statement)
+        elif isinstance(statement, If):
+            condition = self.expr(statement.condition)
+            mine = self._before.pop()
+            changed = replace(
+                statement,
+                condition=condition,
+                then=self.body(statement.then),
+                otherwise=self.body(statement.otherwise),
+            )
+            return (*mine, changed)
+        elif isinstance(statement, Block):
+            self._before.pop()
+            return self.body(statement.body)
+        else:
+            new = self.statement_inside(statement)
+        return (*self._before.pop(), new)
+
+    def _loop(self, loop: For | While) -> Stmt:
+        self._closed += 1
+        condition = self.expr(loop.condition)
+        self._closed -= 1
+        if isinstance(loop, While):
+            return replace(loop, condition=condition, body=self.body(loop.body))
+        return replace(
+            loop,
+            start=self.body(loop.start),
+            condition=condition,
+            update=self.body(loop.update),
+            body=self.body(loop.body),
+        )
+
+    def _called_alone(self, statement: Do) -> Body:
+        assert isinstance(statement.call, Call)
+        call = statement.call
+        args = tuple(self.expr(one) for one in call.args)
+        mine = self._before.pop()
+        copied, _ = self._copy(self._helpers[call.name], args)
+        return (*mine, *copied)
+
+    # ---- expressions ----
+
+    def expr(self, e: Expr) -> Expr:
+        if isinstance(e, Ternary) or (isinstance(e, Binary) and e.op in ("&&", "||")):
+            self._closed += 1
+            new = self.inside(e)
+            self._closed -= 1
+            return new
+        return super().expr(e)
+
+    def leave(self, e: Expr) -> Expr:
+        if not (isinstance(e, Call) and e.name in self._helpers):
+            return e
+        copied, value = self._copy(self._helpers[e.name], e.args)
+        if value is None:
+            raise SourceError(self._path, self._line, f"`{e.name}` gives no value")
+        if copied:
+            if self._closed:
+                raise SourceError(
+                    self._path,
+                    self._line,
+                    f"`{e.name}` has statements and is called within a condition; call it before",
+                )
+            self._before[-1] += copied
+        return value
+
+    def _copy(self, helper: Function, args: tuple[Expr, ...]) -> tuple[Body, Expr | None]:
+        """The helper's statements with names of their own, and its value."""
+        by: dict[str, Expr] = {}
+        before: list[Stmt] = []
+        changed = assigned(helper.body)
+        for (name, of), value in zip(helper.args, args, strict=True):
+            if (name not in changed and isinstance(value, Var | Const) and not self._closed) or (name not in changed and self._closed):
+                by[name] = value
+            else:
+                own = Var(of, self._fresh(name))
+                before.append(Declare(own.name, of, value, self._line))
+                by[name] = own
+        for node in walk_body(helper.body):
+            if isinstance(node, Declare):
+                by[node.name] = Var(node.type, self._fresh(node.name))
+        returns = [node for node in walk_body(helper.body) if isinstance(node, Return)]
+        last = _last(helper.body)
+        if len(returns) > 1 or (returns and returns[0] is not last):
+            raise SourceError(
+                self._path, helper.line, f"helper `{helper.name}` returns before its end; not in the subset"
+            )
+        copied = Substitute(by).body(helper.body)
+        copied = self.body(_without_last(copied) if returns else copied)
+        value = None
+        if isinstance(last, Return) and last.value is not None:
+            self._before.append([])
+            value = self.expr(Substitute(by).expr(last.value))
+            copied = (*copied, *self._before.pop())
+        return (*before, *copied), value
+
+
+def _last(body: Body) -> Stmt | None:
+    last = body[-1] if body else None
+    return _last(last.body) if isinstance(last, Block) else last
+
+
+def _without_last(body: Body) -> Body:
+    last = body[-1]
+    if isinstance(last, Block):
+        return (*body[:-1], replace(last, body=_without_last(last.body)))
+    return body[:-1]

@@ -1,0 +1,378 @@
+"""One tree for both levels: expressions that carry their type, statements that carry their line.
+
+At the low level calls name intrinsics and helpers and loops are C's; at the high level calls name operations on
+vectors (ir/operations.py), loops are `Steps`, and parameters stand for numbers that a search chooses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias, TypeVar, cast
+
+from phasewise.ir.types import I32, Array, Pointer, Struct, Type
+
+# ---- expressions -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A number. Integers are Python's, floats too (of f32: one that float32 has)."""
+
+    type: Type
+    value: int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Var:
+    type: Type
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unary:
+    type: Type
+    op: str  # - ~ !
+    a: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """C's arithmetic and comparisons; on vectors lane by lane. A pointer may be on the left of + and -."""
+
+    type: Type
+    op: str
+    a: Expr
+    b: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Ternary:
+    type: Type
+    condition: Expr
+    a: Expr
+    b: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    type: Type
+    a: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`numbers`: what has to be known when compiling, e.g. lanes, a shift, a pattern."""
+
+    type: Type
+    name: str
+    args: tuple[Expr, ...]
+    numbers: tuple[Expr, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Element of a pointer or an array; also of a set of registers, at the high level."""
+
+    type: Type
+    base: Expr
+    index: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    type: Type
+    base: Expr
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddressOf:
+    type: Type
+    a: Expr
+
+
+Expr: TypeAlias = Const | Var | Unary | Binary | Ternary | Cast | Call | Index | Member | AddressOf
+
+# ---- statements ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """A variable of the function; without a value its content is not defined, an array is zero or `values`."""
+
+    name: str
+    type: Type
+    value: Expr | None
+    line: int
+    values: tuple[int | float, ...] = ()
+    is_const: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    target: Expr
+    value: Expr
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """A call for its effect."""
+
+    call: Expr
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class For:
+    """C's loop, at the low level only."""
+
+    start: tuple[Stmt, ...]
+    condition: Expr
+    update: tuple[Stmt, ...]
+    body: tuple[Stmt, ...]
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A named loop: `variable` goes from `start` by `step` while the condition holds, and keeps its last value.
+
+    `how` transforms it, in this order; `unroll` there expands a loop of known length completely.
+    """
+
+    name: str
+    variable: str
+    type: Type
+    start: Expr
+    condition: Expr
+    step: Expr
+    body: tuple[Stmt, ...]
+    line: int
+    how: tuple[How, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """One transformation of a loop, with its arguments."""
+
+    name: str
+    args: tuple[Expr | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class While:
+    condition: Expr
+    body: tuple[Stmt, ...]
+    line: int
+    is_after: bool = False
+    """The condition is asked after the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class If:
+    condition: Expr
+    then: tuple[Stmt, ...]
+    otherwise: tuple[Stmt, ...]
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    value: Expr | None
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """`break` or `continue`."""
+
+    word: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    body: tuple[Stmt, ...]
+    line: int
+
+
+Stmt: TypeAlias = Declare | Assign | Do | For | Steps | While | If | Return | Leave | Block
+Body: TypeAlias = tuple[Stmt, ...]
+
+# ---- functions -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A number that a search may choose: the first value is the default."""
+
+    name: str
+    values: tuple[int, ...]
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """What callers pass for one argument: how many elements, of which values. Counts are over other arguments."""
+
+    name: str
+    line: int
+    count: Expr | None = None
+    numbers: tuple[tuple[str, float], ...] = ()
+    """low, high (values); least, most, multiple (of a number)."""
+    halves: tuple[str, ...] = ()
+    """Fields that hold float16 bits."""
+    is_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A kernel; `structs` and `tables` are those that it uses."""
+
+    name: str
+    args: tuple[tuple[str, Type], ...]
+    result: Type
+    body: Body
+    line: int = 0
+    structs: tuple[Struct, ...] = ()
+    tables: tuple[Declare, ...] = ()
+    helpers: tuple[Function, ...] = ()
+    """At the low level: the functions that it calls, callees first."""
+    parameters: tuple[Parameter, ...] = ()
+    described: tuple[Argument, ...] = ()
+    reassociate: bool = False
+    source_isa: str = ""
+
+
+T = TypeVar("T", bound=object)
+
+
+def children(node: object) -> list[object]:
+    """The expressions, statements and transformations directly in a node, in the order of their fields."""
+    found: list[object] = []
+    for one in fields(node):  # type: ignore[arg-type]
+        value = getattr(node, one.name)
+        if isinstance(value, tuple):
+            found += [item for item in value if isinstance(item, NODES)]
+        elif isinstance(value, NODES):
+            found.append(value)
+    return found
+
+
+EXPRESSIONS = (Const, Var, Unary, Binary, Ternary, Cast, Call, Index, Member, AddressOf)
+STATEMENTS = (Declare, Assign, Do, For, Steps, While, If, Return, Leave, Block)
+NODES = (*EXPRESSIONS, *STATEMENTS, How)
+
+
+def walk(node: object) -> list[object]:
+    """A node and everything in it, parents first."""
+    found, waiting = [], [node]
+    while waiting:
+        one = waiting.pop()
+        found.append(one)
+        waiting += reversed(children(one))
+    return found
+
+
+def walk_body(body: Body) -> list[object]:
+    return [node for statement in body for node in walk(statement)]
+
+
+class Rewriter:
+    """Rebuilds a tree bottom up; a subclass overrides what changes."""
+
+    def expr(self, e: Expr) -> Expr:
+        return self.leave(self.inside(e))
+
+    def leave(self, e: Expr) -> Expr:
+        """What an expression becomes, its parts being rewritten."""
+        return e
+
+    def inside(self, e: Expr) -> Expr:
+        changed = {}
+        for one in fields(e):
+            value = getattr(e, one.name)
+            new = self._value(value)
+            if new is not value:
+                changed[one.name] = new
+        return replace(e, **changed) if changed else e
+
+    def _value(self, value: object) -> object:
+        if isinstance(value, EXPRESSIONS):
+            return self.expr(cast(Expr, value))
+        if isinstance(value, How):
+            return replace(value, args=tuple(self._value(item) for item in value.args))
+        if isinstance(value, tuple) and value and isinstance(value[0], STATEMENTS):
+            return self.body(value)
+        if isinstance(value, tuple) and any(isinstance(item, (*EXPRESSIONS, How)) for item in value):
+            new = tuple(self._value(item) for item in value)
+            return value if all(a is b for a, b in zip(value, new, strict=True)) else new
+        return value
+
+    def body(self, body: Body) -> Body:
+        return tuple(new for statement in body for new in self.statement(statement))
+
+    def statement(self, statement: Stmt) -> Body:
+        """What a statement becomes: none, one or several."""
+        return (self.statement_inside(statement),)
+
+    def statement_inside(self, statement: Stmt) -> Stmt:
+        changed = {}
+        for one in fields(statement):
+            value = getattr(statement, one.name)
+            new = self._value(value)
+            if new is not value:
+                changed[one.name] = new
+        return replace(statement, **changed) if changed else statement
+
+
+class Substitute(Rewriter):
+    """Replaces variables by expressions, and renames targets where the replacement is a variable."""
+
+    def __init__(self, by: dict[str, Expr]) -> None:
+        self._by = by
+
+    def leave(self, e: Expr) -> Expr:
+        return self._by.get(e.name, e) if isinstance(e, Var) else e
+
+    def statement(self, statement: Stmt) -> Body:
+        new = self.statement_inside(statement)
+        if isinstance(new, Declare | Steps):
+            key = "name" if isinstance(new, Declare) else "variable"
+            other = self._by.get(getattr(new, key))
+            if isinstance(other, Var):
+                new = replace(new, **{key: other.name})
+        return (new,)
+
+
+def assigned(body: Body) -> set[str]:
+    """Names of the variables that a body gives values to."""
+    names: set[str] = set()
+    for node in walk_body(body):
+        match node:
+            case Declare(name=name):
+                names.add(name)
+            case Steps(variable=name):
+                names.add(name)
+            case Assign(target=target):
+                while isinstance(target, Index | Member) and not isinstance(target.base.type, PointerLike):
+                    target = target.base
+                if isinstance(target, Var):
+                    names.add(target.name)
+    return names
+
+
+PointerLike = (Pointer, Array)
+
+
+def used(node: object) -> set[str]:
+    return {one.name for one in walk(node) if isinstance(one, Var)}
+
+
+def used_in(body: Body) -> set[str]:
+    return {one.name for one in walk_body(body) if isinstance(one, Var)}
+
+
+def integer(value: int, of: Type = I32) -> Const:
+    return Const(of, value)

@@ -1,0 +1,187 @@
+"""The low level as C again: what the parser read, with every conversion written out."""
+
+from __future__ import annotations
+
+from phasewise.ir.intrinsics import register_name
+from phasewise.ir.lowering import number, wrapped
+from phasewise.ir.nodes import (
+    AddressOf,
+    Assign,
+    Binary,
+    Block,
+    Body,
+    Call,
+    Cast,
+    Const,
+    Declare,
+    Do,
+    Expr,
+    For,
+    Function,
+    If,
+    Index,
+    Leave,
+    Member,
+    Return,
+    Stmt,
+    Ternary,
+    Unary,
+    Var,
+    While,
+)
+from phasewise.ir.operations import COMPARISONS
+from phasewise.ir.types import Array, Pointer, Scalar, Struct, Type, Vec, Void, common, promoted
+from phasewise.ir.words import C_NAMES
+
+HEADERS = {"neon": "#include <arm_neon.h>\n", "neon_dotprod": "#include <arm_neon.h>\n", "portable": ""}
+_BITS = """static inline {to} {name}({of} a) {{ {to} x; memcpy(&x, &a, sizeof x); return x; }}"""
+
+
+def printed_c(function: Function) -> str:
+    """A file with the function, its helpers, structs and tables."""
+    printer = _Printer(function.source_isa)
+    tables = {one.name: one for part in (*function.helpers, function) for one in part.tables}
+    bodies = [printer.function(one, is_static=True) for one in function.helpers]
+    bodies.append(printer.function(function))
+    own = HEADERS.get(function.source_isa, "#include <immintrin.h>\n")
+    head = f"#include <math.h>\n#include <stdint.h>\n#include <string.h>\n{own}"
+    structs = [printer.struct(one) for one in function.structs]
+    lines = [f"static const {printer.array(one)}" for one in tables.values()]
+    return "\n".join([head, *structs, *printer.extra.values(), *lines, *bodies, ""])
+
+
+class _Printer:
+    def __init__(self, isa: str) -> None:
+        self._isa = isa
+        self.extra: dict[str, str] = {}
+
+    def struct(self, of: Struct) -> str:
+        fields = " ".join(f"{self.type(field, name)};" for name, field in of.fields)
+        return f"typedef struct {{ {fields} }} {of.name};"
+
+    def type(self, of: Type, name: str = "") -> str:
+        match of:
+            case Scalar(word):
+                return f"{C_NAMES[word]} {name}".rstrip()
+            case Vec():
+                return f"{register_name(self._isa, of) or '?'} {name}".rstrip()
+            case Pointer(to, is_const):
+                return f"{'const ' if is_const else ''}{self.type(to)} *{name}"
+            case Array(element, count):
+                return self.type(element, f"{name}[{count}]")
+            case Struct(word):
+                return f"{word} {name}".rstrip()
+            case Void():
+                return f"void {name}".rstrip()
+
+    def array(self, one: Declare) -> str:
+        of: Type = one.type
+        while isinstance(of, Array):
+            of = of.of
+        values = ""
+        if one.values and isinstance(of, Scalar):
+            words = [number(value, of) for value in one.values]
+            rows = [", ".join(words[i : i + 16]) for i in range(0, len(words), 16)]
+            values = " = {" + ",\n    ".join(rows) + "}" if any(one.values) else " = {0}"
+            if isinstance(one.type, Array) and isinstance(one.type.of, Array):
+                inner = one.type.of.size // of.size
+                groups = [", ".join(words[i : i + inner]) for i in range(0, len(words), inner)]
+                values = " = {" + ", ".join(f"{{{group}}}" for group in groups) + "}"
+        return f"{self.type(one.type, one.name)}{values};"
+
+    def function(self, function: Function, is_static: bool = False) -> str:
+        args = ", ".join(self.type(of, name) for name, of in function.args) or "void"
+        head = f"{self.type(function.result)} {function.name}({args})".replace("* ", "*")
+        return "\n".join(
+            [f"{'static inline ' if is_static else ''}{head} {{", *self._body(function.body, 1), "}"]
+        )
+
+    def _body(self, body: Body, depth: int) -> list[str]:
+        return [line for one in body for line in self._statement(one, depth)]
+
+    def _statement(self, one: Stmt, depth: int) -> list[str]:
+        pad = "    " * depth
+        match one:
+            case Declare(type=Array()):
+                return [pad + ("static const " if one.is_const else "") + self.array(one)]
+            case Declare() | Assign() | Do():
+                return [f"{pad}{self._simple(one)};"]
+            case For(start, condition, update, body, _):
+                before = [f"{pad}{self._simple(part)};" for part in start]
+                after = ", ".join(self._simple(part) for part in update)
+                head = f"{pad}for (; {self.expr(condition)}; {after}) {{"
+                return [f"{pad}{{", *before, head, *self._body(body, depth + 1), f"{pad}}}", f"{pad}}}"]
+            case While(condition, body, _, is_after):
+                inner = self._body(body, depth + 1)
+                if is_after:
+                    return [f"{pad}do {{", *inner, f"{pad}}} while ({self.expr(condition)});"]
+                return [f"{pad}while ({self.expr(condition)}) {{", *inner, f"{pad}}}"]
+            case If(condition, then, otherwise, _):
+                lines = [f"{pad}if ({self.expr(condition)}) {{", *self._body(then, depth + 1)]
+                if otherwise:
+                    lines += [f"{pad}}} else {{", *self._body(otherwise, depth + 1)]
+                return [*lines, f"{pad}}}"]
+            case Return(value, _):
+                return [f"{pad}return;" if value is None else f"{pad}return {self.expr(value)};"]
+            case Leave(word, _):
+                return [f"{pad}{word};"]
+            case Block(body, _):
+                return [f"{pad}{{", *self._body(body, depth + 1), f"{pad}}}"]
+        raise AssertionError(one)
+
+    def _simple(self, one: Stmt) -> str:
+        match one:
+            case Declare(name, of, value, _):
+                init = "" if value is None else f" = {self.expr(value)}"
+                return f"{self.type(of, name)}{init}"
+            case Assign(target, value, _):
+                return f"{self.expr(target)} = {self.expr(value)}"
+            case Do(what, _):
+                return self.expr(what)
+        raise AssertionError(one)
+
+    def expr(self, e: Expr) -> str:
+        match e:
+            case Const(of, value):
+                assert isinstance(of, Scalar)
+                return number(value, of)
+            case Var(_, name):
+                return name
+            case Unary(_, op, a):
+                return f"{op}{wrapped(self.expr(a))}"
+            case Binary():
+                return self._binary(e)
+            case Ternary(_, condition, a, b):
+                return f"{wrapped(self.expr(condition))} ? {wrapped(self.expr(a))} : {wrapped(self.expr(b))}"
+            case Cast(of, a):
+                return f"({self.type(of)}){wrapped(self.expr(a))}"
+            case Index(_, base, index):
+                return f"{wrapped(self.expr(base))}[{self.expr(index)}]"
+            case Member(_, base, field):
+                return f"{wrapped(self.expr(base))}.{field}"
+            case AddressOf(_, a):
+                return f"&{wrapped(self.expr(a))}"
+            case Call():
+                return self._call(e)
+
+    def _binary(self, e: Binary) -> str:
+        a, b = self.expr(e.a), self.expr(e.b)
+        left, right = e.a.type, e.b.type
+        if e.op in COMPARISONS and isinstance(left, Scalar) and isinstance(right, Scalar) and left != right:
+            shared = common(left, right)
+            a = a if promoted(left) == shared else f"({self.type(shared)}){wrapped(a)}"
+            b = b if promoted(right) == shared else f"({self.type(shared)}){wrapped(b)}"
+        return f"{wrapped(a)} {e.op} {wrapped(b)}"
+
+    def _call(self, e: Call) -> str:
+        args = [self.expr(one) for one in e.args]
+        if e.name == "__clear":
+            return f"memset({args[0]}, 0, sizeof {args[0]})"
+        if e.name == "__bits":
+            to, of = self.type(e.type), self.type(e.args[0].type)
+            name = f"{to}_of_{of}".replace(" ", "_")
+            self.extra[name] = _BITS.format(to=to, of=of, name=name)
+            return f"{name}({args[0]})"
+        if e.name == "_mm_prefetch":
+            return f"_mm_prefetch((const char *)({args[0]}), _MM_HINT_T0)"
+        return f"{e.name}({', '.join(args)})"

@@ -1,0 +1,246 @@
+"""Trees of additions over the lanes of one vector, as one operation; and what nothing uses any more, left out.
+
+A tree is recognised only where it adds in an order that an operation has (operations.ORDERS), so that bits stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from phasewise.ir.nodes import (
+    Assign,
+    Binary,
+    Body,
+    Call,
+    Const,
+    Declare,
+    Expr,
+    Function,
+    If,
+    Rewriter,
+    Steps,
+    Stmt,
+    Var,
+    While,
+    assigned,
+    integer,
+    used,
+    walk_body,
+)
+from phasewise.ir.operations import ORDERS, call
+from phasewise.ir.types import Scalar, Vec
+
+Tree: TypeAlias = Any
+"""A leaf (name, version, lane), or (operation, tree, tree)."""
+
+OPERATIONS = {"+": "reduce_add", "max": "reduce_max", "min": "reduce_min"}
+
+
+def recognised(function: Function) -> Function:
+    """The function with reductions, without values that nothing uses."""
+    return without_unused(replace(function, body=_Recogniser().body(function.body)))
+
+
+def halved(values: list[Tree], order: str, op: str, elem: Scalar) -> Tree:
+    """The tree that an order makes of lanes."""
+    while len(values) > 1:
+        half = len(values) // 2
+        is_pairs = order == "pairs" or (order == "halves_pairs" and len(values) * elem.size <= 16)
+        if is_pairs:
+            values = [_node(op, values[2 * i], values[2 * i + 1], elem) for i in range(half)]
+        else:
+            values = [_node(op, values[i], values[i + half], elem) for i in range(half)]
+    return values[0]
+
+
+def _node(op: str, a: Tree, b: Tree, elem: Scalar) -> Tree:
+    """min and max of floats tell their sides apart (NaN, zeros); sums do not."""
+    if (op == "+" or not elem.is_float) and repr(b) < repr(a):
+        a, b = b, a
+    return op, a, b
+
+
+class _Recogniser(Rewriter):
+    def __init__(self) -> None:
+        self._known: dict[str, list[Tree]] = {}
+        self._versions: dict[str, int] = {}
+
+    def statement(self, statement: Stmt) -> Body:
+        if isinstance(statement, Steps | While | If):
+            for name in assigned((statement,)):
+                self._forget(name)
+            new = self.statement_inside(statement)
+            for name in assigned((statement,)):
+                self._forget(name)
+            return (new,)
+        new = self.statement_inside(statement)
+        match new:
+            case Declare(name=name, value=value) | Assign(target=Var(name=name), value=value):
+                lanes = self._lanes(value) if value is not None and isinstance(value.type, Vec) else None
+                self._forget(name)
+                if lanes is not None:
+                    self._known[name] = lanes
+        return (new,)
+
+    def _forget(self, name: str) -> None:
+        self._versions[name] = self._versions.get(name, 0) + 1
+        self._known.pop(name, None)
+
+    def leave(self, e: Expr) -> Expr:
+        if isinstance(e, Call) and e.name == "lane":
+            return self._reduction(e) or e
+        return e
+
+    def _reduction(self, e: Call) -> Expr | None:
+        lanes = self._lanes(e.args[0])
+        at = e.numbers[0]
+        if lanes is None or not isinstance(at, Const) or not isinstance(e.type, Scalar):
+            return None
+        tree = lanes[int(at.value)]
+        leaves = _leaves(tree)
+        if len(leaves) < 2 or tree[0] not in OPERATIONS:
+            return None
+        name, version, _, of = leaves[0]
+        if self._versions.get(name, 0) != version or len(leaves) != of.lanes or of.elem != e.type:
+            return None
+        own = [(name, version, lane, of) for lane in range(of.lanes)]
+        for number, order in enumerate(ORDERS):
+            if tree == halved(list(own), order, tree[0], of.elem):
+                numbers = (integer(number),) if number else ()
+                return call(OPERATIONS[tree[0]], (Var(of, name),), numbers)
+        return None
+
+    def _lanes(self, e: Expr) -> list[Tree] | None:
+        """What each lane is made of; None: something that no reduction does."""
+        match e:
+            case Var(type=Vec() as of, name=name):
+                own = [(name, self._versions.get(name, 0), lane, of) for lane in range(of.lanes)]
+                return self._known.get(name, own)
+            case Binary(type=Vec() as of, op="+", a=a, b=b):
+                return self._paired("+", a, b, of)
+            case Call(type=Vec() as of, name="max" | "min" as name, args=(a, b)):
+                return self._paired(name, a, b, of)
+            case Call(name="lo" | "hi" as which, args=(a,)):
+                lanes = self._lanes(a)
+                half = 0 if lanes is None else len(lanes) // 2
+                return None if lanes is None else lanes[:half] if which == "lo" else lanes[half:]
+            case Call(type=Vec() as of, name="shuffle", args=(a, b), numbers=numbers):
+                return self._shuffled(a, b, [int(one.value) for one in numbers if isinstance(one, Const)], of)
+            case Call(name="permute", args=(a,), numbers=numbers):
+                lanes = self._lanes(a)
+                return lanes and [lanes[int(one.value)] for one in numbers if isinstance(one, Const)]
+            case Call(
+                type=Vec() as of,
+                name="with_lane",
+                args=(a, Binary(op="+", a=x, b=y)),
+                numbers=(Const(value=0),),
+            ):
+                return self._with_lowest(a, x, y, of)
+            case Call(name="bits", args=(inner,)):
+                return self._same_width(e, inner)
+        return None
+
+    def _same_width(self, e: Expr, inner: Expr) -> list[Tree] | None:
+        """Lanes of 64 bits that were moved as such, seen in halves."""
+        if not isinstance(e.type, Vec) or not isinstance(inner.type, Vec) or not isinstance(inner, Call):
+            return None
+        if inner.name != "shuffle" or inner.type.elem.size <= e.type.elem.size:
+            return None
+        ratio = inner.type.elem.size // e.type.elem.size
+        sides = [_unwrapped(side, e.type) for side in inner.args]
+        if None in sides:
+            return None
+        places = [
+            int(one.value) * ratio + i
+            for one in inner.numbers
+            if isinstance(one, Const)
+            for i in range(ratio)
+        ]
+        return self._shuffled(sides[0], sides[1], places, e.type)  # type: ignore[arg-type]
+
+    def _paired(self, op: str, a: Expr, b: Expr, of: Vec) -> list[Tree] | None:
+        one, other = self._lanes(a), self._lanes(b)
+        if one is None or other is None:
+            return None
+        return [_node(op, x, y, of.elem) for x, y in zip(one, other, strict=True)]
+
+    def _shuffled(self, a: Expr, b: Expr, places: list[int], of: Vec) -> list[Tree] | None:
+        one, other = self._lanes(a), self._lanes(b)
+        if one is None or other is None:
+            return None
+        group = 16 // of.elem.size
+        return [
+            (one if place < group else other)[start + place % group]
+            for start in range(0, of.lanes, group)
+            for place in places
+        ]
+
+    def _with_lowest(self, a: Expr, x: Expr, y: Expr, of: Vec) -> list[Tree] | None:
+        rest = self._lanes(a)
+        sides = []
+        for side in (x, y):
+            lanes = self._lanes(side.args[0]) if isinstance(side, Call) and side.name == "lane" else None
+            if lanes is None:
+                return None
+            sides.append(lanes[int(side.numbers[0].value)])  # type: ignore[union-attr]
+        return rest and [_node("+", sides[0], sides[1], of.elem), *rest[1:]]
+
+
+def _unwrapped(e: Expr, of: Vec) -> Expr | None:
+    """`e` without the reinterpretation that it came by, if it had the type."""
+    if e.type == of:
+        return e
+    return e.args[0] if isinstance(e, Call) and e.name == "bits" and e.args[0].type == of else None
+
+
+def _leaves(tree: Tree) -> list[Tree]:
+    found, waiting = [], [tree]
+    while waiting:
+        one = waiting.pop()
+        if len(one) == 3:
+            waiting += [one[1], one[2]]
+        else:
+            found.append(one)
+    return found
+
+
+def without_unused(function: Function) -> Function:
+    """The function without variables that nothing else reads; evaluating has no effect here."""
+    body = function.body
+    while True:
+        reads: set[str] = set()
+        for node in walk_body(body):
+            match node:
+                case Assign(target=Var(name=name), value=value):
+                    reads |= used(value) - {name}
+                case Assign(target=target, value=value):
+                    reads |= used(target) | used(value)
+                case Declare(value=value) if value is not None:
+                    reads |= used(value)
+                case Steps():
+                    for part in (node.start, node.condition, node.step, *node.how):
+                        reads |= used(part)
+                case If(condition=condition) | While(condition=condition):
+                    reads |= used(condition)
+                case _ if type(node).__name__ in ("Do", "Return"):
+                    reads |= used(node)
+        new = _Without(reads).body(body)
+        if new == body:
+            tables = tuple(one for one in function.tables if one.name in reads)
+            return replace(function, body=body, tables=tables)
+        body = new
+
+
+class _Without(Rewriter):
+    def __init__(self, reads: set[str]) -> None:
+        self._reads = reads
+
+    def expr(self, e: Expr) -> Expr:
+        return e
+
+    def statement(self, statement: Stmt) -> Body:
+        match statement:
+            case Declare(name=name) | Assign(target=Var(name=name)) if name not in self._reads:
+                return ()
+        return (self.statement_inside(statement),)

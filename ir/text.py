@@ -1,0 +1,221 @@
+"""The high level as text that a person edits: Python's syntax, one construct a line. `printed` writes it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from phasewise.ir.nodes import (
+    AddressOf,
+    Argument,
+    Assign,
+    Binary,
+    Block,
+    Body,
+    Call,
+    Cast,
+    Const,
+    Declare,
+    Do,
+    Expr,
+    For,
+    Function,
+    How,
+    If,
+    Index,
+    Leave,
+    Member,
+    Return,
+    Steps,
+    Stmt,
+    Ternary,
+    Unary,
+    Var,
+    While,
+)
+from phasewise.ir.operations import ORDERS, REDUCTIONS
+from phasewise.ir.types import F32, I32, Array, Pointer, Scalar, Vec, spelled
+
+FIRST_LINE = "# phasewise kernel 1"
+TYPED = ("convert", "widen", "narrow", "pack", "bits")
+"""Operations that name the type of the result's lanes."""
+
+
+def printed(function: Function) -> str:
+    """The text of a kernel at the high level; `reading.read` takes it back."""
+    lines = [FIRST_LINE]
+    if function.source_isa:
+        lines.append(f"# raised from C for {function.source_isa}")
+    for struct in function.structs:
+        lines += ["", f"class {struct.name}:"]
+        lines += [f"    {name}: {spelled(of)}" for name, of in struct.fields] or ["    pass"]
+    for table in function.tables:
+        lines += ["", f"{table.name}: {spelled(table.type)} = [", *_values(table), "]"]
+    args = ", ".join(f"{name}: {spelled(of)}" for name, of in function.args)
+    lines += ["", f"def {function.name}({args}) -> {spelled(function.result)}:"]
+    if function.reassociate:
+        lines.append("    reassociate()")
+    lines += [
+        f"    {one.name} = tune({', '.join(map(str, one.values))})" if len(one.values) > 1 else
+        f"    {one.name} = {one.values[0]}"
+        for one in function.parameters
+    ]  # fmt: skip
+    lines += [f"    {_argument(one)}" for one in function.described]
+    lines += _body(function.body, 1)
+    return "\n".join(lines) + "\n"
+
+
+def _values(table: Declare) -> list[str]:
+    words = [_number(value, _innermost(table.type)) for value in table.values]
+    return [f"    {', '.join(words[i : i + 16])}," for i in range(0, len(words), 16)]
+
+
+def _innermost(of: object) -> Scalar:
+    while isinstance(of, Array):
+        of = of.of
+    assert isinstance(of, Scalar)
+    return of
+
+
+def _argument(one: Argument) -> str:
+    parts = [f'"{one.name}"']
+    if one.count is not None:
+        parts.append(f"count={expression(one.count)}")
+    parts += [f"{name}={_plain(value)}" for name, value in one.numbers]
+    if one.halves:
+        parts.append(f'halves="{" ".join(one.halves)}"')
+    if one.is_out:
+        parts.append("out=True")
+    return f"describe({', '.join(parts)})"
+
+
+def _plain(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _body(body: Body, depth: int) -> list[str]:
+    lines = [line for one in body for line in _statement(one, depth)]
+    return lines or ["    " * depth + "pass"]
+
+
+def _statement(one: Stmt, depth: int) -> list[str]:
+    pad = "    " * depth
+    match one:
+        case Declare(name, of, value, _, values):
+            return [pad + _declaration(name, of, value, values)]
+        case Assign(target, value, _):
+            return [f"{pad}{expression(target)} = {expression(value)}"]
+        case Do(what, _):
+            return [pad + expression(what)]
+        case Steps():
+            return [f"{pad}for {one.variable} in {_steps(one)}:", *_body(one.body, depth + 1)]
+        case While(condition, body, _):
+            return [f"{pad}while {expression(condition)}:", *_body(body, depth + 1)]
+        case If(condition, then, otherwise, _):
+            lines = [f"{pad}if {expression(condition)}:", *_body(then, depth + 1)]
+            return [*lines, f"{pad}else:", *_body(otherwise, depth + 1)] if otherwise else lines
+        case Return(value, _):
+            return [pad + ("return" if value is None else f"return {expression(value)}")]
+        case Leave(word, _):
+            return [pad + word]
+        case Block(body, _):
+            return [line for inner in body for line in _statement(inner, depth)]
+        case For():
+            raise AssertionError("a loop of the low level")
+
+
+def _declaration(name: str, of: object, value: Expr | None, values: tuple[int | float, ...]) -> str:
+    if isinstance(of, Array):
+        text = f"{name}: {spelled(of)}"
+        if not values:
+            return text
+        if not any(values):
+            return f"{text} = zeros"
+        return f"{text} = [{', '.join(_number(one, _innermost(of)) for one in values)}]"
+    assert isinstance(of, Scalar | Vec | Pointer)
+    if value is None:
+        return f"{name}: {spelled(of)}"
+    if isinstance(of, Vec):
+        return f"{name} = {expression(value)}"
+    return f"{name}: {spelled(of)} = {expression(value)}"
+
+
+def _steps(loop: Steps) -> str:
+    parts = [f'"{loop.name}"', expression(loop.start), expression(loop.condition), expression(loop.step)]
+    return f"steps({', '.join([*parts, *map(_how, loop.how)])})"
+
+
+def _how(one: How) -> str:
+    args = ", ".join(f'"{arg}"' if isinstance(arg, str) else expression(arg) for arg in one.args)
+    return f"{one.name}({args})"
+
+
+WORDS = {"&&": "and", "||": "or"}
+
+
+def expression(e: Expr) -> str:
+    """One expression; every operation within another one stands in parentheses."""
+    match e:
+        case Const(of, value):
+            assert isinstance(of, Scalar)
+            word = _number(value, of)
+            return word if of in (I32, F32) else f"{of.name}({word})"
+        case Var(_, name):
+            return name
+        case Unary(_, op, a):
+            return f"{'not ' if op == '!' else op}{_inner(a)}"
+        case Binary(_, op, a, b):
+            return f"{_inner(a)} {_operator(e)} {_inner(b)}"
+        case Ternary(_, condition, a, b):
+            return f"{_inner(a)} if {_inner(condition)} else {_inner(b)}"
+        case Cast(of, a):
+            return f"{spelled(of)}({expression(a)})"
+        case Call():
+            return _call(e)
+        case Index(_, base, index):
+            return f"{_inner(base)}[{expression(index)}]"
+        case Member(_, base, field):
+            return f"{_inner(base)}.{field}"
+        case AddressOf():
+            raise AssertionError("an address at the high level")
+
+
+def _operator(e: Binary) -> str:
+    if e.op == "/" and isinstance(e.type, Scalar) and not e.type.is_float:
+        return "//"
+    return WORDS.get(e.op, e.op)
+
+
+def _inner(e: Expr) -> str:
+    text = expression(e)
+    is_negative = isinstance(e, Const) and text.startswith("-")
+    return f"({text})" if isinstance(e, Unary | Binary | Ternary) or is_negative else text
+
+
+def _call(e: Call) -> str:
+    parts = [expression(one) for one in e.args]
+    if e.name in TYPED:
+        of = e.type.elem if isinstance(e.type, Vec) else e.type
+        parts.append(spelled(of))
+    elif e.name == "vector":
+        assert isinstance(e.type, Vec)
+        elem = e.type.elem
+        numbers = (_number(one.value, elem) for one in e.numbers if isinstance(one, Const))
+        return f"vector({elem.name}, {', '.join(numbers)})"
+    elif e.name in REDUCTIONS:
+        parts += [ORDERS[int(one.value)] for one in e.numbers if isinstance(one, Const)]
+    else:
+        parts += [expression(one) for one in e.numbers]
+    return f"{e.name}({', '.join(parts)})"
+
+
+def _number(value: int | float, of: Scalar) -> str:
+    if not of.is_float:
+        return str(int(value))
+    if math.isnan(value):
+        return "nan"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    text = str(np.float32(value)) if of == F32 else repr(float(value))
+    return text if any(mark in text for mark in ".einf") else f"{text}.0"

@@ -1,0 +1,365 @@
+"""The transformations of loops, by the names that the text gives them. Each keeps what the loop computes.
+
+A loop becomes a main loop of several turns at once and, behind it, the original loop for the turns that are left. Sums of
+floats change their order only under `reassociate()`: else an unrolled loop adds in turn, and one that cannot is refused.
+
+- unroll(n): n turns in a row. Under `reassociate` each has sums of its own.
+- widen(n): n turns side by side in vectors n times as long.
+- split(n): blocks of n turns, as a loop in a loop.
+- jam(n): n turns of an outer loop within one turn of its inner loop.
+- interchange(): the inner loop outside.
+- prefetch(p, bytes): asks for what a turn reads through p, that far ahead.
+- pipeline(): the first load of the next turn before the work of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from phasewise.ir.errors import SourceError
+from phasewise.ir.loops import (
+    Accumulator,
+    accumulators,
+    base_of,
+    coefficient,
+    later,
+    leaves_early,
+    loaded,
+    moved,
+    renamed,
+    stored,
+    times,
+    trip_count,
+)
+from phasewise.ir.nodes import (
+    Assign,
+    Body,
+    Call,
+    Const,
+    Declare,
+    Do,
+    Expr,
+    Function,
+    How,
+    If,
+    Rewriter,
+    Steps,
+    Stmt,
+    Substitute,
+    Var,
+    While,
+    assigned,
+    integer,
+    used,
+    walk_body,
+)
+from phasewise.ir.operations import binary, call, cast
+from phasewise.ir.types import U8, Pointer, Scalar
+from phasewise.ir.widening import widened
+
+MAX_COPIES = 64
+
+
+def transformed(function: Function, where: str = "kernel") -> Function:
+    """The function with every loop transformed as it says. SourceError where one cannot be, naming its line."""
+    worker = _Transformer(function, where)
+    return replace(function, body=worker.body(function.body))
+
+
+class _Transformer(Rewriter):
+    def __init__(self, function: Function, where: str) -> None:
+        self._where = where
+        self._reassociate = function.reassociate
+        self._n = 0
+
+    def expr(self, e: Expr) -> Expr:
+        return e
+
+    def statement(self, statement: Stmt) -> Body:
+        if not isinstance(statement, Steps):
+            return (self.statement_inside(statement),)
+        loop = replace(statement, body=self.body(statement.body))
+        before: Body = ()
+        after: Body = ()
+        while loop.how:
+            how, loop = loop.how[0], replace(loop, how=loop.how[1:])
+            self._n += 1
+            first, loop_or_none, last = _BY_NAME[how.name](self, loop, how)
+            before, after = (*before, *first), (*last, *after)
+            if loop_or_none is None:
+                return (*before, *after)
+            loop = loop_or_none
+        return (*before, loop, *after)
+
+    def refuse(self, loop: Steps, reason: str) -> SourceError:
+        return SourceError(self._where, loop.line, f"loop `{loop.name}`: {reason}")
+
+    def count(self, loop: Steps, how: How, at: int = 0) -> int:
+        """An argument of a transformation: a number from 1 on."""
+        value = how.args[at]
+        if not isinstance(value, Const) or not isinstance(value.value, int):
+            raise self.refuse(loop, f"{how.name} takes a number that is known before the kernel runs")
+        if not 0 <= value.value <= (MAX_COPIES if how.name in ("unroll", "widen", "jam") else 1 << 20):
+            raise self.refuse(loop, f"{how.name} by {value.value}")
+        return value.value
+
+    def split_sums(self, loop: Steps, how: str) -> list[Accumulator]:
+        """What may have a second accumulator."""
+        sums, _ = accumulators(loop)
+        return [one for one in sums if one.is_exact or self._reassociate]
+
+    def suffix(self, copy: int) -> str:
+        return f"_{self._n}_{copy}"
+
+
+Result = tuple[Body, "Steps | None", Body]
+
+
+def _unroll(worker: _Transformer, loop: Steps, how: How) -> Result:
+    n = worker.count(loop, how)
+    trips = trip_count(loop)
+    if n <= 1:
+        return (), loop, ()
+    if leaves_early(loop.body):
+        raise worker.refuse(loop, "unroll of a loop that may end within a turn")
+    if trips is not None and trips <= n:
+        return _expanded(worker, loop, trips), None, ()
+    sums = worker.split_sums(loop, "unroll")
+    before: list[Stmt] = []
+    after: list[Stmt] = []
+    copies: list[Stmt] = list(loop.body)
+    own: dict[int, dict[str, Expr]] = {}
+    for copy in range(1, n):
+        own[copy] = {one.name: Var(one.type, f"{one.name}{worker.suffix(copy)}") for one in sums}
+        for one in sums:
+            second = own[copy][one.name]
+            assert isinstance(second, Var)
+            before.append(Declare(second.name, one.type, one.identity(Var(one.type, one.name)), loop.line))
+        copied = renamed(loop.body, worker.suffix(copy))
+        copied = Substitute({loop.variable: later(loop, copy), **own[copy]}).body(copied)
+        copies += copied
+    for one in sums:
+        parts: list[Expr] = [Var(one.type, one.name), *(own[copy][one.name] for copy in range(1, n))]
+        after.append(Assign(parts[0], _tree(one, parts), loop.line))
+    main = replace(
+        loop,
+        name=f"{loop.name}_by_{n}",
+        condition=moved(loop.condition, loop, n - 1),
+        step=times(loop.step, n),
+        body=tuple(copies),
+    )
+    rest = replace(loop, start=Var(loop.type, loop.variable), how=())
+    return tuple(before), main, (*after, rest)
+
+
+def _expanded(worker: _Transformer, loop: Steps, trips: int) -> Body:
+    """All turns of a loop of known length, one after another."""
+    assert isinstance(loop.start, Const)
+    assert isinstance(loop.step, Const)
+    found: list[Stmt] = []
+    for turn in range(trips):
+        at = Const(loop.type, int(loop.start.value) + turn * int(loop.step.value))
+        body = renamed(loop.body, worker.suffix(turn)) if turn else loop.body
+        found += Substitute({loop.variable: at}).body(body)
+    end = Const(loop.type, int(loop.start.value) + trips * int(loop.step.value))
+    return (*found, Declare(loop.variable, loop.type, end, loop.line))
+
+
+def _tree(one: Accumulator, parts: list[Expr]) -> Expr:
+    while len(parts) > 1:
+        parts = [
+            one.combined(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)
+        ]
+    return parts[0]
+
+
+def _widen(worker: _Transformer, loop: Steps, how: How) -> Result:
+    n = worker.count(loop, how)
+    if n <= 1:
+        return (), loop, ()
+    if n & (n - 1):
+        raise worker.refuse(loop, f"widen by {n}: by 2, 4, 8 or 16")
+    sums, others = accumulators(loop)
+    inexact = [one.name for one in sums if not one.is_exact and not worker._reassociate]
+    if inexact:
+        raise worker.refuse(loop, f"widen changes the order of the sum `{inexact[0]}`; add reassociate() to allow it")
+    if others:
+        raise worker.refuse(loop, f"widen: `{others[0]}` is carried from turn to turn and is no sum")
+    try:
+        before, main, after = widened(loop, sums, n, worker.suffix(0))
+    except ValueError as error:
+        raise worker.refuse(loop, f"widen: {error}") from None
+    rest = replace(loop, start=Var(loop.type, loop.variable), how=())
+    return before, main, (*after, rest)
+
+
+def _split(worker: _Transformer, loop: Steps, how: How) -> Result:
+    n = worker.count(loop, how)
+    if n <= 1:
+        return (), loop, ()
+    outer = f"{loop.variable}{worker.suffix(0)}"
+    blocks = Var(loop.type, outer)
+    end = binary("+", blocks, times(loop.step, n))
+    inside = binary("&&", loop.condition, binary("<", Var(loop.type, loop.variable), end))
+    if isinstance(loop.step, Const) and int(loop.step.value) < 0:
+        raise worker.refuse(loop, "split of a loop that counts down")
+    inner = replace(loop, name=f"{loop.name}_in", start=blocks, condition=inside)
+    condition = Substitute({loop.variable: blocks}).expr(loop.condition)
+    whole = Steps(
+        f"{loop.name}_blocks", outer, loop.type, loop.start, condition, times(loop.step, n), (inner,), loop.line
+    )
+    return (), whole, ()
+
+
+def _only_loop(worker: _Transformer, loop: Steps, how: str) -> tuple[Body, Steps, Body]:
+    """The statements before and after the one loop that a loop holds."""
+    places = [i for i, one in enumerate(loop.body) if isinstance(one, Steps | While)]
+    inner = loop.body[places[0]] if len(places) == 1 else None
+    if not isinstance(inner, Steps):
+        raise worker.refuse(loop, f"{how} of a loop that does not hold one loop")
+    return loop.body[: places[0]], inner, loop.body[places[0] + 1 :]
+
+
+def _check_independent(worker: _Transformer, loop: Steps, how: str) -> None:
+    """Turns may change their order: they carry nothing, and read nothing that another turn writes."""
+    own = {node.name for node in walk_body(loop.body) if isinstance(node, Declare)}
+    own |= {node.variable for node in walk_body(loop.body) if isinstance(node, Steps)}
+    carried = assigned(loop.body) - own - {loop.variable}
+    if carried:
+        raise worker.refuse(loop, f"{how}: `{min(carried)}` is carried from turn to turn")
+    reads = loaded(loop.body)
+    changing = assigned(loop.body)
+    for base, address in stored(loop.body):
+        if not isinstance(address.type, Pointer):
+            raise worker.refuse(loop, f"{how}: writes to `{base}` where it cannot be seen that turns write apart")
+        if not coefficient(address, loop.variable, changing - own):
+            raise worker.refuse(loop, f"{how}: turns write to the same place of `{base}`")
+        if any(other == base and place != address for other, place in reads):
+            raise worker.refuse(loop, f"{how}: a turn may read what another writes to `{base}`")
+
+
+def _jam(worker: _Transformer, loop: Steps, how: How) -> Result:
+    n = worker.count(loop, how)
+    if n <= 1:
+        return (), loop, ()
+    head, inner, tail = _only_loop(worker, loop, "jam")
+    _check_independent(worker, loop, "jam")
+    if leaves_early(loop.body) or used(inner.condition) & {loop.variable} or used(inner.start) & {loop.variable}:
+        raise worker.refuse(loop, "jam: the inner loop depends on the outer one")
+    parts: tuple[list[Stmt], list[Stmt], list[Stmt]] = ([], [], [])
+    for copy in range(n):
+        by = {loop.variable: later(loop, copy)}
+        for into, body in zip(parts, (head, inner.body, tail), strict=True):
+            names = {node.name for node in walk_body(loop.body) if isinstance(node, Declare)}
+            renaming: dict[str, Expr] = {
+                node.name: Var(node.type, f"{node.name}{worker.suffix(copy)}")
+                for node in walk_body(loop.body)
+                if isinstance(node, Declare) and copy and node.name in names
+            }
+            into += Substitute({**by, **renaming}).body(body)
+    jammed = replace(inner, body=tuple(parts[1]))
+    main = replace(
+        loop,
+        name=f"{loop.name}_jam_{n}",
+        condition=moved(loop.condition, loop, n - 1),
+        step=times(loop.step, n),
+        body=(*parts[0], jammed, *parts[2]),
+    )
+    return (), main, (replace(loop, start=Var(loop.type, loop.variable), how=()),)
+
+
+def _interchange(worker: _Transformer, loop: Steps, how: How) -> Result:
+    head, inner, tail = _only_loop(worker, loop, "interchange")
+    if head or tail:
+        raise worker.refuse(loop, "interchange of loops with statements between them")
+    _check_independent(worker, loop, "interchange")
+    parts = (inner.start, inner.condition, inner.step)
+    if any(loop.variable in used(part) for part in parts) or inner.variable in used(loop.condition):
+        raise worker.refuse(loop, "interchange: the inner loop depends on the outer one")
+    return (), replace(inner, body=(replace(loop, body=inner.body, how=()),), how=(*inner.how, *loop.how)), ()
+
+
+def _prefetch(worker: _Transformer, loop: Steps, how: How) -> Result:
+    n_bytes = worker.count(loop, how, 1)
+    pointer = how.args[0]
+    if n_bytes == 0:
+        return (), loop, ()
+    name = base_of(pointer) if not isinstance(pointer, str) else pointer
+    changing = assigned(loop.body)
+    for base, address in loaded(loop.body):
+        if base == name and not (used(address) & changing) and isinstance(address.type, Pointer):
+            ahead = binary("+", cast(Pointer(U8, True), address), integer(n_bytes))
+            return (), replace(loop, body=(Do(call("prefetch", (ahead,)), loop.line), *loop.body)), ()
+    raise worker.refuse(loop, f"prefetch: nothing is read through `{name}` at a place that the loop's variable gives")
+
+
+def _pipeline(worker: _Transformer, loop: Steps, how: How) -> Result:
+    changing = assigned(loop.body)
+    writes = {base for base, _ in stored(loop.body)}
+    if leaves_early(loop.body):
+        raise worker.refuse(loop, "pipeline of a loop that may end within a turn")
+    found = next(
+        (
+            node
+            for node in walk_body(loop.body)
+            if isinstance(node, Call)
+            and node.name == "load"
+            and loop.variable in used(node)
+            and not used(node) & changing
+            and base_of(node.args[0]) not in writes
+        ),
+        None,
+    )
+    if found is None:
+        raise worker.refuse(loop, "pipeline: no load whose place the loop's variable alone gives")
+    name = f"next{worker.suffix(0)}"
+    current = Var(found.type, f"this{worker.suffix(0)}")
+    following = Var(found.type, name)
+    first = Substitute({loop.variable: loop.start}).expr(found)
+    can_begin = Substitute({loop.variable: loop.start}).expr(loop.condition)
+    before: Body = (
+        Declare(name, found.type, None, loop.line),
+        If(can_begin, (Assign(following, first, loop.line),), (), loop.line),
+    )
+    body = _Replace(found, current).body(loop.body)
+    main = replace(
+        loop,
+        name=f"{loop.name}_ahead",
+        condition=moved(loop.condition, loop, 1),
+        body=(
+            Declare(current.name, found.type, following, loop.line),
+            Assign(following, moved(found, loop, 1), loop.line),
+            *body,
+        ),
+    )
+    variable = Var(loop.type, loop.variable)
+    last = renamed(_Replace(found, following).body(loop.body), worker.suffix(1))
+    assert isinstance(loop.type, Scalar | Pointer)
+    step = Assign(variable, _stepped(variable, loop.step), loop.line)
+    return before, main, (If(loop.condition, (*last, step), (), loop.line),)
+
+
+def _stepped(variable: Var, step: Expr) -> Expr:
+    moved_on = binary("+", variable, step)
+    return cast(variable.type, moved_on)
+
+
+class _Replace(Rewriter):
+    def __init__(self, old: Expr, new: Expr) -> None:
+        self._old = old
+        self._new = new
+
+    def leave(self, e: Expr) -> Expr:
+        return self._new if e == self._old else e
+
+
+_BY_NAME: dict[str, Callable[[_Transformer, Steps, How], Result]] = {
+    "unroll": _unroll,
+    "widen": _widen,
+    "split": _split,
+    "jam": _jam,
+    "interchange": _interchange,
+    "prefetch": _prefetch,
+    "pipeline": _pipeline,
+}
