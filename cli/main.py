@@ -19,6 +19,7 @@ from phasewise.cli.commands import (
     doctor,
     embed,
     generate,
+    kernels,
     models,
     predict_len,
     provision,
@@ -43,6 +44,7 @@ app.command("tune-kernels")(tune_kernels.tune_kernels)
 app.command("simulate")(simulate.simulate)
 app.command("provision")(provision.provision)
 app.add_typer(bench.app, name="bench")
+app.add_typer(kernels.app, name="kernels")
 app.add_typer(models.app, name="models")
 app.add_typer(predict_len.app, name="predict-len")
 app.add_typer(db.app, name="db")

@@ -1,1 +1,3 @@
-"""Hand-written C kernels as text that a person edits: parsed, raised, checked and moved to other instruction sets."""
+"""Hand-written C kernels as text that a person edits: parsed, raised, checked and moved to other instruction
+sets.
+"""

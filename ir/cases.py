@@ -20,8 +20,8 @@ MAX_BUFFER_BYTES = 64 << 20
 SPECIAL_SHARE = 0.15
 
 DTYPES = {
-    "i8": "<i1", "u8": "<u1", "i16": "<i2", "u16": "<u2", "i32": "<i4", "u32": "<u4", "i64": "<i8", "u64": "<u8",
-    "f32": "<f4", "f64": "<f8", "f16": "<u2",
+    "i8": "<i1", "u8": "<u1", "i16": "<i2", "u16": "<u2", "i32": "<i4", "u32": "<u4", "i64": "<i8",
+    "u64": "<u8", "f32": "<f4", "f64": "<f8", "f16": "<u2",
 }  # fmt: skip
 
 
@@ -62,9 +62,12 @@ def sizes(function: Function) -> list[str]:
 
 
 def draw(
-    function: Function, rng: np.random.Generator, shape: Mapping[str, int] | None = None, edge: int | None = None,
+    function: Function,
+    rng: np.random.Generator,
+    shape: Mapping[str, int] | None = None,
+    edge: int | None = None,
     where: str = "kernel",
-) -> Case:  # fmt: skip
+) -> Case:
     """A call. `shape` sets numbers; `edge` counts the calls of a run, whose first ones meet the bounds."""
     known = described(function, where)
     numbers: dict[str, int | float] = {}
@@ -204,7 +207,7 @@ def evaluate(e: Expr, numbers: Mapping[str, int | float]) -> int:
         case Ternary(condition=condition, a=a, b=b):
             return evaluate(a if evaluate(condition, numbers) else b, numbers)
         case Binary(type=Scalar() as of, op=op, a=a, b=b):
-            value = integer_result(op, evaluate(a, numbers), evaluate(b, numbers), of)
-            if value is not None:
-                return value
+            found = integer_result(op, evaluate(a, numbers), evaluate(b, numbers), of)
+            if found is not None:
+                return found
     raise SourceError("kernel", 0, "a count is made of the kernel's whole numbers alone")

@@ -1,4 +1,6 @@
-"""Does a kernel compute what its original does, and touch nothing else? Both run in limited processes of their own."""
+"""Does a kernel compute what its original does, and touch nothing else? Both run in limited processes of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ RUN_LIMITS = Limits(seconds=60, memory_bytes=8 << 30, file_bytes=1 << 30)
 BATCH_BYTES = 64 << 20
 BATCH_CASES = 2000
 REASSOCIATED_BOUND = 2.0**-14
-"""Sums in another order: the difference allowed, relative to what the original gives for absolute values. Twice 2^-24 for
-each of the at most 512 additions that one lane of a sum of 4096 numbers takes."""
+"""Sums in another order: the difference allowed, relative to what the original gives for absolute values.
+Twice 2^-24 for each of the at most 512 additions that one lane of a sum of 4096 numbers takes."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What one call left: the result's bits, and the buffers that are not const, in the order of arguments."""
+    """What one call left: the result's bits, and the buffers that are not const, in the order of
+    arguments.
+    """
 
     result: bytes
     buffers: tuple[bytes, ...]
@@ -66,7 +70,9 @@ class Program:
         compile_c([main, *sources], self._path, target, flags)
 
     def run(self, cases: Sequence[Case]) -> list[Outputs]:
-        """All cases, in one process. CheckError where the kernel touches what it was not given, or does not end."""
+        """All cases, in one process. CheckError where the kernel touches what it was not given, or does not
+        end.
+        """
         data, out = self._folder / f"{self._name}.in", self._folder / f"{self._name}.out"
         with data.open("wb") as file:
             for number, case in enumerate(cases):
@@ -98,7 +104,8 @@ class Program:
                 f"{self._function.name}({call}) touches byte {offset} of `{name}`, which has {size} bytes "
                 f"(as described); {of.to.size if isinstance(of, Pointer) else 1} bytes an element"
             )
-        return f"{self._function.name}({call}) ended with signal {words[-1] if words else '?'} far from its arguments"
+        signal = words[-1] if words else "?"
+        return f"{self._function.name}({call}) ended with signal {signal} far from its arguments"
 
     def _read(self, out: Path, cases: Sequence[Case]) -> list[Outputs]:
         data, at, found = out.read_bytes(), 0, []
@@ -114,9 +121,14 @@ class Program:
 
 
 def check(
-    original: Program, other: Program, function: Function, n_cases: int, bound: float | None = None, seed: int = 0,
+    original: Program,
+    other: Program,
+    function: Function,
+    n_cases: int,
+    bound: float | None = None,
+    seed: int = 0,
     where: str = "kernel",
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """Call both with the same arguments. Bits must be equal, but for `bound`: then differences stay below it.
 
     Raises CheckError for the first call that differs, naming its numbers.

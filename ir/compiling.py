@@ -28,7 +28,9 @@ def compiler_for(target: Target) -> str:
 
 
 def emulator_for(target: Target) -> list[str]:
-    """What a program of the target is started with here: nothing, or an emulator. ToolError where it is missing."""
+    """What a program of the target is started with here: nothing, or an emulator. ToolError where it is
+    missing.
+    """
     if compiler_for(target) != ARM_COMPILER:
         return []
     if shutil.which(ARM_EMULATOR) is None:
@@ -53,7 +55,9 @@ def compile_c(
     is_library: bool = False,
     is_strict: bool = False,
 ) -> Finished:
-    """A program, or a shared library, of C files. `is_strict`: warnings are errors. ToolError with the compiler's words."""
+    """A program, or a shared library, of C files. `is_strict`: warnings are errors. ToolError with the
+    compiler's words.
+    """
     command = [
         compiler_for(target),
         *COMMON_FLAGS,

@@ -1,4 +1,6 @@
-"""What can be wrong with a kernel that a user brings. One line each, with file and line where there is one."""
+"""What can be wrong with a kernel that a user brings. One line each, with file and line where there is
+one.
+"""
 
 from __future__ import annotations
 

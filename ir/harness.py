@@ -1,11 +1,13 @@
-"""The C program around a kernel: it lays out arguments between pages that cannot be touched, calls, and writes what came out.
+"""The C program around a kernel: it lays out arguments between pages that cannot be touched, calls, and
+writes what came out.
 
-A file of cases goes in. For each argument of a case: 8 bytes, a number's bits or a size in bytes; behind a size, the
-content. Before the arguments, 8 bytes: 1 if buffers end at a forbidden page, 0 if they begin behind one. For each case
-that was run, out come the result's 8 bytes and the content of every buffer that is not const.
+A file of cases goes in. For each argument of a case: 8 bytes, a number's bits or a size in bytes; behind a
+size, the content. Before the arguments, 8 bytes: 1 if buffers end at a forbidden page, 0 if they begin
+behind one. For each case that was run, out come the result's 8 bytes and the content of every buffer that is
+not const.
 
-A kernel that touches anything else is stopped by the page, or found by the bytes around the buffer; a const buffer lies
-in pages that cannot be written. The program says which argument it was, and exits with FAULT.
+A kernel that touches anything else is stopped by the page, or found by the bytes around the buffer; a const
+buffer lies in pages that cannot be written. The program says which argument it was, and exits with FAULT.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ static void watch(void) {
 static void need(int is_true, const char *what) { if (!is_true) { fprintf(stderr, "%s\n", what); _exit(4); } }
 
 static void place(buffer *b, size_t bytes, int is_at_end, FILE *in) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), room = (bytes + page - 1) / page * page + (bytes == 0 ? page : 0);
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    size_t room = (bytes + page - 1) / page * page + (bytes == 0 ? page : 0);
     b->span = room + 2 * page;
     b->bytes = bytes;
     b->map = mmap(NULL, b->span, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -137,7 +140,8 @@ int main(int count, char **names) {
 """
 
 _TIME = r"""
-/* Commands on stdin: `l PATH` loads a library, `c N` the case number N, `t ID LOOPS CALLS` times: LOOPS numbers come out. */
+/* Commands on stdin: `l PATH` loads a library, `c N` the case number N; `t ID LOOPS CALLS` times, and prints
+ * a number for each loop. */
 static int64_t now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -175,7 +179,8 @@ int main(int count, char **names) {
             printf("ok\n");
         } else {
             int id = 0, loops = 0, calls = 0;
-            need(sscanf(line + 1, "%d %d %d", &id, &loops, &calls) == 3 && id >= 0 && id < n_loaded, "command");
+            int n_read = sscanf(line + 1, "%d %d %d", &id, &loops, &calls);
+            need(n_read == 3 && id >= 0 && id < n_loaded, "command");
             for (int i = 0; i < loops; ++i) {
                 int64_t begun = now_ns();
                 for (int k = 0; k < calls; ++k) call(loaded[id]);
@@ -192,7 +197,10 @@ int main(int count, char **names) {
 
 def check_program(function: Function) -> str:
     """C of the program that runs cases through the kernel it is linked with."""
-    return f"{_COMMON}\n{_arguments(function)}\n{_signature(function, function.name)};\n#define KERNEL {function.name}\n{_CHECK}"
+    name = function.name
+    return (
+        f"{_COMMON}\n{_arguments(function)}\n{_signature(function, name)};\n#define KERNEL {name}\n{_CHECK}"
+    )
 
 
 def timing_program(function: Function) -> str:

@@ -33,8 +33,8 @@ MAX_STATEMENTS = 20_000
 
 
 def inlined(function: Function, path: str = "") -> Function:
-    """The function without calls of helpers. SourceError where a helper returns early or is called where it cannot be
-    copied (inside a condition, with statements of its own)."""
+    """The function without calls of helpers. SourceError where a helper returns early or is called where it
+    cannot be copied (inside a condition, with statements of its own)."""
     inliner = _Inliner(function, path)
     body = inliner.body(function.body)
     return replace(function, body=body, helpers=(), tables=(*function.tables, *inliner.tables))
@@ -159,12 +159,14 @@ class _Inliner(Rewriter):
         by: dict[str, Expr] = {}
         before: list[Stmt] = []
         changed = assigned(helper.body)
-        for (name, of), value in zip(helper.args, args, strict=True):
-            if (name not in changed and isinstance(value, Var | Const) and not self._closed) or (name not in changed and self._closed):
-                by[name] = value
+        for (name, of), given in zip(helper.args, args, strict=True):
+            if (name not in changed and isinstance(given, Var | Const) and not self._closed) or (
+                name not in changed and self._closed
+            ):
+                by[name] = given
             else:
                 own = Var(of, self._fresh(name))
-                before.append(Declare(own.name, of, value, self._line))
+                before.append(Declare(own.name, of, given, self._line))
                 by[name] = own
         for node in walk_body(helper.body):
             if isinstance(node, Declare):
@@ -177,7 +179,7 @@ class _Inliner(Rewriter):
             )
         copied = Substitute(by).body(helper.body)
         copied = self.body(_without_last(copied) if returns else copied)
-        value = None
+        value: Expr | None = None
         if isinstance(last, Return) and last.value is not None:
             self._before.append([])
             value = self.expr(Substitute(by).expr(last.value))

@@ -1,7 +1,7 @@
 """What intrinsics mean: the type of each result, and the operation of the high level that says the same.
 
-One table for an instruction set, made when it is first asked for. An intrinsic that is not in the table is refused by
-name; none is approximated.
+One table for an instruction set, made when it is first asked for. An intrinsic that is not in the table is
+refused by name; none is approximated.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ NEON_TYPES: dict[str, Type] = {
     )
     for elem in elems
     for lanes in (8 // elem.size, 16 // elem.size)
-} | {"float16x4_t": Vec(U16, 4), "float16x8_t": Vec(U16, 8), "float16_t": U16}
+}
+NEON_TYPES |= {"float16x4_t": Vec(U16, 4), "float16x8_t": Vec(U16, 8), "float16_t": U16}
 NEON_NAMES = {of: name for name, of in reversed(NEON_TYPES.items()) if not name.startswith("float16")}
 
 # ---- helpers of builders ---------------------------------------------------------------------------------
@@ -200,7 +201,8 @@ def _called(name: str, elem: Scalar) -> Build:
 
 
 COMPARED = {
-    0: "==", 1: "<", 2: "<=", 4: "!=", 13: ">=", 14: ">", 16: "==", 17: "<", 18: "<=", 20: "!=", 29: ">=", 30: ">",
+    0: "==", 1: "<", 2: "<=", 4: "!=", 13: ">=", 14: ">", 16: "==", 17: "<", 18: "<=", 20: "!=",
+    29: ">=", 30: ">",
 }  # fmt: skip
 
 
@@ -224,10 +226,12 @@ def _x86_floats(table: Table, prefix: str, size: int) -> None:
             table[f"{prefix}{name}_{suffix}"] = Intrinsic(reg, _alike(elem, op))
         for name, op in (("and", "&"), ("or", "|"), ("xor", "^")):
             table[f"{prefix}{name}_{suffix}"] = Intrinsic(
-                reg, lambda a, op=op, bits=bits, elem=elem: as_elem(_alike(bits, op)(a), elem)
+                reg,
+                lambda a, op=op, bits=bits, elem=elem: as_elem(_alike(bits, op)(a), elem),  # type: ignore[misc]
             )
         table[f"{prefix}andnot_{suffix}"] = Intrinsic(
-            reg, lambda a, bits=bits, elem=elem: as_elem(_called("andnot", bits)(a), elem)
+            reg,
+            lambda a, bits=bits, elem=elem: as_elem(_called("andnot", bits)(a), elem),  # type: ignore[misc]
         )
         for name in ("min", "max"):
             table[f"{prefix}{name}_{suffix}"] = Intrinsic(reg, _called(name, elem))
@@ -245,18 +249,20 @@ def _x86_floats(table: Table, prefix: str, size: int) -> None:
         )
         table[f"{prefix}addsub_{suffix}"] = Intrinsic(reg, lambda a: binary("+", a[0], flipped(a[1], True)))
         table[f"{prefix}cmp_{suffix}"] = Intrinsic(
-            reg, lambda a, elem=elem: as_elem(_compared(elem)(a), elem)
+            reg,
+            lambda a, elem=elem: as_elem(_compared(elem)(a), elem),  # type: ignore[misc]
         )
         for name, op in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), ("eq", "=="), ("neq", "!=")):
             table[f"{prefix}cmp{name}_{suffix}"] = Intrinsic(
-                reg, lambda a, op=op, elem=elem: as_elem(_alike(elem, op)(a), elem)
+                reg,
+                lambda a, op=op, elem=elem: as_elem(_alike(elem, op)(a), elem),  # type: ignore[misc]
             )
         table[f"{prefix}blendv_{suffix}"] = Intrinsic(
             reg,
-            lambda a, elem=elem: call("select", (as_elem(a[2], SCALARS[f"i{8 * elem.size}"]), a[1], a[0])),
+            lambda a, elem=elem: call("select", (as_elem(a[2], SCALARS[f"i{8 * elem.size}"]), a[1], a[0])),  # type: ignore[misc]
         )
         table[f"{prefix}set1_{suffix}"] = Intrinsic(reg, _splat(elem, reg.lanes))
-        table[f"{prefix}setzero_{suffix}"] = Intrinsic(reg, lambda a, reg=reg: zero(reg.elem, reg.lanes))
+        table[f"{prefix}setzero_{suffix}"] = Intrinsic(reg, lambda a, reg=reg: zero(reg.elem, reg.lanes))  # type: ignore[misc]
         table[f"{prefix}set_{suffix}"] = Intrinsic(reg, _set(elem, reg.lanes, is_reversed=True))
         table[f"{prefix}setr_{suffix}"] = Intrinsic(reg, _set(elem, reg.lanes))
         for name in ("loadu", "load"):
@@ -272,7 +278,8 @@ def _x86_floats(table: Table, prefix: str, size: int) -> None:
     table[f"{prefix}cvttps_epi32"] = Intrinsic(Vec(BITS, size), _called("trunc_i32", F32))
     table[f"{prefix}cvtepi32_ps"] = Intrinsic(ps, lambda a: call("convert", (as_elem(a[0], I32),), of=F32))
     table[f"{prefix}cvtph_ps"] = Intrinsic(
-        ps, lambda a, ps=ps: call("from_f16", (first_lanes(a[0], U16, ps.lanes),))
+        ps,
+        lambda a, ps=ps: call("from_f16", (first_lanes(a[0], U16, ps.lanes),)),  # type: ignore[misc]
     )
     table[f"{prefix}cvtps_ph"] = Intrinsic(
         Vec(BITS, max(16, size // 2)), lambda a: padded(call("to_f16", (a[0],)), 16)
@@ -445,18 +452,21 @@ def _x86_moves(table: Table, prefix: str, size: int) -> None:
                 right = f"{other}{8 * size}" if other == "si" else other
                 left = f"{one}{8 * size}" if one == "si" else one
                 table[f"{prefix}cast{left}_{right}"] = Intrinsic(
-                    Vec(to, size // to.size), lambda a, to=to: a[0] if to == BITS else as_elem(a[0], to)
+                    Vec(to, size // to.size),
+                    lambda a, to=to: a[0] if to == BITS else as_elem(a[0], to),  # type: ignore[misc]
                 )
         for bigger in (32, 64):
             if bigger > size:
                 wide = {32: "_mm256_", 64: "_mm512_"}[bigger]
                 big_name, small_name = f"{one}{8 * bigger}", f"{one}{8 * size}"
                 table[f"{wide}cast{big_name}_{small_name}"] = Intrinsic(
-                    Vec(elem, size // elem.size), lambda a, size=size: _low(a[0], size)
+                    Vec(elem, size // elem.size),
+                    lambda a, size=size: _low(a[0], size),  # type: ignore[misc]
                 )
                 for word in ("cast", "zext"):
                     table[f"{wide}{word}{small_name}_{big_name}"] = Intrinsic(
-                        Vec(elem, bigger // elem.size), lambda a, bigger=bigger: padded(a[0], bigger)
+                        Vec(elem, bigger // elem.size),
+                        lambda a, bigger=bigger: padded(a[0], bigger),  # type: ignore[misc]
                     )
 
 
@@ -562,7 +572,8 @@ def _x86_halves(table: Table) -> None:
         ("extracti32x4_epi32", BITS, 16),
     ):
         table[f"_mm512_{name}"] = Intrinsic(
-            Vec(elem, size // elem.size), lambda a, size=size: _part(a[0], number(a[1]), size)
+            Vec(elem, size // elem.size),
+            lambda a, size=size: _part(a[0], number(a[1]), size),  # type: ignore[misc]
         )
     for name, elem in (
         ("inserti64x4", BITS),
@@ -585,12 +596,13 @@ def _x86_halves(table: Table) -> None:
     for size, prefix in ((16, "_mm_"), (32, "_mm256_"), (64, "_mm512_")):
         table[f"{prefix}broadcastss_ps"] = Intrinsic(
             Vec(F32, size // 4),
-            lambda a, size=size: call(
+            lambda a, size=size: call(  # type: ignore[misc]
                 "splat", (call("lane", (a[0],), (integer(0),)),), (integer(size // 4),)
             ),
         )
         table[f"{prefix}broadcast_ss"] = Intrinsic(
-            Vec(F32, size // 4), lambda a, size=size: call("splat", (element(a[0]),), (integer(size // 4),))
+            Vec(F32, size // 4),
+            lambda a, size=size: call("splat", (element(a[0]),), (integer(size // 4),)),  # type: ignore[misc]
         )
     table["_mm256_broadcast_ps"] = Intrinsic(
         Vec(F32, 8), lambda a: _joined(_load(F32, 4)(a), _load(F32, 4)(a))
@@ -686,7 +698,7 @@ def _x86_scalars(table: Table) -> None:
     for name in ("loadu_si32",):
         table[f"_mm_{name}"] = Intrinsic(m128i, lambda a: padded(_load(None, 4)(a), 16))
     for name, op in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/")):
-        table[f"_mm_{name}_ss"] = Intrinsic(m128, _lowest(lambda x, y, op=op: binary(op, x, y)))
+        table[f"_mm_{name}_ss"] = Intrinsic(m128, _lowest(lambda x, y, op=op: binary(op, x, y)))  # type: ignore[misc]
     for name in ("min", "max"):
         table[f"_mm_{name}_ss"] = Intrinsic(m128, _lowest_by_vector(name))
     table["_mm_movehl_ps"] = Intrinsic(m128, lambda a: shuffled(a[1], a[0], (2, 3, 6, 7)))
@@ -743,7 +755,8 @@ def _lowest_by_vector(name: str) -> Build:
 # ---- NEON ------------------------------------------------------------------------------------------------
 
 NEON_ELEMS = (
-    ("s8", I8), ("s16", I16), ("s32", I32), ("s64", I64), ("u8", U8), ("u16", U16), ("u32", U32), ("u64", U64),
+    ("s8", I8), ("s16", I16), ("s32", I32), ("s64", I64), ("u8", U8), ("u16", U16), ("u32", U32),
+    ("u64", U64),
     ("f32", F32), ("f64", F64),
 )  # fmt: skip
 
@@ -779,7 +792,7 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
     put("neg", lambda a: unary("-", a[0]))
     mask = Vec(unsigned, reg.lanes)
     for name, op in (("ceq", "=="), ("cgt", ">"), ("cge", ">="), ("clt", "<"), ("cle", "<=")):
-        put(name, lambda a, op=op: as_elem(binary(op, a[0], a[1]), unsigned), mask)
+        put(name, lambda a, op=op: as_elem(binary(op, a[0], a[1]), unsigned), mask)  # type: ignore[misc]
     put("bsl", lambda a: _bit_select(a, elem, bits))
     put("bic", lambda a: call("andnot", (a[1], a[0])))
     put("dup", lambda a: _splat(elem, reg.lanes)(a))
@@ -810,7 +823,8 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
     for other, to in NEON_ELEMS:
         if other != suffix:
             table[f"vreinterpret{q}_{other}_{suffix}"] = Intrinsic(
-                Vec(to, reg.size // to.size), lambda a, to=to: as_elem(a[0], to)
+                Vec(to, reg.size // to.size),
+                lambda a, to=to: as_elem(a[0], to),  # type: ignore[misc]
             )
     if q:
         put("addv", lambda a: call("reduce_add", (a[0],), (integer(1),) if elem.is_float else ()), elem)
@@ -878,7 +892,8 @@ def _neon_floats(table: Table) -> None:
         table[f"vfma{q}_f32"] = Intrinsic(reg, lambda a: call("fma", (a[1], a[2], a[0])))
         table[f"vfms{q}_f32"] = Intrinsic(reg, lambda a: call("fma", (unary("-", a[1]), a[2], a[0])))
         table[f"vfma{q}_n_f32"] = Intrinsic(
-            reg, lambda a, lanes=lanes: call("fma", (a[1], _splat(F32, lanes)(a[2:]), a[0]))
+            reg,
+            lambda a, lanes=lanes: call("fma", (a[1], _splat(F32, lanes)(a[2:]), a[0])),  # type: ignore[misc]
         )
         table[f"vsqrt{q}_f32"] = Intrinsic(reg, _called("sqrt", F32))
         for name, op in (("rndn", "nearest"), ("rndm", "floor"), ("rndp", "ceil"), ("rnd", "trunc")):
@@ -902,12 +917,15 @@ def _neon_dots(table: Table) -> None:
     table["vusdotq_s32"] = Intrinsic(Vec(I32, 4), lambda a: call("dot_u8i8", tuple(a)))
     for suffix, elem in (("s8", I8), ("u8", U8)):
         table[f"vqtbl1q_{suffix}"] = Intrinsic(
-            Vec(elem, 16), lambda a, elem=elem: as_elem(_looked_up(a[0], a[1]), elem)
+            Vec(elem, 16),
+            lambda a, elem=elem: as_elem(_looked_up(a[0], a[1]), elem),  # type: ignore[misc]
         )
 
 
 def _looked_up(table: Expr, places: Expr) -> Expr:
-    """Places from 16 on give 0 on Arm; `lookup` sees four bits of a place. So they must be below 16 by a mask."""
+    """Places from 16 on give 0 on Arm; `lookup` sees four bits of a place. So they must be below 16 by a
+    mask.
+    """
     from phasewise.ir.nodes import Binary, Call
 
     def is_small(e: Expr) -> bool:

@@ -1,5 +1,5 @@
-"""Commands in a process of their own, with limits of time, memory and output. Whatever runs a stranger's code, or a
-tool over a stranger's text, starts here."""
+"""Commands in a process of their own, with limits of time, memory and output. Whatever runs a stranger's
+code, or a tool over a stranger's text, starts here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from phasewise.ir.errors import ToolError
 
@@ -67,13 +69,11 @@ def run(command: Sequence[str], limits: Limits, cwd: Path | None = None) -> Fini
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
-def _text(file: object) -> str:
-    file.seek(0)  # type: ignore[attr-defined]
-    return file.read().decode("utf-8", errors="replace")  # type: ignore[attr-defined, no-any-return]
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", errors="replace")

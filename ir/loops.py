@@ -1,4 +1,6 @@
-"""What transformations ask about a loop: what it carries from one turn to the next, how addresses move, what it touches."""
+"""What transformations ask about a loop: what it carries from one turn to the next, how addresses move, what
+it touches.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def _is_read_first(body: Body, name: str) -> bool:
     """Whether a variable that a body declares without a value may still have one of the turn before."""
     for one in body:
         if isinstance(one, Declare) and one.name == name:
-            return one.value is None and not isinstance(one.type, Array) and _is_read_before_written(body, name)
+            return (
+                one.value is None and not isinstance(one.type, Array) and _is_read_before_written(body, name)
+            )
     return False
 
 
@@ -113,9 +117,8 @@ def _accumulator(body: Body, name: str) -> Accumulator | None:
             ops.add(op)
             of = node.target.type
             n_uses += 2
-        elif isinstance(node, Steps | While):
-            if isinstance(node, Steps) and node.variable == name:
-                return None
+        elif isinstance(node, Steps) and node.variable == name:
+            return None
     all_uses = sum(isinstance(node, Var) and node.name == name for node in walk_body(body))
     if of is None or len(ops) != 1 or all_uses != n_uses:
         return None
@@ -138,7 +141,9 @@ def _combining(value: Expr, name: str) -> str | None:
 
 
 def coefficient(e: Expr, variable: str, changing: set[str]) -> int | None:
-    """By how many (elements, for a pointer) `e` grows when the variable grows by one. None: not by a known number."""
+    """By how many (elements, for a pointer) `e` grows when the variable grows by one. None: not by a known
+    number.
+    """
     match e:
         case Const():
             return 0
@@ -232,7 +237,11 @@ def loaded(body: Body) -> list[tuple[str | None, Expr]]:
     for node in walk_body(body):
         if isinstance(node, Call) and node.name == "load":
             found.append((base_of(node.args[0]), node.args[0]))
-        elif isinstance(node, Index) and isinstance(node.base.type, Pointer | Array) and isinstance(node.type, Scalar):
+        elif (
+            isinstance(node, Index)
+            and isinstance(node.base.type, Pointer | Array)
+            and isinstance(node.type, Scalar)
+        ):
             found.append((base_of(node.base), binary("+", node.base, node.index)))
     return found
 
@@ -262,6 +271,8 @@ def renamed(body: Body, suffix: str, keep: set[str] = frozenset()) -> Body:  # t
 
 def _loops_renamed(body: Body, suffix: str) -> Body:
     return tuple(
-        replace(one, name=f"{one.name}{suffix}", body=_loops_renamed(one.body, suffix)) if isinstance(one, Steps) else one
+        replace(one, name=f"{one.name}{suffix}", body=_loops_renamed(one.body, suffix))
+        if isinstance(one, Steps)
+        else one
         for one in body
     )

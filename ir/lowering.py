@@ -1,12 +1,13 @@
 """The high level, its parameters chosen and its loops transformed, as C for one target.
 
-A vector wider than a register becomes several variables of a register each, a narrower one a smaller variable. Lanes keep
-their places, so every target computes the same sums in the same order.
+A vector wider than a register becomes several variables of a register each, a narrower one a smaller
+variable. Lanes keep their places, so every target computes the same sums in the same order.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -39,7 +40,7 @@ from phasewise.ir.nodes import (
 from phasewise.ir.operations import COMPARISONS, LIBRARY, LOGICAL, ORDERS, REDUCTIONS, decayed
 from phasewise.ir.targets import Target
 from phasewise.ir.types import F32, Array, Pointer, Scalar, Struct, Type, Vec, Void, common, promoted
-from phasewise.ir.words import C_NAMES, HALVES, Words, typedef
+from phasewise.ir.words import C_NAMES, HALVES, Word, Words, typedef, vec_name
 
 Parts: TypeAlias = list[str]
 """The C expressions of a vector's registers, the lowest lanes first."""
@@ -47,17 +48,19 @@ Parts: TypeAlias = list[str]
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """C in pieces, so that several functions may share a file: declarations of the structs, words and the function."""
+    """C in pieces, so that several functions may share a file. `definitions` are types, words and tables by
+    name.
+    """
 
     name: str
     signature: str
     structs: str
-    prelude: str
+    definitions: Mapping[str, str]
     body: str
 
     def file(self, target: Target, header: str = "") -> str:
         """One translation unit."""
-        return "\n".join([header + includes(target), self.structs, self.prelude, self.body, ""])
+        return "\n".join([header + includes(target), self.structs, *self.definitions.values(), self.body, ""])
 
 
 def includes(target: Target) -> str:
@@ -102,6 +105,7 @@ def number(value: int | float, of: Scalar) -> str:
             return f'__builtin_nan{suffix}("")'
         if math.isinf(value):
             return f"{'-' if value < 0 else ''}__builtin_inf{suffix}()"
+        value = float(value)
         text = value.hex() if value != int(value) or abs(value) > 1e9 else f"{value:.1f}"
         return f"({text}{suffix})" if value < 0 or text.startswith("-") else f"{text}{suffix}"
     value = int(value)
@@ -140,19 +144,22 @@ class _Lowerer:
         self._body(function.body)
         args = ", ".join(c_type(of, arg) for arg, of in function.args) or "void"
         signature = f"{c_type(function.result)} {name}({args})".replace("* ", "*")
-        tables = [self._table(one) for one in function.tables]
         structs = "\n".join(struct_text(one) for one in function.structs)
-        body = "\n".join([*tables, f"{'static ' if is_static else ''}{signature} {{", *self._lines, "}"])
-        return Lowered(name, signature, structs, self._prelude(), body)
+        body = "\n".join([f"{'static ' if is_static else ''}{signature} {{", *self._lines, "}"])
+        return Lowered(name, signature, structs, self._definitions(), body)
 
-    def _prelude(self) -> str:
+    def _definitions(self) -> dict[str, str]:
         words = self._words
-        text = [word.text for word in words.made.values()]
-        is_half_used = self._is_half_used or any(
-            "from_f16(a[i])" in one or "to_f16(a[i])" in one for one in text
-        )
-        types = [typedef(of) for of in sorted(words.types.values(), key=lambda of: (of.size, of.elem.name))]
-        return "\n".join([*types, *([HALVES] if is_half_used else []), *self._extra.values(), *text])
+        made = {word.name: word.text for word in words.made.values()}
+        calls_halves = any("from_f16(a[i])" in one or "to_f16(a[i])" in one for one in made.values())
+        types = sorted(words.types.values(), key=lambda of: (of.size, of.elem.name))
+        return {
+            **{vec_name(of): typedef(of) for of in types},
+            **({"halves": HALVES} if self._is_half_used or calls_halves else {}),
+            **{one.name: self._table(one) for one in self._function.tables},
+            **self._extra,
+            **made,
+        }
 
     def _table(self, one: Declare) -> str:
         of: Type = one.type
@@ -288,7 +295,8 @@ class _Lowerer:
         while isinstance(of, Array):
             of = of.of
         assert isinstance(of, Scalar)
-        return f"{c_type(Array(of, len(one.values)), name)} = {{{', '.join(number(v, of) for v in one.values)}}};"
+        values = ", ".join(number(value, of) for value in one.values)
+        return f"{c_type(Array(of, len(one.values)), name)} = {{{values}}};"
 
     def _assign(self, target: Expr, value: Expr) -> None:
         if isinstance(target.type, Vec):
@@ -338,7 +346,8 @@ class _Lowerer:
         if operation == "store":
             text = f"static inline void {name}({element} *p, {word} v) {{ memcpy(p, &v, sizeof v); }}"
         else:
-            text = f"static inline {word} {name}(const {element} *p) {{ {word} v; memcpy(&v, p, sizeof v); return v; }}"
+            body = f"{word} v; memcpy(&v, p, sizeof v); return v;"
+            text = f"static inline {word} {name}(const {element} *p) {{ {body} }}"
         self._extra[name] = text
         return name
 
@@ -536,8 +545,6 @@ class _Lowerer:
             at, lanes = f"v{lanes // 2}", lanes // 2
         lines.append(f"    return {self._last_lanes(op, at, lanes, of.elem, order)};")
         text = "\n".join([f"static inline {c} {name}({word} v) {{", *lines, "}"])
-        from phasewise.ir.words import Word
-
         self._words.made[name] = Word(name, text, (of,))
         return name
 
@@ -611,8 +618,7 @@ class _Lowerer:
             if e.op == "<<" and of.elem.is_signed:
                 wide = self._words.type(Vec(Scalar("u" + of.elem.name[1:]), part.lanes))
                 return [f"({word})(({wide}){wrapped(one)} << {wrapped(by)})" for one in self._vector(e.a)]
-            return [f"({wrapped(one)} >> {wrapped(by)})" if e.op == ">>" else f"({wrapped(one)} << {wrapped(by)})"
-                    for one in self._vector(e.a)]  # fmt: skip
+            return [f"({wrapped(one)} {e.op} {wrapped(by)})" for one in self._vector(e.a)]
         sides = list(zip(self._vector(e.a), self._vector(e.b), strict=True))
         if e.op in COMPARISONS:
             word = self._words.type(part)
@@ -783,7 +789,9 @@ class _Lowerer:
         return found
 
     def _packed(self, e: Call, of: Vec, vectors: list[Parts]) -> Parts:
-        """Each register of the result has halves of both arguments' groups: groups never leave their sixteen bytes."""
+        """Each register of the result has halves of both arguments' groups: groups never leave their sixteen
+        bytes.
+        """
         n, part = self._n_parts(of), self._part(of)
         source = e.args[0].type
         assert isinstance(source, Vec)
@@ -794,7 +802,7 @@ class _Lowerer:
             types = (source, source)
         word = self._words.make("pack", part, types)
         return [
-            f"{word}({self._take(vectors[0], source, i * lanes, lanes)}, {self._take(vectors[1], source, i * lanes, lanes)})"
+            f"{word}({', '.join(self._take(one, source, i * lanes, lanes) for one in vectors)})"
             for i in range(n)
         ]
 
@@ -811,8 +819,6 @@ class _Lowerer:
         dot = self._words.make("dot_i16", part, (Vec(Scalar("i16"), 2 * part.lanes),) * 2)
         add = self._words.make("add", part, (part, part))
         word = self._words.type(part)
-        from phasewise.ir.words import Word
-
         self._words.made.setdefault(
             name,
             Word(

@@ -1,13 +1,13 @@
 """One tree for both levels: expressions that carry their type, statements that carry their line.
 
-At the low level calls name intrinsics and helpers and loops are C's; at the high level calls name operations on
-vectors (ir/operations.py), loops are `Steps`, and parameters stand for numbers that a search chooses.
+At the low level calls name intrinsics and helpers and loops are C's; at the high level calls name operations
+on vectors (ir/operations.py), loops are `Steps`, and parameters stand for numbers that a search chooses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeAlias
 
 from phasewise.ir.types import I32, Array, Pointer, Struct, Type
 
@@ -98,7 +98,9 @@ Expr: TypeAlias = Const | Var | Unary | Binary | Ternary | Cast | Call | Index |
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """A variable of the function; without a value its content is not defined, an array is zero or `values`."""
+    """A variable of the function; without a value its content is not defined, an array is zero or
+    `values`.
+    """
 
     name: str
     type: Type
@@ -136,7 +138,8 @@ class For:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A named loop: `variable` goes from `start` by `step` while the condition holds, and keeps its last value.
+    """A named loop: `variable` goes from `start` by `step` while the condition holds, and keeps its last
+    value.
 
     `how` transforms it, in this order; `unroll` there expands a loop of known length completely.
     """
@@ -214,7 +217,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """What callers pass for one argument: how many elements, of which values. Counts are over other arguments."""
+    """What callers pass for one argument: how many elements, of which values. Counts are over other
+    arguments.
+    """
 
     name: str
     line: int
@@ -243,9 +248,6 @@ class Function:
     described: tuple[Argument, ...] = ()
     reassociate: bool = False
     source_isa: str = ""
-
-
-T = TypeVar("T", bound=object)
 
 
 def children(node: object) -> list[object]:
@@ -296,19 +298,22 @@ class Rewriter:
             new = self._value(value)
             if new is not value:
                 changed[one.name] = new
-        return replace(e, **changed) if changed else e
+        return replace(e, **changed) if changed else e  # type: ignore[arg-type]
 
     def _value(self, value: object) -> object:
         if isinstance(value, EXPRESSIONS):
-            return self.expr(cast(Expr, value))
+            return self.expr(value)
         if isinstance(value, How):
-            return replace(value, args=tuple(self._value(item) for item in value.args))
+            return replace(value, args=tuple(self._argument(item) for item in value.args))
         if isinstance(value, tuple) and value and isinstance(value[0], STATEMENTS):
             return self.body(value)
         if isinstance(value, tuple) and any(isinstance(item, (*EXPRESSIONS, How)) for item in value):
             new = tuple(self._value(item) for item in value)
             return value if all(a is b for a, b in zip(value, new, strict=True)) else new
         return value
+
+    def _argument(self, value: Expr | str) -> Expr | str:
+        return value if isinstance(value, str) else self.expr(value)
 
     def body(self, body: Body) -> Body:
         return tuple(new for statement in body for new in self.statement(statement))
@@ -324,7 +329,7 @@ class Rewriter:
             new = self._value(value)
             if new is not value:
                 changed[one.name] = new
-        return replace(statement, **changed) if changed else statement
+        return replace(statement, **changed) if changed else statement  # type: ignore[arg-type]
 
 
 class Substitute(Rewriter):
@@ -339,10 +344,11 @@ class Substitute(Rewriter):
     def statement(self, statement: Stmt) -> Body:
         new = self.statement_inside(statement)
         if isinstance(new, Declare | Steps):
-            key = "name" if isinstance(new, Declare) else "variable"
-            other = self._by.get(getattr(new, key))
-            if isinstance(other, Var):
-                new = replace(new, **{key: other.name})
+            other = self._by.get(new.name if isinstance(new, Declare) else new.variable)
+            if isinstance(other, Var) and isinstance(new, Declare):
+                new = replace(new, name=other.name)
+            elif isinstance(other, Var) and isinstance(new, Steps):
+                new = replace(new, variable=other.name)
         return (new,)
 
 

@@ -1,7 +1,7 @@
 """The operations of the high level: names, and the type of a result, given the types of what goes in.
 
-None names an instruction set, and each says the same for any number of lanes. Those that x86 computes in groups of
-sixteen bytes (`shuffle`, `pack`, `lookup`) do so here too, because that is what authors wrote.
+None names an instruction set, and each says the same for any number of lanes. Those that x86 computes in
+groups of sixteen bytes (`shuffle`, `pack`, `lookup`) do so here too, because that is what authors wrote.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ ALIKE = ("min", "max", "sign", "mulhi", "add_sat", "sub_sat", "andnot")
 """Two vectors of one type in, the same type out. min and max give the second where either is NaN."""
 REDUCTIONS = ("reduce_add", "reduce_max", "reduce_min")
 ORDERS = ("halves", "pairs", "halves_pairs")
-"""How a reduction halves: the upper half upon the lower, or neighbours; `halves_pairs`: halves down to sixteen
-bytes, then neighbours."""
+"""How a reduction halves: the upper half upon the lower, or neighbours; `halves_pairs`: halves down to
+sixteen bytes, then neighbours."""
 
 DOTS = {
-    # name: (types of the factors, type of the sums, products in one sum, whether sums are added to the first argument)
+    # name: (types of the factors, type of the sums, products in one sum,
+    # whether sums are added to the first argument)
     "dot_i16": ("i16", "i16", "i32", 2, False),
     "dot_u8i8_sat": ("u8", "i8", "i16", 2, False),
     "dot_u8i8": ("u8", "i8", "i32", 4, True),
@@ -63,8 +64,9 @@ EFFECTS = ("store", "prefetch")
 
 NAMES = {
     *LIBRARY, *SAME, *ALIKE, *REDUCTIONS, *DOTS, *EFFECTS,
-    "load", "splat", "vector", "fma", "convert", "nearest_i32", "trunc_i32", "widen", "narrow", "pack", "bits",
-    "lo", "hi", "concat", "shuffle", "permute", "lookup", "select", "lane", "with_lane", "from_f16", "to_f16",
+    "load", "splat", "vector", "fma", "convert", "nearest_i32", "trunc_i32", "widen", "narrow", "pack",
+    "bits", "lo", "hi", "concat", "shuffle", "permute", "lookup", "select", "lane", "with_lane", "from_f16",
+    "to_f16",
 }  # fmt: skip
 
 
@@ -102,10 +104,13 @@ def _need(condition: bool, text: str) -> None:
 
 
 ARITY = {
-    **dict.fromkeys(SAME, 1), **dict.fromkeys(ALIKE, 2), **dict.fromkeys(REDUCTIONS, 1), **dict.fromkeys(LIBRARY, 1),
-    "fmaf": 3, "powf": 2, "fmaxf": 2, "fminf": 2, "load": 1, "store": 2, "prefetch": 1, "splat": 1, "vector": 0,
+    **dict.fromkeys(SAME, 1), **dict.fromkeys(ALIKE, 2), **dict.fromkeys(REDUCTIONS, 1),
+    **dict.fromkeys(LIBRARY, 1),
+    "fmaf": 3, "powf": 2, "fmaxf": 2, "fminf": 2, "load": 1, "store": 2, "prefetch": 1, "splat": 1,
+    "vector": 0,
     "fma": 3, "convert": 1, "nearest_i32": 1, "trunc_i32": 1, "widen": 1, "narrow": 1, "pack": 2, "bits": 1,
-    "lo": 1, "hi": 1, "concat": 2, "shuffle": 2, "permute": 1, "lookup": 2, "select": 3, "lane": 1, "with_lane": 2,
+    "lo": 1, "hi": 1, "concat": 2, "shuffle": 2, "permute": 1, "lookup": 2, "select": 3, "lane": 1,
+    "with_lane": 2,
     "from_f16": 1, "to_f16": 1, "dot_i16": 2, "dot_u8i8_sat": 2, "dot_u8i8": 3, "dot_i8i8": 3,
 }  # fmt: skip
 

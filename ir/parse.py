@@ -1,7 +1,8 @@
-"""C into the low level. tree-sitter reads the text; what is here gives it types, and refuses what is outside the subset.
+"""C into the low level. tree-sitter reads the text; what is here gives it types, and refuses what is outside
+the subset.
 
-Only what the asked function reaches is looked at, so that a source may hold anything beside it. Nothing is guessed: a
-construct that has no line here is refused with its file, line and name.
+Only what the asked function reaches is looked at, so that a source may hold anything beside it. Nothing is
+guessed: a construct that has no line here is refused with its file, line and name.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
 
 import tree_sitter_c
 from tree_sitter import Language, Node, Parser
@@ -100,7 +100,7 @@ class _Names:
     functions: dict[str, Node] = field(default_factory=dict)
     types: dict[str, Node] = field(default_factory=dict)
     structs: dict[str, Node] = field(default_factory=dict)
-    numbers: dict[str, tuple[Node, int]] = field(default_factory=dict)
+    numbers: dict[str, tuple[Node | None, int]] = field(default_factory=dict)
     tables: dict[str, tuple[Node, Node]] = field(default_factory=dict)
 
 
@@ -111,7 +111,9 @@ def parse_file(
     include: Sequence[Path] = (),
     define: Sequence[str] = (),
 ) -> Function:
-    """The function of that name and all that it calls, at the low level. SourceError where it is outside the subset."""
+    """The function of that name and all that it calls, at the low level. SourceError where it is outside the
+    subset.
+    """
     text = read_source(path)
     return parse(preprocess(path, isa or guess_isa(text), include, define), function, str(path))
 
@@ -152,9 +154,9 @@ class _Source:
     def line(self, node: Node) -> int:
         return self.expanded.places[min(node.start_point[0], len(self.expanded.places) - 1)].line
 
-    def refuse(self, node: Node, reason: str) -> NoReturn:
+    def refuse(self, node: Node, reason: str) -> SourceError:
         at = self.expanded.places[min(node.start_point[0], len(self.expanded.places) - 1)]
-        raise SourceError(at.file, at.line, reason)
+        return SourceError(at.file, at.line, reason)
 
     def text(self, node: Node | None) -> str:
         return "" if node is None else self.bytes[node.start_byte : node.end_byte].decode(errors="replace")
@@ -229,7 +231,7 @@ class _Source:
     def type_of(self, node: Node | None, at: Node) -> Type:
         """A type specifier, without its declarator."""
         if node is None:
-            self.refuse(at, "a declaration without a type")
+            raise self.refuse(at, "a declaration without a type")
         match node.type:
             case "primitive_type" | "type_identifier":
                 return self._named_type(self.text(node), node)
@@ -240,7 +242,9 @@ class _Source:
             case "enum_specifier":
                 return I32
             case _:
-                self.refuse(node, f"`{self.text(node)[:40]}` is not a type of the subset ({_called(node)})")
+                raise self.refuse(
+                    node, f"`{self.text(node)[:40]}` is not a type of the subset ({_called(node)})"
+                )
 
     def _named_type(self, name: str, node: Node) -> Type:
         known = NAMED_TYPES.get(name) or self.registers.get(name) or self._types.get(name)
@@ -248,9 +252,9 @@ class _Source:
             return known
         defined = self.names.types.get(name)
         if defined is None:
-            self.refuse(node, f"unknown type `{name}`")
+            raise self.refuse(node, f"unknown type `{name}`")
         if name in self.reading:
-            self.refuse(node, f"type `{name}` contains itself")
+            raise self.refuse(node, f"type `{name}` contains itself")
         self.reading.append(name)
         base = self.type_of(defined.child_by_field_name("type"), defined)
         declarator = next(
@@ -265,7 +269,7 @@ class _Source:
 
     def _sized_type(self, words: list[str], node: Node) -> Type:
         if "double" in words:
-            self.refuse(node, "long double is not in the subset")
+            raise self.refuse(node, "long double is not in the subset")
         size = 1 if "char" in words else 2 if "short" in words else 8 if "long" in words else 4
         return SCALARS[f"{'u' if 'unsigned' in words else 'i'}{8 * size}"]
 
@@ -274,9 +278,9 @@ class _Source:
         if body is None:
             defined = self.names.structs.get(name)
             if defined is None:
-                self.refuse(node, f"unknown struct `{name}`")
+                raise self.refuse(node, f"unknown struct `{name}`")
             if name in self.reading:
-                self.refuse(node, f"struct `{name}` contains itself")
+                raise self.refuse(node, f"struct `{name}` contains itself")
             self.reading.append(name)
             found = self._struct(defined, name)
             self.reading.remove(name)
@@ -288,9 +292,9 @@ class _Source:
 
     def _fields(self, node: Node) -> list[tuple[str, Type]]:
         if node.type != "field_declaration":
-            self.refuse(node, f"{_called(node)} in a struct is not in the subset")
+            raise self.refuse(node, f"{_called(node)} in a struct is not in the subset")
         if any(child.type == "bitfield_clause" for child in node.children):
-            self.refuse(node, "bit fields are not in the subset")
+            raise self.refuse(node, "bit fields are not in the subset")
         specifier = node.child_by_field_name("type")
         declarators = node.children_by_field_name("declarator")
         if specifier is not None and specifier.type == "union_specifier":
@@ -299,12 +303,12 @@ class _Source:
         if not declarators:
             if isinstance(base, Struct):
                 return list(base.fields)
-            self.refuse(node, "a field without a name")
-        found = []
+            raise self.refuse(node, "a field without a name")
+        found: list[tuple[str, Type]] = []
         for one in declarators:
             name, of, _ = self.declared(base, one, is_const=False)
             if isinstance(of, Pointer | Vec):
-                self.refuse(
+                raise self.refuse(
                     node, f"field `{name}` is a {'pointer' if isinstance(of, Pointer) else 'register'}"
                 )
             found.append((name, of))
@@ -314,10 +318,9 @@ class _Source:
         """An anonymous union whose first member has the size of the others is taken for that member."""
         body = node.child_by_field_name("body")
         if names or body is None:
-            self.refuse(node, "unions are not in the subset")
+            raise self.refuse(node, "unions are not in the subset")
         members = [self._fields(one) for one in body.named_children if one.type == "field_declaration"]
-        first = members[0] if members else []
-        return first
+        return members[0] if members else []
 
     def declared(self, base: Type, node: Node, is_const: bool) -> tuple[str, Type, Node | None]:
         """Name, type and initial value of a declarator."""
@@ -332,28 +335,28 @@ class _Source:
             case "pointer_declarator":
                 inner = node.child_by_field_name("declarator")
                 if inner is None:
-                    self.refuse(node, "a pointer without a name")
+                    raise self.refuse(node, "a pointer without a name")
                 return self.declared(Pointer(base, is_const), inner, is_const=False)
             case "array_declarator":
                 inner, size = node.child_by_field_name("declarator"), node.child_by_field_name("size")
                 assert inner is not None
                 count = 0 if size is None else self.number(size)
                 if size is not None and not 0 < count <= 1 << 24:
-                    self.refuse(node, f"an array of {count} elements")
+                    raise self.refuse(node, f"an array of {count} elements")
                 return self.declared(Array(base, count), inner, is_const)
             case "parenthesized_declarator" | "attributed_declarator":
                 return self.declared(base, node.named_children[0], is_const)
             case "function_declarator":
-                self.refuse(node, "function pointers are not in the subset")
+                raise self.refuse(node, "function pointers are not in the subset")
             case _:
-                self.refuse(node, f"{_called(node)} is not in the subset")
+                raise self.refuse(node, f"{_called(node)} is not in the subset")
 
     def number(self, node: Node) -> int:
         """A constant expression."""
         found = _Body(self, "").expr(node)
         if isinstance(found, Const) and isinstance(found.value, int):
             return found.value
-        self.refuse(node, f"`{self.text(node)[:40]}` is not a number that is known when compiling")
+        raise self.refuse(node, f"`{self.text(node)[:40]}` is not a number that is known when compiling")
 
     # ---- functions and tables ----
 
@@ -362,7 +365,7 @@ class _Source:
             return self.read[name]
         node = self.names.functions[name]
         if name in self.reading:
-            self.refuse(node, f"`{name}` calls itself")
+            raise self.refuse(node, f"`{name}` calls itself")
         self._check_size(node)
         self.reading.append(name)
         body = _Body(self, name)
@@ -377,13 +380,13 @@ class _Source:
             one, depth = waiting.pop()
             seen += 1
             if one.type == "ERROR" or one.is_missing:
-                self.refuse(
+                raise self.refuse(
                     one, f"this is not C as far as can be read: `{' '.join(self.text(one).split())[:40]}`"
                 )
             if depth > MAX_NESTING:
-                self.refuse(one, f"nested more than {MAX_NESTING} deep")
+                raise self.refuse(one, f"nested more than {MAX_NESTING} deep")
             if seen > MAX_NODES:
-                self.refuse(one, f"a function of more than {MAX_NODES} words")
+                raise self.refuse(one, f"a function of more than {MAX_NODES} words")
             waiting += [(child, depth + 1) for child in one.children]
 
 
@@ -425,7 +428,7 @@ class _Body:
                 self.result = Pointer(self.result, is_const)
             declarator = declarator.child_by_field_name("declarator")
         if declarator is None:
-            source.refuse(node, "no function of the subset")
+            raise source.refuse(node, "no function of the subset")
         args = []
         parameters = declarator.child_by_field_name("parameters")
         for one in parameters.named_children if parameters else ():
@@ -447,7 +450,7 @@ class _Body:
 
     def _argument(self, node: Node) -> list[tuple[str, Type]]:
         if node.type == "variadic_parameter":
-            self.source.refuse(node, "a variable number of arguments is not in the subset")
+            raise self.source.refuse(node, "a variable number of arguments is not in the subset")
         if node.type != "parameter_declaration":
             return []
         base = self.source.type_of(node.child_by_field_name("type"), node)
@@ -455,12 +458,12 @@ class _Body:
         if declarator is None:
             if base == VOID:
                 return []
-            self.source.refuse(node, "an argument without a name")
+            raise self.source.refuse(node, "an argument without a name")
         name, of, _ = self.source.declared(base, declarator, _is_const(node))
         if isinstance(of, Array):
             of = Pointer(of.of, _is_const(node))
         if isinstance(of, Struct):
-            self.source.refuse(node, f"argument `{name}` is a struct, not a pointer to one")
+            raise self.source.refuse(node, f"argument `{name}` is a struct, not a pointer to one")
         self._note(of)
         return [(self._new(name, of).name, of)]
 
@@ -544,7 +547,7 @@ class _Body:
                 return self.statement(node.named_children[-1])
             case _:
                 what = _UNSUPPORTED.get(node.type, _called(node))
-                self.source.refuse(node, f"{what} is not in the subset")
+                raise self.source.refuse(node, f"{what} is not in the subset")
 
     def _for(self, node: Node, line: int) -> list[Stmt]:
         self.scopes.append({})
@@ -570,7 +573,7 @@ class _Body:
             c.type == "storage_class_specifier" and self.source.text(c) == "static" for c in node.children
         )
         if is_static and not is_const:
-            self.source.refuse(node, "a static variable keeps state between calls")
+            raise self.source.refuse(node, "a static variable keeps state between calls")
         base = self.source.type_of(node.child_by_field_name("type"), node)
         found: list[Stmt] = []
         for declarator in node.children_by_field_name("declarator"):
@@ -584,7 +587,7 @@ class _Body:
         if isinstance(of, Array):
             return self._array(name, of, value, line, is_const, at)
         if isinstance(of, Struct):
-            self.source.refuse(at, f"`{name}`: variables that are structs are not in the subset")
+            raise self.source.refuse(at, f"`{name}`: variables that are structs are not in the subset")
         self._note(of)
         init = None if value is None else self._converted(value, of)
         return Declare(self._new(name, of).name, of, init, line, is_const=is_const)
@@ -597,15 +600,15 @@ class _Body:
             if value.type == "initializer_list":
                 values = tuple(self._flat(value, _innermost(of)))
             elif value.type == "string_literal":
-                self.source.refuse(value, "strings are not in the subset")
+                raise self.source.refuse(value, "strings are not in the subset")
         if of.count == 0:
             inner = of.of.size // _innermost(of).size
             of = Array(of.of, len(values) // inner)
         n_all = of.size // _innermost(of).size
         if not isinstance(_innermost(of), Scalar) and not isinstance(of.of, Vec):
-            self.source.refuse(at, f"`{name}`: arrays of {spelled(of.of)} are not in the subset")
+            raise self.source.refuse(at, f"`{name}`: arrays of {spelled(of.of)} are not in the subset")
         if len(values) > n_all:
-            self.source.refuse(at, f"`{name}` has {n_all} elements, not {len(values)}")
+            raise self.source.refuse(at, f"`{name}` has {n_all} elements, not {len(values)}")
         if value is not None:
             values = values + (0,) * (n_all - len(values))
         return Declare(self._new(name, of).name, of, None, line, values, is_const)
@@ -620,7 +623,7 @@ class _Body:
                 continue
             value = self.expr(one)
             if not isinstance(value, Const) or not isinstance(of, Scalar):
-                self.source.refuse(
+                raise self.source.refuse(
                     one, f"`{self.source.text(one)[:40]}` is not a number that is known when compiling"
                 )
             found.append(fitting(value.value, of))
@@ -643,7 +646,7 @@ class _Body:
             case "call_expression":
                 return self._called_alone(node, line)
             case "gnu_asm_expression":
-                self.source.refuse(node, "inline assembly is not in the subset")
+                raise self.source.refuse(node, "inline assembly is not in the subset")
             case "cast_expression" if self.source.text(_need(node, "type")) == "void":
                 return []
             case _:
@@ -662,12 +665,14 @@ class _Body:
         return [Do(found, line)]
 
     def _memcpy(self, node: Node, line: int) -> list[Stmt]:
-        """The bits of one variable or element as another one: the only use of it that kernels of the subset have."""
+        """The bits of one variable or element as another one: the only use of it that kernels of the subset
+        have.
+        """
         to, of, size = self._arguments(node)
         target, value = _pointee(to), _pointee(of)
         n_bytes = size.value if isinstance(size, Const) else -1
         if target is None or value is None or target.type.size != n_bytes:
-            self.source.refuse(node, "memcpy of other than one number")
+            raise self.source.refuse(node, "memcpy of other than one number")
         if value.type.size != n_bytes:
             value = Index(
                 target.type,
@@ -675,10 +680,10 @@ class _Body:
                 integer(0),
             )
         if isinstance(target.type, Vec) or isinstance(value.type, Vec):
-            self.source.refuse(node, "memcpy of registers is not in the subset")
-        if target.type != value.type:
-            value = Call(target.type, "__bits", (value,))
-        return [Assign(target, value, line)]
+            raise self.source.refuse(node, "memcpy of registers is not in the subset")
+        if target.type == value.type:
+            return [Assign(target, value, line)]
+        return [Assign(target, Call(target.type, "__bits", (value,)), line)]
 
     def _memset(self, node: Node, line: int) -> list[Stmt]:
         to, value, size = self._arguments(node)
@@ -686,7 +691,7 @@ class _Body:
             to = to.a
         ok = isinstance(to.type, Array) and isinstance(value, Const) and value.value == 0
         if not ok or not isinstance(size, Const) or size.value != to.type.size:
-            self.source.refuse(node, "memset of other than a whole array to zero")
+            raise self.source.refuse(node, "memset of other than a whole array to zero")
         assert isinstance(to, Var)
         assert isinstance(to.type, Array)
         return [Do(Call(VOID, "__clear", (to,)), line)]
@@ -700,7 +705,7 @@ class _Body:
         op = self.source.text(_need(node, "operator"))
         target = self.expr(_need(node, "left"))
         if not isinstance(target, Var | Index | Member):
-            self.source.refuse(node, f"`{self.source.text(node)[:40]}` assigns to what is no variable")
+            raise self.source.refuse(node, f"`{self.source.text(node)[:40]}` assigns to what is no variable")
         if op == "=" and right.type == "assignment_expression":
             before = self._effect(right)
             right = _need(right, "left")
@@ -729,13 +734,13 @@ class _Body:
                 return Cast(to, value)
         if to == VOID:
             return value
-        self.source.refuse(at, f"{spelled(given)} where {spelled(to)} is needed")
+        raise self.source.refuse(at, f"{spelled(given)} where {spelled(to)} is needed")
 
     def _typed(self, make: object, node: Node) -> Expr:
         try:
             return make()  # type: ignore[operator, no-any-return]
         except Mistyped as error:
-            self.source.refuse(node, str(error))
+            raise self.source.refuse(node, str(error)) from None
 
     def expr(self, node: Node) -> Expr:
         match node.type:
@@ -746,7 +751,7 @@ class _Body:
             case "char_literal":
                 text = self.source.text(node)
                 if len(text) != 3:
-                    self.source.refuse(node, f"the character {text}")
+                    raise self.source.refuse(node, f"the character {text}")
                 return integer(ord(text[1]))
             case "true" | "false":
                 return integer(int(node.type == "true"))
@@ -772,13 +777,13 @@ class _Body:
             case "sizeof_expression":
                 return self._sizeof(node)
             case "assignment_expression" | "update_expression":
-                self.source.refuse(
+                raise self.source.refuse(
                     node, f"`{self.source.text(node)[:40]}` inside an expression is not in the subset"
                 )
             case "gnu_asm_expression":
-                self.source.refuse(node, "inline assembly is not in the subset")
+                raise self.source.refuse(node, "inline assembly is not in the subset")
             case _:
-                self.source.refuse(
+                raise self.source.refuse(
                     node, f"{_called(node)} `{self.source.text(node)[:40]}` is not in the subset"
                 )
 
@@ -789,21 +794,21 @@ class _Body:
             return known
         if name in self.source.names.numbers:
             value, more = self.source.names.numbers[name]
-            if value.type == "enumerator":
+            if value is None or value.type == "enumerator":
                 return integer(more)
             found = self.expr(value)
             if isinstance(found, Const):
                 return integer(int(found.value) + more)
         if name in self.source.names.tables:
             return self._table(name, node)
-        self.source.refuse(node, f"unknown name `{name}`")
+        raise self.source.refuse(node, f"unknown name `{name}`")
 
     def _table(self, name: str, at: Node) -> Expr:
         """A constant of the file."""
         if name not in self.tables:
             node, declarator = self.source.names.tables[name]
             if not _is_const(node):
-                self.source.refuse(
+                raise self.source.refuse(
                     at, f"`{name}` is a variable of the file; only constants are in the subset"
                 )
             base = self.source.type_of(node.child_by_field_name("type"), node)
@@ -813,7 +818,7 @@ class _Body:
                 if isinstance(found, Const):
                     return found
             if not isinstance(of, Array):
-                self.source.refuse(at, f"`{name}` is no array of numbers")
+                raise self.source.refuse(at, f"`{name}` is no array of numbers")
             outer = _Body(self.source, "")
             self.tables[name] = outer._array(declared, of, value, self.source.line(node), True, declarator)
             self.taken.add(name)
@@ -823,12 +828,8 @@ class _Body:
         op = self.source.text(_need(node, "operator"))
         a, b = self.expr(_need(node, "left")), self.expr(_need(node, "right"))
         if isinstance(a.type, Vec) or isinstance(b.type, Vec):
-            if a.type != b.type or (isinstance(a.type, Vec) and a.type.elem.name == "bits"):
-                self.source.refuse(node, f"{op} between registers; write the intrinsic")
-        if op == "&&" or op == "||":
-            found: Expr = self._typed(lambda: binary(op, a, b), node)
-        else:
-            found = self._typed(lambda: binary(op, a, b), node)
+            raise self.source.refuse(node, f"{op} between registers; write the intrinsic")
+        found = self._typed(lambda: binary(op, a, b), node)
         return _folded(op, a, b, found)
 
     def _unary(self, node: Node) -> Expr:
@@ -837,7 +838,7 @@ class _Body:
         if op == "+":
             return a
         if isinstance(a.type, Vec):
-            self.source.refuse(node, f"{op} of a register; write the intrinsic")
+            raise self.source.refuse(node, f"{op} of a register; write the intrinsic")
         found = self._typed(lambda: unary(op, a), node)
         if isinstance(a, Const) and isinstance(found.type, Scalar):
             value = {"-": -a.value, "!": int(not a.value)}.get(op)
@@ -860,7 +861,7 @@ class _Body:
             return Cast(to, value)
         if to == given:
             return value
-        self.source.refuse(node, f"a cast of {spelled(given)} to {spelled(to)} is not in the subset")
+        raise self.source.refuse(node, f"a cast of {spelled(given)} to {spelled(to)} is not in the subset")
 
     def _described(self, node: Node) -> Type:
         """A type name: `const float *`."""
@@ -869,7 +870,9 @@ class _Body:
         declarator = node.child_by_field_name("declarator")
         while declarator is not None:
             if declarator.type != "abstract_pointer_declarator":
-                self.source.refuse(node, f"the type `{self.source.text(node)[:40]}` is not in the subset")
+                raise self.source.refuse(
+                    node, f"the type `{self.source.text(node)[:40]}` is not in the subset"
+                )
             base, is_const = Pointer(base, is_const), False
             declarator = declarator.child_by_field_name("declarator")
         return base
@@ -883,7 +886,7 @@ class _Body:
         elif decayed(a.type) == decayed(b.type):
             of = decayed(a.type)
         else:
-            self.source.refuse(node, f"{spelled(a.type)} or {spelled(b.type)}")
+            raise self.source.refuse(node, f"{spelled(a.type)} or {spelled(b.type)}")
         if isinstance(condition, Const):
             return a if condition.value else b
         return Ternary(of, condition, a, b)
@@ -895,11 +898,11 @@ class _Body:
             case Array(to, _):
                 element = to
             case _:
-                self.source.refuse(node, f"an element of {spelled(base.type)}")
+                raise self.source.refuse(node, f"an element of {spelled(base.type)}")
         if element == VOID:
-            self.source.refuse(node, "an element of void")
+            raise self.source.refuse(node, "an element of void")
         if not isinstance(index.type, Scalar) or index.type.is_float:
-            self.source.refuse(node, f"an index that is {spelled(index.type)}")
+            raise self.source.refuse(node, f"an index that is {spelled(index.type)}")
         return Index(element, base, index)
 
     def _pointer(self, node: Node) -> Expr:
@@ -920,7 +923,7 @@ class _Body:
         of = base.type
         field_type = of.type_of(name) if isinstance(of, Struct) else None
         if field_type is None:
-            self.source.refuse(node, f"{spelled(of)} has no field `{name}`")
+            raise self.source.refuse(node, f"{spelled(of)} has no field `{name}`")
         return Member(field_type, base, name)
 
     def _sizeof(self, node: Node) -> Expr:
@@ -933,7 +936,9 @@ class _Body:
         function = _need(node, "function")
         name = self.source.text(function)
         if function.type != "identifier":
-            self.source.refuse(node, f"a call of `{name[:40]}`: function pointers are not in the subset")
+            raise self.source.refuse(
+                node, f"a call of `{name[:40]}`: function pointers are not in the subset"
+            )
         args = self._arguments(node)
         if name in ("__builtin_inff", "__builtin_nanf"):
             return Const(F32, float("inf" if name.endswith("inff") else "nan"))
@@ -948,8 +953,10 @@ class _Body:
         if name in self.source.names.functions:
             return self._helper(name, args, node)
         if name.startswith(("_mm", "__builtin_")) or name in _OTHER_INTRINSICS or _looks_like_neon(name):
-            self.source.refuse(node, f"intrinsic `{name}` is not in the table of {self.source.expanded.isa}")
-        self.source.refuse(node, f"`{name}` is not defined here")
+            raise self.source.refuse(
+                node, f"intrinsic `{name}` is not in the table of {self.source.expanded.isa}"
+            )
+        raise self.source.refuse(node, f"`{name}` is not defined here")
 
     def _absolute(self, a: Expr, node: Node) -> Expr:
         return Ternary(a.type, self._typed(lambda: binary("<", a, integer(0)), node), unary("-", a), a)
@@ -957,7 +964,7 @@ class _Body:
     def _helper(self, name: str, args: list[Expr], node: Node) -> Expr:
         helper = self.source.function(name)
         if len(args) != len(helper.args):
-            self.source.refuse(node, f"`{name}` takes {len(helper.args)} arguments, not {len(args)}")
+            raise self.source.refuse(node, f"`{name}` takes {len(helper.args)} arguments, not {len(args)}")
         for one in (*helper.helpers, helper):
             self.helpers[one.name] = one
         for struct in helper.structs:
@@ -1029,7 +1036,7 @@ def _literal(source: _Source, node: Node) -> Const:
         is_octal = not is_hex and len(digits) > 1 and digits[0] == "0" and digits[1:].isdigit()
         value_i = int(digits, 8) if is_octal else int(digits, 0)
     except (ValueError, OverflowError):
-        source.refuse(node, f"`{text[:40]}` is no number of the subset")
+        raise source.refuse(node, f"`{text[:40]}` is no number of the subset") from None
     names = (("i32",), ("u32",), ("i64",), ("u64",))
     wanted = [
         SCALARS[name]
@@ -1040,7 +1047,7 @@ def _literal(source: _Source, node: Node) -> Const:
     for of in wanted:
         if fitting(value_i, of) == value_i:
             return Const(of, value_i)
-    source.refuse(node, f"`{text[:40]}` has more than 64 bits")
+    raise source.refuse(node, f"`{text[:40]}` has more than 64 bits")
 
 
 def _folded(op: str, a: Expr, b: Expr, found: Expr) -> Expr:

@@ -1,7 +1,8 @@
-"""C text as the compiler's preprocessor leaves it, for one instruction set, each line with the place that it came from.
+"""C text as the compiler's preprocessor leaves it, for one instruction set, each line with the place that it
+came from.
 
-The preprocessor runs in a limited process and sees our own short system headers: they declare nothing, because the
-parser knows the standard types and the intrinsics, and define the few macros that kernels use.
+The preprocessor runs in a limited process and sees our own short system headers: they declare nothing,
+because the parser knows the standard types and the intrinsics, and define the few macros that kernels use.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ ALWAYS = (
     "__restrict=", "__restrict__=", "restrict=", "__inline=inline", "__inline__=inline", "__extension__=",
     "__attribute__(x)=", "__attribute(x)=", "_Noreturn=", "__asm=__asm__", "asm=__asm__", "__const=const",
     "__volatile__=volatile", "_Static_assert(...)=", "static_assert(...)=", "__builtin_expect(x,y)=(x)",
-    "__builtin_assume_aligned(p,...)=(p)", "_Alignas(x)=", "alignas(x)=", "__declspec(x)=", "__has_include(x)=0",
+    "__builtin_assume_aligned(p,...)=(p)", "_Alignas(x)=", "alignas(x)=", "__declspec(x)=",
+    "__has_include(x)=0",
     "__has_attribute(x)=0", "__has_builtin(x)=0", "__ORDER_LITTLE_ENDIAN__=1234", "__BYTE_ORDER__=1234",
 )  # fmt: skip
 
@@ -106,8 +108,56 @@ _INTRINSICS = """#pragma once
 #define _CMP_GE_OQ 29
 #define _CMP_GT_OQ 30
 """
-_SYSTEM = ["assert", "complex", "ctype", "errno", "fenv", "float", "inttypes", "limits", "locale", "malloc", "math", "memory", "pthread", "setjmp", "signal", "stdalign", "stdarg", "stdatomic", "stdbool", "stddef", "stdint", "stdio", "stdlib", "string", "strings", "tgmath", "time", "uchar", "wchar", "unistd", "fcntl", "sched", "sys/mman", "sys/types", "sys/stat", "sys/time"]
-_X86_HEADERS = ["immintrin", "x86intrin", "xmmintrin", "emmintrin", "pmmintrin", "tmmintrin", "smmintrin", "nmmintrin", "avxintrin", "avx2intrin"]
+_SYSTEM = [
+    "assert",
+    "complex",
+    "ctype",
+    "errno",
+    "fenv",
+    "float",
+    "inttypes",
+    "limits",
+    "locale",
+    "malloc",
+    "math",
+    "memory",
+    "pthread",
+    "setjmp",
+    "signal",
+    "stdalign",
+    "stdarg",
+    "stdatomic",
+    "stdbool",
+    "stddef",
+    "stdint",
+    "stdio",
+    "stdlib",
+    "string",
+    "strings",
+    "tgmath",
+    "time",
+    "uchar",
+    "wchar",
+    "unistd",
+    "fcntl",
+    "sched",
+    "sys/mman",
+    "sys/types",
+    "sys/stat",
+    "sys/time",
+]
+_X86_HEADERS = [
+    "immintrin",
+    "x86intrin",
+    "xmmintrin",
+    "emmintrin",
+    "pmmintrin",
+    "tmmintrin",
+    "smmintrin",
+    "nmmintrin",
+    "avxintrin",
+    "avx2intrin",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +211,8 @@ def preprocess(
     with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:
         _write_headers(Path(folder))
         command = [
-            tool, "-E", "-undef", "-nostdinc", "-w", "-x", "c", "-ftabstop=1", "-iquote", str(path.parent.absolute()),
+            tool, "-E", "-undef", "-nostdinc", "-w", "-x", "c", "-ftabstop=1",
+            "-iquote", str(path.parent.absolute()),
             *(flag for macro in (*ALWAYS, *MACROS[isa]) for flag in ("-D", macro)),
             *(flag for macro in define for flag in ("-D", macro)),
             *(flag for one in include for flag in ("-I", str(one))),

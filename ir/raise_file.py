@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from phasewise.ir.parse import parse_file
@@ -23,13 +24,16 @@ def raise_file(
     isa: str | None = None,
     include: Sequence[Path] = (),
     define: Sequence[str] = (),
+    reassociate: bool = False,
 ) -> str:
-    """The text. A comment line `@arg x count=n low=-1 high=1` becomes a `describe` line, where `x` is an argument.
+    """The text, with `reassociate()` if asked for.
 
-    Raises SourceError where the function is outside the subset.
+    A comment line `@arg x count=n low=-1 high=1` becomes a `describe` line, where `x` is an argument. Raises
+    SourceError where the function is outside the subset.
     """
     text = printed(raised(parse_file(path, function, isa, include, define), path))
-    return printed(read(_with_descriptions(text, read_source(path)), str(path)))
+    found = read(_with_descriptions(text, read_source(path)), str(path))
+    return printed(replace(found, reassociate=reassociate))
 
 
 def _with_descriptions(text: str, source: str) -> str:

@@ -1,5 +1,6 @@
-"""From the low level to the high: intrinsics become operations, C's loops become named steps, trees of additions become
-reductions. Bits do not change: what has no operation of the same meaning is refused with its line."""
+"""From the low level to the high: intrinsics become operations, C's loops become named steps, trees of
+additions become reductions. Bits do not change: what has no operation of the same meaning is refused with
+its line."""
 
 from __future__ import annotations
 
@@ -110,11 +111,11 @@ class _Raiser:
 
     def _declare(self, one: Declare) -> Body:
         if isinstance(one.type, Array):
-            of = one.type
-            if isinstance(of.of, Vec) and of.of.elem == BITS:
-                of = Array(Vec(U32, of.of.size // 4), of.count)
-            self._types[one.name] = of
-            return (replace(one, type=of),)
+            array = one.type
+            if isinstance(array.of, Vec) and array.of.elem == BITS:
+                array = Array(Vec(U32, array.of.size // 4), array.count)
+            self._types[one.name] = array
+            return (replace(one, type=array),)
         of = _memory_type(one.type)
         if one.value is None:
             if not (isinstance(of, Vec) and of.elem == BITS):
@@ -262,6 +263,8 @@ class _Raiser:
                 inner = self.expr(a)
                 if isinstance(inner.type, Array):
                     return inner
+                if isinstance(inner, Index):
+                    return binary("+", inner.base, inner.index)
                 raise self._refuse("the address of a variable is not in the subset, but for memcpy")
             case Call():
                 return self._call(e)
@@ -295,15 +298,11 @@ class _Raiser:
         if isinstance(of, Vec) and isinstance(base.type, Pointer):
             place = self._binary("+", base, index)
             return self._intrinsic_load(place, of)
-        new = self.expr(base)
+        new: Expr = self.expr(base)
         at = self.expr(index)
-        if (
-            isinstance(new, Binary)
-            and new.op == "+"
-            and isinstance(new.a.type, Pointer | Array)
-            and at == integer(0)
-        ):
-            new, at = new.a, new.b
+        if isinstance(new, Binary) and isinstance(new.a.type, Pointer | Array):
+            is_sum = new.op == "+" and at == integer(0)
+            new, at = (new.a, new.b) if is_sum else (new, at)
         found = _memory_type(of)
         if isinstance(of, Vec) and isinstance(new.type, Array):
             found = new.type.of

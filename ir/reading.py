@@ -1,7 +1,8 @@
 """The text of the high level back into typed statements. Every complaint names the line of the text.
 
-Python's own parser reads the syntax; the subset that means something here is listed by the branches below. Parameters
-get values first, because the lanes of a vector may depend on them: a kernel is read anew for each choice.
+Python's own parser reads the syntax; the subset that means something here is listed by the branches below.
+Parameters get values first, because the lanes of a vector may depend on them: a kernel is read anew for each
+choice.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NoReturn
 
 from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.errors import SourceError
@@ -87,8 +87,8 @@ TRANSFORMATIONS = {
 
 
 def read(text: str, where: str = "kernel", choice: Mapping[str, int] | None = None) -> Function:
-    """A kernel of its text. With `choice`, these values stand in place of the parameters; else the names stay, and types
-    are those of the defaults. Raises SourceError."""
+    """A kernel of its text. With `choice`, these values stand in place of the parameters; else the names
+    stay, and types are those of the defaults. Raises SourceError."""
     return _Reader(text, where, choice).function()
 
 
@@ -108,36 +108,36 @@ class _Reader:
         raised = re.search(r"^# raised from C for (\w+)$", text, re.MULTILINE)
         self._source_isa = raised[1] if raised else ""
 
-    def _refuse(self, node: ast.AST | int, reason: str) -> NoReturn:
+    def _refuse(self, node: ast.AST | int, reason: str) -> SourceError:
         line = node if isinstance(node, int) else getattr(node, "lineno", 0)
-        raise SourceError(self._where, line, reason)
+        return SourceError(self._where, line, reason)
 
     def _parsed(self, text: str) -> ast.Module:
         if len(text) > MAX_CHARS:
-            self._refuse(0, f"longer than {MAX_CHARS} characters")
+            raise self._refuse(0, f"longer than {MAX_CHARS} characters")
         first = next((line for line in text.splitlines() if line.strip()), "")
         version = re.fullmatch(r"# phasewise kernel (\d+)", first.strip())
         if version is None:
-            self._refuse(1, f"does not begin with `{FIRST_LINE}`")
+            raise self._refuse(1, f"does not begin with `{FIRST_LINE}`")
         if version[1] != "1":
-            self._refuse(1, f"is of version {version[1]}; this phasewise reads version 1")
+            raise self._refuse(1, f"is of version {version[1]}; this phasewise reads version 1")
         depth = 0
         for number, line in enumerate(text.splitlines(), 1):
             for mark in line:
                 depth += (mark in "([{") - (mark in ")]}")
                 if depth > MAX_DEPTH:
-                    self._refuse(number, f"nested more than {MAX_DEPTH} deep")
+                    raise self._refuse(number, f"nested more than {MAX_DEPTH} deep")
             words = re.split(r"\S", line, maxsplit=1)[0]
             if len(words) > 4 * MAX_DEPTH:
-                self._refuse(number, f"nested more than {MAX_DEPTH} deep")
+                raise self._refuse(number, f"nested more than {MAX_DEPTH} deep")
             if len(line) > 20_000 or line.count("-") + line.count("~") + line.count("not ") > 2_000:
-                self._refuse(number, "a line of this length means no kernel")
+                raise self._refuse(number, "a line of this length means no kernel")
         try:
             return ast.parse(text)
         except SyntaxError as error:
-            self._refuse(error.lineno or 0, f"does not parse: {error.msg}")
+            raise self._refuse(error.lineno or 0, f"does not parse: {error.msg}") from None
         except (ValueError, RecursionError, MemoryError):
-            self._refuse(0, "does not parse: too deep, or not text")
+            raise self._refuse(0, "does not parse: too deep, or not text") from None
 
     # ---- the file ----
 
@@ -151,31 +151,33 @@ class _Reader:
                     self._table(node)
                 case ast.FunctionDef():
                     if found is not None:
-                        self._refuse(node, f"a second kernel, `{node.name}`; one text holds one")
+                        raise self._refuse(node, f"a second kernel, `{node.name}`; one text holds one")
                     found = node
                 case _:
-                    self._refuse(node, "only structs, tables and one `def` stand at the outermost level")
+                    raise self._refuse(
+                        node, "only structs, tables and one `def` stand at the outermost level"
+                    )
         if found is None:
-            self._refuse(0, "has no `def`: there is no kernel in it")
+            raise self._refuse(0, "has no `def`: there is no kernel in it")
         try:
             return self._kernel(found)
         except RecursionError:
-            self._refuse(found, "nested too deep")
+            raise self._refuse(found, "nested too deep") from None
 
     def _struct(self, node: ast.ClassDef) -> None:
         fields = []
         for one in node.body:
             if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):
-                self._refuse(one, f"a field of `{node.name}` is written `name: type`")
+                raise self._refuse(one, f"a field of `{node.name}` is written `name: type`")
             fields.append((one.target.id, self._type(one.annotation)))
         self._structs[node.name] = Struct(node.name, tuple(fields))
 
     def _table(self, node: ast.AnnAssign) -> None:
         if not isinstance(node.target, ast.Name):
-            self._refuse(node, "a table is written `name: array[u8, 4] = [...]`")
+            raise self._refuse(node, "a table is written `name: array[u8, 4] = [...]`")
         name, of = node.target.id, self._type(node.annotation)
         if not isinstance(of, Array):
-            self._refuse(node, f"table `{name}` is an array")
+            raise self._refuse(node, f"table `{name}` is an array")
         values = self._list(node.value, of, node)
         self._tables[name] = Declare(name, of, None, node.lineno, values, True)
         self._types[name] = of
@@ -185,14 +187,14 @@ class _Reader:
         while isinstance(inner, Array):
             inner = inner.of
         if not isinstance(inner, Scalar):
-            self._refuse(at, f"values of {spelled(of)}")
+            raise self._refuse(at, f"values of {spelled(of)}")
         if isinstance(node, ast.Name) and node.id == "zeros":
             return (0,) * (of.size // inner.size)
         if not isinstance(node, ast.List):
-            self._refuse(at, "values stand in a list")
+            raise self._refuse(at, "values stand in a list")
         values = tuple(self._plain_number(one, inner) for one in node.elts)
         if len(values) != of.size // inner.size:
-            self._refuse(at, f"{of.size // inner.size} values are needed, not {len(values)}")
+            raise self._refuse(at, f"{of.size // inner.size} values are needed, not {len(values)}")
         return values
 
     def _plain_number(self, node: ast.expr, of: Scalar) -> int | float:
@@ -201,11 +203,11 @@ class _Reader:
         if isinstance(node, ast.Name) and node.id in ("inf", "nan"):
             return float(node.id)
         if not isinstance(node, ast.Constant) or type(node.value) not in (int, float):
-            self._refuse(node, "a number is needed")
+            raise self._refuse(node, "a number is needed")
         value = node.value
         assert isinstance(value, int | float)
         if not of.is_float and fitting(value, of) != value:
-            self._refuse(node, f"{value} is no {of.name}")
+            raise self._refuse(node, f"{value} is no {of.name}")
         return fitting(value, of)
 
     def _type(self, node: ast.expr | None) -> Type:
@@ -230,19 +232,19 @@ class _Reader:
                 of, count = self._type(first), self._count(second)
                 if word == "array":
                     if not 0 < count * of.size <= MAX_ELEMENTS:
-                        self._refuse(node, f"an array of {count} elements")
+                        raise self._refuse(node, f"an array of {count} elements")
                     return Array(of, count)
                 if not isinstance(of, Scalar) or not 0 < count <= 256 or count & (count - 1):
-                    self._refuse(node, "a vector has 1, 2, 4, .. lanes of numbers")
+                    raise self._refuse(node, "a vector has 1, 2, 4, .. lanes of numbers")
                 return Vec(of, count)
-        self._refuse(node or 0, f"`{ast.unparse(node)[:40] if node else ''}` is no type")
+        raise self._refuse(node or 0, f"`{ast.unparse(node)[:40] if node else ''}` is no type")
 
     def _count(self, node: ast.expr) -> int:
         found = self._expr(node)
         if isinstance(found, Var) and found.name in self._parameters:
             return self._parameters[found.name].values[0]
         if not isinstance(found, Const) or not isinstance(found.value, int):
-            self._refuse(node, "a number that is known before the kernel runs is needed")
+            raise self._refuse(node, "a number that is known before the kernel runs is needed")
         return found.value
 
     # ---- the kernel ----
@@ -250,14 +252,16 @@ class _Reader:
     def _kernel(self, node: ast.FunctionDef) -> Function:
         spec = node.args
         if spec.vararg or spec.kwarg or spec.kwonlyargs or spec.defaults or spec.posonlyargs:
-            self._refuse(node, "arguments are written `name: type`")
+            raise self._refuse(node, "arguments are written `name: type`")
         args = []
         for one in spec.args:
             if one.annotation is None:
-                self._refuse(one, f"argument `{one.arg}` has no type")
+                raise self._refuse(one, f"argument `{one.arg}` has no type")
             of = self._type(one.annotation)
             if not isinstance(of, Scalar | Pointer):
-                self._refuse(one, f"argument `{one.arg}` is {spelled(of)}; numbers and pointers are passed")
+                raise self._refuse(
+                    one, f"argument `{one.arg}` is {spelled(of)}; numbers and pointers are passed"
+                )
             args.append((one.arg, of))
             self._types[one.arg] = of
         self._result = self._type(node.returns)
@@ -267,7 +271,7 @@ class _Reader:
         for parameter in self._parameters.values():
             space *= len(parameter.values)
         if space > MAX_SPACE:
-            self._refuse(
+            raise self._refuse(
                 node, f"the parameters have {space} choices together; at most {MAX_SPACE} are searched"
             )
         found = Function(
@@ -307,20 +311,20 @@ class _Reader:
 
     def _parameter(self, name: str, node: ast.expr) -> None:
         if name in self._parameters or len(name) > 32:
-            self._refuse(node, f"parameter `{name}` is given twice, or its name is longer than 32")
+            raise self._refuse(node, f"parameter `{name}` is given twice, or its name is longer than 32")
         match node:
             case ast.Call(func=ast.Name(id="tune"), args=args) if args:
                 values = tuple(int(self._plain_number(one, I32)) for one in args)
             case ast.Constant(value=int()) | ast.UnaryOp():
                 values = (int(self._plain_number(node, I32)),)
             case _:
-                self._refuse(node, f"parameter `{name}` is a whole number, or tune(1, 2, ..)")
+                raise self._refuse(node, f"parameter `{name}` is a whole number, or tune(1, 2, ..)")
         if len(set(values)) != len(values):
-            self._refuse(node, f"parameter `{name}` has a value twice")
+            raise self._refuse(node, f"parameter `{name}` has a value twice")
         if self._choice is not None:
             chosen = self._choice.get(name, values[0])
             if chosen not in values:
-                self._refuse(node, f"parameter `{name}` may be one of {values}, not {chosen}")
+                raise self._refuse(node, f"parameter `{name}` may be one of {values}, not {chosen}")
             values = (chosen,)
         self._parameters[name] = Parameter(name, values, node.lineno)
 
@@ -329,7 +333,7 @@ class _Reader:
             case [ast.Constant(value=str(name))] if isinstance(self._types.get(name), Scalar | Pointer):
                 pass
             case _:
-                self._refuse(node, "describe begins with the name of an argument")
+                raise self._refuse(node, "describe begins with the name of an argument")
         one = Argument(name, node.lineno)
         for keyword in node.keywords:
             match keyword.arg, keyword.value:
@@ -344,7 +348,7 @@ class _Reader:
                 case "out", ast.Constant(value=True):
                     one = replace(one, is_out=True)
                 case word, _:
-                    self._refuse(node, f"describe does not know `{word}`")
+                    raise self._refuse(node, f"describe does not know `{word}`")
         self._described.append(one)
 
     # ---- statements ----
@@ -356,7 +360,7 @@ class _Reader:
         try:
             return self._typed_statement(node)
         except Mistyped as error:
-            self._refuse(node, str(error))
+            raise self._refuse(node, str(error)) from None
 
     def _typed_statement(self, node: ast.stmt) -> list[Stmt]:
         line = node.lineno
@@ -368,13 +372,13 @@ class _Reader:
             case ast.Expr(value=ast.Call() as one):
                 found = self._expr(one)
                 if not isinstance(found, Call) or found.name not in EFFECTS:
-                    self._refuse(node, "has no effect")
+                    raise self._refuse(node, "has no effect")
                 return [Do(found, line)]
             case ast.For(
                 target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="steps")) as steps, body=body
             ):
                 if node.orelse:
-                    self._refuse(node, "`else` of a loop")
+                    raise self._refuse(node, "`else` of a loop")
                 return [self._loop(name, steps, body, node)]
             case ast.While(test=test, body=body, orelse=[]):
                 return [While(self._number(test), self._body(body), line)]
@@ -383,7 +387,7 @@ class _Reader:
                 return [If(condition, self._body(body), self._body(orelse), line)]
             case ast.Return(value=value):
                 if (value is None) != (self._result == VOID):
-                    self._refuse(node, f"the kernel gives {spelled(self._result)}")
+                    raise self._refuse(node, f"the kernel gives {spelled(self._result)}")
                 return [
                     Return(None if value is None else self._fit(self._expr(value), self._result, node), line)
                 ]
@@ -393,7 +397,7 @@ class _Reader:
                 return [Leave("continue", line)]
             case ast.Pass():
                 return []
-        self._refuse(node, f"`{ast.unparse(node).splitlines()[0][:50]}` is nothing that a kernel does")
+        raise self._refuse(node, f"`{ast.unparse(node).splitlines()[0][:50]}` is nothing that a kernel does")
 
     def _declaration(self, name: str, of: Type, value: ast.expr | None, node: ast.stmt) -> Declare:
         self._new_name(name, of, node)
@@ -401,21 +405,21 @@ class _Reader:
             values = () if value is None else self._list(value, of, node)
             return Declare(name, of, None, node.lineno, values)
         if isinstance(of, Struct):
-            self._refuse(node, "a variable that is a struct")
+            raise self._refuse(node, "a variable that is a struct")
         init = None if value is None else self._fit(self._expr(value), of, node)
         return Declare(name, of, init, node.lineno)
 
     def _new_name(self, name: str, of: Type, node: ast.AST) -> None:
         known = self._types.get(name)
         if known is not None:
-            self._refuse(node, f"`{name}` exists already, as {spelled(known)}")
+            raise self._refuse(node, f"`{name}` exists already, as {spelled(known)}")
         if (
             name in NAMES
             or name in SCALARS
             or name in self._parameters
             or not re.fullmatch(r"[A-Za-z_]\w{0,99}", name, re.ASCII)
         ):
-            self._refuse(node, f"`{name}` cannot be the name of a variable")
+            raise self._refuse(node, f"`{name}` cannot be the name of a variable")
         self._types[name] = of
 
     def _fit(self, value: Expr, of: Type, node: ast.AST) -> Expr:
@@ -437,24 +441,26 @@ class _Reader:
             assert isinstance(given, Pointer)
             if given.to == of.to and (of.is_const or not given.is_const):
                 return value
-        self._refuse(node, f"{spelled(value.type)} where {spelled(of)} is needed; write {spelled(of)}(..)")
+        raise self._refuse(
+            node, f"{spelled(value.type)} where {spelled(of)} is needed; write {spelled(of)}(..)"
+        )
 
     def _assignment(self, target: ast.expr, value: Expr, node: ast.stmt) -> Stmt:
         if isinstance(target, ast.Name):
             known = self._types.get(target.id)
             if known is None:
                 if not isinstance(value.type, Vec):
-                    self._refuse(
+                    raise self._refuse(
                         node, f"`{target.id}` is new: write `{target.id}: {spelled(value.type)} = ..`"
                     )
                 self._new_name(target.id, value.type, node)
                 return Declare(target.id, value.type, value, node.lineno)
             if isinstance(known, Array) or target.id in self._tables:
-                self._refuse(node, f"`{target.id}` is an array; assign to its elements")
+                raise self._refuse(node, f"`{target.id}` is an array; assign to its elements")
             return Assign(Var(known, target.id), self._fit(value, known, node), node.lineno)
         place = self._expr(target)
         if not isinstance(place, Index | Member) or isinstance(place.type, Array | Struct):
-            self._refuse(node, "only variables, elements and fields are assigned to")
+            raise self._refuse(node, "only variables, elements and fields are assigned to")
         self._check_writable(place, node)
         return Assign(place, self._fit(value, place.type, node), node.lineno)
 
@@ -462,23 +468,23 @@ class _Reader:
         while isinstance(place, Index | Member):
             base = place.base
             if isinstance(base.type, Pointer) and base.type.is_const:
-                self._refuse(node, "assigns to memory that is const")
+                raise self._refuse(node, "assigns to memory that is const")
             if isinstance(base, Var) and base.name in self._tables:
-                self._refuse(node, f"assigns to the table `{base.name}`")
+                raise self._refuse(node, f"assigns to the table `{base.name}`")
             place = base
 
     def _loop(self, variable: str, steps: ast.Call, body: list[ast.stmt], node: ast.For) -> Steps:
         if len(steps.args) < 4 or steps.keywords:
-            self._refuse(node, 'a loop is written `for i in steps("name", start, condition, step):`')
+            raise self._refuse(node, 'a loop is written `for i in steps("name", start, condition, step):`')
         name, start, condition, step, *how = steps.args
         if not isinstance(name, ast.Constant) or not isinstance(name.value, str) or name.value in self._loops:
-            self._refuse(node, "a loop begins with a name of its own, in quotes")
+            raise self._refuse(node, "a loop begins with a name of its own, in quotes")
         self._loops.add(name.value)
         first = self._expr(start)
         of = decayed(first.type)
         known = self._types.get(variable)
         if not isinstance(of, Scalar | Pointer) or (isinstance(of, Scalar) and of.is_float):
-            self._refuse(node, f"a loop over {spelled(of)}")
+            raise self._refuse(node, f"a loop over {spelled(of)}")
         if known is None:
             self._new_name(variable, of, node)
         elif known != of:
@@ -486,7 +492,7 @@ class _Reader:
             of = known
         until, by = self._number(condition), self._expr(step)
         if not isinstance(by.type, Scalar) or by.type.is_float:
-            self._refuse(node, "a step is a whole number")
+            raise self._refuse(node, "a step is a whole number")
         transformed = tuple(self._how(one) for one in how)
         return Steps(name.value, variable, of, first, until, by, self._body(body), node.lineno, transformed)
 
@@ -494,9 +500,9 @@ class _Reader:
         match node:
             case ast.Call(func=ast.Name(id=name), args=args) if name in TRANSFORMATIONS:
                 if len(args) != TRANSFORMATIONS[name]:
-                    self._refuse(node, f"{name} takes {TRANSFORMATIONS[name]} arguments")
+                    raise self._refuse(node, f"{name} takes {TRANSFORMATIONS[name]} arguments")
                 return How(name, tuple(self._expr(one) for one in args))
-        self._refuse(
+        raise self._refuse(
             node, f"`{ast.unparse(node)[:40]}` is no transformation; there are {', '.join(TRANSFORMATIONS)}"
         )
 
@@ -505,22 +511,22 @@ class _Reader:
     def _number(self, node: ast.expr) -> Expr:
         found = self._expr(node)
         if not isinstance(found.type, Scalar | Pointer):
-            self._refuse(node, f"{spelled(found.type)} as a condition")
+            raise self._refuse(node, f"{spelled(found.type)} as a condition")
         return found
 
     def _expr(self, node: ast.expr) -> Expr:
         try:
             return self._typed_expr(node)
         except Mistyped as error:
-            self._refuse(node, str(error))
+            raise self._refuse(node, str(error)) from None
 
     def _typed_expr(self, node: ast.expr) -> Expr:
         match node:
-            case ast.Constant(value=bool()):
-                return integer(int(node.value))
+            case ast.Constant(value=bool() as flag):
+                return integer(int(flag))
             case ast.Constant(value=int() as value):
                 if fitting(value, I32) != value:
-                    self._refuse(node, f"{value} is no i32; write i64(..) or u32(..)")
+                    raise self._refuse(node, f"{value} is no i32; write i64(..) or u32(..)")
                 return integer(value)
             case ast.Constant(value=float() as value):
                 return Const(F32, fitting(value, F32))
@@ -548,9 +554,9 @@ class _Reader:
                 inner = self._expr(base)
                 of = inner.type.type_of(field) if isinstance(inner.type, Struct) else None
                 if of is None:
-                    self._refuse(node, f"{spelled(inner.type)} has no field `{field}`")
+                    raise self._refuse(node, f"{spelled(inner.type)} has no field `{field}`")
                 return Member(of, inner, field)
-        self._refuse(node, f"`{ast.unparse(node)[:40]}` is no expression of a kernel")
+        raise self._refuse(node, f"`{ast.unparse(node)[:40]}` is no expression of a kernel")
 
     def _name(self, name: str, node: ast.expr) -> Expr:
         if name in ("inf", "nan"):
@@ -560,7 +566,7 @@ class _Reader:
                 return integer(self._parameters[name].values[0])
             return Var(I32, name)
         if name not in self._types:
-            self._refuse(node, f"`{name}` has no value here")
+            raise self._refuse(node, f"`{name}` has no value here")
         return Var(self._types[name], name)
 
     def _unary(self, op: ast.unaryop, operand: ast.expr) -> Expr:
@@ -569,26 +575,26 @@ class _Reader:
             return Const(a.type, -a.value)
         word = {ast.USub: "-", ast.Invert: "~", ast.Not: "!"}.get(type(op))
         if word is None:
-            self._refuse(operand, "+ before a value")
+            raise self._refuse(operand, "+ before a value")
         return unary(word, a)
 
     def _operator(self, op: ast.operator, node: ast.AST) -> str:
         word = _OPERATORS.get(type(op))
         if word is None:
-            self._refuse(node, "an operator that kernels do not have")
+            raise self._refuse(node, "an operator that kernels do not have")
         return word
 
     def _binary(self, op: str, left: ast.expr, right: ast.expr, node: ast.expr) -> Expr:
         a, b = self._expr(left), self._expr(right)
         if not op:
-            self._refuse(node, "a comparison that kernels do not have")
+            raise self._refuse(node, "a comparison that kernels do not have")
         is_whole = (
             isinstance(a.type, Scalar) and isinstance(b.type, Scalar) and not common(a.type, b.type).is_float
         )
         if op == "//" and not is_whole:
-            self._refuse(node, "// divides whole numbers; write /")
+            raise self._refuse(node, "// divides whole numbers; write /")
         if op == "/" and is_whole:
-            self._refuse(node, "/ divides floats; write // for whole numbers")
+            raise self._refuse(node, "/ divides floats; write // for whole numbers")
         return binary("/" if op == "//" else op, a, b)
 
     def _choice_of(self, condition: Expr, a: Expr, b: Expr, node: ast.expr) -> Expr:
@@ -598,7 +604,7 @@ class _Reader:
         if isinstance(one, Scalar) and isinstance(other, Scalar):
             of = common(one, other)
             return Ternary(of, condition, cast(of, a), cast(of, b))
-        self._refuse(node, f"{spelled(one)} or {spelled(other)}")
+        raise self._refuse(node, f"{spelled(one)} or {spelled(other)}")
 
     def _index(self, base: Expr, index: Expr, node: ast.expr) -> Expr:
         element = (
@@ -609,27 +615,27 @@ class _Reader:
             else None
         )
         if element is None or element == VOID:
-            self._refuse(node, f"an element of {spelled(base.type)}")
+            raise self._refuse(node, f"an element of {spelled(base.type)}")
         if not isinstance(index.type, Scalar) or index.type.is_float:
-            self._refuse(node, f"an index that is {spelled(index.type)}")
+            raise self._refuse(node, f"an index that is {spelled(index.type)}")
         return Index(element, base, index)
 
     def _call(self, func: ast.expr, args: list[ast.expr], node: ast.expr) -> Expr:
         if isinstance(func, ast.Subscript) or (isinstance(func, ast.Name) and func.id in SCALARS):
             return self._cast(self._type(func), args, node)
         if not isinstance(func, ast.Name) or func.id not in NAMES:
-            self._refuse(node, f"there is no operation `{ast.unparse(func)[:40]}`")
+            raise self._refuse(node, f"there is no operation `{ast.unparse(func)[:40]}`")
         name, of = func.id, None
         if name in TYPED:
             if not args or not isinstance(args[-1], ast.Name) or args[-1].id not in SCALARS:
-                self._refuse(node, f"{name} ends with a type, e.g. i32")
+                raise self._refuse(node, f"{name} ends with a type, e.g. i32")
             of, args = SCALARS[args[-1].id], args[:-1]
         if name == "vector":
             if not args or not isinstance(args[0], ast.Name) or args[0].id not in SCALARS:
-                self._refuse(node, "vector begins with a type, e.g. i32")
+                raise self._refuse(node, "vector begins with a type, e.g. i32")
             elem = SCALARS[args[0].id]
-            values = tuple(Const(elem, self._plain_number(one, elem)) for one in args[1:])
-            return call(name, (), values, elem)
+            lanes = tuple(Const(elem, self._plain_number(one, elem)) for one in args[1:])
+            return call(name, (), lanes, elem)
         if name in REDUCTIONS and len(args) == 2 and isinstance(args[1], ast.Name) and args[1].id in ORDERS:
             number = ORDERS.index(args[1].id)
             return call(name, (self._expr(args[0]),), (integer(number),) if number else ())
@@ -656,7 +662,7 @@ class _Reader:
 
     def _cast(self, of: Type, args: list[ast.expr], node: ast.expr) -> Expr:
         if len(args) != 1:
-            self._refuse(node, "a conversion takes one value")
+            raise self._refuse(node, "a conversion takes one value")
         value = self._expr(args[0])
         is_number = isinstance(of, Scalar) and isinstance(value.type, Scalar)
         if is_number and isinstance(args[0], ast.Constant | ast.UnaryOp) and isinstance(value, Const):
@@ -667,15 +673,15 @@ class _Reader:
                 given = decayed(value.type)
                 assert isinstance(given, Pointer)
                 if given.is_const:
-                    self._refuse(node, "a pointer to const memory stays one")
+                    raise self._refuse(node, "a pointer to const memory stays one")
             return cast(of, value)
-        self._refuse(node, f"{spelled(value.type)} as {spelled(of)}")
+        raise self._refuse(node, f"{spelled(value.type)} as {spelled(of)}")
 
 
 _COMPARED = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
 _OPERATORS: dict[type[ast.operator], str] = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.LShift: "<<",
-    ast.RShift: ">>", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^",
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
+    ast.LShift: "<<",    ast.RShift: ">>", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^",
 }  # fmt: skip
 _N_VALUES = {"load": 1, "splat": 1, "shuffle": 2, "permute": 1, "lane": 1, "with_lane": 2}
 """Values before the numbers that are known when compiling."""
@@ -684,8 +690,8 @@ _N_VALUES = {"load": 1, "splat": 1, "shuffle": 2, "permute": 1, "lane": 1, "with
 class _Folder(Rewriter):
     """Arithmetic on known whole numbers, done."""
 
-    def __init__(self, by: dict[str, Const] | None = None) -> None:
-        self._by = by or {}
+    def __init__(self, by: Mapping[str, Const] | None = None) -> None:
+        self._by: Mapping[str, Const] = by or {}
 
     def leave(self, e: Expr) -> Expr:
         match e:

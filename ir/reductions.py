@@ -1,6 +1,8 @@
-"""Trees of additions over the lanes of one vector, as one operation; and what nothing uses any more, left out.
+"""Trees of additions over the lanes of one vector, as one operation; and what nothing uses any more, left
+out.
 
-A tree is recognised only where it adds in an order that an operation has (operations.ORDERS), so that bits stay.
+A tree is recognised only where it adds in an order that an operation has (operations.ORDERS), so that bits
+stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The transformations of loops, by the names that the text gives them. Each keeps what the loop computes.
 
-A loop becomes a main loop of several turns at once and, behind it, the original loop for the turns that are left. Sums of
-floats change their order only under `reassociate()`: else an unrolled loop adds in turn, and one that cannot is refused.
+A loop becomes a main loop of several turns at once and, behind it, the original loop for the turns that are
+left. Sums of floats change their order only under `reassociate()`: else an unrolled loop adds in turn, and
+one that cannot is refused.
 
 - unroll(n): n turns in a row. Under `reassociate` each has sums of its own.
 - widen(n): n turns side by side in vectors n times as long.
@@ -62,7 +63,9 @@ MAX_COPIES = 64
 
 
 def transformed(function: Function, where: str = "kernel") -> Function:
-    """The function with every loop transformed as it says. SourceError where one cannot be, naming its line."""
+    """The function with every loop transformed as it says. SourceError where one cannot be, naming its
+    line.
+    """
     worker = _Transformer(function, where)
     return replace(function, body=worker.body(function.body))
 
@@ -169,7 +172,8 @@ def _expanded(worker: _Transformer, loop: Steps, trips: int) -> Body:
 def _tree(one: Accumulator, parts: list[Expr]) -> Expr:
     while len(parts) > 1:
         parts = [
-            one.combined(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)
+            one.combined(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i]
+            for i in range(0, len(parts), 2)
         ]
     return parts[0]
 
@@ -183,7 +187,9 @@ def _widen(worker: _Transformer, loop: Steps, how: How) -> Result:
     sums, others = accumulators(loop)
     inexact = [one.name for one in sums if not one.is_exact and not worker._reassociate]
     if inexact:
-        raise worker.refuse(loop, f"widen changes the order of the sum `{inexact[0]}`; add reassociate() to allow it")
+        raise worker.refuse(
+            loop, f"widen changes the order of the sum `{inexact[0]}`; add reassociate() to allow it"
+        )
     if others:
         raise worker.refuse(loop, f"widen: `{others[0]}` is carried from turn to turn and is no sum")
     try:
@@ -207,7 +213,14 @@ def _split(worker: _Transformer, loop: Steps, how: How) -> Result:
     inner = replace(loop, name=f"{loop.name}_in", start=blocks, condition=inside)
     condition = Substitute({loop.variable: blocks}).expr(loop.condition)
     whole = Steps(
-        f"{loop.name}_blocks", outer, loop.type, loop.start, condition, times(loop.step, n), (inner,), loop.line
+        f"{loop.name}_blocks",
+        outer,
+        loop.type,
+        loop.start,
+        condition,
+        times(loop.step, n),
+        (inner,),
+        loop.line,
     )
     return (), whole, ()
 
@@ -232,7 +245,9 @@ def _check_independent(worker: _Transformer, loop: Steps, how: str) -> None:
     changing = assigned(loop.body)
     for base, address in stored(loop.body):
         if not isinstance(address.type, Pointer):
-            raise worker.refuse(loop, f"{how}: writes to `{base}` where it cannot be seen that turns write apart")
+            raise worker.refuse(
+                loop, f"{how}: writes to `{base}` where it cannot be seen that turns write apart"
+            )
         if not coefficient(address, loop.variable, changing - own):
             raise worker.refuse(loop, f"{how}: turns write to the same place of `{base}`")
         if any(other == base and place != address for other, place in reads):
@@ -245,7 +260,11 @@ def _jam(worker: _Transformer, loop: Steps, how: How) -> Result:
         return (), loop, ()
     head, inner, tail = _only_loop(worker, loop, "jam")
     _check_independent(worker, loop, "jam")
-    if leaves_early(loop.body) or used(inner.condition) & {loop.variable} or used(inner.start) & {loop.variable}:
+    if (
+        leaves_early(loop.body)
+        or used(inner.condition) & {loop.variable}
+        or used(inner.start) & {loop.variable}
+    ):
         raise worker.refuse(loop, "jam: the inner loop depends on the outer one")
     parts: tuple[list[Stmt], list[Stmt], list[Stmt]] = ([], [], [])
     for copy in range(n):
@@ -291,7 +310,9 @@ def _prefetch(worker: _Transformer, loop: Steps, how: How) -> Result:
         if base == name and not (used(address) & changing) and isinstance(address.type, Pointer):
             ahead = binary("+", cast(Pointer(U8, True), address), integer(n_bytes))
             return (), replace(loop, body=(Do(call("prefetch", (ahead,)), loop.line), *loop.body)), ()
-    raise worker.refuse(loop, f"prefetch: nothing is read through `{name}` at a place that the loop's variable gives")
+    raise worker.refuse(
+        loop, f"prefetch: nothing is read through `{name}` at a place that the loop's variable gives"
+    )
 
 
 def _pipeline(worker: _Transformer, loop: Steps, how: How) -> Result:

@@ -1,7 +1,7 @@
 """Types of both levels: numbers, vectors, pointers, arrays and structs of those. All are values.
 
-A vector type has lanes of one number type. On x86 the low level has registers of integers whose lanes only the
-instruction tells (`__m256i`): their element is `bits`, and lanes are bytes.
+A vector type has lanes of one number type. On x86 the low level has registers of integers whose lanes only
+the instruction tells (`__m256i`): their element is `bits`, and lanes are bytes.
 """
 
 from __future__ import annotations

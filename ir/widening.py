@@ -1,7 +1,7 @@
 """Several turns of a loop side by side: every vector n times as long, every number n times.
 
-A vector is held as one long vector, or as the n vectors of the turns where it has to be taken apart: half vectors, and
-short ones that were read from places apart. Loads and stores of neighbouring places become one.
+A vector is held as one long vector, or as the n vectors of the turns where it has to be taken apart: half
+vectors, and short ones that were read from places apart. Loads and stores of neighbouring places become one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class _Long:
 
 
 def widened(loop: Steps, sums: list[Accumulator], n: int, suffix: str) -> tuple[Body, Steps, Body]:
-    """What comes before, the loop of n turns at once, and what comes after it. ValueError: why that cannot be."""
+    """What comes before, the loop of n turns at once, and what comes after it. ValueError: why that cannot
+    be.
+    """
     if leaves_early(loop.body):
         raise ValueError("the loop may end within a turn")
     worker = _Widener(loop, sums, n, suffix)
@@ -145,13 +147,14 @@ class _Widener:
         if value.is_same and isinstance(value.values[0], Var | Const):
             self._known[name] = value
             return
-        copies = []
+        copies: list[Expr] = []
         for i, one in enumerate(value.values):
             if value.is_same and i:
                 copies.append(copies[0])
                 continue
-            copies.append(Var(one.type, f"{name}{self._suffix}_{i}"))
-            self._out.append(Declare(copies[-1].name, one.type, one, line))
+            copy = Var(one.type, f"{name}{self._suffix}_{i}")
+            copies.append(copy)
+            self._out.append(Declare(copy.name, one.type, one, line))
         self._known[name] = _Turns(tuple(copies))
 
     def _set(self, name: str, value: _Turns | _Long, line: int) -> None:
@@ -295,9 +298,7 @@ def _part(e: Expr, at: int, n: int) -> Expr:
     while n > 1:
         n //= 2
         which = "hi" if at >= n else "lo"
-        if isinstance(e, Call) and e.name == "concat":
-            e = e.args[which == "hi"]
-        else:
-            e = call(which, (e,))
+        is_joined = isinstance(e, Call) and e.name == "concat"
+        e = e.args[which == "hi"] if isinstance(e, Call) and is_joined else call(which, (e,))
         at %= n
     return e

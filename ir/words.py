@@ -1,13 +1,16 @@
 """The operations in C, for vectors that fit a register of the target: one `static inline` function each.
 
-Arithmetic, comparisons and moves are the vector extensions that gcc and clang share. What they lack is an intrinsic of
-the target, or a loop over lanes where it has none; so every target has every word. Semantics are those of
-cython_kernels/simd: min and max give the second where either is NaN, `v_sum` is the reduction in halves.
+Arithmetic, comparisons and moves are the vector extensions that gcc and clang share. What they lack is an
+intrinsic of the target, or a loop over lanes where it has none; so every target has every word. Semantics
+are those of cython_kernels/simd: min and max give the second where either is NaN, `v_sum` is the reduction
+in halves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from phasewise.ir.targets import Target
 from phasewise.ir.types import SCALARS, Scalar, Vec
@@ -288,15 +291,19 @@ def _x86_name(operation: str, result: Vec, source: Vec, target: Target) -> str |
 # ---- loops over lanes ------------------------------------------------------------------------------------
 
 
+Loop: TypeAlias = Callable[[Any, Any], str]
+"""The body of a word, from the types of its result and of its arguments."""
+
+
 def _each(lanes: int, text: str) -> str:
     return f"for (int i = 0; i < {lanes}; ++i) {text}"
 
 
-def _mapped(function: str) -> object:
+def _mapped(function: str) -> Loop:
     return lambda result, args: _each(result.lanes, f"r[i] = {function}(a[i]);")
 
 
-def _saturated(op: str) -> object:
+def _saturated(op: str) -> Loop:
     def loop(result: Vec, args: object) -> str:
         low, high = _bounds(result.elem)
         return _each(
@@ -323,7 +330,7 @@ def _packed(result: Vec, args: tuple[Vec, ...]) -> str:
     )
 
 
-def _dotted(a: str, b: str, products: int, start: str, is_saturated: bool = False) -> object:
+def _dotted(a: str, b: str, products: int, start: str, is_saturated: bool = False) -> Loop:
     def loop(result: Vec, args: object) -> str:
         terms = " + ".join(f"{a}[{products} * i + {k}] * {b}[{products} * i + {k}]" for k in range(products))
         if products == 2 and not is_saturated:
@@ -346,7 +353,8 @@ def _looked(result: Vec, args: object) -> str:
 def _nearest_i32(result: Vec, args: object) -> str:
     return _each(
         result.lanes,
-        "r[i] = a[i] >= -2147483648.0f && a[i] < 2147483648.0f ? (int32_t)__builtin_nearbyintf(a[i]) : INT32_MIN;",
+        "r[i] = a[i] >= -2147483648.0f && a[i] < 2147483648.0f ? "
+        "(int32_t)__builtin_nearbyintf(a[i]) : INT32_MIN;",
     )
 
 
@@ -360,7 +368,7 @@ def _rooted(result: Vec, args: object) -> str:
     return _each(result.lanes, f"r[i] = {name}(a[i]);")
 
 
-_LOOPS: dict[str, object] = {
+_LOOPS: dict[str, Loop] = {
     "fma": _fma,
     "sqrt": _rooted,
     "nearest": _mapped("__builtin_nearbyintf"),
@@ -404,7 +412,8 @@ static inline uint16_t to_f16(float x) {
     magnitude = bits & 0x7FFFFFFFu;
     if (magnitude > 0x7F800000u) return (uint16_t)(sign | 0x7E00u | (magnitude >> 13 & 0x1FFu));
     if (magnitude >= 0x477FF000u) return (uint16_t)(sign | 0x7C00u);
-    if (magnitude < 0x38800000u) { /* subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits */
+    if (magnitude < 0x38800000u) { /* subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low
+    bits */
         memcpy(&x, &magnitude, sizeof x);
         x += 0.5f;
         memcpy(&rounded, &x, sizeof rounded);

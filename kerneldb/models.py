@@ -187,3 +187,46 @@ class StepTimeRow(Base):
     program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
     created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
     verified: Mapped[bool] = mapped_column(comment="measured here; false: imported")
+
+
+class UserKernelTimingRow(Base):
+    """One timing of one choice of a user's kernel's parameters, on one core. Appended, never edited."""
+
+    __tablename__ = "user_kernel_timing"
+    __table_args__ = (Index("ix_user_kernel_timing_key", "core_sig", "kernel_abi"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
+    name: Mapped[str] = mapped_column(Line, comment="of the kernel's function")
+    kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel's text and its lowered C")
+    shape: Mapped[Any] = mapped_column(JSON, comment="pairs: argument, whole number")
+    parameters: Mapped[Any] = mapped_column(JSON, comment="pairs: parameter, value")
+    samples_ns: Mapped[Any] = mapped_column(JSON, comment="raw samples, a list in the order taken")
+    estimate_ns: Mapped[int] = mapped_column(BigInteger, comment="robust estimate over samples_ns")
+    conditions: Mapped[Any] = mapped_column(JSON, comment="name to number: what the timer noticed around it")
+    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
+    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
+    verified: Mapped[bool] = mapped_column(comment="measured here; false: imported, not yet measured")
+
+
+class UserKernelPromotionRow(Base):
+    """Parameters of a user's kernel, in use after a duel. The newest verified row of a key is in use."""
+
+    __tablename__ = "user_kernel_promotion"
+    __table_args__ = (Index("ix_user_kernel_promotion_key", "core_sig", "kernel_abi"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
+    name: Mapped[str] = mapped_column(Line, comment="of the kernel's function")
+    kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel's text and its lowered C")
+    shape: Mapped[Any] = mapped_column(JSON, comment="pairs: argument, whole number")
+    parameters: Mapped[Any] = mapped_column(JSON, comment="pairs: parameter, value")
+    incumbent: Mapped[Any] = mapped_column(JSON, comment="compared with; pairs as above")
+    gain: Mapped[float] = mapped_column(Double, comment="incumbent's time / candidate's time")
+    gain_low: Mapped[float] = mapped_column(Double, comment="of the confidence interval")
+    gain_high: Mapped[float] = mapped_column(Double)
+    confidence: Mapped[float] = mapped_column(Double, comment="of the interval, 0..1")
+    pairs: Mapped[int] = mapped_column(comment="timings of each of the two")
+    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
+    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
+    verified: Mapped[bool] = mapped_column(comment="compared here; false: imported")

@@ -16,7 +16,7 @@ from phasewise.kerneldb.models import Base
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISIONS = ("0001", "0002", "0003")
+REVISIONS = ("0001", "0002", "0003", "0004")
 """Every revision of the schema, oldest first. A test compares it with the migration files."""
 
 HEAD = REVISIONS[-1]
@@ -64,7 +64,14 @@ def read_revision(connection: Connection, name: str) -> str | None:
     return str(found[0])
 
 
-_GUARDED = ("measurement", "promotion", "service_plan", "step_time")
+_GUARDED = (
+    "measurement",
+    "promotion",
+    "service_plan",
+    "step_time",
+    "user_kernel_timing",
+    "user_kernel_promotion",
+)
 _COMPUTES = """
     SELECT CASE WHEN type = 'table' THEN 'virtual table' ELSE type END, name, tbl_name, sql FROM sqlite_master
     WHERE type IN ('view', 'trigger') OR (type = 'table' AND rootpage = 0)

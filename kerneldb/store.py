@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from sqlalchemy import Delete, Engine, delete, func, select, text
 from sqlalchemy.orm import Session
 
-from phasewise.kerneldb import connect, queries
+from phasewise.kerneldb import connect, queries, user_kernels
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
     KernelDbError,
@@ -37,6 +37,8 @@ from phasewise.kerneldb.models import (
     PromotionRow,
     ServicePlanRow,
     StepTimeRow,
+    UserKernelPromotionRow,
+    UserKernelTimingRow,
 )
 from phasewise.kerneldb.queries import PROBLEM_ORDER, of_problem
 from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Problem, Promotion, StepTime
@@ -55,6 +57,7 @@ from phasewise.kerneldb.schema import HEAD, SchemaChange, read_revision, upgrade
 if TYPE_CHECKING:
     from phasewise.kerneldb.queries import AnySelect
     from phasewise.kerneldb.rows import AnyRow
+    from phasewise.kerneldb.user_kernels import UserProblem, UserPromotion, UserTiming
 
 Report = Callable[[str], None]
 Shared: TypeAlias = Measurement | Promotion | StepTime
@@ -339,6 +342,42 @@ class Store:
     def all_step_times(self) -> Iterator[StepTime]:
         """Every row, oldest first, read while they are taken."""
         return self._streamed(queries.step_times(), step_time_of)
+
+    def add_user_timings(self, timings: Iterable[UserTiming]) -> None:
+        """Append all or none."""
+        with self._writing() as session:
+            session.add_all([user_kernels.timing_row(one) for one in timings])
+
+    def user_timings(self, problem: UserProblem, core_sig: str) -> list[UserTiming]:
+        """Every verified timing of a user's kernel on a shape on this kind of core, oldest first."""
+        query = (
+            select(UserKernelTimingRow)
+            .where(
+                UserKernelTimingRow.core_sig == core_sig,
+                UserKernelTimingRow.kernel_abi == problem.kernel_abi,
+                UserKernelTimingRow.verified,
+            )
+            .order_by(UserKernelTimingRow.id)
+        )
+        found = self._records(query, lambda row: user_kernels.timing_of(row[0]))
+        return [one for one in found if one.problem == problem]
+
+    def add_user_promotion(self, promotion: UserPromotion) -> None:
+        """Append it; from now on it is the newest of its key."""
+        with self._writing() as session:
+            session.add(user_kernels.promotion_row(promotion))
+
+    def user_promotions(
+        self, kernel_abi: str | None = None, core_sig: str | None = None
+    ) -> list[UserPromotion]:
+        """Verified promotions of users' kernels, oldest first: of one build, of one kind of core, or all."""
+        query = select(UserKernelPromotionRow).where(UserKernelPromotionRow.verified)
+        if kernel_abi is not None:
+            query = query.where(UserKernelPromotionRow.kernel_abi == kernel_abi)
+        if core_sig is not None:
+            query = query.where(UserKernelPromotionRow.core_sig == core_sig)
+        ordered = query.order_by(UserKernelPromotionRow.id)
+        return [*self._records(ordered, lambda row: user_kernels.promotion_of(row[0]))]
 
     def stats(self) -> StoreStats:
         """Rows by table and by kind of machine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,8 +35,17 @@ def tune_kernels(
     shapes: Annotated[
         str | None,
         typer.Option(
-            metavar="N,K;N,K;..", help="outputs and inputs of products to tune instead of a model's"
+            metavar="N,K;N,K;..",
+            help="outputs and inputs of products to tune instead of a model's; with --kernel e.g. n=64..4096",
         ),
+    ] = None,
+    kernel: Annotated[
+        Path | None,
+        typer.Option(metavar="KERNEL.kir", help="tune a kernel's text, as `kernels raise` writes it"),
+    ] = None,
+    isa: Annotated[
+        str | None,
+        typer.Option(help="with --kernel: instruction set [default: the widest of this machine]"),
     ] = None,
     phase: Annotated[
         PhaseChoice, typer.Option(help="phase whose cores and numbers of rows to tune for")
@@ -72,11 +82,21 @@ def tune_kernels(
 
     A MODEL's attention is tuned too, for the KV format that `--kv-format auto` means there; others run by
     their defaults.
+
+    With --kernel, the parameters of a kernel that you brought are tuned for each of --shapes, such as
+    `n=64..4096;dim=64`: 64, 128, .. 4096. It needs a C compiler.
     """
     from phasewise.topology import read_machine
 
     budget_s = parse_budget(budget)
     machine = read_machine()
+    if kernel is not None:
+        if model is not None or shapes is None or dry_run:
+            raise typer.BadParameter("--kernel goes with --shapes, without a MODEL and without --dry-run")
+        _tune_user_kernel(kernel, shapes, isa, machine, db, budget_s, resume, as_json)
+        return
+    if isa is not None:
+        raise typer.BadParameter("--isa goes with --kernel")
     rounds = _rounds(machine, model, shapes, weight_format, phases_of(phase), max_m, threads, db)
     if dry_run:
         _print_plan(rounds, as_json)
@@ -85,6 +105,40 @@ def tune_kernels(
     _print_tuned(tuned, as_json)
     if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _tune_user_kernel(
+    kernel: Path,
+    shapes: str,
+    isa: str | None,
+    machine: Machine,
+    db: str | None,
+    budget_s: float,
+    resume: bool,
+    as_json: bool,
+) -> None:
+    from phasewise.cli.render.user_kernels_text import tuned_fields, tuned_text
+    from phasewise.ir.build import target_named
+    from phasewise.ir.reading import read
+    from phasewise.kerneldb.store import open_store
+    from phasewise.topology import core_signature
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.user_kernels.files import best_target, read_text
+    from phasewise.workflows.user_kernels.shapes import parse_shapes as parse_kernel_shapes
+    from phasewise.workflows.user_kernels.tune import Setting, tune_user_kernel
+
+    text = read_text(kernel)
+    wanted = parse_kernel_shapes(shapes, read(text, str(kernel)))
+    with open_store(db, note) as store:
+        setting = Setting(
+            text, str(kernel), target_named(isa or best_target(text)), core_signature(machine),
+            machine.allowed_cores()[-1][0], store, user_lock(note), note, budget_s, resume,
+        )  # fmt: skip
+        outcomes = tune_user_kernel(setting, wanted)
+    if as_json:
+        print_json({"shapes": [tuned_fields(one) for one in outcomes]})
+    else:
+        say(tuned_text(outcomes))
 
 
 def parse_shapes(text: str, kernel_format: str) -> list[Shape]:

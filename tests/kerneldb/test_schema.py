@@ -18,7 +18,15 @@ from phasewise.kerneldb import schema, store
 from phasewise.kerneldb.errors import DatabaseTooNewError
 from phasewise.kerneldb.models import Base
 from phasewise.kerneldb.store import open_store
-from tests.support.kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, PROMOTION, STEP_TIME
+from tests.support.kerneldb_examples import (
+    MACHINE,
+    MEASUREMENT,
+    PLAN,
+    PROBLEM,
+    PROMOTION,
+    STEP_TIME,
+    USER_PROMOTION,
+)
 
 MIGRATIONS = Path(phasewise.migrations.__file__).parent
 FIXTURES = Path(__file__).resolve().parent.parent / "data" / "schemas"
@@ -123,6 +131,7 @@ def test_every_released_schema_upgrades_and_keeps_its_rows(revision: str, tmp_pa
         assert opened.plans() == [PLAN]
         assert [*opened.all_promotions()] == ([] if revision == "0001" else [PROMOTION])
         assert [*opened.all_step_times()] == ([STEP_TIME] if revision >= "0003" else [])
+        assert opened.user_promotions() == ([USER_PROMOTION] if revision >= "0004" else [])
 
 
 def test_an_older_schema_is_upgraded_in_place_and_said(

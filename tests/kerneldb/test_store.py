@@ -44,6 +44,9 @@ from tests.support.kerneldb_examples import (
     SAMPLE,
     SCHEDULE,
     STEP_TIME,
+    USER_PROBLEM,
+    USER_PROMOTION,
+    USER_TIMING,
     measured,
 )
 from tests.support.kerneldb_server import new_database_url
@@ -441,3 +444,17 @@ def test_a_schedule_measured_on_two_problems_is_one_row() -> None:
 def test_a_sample_knows_its_schedule() -> None:
     """Searches compare samples; the schedule travels with its cost."""
     assert Sample(SCHEDULE, (5,), 5, None, 0).schedule is SCHEDULE
+
+
+def test_parameters_of_users_kernels_come_back_for_their_build_and_shape(store: Store) -> None:
+    """Timings and promotions of another build, shape or kind of core are not those of this one."""
+    store.add_user_timings([USER_TIMING])
+    store.add_user_promotion(USER_PROMOTION)
+
+    core, abi = MACHINE.core_sig, USER_PROBLEM.kernel_abi
+    assert store.user_timings(USER_PROBLEM, core) == [USER_TIMING]
+    assert store.user_timings(dataclasses.replace(USER_PROBLEM, shape=(("n", 65),)), core) == []
+    assert store.user_timings(dataclasses.replace(USER_PROBLEM, kernel_abi="other"), core) == []
+    assert store.user_timings(USER_PROBLEM, OTHER_MACHINE.core_sig) == []
+    assert store.user_promotions(abi, core) == store.user_promotions() == [USER_PROMOTION]
+    assert store.user_promotions("other") == []

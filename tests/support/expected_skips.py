@@ -8,6 +8,8 @@ EXPECTED_SKIPS = (
     r"a kernel without NUMA|the thread sanitizer does not work here|this system shows no /proc/sys",
     r"root may write everywhere",
     r"may not do that here|^Skipped: skip",  # privileges that a container withholds: unshare, mount
+    r"needs a machine with (avx|neon|portable)",
+    r"(cc|aarch64-linux-gnu-gcc|qemu-aarch64) is not installed; kernels for",
     # Reference data, which is no part of the repository: ../shared, or PHASEWISE_SHARED_DATA.
     r"reference (data|machines|traces)|lists? of .* fields|no machines in|the authors' figures",
     # Other programs and libraries, which are found where their variables name them.

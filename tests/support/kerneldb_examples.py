@@ -21,6 +21,7 @@ from phasewise.kerneldb.records import (
     ServedStep,
     StepTime,
 )
+from phasewise.kerneldb.user_kernels import SINGLE_CORE, UserProblem, UserPromotion, UserTiming
 
 MACHINE = MachineKey("AuthenticAMD 26/2 avx2+avx512f L1d 48K L2 1M", "2 threads: 1 node x 1 L3 x 2 cores")
 OTHER_MACHINE = MachineKey("ARM 8/0xd4f no-isa L1d 64K L2 1M", "4 threads: 1 node x 1 L3 x 4 cores")
@@ -50,6 +51,13 @@ STEP_TIME = StepTime(
     "gemm-5f1c9e",
     ORIGIN,
     {"steal_share": 0.015625},
+)
+
+USER_PROBLEM = UserProblem("dot", "kernel-dot-avx2-0123456789ab", (("n", 64),))
+USER_ORIGIN = dataclasses.replace(ORIGIN, machine=MachineKey(MACHINE.core_sig, SINGLE_CORE))
+USER_TIMING = UserTiming(USER_PROBLEM, (("UNROLL", 2),), (90, 80, 85), 82, USER_ORIGIN, {"mhz": 2900.0})
+USER_PROMOTION = UserPromotion(
+    USER_PROBLEM, (("UNROLL", 2),), (("UNROLL", 1),), Comparison(1.25, 1.125, 1.5, 0.99, 15), USER_ORIGIN
 )
 
 

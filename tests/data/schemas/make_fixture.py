@@ -14,7 +14,14 @@ HERE = Path(__file__).resolve().parent
 
 from phasewise.kerneldb.schema import HEAD  # noqa: E402
 from phasewise.kerneldb.store import open_store  # noqa: E402
-from tests.support.kerneldb_examples import MEASUREMENT, PLAN, PROMOTION, STEP_TIME  # noqa: E402
+from tests.support.kerneldb_examples import (  # noqa: E402
+    MEASUREMENT,
+    PLAN,
+    PROMOTION,
+    STEP_TIME,
+    USER_PROMOTION,
+    USER_TIMING,
+)
 
 
 def main() -> None:
@@ -26,6 +33,8 @@ def main() -> None:
         store.add_promotions([PROMOTION])
         store.add_plan(PLAN)
         store.add_step_times([STEP_TIME])
+        store.add_user_timings([USER_TIMING])
+        store.add_user_promotion(USER_PROMOTION)
     connection = sqlite3.connect(file, isolation_level=None)
     for statement in ("PRAGMA journal_mode = DELETE", "PRAGMA page_size = 512", "VACUUM"):
         connection.execute(statement)

@@ -1,0 +1,63 @@
+"""A kernel's text and a choice of its parameters as C for a target; and what names a build for the
+database.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from phasewise.ir.errors import SourceError
+from phasewise.ir.limited import Limits, run
+from phasewise.ir.lowering import Lowered, lower
+from phasewise.ir.nodes import Function
+from phasewise.ir.reading import read
+from phasewise.ir.targets import COMMON_FLAGS, TARGETS, Target
+from phasewise.ir.text import printed
+from phasewise.ir.transforms import transformed
+
+
+def target_named(name: str) -> Target:
+    """SourceError (usage) where there is none of the name."""
+    if name not in TARGETS:
+        raise SourceError(name, 0, f"is no instruction set; there are {', '.join(TARGETS)}")
+    return TARGETS[name]
+
+
+def chosen(text: str, choice: Mapping[str, int], where: str = "kernel") -> Function:
+    """The kernel with these parameters, its loops transformed."""
+    return transformed(read(text, where, choice), where)
+
+
+def built(
+    text: str, choice: Mapping[str, int], target: Target, where: str = "kernel", name: str | None = None,
+    is_static: bool = False,
+) -> Lowered:  # fmt: skip
+    """C of the kernel with these parameters. SourceError where they do not fit each other."""
+    return lower(chosen(text, choice, where), target, name, is_static)
+
+
+def kernel_abi(text: str, target: Target, compiler: str) -> str:
+    """What must be the same for stored parameters to be used: the kernel, how it is lowered, and the
+    compiler.
+
+    Neither the values that are offered to the search nor the description of arguments are part of it.
+    """
+    function = read(text)
+    bare = replace(
+        function,
+        parameters=tuple(replace(one, values=one.values[:1]) for one in function.parameters),
+        described=(),
+    )
+    lowered = lower(transformed(read(text, choice={})), target)
+    parts = [printed(bare), lowered.file(target), *COMMON_FLAGS, *target.flags, compiler_version(compiler)]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+    return f"kernel-{function.name[:60]}-{target.name}-{digest}"
+
+
+def compiler_version(compiler: str) -> str:
+    """The first line of `--version`."""
+    done = run([compiler, "--version"], Limits(seconds=5))
+    return re.sub(r"\s+", " ", done.output.partition("\n")[0]).strip()

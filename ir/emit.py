@@ -1,0 +1,126 @@
+"""One C file, and its header, that builds anywhere without phasewise: the tuned variants and how a call
+chooses one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod, sqrt
+
+from phasewise.ir.build import built
+from phasewise.ir.lowering import Lowered, c_type
+from phasewise.ir.reading import read
+from phasewise.ir.targets import TARGETS, Target
+from phasewise.ir.types import Void
+
+Shape = tuple[tuple[str, int], ...]
+_PLAIN = """/* The order of roundings is part of the kernel: compilers must not fuse what it does not fuse. */
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#endif
+"""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What is in use for a target: parameters by shape."""
+
+    target: Target
+    by_shape: Mapping[Shape, Mapping[str, int]]
+    core_sig: str
+
+
+def emitted(text: str, tuned: Sequence[Tuned], header: str | None, about: str) -> str:
+    """The C file. Where the compiler is told of a tuned target, its variants; else the defaults in portable
+    C.
+    """
+    function = read(text)
+    plain = built(text, {}, TARGETS["portable"])
+    sections = [_section(text, function.name, one) for one in tuned if one.by_shape]
+    lines = [about_comment(about, [one for one in tuned if one.by_shape])]
+    lines += ["#include <math.h>", "#include <stdint.h>", "#include <string.h>"]
+    lines += [f'#include "{header}"'] if header else [plain.structs]
+    for number, (condition, body) in enumerate(sections):
+        lines += [f"{'#if' if number == 0 else '#elif'} {condition}", body]
+    if sections:
+        lines.append("#else")
+    lines += [_PLAIN, *plain.definitions.values(), plain.body]
+    if sections:
+        lines.append("#endif")
+    return "\n".join(lines) + "\n"
+
+
+def about_comment(about: str, tuned: Sequence[Tuned]) -> str:
+    """The comment at the top: where it comes from, and with which flags it is fast."""
+    lines = [f"/* {about}"]
+    lines += [f" * Tuned on {one.core_sig}: build with -O3 {' '.join(one.target.flags)}" for one in tuned]
+    return "\n".join(
+        [*lines, " * Builds with gcc 12, clang 15 and later for any machine of little-endian bytes. */"]
+    )
+
+
+def emitted_header(text: str, about: str) -> str:
+    """The header: structs and the declaration."""
+    function = read(text)
+    plain = built(text, {}, TARGETS["portable"])
+    guard = f"{function.name.upper()}_H"
+    body = f"/* {about} */\n#include <stdint.h>\n{plain.structs}\n{plain.signature};"
+    return f"#ifndef {guard}\n#define {guard}\n{body}\n#endif\n"
+
+
+def _section(text: str, name: str, tuned: Tuned) -> tuple[str, str]:
+    """The variants for a target, and the function that chooses among them."""
+    choices = list(dict.fromkeys(tuple(sorted(one.items())) for one in tuned.by_shape.values()))
+    variants = [
+        built(text, dict(choice), tuned.target, name=f"{name}_variant{i}", is_static=True)
+        for i, choice in enumerate(choices)
+    ]
+    numbers = {shape: choices.index(tuple(sorted(one.items()))) for shape, one in tuned.by_shape.items()}
+    definitions: dict[str, str] = {}
+    for one in variants:
+        definitions |= one.definitions
+    about = [
+        f"/* {', '.join(f'{key} = {value}' for key, value in choice) or 'no parameters'} */\n{one.body}"
+        for choice, one in zip(choices, variants, strict=True)
+    ]
+    condition = " && ".join(f"defined({macro})" for macro in tuned.target.macros) or "1"
+    include = {"x86": "#include <immintrin.h>", "arm": "#include <arm_neon.h>"}.get(tuned.target.family, "")
+    return condition, "\n".join(
+        [include, _PLAIN, *definitions.values(), *about, _dispatch(text, variants, numbers)]
+    )
+
+
+def _dispatch(text: str, variants: Sequence[Lowered], numbers: Mapping[Shape, int]) -> str:
+    """The function under its own name: by the product of what differs between shapes, the nearest in
+    ratio.
+    """
+    function = read(text)
+    args = ", ".join(c_type(of, name) for name, of in function.args) or "void"
+    names = ", ".join(name for name, _ in function.args)
+    word = "" if isinstance(function.result, Void) else "return "
+    differing = [name for name, _ in next(iter(numbers)) if len({dict(shape)[name] for shape in numbers}) > 1]
+    by_size = sorted(
+        (prod(dict(shape)[name] for name in differing), number) for shape, number in numbers.items()
+    )
+    lines = [f"{c_type(function.result)} {function.name}({args}) {{"]
+    steps = [
+        (sqrt(size * following), number)
+        for (size, number), (following, after) in pairwise(by_size)
+        if number != after
+    ]
+    if steps:
+        lines.append(f"    const double size = {' * '.join(f'(double){name}' for name in differing)};")
+    for limit, number in steps:
+        call = f"{word}{variants[number].name}({names});"
+        if word:
+            lines.append(f"    if (size < {limit:.1f}) {call}")
+        else:
+            lines.append(f"    if (size < {limit:.1f}) {{ {call} return; }}")
+    last = variants[by_size[-1][1]].name
+    return "\n".join([*lines, f"    {word}{last}({names});", "}"]).replace(
+        "* " + function.name, "*" + function.name
+    )

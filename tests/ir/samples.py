@@ -1,0 +1,49 @@
+"""The twelve kernels that were written as samples, and how tests build and check them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import phasewise.ir
+from phasewise.ir.build import built, chosen
+from phasewise.ir.checking import REASSOCIATED_BOUND, Program, Verdict, check
+from phasewise.ir.compiling import compile_c, missing_tool
+from phasewise.ir.raise_file import raise_file
+from phasewise.ir.targets import TARGETS, Target, cpu_flags, runs_here
+
+FOLDER = Path(phasewise.ir.__file__).parent / "samples"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.c"))
+HOME = TARGETS["avx2"]
+"""The instruction set that they were written for."""
+
+
+def path_of(name: str) -> Path:
+    return FOLDER / f"{name}.c"
+
+
+def text_of(name: str, reassociate: bool = False) -> str:
+    return raise_file(path_of(name), name, reassociate=reassociate)
+
+
+def why_not(target: Target) -> str | None:
+    """Why kernels of a target cannot run here; None: they can."""
+    if target.family == "x86" and not runs_here(target.name, cpu_flags()):
+        return f"needs a machine with {target.name}"
+    return missing_tool(target)
+
+
+def original(text: str, name: str, folder: Path) -> Program:
+    return Program(chosen(text, {}), [path_of(name)], folder, HOME)
+
+
+def verdict(
+    text: str, name: str, target: Target, folder: Path, choice: dict[str, int], n_cases: int = 100
+) -> Verdict:
+    """The lowered kernel, compiled without a warning, held against its C."""
+    source = folder / f"{name}-{target.name}.c"
+    source.write_text(built(text, choice, target).file(target))
+    compile_c([source], folder / "strict.so", target, is_library=True, is_strict=True)
+    function = chosen(text, choice)
+    other = Program(function, [source], folder, target)
+    bound = REASSOCIATED_BOUND if function.reassociate else None
+    return check(original(text, name, folder), other, function, n_cases, bound)

@@ -1,0 +1,130 @@
+"""A search over a few whole numbers, each from a short list: the parameters of a user's kernel.
+
+Parameters of loops act nearly on their own: what is best for one is good whatever the others are. So the
+search goes along one parameter after another from the best choice so far, and again while that gains; then
+it tries the best values of two parameters together that looked good apart, and at last choices drawn at
+random near the best. It asks and is answered, as the other searches (decision 0009): every batch times the
+best choice so far again, and the others count by their ratio to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Sequence
+from random import Random
+from typing import TypeAlias
+
+Point: TypeAlias = tuple[int, ...]
+"""A value of each parameter."""
+PointSearch: TypeAlias = Generator[list[Point], list[int], Point]
+"""Asks for points, is sent nanoseconds for each in the same order, returns the best point."""
+
+SHARE = 0.15
+"""Of all points, how many are asked for at most; the leader's repeats are not counted."""
+FEWEST = 8
+BATCH = 6
+GAIN = 0.005
+"""A point replaces the best one if it is faster by this share."""
+
+
+def most_asked(values: Sequence[Sequence[int]]) -> int:
+    """How many different points a search of this space asks for at most."""
+    size = math.prod(map(len, values))
+    return min(size, max(FEWEST, int(SHARE * size)))
+
+
+def search_parameters(values: Sequence[Sequence[int]], seed: int = 0) -> PointSearch:
+    """Find a fast point of the space that the lists span; the first values are the default."""
+    search = _Descent(values, Random(seed))
+    yield from search.run()
+    return search.best
+
+
+class _Descent:
+    def __init__(self, values: Sequence[Sequence[int]], dice: Random) -> None:
+        self._values = values
+        self._dice = dice
+        self._left = most_asked(values)
+        self.best: Point = tuple(one[0] for one in values)
+        self._cost: dict[Point, float] = {}
+        """Relative to the first best one's."""
+
+    def run(self) -> Generator[list[Point], list[int], None]:
+        yield from self._ask([self.best])
+        while self._left > 0:
+            before = self.best
+            for axis in self._axes():
+                yield from self._ask(self._along(axis))
+            if self.best == before:
+                yield from self._ask(self._pairs())
+            if self.best == before:
+                drawn = self._drawn()
+                if not drawn:
+                    return
+                yield from self._ask(drawn)
+
+    def _axes(self) -> list[int]:
+        """Parameters with few values first: they cost least to know."""
+        return sorted((axis for axis, one in enumerate(self._values) if len(one) > 1), key=self._length)
+
+    def _length(self, axis: int) -> int:
+        return len(self._values[axis])
+
+    def _along(self, axis: int) -> list[Point]:
+        at = self.best
+        return [(*at[:axis], value, *at[axis + 1 :]) for value in self._values[axis]]
+
+    def _pairs(self) -> list[Point]:
+        """Two parameters changed together: for each its best value but the present one, seen from here."""
+        changed: list[tuple[int, int]] = []
+        for axis in self._axes():
+            others = [one for one in self._along(axis) if one != self.best and one in self._cost]
+            if others:
+                changed.append((axis, min(others, key=lambda one: self._cost[one])[axis]))
+        found = []
+        for (one, value), (other, second) in itertools.combinations(changed, 2):
+            point = list(self.best)
+            point[one], point[other] = value, second
+            found.append(tuple(point))
+        return found
+
+    def _drawn(self) -> list[Point]:
+        """Points that differ from the best in two parameters, then anywhere."""
+        axes = self._axes()
+        found: list[Point] = []
+        for attempt in range(200):
+            point = list(self.best)
+            for axis in self._dice.sample(axes, min(len(axes), 2 if attempt < 100 else len(axes))):
+                point[axis] = self._dice.choice(self._values[axis])
+            if tuple(point) not in self._cost and tuple(point) not in found:
+                found.append(tuple(point))
+            if len(found) == BATCH:
+                break
+        return found
+
+    def _ask(self, points: Sequence[Point]) -> Generator[list[Point], list[int], None]:
+        new = [one for one in dict.fromkeys(points) if one not in self._cost][: self._left]
+        self._left -= len(new)
+        for at in range(0, len(new), BATCH):
+            batch = new[at : at + BATCH]
+            leader = self.best
+            asked = batch if leader in batch else [leader, *batch]
+            answers = dict(zip(asked, (yield asked), strict=True))
+            base = self._cost.get(leader, 1.0)
+            for one in batch:
+                self._cost[one] = base * answers[one] / answers[leader]
+            quickest = min(batch, key=lambda one: self._cost[one])
+            if self._cost[quickest] < (1 - GAIN) * self._cost[self.best]:
+                self.best = quickest
+
+
+def drive_points(search: PointSearch, time: Callable[[list[Point]], list[int]]) -> Point:
+    """Answer every batch with `time`, a function from points to nanoseconds, until the search returns."""
+    try:
+        asked = next(search)
+        while True:
+            asked = search.send(time(asked))
+    except StopIteration as done:
+        found: Point = done.value
+        return found

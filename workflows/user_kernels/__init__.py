@@ -1,0 +1,1 @@
+"""What `phasewise kernels` and `tune-kernels --kernel` do."""

@@ -1,0 +1,116 @@
+"""Raising, lowering, checking and emitting kernels of files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phasewise._version import __version__
+from phasewise.ir.build import built, chosen, kernel_abi, target_named
+from phasewise.ir.checking import REASSOCIATED_BOUND, Program, Verdict, check, in_folder
+from phasewise.ir.compiling import compiler_for, missing_tool
+from phasewise.ir.emit import Tuned, emitted, emitted_header
+from phasewise.ir.errors import KernelError
+from phasewise.ir.preprocess import guess_isa
+from phasewise.ir.reading import read
+from phasewise.ir.targets import TARGETS, Target, cpu_flags, runs_here
+from phasewise.kerneldb.store import Store
+
+MAX_TEXT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One target's verdict; `missing` says why it was not run."""
+
+    target: str
+    verdict: Verdict | None
+    missing: str = ""
+
+
+def read_text(path: Path) -> str:
+    """A kernel's file. KernelError where it cannot be read."""
+    try:
+        if path.stat().st_size > MAX_TEXT_BYTES:
+            raise KernelError(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MiB; it is no kernel's text")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise KernelError(f"{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise KernelError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def best_target(text: str) -> str:
+    """The widest instruction set of this machine that changes how a kernel is lowered."""
+    flags = cpu_flags()
+    usable = [name for name in TARGETS if runs_here(name, flags)]
+    return usable[-2] if usable[-1] == "avx512_vnni" and "dot_u8i8(" not in text else usable[-1]
+
+
+def lowered(path: Path, isa: str, choice: Mapping[str, int]) -> str:
+    """C of a kernel's file for an instruction set, with parameters chosen."""
+    target = target_named(isa)
+    return built(read_text(path), choice, target, str(path)).file(target)
+
+
+def checked(
+    path: Path, against: Path, isas: Sequence[str], cases: int, choice: Mapping[str, int],
+    include: Sequence[Path] = (), define: Sequence[str] = (),
+) -> list[Checked]:  # fmt: skip
+    """Hold a kernel against its original on each instruction set that can be run here, under an emulator too.
+
+    Raises CheckError for the first difference, and for a touch of memory that the description does not give.
+    """
+    text, where = read_text(path), str(path)
+    function = chosen(text, choice, where)
+    bound = REASSOCIATED_BOUND if function.reassociate else None
+    flags = [*(f"-D{one}" for one in define), *(f"-I{one}" for one in include)]
+    with in_folder() as name:
+        folder = Path(name)
+        home = _home_of(text, against)
+        found = []
+        original = Program(function, [against.absolute()], folder, home, flags)
+        for isa in isas:
+            target = target_named(isa)
+            missing = missing_tool(target) or _not_here(target)
+            if missing:
+                found.append(Checked(isa, None, missing))
+                continue
+            source = folder / f"lowered-{isa}.c"
+            source.write_text(built(text, choice, target, where).file(target))
+            other = Program(function, [source], folder, target)
+            found.append(Checked(isa, check(original, other, function, cases, bound, where=where)))
+    return found
+
+
+def _home_of(text: str, against: Path) -> Target:
+    isa = read(text).source_isa or guess_isa(against.read_text(encoding="utf-8", errors="replace"))
+    return TARGETS.get(isa, TARGETS["avx2"])
+
+
+def _not_here(target: Target) -> str:
+    if target.family == "x86" and not runs_here(target.name, cpu_flags()):
+        return f"this machine has no {target.name}"
+    return ""
+
+
+def emit(path: Path, store: Store, core_sig: str, header: str | None) -> tuple[str, str, int]:
+    """C file, header, and how many shapes the database has for them. KernelError where it has none."""
+    text = read_text(path)
+    read(text, str(path))
+    tuned, n_shapes = [], 0
+    for target in reversed(TARGETS.values()):
+        if missing_tool(target):
+            continue
+        abi = kernel_abi(text, target, compiler_for(target))
+        by_shape = {one.problem.shape: dict(one.choice) for one in store.user_promotions(abi, core_sig)}
+        n_shapes += len(by_shape)
+        tuned.append(Tuned(target, by_shape, core_sig))
+    if not n_shapes:
+        raise KernelError(
+            f"{path} has not been tuned here as it is now; run "
+            f"`phasewise tune-kernels --kernel {path} --shapes ..`"
+        )
+    about = f"{read(text).name}: emitted by phasewise {__version__}."
+    return emitted(text, tuned, header, about), emitted_header(text, about), n_shapes

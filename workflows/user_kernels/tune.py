@@ -1,0 +1,284 @@
+"""Tuning of a user's kernel: search, ledger, duel, promotion, as for products.
+
+What the database holds is not timed again, so that a second run answers from it. The winner of a search is
+checked against the default's results and comes into use only by a duel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phasewise._version import __version__
+from phasewise.ir import cases as drawing
+from phasewise.ir.build import built, chosen, kernel_abi
+from phasewise.ir.checking import REASSOCIATED_BOUND, Program, check, in_folder
+from phasewise.ir.compiling import compiler_for, emulator_for
+from phasewise.ir.errors import KernelError, SourceError
+from phasewise.ir.nodes import Function
+from phasewise.ir.reading import read
+from phasewise.ir.targets import Target
+from phasewise.ir.timing import TimingProcess, library_of
+from phasewise.kerneldb.records import MachineKey, Origin
+from phasewise.kerneldb.store import Store
+from phasewise.kerneldb.user_kernels import SINGLE_CORE, Choice, UserProblem, UserPromotion, UserTiming
+from phasewise.tuner import timing
+from phasewise.tuner.conditions import Watch
+from phasewise.tuner.ledger import reversed_comparison
+from phasewise.tuner.measurement_lock import MeasurementLock
+from phasewise.tuner.search.parameters import Point, drive_points, search_parameters
+from phasewise.workflows.report import Report
+from phasewise.workflows.user_kernels.shapes import Shape
+
+CHECKED_CASES = 200
+HOPELESS_NS = 10**15
+"""Of parameters that do not fit each other."""
+
+
+@dataclass(frozen=True)
+class ShapeOutcome:
+    """What is in use for a shape now, and how it came to that."""
+
+    problem: UserProblem
+    choice: Choice
+    gain: float
+    """Of the last duel: how many times as fast as what it was compared with."""
+    gain_low: float
+    timed: int
+    replayed: int
+    default_ns: int
+    best_ns: int
+    is_complete: bool
+
+
+@dataclass(frozen=True)
+class Setting:
+    """On what a kernel is tuned."""
+
+    text: str
+    where: str
+    target: Target
+    core_sig: str
+    core: int
+    store: Store
+    lock: MeasurementLock
+    report: Report
+    budget_s: float
+    resume: bool = True
+
+
+def tune_user_kernel(setting: Setting, shapes: Sequence[Shape]) -> list[ShapeOutcome]:
+    """Tune each shape in turn, each within its share of the time that is left.
+
+    Raises KernelError where the kernel cannot be read, compiled or run here, and CheckError where parameters
+    change a result that they must not change.
+    """
+    if emulator_for(setting.target):
+        raise KernelError(
+            f"kernels for {setting.target.name} run under an emulator here; times there mean nothing"
+        )
+    function = read(setting.text, setting.where)
+    abi = kernel_abi(setting.text, setting.target, compiler_for(setting.target))
+    deadline_s = time.monotonic() + setting.budget_s
+    with in_folder() as folder:
+        run = _Run(setting, function, abi, Path(folder), shapes)
+        with run.process:
+            return [
+                run.tune(number, time.monotonic() + (deadline_s - time.monotonic()) / (len(shapes) - number))
+                for number in range(len(shapes))
+            ]
+
+
+class _Run:
+    def __init__(
+        self, setting: Setting, function: Function, abi: str, folder: Path, shapes: Sequence[Shape]
+    ) -> None:
+        self._setting = setting
+        self._function = function
+        self._abi = abi
+        self._folder = folder
+        self._shapes = shapes
+        self._names = [one.name for one in function.parameters]
+        self._began_ms = 0 if setting.resume else time.time_ns() // 1_000_000
+        self._first = tuple(one.values[0] for one in function.parameters)
+        self._fits: dict[Point, bool] = {}
+        self._kernels: dict[Point, int] = {}
+        self._programs: dict[Point, Program] = {}
+        self._watch = Watch([setting.core])
+        rng = np.random.default_rng(0)
+        default = chosen(setting.text, {}, setting.where)
+        self._default = default
+        drawn = [drawing.draw(default, rng, dict(shape), where=setting.where) for shape in shapes]
+        self.process = TimingProcess(default, drawn, folder, setting.core)
+
+    def tune(self, number: int, deadline_s: float) -> ShapeOutcome:
+        problem = UserProblem(self._function.name, self._abi, self._shapes[number])
+        self.process.use_case(number)
+        known = self._known(problem)
+        takes = Counter[Point]()
+        counts = {"timed": 0, "replayed": 0}
+
+        def answer(asked: list[Point]) -> list[int]:
+            """The i-th sample of a point answers the i-th time that it is asked for: resuming is
+            replaying.
+            """
+            if any(takes[one] >= len(known.get(one, ())) and self._kernel_fits(one) for one in asked):
+                if time.monotonic() > deadline_s:
+                    raise _OutOfTime
+                counts["timed"] += self._time(problem, asked, known)
+            else:
+                counts["replayed"] += len(asked)
+            found = [known[one][takes[one]] if self._kernel_fits(one) else HOPELESS_NS for one in asked]
+            takes.update(asked)
+            return found
+
+        values = [one.values for one in self._function.parameters]
+        first = self._first
+        is_complete = True
+        try:
+            best = drive_points(search_parameters(values), answer)
+        except _OutOfTime:
+            is_complete = False
+            best = min(known, key=lambda one: known[one][-1], default=first)
+        found = self._settle(problem, first, best)
+        return ShapeOutcome(
+            problem, found.choice, found.comparison.gain, found.comparison.gain_low, counts["timed"],
+            counts["replayed"], known[first][-1], known[best][-1], is_complete,
+        )  # fmt: skip
+
+    def _known(self, problem: UserProblem) -> dict[Point, list[int]]:
+        """What the database has of each point, oldest first."""
+        stored = self._setting.store.user_timings(problem, self._setting.core_sig)
+        found: dict[Point, list[int]] = {}
+        for one in stored:
+            by_name = dict(one.choice)
+            if one.origin.created_at_ms >= self._began_ms and list(by_name) == self._names:
+                found.setdefault(tuple(by_name.values()), []).append(one.estimate_ns)
+        return found
+
+    def _time(self, problem: UserProblem, asked: Sequence[Point], known: dict[Point, list[int]]) -> int:
+        """Time points side by side, but those that do not fit. Returns how many were timed."""
+        usable = [one for one in asked if self._kernel_fits(one)]
+        takes = [self._take(one) for one in usable]
+        with self._setting.lock.turn():
+            self._watch.begin()
+            taken = timing.race(takes)
+            conditions = self._watch.lap().fields()
+        rows = []
+        for one, samples in zip(usable, taken, strict=True):
+            estimate_ns = max(1, timing.estimate_ns(samples))
+            known.setdefault(one, []).append(estimate_ns)
+            rows.append(
+                UserTiming(problem, self._named(one), samples, estimate_ns, self._origin(), conditions)
+            )
+        self._setting.store.add_user_timings(rows)
+        self._setting.report(f"{problem.describe()}: {len(known)} of its choices timed")
+        return len(rows)
+
+    def _kernel_fits(self, point: Point) -> bool:
+        """Whether the transformations take these parameters together. SourceError where they refuse the
+        defaults.
+        """
+        if point not in self._fits:
+            setting = self._setting
+            try:
+                chosen(setting.text, dict(self._named(point)), setting.where)
+            except SourceError:
+                if point == self._first:
+                    raise
+                self._fits[point] = False
+            else:
+                self._fits[point] = True
+        return self._fits[point]
+
+    def _kernel(self, point: Point) -> int:
+        """Number in the timing process."""
+        if point not in self._kernels:
+            setting = self._setting
+            lowered = built(setting.text, dict(self._named(point)), setting.target, setting.where)
+            name = f"k{len(self._kernels)}"
+            path = library_of(lowered.file(setting.target), name, self._folder, setting.target)
+            self._kernels[point] = self.process.load(path)
+        return self._kernels[point]
+
+    def _take(self, point: Point) -> timing.Take:
+        kernel = self._kernel(point)
+        first = max(1, min(self.process.call_ns(kernel, 3, 1)))
+        turn = timing.plan_turn(first)
+        if turn.calls_a_loop > 1:
+            first = max(1, self.process.call_ns(kernel, 1, turn.calls_a_loop)[0] // turn.calls_a_loop)
+            turn = timing.plan_turn(first)
+
+        def take() -> timing.Samples:
+            loops = self.process.call_ns(kernel, turn.loops, turn.calls_a_loop)
+            return tuple(max(1, round(one / turn.calls_a_loop)) for one in loops)
+
+        return take
+
+    def _settle(self, problem: UserProblem, default: Point, best: Point) -> UserPromotion:
+        """What is in use after a duel of the best with what was in use; no duel is fought twice."""
+        setting = self._setting
+        promotions = setting.store.user_promotions(problem.kernel_abi, setting.core_sig)
+        earlier = [one for one in promotions if one.problem == problem and self._is_offered(one.choice)]
+        incumbent = tuple(dict(earlier[-1].choice).values()) if earlier else default
+        judged = any(self._named(best) in (one.choice, one.incumbent) for one in earlier)
+        if earlier and (judged or best == incumbent):
+            return earlier[-1]
+        if best != incumbent:
+            self._check(default, best)
+        takes = self._take(incumbent), self._take(best)
+        with setting.lock.turn():
+            found = timing.compare(timing.duel(*takes))
+        if best != incumbent and timing.proves_faster(found):
+            promotion = UserPromotion(
+                problem, self._named(best), self._named(incumbent), found, self._origin()
+            )
+        else:
+            promotion = UserPromotion(
+                problem, self._named(incumbent), self._named(best), reversed_comparison(found), self._origin()
+            )
+        setting.store.add_user_promotion(promotion)
+        return promotion
+
+    def _is_offered(self, choice: Choice) -> bool:
+        values = {one.name: one.values for one in self._function.parameters}
+        return [name for name, _ in choice] == self._names and all(
+            value in values[name] for name, value in choice
+        )
+
+    def _check(self, default: Point, best: Point) -> None:
+        """The parameters give the default's bits, or stay within the bound where sums may be reordered."""
+        bound = REASSOCIATED_BOUND if self._function.reassociate else None
+        check(
+            self._program(default),
+            self._program(best),
+            self._default,
+            CHECKED_CASES,
+            bound,
+            where=self._setting.where,
+        )
+
+    def _program(self, point: Point) -> Program:
+        if point not in self._programs:
+            setting = self._setting
+            source = self._folder / f"check{len(self._programs)}.c"
+            lowered = built(setting.text, dict(self._named(point)), setting.target, setting.where)
+            source.write_text(lowered.file(setting.target))
+            self._programs[point] = Program(self._default, [source], self._folder, setting.target)
+        return self._programs[point]
+
+    def _named(self, point: Point) -> Choice:
+        return tuple(zip(self._names, point, strict=True))
+
+    def _origin(self) -> Origin:
+        machine = MachineKey(self._setting.core_sig, SINGLE_CORE)
+        return Origin(machine, __version__, time.time_ns() // 1_000_000)
+
+
+class _OutOfTime(Exception):
+    pass
