@@ -10,10 +10,40 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 OTHER_OPTIONS = "Options"
+EXIT_USAGE = 2
+
+
+def _replaced(args: list[str], pairs: dict[str, dict[str, list[str]]]) -> list[str]:
+    """`args` in which a flag and its value, e.g. `-o json`, are other words."""
+    made: list[str] = []
+    at = 0
+    while at < len(args):
+        words = pairs.get(args[at], {}).get(args[at + 1] if at + 1 < len(args) else "")
+        made += [args[at]] if words is None else words
+        at += 1 if words is None else 2
+    return made
 
 
 class GroupedCommand(TyperCommand):
     """A command whose options are listed under the headings (`rich_help_panel`) that they were given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """`--json` and `-o json` mean the same to every command that has one of them."""
+        flags = {flag for one in self.get_params(ctx) for flag in one.opts}
+        if "--json" in flags and "-o" not in flags:
+            args = _replaced(args, {"-o": {"json": ["--json"], "text": []}})
+        elif "-o" in flags and "--json" not in flags:
+            args = [part for one in args for part in (["-o", "json"] if one == "--json" else [one])]
+        return list(super().parse_args(ctx, args))
+
+    def invoke(self, ctx: Any) -> Any:
+        """An error that carries `exit_code` 2 is told as wrong usage of the command."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if getattr(error, "exit_code", None) != EXIT_USAGE or isinstance(error, typer.BadParameter):
+                raise
+            raise typer.BadParameter(str(error), ctx) from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

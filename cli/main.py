@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-import tomllib
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,6 +14,7 @@ from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands import (
     bench,
     chat,
+    config,
     db,
     doctor,
     embed,
@@ -29,6 +29,7 @@ from phasewise.cli.commands import (
     tune_config,
     tune_kernels,
 )
+from phasewise.cli.config_file import config_path, read_config
 from phasewise.cli.present import EXIT_INTERRUPTED, fail
 
 app = CommandApp(name="phasewise")
@@ -48,33 +49,17 @@ app.add_typer(kernels.app, name="kernels")
 app.add_typer(models.app, name="models")
 app.add_typer(predict_len.app, name="predict-len")
 app.add_typer(db.app, name="db")
+app.add_typer(config.app, name="config")
 
 EXIT_FAILURE = 1
+STDOUT_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
+"""How writing to stdout fails, where stdout is a file on a full disk."""
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"phasewise {__version__}")
         raise typer.Exit
-
-
-def config_path() -> Path:
-    """`$PHASEWISE_CONFIG`, or `phasewise/config.toml` in the XDG configuration directory."""
-    import platformdirs
-
-    return Path(
-        os.environ.get("PHASEWISE_CONFIG") or platformdirs.user_config_path("phasewise") / "config.toml"
-    )
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Defaults by command and option, e.g. `[serve]` then `port = 9000`. Empty where there is no file."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        fail(f"config file {path} cannot be read: {error}", EXIT_FAILURE)
 
 
 @app.callback()
@@ -93,13 +78,14 @@ def root(
     2 wrong usage, 130 interrupted. Options come from the flag, then PHASEWISE_* variables, then
     the configuration file, then the default.
     """
-    context.default_map = read_config(config_path())
+    context.default_map = read_config(config_path(), context.command)
 
 
 def main() -> None:
     """Run the command line. An expected failure carries `exit_code`; anything else keeps its traceback."""
     try:
         app(prog_name="phasewise")
+        sys.stdout.flush()
     except SystemExit as end:
         if end.code == EXIT_INTERRUPTED:  # how typer ends at Ctrl-C, without a word
             fail("interrupted", EXIT_INTERRUPTED)
@@ -108,6 +94,11 @@ def main() -> None:
         # The reader of our stdout left (e.g. `| head`): point it elsewhere so that the exit flush is silent.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILURE)
+    except OSError as error:
+        if error.errno not in STDOUT_ERRNOS or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        fail(f"the results cannot be written: {error.strerror}", EXIT_FAILURE)
     except Exception as error:
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None:

@@ -16,8 +16,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-EXIT_USAGE = 2
-
 
 @dataclass(frozen=True)
 class OptionSpec:
@@ -63,10 +61,7 @@ def option_set(settings: type, panel: str | None = None, **fields: Any) -> Optio
 
 
 def spread(**sets: OptionSet) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: parameters named in `sets` become one option a field; the command gets the dataclass.
-
-    An error that carries `exit_code` 2 is told as wrong usage of the command.
-    """
+    """A decorator: parameters named in `sets` become one option a field; the command gets the dataclass."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = get_type_hints(command, include_extras=True)
@@ -82,12 +77,7 @@ def spread(**sets: OptionSet) -> Callable[[Callable[..., None]], Callable[..., N
         def called(**given: Any) -> None:
             for name, chosen in sets.items():
                 given[name] = chosen.settings(**{field: given.pop(field) for field in chosen.fields})
-            try:
-                command(**given)
-            except Exception as error:
-                if getattr(error, "exit_code", None) == EXIT_USAGE:  # settings that exclude each other
-                    raise typer.BadParameter(str(error)) from None
-                raise
+            command(**given)
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {one.name: one.annotation for one in parameters}

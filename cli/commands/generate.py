@@ -54,7 +54,7 @@ def generate(
     settings: AnswerSettings,
     sampling: SamplingChoice,
     text: Annotated[
-        str | None, typer.Argument(metavar="[TEXT]", help="the prompt; -: read it from stdin")
+        str | None, typer.Argument(metavar="TEXT", help="the prompt; -: read it from stdin")
     ] = None,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="the prompt; -: read it from stdin")
@@ -78,6 +78,11 @@ def generate(
     from phasewise.workflows.generate import generate_text
 
     explained: list[ScheduleUse] = []
+
+    def tell(uses: list[ScheduleUse]) -> None:
+        explained.extend(uses)
+        note(uses_text(uses))
+
     found = generate_text(
         model,
         _prompt(text, prompt, file),
@@ -86,10 +91,8 @@ def generate(
         db=db,
         on_text=(lambda piece: None) if as_json else write_text,
         report=note,
-        explain=explained.extend if explain else None,
+        explain=tell if explain else None,
     )
-    if explained:
-        note(uses_text(explained))
     if as_json:
         print_json(found.fields() | ({"schedules": uses_fields(explained)} if explained else {}))
     else:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def tune_kernels(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="a model, as for `generate`, whose products to tune"),
+        typer.Argument(metavar="MODEL", help="a model, as for `generate`, whose products to tune"),
     ] = None,
     shapes: Annotated[
         str | None,

@@ -38,11 +38,15 @@ def as_sql(rows: Sequence[ModelRow]) -> str:
     return "\n".join([f"CREATE TABLE IF NOT EXISTS llama_bench (\n{columns}\n);", *inserts]) + "\n"
 
 
-def as_md(rows: Sequence[ModelRow]) -> str:
+CORE = ("model", "test", "t/s", "peak", "bandwidth")
+MAX_MODEL_CHARS = 28
+
+
+def as_md(rows: Sequence[ModelRow], *, wide: bool = False) -> str:
     """llama-bench's table, with the shares of the machine's limits in place of its backend column."""
     table = [
         {
-            "model": row.model_type,
+            "model": row.model_type if wide else row.model_type[-MAX_MODEL_CHARS:],
             "size": f"{row.model_size / 2**20:.0f} MiB",
             "threads": str(row.n_threads),
             "test": _test_name(row),
@@ -52,10 +56,10 @@ def as_md(rows: Sequence[ModelRow]) -> str:
         }
         for row in rows
     ]
-    return row_forms.as_md(table, left=("model",))
+    return row_forms.as_md(table, left=("model",), core=() if wide else CORE)
 
 
-FORMATS: dict[str, Callable[[Sequence[ModelRow]], str]] = {
+FORMATS: dict[str, Callable[..., str]] = {
     "md": as_md,
     "csv": as_csv,
     "json": as_json,

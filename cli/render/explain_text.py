@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
-
-from phasewise.workflows.machine_facts import schedule_words
 
 if TYPE_CHECKING:
     from phasewise.workflows.tuned_schedules import ScheduleUse
@@ -18,26 +16,38 @@ def uses_fields(uses: Iterable[ScheduleUse]) -> list[dict[str, Any]]:
 
 
 def uses_text(uses: Sequence[ScheduleUse]) -> str:
-    """One table, a row for each entry."""
+    """A table a phase, a row for each entry; `--json` has every parameter of a schedule."""
     from tabulate import tabulate
 
-    rows = [
-        (
-            use.phase,
-            use.used_for,
-            _problem(use),
-            _arithmetic(use),
-            _rows(use),
-            use.why,
-            schedule_words(use.schedule),
-        )
-        for use in uses
-    ]
-    return tabulate(
-        rows,
-        headers=("phase", "used for", "format n x k", "computed by", "rows", "why", "schedule"),
-        tablefmt="plain",
-    )
+    tables = []
+    for phase in dict.fromkeys(use.phase for use in uses):
+        rows = [
+            (
+                use.used_for,
+                _problem(use),
+                _rows(use),
+                _arithmetic(use),
+                _tile_and_grid(use.schedule),
+                _source(use),
+            )
+            for use in uses
+            if use.phase == phase
+        ]
+        headers = (phase, "format n x k", "rows", "computed by", "tile, grid", "schedule")
+        tables.append(tabulate(rows, headers=headers, tablefmt="plain"))
+    return "\n".join(tables)
+
+
+def _source(use: ScheduleUse) -> str:
+    """The first word of the reason: default, exact, neighbour."""
+    return use.why.partition(":")[0].partition(" ")[0]
+
+
+def _tile_and_grid(schedule: Mapping[str, int] | None) -> str:
+    if schedule is None:
+        return "by the step"
+    s = schedule
+    return f"{s['mr']}x{16 * s['panels']}, {s['grid_m']}x{s['grid_n']}x{s['grid_k']}"
 
 
 def _problem(use: ScheduleUse) -> str:

@@ -30,10 +30,15 @@ def as_csv(rows: Sequence[KernelRow]) -> str:
     return row_forms.as_csv([*scalars, "schedule", *(f"{peer}_ns" for peer in peers)], lines)
 
 
-def as_md(rows: Sequence[KernelRow]) -> str:
+CORE = ("format", "n x k", "m", "us", "GFLOP/s", "peak", "bandwidth")
+
+
+def as_md(rows: Sequence[KernelRow], *, wide: bool = False) -> str:
     """A table of the points, peers as the ratio of our speed to theirs, and a table of the summaries."""
-    points = [_md_row(row, _peer_names(rows)) for row in rows]
-    return row_forms.as_md(points, left=("format", "schedule")) + "\n" + summary_table(rows)
+    peers = _peer_names(rows)
+    points = [_md_row(row, peers) for row in rows]
+    table = row_forms.as_md(points, left=("format", "schedule"), core=() if wide else (*CORE, *peers))
+    return table + ("\n" + summary_table(rows) if peers else "")
 
 
 def summary_table(rows: Sequence[KernelRow]) -> str:
@@ -43,7 +48,7 @@ def summary_table(rows: Sequence[KernelRow]) -> str:
     )
 
 
-FORMATS: dict[str, Callable[[Sequence[KernelRow]], str]] = {"md": as_md, "csv": as_csv, "json": as_json}
+FORMATS: dict[str, Callable[..., str]] = {"md": as_md, "csv": as_csv, "json": as_json}
 
 
 def schedule_text(schedule: Mapping[str, Any]) -> str:

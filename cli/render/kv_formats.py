@@ -20,18 +20,22 @@ def as_csv(rows: Sequence[KvRow]) -> str:
     return row_forms.as_csv(names, ([getattr(row, name) for name in names] for row in rows))
 
 
-def as_md(rows: Sequence[KvRow]) -> str:
+CORE = ("policy", "estimate", "live/reserved", "at once", "failed", "preemptions", "tokens/s")
+
+
+def as_md(rows: Sequence[KvRow], *, wide: bool = False) -> str:
     """A line for each policy."""
-    return row_forms.as_md([_md_row(row) for row in rows], left=("policy", "estimate"))
+    lines = [_md_row(row) for row in rows]
+    return row_forms.as_md(lines, left=("policy", "estimate"), core=() if wide else CORE)
 
 
-FORMATS: dict[str, Callable[[Sequence[KvRow]], str]] = {"md": as_md, "csv": as_csv, "json": as_json}
+FORMATS: dict[str, Callable[..., str]] = {"md": as_md, "csv": as_csv, "json": as_json}
 
 
 def _md_row(row: KvRow) -> Mapping[str, str]:
     return {
         "policy": row.policy,
-        "estimate": row.estimate.rsplit("/", 1)[-1],
+        "estimate": row.estimate.rsplit("/", 1)[-1][-12:],
         "live/reserved": f"{row.live_reserved:.1%}",
         "live/pool": f"{row.live_pool:.1%}",
         "final/reserved": f"{row.final_reserved:.1%}",

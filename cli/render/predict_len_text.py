@@ -23,7 +23,7 @@ def epoch_line(epoch: Epoch) -> str:
 def report_text(report: LogReport) -> str:
     """One log's figures, to read."""
     lines = [f"{report.name}: {report.n_answers} answers"]
-    headers = ["accuracy", "overflow", "exact bucket", "block", "utilisation", "given max_tokens"]
+    headers = ["accuracy", "overflow", "exact", "block", "used", "at limit"]
     for point, scores in report.scores.items():
         rows = [
             [one.method, f"{one.accuracy:.2%}", f"{one.overflow:.2%}", _share(one.exact_bucket),

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,13 @@ def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: b
     return out.getvalue()
 
 
-def as_md(rows: Sequence[Mapping[str, str]], left: Sequence[str] = ()) -> str:
-    """A table of rows with the same columns, those of `left` aligned to the left, the others to the right."""
+def as_md(rows: Sequence[Mapping[str, str]], left: Sequence[str] = (), core: Sequence[str] = ()) -> str:
+    """A table of rows with the same columns, those of `left` aligned to the left, the others to the right.
+
+    core: only these columns, which fit into 80 characters; empty for all.
+    """
+    if core:
+        rows = [{name: row[name] for name in core if name in row} for row in rows]
     return (
         tabulate(
             [list(row.values()) for row in rows],
@@ -56,6 +61,11 @@ def as_md(rows: Sequence[Mapping[str, str]], left: Sequence[str] = ()) -> str:
         )
         + "\n"
     )
+
+
+def written(forms: Mapping[str, Callable[..., str]], name: str, rows: Sequence[Any], *, wide: bool) -> str:
+    """The rows in the form `name`; `wide` says whether a table has all of its columns."""
+    return forms[name](rows, wide=wide) if name == "md" else forms[name](rows)
 
 
 def spread(samples: Sequence[int]) -> float:

@@ -82,7 +82,9 @@ def test_field_names_are_llama_benchs(tiny: str) -> None:
     assert header[: len(theirs)] == theirs
 
 
-@pytest.mark.parametrize("arguments", [["-p", "x"], ["-p", "0"], ["-p", "", "-n", ""], ["-b", "-1"]])
+@pytest.mark.parametrize(
+    "arguments", [["-p", "x"], ["-p", "0", "-n", "0"], ["-p", "99999"], ["-p", "", "-n", ""], ["-b", "-1"]]
+)
 def test_impossible_tests_are_wrong_usage(tiny: str, arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["bench", "run", tiny, *arguments])
 

@@ -94,7 +94,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
 
 
 def bench(*arguments: str) -> str:

@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "chat-cache"))
     monkeypatch.setenv("PHASEWISE_DB", str(tmp_path_factory.getbasetemp() / "none.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", "/nonexistent.toml")
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
 
 
 def chat(model: Path, *lines: str, options: tuple[str, ...] = ()) -> Result:

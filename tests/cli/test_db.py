@@ -35,7 +35,7 @@ FAR = MachineKey("ARM 8/0xd4f asimd L1d 64K L2 1M", "4 threads: 1 node x 1 L3 x 
 def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the database of this test would be; nothing is there yet."""
     monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
     return tmp_path / "tuned.db"
 
 

@@ -64,7 +64,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The database by default: a schedule in use, rows of another machine and of an earlier build."""
     file = tmp_path / "tuned.db"
     monkeypatch.setenv("PHASEWISE_DB", str(file))
-    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
     promotion = Promotion(
         PROBLEM, SCHEDULE, None, Comparison(1.5, 1.25, 2.0, 0.95, 40), ABI, measured(1).origin
     )

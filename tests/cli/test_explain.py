@@ -35,7 +35,7 @@ from phasewise.tuner.weights import format_name
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", "/nonexistent.toml")
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
     path = tmp_path / "tiny.gguf"
     path.write_bytes(tiny_gguf().to_bytes())
     return path

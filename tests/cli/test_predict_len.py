@@ -36,7 +36,7 @@ def _own_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(base / "predict-len-cache"))
     monkeypatch.setenv("XDG_DATA_HOME", str(base / "predict-len-data"))
     monkeypatch.setenv("PHASEWISE_DB", str(base / "none.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", "/nonexistent.toml")
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
 
 
 def invoke(*arguments: object) -> Result:

@@ -70,7 +70,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return inherited | {
         "XDG_CACHE_HOME": str(home / "cache"),
         "XDG_DATA_HOME": str(home / "data"),
-        "PHASEWISE_CONFIG": str(home / "none.toml"),
+        "PHASEWISE_CONFIG": "/dev/null",
         "PHASEWISE_LOG_LEVEL": "off",  # what the server itself says is looked at
     }
 

@@ -36,7 +36,7 @@ LLAMA = TinyShape(16, 2048, 5632, 32, 8, 64, 32000, 2048, tied=False)
 @pytest.fixture
 def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("PHASEWISE_FORMAT", raising=False)
     return tmp_path / "tuned.db"
@@ -374,7 +374,7 @@ def test_two_processes_with_one_study_on_a_server_share_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: str
 ) -> None:
     """Both the tuning database and the trials are in PostgreSQL."""
-    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
     machine = write_machine(tmp_path / "machine.xml", 2, 4)
     with postgres_socket() as socket:
         url = new_database_url(socket)

@@ -30,7 +30,7 @@ SMALL = ("--shapes", "160,96;64,32", "--format", "int8", "--max-m", "4")
 @pytest.fixture
 def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "none.toml"))
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
     return tmp_path / "tuned.db"
 
 

@@ -14,7 +14,9 @@ Requests without a prompt or without an answer are left out, because there is no
 from __future__ import annotations
 
 import csv
+import io
 import json
+import lzma
 import math
 import os
 import re
@@ -22,12 +24,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from phasewise.tuner.config.lengths import MAX_REQUESTS, Request, Trace, whole_tokens
 from phasewise.tuner.errors import TraceError
 
 MAX_FILE_BYTES = 1 << 30
+MAX_UNPACKED_BYTES = 256 << 20
 MAX_ROW_CHARS = 4 << 20
 MAX_REASON_CHARS = 200
 MAX_TURNS = 64
@@ -39,18 +42,32 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Every request of a file, in its order. TraceError, naming file and row, for anything unusual."""
     name = os.fspath(path)
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            if size_bytes > MAX_FILE_BYTES:
-                raise TraceError(f"{name} is larger than {MAX_FILE_BYTES >> 30} GiB: cut a part of it out")
+        with _opened(name) as file:
             trace = _checked(_rows(file.readline(MAX_ROW_CHARS), file, name), name)
     except OSError as error:
         raise TraceError(f"{name}: {error.strerror or error}") from None
+    except (lzma.LZMAError, EOFError):
+        raise TraceError(f"{name} is no whole xz file") from None
     except UnicodeDecodeError:
         raise TraceError(f"{name} is not UTF-8 text: no trace that phasewise reads") from None
     except ValueError as error:
         raise TraceError(f"{name!r:.80} names no file: {error}") from None
     return trace
+
+
+def _opened(name: str) -> TextIO:
+    """The text of a file; a name that ends in .xz is unpacked on the way, into memory."""
+    if not name.endswith(".xz"):
+        file = open(name, encoding="utf-8-sig", newline="")  # noqa: SIM115 (the caller closes it)
+        if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
+            file.close()
+            raise TraceError(f"{name} is larger than {MAX_FILE_BYTES >> 30} GiB: cut a part of it out")
+        return file
+    with lzma.open(name) as packed:
+        data = packed.read(MAX_UNPACKED_BYTES + 1)
+    if len(data) > MAX_UNPACKED_BYTES:
+        raise TraceError(f"{name} unpacks to more than {MAX_UNPACKED_BYTES >> 20} MiB: cut a part of it out")
+    return io.StringIO(data.decode("utf-8-sig"), newline="")
 
 
 Row: TypeAlias = tuple[int, "Request | None"]

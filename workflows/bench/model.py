@@ -17,6 +17,7 @@ from phasewise.serving.throughput import Throughput, Workload, compute_kind, flo
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 from phasewise.tuner.roofline import peak_kinds
+from phasewise.workflows.errors import UsageError
 from phasewise.workflows.open_model import OpenModel
 from phasewise.workflows.report import Report, silent
 
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
     from phasewise.tuner.plans import Phase, ServicePlan
 
 MAX_BATCH_TOKENS = 2048
+
+
+def check_context(workloads: Sequence[Workload], context_length: int) -> None:
+    """UsageError where a test needs more positions than the model's context has."""
+    for one in workloads:
+        needed = one.n_prompt + one.n_gen
+        if needed > context_length:
+            raise UsageError(f"{one.name} needs {needed} positions, the model's context has {context_length}")
 
 
 @dataclass(frozen=True)

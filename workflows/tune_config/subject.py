@@ -20,7 +20,7 @@ from phasewise.tuner.config.study import (
     slice_costs,
 )
 from phasewise.tuner.config.trace import Trace, default_trace, fitted, load_trace
-from phasewise.tuner.errors import EvaluationError, PlanError
+from phasewise.tuner.errors import EvaluationError, TraceError
 from phasewise.tuner.plans import (
     PHASES,
     Phase,
@@ -114,7 +114,10 @@ def wish_of(model: str, settings: SearchSettings) -> Wish:
         raise UsageError(f"--trace: there is no file {settings.trace}")
     if settings.hidden is not None and settings.evaluator != "modelled":
         raise UsageError("--hidden is for --evaluator modelled: a real machine hides what it hides")
-    slo = parse_slo(settings.slo) if settings.slo else None
+    try:
+        slo = parse_slo(settings.slo) if settings.slo else None
+    except TraceError as error:
+        raise UsageError(f"--slo: {error}") from None
     return Wish(
         model=model,
         weight_format=settings.weight_format,
@@ -198,7 +201,7 @@ def _restricted(machine: Machine, cores: str | None) -> Machine:
     chosen = set(parse_cores(cores))
     foreign = sorted(chosen.difference(machine.allowed_pus))
     if foreign:
-        raise PlanError(
+        raise UsageError(
             f"--cores {cores}: {list_cores(foreign)} may not be used here, "
             f"only {list_cores(machine.allowed_pus)}"
         )
@@ -207,9 +210,9 @@ def _restricted(machine: Machine, cores: str | None) -> Machine:
 
 def _check_ranks(ranks: int, limits: OperatorLimits, shape: ModelShape, machine: Machine) -> None:
     if reason := limits.reason(ranks):
-        raise PlanError(f"--ranks {ranks}: {shape.name} cannot be divided so: {reason}")
+        raise UsageError(f"--ranks {ranks}: {shape.name} cannot be divided so: {reason}")
     if ranks > len(machine.allowed_pus):
-        raise PlanError(f"--ranks {ranks}: there are only {len(machine.allowed_pus)} CPUs for them")
+        raise UsageError(f"--ranks {ranks}: there are only {len(machine.allowed_pus)} CPUs for them")
 
 
 def _hints(probe_file: Path | None, machine: Machine) -> tuple[TopoTree, ...]:

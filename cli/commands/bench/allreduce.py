@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -47,7 +48,7 @@ def allreduce(
     say(FORMATS[output.value](rows), end="")
 
 
-def _rank_counts(text: str, n_cores: int) -> list[int]:
+def _rank_counts(text: str, n_cores: int) -> Sequence[int]:
     values = counts(text)
     if not values or max(values) > n_cores:
         raise typer.BadParameter(

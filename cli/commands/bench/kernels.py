@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise.cli.commands.bench.options import Table, counts
+from phasewise.cli.commands.bench.options import Table, WideOption, counts
 from phasewise.cli.options import DbOption, ThreadsOption
 from phasewise.cli.present import note, say
 
@@ -51,6 +51,7 @@ def kernels(
         ),
     ] = None,
     output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
+    wide: WideOption = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="draw throughput over m, with the limit")
     ] = None,
@@ -71,6 +72,7 @@ def kernels(
     prints all rows of the grid.
     """
     from phasewise.cli.render.kernel_formats import FORMATS, draw_rows
+    from phasewise.cli.render.row_forms import written
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.bench.kernel_rows import KernelRow, PointKey, RowFile
     from phasewise.workflows.bench.kernels import kernel_rows, schedules_of
@@ -91,7 +93,7 @@ def kernels(
                     file.add(row)
                 known = {**known, row.key: row}
     rows = [known[point] for point in grid.points()]
-    say(FORMATS[output.value](rows), end="")
+    say(written(FORMATS, output.value, rows, wide=wide), end="")
     if plot is not None:
         plot.write_text(draw_rows(rows), encoding="utf-8")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phasewise.cli.commands.bench.options import Table
+from phasewise.cli.commands.bench.options import Table, WideOption
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.present import note, say
 from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
@@ -78,6 +78,7 @@ def kv(
     wish: ReplayWish,
     overrides: PoolOverrides,
     output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
+    wide: WideOption = False,
 ) -> None:
     """Replay lengths of requests against KV policies, through the scheduler and the pools, without a model.
 
@@ -90,6 +91,10 @@ def kv(
     A step is one batch of the scheduler.
     """
     from phasewise.cli.render.kv_formats import FORMATS
+    from phasewise.cli.render.row_forms import written
     from phasewise.workflows.bench.kv.replay import replay_policies
 
-    say(FORMATS[output.value](replay_policies(traces, selection, wish, overrides, note)), end="")
+    say(
+        written(FORMATS, output.value, replay_policies(traces, selection, wish, overrides, note), wide=wide),
+        end="",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import typer
 
@@ -15,12 +16,23 @@ class Table(StrEnum):
     json = "json"
 
 
-def counts(text: str) -> list[int]:
-    """`128,512` as integers. Raises BadParameter for anything else."""
+WideOption = Annotated[bool, typer.Option("--wide", help="print all columns of the table")]
+
+
+class Counts(tuple[int, ...]):
+    """Positive whole numbers, as an option's value."""
+
+    __slots__ = ()
+
+
+def counts(text: str) -> Counts:
+    """`128,512` as integers; `0` or an empty text is none. Raises BadParameter for anything else."""
+    if text.strip() in ("", "0"):
+        return Counts()
     try:
         values = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         values = []
-    if not all(1 <= value <= 1 << 20 for value in values) or (text.strip() and not values):
+    if not values or not all(1 <= value <= 1 << 20 for value in values):
         raise typer.BadParameter(f"{text!r} is not a list of positive whole numbers such as 128,512")
-    return values
+    return Counts(values)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from phasewise.cli.commands.bench.options import counts
+from phasewise.cli.commands.bench.options import Counts, WideOption, counts
 from phasewise.cli.options import (
     DbOption,
     ExplainOption,
@@ -19,6 +20,8 @@ from phasewise.cli.options import (
     WeightFormat,
 )
 from phasewise.cli.present import note, note_plans, say
+
+_counts = partial(typer.Option, metavar="LIST", parser=counts)
 
 
 class Output(StrEnum):
@@ -34,16 +37,15 @@ class Output(StrEnum):
 def run(
     model: ModelArgument,
     prompts: Annotated[
-        str, typer.Option("-p", "--n-prompt", help="prompt lengths in tokens; empty: no prefill test")
-    ] = "512",
-    n_gen: Annotated[
-        str, typer.Option("-n", "--n-gen", help="decode lengths in tokens; empty: no decode test")
-    ] = "128",
+        Counts, _counts("-p", "--n-prompt", help="prompt lengths in tokens, e.g. 128,512; 0: none")
+    ] = "512",  # type: ignore[assignment]
+    n_gen: Annotated[Counts, _counts("-n", "--n-gen", help="decode lengths in tokens; 0: none")] = "128",  # type: ignore[assignment]
     sequences: Annotated[
-        str, typer.Option("-b", "--n-sequences", help="numbers of sequences in a batch")
-    ] = "1",
+        Counts, _counts("-b", "--n-sequences", help="numbers of sequences in a batch")
+    ] = "1",  # type: ignore[assignment]
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000)] = 5,
     output: Annotated[Output, typer.Option("-o", "--output", help="form of the rows")] = Output.md,
+    wide: WideOption = False,
     weight_format: FormatOption = WeightFormat.native,
     kv_format: KvFormatOption = KvFormat.auto,
     threads: ThreadsOption = None,
@@ -53,24 +55,26 @@ def run(
     """Time prefill (-p) and decode (-n) of MODEL, with llama-bench's field names."""
     from phasewise.cli.render.bench_formats import FORMATS
     from phasewise.cli.render.explain_text import uses_text
+    from phasewise.cli.render.row_forms import written
     from phasewise.serving.ranks import STEP_TOKENS
     from phasewise.serving.throughput import Workload
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.bench.model import bench_rows, open_ranks
+    from phasewise.workflows.bench.model import bench_rows, check_context, open_ranks
     from phasewise.workflows.open_model import open_model
 
     workloads = [
         Workload(n_prompt, gen, n_sequences)
-        for n_sequences in counts(sequences)
-        for n_prompt, gen in [(p, 0) for p in counts(prompts)] + [(0, n) for n in counts(n_gen)]
+        for n_sequences in sequences
+        for n_prompt, gen in [(p, 0) for p in prompts] + [(0, n) for n in n_gen]
     ]
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
     found = open_model(model, weight_format, threads, db, note)
     note_plans(found.plans)
+    check_context(workloads, found.model.config.context_length)
     if explain:
         uses = found.explain(STEP_TOKENS, max(workload.n_sequences for workload in workloads), kv_format)
         note(uses_text(uses))
     with user_lock(note).turn(), open_ranks(found, workloads, kv_format.value) as opened:
         rows = list(bench_rows(opened, workloads, repetitions, note))
-    say(FORMATS[output.value](rows), end="")
+    say(written(FORMATS, output.value, rows, wide=wide), end="")

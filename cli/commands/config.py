@@ -1,0 +1,81 @@
+"""`phasewise config`: the configuration file, shown and changed."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import Annotated, Any
+
+import typer
+
+from phasewise.cli.command_app import CommandApp
+from phasewise.cli.config_file import config_path, read_config, unknown_key
+from phasewise.cli.options import JsonOption
+from phasewise.cli.present import fail, note, print_json, say, write_atomically
+
+app = CommandApp(help="The configuration file: defaults of options, by command.")
+
+EXIT_FAILURE, EXIT_USAGE = 1, 2
+
+
+@app.command()
+def show(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Print the file's path and its values."""
+    path = config_path()
+    values = read_config(path, context.find_root().command)
+    if as_json:
+        print_json({"path": str(path), "exists": path.exists(), "values": values})
+        return
+    note(f"{path}{'' if path.exists() else ' (there is no such file yet)'}")
+    for name, value in _flat(values):
+        say(f"{name} = {json.dumps(value, ensure_ascii=False)}")
+
+
+@app.command("set")
+def set_value(
+    context: typer.Context,
+    name: Annotated[
+        str, typer.Argument(metavar="COMMAND.OPTION", help="e.g. serve.port or bench.run.repetitions")
+    ],
+    value: Annotated[
+        str | None, typer.Argument(metavar="VALUE", help="a TOML value or a text; none: remove the option")
+    ] = None,
+) -> None:
+    """Set the default of an option in the file, keeping the rest of the file as it is."""
+    import tomlkit
+
+    path = config_path()
+    *tables, key = name.split(".")
+    changed: Any = {key: 0}
+    for table in reversed(tables):
+        changed = {table: changed}
+    wrong = unknown_key(changed, context.find_root().command)
+    if wrong is not None:
+        fail(wrong, EXIT_USAGE)
+    read_config(path, context.find_root().command)
+    document = tomlkit.parse(path.read_text(encoding="utf-8") if path.exists() else "")
+    at: Any = document
+    for table in tables:
+        at = at.setdefault(table, tomlkit.table())
+    if value is None:
+        at.pop(key, None)
+    else:
+        at[key] = _parsed(value)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, tomlkit.dumps(document))
+    note(f"{path}: {name} {'removed' if value is None else f'= {value}'}")
+
+
+def _parsed(text: str) -> Any:
+    """A TOML value, or the text itself where it is none."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _flat(values: dict[str, Any], where: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        found += _flat(value, f"{where}{key}.") if isinstance(value, dict) else [(f"{where}{key}", value)]
+    return found

@@ -1,0 +1,65 @@
+"""The configuration file: defaults by command and option, e.g. `[serve]` then `port = 9000`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phasewise.cli.present import fail
+
+EXIT_FAILURE = 1
+
+
+def config_path() -> Path:
+    """`$PHASEWISE_CONFIG`, or `phasewise/config.toml` in the XDG configuration directory."""
+    import platformdirs
+
+    return Path(
+        os.environ.get("PHASEWISE_CONFIG") or platformdirs.user_config_path("phasewise") / "config.toml"
+    )
+
+
+def read_config(path: Path, command: Any) -> dict[str, Any]:
+    """The file's values for the options of `command`; empty where there is no file.
+
+    Ends the process with one line for a file that PHASEWISE_CONFIG names and that is not there, for one that
+    is not TOML, and for a table or key that no command or option has.
+    """
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if os.environ.get("PHASEWISE_CONFIG"):
+            fail(f"PHASEWISE_CONFIG names {path}, which is not there", EXIT_FAILURE)
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        fail(f"config file {path} cannot be read: {error}", EXIT_FAILURE)
+    wrong = unknown_key(found, command)
+    if wrong is not None:
+        fail(f"config file {path}: {wrong}", EXIT_FAILURE)
+    return found
+
+
+def unknown_key(values: Mapping[str, Any], command: Any, where: str = "") -> str | None:
+    """What is wrong with the first table or key that `command` does not have; None where all are known."""
+    children = getattr(command, "commands", {})
+    options = {one.name for one in command.params}
+    for key, value in values.items():
+        at = f"{where}{key}"
+        if isinstance(value, dict):
+            if key not in children:
+                return f"[{at}] is no command{_hint(key, children)}"
+            wrong = unknown_key(value, children[key], f"{at}.")
+            if wrong is not None:
+                return wrong
+        elif key not in options:
+            return f"{at} is no option{_hint(key.replace('-', '_'), options)}"
+    return None
+
+
+def _hint(key: str, known: Any) -> str:
+    near = difflib.get_close_matches(key, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,104 @@
+"""Habits that hold for every command: one spelling for JSON, a checked configuration file, a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from phasewise.cli.main import app
+
+
+def phasewise(*arguments: str, config: Path | None = None, stdout: int = subprocess.PIPE) -> tuple[int, str]:
+    environment = {**os.environ, "PHASEWISE_CONFIG": str(config or "/dev/null")}
+    done = subprocess.run(
+        [sys.executable, "-m", "phasewise", *arguments],
+        env=environment,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("flags", [("--json",), ("-o", "json")])
+@pytest.mark.parametrize("command", [("topo",), ("bench", "kv", "fixed:8/8", "-n", "5")])
+def test_json_is_asked_for_in_two_ways(command: tuple[str, ...], flags: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*command, *flags], env={"PHASEWISE_CONFIG": "/dev/null"})
+
+    assert result.exit_code == 0, result.output
+    json.loads(result.stdout)
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        code, said = phasewise("topo", stdout=full.fileno())
+
+    assert (code, said) == (1, "phasewise: the results cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[serve]\nprot = 1\n", "serve.prot is no option; did you mean port?"),
+        ("[serv]\nport = 1\n", "[serv] is no command; did you mean serve?"),
+        ("[bench.run]\nn-tokens = 1\n", "bench.run.n-tokens is no option"),
+        ("port = 1\n", "port is no option"),
+    ],
+)
+def test_typos_in_the_configuration_file_are_errors(tmp_path: Path, text: str, said: str) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(text, encoding="utf-8")
+
+    code, told = phasewise("topo", config=config)
+
+    assert code == 1
+    assert said in told
+    assert told.count("\n") == 1
+
+
+def test_a_configuration_file_that_is_named_must_be_there(tmp_path: Path) -> None:
+    code, told = phasewise("topo", config=tmp_path / "none.toml")
+
+    assert code == 1
+    assert "PHASEWISE_CONFIG names" in told
+
+
+def test_a_value_is_set_shown_and_removed_and_the_rest_of_the_file_stays(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("# mine\n[topo]\nlimit = 3  # few\n", encoding="utf-8")
+    environment = {"PHASEWISE_CONFIG": str(config)}
+
+    def config_command(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["config", *arguments], env=environment)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    config_command("set", "bench.run.repetitions", "7")
+    config_command("set", "generate.prompt", "two words")
+    assert config_command("show").splitlines() == [
+        "topo.limit = 3",
+        "bench.run.repetitions = 7",
+        'generate.prompt = "two words"',
+    ]
+    config_command("set", "bench.run.repetitions")
+    config_command("set", "generate.prompt")
+    assert config_command("show") == "topo.limit = 3\n"
+    assert config.read_text(encoding="utf-8").startswith("# mine\n[topo]\nlimit = 3  # few\n")
+
+
+def test_an_option_that_no_command_has_is_not_set(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("", encoding="utf-8")
+
+    code, told = phasewise("config", "set", "serve.prot", "1", config=config)
+
+    assert code == 2
+    assert "did you mean port?" in told
+    assert config.read_text(encoding="utf-8") == ""
