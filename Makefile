@@ -93,6 +93,7 @@ test-asan:         ## kernels, loaders and parsers under AddressSanitizer, in a 
 
 docs: setup        ## write docs/reference from the commands themselves
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_http_reference.py
 
 release-notes:     ## CHANGELOG.md from changelog.d, for the version in phasewise/_version.py
 	$(PYTHON) -m venv $(VENV)-release && $(VENV)-release/bin/pip install -q "towncrier>=24.8"

@@ -23,6 +23,7 @@ from phasewise.cli.commands import (
     models,
     predict_len,
     provision,
+    report,
     serve,
     simulate,
     topo,
@@ -39,6 +40,7 @@ app.command("run", hidden=True)(chat.chat)
 app.command("embed")(embed.embed)
 app.command("serve")(serve.serve)
 app.command("topo")(topo.topo)
+app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.command("tune-config")(tune_config.tune_config)
 app.command("tune-kernels")(tune_kernels.tune_kernels)

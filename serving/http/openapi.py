@@ -30,7 +30,7 @@ _GENERATION: tuple[type[BaseModel], ...] = (
 _EMBEDDING: tuple[type[BaseModel], ...] = (EmbeddingRequest, RerankRequest, TeiRerankRequest)
 _POST_REFUSALS = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503)
 
-_REFUSALS = {
+REFUSALS = {
     400: "the request is not one that can be answered",
     401: "the key that this server asks for is missing or wrong",
     404: "there is no such path or model here",
@@ -48,11 +48,12 @@ _REFUSALS = {
 
 def describe(app: FastAPI, *, generates: bool = True, embeds: bool = False) -> None:
     """Make `app` answer /openapi.json with the document."""
-    document = _document(generates=generates, embeds=embeds)
-    app.openapi = lambda: document  # type: ignore[method-assign]
+    found = document(generates=generates, embeds=embeds)
+    app.openapi = lambda: found  # type: ignore[method-assign]
 
 
-def _document(*, generates: bool, embeds: bool) -> Json:
+def document(*, generates: bool, embeds: bool) -> Json:
+    """The document of a server that answers, embeds, or both."""
     kinds = [*(_GENERATION if generates else ()), *(_EMBEDDING if embeds else ())]
     _, bodies = models_json_schema(
         [(kind, "validation") for kind in kinds],
@@ -99,7 +100,7 @@ _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "str
 def _get(name: str, summary: str, answer: Json, *refusals: int) -> Json:
     responses = {"200": answer, **_refusals(401, *refusals)}
     if 503 in refusals:
-        responses["503"] = {**answer, "description": _REFUSALS[503]}
+        responses["503"] = {**answer, "description": REFUSALS[503]}
     return {"get": {"operationId": name, "summary": summary, "responses": responses}}
 
 
@@ -125,7 +126,7 @@ def _post(name: str, summary: str, answer: str, body: str | None = None) -> Json
 
 def _refusals(*statuses: int) -> Json:
     return {
-        str(status): {"description": _REFUSALS[status], **_content("application/json", _ref("Refusal"))}
+        str(status): {"description": REFUSALS[status], **_content("application/json", _ref("Refusal"))}
         for status in (*statuses, 405, 421)
     }
 

@@ -1,0 +1,207 @@
+"""What the tuning database knows of this machine, gathered for a report that can be sent along with it.
+
+Host names, paths and user names are in none of it: machines go by their signatures, as in the database.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phasewise.kerneldb.location import locate
+from phasewise.topology import Machine, read_machine
+from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Problem, Promotion
+    from phasewise.kerneldb.store import Store
+    from phasewise.tuner.config.storage import StudyFacts
+    from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.tuner.roofline import Roofline
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """The schedule in use for one product. `promotion`: the duel that took it into use, where one is known.
+
+    `weight_bytes`: what one call reads of its weight; 0 for attention.
+    """
+
+    measurement: Measurement
+    promotion: Promotion | None
+    weight_bytes: int
+
+    @property
+    def problem(self) -> Problem:
+        return self.measurement.problem
+
+    @property
+    def n_flops(self) -> int:
+        return 2 * self.problem.m * self.problem.n * self.problem.k
+
+    @property
+    def flops(self) -> float:
+        """Operations a second."""
+        return self.n_flops * 1e9 / self.measurement.sample.estimate_ns
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes of the weight a second."""
+        return self.weight_bytes * 1e9 / self.measurement.sample.estimate_ns
+
+
+@dataclass(frozen=True)
+class VersionFacts:
+    """What one version of the program has written. `last_ms`: Unix time of the last row."""
+
+    version: str
+    measurements: int
+    promotions: int
+    plans: int
+    first_ms: int
+    last_ms: int
+
+
+@dataclass(frozen=True)
+class DatabaseReport:
+    """All of it. `plans`: the newest verified plan of each phase, by model. `others`: rows of other machines.
+
+    `roofline`: limits measured now, while the report was made; None: they were not to be measured.
+    """
+
+    machine: Machine
+    plans: Mapping[str, Mapping[Phase, ServicePlan]]
+    objectives: Mapping[str, Mapping[str, Mapping[str, float]]]
+    schedules: Sequence[ScheduleFacts]
+    studies: Sequence[StudyFacts]
+    history: Sequence[VersionFacts]
+    others: int
+    roofline: Roofline | None
+
+
+def report_of(
+    db: str | os.PathLike[str] | None = None, *, measure: bool = True, report: Report = silent
+) -> DatabaseReport:
+    """Read the database `db` for this machine. measure: also the machine's limits, for some seconds.
+
+    Raises WorkflowError where there is no database, KernelDbError where it cannot be read.
+    """
+    from phasewise.kerneldb.store import open_store
+    from phasewise.tuner.config.storage import read_studies
+
+    location = locate(db)
+    if location.is_absent:
+        raise WorkflowError(
+            f"there is no database at {location.name}: tune-kernels makes one; --db names another"
+        )
+    machine = read_machine()
+    with open_store(db, report) as store:
+        keys = _keys_of(store, machine)
+        schedules = _schedules(store, keys)
+        plans = [one for one in store.plans() if one.origin.machine in keys]
+        history, others = _history(store, keys)
+    roofline = _roofline(machine, schedules, report) if measure and schedules else None
+    return DatabaseReport(
+        machine,
+        _newest(plans, report),
+        _objectives(plans),
+        schedules,
+        read_studies(location, {one.core_sig for one in keys}),
+        history,
+        others,
+        roofline,
+    )
+
+
+def _keys_of(store: Store, machine: Machine) -> frozenset[MachineKey]:
+    """Every kind of placement on this kind of core: whole machines, and the cores of single ranks."""
+    from phasewise.tuner.plans import machine_key
+
+    own = machine_key(machine).core_sig
+    return frozenset(one.machine for one in store.stats().signatures if one.machine.core_sig == own)
+
+
+def _schedules(store: Store, keys: frozenset[MachineKey]) -> list[ScheduleFacts]:
+    from phasewise.kerneldb.upkeep import Standing, preferred
+    from phasewise.tuner.errors import TunerError
+    from phasewise.tuner.weights import blank_weight
+
+    latest: dict[tuple[object, ...], Promotion] = {}
+    for promotion in store.all_promotions():
+        at = (promotion.problem, promotion.origin.machine, promotion.kernel_abi, promotion.schedule)
+        latest[at] = promotion
+    found = []
+    for key, one in preferred(store).items():
+        if key.machine not in keys or one.standing is not Standing.IN_USE:
+            continue
+        problem = key.problem
+        try:
+            n_bytes = blank_weight(problem.format, problem.n, problem.k).nbytes
+        except (TunerError, KeyError, ValueError):  # attention, whose operands are no weight
+            n_bytes = 0
+        duel = latest.get((problem, key.machine, key.kernel_abi, one.schedule))
+        found.append(ScheduleFacts(one.measurement, duel, n_bytes))
+    return found
+
+
+def _history(store: Store, keys: frozenset[MachineKey]) -> tuple[list[VersionFacts], int]:
+    """Oldest first; and how many measurements are of other machines."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    times: dict[str, list[int]] = defaultdict(list)
+    n_others = 0
+    for name, rows in (
+        ("measurements", store.all_measurements()),
+        ("promotions", store.all_promotions()),
+        ("plans", store.plans()),
+    ):
+        for row in rows:
+            origin = row.origin
+            if origin.machine not in keys:
+                n_others += name == "measurements"
+                continue
+            counts[origin.program_version][name] += 1
+            seen = times[origin.program_version]
+            seen[:] = [min([*seen, origin.created_at_ms]), max([*seen, origin.created_at_ms])]
+    history = [
+        VersionFacts(version, one["measurements"], one["promotions"], one["plans"], *times[version])
+        for version, one in counts.items()
+    ]
+    return sorted(history, key=lambda one: one.first_ms), n_others
+
+
+def _newest(plans: Sequence[PlanRecord], report: Report) -> dict[str, dict[Phase, ServicePlan]]:
+    from phasewise.tuner.errors import PlanError
+    from phasewise.tuner.plans import ServicePlan
+
+    found: dict[str, dict[Phase, ServicePlan]] = defaultdict(dict)
+    for one in plans:  # oldest first
+        if not one.origin.verified:
+            continue
+        try:
+            plan = ServicePlan.from_json(one.plan_json)
+        except PlanError as error:
+            report(f"the {one.phase} plan of {one.model_key} cannot be read and is left out: {error}")
+            continue
+        found[one.model_key][plan.phase] = plan
+    return dict(found)
+
+
+def _objectives(plans: Sequence[PlanRecord]) -> dict[str, dict[str, Mapping[str, float]]]:
+    found: dict[str, dict[str, Mapping[str, float]]] = defaultdict(dict)
+    for one in plans:
+        if one.origin.verified:
+            found[one.model_key][one.phase] = one.objectives
+    return dict(found)
+
+
+def _roofline(machine: Machine, schedules: Sequence[ScheduleFacts], report: Report) -> Roofline:
+    from phasewise.tuner.roofline import measure_roofline
+
+    cores = [core[0] for core in machine.allowed_cores()]
+    report(f"measuring the limits of {len(cores)} cores")
+    formats = sorted({one.problem.format for one in schedules if one.weight_bytes})
+    return measure_roofline(cores, formats, max(one.weight_bytes for one in schedules) or 1 << 26)
