@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from phasewise.cluster.requests import Life
 from phasewise.cluster.routing import Role
 from phasewise.cluster.simulate import SPLITWISE_SIM, Simulation
 from phasewise.cluster.steps import StepTimes
+from phasewise.tuner.config.slo import LatencyMetric, parse_bounds
+from phasewise.tuner.errors import TraceError
 
 Metric = Literal["ttft", "tbt", "e2e"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -61,20 +62,18 @@ def parse_slo(text: str) -> Slo:
     """`table6`, or times such as `ttft=1.5s,tbt=100ms,e2e.p99=20s`; without a percentile, P90 is meant."""
     if text == TABLE_VI.name:
         return TABLE_VI
-    bounds: dict[tuple[str, int], Bound] = {}
-    for part in text.split(","):
-        match = re.fullmatch(
-            r"\s*(ttft|tbt|e2e)(?:\.p(50|90|99))?\s*=\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s)\s*", part
-        )
-        seconds = float(match[3]) / (1000 if match[4] == "ms" else 1) if match else 0.0
-        if match is None or seconds <= 0:
-            raise ClusterError(
-                f"an SLO is table6 or written like ttft=1.5s,tbt=100ms,e2e.p99=20s, not {text!r:.60}"
-            )
-        bound = Bound(match[1], int(match[2] or DEFAULT_PERCENTILE), seconds)  # type: ignore[arg-type]
-        if bounds.setdefault((bound.metric, bound.percentile), bound) is not bound:
-            raise ClusterError(f"the SLO {text!r:.60} bounds P{bound.percentile} of {bound.metric} twice")
-    return Slo(text, tuple(bounds.values()), is_slowdown=False)
+    try:
+        bounds = parse_bounds(text)
+    except TraceError as error:
+        raise ClusterError(f"{error}; or table6") from None
+    metrics: dict[LatencyMetric, Metric] = {"ttft": "ttft", "tpot": "tbt", "e2e": "e2e"}
+    named = tuple(
+        Bound(metrics[one.metric], one.percentile or DEFAULT_PERCENTILE, one.below_ms / 1000)
+        for one in bounds
+    )
+    if len({one[:2] for one in named}) < len(named):
+        raise ClusterError(f"the SLO {text!r:.60} bounds one percentile of a metric twice")
+    return Slo(text, named, is_slowdown=False)
 
 
 @dataclass(frozen=True)

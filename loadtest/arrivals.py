@@ -6,7 +6,6 @@ B = 1 is a Poisson process and larger B is steadier; they are scaled so that the
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from phasewise.tuner.config.lengths import Request, Trace, whole_tokens
+from phasewise.tuner.config.slo import parse_bounds
 from phasewise.tuner.errors import TraceError
 
 
@@ -123,18 +123,9 @@ class LatencySlo:
 
 
 def parse_slo(text: str) -> LatencySlo:
-    """Read `ttft:2000,tpot:280` (milliseconds). Raises TraceError saying what is wrong."""
-    found: dict[str, float] = {}
-    for part in text.replace(" ", ",").split(","):
-        name, _, value = part.partition(":")
-        try:
-            ms = float(value)
-        except ValueError:
-            ms = math.nan
-        if name not in {"ttft", "tpot", "e2el"} or name in found or not 0 < ms < math.inf:
-            raise TraceError(
-                f"{text!r:.60} promises nothing that can be measured: write ttft:2000,tpot:280 "
-                "(ttft, tpot or e2el, each once, in milliseconds)"
-            )
-        found[name] = ms
-    return LatencySlo(*(found.get(name) for name in ("ttft", "tpot", "e2el")))
+    """Bounds of every request's latencies (`slo.parse_bounds`). TraceError saying what is wrong."""
+    bounds = parse_bounds(text)
+    if any(one.percentile is not None for one in bounds):
+        raise TraceError(f"this SLO bounds every request, without percentiles: {text!r:.60}")
+    found = {one.metric: one.below_ms for one in bounds}
+    return LatencySlo(found.get("ttft"), found.get("tpot"), found.get("e2e"))

@@ -75,13 +75,13 @@ def _slo(promises: Promises, *, needs_one: bool) -> LatencySlo | None:
     if promises.goodput is None:
         if needs_one:
             raise LoadSettingsError(
-                "--find-rate and --plot need promises: --goodput ttft:2000,tpot:280, for example"
+                "--find-rate and --plot need promises: --slo ttft=2s,tpot=280ms, for example"
             )
         return None
     try:
         return parse_slo(promises.goodput).scaled(promises.slo_scale)
     except TraceError as error:
-        raise LoadSettingsError(f"--goodput: {error}") from None
+        raise LoadSettingsError(f"--slo: {error}") from None
 
 
 def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from phasewise.serving.http.http_settings import PromptFacts
+from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.messages import Delivery, EngineLoad, Failure, Submit
 from phasewise.tuner.plans import Phase
 
@@ -38,7 +38,7 @@ class LiveView:
         self._sent_ns: dict[str, int] = {}
         self._first_ns: dict[str, int] = {}
 
-    def sent(self, request: Submit, facts: PromptFacts) -> None:
+    def sent(self, request: Submit, facts: RequestFacts) -> None:
         self._sent_ns[request.request_id] = time.perf_counter_ns()
 
     def delivered(self, delivery: Delivery) -> None:

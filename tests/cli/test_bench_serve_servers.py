@@ -298,9 +298,9 @@ def test_a_duration_ends_a_closed_loop_that_has_no_number() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--goodput", "ttft"], "ttft:2000"),
-        (["--find-rate"], "--goodput"),
-        (["--plot", "x.svg"], "--goodput"),
+        (["--goodput", "ttft"], "ttft=1.5s"),
+        (["--find-rate"], "--slo"),
+        (["--plot", "x.svg"], "--slo"),
         (["--extra-body", "[]"], "JSON object"),
         (["--lengths", "fixed:1/1", "--input-len", "3"], "--lengths"),
     ],

@@ -62,11 +62,11 @@ def test_slos_as_text() -> None:
     for text in (
         "",
         "ttft",
-        "ttft=1",
+        "ttft=one",
         "ttft=-1s",
         "ttft=0s",
         "ttft.p95=1s",
-        "tpot=1s",
+        "itl=1s",
         "ttft=1s,ttft.p90=2s",
     ):
         with pytest.raises(ClusterError):

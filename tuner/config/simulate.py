@@ -15,7 +15,6 @@ Pure: no clock, no cores, no randomness.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.tuner.config.lengths import Request, Trace
+from phasewise.tuner.config.slo import parse_bounds
 from phasewise.tuner.config.steps import MAX_SEQUENCES, Step, StepTimer
 from phasewise.tuner.errors import TraceError
 from phasewise.tuner.plans import Phase
@@ -61,15 +61,12 @@ class Slo:
 
 
 def parse_slo(text: str) -> Slo:
-    """Latency targets from `ttft=200,tpot=50` (milliseconds) or `ttft=1.5s,tpot=50ms`."""
-    bounds: dict[str, float] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s)?\s*", part)
-        value_ms = float(match[2]) * (1000 if match[3] == "s" else 1) if match else 0.0
-        if match is None or match[1] in bounds or value_ms == 0:
-            raise TraceError(f"an SLO is written like ttft=200,tpot=50 (milliseconds), not {text!r:.60}")
-        bounds[match[1]] = value_ms
-    return Slo(bounds.get("ttft"), bounds.get("tpot"))
+    """TTFT and TPOT of an SLO's text (`slo.parse_bounds`); TraceError for other metrics and percentiles."""
+    bounds = parse_bounds(text)
+    if any(one.metric == "e2e" or one.percentile is not None for one in bounds):
+        raise TraceError(f"an SLO is written like ttft=200ms,tpot=50ms here, not {text!r:.60}")
+    found = {one.metric: one.below_ms for one in bounds}
+    return Slo(found.get("ttft"), found.get("tpot"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,10 +82,10 @@ _ASKING = option_set(
 _PROMISES = option_set(
     Promises,
     "Promises",
-    goodput=opt("latency limits in milliseconds, e.g. ttft:2000,tpot:280 (also e2el)", metavar="SLO"),
-    slo_scale=opt("factor of the --goodput limits", min=1e-3, max=1e3),
+    goodput=opt("latency limits, e.g. ttft=2s,tpot=280ms (also e2e)", "--slo", "--goodput", metavar="SLO"),
+    slo_scale=opt("factor of the --slo limits", min=1e-3, max=1e3),
     find_rate=opt(
-        "find the highest rate that keeps every --goodput limit at P90, starting at --rate", "--find-rate"
+        "find the highest rate that keeps every --slo limit at P90, starting at --rate", "--find-rate"
     ),
     probe_s=opt("length of one probe in seconds", "--probe", metavar="S", min=0.1, max=3600),
     most_probes=opt("most probes of --find-rate", min=1, max=100),

@@ -1,0 +1,48 @@
+"""Latency promises as text: `ttft=1.5s,tpot=50ms`, one spelling for every command."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+from phasewise.tuner.errors import TraceError
+
+LatencyMetric = Literal["ttft", "tpot", "e2e"]
+
+_NAMES: dict[str, LatencyMetric] = {
+    "ttft": "ttft",
+    "tpot": "tpot",
+    "tbt": "tpot",
+    "e2e": "e2e",
+    "e2el": "e2e",
+}
+_BOUND = re.compile(
+    r"(ttft|tpot|tbt|e2el|e2e)(?:\.p(50|90|99))?\s*[=:]\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s)?"
+)
+
+
+class LatencyBound(NamedTuple):
+    """An upper bound in milliseconds. `percentile` None: the caller's own."""
+
+    metric: LatencyMetric
+    percentile: int | None
+    below_ms: float
+
+
+def parse_bounds(text: str) -> list[LatencyBound]:
+    """Read `ttft=200,tpot=50` (milliseconds) or `ttft=1.5s,e2e.p99=20s`; `tbt` means `tpot`, `:` means `=`.
+
+    TraceError, in one line, for anything else and where one percentile of one metric is bounded twice.
+    """
+    bounds: list[LatencyBound] = []
+    for part in re.split(r"[,\s]+(?=[a-z])", text.strip()):
+        match = _BOUND.fullmatch(part.strip().rstrip(","))
+        below_ms = float(match[3]) * (1000 if match[4] == "s" else 1) if match else 0.0
+        if match is None or below_ms <= 0:
+            raise TraceError(f"an SLO is written like ttft=1.5s,tpot=50ms,e2e=20s, not {text!r:.60}")
+        percentile = int(match[2]) if match[2] else None
+        bound = LatencyBound(_NAMES[match[1]], percentile, below_ms)
+        if any(one[:2] == bound[:2] for one in bounds):
+            raise TraceError(f"an SLO bounds a metric once, not {match[1]} twice: {text!r:.60}")
+        bounds.append(bound)
+    return bounds
