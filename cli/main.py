@@ -23,6 +23,7 @@ from phasewise.cli.commands import (
     models,
     predict_len,
     provision,
+    prune,
     report,
     serve,
     simulate,
@@ -46,6 +47,7 @@ app.command("tune-config")(tune_config.tune_config)
 app.command("tune-kernels")(tune_kernels.tune_kernels)
 app.command("simulate")(simulate.simulate)
 app.command("provision")(provision.provision)
+app.command("prune")(prune.prune)
 app.add_typer(bench.app, name="bench")
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(models.app, name="models")

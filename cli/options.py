@@ -25,6 +25,14 @@ class WeightFormat(StrEnum):
     int4 = "int4"
 
 
+class Sparse(StrEnum):
+    """Which weights are stored sparse. `auto`: those that are faster so."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
 class KvFormat(StrEnum):
     """How keys and values are stored. `auto`: f16, or f32 beside weights of float32."""
 
@@ -65,6 +73,17 @@ def kv_format_option(panel: str | None = None) -> Any:
     )
 
 
+def sparse_option(panel: str | None = None) -> Any:
+    """`--sparse` of every command that opens a model, under the heading `panel` of `--help`."""
+    return typer.Option(
+        "--sparse",
+        envvar="PHASEWISE_SPARSE",
+        rich_help_panel=panel,
+        help="store weights without their zeros: where that is faster, always or never; no result changes",
+    )
+
+
+SparseOption = Annotated[Sparse, sparse_option()]
 KvFormatOption = Annotated[KvFormat, kv_format_option()]
 ThreadsOption = Annotated[
     int | None,

@@ -1,5 +1,6 @@
 /* Embedding lookups and linear layers of a program. */
 #include <math.h>
+#include <string.h>
 
 #include "linear.h"
 
@@ -48,6 +49,7 @@ static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *
     if (op->source == PW_FROM_GATE) ops->gates[op->gate](op->k, x, x + op->k, scratch);
     if (op->source == PW_FROM_ACTIVATION) ops->activations[op->gate](op->k, x, op->bias, scratch);
     if (op->source != PW_FROM_ROWS) x = scratch;
+    if (op->tap) memcpy(op->tap + row * op->k, x, sizeof(float) * (size_t)op->k);
     for (int i = 0; i < op->n_forms; ++i)
         run->kernels->gemm.prepare_rows(&op->forms[i], op->k, x, 0, (pw_range){row, row + 1}, prepared[i]);
 }

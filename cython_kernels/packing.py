@@ -120,7 +120,12 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+        """Bytes of all arrays; of a view of a sparse weight, of its own panels (to a slot)."""
+        if self.offsets is None or self.offsets.size == 1:
+            return sum(array.nbytes for array in self.arrays)
+        span = SLOT_UNIT * (int(self.offsets[-1, -1]) - int(self.offsets[0, 0]))
+        stream = span * self.offsets.size // (self.offsets.size - 1)
+        return stream + sum(array.nbytes for array in self.arrays[1:])
 
     @property
     def arrays(self) -> list[Array]:

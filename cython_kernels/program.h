@@ -95,6 +95,7 @@ typedef struct {
     int32_t layer, kind;                  /* attention: which layer, and which of the program's kinds */
     const float *q_norm, *k_norm, *sinks; /* [head_dim], [head_dim], [n_heads]; NULL where the model has none */
     pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
+    float *tap;                           /* linear: rows [][k] as they enter the product are copied here; NULL: not */
 } pw_op;
 
 /* What layers differ in: what their tokens see, and how positions turn queries and keys. */

@@ -69,6 +69,7 @@ cdef extern from "program.h" nogil:
         const float *k_norm
         const float *sinks
         pw_experts experts
+        float *tap
 
     ctypedef struct pw_attention_kind:
         int64_t window
@@ -401,6 +402,25 @@ cdef class Program:
         count = read_row_ranges(ranges, found)
         if not pw_program_schedule(self.program, table, op, part, count, found):
             raise ProgramError("no memory for another schedule")
+
+    def tap(self, packed, float[:, ::1] rows):
+        """Every run copies what the weight is multiplied with: float32 rows as they enter its product.
+
+        packed: a weight of a linear op. rows: float32 [as many as a run has, k], which the program then writes to.
+        """
+        cdef const void *values = <const void *><size_t>packed.values.__array_interface__["data"][0]
+        cdef int64_t least = max(self.program.capacity.max_tokens, self.program.capacity.max_logit_rows)
+        cdef int32_t i, part
+        found = False
+        if rows.shape[0] < least or rows.shape[1] != packed.k:
+            raise ProgramError(f"[{rows.shape[0]}, {rows.shape[1]}] rows for [{least}, {packed.k}] inputs")
+        for i in range(self.program.n_ops):
+            for part in range(self.program.ops[i].n_parts):
+                if self.program.ops[i].code == PW_LINEAR and self.program.ops[i].parts[part].weight.values == values:
+                    self.program.ops[i].tap, found = &rows[0, 0], True
+        if not found:
+            raise ProgramError("no linear op reads this weight")
+        self.kept.append(rows)
 
     def set_attention_schedules(self, ranges, int32_t table=0):
         """The same for attention, by the rows of a step's longest slice.

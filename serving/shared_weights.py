@@ -15,7 +15,7 @@ from typing import Any
 import numpy.typing as npt
 
 from phasewise.cython_kernels.division import Division, share
-from phasewise.cython_kernels.packing import Array, PackedWeight
+from phasewise.cython_kernels.packing import SLOT_UNIT, Array, PackedWeight
 from phasewise.serving.model import PackedModel
 from phasewise.serving.rank_teams import TABLES
 from phasewise.serving.segments import Segment
@@ -38,7 +38,7 @@ class ArrayPlace:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """A packed weight without its numbers. arrays: values, then scales and mins where it has them."""
+    """A packed weight without its numbers. arrays: those of `PackedWeight.arrays`."""
 
     kind: str
     n: int
@@ -46,6 +46,7 @@ class WeightPlace:
     group: int
     zero_point: int
     top_exponent: int
+    is_sparse: bool
     arrays: tuple[ArrayPlace, ...]
 
 
@@ -81,7 +82,9 @@ class Places:
 
         weights = {}
         for name, place in self.weights.items():
-            values, scales, mins = [*map(view, place.arrays), None, None][:3]
+            arrays = [view(array) for array in place.arrays]
+            offsets = arrays.pop() if place.is_sparse else None
+            values, scales, mins = [*arrays, None, None][:3]
             assert values is not None
             kind: Any = place.kind
             weights[name] = PackedWeight(
@@ -94,6 +97,7 @@ class Places:
                 scales,
                 mins,
                 place.top_exponent,
+                offsets,
             )
         return weights, {name: view(place) for name, place in self.vectors.items()}
 
@@ -103,7 +107,7 @@ def places_in_file(model: PackedModel) -> Places:
     assert model.file is not None
     address = model.file.address
     weights = {
-        name: _weight_place(weight, [array.ctypes.data - address for array in arrays_of(weight)])
+        name: _weight_place(weight, [array.ctypes.data - address for array in weight.arrays])
         for name, weight in model.weights.items()
     }
     vectors = {name: ArrayPlace.of(v, v.ctypes.data - address) for name, v in model.vectors.items()}
@@ -120,7 +124,7 @@ def places_in_segment(model: PackedModel) -> Places:
         return offset
 
     weights = {
-        name: _weight_place(weight, [reserve(array) for array in arrays_of(weight)])
+        name: _weight_place(weight, [reserve(array) for array in weight.arrays])
         for name, weight in model.weights.items()
     }
     vectors = {name: ArrayPlace.of(vector, reserve(vector)) for name, vector in model.vectors.items()}
@@ -179,20 +183,27 @@ def copy_panels(
     """The panels that a rank computes in decode, which memory bounds: their pages are then touched where
     they will be read. No division: all panels."""
     for name, weight in source.items():
-        panels = slice(None)
+        begin, end = 0, weight.panels
         if division is not None:
             teams = division.teams[TABLES["decode"]] or division.teams[TABLES["prefill"]]
-            panels = slice(*share(weight.values.shape[0], teams, division.rank))
-        for read, written in zip(arrays_of(weight), arrays_of(target[name]), strict=True):
-            written[panels] = read[panels]
+            begin, end = share(weight.panels, teams, division.rank)
+        _copy_some(weight, target[name], begin, end)
 
 
-def arrays_of(weight: PackedWeight) -> list[Array]:
-    return [array for array in (weight.values, weight.scales, weight.mins) if array is not None]
+def _copy_some(weight: PackedWeight, target: PackedWeight, begin: int, end: int) -> None:
+    """Panels [begin, end). Of a sparse weight all offsets, which say where panels lie."""
+    pairs = list(zip(weight.arrays, target.arrays, strict=True))
+    if weight.offsets is not None:
+        (values, written), *pairs, (offsets, all_offsets) = pairs
+        all_offsets[...] = offsets
+        starts = [*(int(first) * SLOT_UNIT for first in weight.offsets[:, 0]), values.size]
+        written[starts[begin] : starts[end]] = values[starts[begin] : starts[end]]
+    for read, written in pairs:
+        written[begin:end] = read[begin:end]
 
 
 def _weight_place(weight: PackedWeight, offsets: list[int]) -> WeightPlace:
-    arrays = zip(arrays_of(weight), offsets, strict=True)
+    arrays = zip(weight.arrays, offsets, strict=True)
     return WeightPlace(
         weight.kind,
         weight.n,
@@ -200,6 +211,7 @@ def _weight_place(weight: PackedWeight, offsets: list[int]) -> WeightPlace:
         weight.group,
         weight.zero_point,
         weight.top_exponent,
+        weight.is_sparse,
         tuple(ArrayPlace.of(array, offset) for array, offset in arrays),
     )
 

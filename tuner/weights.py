@@ -118,8 +118,7 @@ def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:
     numpy asks for huge pages for so much at once; the pages of a mapped file are large too.
     """
     count = -(-total_bytes // weight.nbytes)
-    arrays = [array for array in (weight.values, weight.scales, weight.mins) if array is not None]
-    room = np.empty(LINE + count * sum(_lined(array.nbytes) for array in arrays), dtype=np.uint8)
+    room = np.empty(LINE + count * sum(_lined(array.nbytes) for array in weight.arrays), dtype=np.uint8)
     at = -room.ctypes.data % LINE
 
     def copy(array: Array | None) -> Array | None:
@@ -135,7 +134,8 @@ def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:
     for _ in range(count):
         values = copy(weight.values)
         assert values is not None
-        copies.append(replace(weight, values=values, scales=copy(weight.scales), mins=copy(weight.mins)))
+        scales, mins, offsets = copy(weight.scales), copy(weight.mins), copy(weight.offsets)
+        copies.append(replace(weight, values=values, scales=scales, mins=mins, offsets=offsets))
     return copies
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise.serving.sparse_mode import SparseMode
 from phasewise.workflows.errors import UsageError, WorkflowError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class AnswerSettings:
     system: str | None = None
     weight_format: str = "native"
     kv_format: str = "auto"
+    sparse: SparseMode = "auto"
     threads: int | None = None
     draft: str | None = None
     """`lookup` or a model, as `workflows.drafts.find_drafts` reads it."""

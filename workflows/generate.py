@@ -83,7 +83,7 @@ def generate_text(
     if "" in stop:
         raise UsageError("a stop text must not be empty")
     params = sampling.params(GREEDY)
-    found = open_model(model, settings.weight_format, settings.threads, db, report)
+    found = open_model(model, settings.weight_format, settings.threads, db, report, sparse=settings.sparse)
     for plan in found.plans.values():
         report(plan.describe())
     drafts = find_drafts(settings.draft, found, db, report)

@@ -13,6 +13,7 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.serving.model import PackedModel
+    from phasewise.serving.sparse_mode import SparseMode
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.tuned_schedules import KernelSchedules, ScheduleUse
 
@@ -41,21 +42,24 @@ def open_model(
     report: Report = silent,
     *,
     checksum: bool = False,
+    sparse: SparseMode = "auto",
 ) -> OpenModel:
     """Load a model, find its plans and the schedules in use on the plans' cores.
 
     ref: a known name, a GGUF file, a Hugging Face directory or a hub name. weight_format: one of
     `serving.model.FORMATS`. threads: cores of each phase; None for the stored plan, or the default one.
     db: URL or file of the tuning database; None for the user's own. checksum: read the packed file whole, and
-    make it anew where it is not as it was written. Raises ModelError, PlanError,
-    KernelDbError.
+    make it anew where it is not as it was written. sparse: which weights are stored sparse. Raises
+    ModelError, PlanError, KernelDbError.
     """
     from phasewise.serving.loaders import load_model
+    from phasewise.serving.loaders.storage import StorageChoice
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import model_key, plans_for
     from phasewise.workflows.tuned_schedules import schedules_for
 
-    model = load_model(ref, weight_format, report=report, checksum=checksum)
+    storage = StorageChoice(sparse)
+    model = load_model(ref, weight_format, report=report, checksum=checksum, storage=storage)
     machine = read_machine()
     plans = plans_for(db, machine, model_key(model.name, model.format), threads, report)
     return OpenModel(model, plans, schedules_for(db, machine, plans, report))

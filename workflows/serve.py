@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise.serving.sparse_mode import SparseMode
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve_embedding import Embeddings
@@ -81,6 +82,7 @@ class Running:
     context_tokens: int | None = None
     kv_budget_bytes: int | None = None
     kv_format: str = "auto"
+    sparse: SparseMode = "auto"
     kv_policy: str = "odma"
     predictor: str = "auto"
     max_batch_tokens: int = 2048
@@ -168,7 +170,15 @@ def serve_model(
             beside, threads = open_beside(embeddings, running.weight_format, threads, report)
             stack.enter_context(beside)
         log = None if length_log is None else LengthLog(length_log, report)
-        found = open_model(model, running.weight_format, threads, db, report, checksum=running.checksum)
+        found = open_model(
+            model,
+            running.weight_format,
+            threads,
+            db,
+            report,
+            checksum=running.checksum,
+            sparse=running.sparse,
+        )
         drafts = find_drafts(running.draft, found, db, report)
         estimates = open_predictor(running.predictor, found.model.name, report)
         size = _size(found, accepting.max_sequences, running, drafts)
@@ -184,7 +194,14 @@ def serve_model(
                 found.model, ModelText(found.model, allow_special=accepting.allow_special), size
             )
             tells = [
-                InstanceSpec(model, running.weight_format, size, tuple(one.plans.values()), db).tell
+                InstanceSpec(
+                    model,
+                    running.weight_format,
+                    size,
+                    tuple(one.plans.values()),
+                    db,
+                    sparse=running.sparse,
+                ).tell
                 for one in instances
             ]
             host = stack.enter_context(local_front(instances, tells, pools))

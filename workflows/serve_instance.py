@@ -13,6 +13,8 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from phasewise.serving.sparse_mode import SparseMode
+
 if TYPE_CHECKING:
     from phasewise.serving.instance import Orders
     from phasewise.serving.open_engine import EngineSize, OpenEngine
@@ -38,6 +40,7 @@ class InstanceSpec:
     db: str | None = None
     pinned: bool = True
     ends_with_parent: bool = True
+    sparse: SparseMode = "auto"
 
     def tell(self, orders: Orders) -> bytes:
         """What `main` reads."""
@@ -49,6 +52,7 @@ class InstanceSpec:
             "db": self.db,
             "pinned": self.pinned,
             "ends_with_parent": self.ends_with_parent,
+            "sparse": self.sparse,
         }
         return json.dumps({"spec": known, "orders": asdict(orders)}).encode()
 
@@ -107,13 +111,15 @@ def _open(spec: InstanceSpec) -> OpenEngine:
 
     use_one_heap()
     from phasewise.serving.loaders import load_model
+    from phasewise.serving.loaders.storage import StorageChoice
     from phasewise.serving.open_engine import ModelText, open_engine
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import check_fits, model_key, plans_for
     from phasewise.workflows.tuned_schedules import schedules_for
 
     log = logging.getLogger(__name__)
-    model = load_model(spec.model, spec.weight_format, report=log.warning)
+    storage = StorageChoice(spec.sparse)
+    model = load_model(spec.model, spec.weight_format, report=log.warning, storage=storage)
     machine = read_machine()
     plans: dict[Phase, ServicePlan]
     if spec.plans is None:

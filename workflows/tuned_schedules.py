@@ -129,7 +129,7 @@ def explain(
         threads = tuple(len(rank.cores) for rank in plan.ranks)
         for names, whole in _shapes(model):
             arithmetic = lookups["prefill"].arithmetic(whole)
-            weight = columns(whole, *share(whole.values.shape[0], threads, 0))
+            weight = columns(whole, *share(whole.panels, threads, 0))
             if weight is None:
                 continue  # fewer panels than threads
             ranges = lookups[phase].products(weight, max(most_rows.values()))

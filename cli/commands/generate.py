@@ -18,6 +18,7 @@ from phasewise.cli.options import (
     JsonOption,
     KvFormatOption,
     ModelArgument,
+    SparseOption,
     ThreadsOption,
 )
 from phasewise.cli.present import note, print_json, read_stdin, write_text
@@ -43,6 +44,7 @@ _SETTINGS = option_set(
     system=opt("system message, with which --chat is implied", metavar="TEXT"),
     weight_format=FormatOption,
     kv_format=KvFormatOption,
+    sparse=SparseOption,
     threads=ThreadsOption,
     draft=DraftOption,
 )

@@ -16,9 +16,11 @@ from phasewise.cli.options import (
     FormatOption,
     KvFormat,
     ModelArgument,
+    Sparse,
     ThreadsOption,
     kv_format_option,
     parse_bytes,
+    sparse_option,
 )
 from phasewise.cli.present import note
 from phasewise.workflows.serve import Accepting, Answering, Listening, Logged, Running, serve_model
@@ -178,6 +180,7 @@ _RUNNING = option_set(
         metavar="BYTES",
     ),
     kv_format=Annotated[KvFormat, kv_format_option(_ENGINE)],
+    sparse=Annotated[Sparse, sparse_option(_ENGINE)],
     kv_policy=opt("how KV slots are given to requests", kind=KvPolicy, envvar="PHASEWISE_KV_POLICY"),
     predictor=opt(
         "predictor of answer lengths; auto: the one that predict-len trained for the model",

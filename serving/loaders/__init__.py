@@ -16,6 +16,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.packed_file import read_packed, versions, write_packed
 from phasewise.serving.loaders.resolve import Located, cache_root, locate
 from phasewise.serving.loaders.source import ModelSource
+from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.model import FORMATS, PackedModel
 
 Report = Callable[[str], None]
@@ -28,27 +29,30 @@ def load_model(
     report: Report | None = None,
     *,
     checksum: bool = False,
+    storage: StorageChoice | None = None,
 ) -> PackedModel:
     """The model that `ref` names, in a weight format of `FORMATS`, packed now or earlier.
 
     ref: a known name (fetched when absent), a GGUF file, a Hugging Face directory or a hub name.
     cache_dir: where packed files and fetched models live; None for the user's cache directory.
     report: told in one line whatever takes long.
-    checksum: a packed file whose arrays are not as they were written is made anew. Raises ModelError.
+    checksum: a packed file whose arrays are not as they were written is made anew.
+    storage: which weights are stored sparse; None: `auto`. Raises ModelError.
     """
     if format not in FORMATS:
         raise ModelError(f"weight format {format!r} is not one of {', '.join(FORMATS)}")
-    report = report or _silent
+    report, storage = report or _silent, storage or StorageChoice()
     root = cache_root(cache_dir)
     located = locate(ref, root, report)
     identity = _identity(located, format)
-    target = root / "packed" / _file_name(located, format)
-    model = read_packed(target, identity, located.path, checksum=checksum)
-    if model is not None:
-        return model
+    for suffix in dict.fromkeys(("", storage.file_suffix)):  # a dense model is stored alike by every choice
+        target = root / "packed" / _file_name(located, format + suffix)
+        model = read_packed(target, identity, located.path, choice=storage, checksum=checksum)
+        if model is not None:
+            return model
     report(f"packing {located.name} as {format}; later starts map the result")
     with open_source(located) as source:
-        write_packed(source, format, identity, target, report)
+        write_packed(source, format, identity, target, report, storage)
     model = read_packed(target, identity, located.path)
     if model is None:
         raise ModelError(f"the packed model {target} does not read back as written: is the disk failing?")

@@ -29,7 +29,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels._native import watch_mapping
+from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PACKING_VERSION, PANEL, Array, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.forms import WeightForm, check_finite, convert_rows, pack_rows
@@ -41,11 +43,12 @@ from phasewise.serving.loaders.layout import (
     plan_weights,
 )
 from phasewise.serving.loaders.source import ModelSource, Rows
+from phasewise.serving.loaders.storage import NEARLY_DENSE, StorageChoice, can_be_sparse
 from phasewise.serving.model import Embedding, MappedFile, PackedModel, config_from_json, config_to_json
 from phasewise.serving.sampling_defaults import SamplingDefaults
 from phasewise.serving.segments import prefer_huge_pages
 
-FILE_VERSION = 5  # change with anything in this module, or in how a loader reads a source
+FILE_VERSION = 6  # change with anything in this module, or in how a loader reads a source
 MAGIC = b"PHASWISE"
 PREFIX = struct.Struct("<8sQQQ32s")
 ALIGNMENT = 64
@@ -58,6 +61,9 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 Report = Callable[[str], None]
 
 
+_ArrayForm = tuple[tuple[int, ...], np.dtype[np.generic], int]
+
+
 @dataclass(frozen=True)
 class _Slot:
     """Where one weight or vector lies: offset of each of its arrays from the start of the file."""
@@ -68,20 +74,41 @@ class _Slot:
     form: WeightForm | None  # None: a float32 vector of n numbers
     offsets: tuple[int, ...]
     top_exponent: int = 0  # PackedWeight.top_exponent
+    kept: int | None = None  # numbers that are not zero; None: nearly all, which nobody has counted
+    stream_bytes: int | None = None  # of a sparse weight, without the tail; None: it is stored dense
+
+    @property
+    def arrays(self) -> list[_ArrayForm]:
+        """Shape, dtype and bytes of each of a weight's arrays, in the order of `PackedWeight.arrays`."""
+        assert self.form is not None
+        dense = self.form.arrays(self.n, self.k)
+        if self.stream_bytes is None:
+            return dense
+        stream, offsets = self.stream_bytes + packing.SPARSE_TAIL, packing.offsets_shape(self.n, self.k)
+        offset_bytes = offsets[0] * offsets[1] * 4
+        values: _ArrayForm = ((stream,), np.dtype(np.uint8), stream)
+        return [values, *dense[1:], (offsets, np.dtype(np.uint32), offset_bytes)]
 
     @property
     def sizes(self) -> list[int]:
         """Of each of its arrays, in bytes."""
-        return (
-            [4 * self.n] if self.form is None else [size for _, _, size in self.form.arrays(self.n, self.k)]
-        )
+        return [4 * self.n] if self.form is None else [size for _, _, size in self.arrays]
 
 
 def write_packed(
-    source: ModelSource, weight_format: str, identity: str, target: Path, report: Report
+    source: ModelSource,
+    weight_format: str,
+    identity: str,
+    target: Path,
+    report: Report,
+    choice: StorageChoice = StorageChoice("never"),  # noqa: B008  (frozen)
 ) -> None:
-    """Pack `source` into the file `target`. On any failure no file of that name appears or changes."""
+    """Pack `source` into the file `target`. On any failure no file of that name appears or changes.
+
+    choice: which weights are stored sparse.
+    """
     weights, vectors = plan_weights(source, weight_format), plan_vectors(source)
+    stored = [_stored(plan, choice) for plan in weights]
     text = _text(source)
     fields = {
         "identity": identity,
@@ -96,7 +123,7 @@ def write_packed(
         "content_hash": "0" * 64,
         "slots": [],
     }
-    slots, total = _placed(fields, sum(map(len, text)), weights, vectors)
+    slots, total = _placed(fields, sum(map(len, text)), stored, vectors)
     try:
         with _renamed_when_done(target) as fd:
             os.posix_fallocate(fd, 0, total)  # a full disk says so now, not after minutes
@@ -114,16 +141,26 @@ def write_packed(
         ) from error
 
 
-def read_packed(target: Path, identity: str, source: Path, *, checksum: bool = False) -> PackedModel | None:
+def read_packed(
+    target: Path,
+    identity: str,
+    source: Path,
+    *,
+    choice: StorageChoice | None = None,
+    checksum: bool = False,
+) -> PackedModel | None:
     """Map the packed file if it is whole and was made from what `identity` names; None otherwise.
 
-    checksum: read all arrays, and hold them to the checksum that they were written with.
+    choice: how weights are to be stored; None: in any way. checksum: read all arrays, and hold them to the
+    checksum that they were written with.
     """
     try:
         with target.open("rb") as file:
             status = os.fstat(file.fileno())
             fields, text = _checked_head(file)
             if fields["identity"] != identity or not _is_ours_alone(status):
+                return None
+            if choice is not None and not all(_is_stored_so(slot, choice) for slot in _slots(fields)):
                 return None
             mapped = mmap.mmap(file.fileno(), fields["file_bytes"], prot=mmap.PROT_READ)
             prefer_huge_pages(mapped)
@@ -137,6 +174,12 @@ def read_packed(target: Path, identity: str, source: Path, *, checksum: bool = F
         return model
     except Exception:  # a head may say anything, and be wrong in every way there is
         return None
+
+
+def _is_stored_so(slot: _Slot, choice: StorageChoice) -> bool:
+    if slot.form is None:
+        return True
+    return (slot.stream_bytes is not None) == choice.is_sparse(slot.form, slot.n, slot.k, slot.kept)
 
 
 _FAULT = (
@@ -192,21 +235,46 @@ def _head(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields).encode()
 
 
+def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
+    """The weight's storage and, if it is sparse, its size; not yet a place.
+
+    Where storage depends on it all rows are read once, and once more when they are written.
+    """
+    slot = _Slot(plan.name, plan.n, plan.k, plan.form, ())
+    if not choice.wants_sparse or not can_be_sparse(plan.form):
+        return slot
+    kept, stream_bytes = 0, 0
+    for packed in _packed_chunks(plan):
+        stream, _, of_chunk = _sparse_chunk(packed, stream_bytes)
+        if stream_bytes == 0 and choice.mode != "always" and of_chunk > NEARLY_DENSE * packed.n * packed.k:
+            return slot
+        kept += of_chunk
+        stream_bytes += stream.nbytes
+    slot = replace(slot, kept=kept)
+    if not choice.is_sparse(plan.form, plan.n, plan.k, kept):
+        return slot
+    return replace(slot, stream_bytes=stream_bytes)
+
+
+def _sparse_chunk(packed: PackedWeight, at: int) -> tuple[Array, Array, int]:
+    """Stream, offsets and kept numbers of some panels, whose stream begins at byte `at` of the weight's."""
+    return _native.sparse_pack(packed.values, packed.kind, packed.zero_point, packed.k, at)
+
+
 def _placed(
-    fields: dict[str, Any], text_bytes: int, weights: list[WeightPlan], vectors: list[VectorPlan]
+    fields: dict[str, Any], text_bytes: int, weights: list[_Slot], vectors: list[VectorPlan]
 ) -> tuple[list[_Slot], int]:
     """Slots and the size of the file. Offsets lengthen the head that they follow, so its size is a guess."""
-    sizes: list[tuple[str, int, int, WeightForm | None]] = [(w.name, w.n, w.k, w.form) for w in weights]
-    sizes += [(vector.name, vector.length, 1, None) for vector in vectors]
-    room = len(_head(fields)) + 400 * (len(sizes) + 1)
+    unplaced = [*weights, *(_Slot(vector.name, vector.length, 1, None, ()) for vector in vectors)]
+    room = len(_head(fields)) + 500 * (len(unplaced) + 1)
     at = -(-(PREFIX.size + room + text_bytes) // 4096) * 4096
     slots = []
-    for name, n, k, form in sizes:
+    for slot in unplaced:
         offsets = []
-        for size in [4 * n] if form is None else [size for _, _, size in form.arrays(n, k)]:
+        for size in slot.sizes:
             offsets.append(at)
             at += -(-size // ALIGNMENT) * ALIGNMENT
-        slots.append(_Slot(name, n, k, form, tuple(offsets)))
+        slots.append(replace(slot, offsets=tuple(offsets)))
     return slots, at
 
 
@@ -267,15 +335,25 @@ def _write_arrays(
 def _write_weight(
     fd: int, slot: _Slot, plan: WeightPlan, digest: Callable[[bytes | memoryview], None]
 ) -> int:
-    """A few rows at a time, so that memory stays small whatever the weight's size; its top exponent."""
+    """A few rows at a time, so that memory stays small whatever the weight's size; its top exponent.
+
+    The digest is over the dense weight, whatever its storage.
+    """
     digest(_label(slot))
-    offsets, top = list(slot.offsets), 0
+    places, top, stream_bytes = list(slot.offsets), 0, 0
     for packed in _packed_chunks(plan):
-        arrays = [array for array in (packed.values, packed.scales, packed.mins) if array is not None]
-        for i, array in enumerate(arrays):
+        for array in packed.arrays:
             digest(_bytes_of(array))
-            offsets[i] += _write(fd, offsets[i], _bytes_of(array))
+        arrays = packed.arrays
+        if slot.stream_bytes is not None:
+            stream, offsets, _ = _sparse_chunk(packed, stream_bytes)
+            stream_bytes += stream.nbytes
+            arrays = replace(packed, values=stream, offsets=offsets).arrays
+        for i, array in enumerate(arrays):
+            places[i] += _write(fd, places[i], _bytes_of(array))
         top = max(top, packed.top_exponent)
+    if stream_bytes != (slot.stream_bytes or 0):
+        raise ModelError(f"{plan.name} changed while it was read: pack it again")
     return top
 
 
@@ -318,7 +396,11 @@ def _slots(fields: dict[str, Any]) -> list[_Slot]:
     slots = []
     for one in fields["slots"]:
         form = None if one["form"] is None else WeightForm(**one["form"])
-        slot = _Slot(one["name"], one["n"], one["k"], form, tuple(one["offsets"]), one["top_exponent"])
+        slot = _Slot(**{**one, "form": form, "offsets": tuple(one["offsets"])})
+        if slot.stream_bytes is not None and (
+            form is None or not can_be_sparse(form) or slot.stream_bytes < 0
+        ):
+            raise ValueError(f"{slot.name} has a stream of {slot.stream_bytes} bytes")
         for offset, size in zip(slot.offsets, slot.sizes, strict=True):
             in_file = 0 <= offset <= fields["file_bytes"] - size
             if slot.n <= 0 or slot.k <= 0 or offset % ALIGNMENT or not in_file:
@@ -335,18 +417,18 @@ def _check_shapes(model: PackedModel) -> None:
 
 def _checksum(slots: list[_Slot], mapped: mmap.mmap) -> str:
     """As `_write_arrays` computes it: chunk by chunk of rows, in order."""
-    content, memory = hashlib.sha256(), memoryview(mapped)
+    content, memory = hashlib.sha256(), memoryview(mapped)  # of dense weights, whatever their storage
     for slot in slots:
         content.update(_label(slot))
         if slot.form is None:
             content.update(memory[slot.offsets[0] : slot.offsets[0] + 4 * slot.n])
             continue
-        step, at = _rows_at_once(slot.k), list(slot.offsets)
-        for start in range(0, slot.n, step):
-            chunk = slot.form.arrays(min(step, slot.n - start), slot.k)
-            for i, (_, _, size) in enumerate(chunk):
-                content.update(memory[at[i] : at[i] + size])
-                at[i] += size
+        step, weight = _rows_at_once(slot.k) // PANEL, _weight(slot, mapped)
+        for start in range(0, weight.panels, step):
+            chunk = columns(weight, start, min(start + step, weight.panels))
+            assert chunk is not None
+            for array in sparse.to_dense(chunk).arrays:
+                content.update(_bytes_of(array))
     return content.hexdigest()
 
 
@@ -362,8 +444,8 @@ def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path)
         if slot.form is None:
             vectors[slot.name] = np.frombuffer(mapped, np.float32, slot.n, slot.offsets[0])
         else:
-            weight = _weight(slot.form, slot.n, slot.k, slot.offsets, mapped)
-            weights[slot.name] = replace(weight, top_exponent=slot.top_exponent)
+            weights[slot.name] = _weight(slot, mapped)
+            _check_counts(slot, weights[slot.name])
     tokenizer_bytes = fields["tokenizer_bytes"]
     if not 0 <= tokenizer_bytes <= len(text):
         raise ValueError(f"a tokenizer of {tokenizer_bytes} bytes, of {len(text)}")
@@ -383,10 +465,20 @@ def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path)
     )
 
 
-def _weight(form: WeightForm, n: int, k: int, offsets: tuple[int, ...], mapped: mmap.mmap) -> PackedWeight:
+def _weight(slot: _Slot, mapped: mmap.mmap) -> PackedWeight:
+    form = slot.form
+    assert form is not None
     views: list[Array] = []
-    for (shape, dtype, size), offset in zip(form.arrays(n, k), offsets, strict=True):
+    for (shape, dtype, size), offset in zip(slot.arrays, slot.offsets, strict=True):
         views.append(np.frombuffer(mapped, dtype, size // dtype.itemsize, offset).reshape(shape))
+    offsets = None if slot.stream_bytes is None else views.pop()
     values, scales, mins = [*views, None, None][:3]
     assert values is not None
-    return PackedWeight(form.kind, n, k, form.group, form.zero_point, values, scales, mins)
+    packed = PackedWeight(form.kind, slot.n, slot.k, form.group, form.zero_point, values, scales, mins)
+    return replace(packed, top_exponent=slot.top_exponent, offsets=offsets)
+
+
+def _check_counts(slot: _Slot, weight: PackedWeight) -> None:
+    """ValueError where a sparse weight's offsets, masks and length disagree."""
+    if weight.is_sparse and sparse.kept(weight) != slot.kept:
+        raise ValueError(f"{slot.name} keeps other weights than the head says")

@@ -16,6 +16,8 @@ from phasewise.cli.options import (
     KvFormat,
     KvFormatOption,
     ModelArgument,
+    Sparse,
+    SparseOption,
     ThreadsOption,
     WeightFormat,
 )
@@ -48,6 +50,7 @@ def run(
     wide: WideOption = False,
     weight_format: FormatOption = WeightFormat.native,
     kv_format: KvFormatOption = KvFormat.auto,
+    sparse: SparseOption = Sparse.auto,
     threads: ThreadsOption = None,
     db: DbOption = None,
     explain: ExplainOption = False,
@@ -69,7 +72,7 @@ def run(
     ]
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
-    found = open_model(model, weight_format, threads, db, note)
+    found = open_model(model, weight_format, threads, db, note, sparse=sparse.value)
     note_plans(found.plans)
     check_context(workloads, found.model.config.context_length)
     if explain:

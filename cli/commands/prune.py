@@ -1,0 +1,94 @@
+"""`phasewise prune`: set a share of a model's weights to zero."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phasewise.cli.options import JsonOption, ModelArgument
+from phasewise.cli.present import note, print_json, say
+
+
+class Method(StrEnum):
+    """How weights are chosen."""
+
+    magnitude = "magnitude"
+    wanda = "wanda"
+    sparsegpt = "sparsegpt"
+
+
+class Allocation(StrEnum):
+    """How layers share out the zeros."""
+
+    uniform = "uniform"
+    owl = "owl"
+
+
+class Storage(StrEnum):
+    """How weights lie in the file."""
+
+    dense = "dense"
+    bitmask = "bitmask"
+
+
+def prune(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIRECTORY", help="directory to write; new")],
+    sparsity: Annotated[
+        str,
+        typer.Option(metavar="SHARE", help="share of weights that become zero, or 2:4: two of every four"),
+    ] = "0.5",
+    method: Annotated[Method, typer.Option(help="how weights are chosen")] = Method.magnitude,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="text whose activations weigh the weights: wanda, sparsegpt and owl"
+        ),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(min=64, help="tokens of the calibration text")] = 16384,
+    allocation: Annotated[
+        Allocation, typer.Option(help="uniform: every layer alike; owl: layers with outliers keep more")
+    ] = Allocation.uniform,
+    skip: Annotated[
+        str, typer.Option(metavar="NAMES", help="weights left as they are, with commas between")
+    ] = "embed,lm_head",
+    storage: Annotated[
+        Storage,
+        typer.Option(help="dense, or bitmask: compressed-tensors' sparse-bitmask"),
+    ] = Storage.dense,
+    evaluation: Annotated[
+        Path | None, typer.Option("--eval", metavar="FILE", help="text to measure the perplexity on")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Set a share of MODEL's weights to zero and write a Hugging Face directory.
+
+    The weights of its linear layers are read as bf16. The directory appears
+    when it is whole; the same arguments give the same bytes.
+    """
+    from phasewise.cli.render.prune_text import pruned_lines
+    from phasewise.workflows.prune.run import PruneSettings, parse_pattern
+    from phasewise.workflows.prune.run import prune as run
+
+    settings = PruneSettings(
+        model=model,
+        out=out,
+        pattern=parse_pattern(sparsity),
+        method=method.value,
+        calibration=calibration,
+        calibration_tokens=calibration_tokens,
+        allocation=allocation.value,
+        skip=tuple(name for name in skip.split(",") if name),
+        storage=storage.value,
+        evaluation=evaluation,
+    )
+    found = run(settings, note)
+    if as_json:
+        print_json({**asdict(found), "out": str(found.out), "decode_bound": found.decode_bound})
+        return
+    for line in pruned_lines(found):
+        say(line)

@@ -1,0 +1,31 @@
+"""What `phasewise prune` prints at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phasewise.workflows.prune.run import Pruned
+
+LABEL_COLUMNS = 22
+
+
+def pruned_lines(found: Pruned) -> Iterator[str]:
+    """Labels and values."""
+    facts = [
+        ("written", str(found.out)),
+        ("zeros", f"{100 * found.zeros / found.weights:.1f} % of {found.weights / 1e6:.1f} M weights"),
+        ("bf16 dense", f"{found.dense_bytes / 1e6:.1f} MB"),
+        ("bf16 stored sparse", f"{found.sparse_bytes / 1e6:.1f} MB"),
+        ("int8 dense", f"{found.int8_bytes / 1e6:.1f} MB"),
+        ("decode, by bytes", f"at most {found.decode_bound:.2f} times as fast as bf16 dense"),
+    ]
+    if found.perplexity_before is not None and found.perplexity_after is not None:
+        change = found.perplexity_after / found.perplexity_before - 1
+        facts += [
+            ("perplexity before", f"{found.perplexity_before:.3f}"),
+            ("perplexity after", f"{found.perplexity_after:.3f} ({100 * change:+.1f} %)"),
+        ]
+    for label, value in facts:
+        yield f"{label:<{LABEL_COLUMNS}}{value}"

@@ -1,0 +1,128 @@
+"""Storage of packed weights: chosen by zeros, the same tokens and checksum, checked when a file is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phasewise.cython_kernels import _native, isa, packing, sparse
+from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.forms import BF16, INT4, INT8, WeightForm
+from phasewise.serving.loaders.storage import StorageChoice, break_even, bytes_share
+from phasewise.serving.model import PackedModel
+from phasewise.serving.sparse_mode import SPARSE_MODES
+from tests.support.tiny_models import TinyShape, hf_config, safetensors_bytes, tiny_weights, write_tiny_hf
+
+SHAPE = TinyShape(n_layers=2, hidden=128, ffn=256, head_dim=32)
+
+
+@pytest.fixture
+def pruned(tmp_path: Path) -> Path:
+    """A directory of a model whose layers have lost half of their weights."""
+    directory = write_tiny_hf(tmp_path / "model", "llama", shape=SHAPE)
+    rng = np.random.default_rng(0)
+    weights = tiny_weights("llama", SHAPE)
+    for name, w in weights.items():
+        if "proj" in name:
+            w[rng.random(w.shape) < 0.5] = 0
+    (directory / "model.safetensors").write_bytes(safetensors_bytes(weights, "bfloat16"))
+    assert hf_config("llama", SHAPE)["hidden_size"] == SHAPE.hidden
+    return directory
+
+
+def load(directory: Path, mode: str, weight_format: str = "native", **options: bool) -> PackedModel:
+    choice = StorageChoice(mode)  # type: ignore[arg-type]
+    return load_model(str(directory), weight_format, directory.parent / "cache", storage=choice, **options)
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "int8"])
+def test_every_choice_holds_the_same_numbers(pruned: Path, weight_format: str) -> None:
+    """always: all that can be; never: none; auto, where the CPU expands: those that are smaller for it."""
+    models = {mode: load(pruned, mode, weight_format) for mode in SPARSE_MODES}
+    expands = StorageChoice("auto").wants_sparse
+
+    for name, weight in models["never"].weights.items():
+        assert not weight.is_sparse
+        assert models["always"].weights[name].is_sparse
+        assert models["auto"].weights[name].is_sparse == (expands and name != "embed")
+        for mode in ("auto", "always"):
+            assert np.array_equal(packing.unpack(models[mode].weights[name]), packing.unpack(weight))
+    assert len({model.content_hash for model in models.values()}) == 1
+
+
+def test_a_packed_file_is_kept_while_the_choice_is_the_same(pruned: Path) -> None:
+    """Whatever other choices made beside it; a checksum covers sparse weights too."""
+    for mode in SPARSE_MODES:
+        load(pruned, mode)
+    files = {path: path.stat().st_ino for path in (pruned.parent / "cache" / "packed").iterdir()}
+
+    for mode in SPARSE_MODES:
+        load(pruned, mode, checksum=True)
+
+    assert {path: path.stat().st_ino for path in (pruned.parent / "cache" / "packed").iterdir()} == files
+
+
+def test_a_dense_model_has_one_packed_file_for_auto_and_never(tmp_path: Path) -> None:
+    directory = write_tiny_hf(tmp_path / "model", "llama")
+
+    for mode in ("auto", "never"):
+        load(directory, mode, "bf16")
+
+    assert len(list((tmp_path / "cache" / "packed").iterdir())) == 1
+
+
+def test_a_measured_preference_overrules_bytes(pruned: Path) -> None:
+    asked = []
+
+    def measured(form: WeightForm, n: int, k: int, density: float) -> bool:
+        asked.append((form.kind, n, k, round(density, 1)))
+        return False
+
+    if not StorageChoice().wants_sparse:
+        pytest.skip("this CPU does not expand: auto asks for no measurement")
+    model = load_model(
+        str(pruned), "native", pruned.parent / "cache", storage=StorageChoice("auto", measured)
+    )
+
+    assert not any(weight.is_sparse for weight in model.weights.values())
+    assert ("bf16", 128, 256, 0.5) in asked
+
+
+def test_a_changed_stream_is_packed_anew(pruned: Path) -> None:
+    """Masks that do not count what the offsets say: the file is not believed."""
+    model = load(pruned, "always")
+    weight = model.weights["layers.0.down"]
+    (path,) = (pruned.parent / "cache" / "packed").iterdir()
+    content = bytearray(path.read_bytes())
+    assert model.file is not None
+    at = weight.values.ctypes.data - model.file.address
+    content[at : at + 4] = b"\xff\xff\xff\xff"
+    path.with_suffix(".new").write_bytes(content)
+    path.with_suffix(".new").chmod(0o600)
+    path.with_suffix(".new").replace(path)
+
+    again = load(pruned, "always")
+
+    assert np.array_equal(packing.unpack(again.weights["layers.0.down"]), packing.unpack(weight))
+    assert sparse.kept(again.weights["layers.0.down"]) == sparse.kept(
+        load(pruned, "never").weights["layers.0.down"]
+    )
+
+
+def test_the_break_even_is_where_the_bytes_are() -> None:
+    for form in (BF16, INT8):
+        zeros = break_even(form, 1024, 1024)
+        assert bytes_share(form, 1024, 1024, 1 - zeros) == pytest.approx(0.9)
+    assert not StorageChoice("always").is_sparse(INT4, 64, 64, 100)
+
+
+def test_auto_is_dense_where_nothing_expands() -> None:
+    with isa.using("portable"):
+        assert not StorageChoice().wants_sparse
+    _native.let_expand(False)
+    try:
+        assert not StorageChoice().wants_sparse
+    finally:
+        _native.let_expand(True)

@@ -1,0 +1,184 @@
+"""A Hugging Face directory of a pruned model: written beside its name, and renamed when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.cython_kernels import packing
+from phasewise.workflows.errors import WorkflowError
+
+if TYPE_CHECKING:
+    from phasewise.serving.loaders.source import ModelSource
+    from phasewise.serving.model import ModelConfig
+
+Array = npt.NDArray[Any]
+
+WRITABLE = ("llama", "mistral", "qwen2", "qwen3")
+HEADER_BYTES_A_TENSOR = 256
+COPIED = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja")
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the file to be; dtype is the file's name for what `array` holds."""
+
+    name: str
+    dtype: str
+    array: Array
+
+
+def check_family(source: ModelSource) -> None:
+    """WorkflowError for a model whose tensors would not be read again from a plain directory."""
+    architecture = source.config.architecture
+    if architecture not in WRITABLE or source.config.experts is not None:
+        raise WorkflowError(
+            f"{source.name} is a {architecture} model: prune writes {', '.join(WRITABLE)} without experts"
+        )
+
+
+@contextlib.contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """A directory that takes the name `out` if the block ends well, and vanishes if it does not."""
+    if out.exists():
+        raise WorkflowError(f"{out} exists already: name a directory that does not")
+    prefix = f".{out.name}.prune-"
+    try:
+        for left_over in out.parent.glob(prefix + "*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
+    except OSError as error:
+        raise WorkflowError(f"{out} cannot be made: {error.strerror}") from error
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())
+        temporary.rename(out)
+    except OSError as error:
+        raise WorkflowError(f"{out} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def write_texts(source: ModelSource, directory: Path, sparsity: Mapping[str, Any] | None) -> None:
+    """Config and tokenizer. sparsity: what config.json says of compressed tensors; None: they are dense."""
+    if source.path.is_dir():
+        config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
+        for name in COPIED:
+            if (source.path / name).is_file():
+                shutil.copyfile(source.path / name, directory / name)
+    else:
+        config = config_fields(source.config)
+        tokenizer: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_bos_token": source.config.add_bos,
+        }
+        if source.chat_template is not None:
+            tokenizer["chat_template"] = source.chat_template
+        _write_json(directory / "tokenizer_config.json", tokenizer)
+    config.pop("quantization_config", None)
+    config |= {"torch_dtype": "bfloat16"}
+    if sparsity is not None:
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "dense",
+            "sparsity_config": dict(sparsity),
+        }
+    _write_json(directory / "config.json", config)
+    (directory / "tokenizer.json").write_text(source.tokenizer_json(), encoding="utf-8")
+
+
+def config_fields(config: ModelConfig) -> dict[str, Any]:
+    """config.json of a model of one of the WRITABLE families."""
+    if config.rope.scaling is not None:
+        raise WorkflowError(
+            "a GGUF file with scaled RoPE cannot be written as a directory: give the directory"
+        )
+    eos = list(config.eos_token_ids)
+    return {
+        "architectures": [CLASSES[config.architecture]],
+        "model_type": config.architecture,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tied_embeddings,
+        "hidden_act": "silu",
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos,
+    }
+
+
+def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_tensors(path: Path, tensors: Iterable[Tensor], most: int) -> None:
+    """A safetensors file of at most `most` tensors, one in memory at a time.
+
+    The header comes first and says how large tensors are: room is left for it until they are.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    room, at = HEADER_BYTES_A_TENSOR * (most + 1), 0
+    with path.open("wb") as file:
+        file.seek(8 + room)
+        for tensor in tensors:
+            data = np.ascontiguousarray(tensor.array).tobytes()
+            places = {"shape": list(tensor.array.shape), "data_offsets": [at, at + len(data)]}
+            header[tensor.name] = {"dtype": tensor.dtype, **places}
+            at += file.write(data)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) > room:
+            raise WorkflowError(f"{len(header) - 1} tensors have names of more than {room} bytes")
+        file.seek(0)
+        file.write(struct.pack("<Q", room) + text.ljust(room))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def bitmask_tensors(name: str, bits: Array) -> list[Tensor]:
+    """bf16 bits (uint16 [n, k]) as compressed-tensors' `sparse-bitmask` has them."""
+    kept = bits != 0
+    stem = name.removesuffix(".weight")
+    counts = kept.sum(axis=1, dtype=np.int64)
+    return [
+        Tensor(f"{stem}.shape", "I64", np.array(bits.shape, np.int64)),
+        Tensor(f"{stem}.compressed", "BF16", bits[kept]),
+        Tensor(f"{stem}.bitmask", "U8", np.packbits(kept, axis=1, bitorder="little")),
+        Tensor(f"{stem}.row_offsets", "I64", np.cumsum(counts) - counts),
+    ]
+
+
+def bf16_bits(w: Array) -> Array:
+    """float32 to bf16 bits, -0 as +0."""
+    bits = packing.to_bf16(w)
+    bits[bits == np.uint16(0x8000)] = 0
+    return bits

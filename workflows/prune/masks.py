@@ -1,0 +1,142 @@
+"""Which weights a method sets to zero, and what SparseGPT makes of the others. Plain numpy over one matrix.
+
+- magnitude: the smallest |w| of the matrix.
+- wanda: in each row the smallest |w| times the norm of its input (Sun et al. 2024, eq. 1).
+- sparsegpt: columns from left to right, each error made up for in those that follow, by the inverse Hessian
+  of the inputs (Frantar and Alistarh 2023, algorithm 1).
+- OWL: layers with more outliers keep more (Yin et al. 2024, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+Method = Literal["magnitude", "wanda", "sparsegpt"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+BLOCK_COLUMNS = 128
+DAMPING = 0.01
+"""Of the mean of the Hessian's diagonal (SparseGPT)."""
+OUTLIER = 5.0
+"""A score this many times the mean of its matrix is an outlier (OWL)."""
+SPREAD = 0.08
+"""Layers' sparsities differ from the wanted one by at most so much (OWL's lambda)."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How many weights become zero: a share, or `zeros` of every `of` along the inputs."""
+
+    share: float
+    zeros: int = 0
+    of: int = 0
+
+    @property
+    def is_structured(self) -> bool:
+        return self.of > 0
+
+    def __str__(self) -> str:
+        return f"{self.zeros}:{self.of}" if self.is_structured else f"{self.share:g}"
+
+
+def magnitude_mask(w: Array, pattern: Pattern) -> Array:
+    """bool [n, k], true where a weight is kept."""
+    return _keep_rows(np.abs(w), pattern) if pattern.is_structured else _keep_of_all(np.abs(w), pattern.share)
+
+
+def wanda_scores(w: Array, squares: Array) -> Array:
+    """float32 [n, k]: |w| times the norm of its input; squares: of each input, summed over rows."""
+    scores: Array = np.abs(w) * np.sqrt(squares).astype(np.float32)
+    return scores
+
+
+def wanda_mask(w: Array, squares: Array, pattern: Pattern) -> Array:
+    """bool [n, k], true where a weight is kept."""
+    return _keep_rows(wanda_scores(w, squares), pattern)
+
+
+def _keep_of_all(scores: Array, share: float) -> Array:
+    keep = np.ones(scores.size, dtype=bool)
+    keep[np.argsort(scores, axis=None, kind="stable")[: int(share * scores.size)]] = False
+    return keep.reshape(scores.shape)
+
+
+def _keep_rows(scores: Array, pattern: Pattern) -> Array:
+    """Of each row, or of every group in it, the largest scores; of equal ones the later."""
+    n, k = scores.shape
+    keep = np.ones_like(scores, dtype=bool)
+    if not pattern.is_structured:
+        np.put_along_axis(
+            keep, np.argsort(scores, axis=1, kind="stable")[:, : int(k * pattern.share)], False, 1
+        )
+        return keep
+    groups = scores.reshape(n, k // pattern.of, pattern.of)
+    dropped = np.argsort(groups, axis=2, kind="stable")[..., : pattern.zeros]
+    kept = keep.reshape(groups.shape)
+    np.put_along_axis(kept, dropped, False, 2)
+    return kept.reshape(n, k)
+
+
+def sparsegpt(w: Array, hessian: Array, pattern: Pattern) -> Array:
+    """float32 [n, k] with zeros; what they did is spread over the weights that follow. hessian: X^T X."""
+    w, inverse = w.astype(np.float32, copy=True), _inverse_factor(hessian)
+    dead = np.diag(hessian) == 0
+    w[:, dead] = 0
+    for begin in range(0, w.shape[1], BLOCK_COLUMNS):
+        end = min(begin + BLOCK_COLUMNS, w.shape[1])
+        errors = _prune_block(w[:, begin:end], inverse[begin:end, begin:end], pattern)
+        w[:, end:] -= errors @ inverse[begin:end, end:]
+    return w
+
+
+def _inverse_factor(hessian: Array) -> Array:
+    """The upper Cholesky factor of the damped Hessian's inverse, float32."""
+    h = hessian.astype(np.float64)
+    diagonal = np.arange(h.shape[0])
+    h[diagonal[np.diag(h) == 0], diagonal[np.diag(h) == 0]] = 1
+    h[diagonal, diagonal] += DAMPING * np.mean(np.diag(h))
+    upper: Array = np.linalg.cholesky(np.linalg.inv(h)).T.astype(np.float32)
+    return np.ascontiguousarray(upper)
+
+
+def _prune_block(w: Array, inverse: Array, pattern: Pattern) -> Array:
+    """Prunes the columns of `w` in place; returns their errors, scaled for the columns that follow."""
+    errors = np.zeros_like(w)
+    diagonal = np.diag(inverse)
+    keep = np.ones_like(w, dtype=bool)
+    if not pattern.is_structured:
+        keep = _keep_of_all((w / diagonal) ** 2, pattern.share)
+    for i in range(w.shape[1]):
+        if pattern.is_structured and i % pattern.of == 0:
+            group = slice(i, i + pattern.of)
+            keep[:, group] = _keep_rows((w[:, group] / diagonal[group]) ** 2, pattern)
+        column = w[:, i].copy()
+        w[~keep[:, i], i] = 0
+        error = (column - w[:, i]) / diagonal[i]
+        w[:, i + 1 :] -= np.outer(error, inverse[i, i + 1 :])
+        errors[:, i] = error
+    return errors
+
+
+def outlier_share(scores: Sequence[Array]) -> float:
+    """How many of a layer's scores are outliers of their matrix."""
+    found = sum(int((one > OUTLIER * one.mean()).sum()) for one in scores)
+    return found / sum(one.size for one in scores)
+
+
+def owl_shares(outliers: Sequence[float], share: float) -> list[float]:
+    """The share of zeros of each layer, from its share of outliers; their mean is `share`."""
+    found = np.asarray(outliers)
+    width = found.max() - found.min()
+    if width == 0:
+        return [share] * len(found)
+    kept = (found - found.min()) / width * 2 * SPREAD
+    shares = share - (kept - kept.mean())
+    return [float(one) for one in np.clip(shares, 0.0, 1.0)]

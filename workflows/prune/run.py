@@ -1,0 +1,322 @@
+"""Prune a model: calibrate, choose what becomes zero, write a directory, and say what it gained and lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.cython_kernels import packing
+from phasewise.cython_kernels.blocks import BlockRows
+from phasewise.serving.loaders.forms import BF16, INT8
+from phasewise.serving.loaders.hf_model import GLOBAL_NAMES, LAYER_NAMES
+from phasewise.serving.loaders.storage import bytes_share
+from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.prune import masks
+from phasewise.workflows.prune.calibration import READERS, Activations, gather, windows
+from phasewise.workflows.prune.directory import (
+    Tensor,
+    bf16_bits,
+    bitmask_tensors,
+    check_family,
+    new_directory,
+    write_tensors,
+    write_texts,
+)
+from phasewise.workflows.prune.masks import Method, Pattern
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.serving.loaders.source import ModelSource, SourceTensor
+
+Array = npt.NDArray[Any]
+
+CALIBRATION_TOKENS = 16384
+EVALUATION_TOKENS = 20480
+EMBEDDINGS = ("embed", "lm_head")
+LAYER_WEIGHTS = tuple(READERS)
+
+
+@dataclass(frozen=True)
+class PruneSettings:
+    """What `phasewise prune` is asked for."""
+
+    model: str
+    out: Path
+    pattern: Pattern
+    method: Method = "magnitude"
+    calibration: Path | None = None
+    calibration_tokens: int = CALIBRATION_TOKENS
+    allocation: Literal["uniform", "owl"] = "uniform"
+    skip: tuple[str, ...] = EMBEDDINGS
+    storage: Literal["dense", "bitmask"] = "dense"
+    evaluation: Path | None = None
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.skip) - {*EMBEDDINGS, *LAYER_WEIGHTS})
+        if unknown:
+            raise UsageError(
+                f"--skip {unknown[0]}: {', '.join((*EMBEDDINGS, *LAYER_WEIGHTS))} can be skipped"
+            )
+        if not self.pattern.is_structured and not 0 < self.pattern.share < 1:
+            raise UsageError(f"--sparsity {self.pattern}: a share between 0 and 1, or 2:4, expected")
+        if self.calibration is None and (self.method != "magnitude" or self.allocation == "owl"):
+            what = self.method if self.method != "magnitude" else "--allocation owl"
+            raise UsageError(f"{what} weighs weights by their inputs: give a text with --calibration FILE")
+        if self.allocation == "owl" and self.pattern.is_structured:
+            raise UsageError(f"--allocation owl gives layers different shares, --sparsity {self.pattern} one")
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What came of it. Bytes are those of all weights in memory."""
+
+    out: Path
+    zeros: int
+    weights: int
+    dense_bytes: int
+    sparse_bytes: int
+    int8_bytes: int
+    read_dense_bytes: int
+    """Of weights that a token of decoding reads, stored dense."""
+    read_sparse_bytes: int
+    perplexity_before: float | None
+    perplexity_after: float | None
+
+    @property
+    def decode_bound(self) -> float:
+        """How much faster decoding may become, where memory alone limits it."""
+        return self.read_dense_bytes / self.read_sparse_bytes
+
+
+def parse_pattern(text: str) -> Pattern:
+    """`0.5`, or `2:4`: so many of so many along the inputs. UsageError for anything else."""
+    zeros, colon, of = text.partition(":")
+    try:
+        if not colon:
+            return Pattern(float(text))
+        found = Pattern(int(zeros) / int(of), int(zeros), int(of))
+    except (ValueError, ZeroDivisionError):
+        raise UsageError(f"--sparsity {text}: a share such as 0.5, or 2:4, expected") from None
+    if not 0 < found.zeros < found.of <= 32:
+        raise UsageError(f"--sparsity {text}: fewer zeros than weights in a group of at most 32 expected")
+    return found
+
+
+def prune(settings: PruneSettings, report: Report = silent) -> Pruned:
+    """Write the directory and return what it holds. Raises WorkflowError, UsageError, ModelError."""
+    from phasewise.serving.loaders import open_source
+    from phasewise.serving.loaders.resolve import cache_root, locate
+
+    located = locate(settings.model, cache_root(), report)
+    with open_source(located) as source, new_directory(settings.out) as directory:
+        check_family(source)
+        activations = _calibrate(settings, report)
+        chosen = _choose(settings, source, activations, report)
+        sparsity = _sparsity_config(settings) if settings.storage == "bitmask" else None
+        write_texts(source, directory, sparsity)
+        found = _write(settings, source, chosen, activations, directory / "model.safetensors", report)
+    before = after = None
+    if settings.evaluation is not None:
+        before = _perplexity(settings.model, settings.evaluation, report)
+        after = _perplexity(str(settings.out), settings.evaluation, report)
+    return replace(found, perplexity_before=before, perplexity_after=after)
+
+
+def _calibrate(settings: PruneSettings, report: Report) -> Activations | None:
+    if settings.calibration is None:
+        return None
+    from phasewise.serving.loaders import load_model
+    from phasewise.serving.loaders.storage import StorageChoice
+
+    model = load_model(settings.model, "bf16", report=report, storage=StorageChoice("never"))
+    pieces = windows(model, _read(settings.calibration), settings.calibration_tokens)
+    return gather(model, pieces, "hessian" if settings.method == "sparsegpt" else "squares", report)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkflowError(f"{path} cannot be read as text: {error}") from error
+
+
+def _choose(
+    settings: PruneSettings, source: ModelSource, activations: Activations | None, report: Report
+) -> list[Pattern]:
+    """The pattern of each layer."""
+    n_layers, pattern = source.config.n_layers, settings.pattern
+    if settings.allocation == "uniform":
+        return [pattern] * n_layers
+    assert activations is not None
+    outliers = []
+    for layer in range(n_layers):
+        scores = [
+            masks.wanda_scores(
+                _bf16(source.tensors[f"layers.{layer}.{name}"]), activations.squares[layer, reader]
+            )
+            for name, reader in READERS.items()
+        ]
+        outliers.append(masks.outlier_share(scores))
+    shares = masks.owl_shares(outliers, pattern.share)
+    report(f"owl: layers keep from {1 - max(shares):.2f} to {1 - min(shares):.2f} of their weights")
+    return [Pattern(share) for share in shares]
+
+
+def _bf16(tensor: SourceTensor) -> Array:
+    """All rows, rounded to bf16, as float32 [n, k]."""
+    rows = tensor.rows(0, tensor.shape[0])
+    if not isinstance(rows, np.ndarray):
+        rows = packing.dequantise(packing.widened(rows) if isinstance(rows, BlockRows) else rows)
+    values: Array = packing.from_bf16(bf16_bits(rows))
+    return values
+
+
+def _sparsity_config(settings: PruneSettings) -> Mapping[str, Any]:
+    return {
+        "format": "sparse-bitmask",
+        "sparsity_structure": str(settings.pattern) if settings.pattern.is_structured else "unstructured",
+        "global_sparsity": settings.pattern.share,
+        "targets": ["Linear"],
+        "ignore": [name for name in settings.skip if name == "lm_head"],
+    }
+
+
+def _pruned(
+    w: Array, pattern: Pattern, method: Method, activations: Activations | None, key: tuple[int, str]
+) -> Array:
+    if pattern.is_structured and w.shape[1] % pattern.of:
+        raise WorkflowError(f"a weight of {w.shape[1]} inputs is not whole groups of {pattern.of}")
+    if method == "magnitude" or activations is None:
+        return np.where(masks.magnitude_mask(w, pattern), w, np.float32(0))
+    if method == "wanda":
+        return np.where(masks.wanda_mask(w, activations.squares[key], pattern), w, np.float32(0))
+    return masks.sparsegpt(w, activations.hessians[key], pattern)
+
+
+def _layer_of(name: str) -> tuple[int, str]:
+    """("layers.3.q") is (3, "q")."""
+    _, layer, weight = name.split(".")
+    return int(layer), weight
+
+
+@dataclass
+class _Tally:
+    """Bytes and counts, added up while tensors are written."""
+
+    zeros: int = 0
+    weights: int = 0
+    dense_bytes: int = 0
+    sparse_bytes: int = 0
+    int8_bytes: int = 0
+    read_dense_bytes: int = 0
+    read_sparse_bytes: int = 0
+
+    def add(self, name: str, bits: Array, is_read: bool) -> None:
+        n, k = bits.shape
+        kept = int(np.count_nonzero(bits))
+        density = kept / bits.size
+        share = bytes_share(BF16, n, k, density)
+        dense, least = BF16.nbytes(n, k), min(1.0, share)
+        self.zeros += bits.size - kept
+        self.weights += bits.size
+        self.dense_bytes += dense
+        self.sparse_bytes += int(dense * least)
+        self.int8_bytes += INT8.nbytes(n, k)
+        self.read_dense_bytes += dense if is_read else 0
+        self.read_sparse_bytes += int(dense * least) if is_read else 0
+
+
+def _write(
+    settings: PruneSettings,
+    source: ModelSource,
+    patterns: Sequence[Pattern],
+    activations: Activations | None,
+    path: Path,
+    report: Report,
+) -> Pruned:
+    """The file of tensors. A weight is in memory once as float32 while its turn lasts."""
+    tally = _Tally()
+    tied = source.config.tied_embeddings
+
+    def tensors() -> Iterator[Tensor]:
+        for number, (name, tensor) in enumerate(_in_order(source)):
+            theirs = theirs_of(name)
+            if len(tensor.shape) == 1:
+                rows = tensor.rows(0, 1)
+                assert isinstance(rows, np.ndarray)
+                yield Tensor(theirs, "F32", rows.reshape(-1).astype(np.float32))
+                continue
+            w = _bf16(tensor)
+            weight = name.rpartition(".")[2]
+            if weight not in settings.skip:
+                if weight in EMBEDDINGS:
+                    w = np.where(masks.magnitude_mask(w, settings.pattern), w, np.float32(0))
+                else:
+                    layer, _ = _layer_of(name)
+                    key = layer, READERS[weight]
+                    w = _pruned(w, patterns[layer], settings.method, activations, key)
+            bits = bf16_bits(w)
+            tally.add(name, bits, is_read=name != "embed" or tied)
+            if settings.storage == "bitmask" and weight not in EMBEDDINGS:
+                yield from bitmask_tensors(theirs, bits)
+            else:
+                yield Tensor(theirs, "BF16", bits)
+            report(f"pruning: {number + 1} of {len(source.tensors)} tensors")
+
+    write_tensors(path, tensors(), 4 * len(source.tensors))
+    return Pruned(settings.out, **vars(tally), perplexity_before=None, perplexity_after=None)
+
+
+def _in_order(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
+    """Sorted by layer, so that the same model gives the same file whatever it was read from."""
+
+    def place(name: str) -> tuple[int, str]:
+        return (_layer_of(name)[0], name) if name.startswith("layers.") else (-1, name)
+
+    yield from sorted(source.tensors.items(), key=lambda item: place(item[0]))
+
+
+def theirs_of(ours: str) -> str:
+    """A tensor's name in a Hugging Face directory of a plain family."""
+    if not ours.startswith("layers."):
+        return _GLOBAL[ours]
+    layer, name = _layer_of(ours)
+    return f"model.layers.{layer}.{_LAYER[name]}"
+
+
+_GLOBAL = {ours: theirs for theirs, ours in GLOBAL_NAMES.items()}
+_LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
+
+
+def _perplexity(model: str, text: Path, report: Report) -> float:
+    """Of a model as bf16 over the first tokens of a text, in windows that do not overlap."""
+    from phasewise.serving.batch import Batch, SequenceSlice
+    from phasewise.serving.loaders import load_model
+    from phasewise.serving.ranks import LocalRanks, RankOptions
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import PHASES, default_plan
+
+    loaded = load_model(model, "bf16", report=report)
+    pieces = windows(loaded, _read(text), EVALUATION_TOKENS)
+    longest = max(map(len, pieces))
+    machine = read_machine()
+    plans = {phase: default_plan(machine, phase) for phase in PHASES}
+    ranks = LocalRanks(loaded, plans, RankOptions(longest, longest, max_sequences=1))
+    total, count = 0.0, 0
+    try:
+        for number, piece in enumerate(pieces):
+            logits = ranks.all_logits(Batch("prefill", (SequenceSlice(piece, 0, 0, True),)))[: len(piece) - 1]
+            top = logits.max(axis=1, keepdims=True)
+            norm = np.log(np.exp(logits - top).sum(axis=1, dtype=np.float64)) + top[:, 0]
+            total += float((norm - logits[np.arange(len(logits)), np.asarray(piece[1:])]).sum())
+            count += len(piece) - 1
+            report(f"perplexity of {loaded.name}: {number + 1} of {len(pieces)} windows")
+    finally:
+        ranks.close()
+    return math.exp(total / count)
