@@ -22,7 +22,7 @@ from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Comparison, Problem, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
-from phasewise.tuner.lookup import Choice, ScheduleTable
+from phasewise.tuner.lookup import ScheduleChoice, ScheduleTable
 from phasewise.tuner.native import NativeEvaluator, is_default_for
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.weights import cold_bytes
@@ -58,7 +58,7 @@ def neighbours(problems: Sequence[Problem], table: ScheduleTable) -> Iterator[tu
                 yield Problem(*key, m), choice.schedule, choice.why
 
 
-def _farthest(near: Sequence[tuple[int, Choice]], tuned: int) -> Sequence[tuple[int, Choice]]:
+def _farthest(near: Sequence[tuple[int, ScheduleChoice]], tuned: int) -> Sequence[tuple[int, ScheduleChoice]]:
     """The one farthest from a tuned m among those that run with its schedule; none if there are none."""
     own = [(m, choice) for m, choice in near if choice.why.endswith(f"m={tuned}")]
     return sorted(own, key=lambda one: abs(one[0] - tuned))[-1:]

@@ -43,7 +43,7 @@ from served_process import (
     read_metrics,
 )
 
-from phasewise.tuner.config.lengths import Request as Lengths
+from phasewise.tuner.config.lengths import RequestLengths as Lengths
 from phasewise.tuner.config.trace import load_trace
 
 SHARED_TOKENS = 48
@@ -55,7 +55,7 @@ ARENA_MIB = 1.0
 """What Python takes from the system at once. One late step is no slope; a larger one is not flat either."""
 
 
-class Request(NamedTuple):
+class RequestLengths(NamedTuple):
     """One class of requests: what is sent, less `stream`."""
 
     prompt: list[int]
@@ -103,7 +103,7 @@ class Tally:
         return self.n_right + self.n_left + sum(self.wrong.values())
 
 
-def make_classes(trace: Sequence[Lengths], n_classes: int, dice: random.Random) -> list[Request]:
+def make_classes(trace: Sequence[Lengths], n_classes: int, dice: random.Random) -> list[RequestLengths]:
     """Of lengths drawn from the trace."""
     shared = [dice.choices(TOKEN_IDS, k=SHARED_TOKENS) for _ in range(4)]
     made = []
@@ -111,7 +111,7 @@ def make_classes(trace: Sequence[Lengths], n_classes: int, dice: random.Random) 
         one = dice.choice(trace)
         beginning = shared[index // 2 % 4] if index % 2 else []
         own = dice.choices(TOKEN_IDS, k=max(1, one.prompt_tokens - len(beginning)))
-        made.append(Request(beginning + own, one.output_tokens, index if index % 4 > 1 else None))
+        made.append(RequestLengths(beginning + own, one.output_tokens, index if index % 4 > 1 else None))
     return made
 
 
@@ -119,7 +119,12 @@ class Soak:
     """One run against one server."""
 
     def __init__(
-        self, server: ServerProcess, model: str, classes: Sequence[Request], leavers: float, n_warm: int
+        self,
+        server: ServerProcess,
+        model: str,
+        classes: Sequence[RequestLengths],
+        leavers: float,
+        n_warm: int,
     ) -> None:
         self.server = server
         self.n_warm = n_warm

@@ -86,7 +86,7 @@ class Search:
         )
 
 
-class Answer(NamedTuple):
+class BestCell(NamedTuple):
     """The best cell, and how it was found."""
 
     cell: Cell
@@ -96,7 +96,7 @@ class Answer(NamedTuple):
     frontier: list[Cell]
 
 
-def cheapest(search: Search, guess: Sequence[float]) -> Answer:
+def cheapest(search: Search, guess: Sequence[float]) -> BestCell:
     """The feasible cell with the least objective; of equals the least tight one, then the smaller first axis.
 
     guess: what the load keeps busy on each axis, in machines; only where the search begins. ClusterError if
@@ -111,17 +111,19 @@ def cheapest(search: Search, guess: Sequence[float]) -> Answer:
     while (better := _better_neighbour(search, best)) is not None:
         best = _least_tight(search, better)
     outcome = search.outcome(best)
-    return Answer(best, search.objective(best), outcome, len(search.outcomes), search.frontier())
+    return BestCell(best, search.objective(best), outcome, len(search.outcomes), search.frontier())
 
 
-def whole_grid(search: Search) -> Answer:
+def whole_grid(search: Search) -> BestCell:
     """The same answer by running every cell: what the search is tested against."""
     sides = [range(1, search.most + 1)] * len(search.weights)
     feasible = [cell for cell in product(*sides) if search.outcome(cell).is_feasible]
     if not feasible:
         raise ClusterError(_none_keeps(search))
     best = min(feasible, key=lambda cell: _rank(search, cell))
-    return Answer(best, search.objective(best), search.outcome(best), len(search.outcomes), search.frontier())
+    return BestCell(
+        best, search.objective(best), search.outcome(best), len(search.outcomes), search.frontier()
+    )
 
 
 def _rank(search: Search, cell: Cell) -> tuple[float, float, Cell]:

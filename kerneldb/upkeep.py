@@ -25,7 +25,7 @@ from phasewise.kerneldb.records import (
 from phasewise.kerneldb.store import Report, Store
 
 
-class Standing(StrEnum):
+class PreferenceReason(StrEnum):
     """Why a timing is the preferred one of its key."""
 
     IN_USE = "in use"
@@ -47,7 +47,7 @@ class Preferred:
     """The timing that speaks for its key."""
 
     measurement: Measurement
-    standing: Standing
+    standing: PreferenceReason
 
     @property
     def key(self) -> Key:
@@ -64,10 +64,10 @@ class Preferred:
 def preferred(store: Store) -> dict[Key, Preferred]:
     """One timing a key, in the order of problems."""
     sources = (
-        (Standing.IMPORTED, store.best_measurements(verified=False)),
-        (Standing.IMPORTED, store.promoted_measurements(verified=False)),
-        (Standing.MEASURED, store.best_measurements()),
-        (Standing.IN_USE, store.promoted_measurements()),
+        (PreferenceReason.IMPORTED, store.best_measurements(verified=False)),
+        (PreferenceReason.IMPORTED, store.promoted_measurements(verified=False)),
+        (PreferenceReason.MEASURED, store.best_measurements()),
+        (PreferenceReason.IN_USE, store.promoted_measurements()),
     )
     found = (Preferred(row, standing) for standing, rows in sources for row in rows)
     last = {one.key: one for one in found}
@@ -157,7 +157,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ScheduleVerdict:
     """How an imported schedule did against what was in use here."""
 
     problem: Problem
@@ -216,7 +216,7 @@ def _arithmetic(schedule: Schedule) -> tuple[str, int]:
     return schedule.compute_path, schedule.k_parts
 
 
-def verify(store: Store, here: Here, bench: Bench, top: int, report: Report) -> Iterator[Verdict]:
+def verify(store: Store, here: Here, bench: Bench, top: int, report: Report) -> Iterator[ScheduleVerdict]:
     """Measure the best imported schedules of each problem here, and promote those that pass a paired A/B.
 
     What was in use where it came from must not be slower than what is in use here. Where that fails, or none
@@ -238,7 +238,7 @@ def _measurable(candidates: Candidates, bench: Bench, report: Report) -> Candida
     return replace(candidates, timings=tuple(row for row in candidates.timings if not obstacles[row]))
 
 
-def _verify_one(store: Store, here: Here, bench: Bench, candidates: Candidates) -> list[Verdict]:
+def _verify_one(store: Store, here: Here, bench: Bench, candidates: Candidates) -> list[ScheduleVerdict]:
     problem = candidates.problem
     kernel_abi = here.kernel_abis[problem.family]
     in_use = store.promoted_measurement(problem, here.machine, kernel_abi)
@@ -253,7 +253,9 @@ def _verify_one(store: Store, here: Here, bench: Bench, candidates: Candidates) 
         passed = comparison.gain_low > 1.0
         if schedule == candidates.in_use_there:
             passed = comparison.gain_high >= 1.0
-        verdicts.append(Verdict(problem, schedule, claims[schedule], sample.estimate_ns, comparison, passed))
+        verdicts.append(
+            ScheduleVerdict(problem, schedule, claims[schedule], sample.estimate_ns, comparison, passed)
+        )
         if passed:
             promotions.append(Promotion(problem, schedule, incumbent, comparison, kernel_abi, origin))
             break

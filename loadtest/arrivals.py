@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 
-from phasewise.tuner.config.lengths import Request, Trace, whole_tokens
+from phasewise.tuner.config.lengths import RequestLengths, Trace, whole_tokens
 from phasewise.tuner.config.slo import parse_bounds
 from phasewise.tuner.errors import TraceError
 
@@ -68,7 +68,7 @@ def gamma_arrivals_s(rate: float, burstiness: float, count: int, rng: random.Ran
 def scaled(trace: Trace, time_scale: float, length_scale: float) -> Trace:
     """The trace with gaps multiplied by `time_scale` and lengths by `length_scale`."""
     return tuple(
-        Request(
+        RequestLengths(
             whole_tokens(one.prompt_tokens * length_scale),
             whole_tokens(one.output_tokens * length_scale),
             None if one.arrival_s is None else one.arrival_s * time_scale,
@@ -90,7 +90,7 @@ def repeated(trace: Trace, count: int) -> Trace:
     return tuple(_later(ordered[at % len(ordered)], at // len(ordered) * pass_s) for at in range(count))
 
 
-def _later(request: Request, by_s: float) -> Request:
+def _later(request: RequestLengths, by_s: float) -> RequestLengths:
     return request if request.arrival_s is None else replace(request, arrival_s=request.arrival_s + by_s)
 
 

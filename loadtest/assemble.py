@@ -12,7 +12,7 @@ from phasewise.loadtest.client import LoadTestError, Target, base_of
 from phasewise.loadtest.rate_search import RateSearch
 from phasewise.loadtest.session import LoadTest
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
-from phasewise.tuner.config.lengths import Request, Trace, parse_distribution
+from phasewise.tuner.config.lengths import RequestLengths, Trace, parse_distribution
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
 
@@ -99,7 +99,7 @@ def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
     n_requests = wanted.requests or without_count
     if wanted.lengths is not None:
         return scaled(parse_distribution(wanted.lengths, n_requests, wanted.seed), *scales)
-    one = Request(wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS)
+    one = RequestLengths(wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS)
     return scaled((one,) * n_requests, *scales)
 
 

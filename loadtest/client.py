@@ -81,7 +81,7 @@ def base_of(url: str) -> str:
     return address.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-class Client:
+class LoadClient:
     """An open HTTP session with one server."""
 
     def __init__(self, session: aiohttp.ClientSession, target: Target, *, keeps_text: bool = False) -> None:
@@ -89,9 +89,9 @@ class Client:
         self._keeps_text = keeps_text
         self.target = target
 
-    def aimed_at(self, target: Target) -> Client:
+    def aimed_at(self, target: Target) -> LoadClient:
         """A client of another target over the same connections."""
-        return Client(self._session, target, keeps_text=self._keeps_text)
+        return LoadClient(self._session, target, keeps_text=self._keeps_text)
 
     async def send(self, body: bytes, prompt_tokens: int, timeout_s: float | None = None) -> RequestOutcome:
         """Send one streamed request. Raises nothing but CancelledError.
@@ -171,7 +171,7 @@ class Client:
 
 
 @asynccontextmanager
-async def open_client(target: Target, *, keeps_text: bool = False) -> AsyncIterator[Client]:
+async def open_client(target: Target, *, keeps_text: bool = False) -> AsyncIterator[LoadClient]:
     """A client without a limit on connections; the load decides how many are open."""
     connector: aiohttp.BaseConnector = (
         aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
@@ -184,7 +184,7 @@ async def open_client(target: Target, *, keeps_text: bool = False) -> AsyncItera
     async with aiohttp.ClientSession(
         connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar()
     ) as session:
-        yield Client(session, target, keeps_text=keeps_text)
+        yield LoadClient(session, target, keeps_text=keeps_text)
 
 
 async def _json(response: aiohttp.ClientResponse) -> Any:

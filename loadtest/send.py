@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from phasewise.loadtest.arrivals import RequestPace
-from phasewise.loadtest.client import Client
+from phasewise.loadtest.client import LoadClient
 from phasewise.loadtest.metrics import Measured
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.prompts import Prompts
@@ -27,7 +27,7 @@ Limit: TypeAlias = Callable[[int], float | None]
 
 
 @dataclass
-class Load:
+class RequestLoad:
     """Requests to send, in order, and their pace. `seed` draws the arrivals; prompts have their own seed."""
 
     requests: Trace
@@ -46,7 +46,7 @@ Observe: TypeAlias = Callable[[RequestOutcome], bool]
 
 
 async def run_load(
-    client: Client, load: Load, stop: asyncio.Event, observe: Observe = lambda _outcome: False
+    client: LoadClient, load: RequestLoad, stop: asyncio.Event, observe: Observe = lambda _outcome: False
 ) -> Measured:
     """Send the load and measure it.
 
@@ -63,7 +63,7 @@ async def run_load(
 class _Running:
     """One load under way."""
 
-    def __init__(self, client: Client, load: Load, stop: asyncio.Event, observe: Observe) -> None:
+    def __init__(self, client: LoadClient, load: RequestLoad, stop: asyncio.Event, observe: Observe) -> None:
         self.outcomes: list[RequestOutcome] = []
         self._client = client
         self._load = load

@@ -14,13 +14,13 @@ from datetime import UTC, datetime
 from typing import TypeAlias
 
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace
-from phasewise.loadtest.client import Client, LoadTestError, Target, open_client
+from phasewise.loadtest.client import LoadClient, LoadTestError, Target, open_client
 from phasewise.loadtest.metrics import Measured, attainment, is_kept, kept_promises, most_missed
 from phasewise.loadtest.outcome import RequestOutcome
 from phasewise.loadtest.prompts import Prompts, calibrated
 from phasewise.loadtest.rate_search import RateSearch, find_rate
-from phasewise.loadtest.send import Load, Observe, run_load
-from phasewise.tuner.config.lengths import Request, Trace
+from phasewise.loadtest.send import Observe, RequestLoad, run_load
+from phasewise.tuner.config.lengths import RequestLengths, Trace
 from phasewise.tuner.config.trace import fitted
 
 SETTLE_S = 1.0
@@ -125,7 +125,7 @@ async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadRe
             return await (session.measure() if test.search is None else session.search(test.search))
 
 
-async def _with_model(client: Client) -> tuple[Client, int | None]:
+async def _with_model(client: LoadClient) -> tuple[LoadClient, int | None]:
     """The client with the named model, or the first that is served; and its context, if known."""
     wanted = client.target.model
     try:
@@ -157,7 +157,7 @@ def _fitting(requests: Trace, context: int | None, report: Report) -> Trace:
 class _Session:
     """One test on an open client."""
 
-    client: Client
+    client: LoadClient
     test: LoadTest
     prompts: Prompts
     stop: asyncio.Event
@@ -170,13 +170,13 @@ class _Session:
             self.report(f"warming up: {test.n_warm_up} requests ...")
             pace = RequestPace(None, most_at_once=min(test.n_warm_up, MOST_WARM_AT_ONCE))
             requests = tuple(test.requests[at % len(test.requests)] for at in range(test.n_warm_up))
-            load = Load(requests, pace, self.prompts, first_index=1 << 40)
+            load = RequestLoad(requests, pace, self.prompts, first_index=1 << 40)
             await run_load(self.client, load, self.stop)
 
     async def measure(self) -> LoadReport:
         """One load at the pace of the test."""
         test = self.test
-        load = Load(test.requests, test.pace, self.prompts, test.seed, duration_s=test.duration_s)
+        load = RequestLoad(test.requests, test.pace, self.prompts, test.seed, duration_s=test.duration_s)
         with self.progress(len(test.requests)) as observe:
             measured = await run_load(self.client, load, self.stop, observe)
         return self._load_report(measured, test.pace)
@@ -207,7 +207,7 @@ class _Session:
         test, slo = self.test, self.test.slo
         assert slo is not None
         requests = probe_requests(test.requests, rate, test.probe_s)
-        load = Load(
+        load = RequestLoad(
             requests,
             replace(test.pace, rate=rate),
             self.prompts,
@@ -274,7 +274,7 @@ def _either(stop: asyncio.Event, decided: asyncio.Event) -> Iterator[None]:
         following.cancel()
 
 
-def probe_requests(requests: Trace, rate: float, probe_s: float) -> tuple[Request, ...]:
+def probe_requests(requests: Trace, rate: float, probe_s: float) -> tuple[RequestLengths, ...]:
     """The requests of one probe: `requests` in turn, as often as needed."""
     count = max(1, round(rate * probe_s), min(FEWEST_OF_A_PROBE, round(rate * probe_s * LONGEST_PROBE)))
     return tuple(requests[at % len(requests)] for at in range(count))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.tuner.tuning_run import TuningProgress
     from phasewise.workflows.tune_config.run import Found
-    from phasewise.workflows.tune_kernels.rounds import Tuned
+    from phasewise.workflows.tune_kernels.rounds import TunedRound
 
 BOTH: tuple[Phase, ...] = ("prefill", "decode")
 
@@ -165,7 +165,7 @@ def tune_kernels(
     resume: bool = True,
     report: Report = silent,
     progress: Callable[[TuningProgress], None] = lambda _: None,
-) -> list[Tuned]:
+) -> list[TunedRound]:
     """Tune the matrix products and the attention of a model on this machine, for at most `budget_s` seconds.
 
     Every timing is stored at once, so a later call goes on from there. One result for each set of cores.

@@ -43,7 +43,7 @@ MOST_CHOICES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ScheduleChoice:
     """What products of one weight run with, from the choice before up to `last_m` rows.
 
     A range is exact if it holds the m at which its schedule was tuned.
@@ -66,21 +66,21 @@ class _Weight:
     own: frozenset[int]
     """The m where the kernels' own schedule is in use."""
 
-    def at(self, m: int) -> Choice:
+    def at(self, m: int) -> ScheduleChoice:
         exact = self.tuned.get(m)
         if exact is not None:
-            return Choice(m, exact, "exact", f"exact: tuned at m={m}")
+            return ScheduleChoice(m, exact, "exact", f"exact: tuned at m={m}")
         nearest = self._nearest(m)
         if max(nearest / m, m / nearest) > NEAR and not REPEAT_FROM <= nearest < m:
-            return Choice(m, None, "default", f"default: nothing tuned near, nearest is m={nearest}")
+            return ScheduleChoice(m, None, "default", f"default: nothing tuned near, nearest is m={nearest}")
         if nearest in self.own:
-            return Choice(m, None, "default", f"default: nothing was faster at m={nearest}")
+            return ScheduleChoice(m, None, "default", f"default: nothing was faster at m={nearest}")
         around = self._around(m)
         if len({_manner(even_tiles(self.tuned[one], m)) for one in around}) > 1:
             both = " and ".join(f"m={one}" for one in around)
-            return Choice(m, None, "default", f"default: {both} were tuned to different tiles")
+            return ScheduleChoice(m, None, "default", f"default: {both} were tuned to different tiles")
         why = f"neighbour: tuned at m={nearest}"
-        return Choice(m, even_tiles(self.tuned[nearest], m), "neighbour", why)
+        return ScheduleChoice(m, even_tiles(self.tuned[nearest], m), "neighbour", why)
 
     def _nearest(self, m: int) -> int:
         """In ratio; the smaller of two that are as near."""
@@ -112,18 +112,20 @@ class ScheduleTable:
         weight = self._weights.get(key)
         return None if weight is None else weight.arithmetic
 
-    def choice(self, key: WeightKey, m: int) -> Choice:
+    def choice(self, key: WeightKey, m: int) -> ScheduleChoice:
         """For exactly m rows."""
         weight = self._weights.get(key)
-        return Choice(m, None, "default", "default: nothing tuned") if weight is None else weight.at(m)
+        return (
+            ScheduleChoice(m, None, "default", "default: nothing tuned") if weight is None else weight.at(m)
+        )
 
-    def choices(self, key: WeightKey, max_m: int) -> list[Choice]:
+    def choices(self, key: WeightKey, max_m: int) -> list[ScheduleChoice]:
         """For every m from 1 to `max_m`: ranges of m, ascending, at most MOST_CHOICES.
 
         Where there would be more, the ranges that differ least in m are joined and run with one of their
         schedules.
         """
-        ranges: list[Choice] = []
+        ranges: list[ScheduleChoice] = []
         for m in range(1, max_m + 1):
             choice = self.choice(key, m)
             if ranges and ranges[-1].schedule == choice.schedule:
@@ -162,11 +164,11 @@ class PhaseSchedules:
         arithmetic = self.table.arithmetic(_gemm_key(weight))
         return (None, 1) if arithmetic is None else (arithmetic.compute_path, arithmetic.k_parts)
 
-    def products(self, weight: PackedWeight, max_m: int) -> Sequence[Choice]:
+    def products(self, weight: PackedWeight, max_m: int) -> Sequence[ScheduleChoice]:
         """Choices for products of 1 to `max_m` rows, ascending."""
         return self.table.choices(_gemm_key(weight), max_m)
 
-    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[Choice]:
+    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[ScheduleChoice]:
         """Choices for slices of 1 to `max_m` query rows, ascending."""
         return self.table.choices(("attention", kv_format, n, k), max_m)
 
@@ -199,16 +201,16 @@ def _gemm_key(weight: PackedWeight) -> WeightKey:
     return "gemm", format_name(weight), weight.n, weight.k
 
 
-def _joined(before: Choice, after: Choice) -> Choice:
+def _joined(before: ScheduleChoice, after: ScheduleChoice) -> ScheduleChoice:
     """A range and the m after it, which runs with the same schedule."""
     if "exact" not in (before.kind, after.kind):
         return replace(after, why=before.why)
     exact = before if before.kind == "exact" else after
     why = exact.why if NEIGHBOURS in exact.why else exact.why + NEIGHBOURS
-    return Choice(after.last_m, after.schedule, "exact", why)
+    return ScheduleChoice(after.last_m, after.schedule, "exact", why)
 
 
-def _join_nearest(ranges: list[Choice]) -> None:
+def _join_nearest(ranges: list[ScheduleChoice]) -> None:
     """Join the two ranges whose ends are nearest in ratio. The larger m, where more is at stake, decides."""
     firsts = [1, *(choice.last_m + 1 for choice in ranges)]
     at = min(range(len(ranges) - 1), key=lambda i: ranges[i + 1].last_m / firsts[i])

@@ -10,7 +10,7 @@ from phasewise.workflows.report import Report, silent
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import MachineKey, PlanRecord
     from phasewise.kerneldb.store import StoreStats
-    from phasewise.kerneldb.upkeep import Diff, Preferred, Verdict
+    from phasewise.kerneldb.upkeep import Diff, Preferred, ScheduleVerdict
 
     Machines: TypeAlias = dict[MachineKey, str]
 
@@ -120,7 +120,7 @@ def diff_fields(found: Diff, machines: Machines) -> list[dict[str, Any]]:
     ]
 
 
-def verdict_fields(one: Verdict) -> dict[str, Any]:
+def verdict_fields(one: ScheduleVerdict) -> dict[str, Any]:
     """The problem, the schedule, what was claimed and what was found, flat."""
     from dataclasses import asdict
 

@@ -13,7 +13,7 @@ from phasewise.workflows.errors import WorkflowError
 
 if TYPE_CHECKING:
     from phasewise.topology import Machine
-    from phasewise.tuner.doctor import Host, Tuned
+    from phasewise.tuner.doctor import Host, TunedCounts
 
 WATCH_S = 0.5
 """Time for which the CPUs' use is watched; long enough for shares of the scheduler's ticks."""
@@ -51,20 +51,22 @@ def this_host(db: str | None) -> Host:
     )
 
 
-def _tuned(db: str | None, machine: Machine) -> Tuned:
+def _tuned(db: str | None, machine: Machine) -> TunedCounts:
     """What the database holds for cores of this kind. An absent database is not created."""
     from phasewise.kerneldb.location import locate
     from phasewise.topology import core_signature
-    from phasewise.tuner.doctor import Tuned
+    from phasewise.tuner.doctor import TunedCounts
 
     location = locate(db)
     if location.is_absent:
-        return Tuned(f"{location.name} (absent)", 0, 0)
+        return TunedCounts(f"{location.name} (absent)", 0, 0)
     from phasewise.kerneldb.store import open_store
 
     with open_store(db) as store:
         same = [one for one in store.stats().signatures if one.machine.core_sig == core_signature(machine)]
-    return Tuned(location.name, sum(one.service_plans for one in same), sum(one.measurements for one in same))
+    return TunedCounts(
+        location.name, sum(one.service_plans for one in same), sum(one.measurements for one in same)
+    )
 
 
 def _refused_calls() -> dict[str, str]:

@@ -15,7 +15,7 @@ from phasewise.kerneldb.location import locate
 from phasewise.serving.forward import attention_problem
 from phasewise.serving.schedules import RowRange
 from phasewise.topology import Machine
-from phasewise.tuner.lookup import Choice, PhaseSchedules, ScheduleTable
+from phasewise.tuner.lookup import PhaseSchedules, ScheduleChoice, ScheduleTable
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.weights import format_name
 from phasewise.workflows.report import Report, silent
@@ -48,7 +48,7 @@ class KernelSchedules:
         return _row_ranges(self.found.attention(kv_format, n, k, max_m))
 
 
-def _row_ranges(choices: Sequence[Choice]) -> list[RowRange]:
+def _row_ranges(choices: Sequence[ScheduleChoice]) -> list[RowRange]:
     ranges = []
     for choice in choices:
         fields = None

@@ -8,7 +8,7 @@ from phasewise._version import __version__
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.kerneldb.store import Store
-from phasewise.kerneldb.upkeep import Here, Verdict, verify
+from phasewise.kerneldb.upkeep import Here, ScheduleVerdict, verify
 from phasewise.topology import Machine
 from phasewise.tuner.attention import ARITHMETIC, KV_BYTES, head_dim_of
 from phasewise.tuner.errors import TunerError
@@ -72,7 +72,7 @@ def verdicts(
     threads: int | None,
     lock: MeasurementLock,
     report: Report = silent,
-) -> Iterator[Verdict]:
+) -> Iterator[ScheduleVerdict]:
     """Verify the `top` best imported schedules of each problem, one verdict for each.
 
     They are timed, with the machine to this process, on the cores of each phase's default plan, which is

@@ -18,7 +18,7 @@ from phasewise.cli.options import (
     parse_budget,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
-from phasewise.workflows.tune_config.settings import SearchSettings
+from phasewise.workflows.tune_config.settings import TuneConfigSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,7 +60,7 @@ class EmitChoice(StrEnum):
 
 
 _SETTINGS = option_set(
-    SearchSettings,
+    TuneConfigSettings,
     None,
     phase=opt("the phase to find a plan for", kind=PhaseChoice),
     trace=opt("requests: Azure csv, ShareGPT json or jsonl, Mooncake jsonl", metavar="FILE"),
@@ -97,7 +97,7 @@ _SETTINGS = option_set(
 @spread(settings=_SETTINGS)
 def tune_config(
     model: ModelArgument,
-    settings: SearchSettings,
+    settings: TuneConfigSettings,
     emit: Annotated[
         EmitChoice | None,
         typer.Option(help="print the plans as flags of this tool; stored plans are printed without a search"),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase
-    from phasewise.workflows.tune_kernels.rounds import Round, Shape, Tuned
+    from phasewise.workflows.tune_kernels.rounds import Round, Shape, TunedRound
 
 
 def tune_kernels(
@@ -184,7 +184,7 @@ def _rounds(
 
 def _tune(
     rounds: list[Round], machine: Machine, db: str | None, budget_s: float, resume: bool
-) -> list[Tuned]:
+) -> list[TunedRound]:
     from phasewise.cli.render.tuning_text import progress_on_stderr
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_kernels.run import tune_rounds
@@ -215,7 +215,7 @@ def _print_plan(rounds: list[Round], as_json: bool) -> None:
         say(plan_text(rounds))
 
 
-def _print_tuned(tuned: list[Tuned], as_json: bool) -> None:
+def _print_tuned(tuned: list[TunedRound], as_json: bool) -> None:
     from phasewise.cli.render.tuning_text import tuned_text
     from phasewise.workflows.tune_kernels.tuned_json import tuned_fields
 

@@ -15,7 +15,7 @@ from phasewise.cli.render.config_text import milliseconds
 from phasewise.cli.render.status_line import StatusLine, status_line
 from phasewise.cli.render.tuning_text import progress_line
 from phasewise.tuner.config.study import Event, Tried
-from phasewise.tuner.config.walk import Cut, Stopped
+from phasewise.tuner.config.walk import PrunedTree, Stopped
 from phasewise.tuner.plans import Phase, list_cores
 from phasewise.workflows.tune_config.found_json import plan_words
 
@@ -77,9 +77,9 @@ class _Search:
         """What an event is worth, None for nothing."""
         return self._tried_line(event) if isinstance(event, Tried) else self._decision_line(event)
 
-    def _decision_line(self, event: Cut | Stopped) -> str | None:
+    def _decision_line(self, event: PrunedTree | Stopped) -> str | None:
         """None also for what the last one said: trees of other groupings often fall for the same reason."""
-        words = _cut_words(event) if isinstance(event, Cut) else _stopped_words(event)
+        words = _cut_words(event) if isinstance(event, PrunedTree) else _stopped_words(event)
         if self._lines >= MOST_TREE_LINES or words == self._decision:
             return None
         self._lines += 1
@@ -116,7 +116,7 @@ class _Search:
         return f"{self._phase:8}{_drawn(tree)}  {_result(tried)}{', best so far' if is_better else ''}"
 
 
-def _cut_words(cut: Cut) -> str:
+def _cut_words(cut: PrunedTree) -> str:
     slower = (
         "cannot run" if cut.cost_ms == math.inf else f"{cut.cost_ms / cut.parent_cost_ms:.2f}x its parent"
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.search import Searched
     from phasewise.workflows.tune_config.subject import Subject, Wish
-    from phasewise.workflows.tune_config.verdict import Verdict, Versus
+    from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
 
 SHORT_NAMES = {PER_NODE: "one per NUMA node"}
 """In a table of eighty columns."""
@@ -77,7 +77,7 @@ def _rank_lines(plan: ServicePlan) -> Iterator[str]:
         yield f"  and {len(plan.ranks) - MOST_RANKS_SHOWN} more"
 
 
-def _against_table(verdict: Verdict) -> str:
+def _against_table(verdict: PhaseVerdict) -> str:
     from tabulate import tabulate
 
     rows = [_against_row(one) for one in verdict.against]
@@ -100,7 +100,7 @@ def _against_row(one: Versus) -> tuple[str, ...]:
     return name, plan, latency, f"{one.gain:.3f}x", interval
 
 
-def _verdict_line(verdict: Verdict, is_measured: bool) -> str:
+def _verdict_line(verdict: PhaseVerdict, is_measured: bool) -> str:
     named: dict[str, list[str]] = {}
     for one in verdict.against:
         if one.reason:
@@ -124,7 +124,7 @@ def _verdict_line(verdict: Verdict, is_measured: bool) -> str:
     return "\n".join(fill(line, WIDTH) for line in (text, *reasons))
 
 
-def _kept_name(verdict: Verdict) -> str:
+def _kept_name(verdict: PhaseVerdict) -> str:
     """Of the reference that the plan is."""
     names = [
         one.reference.name

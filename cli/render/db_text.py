@@ -11,7 +11,7 @@ from phasewise.cli.present import say
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import MachineKey
-    from phasewise.kerneldb.upkeep import Verdict
+    from phasewise.kerneldb.upkeep import ScheduleVerdict
 
     Machines: TypeAlias = dict[MachineKey, str]
 
@@ -101,7 +101,7 @@ def _schedule_words(schedule: dict[str, Any] | None) -> str:
     return _shortened(f"{_tile(schedule)} {_grid(schedule)} {schedule['compute_path']}", MAX_SCHEDULE_CHARS)
 
 
-def verdict_line(one: Verdict) -> str:
+def verdict_line(one: ScheduleVerdict) -> str:
     """What measuring a schedule gave, for the progress."""
     found = one.comparison
     gain = (

@@ -12,7 +12,7 @@ from phasewise.workflows.tune_kernels.tuned_json import mean_gain, plan_fields, 
 if TYPE_CHECKING:
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain, TuningProgress
-    from phasewise.workflows.tune_kernels.rounds import Round, Tuned
+    from phasewise.workflows.tune_kernels.rounds import Round, TunedRound
 
 DISTURBED_LAPS = 0.1
 """Share of disturbed timings from which on the result carries a warning."""
@@ -55,7 +55,7 @@ def _round_name(one: Round) -> str:
     return f"{' and '.join(one.phases)} on cores {list_cores(one.cores)}"
 
 
-def tuned_text(tuned: Tuned) -> str:
+def tuned_text(tuned: TunedRound) -> str:
     """The tables of one round: each weight's products, then the sums."""
     tables = [_task_table(tuned, task) for task in tuned.round.tasks]
     tables.append(_attention_table(tuned))
@@ -63,7 +63,7 @@ def tuned_text(tuned: Tuned) -> str:
     return "\n\n".join(parts)
 
 
-def _attention_table(tuned: Tuned) -> str | None:
+def _attention_table(tuned: TunedRound) -> str | None:
     from tabulate import tabulate
 
     if tuned.attention is None or not tuned.attention.gains:
@@ -89,7 +89,7 @@ def _attention_text(gain: Gain) -> str:
     return f"pieces of {one.block_k} positions" if gain.problem.m == 1 else f"{one.mr} of {one.block_m} rows"
 
 
-def _task_table(tuned: Tuned, task: Task) -> str | None:
+def _task_table(tuned: TunedRound, task: Task) -> str | None:
     from tabulate import tabulate
 
     gains = _gains_of(tuned, task)
@@ -101,11 +101,11 @@ def _task_table(tuned: Tuned, task: Task) -> str | None:
     )
 
 
-def _gains_of(tuned: Tuned, task: Task) -> list[Gain]:
+def _gains_of(tuned: TunedRound, task: Task) -> list[Gain]:
     return [gain for gain in tuned.outcome.gains if tuned.round.task(gain.problem) is task]
 
 
-def _row(tuned: Tuned, gain: Gain) -> dict[str, str]:
+def _row(tuned: TunedRound, gain: Gain) -> dict[str, str]:
     return {
         "m": str(gain.problem.m),
         "default us": f"{gain.default_ns / 1000:.1f}",
@@ -130,7 +130,7 @@ def _arithmetic_text(gain: Gain) -> str:
     return gain.schedule.compute_path + ("" if parts == 1 else f", k in {parts} parts")
 
 
-def _closing_lines(tuned: Tuned) -> list[str]:
+def _closing_lines(tuned: TunedRound) -> list[str]:
     lines = []
     gains = tuned.outcome.gains
     if gains:
@@ -138,7 +138,7 @@ def _closing_lines(tuned: Tuned) -> list[str]:
     return [*lines, "\n".join(_run_lines(tuned))]
 
 
-def _totals_table(tuned: Tuned) -> str:
+def _totals_table(tuned: TunedRound) -> str:
     from tabulate import tabulate
 
     rows = [
@@ -156,7 +156,7 @@ def _totals_table(tuned: Tuned) -> str:
     return tabulate(rows, headers="keys", disable_numparse=True, colalign=["left"] + ["right"] * 5)
 
 
-def _share_at(tuned: Tuned, gains: Sequence[Gain], m: int) -> str:
+def _share_at(tuned: TunedRound, gains: Sequence[Gain], m: int) -> str:
     shares = [tuned.roofline_share(gain) for gain in gains if gain.problem.m == m]
     return f"{100 * shares[0]:.0f} %" if shares else "-"
 
@@ -168,7 +168,7 @@ def _verdict_line(gains: Sequence[Gain]) -> str:
     return f"{faster} of {len(gains)} products run faster; geometric mean of all: {mean_gain(gains):.2f}x."
 
 
-def _run_lines(tuned: Tuned) -> Iterator[str]:
+def _run_lines(tuned: TunedRound) -> Iterator[str]:
     outcome = tuned.outcome
     yield (
         f"{outcome.timed} schedules timed, {outcome.replayed} known before, {outcome.duels} duels, "

@@ -11,7 +11,7 @@ from typing import Any
 from phasewise.serving.chat import Conversation
 from phasewise.serving.http.errors import bad_request
 from phasewise.serving.http.http_settings import ServedModel
-from phasewise.serving.http.render import Reading
+from phasewise.serving.http.render import AnswerReading
 from phasewise.serving.http.schemas import ChatMessage, ChatRequest, NamedChoice, Tool
 from phasewise.serving.tools.dialect import Dialect
 from phasewise.serving.tools.parts import parsed
@@ -86,7 +86,7 @@ def is_read(body: ChatRequest, model: ServedModel) -> bool:
     return bool(_shown_tools(body)) or not model.dialect.is_plain
 
 
-def reading_of(body: ChatRequest, model: ServedModel, prompt: Sequence[int]) -> Reading | None:
+def reading_of(body: ChatRequest, model: ServedModel, prompt: Sequence[int]) -> AnswerReading | None:
     """How its answers are read; None where they are text."""
     if not is_read(body, model):
         return None
@@ -94,7 +94,7 @@ def reading_of(body: ChatRequest, model: ServedModel, prompt: Sequence[int]) -> 
     tools = _shown_tools(body)
     names = frozenset(tool.function.name for tool in tools) if tools else None
     in_thought = dialect.opens_thought(prompt, model.piece)
-    return Reading(
+    return AnswerReading(
         lambda: dialect.reader(names, in_thought=in_thought),
         lambda: dialect.format.call_id(uuid.uuid4().hex),
     )

@@ -19,7 +19,7 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class ClientIdentity:
     """Who sends a request, as far as shares and queues go: an API key, else an address.
 
     `cache_space`: the same for all requests that may take over each other's keys and values: those with one
@@ -30,13 +30,13 @@ class Client:
     cache_space: str
 
 
-def client_of(scope: Scope) -> Client:
+def client_of(scope: Scope) -> ClientIdentity:
     """The sender of this request."""
     known: str | None = scope.get(_CLIENT)
     if known is not None:
-        return Client(f"key {known}", known)
+        return ClientIdentity(f"key {known}", known)
     address = scope.get("client")
-    return Client(f"address {address[0]}" if address else "local", "")
+    return ClientIdentity(f"address {address[0]}" if address else "local", "")
 
 
 class RequireKey:

@@ -137,7 +137,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class AnswerReading:
     """How the answers of one request are read. `call_id`: a new id for a call."""
 
     open: Callable[[], Reader]
@@ -147,7 +147,7 @@ class Reading:
 class _ReadChoice:
     """What has been read of one choice."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: AnswerReading) -> None:
         self._reader = reading.open()
         self._call_id = reading.call_id
         self._n_calls = 0
@@ -242,7 +242,7 @@ class CompletionRendering(_Fixed):
 class ChatRendering(_Fixed):
     """`/v1/chat/completions`. `reading`: how answers are read that may have calls or thoughts in them."""
 
-    def __init__(self, response_id: str, model: ServedModel, reading: Reading | None = None) -> None:
+    def __init__(self, response_id: str, model: ServedModel, reading: AnswerReading | None = None) -> None:
         super().__init__(response_id, model)
         self._reading = reading
         self._streamed: dict[int, _ReadChoice] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.events import encode
-from phasewise.serving.http.render import Choice, Json, Reading
+from phasewise.serving.http.render import AnswerReading, Choice, Json
 from phasewise.serving.http.response_schemas import ResponsesRequest
 from phasewise.serving.messages import Answer, Failure
 from phasewise.serving.tools.parts import Call, Part, PlainReader, Reader, Reasoning, Text
@@ -25,7 +25,7 @@ class Responding:
     model_id: str
     sampling: Json
     n_prompt: int
-    reading: Reading | None
+    reading: AnswerReading | None
     count: Callable[[str], int]
     keep: Callable[[Json], None]
 

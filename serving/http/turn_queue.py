@@ -6,7 +6,7 @@ import asyncio
 from typing import Protocol
 
 
-class Reader(Protocol):
+class TurnTaker(Protocol):
     """What waits for a turn."""
 
     loop: asyncio.AbstractEventLoop
@@ -20,20 +20,20 @@ class TurnQueue:
     """However many connections wait, a short request that comes beside them waits for one turn."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Reader, None] = {}
+        self._waiting: dict[TurnTaker, None] = {}
         self._runs = False
 
-    def join(self, reader: Reader) -> None:
+    def join(self, reader: TurnTaker) -> None:
         """Wait behind all others; a connection that waits already keeps its place."""
         self._waiting.setdefault(reader)
         if not self._runs:
             self._runs = True
             reader.loop.call_soon(self._next)
 
-    def leave(self, reader: Reader) -> None:
+    def leave(self, reader: TurnTaker) -> None:
         self._waiting.pop(reader, None)
 
-    def __contains__(self, reader: Reader) -> bool:
+    def __contains__(self, reader: TurnTaker) -> bool:
         return reader in self._waiting
 
     def _next(self) -> None:

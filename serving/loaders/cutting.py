@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families import Cut, Names
+from phasewise.serving.loaders.families import Names, TensorCut
 from phasewise.serving.loaders.source import RowReader, Rows, SourceTensor, take_rows
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -33,7 +33,7 @@ def our_tensors(
         yield from _parts(f"{stem}{place}", of_one, ours, shapes, what)
 
 
-def _experts_of(tensor: SourceTensor, cut: Cut, what: str) -> list[tuple[str, SourceTensor]]:
+def _experts_of(tensor: SourceTensor, cut: TensorCut, what: str) -> list[tuple[str, SourceTensor]]:
     """The matrices of a stack [experts, outputs, inputs], or the vectors of [experts, outputs]."""
     if len(tensor.shape) < 2:
         raise ModelError(f"{what} is {tensor.shape}: one entry for every expert expected")
@@ -52,11 +52,11 @@ def _experts_of(tensor: SourceTensor, cut: Cut, what: str) -> list[tuple[str, So
     ]
 
 
-def _turned(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
+def _turned(shape: tuple[int, ...], cut: TensorCut) -> tuple[int, ...]:
     return shape[::-1] if cut.transposed else shape
 
 
-def _reader(rows: RowReader, first: int, n_rows: int, cut: Cut) -> RowReader:
+def _reader(rows: RowReader, first: int, n_rows: int, cut: TensorCut) -> RowReader:
     def own_rows(start: int, stop: int) -> Rows:
         return rows(first + start, first + stop)
 
@@ -69,7 +69,7 @@ def _reader(rows: RowReader, first: int, n_rows: int, cut: Cut) -> RowReader:
 
 
 def _parts(
-    stem: str, tensor: SourceTensor, cut: Cut, shapes: Shapes, what: str
+    stem: str, tensor: SourceTensor, cut: TensorCut, shapes: Shapes, what: str
 ) -> Iterator[tuple[str, SourceTensor]]:
     wanted = [shapes.get(stem + part) for part in cut.parts]
     sizes = [shape[0] for shape in wanted if shape is not None]

@@ -20,11 +20,11 @@ from phasewise.serving.loaders.families.bert import (
 )
 from phasewise.serving.loaders.hf_config import field
 from phasewise.serving.loaders.layout import weight_shapes
-from phasewise.serving.loaders.safetensors_file import Entry, tensor_of
+from phasewise.serving.loaders.safetensors_file import TensorEntry, tensor_of
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 from phasewise.serving.model import Embedding, ModelConfig
 
-Opened = list[tuple[SourceFile, dict[str, Entry]]]
+Opened = list[tuple[SourceFile, dict[str, TensorEntry]]]
 
 CLASSIFIER = "ForSequenceClassification"
 _NOMIC_FIELDS = {  # as its authors wrote them, before transformers had the family
@@ -116,7 +116,7 @@ def encoder_tensors(
             for theirs, entry in entries.items():
                 yield from _named(file, theirs, entry)
 
-    def _named(file: SourceFile, theirs: str, entry: Entry) -> Iterator[tuple[str, SourceTensor]]:
+    def _named(file: SourceFile, theirs: str, entry: TensorEntry) -> Iterator[tuple[str, SourceTensor]]:
         name = theirs
         for prefix in PREFIXES:
             name = name.removeprefix(prefix)

@@ -17,7 +17,7 @@ from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.families.bert import ENCODERS_BY_HF
 from phasewise.serving.loaders.hf_config import config_of, field
 from phasewise.serving.loaders.layout import shapes_of_all
-from phasewise.serving.loaders.safetensors_file import Entry, mxfp4_tensor, open_all, tensor_of
+from phasewise.serving.loaders.safetensors_file import TensorEntry, mxfp4_tensor, open_all, tensor_of
 from phasewise.serving.loaders.source import (
     MAX_TOKENIZER_BYTES,
     ModelSource,
@@ -130,7 +130,10 @@ def _indexed(directory: Path, index: Mapping[str, Any]) -> list[Path]:
 
 
 def _our_tensors(
-    opened: list[tuple[SourceFile, dict[str, Entry]]], family: Family, config: ModelConfig, directory: Path
+    opened: list[tuple[SourceFile, dict[str, TensorEntry]]],
+    family: Family,
+    config: ModelConfig,
+    directory: Path,
 ) -> dict[str, SourceTensor]:
     """Every tensor of the language model by our name, as views."""
     names = {**LAYER_NAMES, **family.hf_names}
@@ -156,7 +159,7 @@ def _our_tensors(
 
 
 def _file_tensors(
-    opened: list[tuple[SourceFile, dict[str, Entry]]], family: Family
+    opened: list[tuple[SourceFile, dict[str, TensorEntry]]], family: Family
 ) -> Iterator[tuple[str, SourceTensor]]:
     """Names without what precedes those of the language model; scales with the blocks that they belong to."""
     scales = {

@@ -38,7 +38,7 @@ READABLE: dict[str, WeightForm] = {"F32": F32, "F16": F32, "BF16": BF16}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a checked header; `offset` from the start of the file."""
 
     dtype: str
@@ -47,7 +47,7 @@ class Entry:
     n_bytes: int
 
 
-def read_entries(file: SourceFile) -> dict[str, Entry]:
+def read_entries(file: SourceFile) -> dict[str, TensorEntry]:
     """The header's table. Every entry has a known size that fits, lies in the file and overlaps no other."""
     if file.size < 8:
         raise ModelError(f"{file.path} has {file.size} bytes: not a safetensors file")
@@ -62,7 +62,7 @@ def read_entries(file: SourceFile) -> dict[str, Entry]:
     return entries
 
 
-def _entry(fields: Any, start: int, what: str) -> Entry:
+def _entry(fields: Any, start: int, what: str) -> TensorEntry:
     if not isinstance(fields, dict):
         raise ModelError(f"{what} is not described by a JSON object")
     dtype = fields.get("dtype")
@@ -76,7 +76,7 @@ def _entry(fields: Any, start: int, what: str) -> Entry:
     n_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if n_bytes != offsets[1] - offsets[0]:
         raise ModelError(f"{what} needs {n_bytes} bytes and is given {offsets[1] - offsets[0]}")
-    return Entry(dtype, shape, start + offsets[0], n_bytes)
+    return TensorEntry(dtype, shape, start + offsets[0], n_bytes)
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
@@ -85,7 +85,7 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _check_places(file: SourceFile, start: int, entries: dict[str, Entry]) -> None:
+def _check_places(file: SourceFile, start: int, entries: dict[str, TensorEntry]) -> None:
     end, before = start, ""
     for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
         if entry.offset < end:
@@ -95,7 +95,7 @@ def _check_places(file: SourceFile, start: int, entries: dict[str, Entry]) -> No
             raise ModelError(f"{file.path} is cut short: {name!r} ends at byte {end} of {file.size}")
 
 
-def tensor_of(file: SourceFile, name: str, entry: Entry) -> SourceTensor:
+def tensor_of(file: SourceFile, name: str, entry: TensorEntry) -> SourceTensor:
     """The tensor as rows of float32; a stack of matrices as the rows of all of them."""
     form = READABLE.get(entry.dtype)
     if form is None or not 1 <= len(entry.shape) <= 3 or 0 in entry.shape:
@@ -114,7 +114,7 @@ def tensor_of(file: SourceFile, name: str, entry: Entry) -> SourceTensor:
 
 
 def mxfp4_tensor(
-    file: SourceFile, name: str, blocks: Entry, scale_file: SourceFile, scales: Entry
+    file: SourceFile, name: str, blocks: TensorEntry, scale_file: SourceFile, scales: TensorEntry
 ) -> SourceTensor:
     """A stack of matrices [experts, outputs, inputs] in MXFP4: blocks [experts, outputs, inputs / 32, 16] of
     two numbers a byte, the even one low, and an exponent for each block."""
@@ -156,9 +156,9 @@ def _numbers(raw: bytes, dtype: str) -> Array:
     return np.frombuffer(raw, "<f4" if dtype == "F32" else "<f2").astype(np.float32)
 
 
-def open_all(paths: list[Path]) -> list[tuple[SourceFile, dict[str, Entry]]]:
+def open_all(paths: list[Path]) -> list[tuple[SourceFile, dict[str, TensorEntry]]]:
     """Every file, open, with its table. The caller closes them; on an error here none stays open."""
-    opened: list[tuple[SourceFile, dict[str, Entry]]] = []
+    opened: list[tuple[SourceFile, dict[str, TensorEntry]]] = []
     try:
         for path in paths:
             file = SourceFile(path)

@@ -14,7 +14,7 @@ FEWEST = 16
 """Answers before anything is learnt from them."""
 
 
-class Lengths:
+class LengthWindow:
     """The last `window` answers' lengths, in order of size as well."""
 
     def __init__(self, window: int) -> None:
@@ -33,7 +33,7 @@ class Lengths:
         return tuple(self._sorted)
 
 
-class Bounds(NamedTuple):
+class PoolBounds(NamedTuple):
     """What allocation decides by, all learnt at one time; swapped as a whole."""
 
     buckets: tuple[int, ...] = ()
@@ -66,10 +66,10 @@ def _rank(n: int, level: float) -> int:
     return min(n, max(1, math.ceil(level * n))) - 1
 
 
-def learnt(lengths: tuple[int, ...], n_buckets: int, top_level: float) -> Bounds:
+def learnt(lengths: tuple[int, ...], n_buckets: int, top_level: float) -> PoolBounds:
     """At most `n_buckets` bounds that equally many answers fall between, the last at quantile `top_level`."""
     if len(lengths) < FEWEST:
-        return Bounds()
+        return PoolBounds()
     levels = (top_level * (at + 1) / n_buckets for at in range(n_buckets))
     bounds = {-(-max(1, lengths[_rank(len(lengths), level)]) // ALIGNMENT) * ALIGNMENT for level in levels}
-    return Bounds(tuple(sorted(bounds)), lengths, (0, *accumulate(lengths)))
+    return PoolBounds(tuple(sorted(bounds)), lengths, (0, *accumulate(lengths)))

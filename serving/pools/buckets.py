@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from phasewise.serving.pools.bounds import Bounds, Lengths, learnt
+from phasewise.serving.pools.bounds import LengthWindow, PoolBounds, learnt
 from phasewise.serving.pools.contiguous import Size
 from phasewise.serving.pools.contract import Demand, PoolSettings
 
@@ -31,8 +31,8 @@ class LearntSizes:
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
         self._news: deque[int] = deque()  # ended, not yet looked at; one thread appends, one pops
-        self._lengths = Lengths(settings.window)  # refresh's own
-        self._learnt = Bounds()  # swapped as a whole by refresh
+        self._lengths = LengthWindow(settings.window)  # refresh's own
+        self._learnt = PoolBounds()  # swapped as a whole by refresh
         self._estimated = self._mispredicted = self._refreshes = 0
 
     @property

@@ -16,8 +16,8 @@ from phasewise.kerneldb.store import Store, open_store
 from phasewise.kerneldb.upkeep import (
     Here,
     Key,
-    Standing,
-    Verdict,
+    PreferenceReason,
+    ScheduleVerdict,
     collect_garbage,
     diff,
     is_stale,
@@ -82,7 +82,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
         yield opened
 
 
-def verified(store: Store, bench: FakeBench, top: int = 3) -> Iterator[Verdict]:
+def verified(store: Store, bench: FakeBench, top: int = 3) -> Iterator[ScheduleVerdict]:
     return verify(store, HERE, bench, top, pytest.fail)
 
 
@@ -100,15 +100,15 @@ class TestPreferred:
         self, store: Store
     ) -> None:
         store.add_measurements([measured(5, schedule=OTHER_SCHEDULE, origin=THERE)])
-        assert preferred(store)[KEY].standing is Standing.IMPORTED
+        assert preferred(store)[KEY].standing is PreferenceReason.IMPORTED
 
         store.add_measurements([measured(100, schedule=THIRD), measured(200)])
         assert preferred(store)[KEY].schedule == THIRD
-        assert preferred(store)[KEY].standing is Standing.MEASURED
+        assert preferred(store)[KEY].standing is PreferenceReason.MEASURED
 
         store.add_promotions([PROMOTION])
         assert preferred(store)[KEY].schedule == SCHEDULE
-        assert preferred(store)[KEY].standing is Standing.IN_USE
+        assert preferred(store)[KEY].standing is PreferenceReason.IN_USE
 
     def test_what_was_in_use_there_comes_before_what_was_fast_there(self, store: Store) -> None:
         store.add_measurements(
@@ -117,7 +117,7 @@ class TestPreferred:
         store.add_promotions([PROMOTED_THERE])
 
         assert preferred(store)[KEY].schedule == SCHEDULE
-        assert preferred(store)[KEY].standing is Standing.IMPORTED
+        assert preferred(store)[KEY].standing is PreferenceReason.IMPORTED
 
 
 class TestDiff:

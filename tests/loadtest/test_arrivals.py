@@ -21,7 +21,7 @@ from phasewise.loadtest.arrivals import (
     repeated,
     scaled,
 )
-from phasewise.tuner.config.lengths import Request
+from phasewise.tuner.config.lengths import RequestLengths
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
 
@@ -97,7 +97,7 @@ def test_a_trace_that_is_too_short_starts_over_after_its_mean_gap(gaps_s: list[f
     """Arrivals go on ascending, and no request is left out of a pass."""
     at_s, trace = 0.0, []
     for number, gap_s in enumerate(gaps_s):
-        trace.append(Request(number + 1, 1, at_s))
+        trace.append(RequestLengths(number + 1, 1, at_s))
         at_s += gap_s
 
     replayed = repeated(tuple(trace), count)
@@ -109,7 +109,7 @@ def test_a_trace_that_is_too_short_starts_over_after_its_mean_gap(gaps_s: list[f
 
 
 def test_lengths_alone_have_no_arrivals() -> None:
-    assert instants_of((Request(3, 4), Request(5, 6, 1.0))) is None
+    assert instants_of((RequestLengths(3, 4), RequestLengths(5, 6, 1.0))) is None
 
 
 def test_promises_are_read_and_scaled() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from phasewise.topology import read_machine
 from phasewise.tuner.conditions import Conditions
-from phasewise.tuner.doctor import Finding, Host, IsaUse, Tuned, examine
+from phasewise.tuner.doctor import Finding, Host, IsaUse, TunedCounts, examine
 
 CPU = "sys/devices/system/cpu"
 NODE = "sys/devices/system/node"
@@ -90,7 +90,7 @@ def clean_host(root: Path, plant: Plant = Plant()) -> Host:
         root,
         read_machine(root),
         isa=IsaUse(("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"), "amx"),
-        tuned=Tuned("tuning.db", 2, 100),
+        tuned=TunedCounts("tuning.db", 2, 100),
         conditions=Conditions(steal=0.0, others=0.0, mhz=None),
         refused_calls={},
     )

@@ -14,7 +14,7 @@ from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan
 from phasewise.tuner.topotree import Configuration
-from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, Reading, Room
+from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, PlanTiming, Room
 from tests.support.tiny_models import write_tiny_gguf
 
 STEPS = (Step("prefill", 24), Step("prefill", 8, context=16), Step("decode", 1, 3, 20))
@@ -33,12 +33,12 @@ def machine() -> Machine:
 
 
 @pytest.fixture
-def readings() -> list[Reading]:
+def readings() -> list[PlanTiming]:
     return []
 
 
 @pytest.fixture
-def evaluator(model: PackedModel, machine: Machine, readings: list[Reading]) -> MeasuredEvaluator:
+def evaluator(model: PackedModel, machine: Machine, readings: list[PlanTiming]) -> MeasuredEvaluator:
     return MeasuredEvaluator(model, machine, Room.for_steps(STEPS), keep=readings.append)
 
 
@@ -52,7 +52,7 @@ def test_the_room_holds_the_largest_step_with_every_sequence_in_slots_of_its_own
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.describe())
 def test_every_step_is_timed_once_and_kept(
-    evaluator: MeasuredEvaluator, machine: Machine, readings: list[Reading], step: Step
+    evaluator: MeasuredEvaluator, machine: Machine, readings: list[PlanTiming], step: Step
 ) -> None:
     """However often it is asked for."""
     with evaluator.open(here(machine), step.phase) as clock:

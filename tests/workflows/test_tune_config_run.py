@@ -15,7 +15,7 @@ from phasewise.kerneldb.store import Store, open_store
 from phasewise.tuner.config.simulate import Objective
 from phasewise.tuner.config.steps import ModelShape
 from phasewise.tuner.config.study import SearchOutcome
-from phasewise.tuner.config.trace import Request
+from phasewise.tuner.config.trace import RequestLengths
 from phasewise.tuner.measurement_lock import NoLock
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan, machine_key
 from phasewise.tuner.topotree import Configuration, OperatorLimits
@@ -75,7 +75,7 @@ def a_run(began_s: float) -> Run:
         limits=LIMITS,
         ranks=None,
         hints=(),
-        trace=(Request(8, 8),),
+        trace=(RequestLengths(8, 8),),
         objective=Objective("e2e"),
     )
     wish = Wish("toy", "f32", ("prefill",), subject.objective, BUDGET_S)

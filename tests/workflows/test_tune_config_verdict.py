@@ -14,7 +14,7 @@ from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, ServicePlan
 from phasewise.workflows.tune_config.verdict import (
     TIMINGS_A_DUEL,
-    Verdict,
+    PhaseVerdict,
     decide,
     evaluations_of_last_run,
     finalists,
@@ -55,7 +55,7 @@ class FormulaJury:
         return Comparison(gain, gain * (1 - self.width), gain * (1 + self.width), 0.99, 15)
 
 
-def judged(jury: FormulaJury, top: Sequence[ServicePlan], deadline_s: float = LATER_S) -> Verdict:
+def judged(jury: FormulaJury, top: Sequence[ServicePlan], deadline_s: float = LATER_S) -> PhaseVerdict:
     chosen = finalists([(one, jury.costs.get(one, 5.0)) for one in top], HABITS)
     verdict = decide("decode", last_run(chosen, jury, LATER_S), HABITS, jury, deadline_s)
     assert verdict is not None

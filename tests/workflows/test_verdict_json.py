@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phasewise.kerneldb.records import Comparison
 from phasewise.tuner.config.references import Reference
 from phasewise.tuner.plans import RankCores, ServicePlan
-from phasewise.workflows.tune_config.verdict import Finalist, Verdict, Versus
+from phasewise.workflows.tune_config.verdict import Finalist, PhaseVerdict, Versus
 from phasewise.workflows.tune_config.verdict_json import verdict_fields, verdict_of
 
 costs = st.floats(0.001, 1e6)
@@ -27,7 +27,7 @@ versus = st.builds(
 finalists = st.builds(Finalist, plans, st.none() | costs, st.none() | costs, words)
 standings = st.sampled_from(("faster", "not slower", "reference", "not compared"))
 verdicts = st.builds(
-    Verdict,
+    PhaseVerdict,
     st.just("decode"),
     plans,
     costs,
@@ -39,5 +39,5 @@ verdicts = st.builds(
 
 
 @given(verdict=verdicts)
-def test_what_is_heard_is_what_was_said(verdict: Verdict) -> None:
+def test_what_is_heard_is_what_was_said(verdict: PhaseVerdict) -> None:
     assert verdict_of(json.loads(json.dumps(verdict_fields(verdict)))) == verdict

@@ -63,7 +63,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PrunedTree:
     """A tree that did not beat its parent at a cross-section: its descendants there are not looked at."""
 
     tree: TopoTree
@@ -82,7 +82,7 @@ class Stopped:
     best_ms: float
 
 
-Decision: TypeAlias = Cut | Stopped
+Decision: TypeAlias = PrunedTree | Stopped
 
 
 class Interest(IntEnum):
@@ -252,7 +252,7 @@ class Frontier:
             return True
         if self._rules.pruning:
             ranks = math.prod(strand.tree.kept[: strand.depth])
-            self._decided.append(Cut(strand.tree, parent.tree, ranks, cost_ms, parent_ms))
+            self._decided.append(PrunedTree(strand.tree, parent.tree, ranks, cost_ms, parent_ms))
         return False
 
     def _follow(self, strand: _Strand, interest: Interest) -> None:

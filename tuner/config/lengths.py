@@ -20,7 +20,7 @@ MAX_REQUESTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RequestLengths:
     """The lengths of one request; `arrival_s` counts from the trace's first, None where none is stated."""
 
     prompt_tokens: int
@@ -40,7 +40,7 @@ class Request:
         return self.prompt_tokens + self.output_tokens
 
 
-Trace: TypeAlias = tuple[Request, ...]
+Trace: TypeAlias = tuple[RequestLengths, ...]
 
 Draw: TypeAlias = Callable[[random.Random], float]
 
@@ -59,7 +59,7 @@ def parse_distribution(text: str, count: int, seed: int) -> Trace:
     draw_prompt, draw_output = _DRAWS[kind](prompt), _DRAWS[kind](output)
     rng = random.Random(seed)
     return tuple(
-        Request(whole_tokens(draw_prompt(rng)), whole_tokens(draw_output(rng))) for _ in range(count)
+        RequestLengths(whole_tokens(draw_prompt(rng)), whole_tokens(draw_output(rng))) for _ in range(count)
     )
 
 

@@ -28,7 +28,7 @@ MAX_STEPS_NAMED = 8
 _log = logging.getLogger(__name__)
 
 
-class Reading(Protocol):
+class StepTiming(Protocol):
     """One step timed on one plan, as a measured evaluator has it."""
 
     @property
@@ -56,7 +56,7 @@ class StepStore(Protocol):
 
 
 def keep(
-    store: StepStore, scope: Scope, model_key: str, reading: Reading, kernels: Kernels = "default"
+    store: StepStore, scope: Scope, model_key: str, reading: StepTiming, kernels: Kernels = "default"
 ) -> None:
     """Append a reading; committed when the call returns. KernelDbError if the database cannot be written."""
     step = reading.step

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.tuner.config.lengths import Request, Trace
+from phasewise.tuner.config.lengths import RequestLengths, Trace
 from phasewise.tuner.config.slo import parse_bounds
 from phasewise.tuner.config.steps import MAX_SEQUENCES, Step, StepTimer
 from phasewise.tuner.errors import TraceError
@@ -48,7 +48,7 @@ Times = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class LatencyBounds:
     """What a request must keep to count as good; None: no bound."""
 
     ttft_ms: float | None = None
@@ -60,13 +60,13 @@ class Slo:
         return math.inf if bound is None else bound
 
 
-def parse_slo(text: str) -> Slo:
+def parse_slo(text: str) -> LatencyBounds:
     """TTFT and TPOT of an SLO's text (`slo.parse_bounds`); TraceError for other metrics and percentiles."""
     bounds = parse_bounds(text)
     if any(one.metric == "e2e" or one.percentile is not None for one in bounds):
         raise TraceError(f"an SLO is written like ttft=200ms,tpot=50ms here, not {text!r:.60}")
     found = {one.metric: one.below_ms for one in bounds}
-    return Slo(found.get("ttft"), found.get("tpot"))
+    return LatencyBounds(found.get("ttft"), found.get("tpot"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Objective:
     """
 
     kind: ObjectiveKind = "e2e"
-    slo: Slo | None = None
+    slo: LatencyBounds | None = None
     concurrency: int = 1
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class StepGrid:
 
 
 def cost_ms(
-    objective: Objective, phase: Phase, requests: Sequence[Request], timer: StepTimer, grid: StepGrid
+    objective: Objective, phase: Phase, requests: Sequence[RequestLengths], timer: StepTimer, grid: StepGrid
 ) -> float:
     """The objective of some requests of the grid's trace, lower is better; any two traces can be compared.
 
@@ -178,7 +178,7 @@ def cost_ms(
         of_token_ms = total_ms / np.array([len(_contexts(one)) for one in requests])
     match objective.kind:
         case "goodput":
-            slo = objective.slo or Slo()
+            slo = objective.slo or LatencyBounds()
             good = float(np.count_nonzero(of_token_ms <= slo.bound_ms(phase)))
             return float(total_ms.sum()) / grid.sequences / max(good, NO_GOOD_REQUEST)
         case "e2e":
@@ -187,7 +187,7 @@ def cost_ms(
             return float(of_token_ms.mean())
 
 
-def _prefill_ms(requests: Iterable[Request], timer: StepTimer, grid: StepGrid) -> list[float]:
+def _prefill_ms(requests: Iterable[RequestLengths], timer: StepTimer, grid: StepGrid) -> list[float]:
     return [_prompt_ns(_chunks(one), timer, grid) / 1e6 for one in requests]
 
 
@@ -198,13 +198,13 @@ def _prompt_ns(chunks: Sequence[tuple[int, int]], timer: StepTimer, grid: StepGr
     return alone + (before * grid.context_ns(timer) if before else 0.0)
 
 
-def _chunks(request: Request) -> list[tuple[int, int]]:
+def _chunks(request: RequestLengths) -> list[tuple[int, int]]:
     """The prompt's steps: new tokens, and tokens before them."""
     starts = range(0, request.prompt_tokens, CHUNK_TOKENS)
     return [(min(CHUNK_TOKENS, request.prompt_tokens - start), start) for start in starts]
 
 
-def _contexts(request: Request) -> range:
+def _contexts(request: RequestLengths) -> range:
     """What each decode step has behind it. The prompt's step brings the first token of the answer; an answer
     of one token counts as if it had one more, so that every request has a time per token.
     """

@@ -25,8 +25,8 @@ from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.steps import StepEvaluator, StepTimer
 from phasewise.tuner.config.storage import open_storage, quiet
 from phasewise.tuner.config.trace import slices
-from phasewise.tuner.config.trials import Claim, Entry, Known, State, Trials
-from phasewise.tuner.config.walk import Candidate, CandidateBatch, Cut, Decision, Rules, Stopped, walk
+from phasewise.tuner.config.trials import Claim, Known, State, TrialEntry, Trials
+from phasewise.tuner.config.walk import Candidate, CandidateBatch, Decision, PrunedTree, Rules, Stopped, walk
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
 from phasewise.tuner.plans import Phase
@@ -110,7 +110,7 @@ class Tried:
     """Configurations in the whole space."""
 
 
-Event: TypeAlias = Tried | Cut | Stopped
+Event: TypeAlias = Tried | PrunedTree | Stopped
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class _Search:
 
     def _decided(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
-            self._trees_cut += isinstance(decision, Cut)
+            self._trees_cut += isinstance(decision, PrunedTree)
             self._groups_stopped += isinstance(decision, Stopped)
             self._report(decision)
 
@@ -347,12 +347,12 @@ class _Search:
                     return
         self._trials.complete(claim, math.fsum(costs_ms) / len(costs_ms))
 
-    def _entry(self, candidate: Candidate) -> Entry:
+    def _entry(self, candidate: Candidate) -> TrialEntry:
         """What a dashboard shows of a configuration."""
         ranks, tree, fundamental = candidate.configuration.ranks, candidate.tree, self._space.tree
         nodes = {rank.numa_node for rank in ranks}
         pus_a_core = tree.levels[-1].kept if tree.levels and tree.levels[-1].kind == "pu" else 1
-        return Entry(
+        return TrialEntry(
             key=candidate.configuration.key,
             rival=candidate.rival.key if candidate.rival else None,
             parameters={

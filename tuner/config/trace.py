@@ -11,12 +11,12 @@ import statistics
 from dataclasses import replace
 from itertools import pairwise
 
-from phasewise.tuner.config.lengths import Request, Trace, parse_distribution
+from phasewise.tuner.config.lengths import RequestLengths, Trace, parse_distribution
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.errors import TraceError
 
 __all__ = [
-    "Request",
+    "RequestLengths",
     "Trace",
     "default_trace",
     "describe",

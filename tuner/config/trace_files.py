@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, TextIO, TypeAlias
 
-from phasewise.tuner.config.lengths import MAX_REQUESTS, Request, Trace, whole_tokens
+from phasewise.tuner.config.lengths import MAX_REQUESTS, RequestLengths, Trace, whole_tokens
 from phasewise.tuner.errors import TraceError
 
 MAX_FILE_BYTES = 1 << 30
@@ -70,7 +70,7 @@ def _opened(name: str) -> TextIO:
     return io.StringIO(data.decode("utf-8-sig"), newline="")
 
 
-Row: TypeAlias = tuple[int, "Request | None"]
+Row: TypeAlias = tuple[int, "RequestLengths | None"]
 """Its number in the file, from 1, and what it asks; None: nothing that can be served, left out."""
 
 
@@ -93,7 +93,7 @@ def _rows(first: str, rest: Iterable[str], name: str) -> Iterator[Row]:
 
 
 def _checked(rows: Iterator[Row], name: str) -> Trace:
-    requests: list[Request] = []
+    requests: list[RequestLengths] = []
     for at, request in rows:
         if request is not None:
             requests.append(request)
@@ -104,7 +104,7 @@ def _checked(rows: Iterator[Row], name: str) -> Trace:
     return _from_first(requests)
 
 
-def _from_first(requests: Sequence[Request]) -> Trace:
+def _from_first(requests: Sequence[RequestLengths]) -> Trace:
     """Arrivals counted from the earliest one."""
     arrivals = [one.arrival_s for one in requests if one.arrival_s is not None]
     if not arrivals:
@@ -131,7 +131,7 @@ def _splitwise_sim(header: Sequence[str], lines: Iterator[tuple[int, str]], name
         try:
             arrival_s = _seconds(row["arrival_timestamp"])
             prompt, output = _count(row["prompt_size"]), _count(row["token_size"])
-            yield at, Request(prompt, output, arrival_s) if prompt and output else None
+            yield at, RequestLengths(prompt, output, arrival_s) if prompt and output else None
         except TraceError as error:
             raise TraceError(f"{name}, row {at}: {error}") from None
 
@@ -161,7 +161,7 @@ def _azure(header: Sequence[str], lines: Iterator[tuple[int, str]], name: str) -
         try:
             arrival_s = _instant_s(row["TIMESTAMP"]) if "TIMESTAMP" in row else None
             prompt, output = _count(row["ContextTokens"]), _count(row["GeneratedTokens"])
-            yield at, Request(prompt, output, arrival_s) if prompt and output else None
+            yield at, RequestLengths(prompt, output, arrival_s) if prompt and output else None
         except TraceError as error:
             raise TraceError(f"{name}, row {at}: {error}") from None
 
@@ -210,7 +210,7 @@ PAIRS = (("input_length", "output_length"), ("prompt_tokens", "output_tokens"))
 """Fields that state both lengths: Mooncake's, and ours."""
 
 
-def _entry(entry: Any, where: str) -> Request | None:
+def _entry(entry: Any, where: str) -> RequestLengths | None:
     """None where there is nothing to serve."""
     if isinstance(entry, list) and len(entry) == 2:
         entry = dict(zip(PAIRS[-1], entry, strict=True))
@@ -225,7 +225,7 @@ def _entry(entry: Any, where: str) -> Request | None:
         raise TraceError(f"{where}: {str(error)[:MAX_REASON_CHARS]}") from None
 
 
-def _stated(entry: Mapping[str, Any], pair: tuple[str, str]) -> Request | None:
+def _stated(entry: Mapping[str, Any], pair: tuple[str, str]) -> RequestLengths | None:
     for name in pair:
         if type(entry.get(name)) is not int:
             raise TraceError(f"{name} must be a number of tokens, not {entry.get(name)!r:.40}")
@@ -233,23 +233,23 @@ def _stated(entry: Mapping[str, Any], pair: tuple[str, str]) -> Request | None:
         return None
     arrival_ms = entry.get("timestamp")
     if arrival_ms is None:
-        return Request(entry[pair[0]], entry[pair[1]])
+        return RequestLengths(entry[pair[0]], entry[pair[1]])
     if type(arrival_ms) not in (int, float) or not 0 <= arrival_ms < 1e18:
         raise TraceError(f"timestamp must be milliseconds, not {arrival_ms!r:.40}")
-    return Request(entry[pair[0]], entry[pair[1]], arrival_ms / 1000)
+    return RequestLengths(entry[pair[0]], entry[pair[1]], arrival_ms / 1000)
 
 
 HUMAN, MODEL = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")
 
 
-def _conversation(entry: Mapping[str, Any]) -> Request | None:
+def _conversation(entry: Mapping[str, Any]) -> RequestLengths | None:
     turns = entry.get("conversations", entry.get("items"))
     if not isinstance(turns, list):
         raise TraceError("neither lengths (input_length, output_length) nor conversations")
     texts = [_turn(turn) for turn in turns[:MAX_TURNS]]
     for (asker, question), (answerer, answer) in pairwise(texts):
         if asker in HUMAN and answerer in MODEL and question and answer:
-            return Request(_tokens_of(question), _tokens_of(answer))
+            return RequestLengths(_tokens_of(question), _tokens_of(answer))
     return None
 
 

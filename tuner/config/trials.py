@@ -57,7 +57,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TrialEntry:
     """A configuration as a trial: all numbers, and what is written beside them."""
 
     key: str
@@ -115,7 +115,7 @@ class Trials:
                 answers.setdefault(trial.user_attrs[KEY], known)
         return answers, {one.user_attrs[KEY] for one in trials if KEY in one.user_attrs and _is_running(one)}
 
-    def claim(self, entry: Entry) -> Claim | None:
+    def claim(self, entry: TrialEntry) -> Claim | None:
         """The right to time a configuration; None where another process was quicker, now or long ago."""
         from optuna.trial import TrialState
 
@@ -129,7 +129,7 @@ class Trials:
             return None
         return claim
 
-    def draft(self, entry: Entry) -> Claim:
+    def draft(self, entry: TrialEntry) -> Claim:
         """No other process sees it before it is finished."""
         return Claim(entry.key, None, _running(entry))
 
@@ -250,7 +250,7 @@ class Trials:
             return self._storage.get_all_trials(self._study_id, deepcopy=False)
 
 
-def _running(entry: Entry) -> FrozenTrial:
+def _running(entry: TrialEntry) -> FrozenTrial:
     import optuna
 
     distribution = optuna.distributions.IntDistribution(0, MOST_PUS)

@@ -31,10 +31,18 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from phasewise.tuner.config.frontier import Candidate, Cut, Decision, Frontier, Interest, Rules, Stopped
+from phasewise.tuner.config.frontier import (
+    Candidate,
+    Decision,
+    Frontier,
+    Interest,
+    PrunedTree,
+    Rules,
+    Stopped,
+)
 from phasewise.tuner.config.space import ConfigSpace
 
-__all__ = ["Candidate", "CandidateBatch", "Cut", "Decision", "Rules", "Stopped", "Walk", "walk"]
+__all__ = ["Candidate", "CandidateBatch", "Decision", "PrunedTree", "Rules", "Stopped", "Walk", "walk"]
 
 SURVEYED_GENERATIONS = 2
 """Groupings without a latent level, and by one."""

@@ -4,7 +4,7 @@ remedy.
 
 from phasewise.tuner.doctor.examine import CHECKS, examine, not_examined
 from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
-from phasewise.tuner.doctor.host import Host, IsaUse, Tuned
+from phasewise.tuner.doctor.host import Host, IsaUse, TunedCounts
 
 __all__ = [
     "CHECKS",
@@ -13,7 +13,7 @@ __all__ = [
     "Host",
     "IsaUse",
     "Severity",
-    "Tuned",
+    "TunedCounts",
     "examine",
     "not_examined",
 ]

@@ -28,7 +28,7 @@ class IsaUse:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedCounts:
     """What the database holds for this kind of machine."""
 
     name: str
@@ -44,7 +44,7 @@ class Host:
     machine: Machine
     environment: Mapping[str, str] = field(default_factory=dict)
     isa: IsaUse | None = None
-    tuned: Tuned | None = None
+    tuned: TunedCounts | None = None
     conditions: Conditions | None = None
     """Measured just now; None: only the sums since boot are known."""
     refused_calls: Mapping[str, str] | None = None

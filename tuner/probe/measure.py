@@ -56,7 +56,7 @@ Report = Callable[[str], None]
 Deadline = Callable[[], bool]
 
 
-class Reading(Protocol):
+class BandwidthReading(Protocol):
     def rates(self, active: Sequence[int], duration_s: float) -> Sequence[float]:
         """Bytes per second of each reader; those whose place is in `active` read at once."""
         ...
@@ -71,7 +71,7 @@ class Instruments(Protocol):
         """
         ...
 
-    def readers(self, pus: Sequence[int], size_bytes: int) -> AbstractContextManager[Reading]:
+    def readers(self, pus: Sequence[int], size_bytes: int) -> AbstractContextManager[BandwidthReading]:
         """A reader on each PU with a buffer of its own. MemoryError where there is no room."""
         ...
 

@@ -71,7 +71,7 @@ class KernelRow:
 
 
 @dataclass(frozen=True)
-class Summary:
+class FormatSummary:
     """The summary of the rows of one format; None where no row applies."""
 
     format: str
@@ -89,7 +89,7 @@ class Summary:
     """The same below 4 MB."""
 
 
-def summary_fields(summary: Summary) -> dict[str, str]:
+def summary_fields(summary: FormatSummary) -> dict[str, str]:
     """A summary as the columns of a table, in order; empty text where no row applies."""
 
     def ratio(value: float | None) -> str:
@@ -110,7 +110,7 @@ def summary_fields(summary: Summary) -> dict[str, str]:
     }
 
 
-def summarise(rows: Sequence[KernelRow]) -> list[Summary]:
+def summarise(rows: Sequence[KernelRow]) -> list[FormatSummary]:
     """One summary a format, in the order in which the formats appear."""
     return [
         _summary(name, [row for row in rows if row.format == name])
@@ -118,11 +118,11 @@ def summarise(rows: Sequence[KernelRow]) -> list[Summary]:
     ]
 
 
-def _summary(name: str, rows: Sequence[KernelRow]) -> Summary:
+def _summary(name: str, rows: Sequence[KernelRow]) -> FormatSummary:
     speedups = {_point(row): row.speedup for row in rows if row.speedup is not None}
     worst = min(speedups, key=lambda point: speedups[point], default="")
     single = [row for row in rows if row.m == 1]
-    return Summary(
+    return FormatSummary(
         format=name,
         points=len(speedups),
         speedup=math.exp(statistics.fmean(map(math.log, speedups.values()))) if speedups else None,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.search import Searched
     from phasewise.workflows.tune_config.subject import Subject, Wish
-    from phasewise.workflows.tune_config.verdict import Verdict, Versus
+    from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
 
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.search import Searched
     from phasewise.workflows.tune_config.subject import Subject, Wish
-    from phasewise.workflows.tune_config.verdict import Finalist, Verdict, Versus
+    from phasewise.workflows.tune_config.verdict import Finalist, PhaseVerdict, Versus
 
 
 def totals(found: Found) -> dict[str, int]:
@@ -88,7 +88,7 @@ def ranks_fields(plan: ServicePlan) -> list[dict[str, Any]]:
     return [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in plan.ranks]
 
 
-def _plan_fields(found: Found, verdict: Verdict) -> dict[str, Any]:
+def _plan_fields(found: Found, verdict: PhaseVerdict) -> dict[str, Any]:
     return {
         "ranks": ranks_fields(verdict.plan),
         "latency_ms": verdict.latency_ms,

@@ -69,7 +69,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PlanTiming:
     """One step timed on one plan."""
 
     plan: ServicePlan
@@ -93,7 +93,7 @@ class Tally:
         return sum(map(is_disturbed, self.laps))
 
 
-def _ignore(reading: Reading) -> None:
+def _ignore(reading: PlanTiming) -> None:
     """Drop the reading: the default of `keep`."""
 
 
@@ -112,7 +112,7 @@ class MeasuredEvaluator:
         machine: Machine,
         room: Room,
         schedules: Callable[[Plans], Schedules | None] = lambda plans: None,
-        keep: Callable[[Reading], None] = _ignore,
+        keep: Callable[[PlanTiming], None] = _ignore,
         lock: MeasurementLock | None = None,
     ) -> None:
         self._model = model
@@ -183,7 +183,7 @@ class MeasuredEvaluator:
             yield lambda pairs: timing.duel(takes[0], takes[1], pairs)
             self.tally.laps.append(new.conditions())
 
-    def _heard(self, reading: Reading) -> None:
+    def _heard(self, reading: PlanTiming) -> None:
         self.tally.laps.append(reading.conditions)
         self._keep(reading)
 
@@ -197,7 +197,7 @@ class Clock:
         plan: ServicePlan,
         vocab_size: int,
         watch: Watch,
-        heard: Callable[[Reading], None],
+        heard: Callable[[PlanTiming], None],
         turn: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._ranks = ranks
@@ -217,7 +217,7 @@ class Clock:
             self._known_ns[step] = float(reading.estimate_ns)
         return self._known_ns[step]
 
-    def _read(self, step: Step) -> Reading:
+    def _read(self, step: Step) -> PlanTiming:
         with _one_line():
             batch = self.batch(step)
             self._watch.begin()
@@ -226,7 +226,7 @@ class Clock:
             for _ in range(_turns(self.call_ns(batch) * turn.calls)):
                 calls = np.array([self.call_ns(batch) for _ in range(turn.calls)], dtype=np.int64)
                 samples += timing.loop_means(calls, turn)
-        return Reading(self._plan, step, samples, self._watch.lap().fields())
+        return PlanTiming(self._plan, step, samples, self._watch.lap().fields())
 
     def conditions(self) -> Mapping[str, float]:
         """Since the last time that this clock looked."""

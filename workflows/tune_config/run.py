@@ -27,7 +27,7 @@ from phasewise.workflows.tune_config.verdict import (
     Finalist,
     Jury,
     MeasuredJury,
-    Verdict,
+    PhaseVerdict,
     decide,
     evaluations_of_last_run,
     finalists,
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_config.measured_evaluator import (
         MeasuredEvaluator,
         Plans,
-        Reading,
+        PlanTiming,
         Room,
         Schedules,
     )
-    from phasewise.workflows.tune_kernels.rounds import Tuned
+    from phasewise.workflows.tune_kernels.rounds import TunedRound
 
 SEARCH_SHARE = 0.5
 LAST_RUN_SHARE, MOST_LAST_RUN_SHARE = 0.2, 0.4
@@ -93,8 +93,8 @@ class Found:
     wish: Wish
     subject: Subject
     searched: tuple[Searched, ...]
-    verdicts: Mapping[Phase, Verdict]
-    kernels: tuple[Tuned, ...]
+    verdicts: Mapping[Phase, PhaseVerdict]
+    kernels: tuple[TunedRound, ...]
     stored: frozenset[Phase]
     end: End
     elapsed_s: float
@@ -114,8 +114,8 @@ class Run:
     began_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
     """Unix time."""
     searched: list[Searched] = field(default_factory=list)
-    verdicts: dict[Phase, Verdict] = field(default_factory=dict)
-    kernels: list[Tuned] = field(default_factory=list)
+    verdicts: dict[Phase, PhaseVerdict] = field(default_factory=dict)
+    kernels: list[TunedRound] = field(default_factory=list)
     stored: set[Phase] = field(default_factory=set)
     end: End = "complete"
 
@@ -221,7 +221,7 @@ def _room(subject: Subject) -> Room:
     return Room.for_steps(step for phase in PHASES for step in subject.grid(phase).steps)
 
 
-def _keeper(subject: Subject, store: Store, kernels: Kernels) -> Callable[[Reading], None]:
+def _keeper(subject: Subject, store: Store, kernels: Kernels) -> Callable[[PlanTiming], None]:
     """Appends a reading to the database, for the recorded evaluator to replay."""
     from phasewise.cython_kernels._native import kernel_abi
     from phasewise.tuner.config.recorded import keep

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class SearchSettings:
+class TuneConfigSettings:
     """Requests (`trace` or `lengths`), objective, budget in seconds, and what the search may use.
 
     phase: prefill, decode or both. objective: ttft, tpot, e2e or goodput, which needs an `slo`. evaluator:

@@ -35,7 +35,7 @@ from phasewise.tuner.topotree import OperatorLimits, TopoTree, fundamental
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.model_shape import shape_of_model, shape_of_reference
 from phasewise.workflows.report import Report, silent
-from phasewise.workflows.tune_config.settings import SearchSettings
+from phasewise.workflows.tune_config.settings import TuneConfigSettings
 
 if TYPE_CHECKING:
     from phasewise.serving.model import PackedModel
@@ -106,7 +106,7 @@ class Subject:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
-def wish_of(model: str, settings: SearchSettings) -> Wish:
+def wish_of(model: str, settings: TuneConfigSettings) -> Wish:
     """The settings as values, checked as far as that needs no machine. UsageError, TraceError."""
     if settings.trace is not None and settings.lengths is not None:
         raise UsageError("give either --trace or --lengths")

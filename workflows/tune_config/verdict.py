@@ -74,7 +74,7 @@ class Versus:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PhaseVerdict:
     """What a phase ends with."""
 
     phase: Phase
@@ -192,7 +192,7 @@ def _timed(one: Finalist, jury: Jury, deadline_s: float) -> Finalist:
 
 def decide(
     phase: Phase, timed: Sequence[Finalist], habits: Sequence[Reference], jury: Jury, deadline_s: float
-) -> Verdict | None:
+) -> PhaseVerdict | None:
     """The fastest finalist, unless a reference beats it; None where nothing could be run."""
     able = [one for one in timed if one.cost_ms < math.inf]
     if not able:
@@ -202,7 +202,7 @@ def decide(
     against = tuple(_against(winner, habits, timed, jury, deadline_s))
     standing, plan = _standing(winner, against)
     latency_ms = next((one.cost_ms for one in able if same_cores(one.plan, plan)), winner.cost_ms)
-    return Verdict(phase, plan, latency_ms, winner.plan, standing, against, tuple(timed))
+    return PhaseVerdict(phase, plan, latency_ms, winner.plan, standing, against, tuple(timed))
 
 
 def _against(

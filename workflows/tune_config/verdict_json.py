@@ -9,10 +9,10 @@ from typing import Any
 from phasewise.kerneldb.records import Comparison
 from phasewise.tuner.config.references import Reference
 from phasewise.tuner.plans import ServicePlan
-from phasewise.workflows.tune_config.verdict import Finalist, Verdict, Versus
+from phasewise.workflows.tune_config.verdict import Finalist, PhaseVerdict, Versus
 
 
-def verdict_fields(verdict: Verdict) -> dict[str, Any]:
+def verdict_fields(verdict: PhaseVerdict) -> dict[str, Any]:
     """All of it."""
     return {
         "phase": verdict.phase,
@@ -25,9 +25,9 @@ def verdict_fields(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def verdict_of(fields: Mapping[str, Any]) -> Verdict:
+def verdict_of(fields: Mapping[str, Any]) -> PhaseVerdict:
     """The verdict that has these fields."""
-    return Verdict(
+    return PhaseVerdict(
         phase=fields["phase"],
         plan=_plan_of(fields["plan"]),
         latency_ms=fields["latency_ms"],

@@ -93,7 +93,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedRound:
     """A round that has ended, and the limits of its cores."""
 
     round: Round
@@ -174,7 +174,7 @@ def tune_round(
     resume: bool,
     report: Callable[[TuningProgress], None],
     lock: MeasurementLock,
-) -> Tuned:
+) -> TunedRound:
     """Tune a round for at most `budget_s`, the measuring of its limits included."""
     started_s = time.monotonic()
     everywhere = os.sched_getaffinity(0)
@@ -204,7 +204,7 @@ def tune_round(
             attention = tune([one.attention], tools, deadline_s - time.monotonic())
     finally:
         native.close()
-    return Tuned(one, scope.machine, scope.kernel_abi, roofline, outcome, attention)
+    return TunedRound(one, scope.machine, scope.kernel_abi, roofline, outcome, attention)
 
 
 @contextmanager

@@ -14,7 +14,14 @@ from phasewise.tuner.plans import Phase, ServicePlan, default_plan
 from phasewise.tuner.tuning_run import TuningProgress
 from phasewise.workflows.report import Report
 from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
-from phasewise.workflows.tune_kernels.rounds import Round, Shape, Tuned, plan_rounds, shapes_of, tune_round
+from phasewise.workflows.tune_kernels.rounds import (
+    Round,
+    Shape,
+    TunedRound,
+    plan_rounds,
+    shapes_of,
+    tune_round,
+)
 
 if TYPE_CHECKING:
     from phasewise.workflows.open_model import OpenModel
@@ -48,10 +55,10 @@ def tune_rounds(
     lock: MeasurementLock,
     report: Report,
     progress: Callable[[TuningProgress], None],
-) -> list[Tuned]:
+) -> list[TunedRound]:
     """Tune each round within its share of the budget that is left. An interrupted round ends the run."""
     deadline_s = time.monotonic() + budget_s
-    done: list[Tuned] = []
+    done: list[TunedRound] = []
     with open_store(db, report) as store, lock.working(budget_s):
         for number, one in enumerate(rounds):
             share_s = (deadline_s - time.monotonic()) / (len(rounds) - number)

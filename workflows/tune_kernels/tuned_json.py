@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain
-    from phasewise.workflows.tune_kernels.rounds import Tuned
+    from phasewise.workflows.tune_kernels.rounds import TunedRound
 
 
 from dataclasses import asdict
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain
-    from phasewise.workflows.tune_kernels.rounds import Shape, Tuned
+    from phasewise.workflows.tune_kernels.rounds import Shape, TunedRound
 
 
 def plan_fields(shape: Shape, task: Task) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def mean_gain(gains: Sequence[Gain]) -> float:
     return math.exp(sum(math.log(gain.default_ns / gain.tuned_ns) for gain in gains) / len(gains))
 
 
-def tuned_fields(tuned: Tuned) -> dict[str, Any]:
+def tuned_fields(tuned: TunedRound) -> dict[str, Any]:
     """One round as JSON values."""
     outcome = tuned.outcome
     return {
@@ -65,7 +65,7 @@ def tuned_fields(tuned: Tuned) -> dict[str, Any]:
     }
 
 
-def _gain_fields(tuned: Tuned, gain: Gain) -> dict[str, Any]:
+def _gain_fields(tuned: TunedRound, gain: Gain) -> dict[str, Any]:
     return {
         "uses": tuned.round.uses(gain.problem),
         "roofline_fraction": tuned.roofline_share(gain),

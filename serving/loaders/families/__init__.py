@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, ENCODERS_BY_HF
-from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Cut, Family, Names
+from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family, Names, TensorCut
 from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
 from phasewise.serving.loaders.families.gpt_oss import GPT_OSS
 from phasewise.serving.loaders.families.granite import GRANITE, GRANITE_MOE
@@ -17,7 +17,7 @@ from phasewise.serving.loaders.families.phi import PHI3
 from phasewise.serving.loaders.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from phasewise.serving.loaders.families.smollm import SMOLLM3
 
-__all__ = ["ACTIVATION_NAMES", "FAMILIES", "Cut", "Family", "Names", "family_of_gguf", "family_of_hf"]
+__all__ = ["ACTIVATION_NAMES", "FAMILIES", "Family", "Names", "TensorCut", "family_of_gguf", "family_of_hf"]
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE,

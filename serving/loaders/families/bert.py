@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Cut, Get, Names
+from phasewise.serving.loaders.families.family import Get, Names, TensorCut
 from phasewise.serving.model import LARGEST, Encoder, LayerKind, ModelConfig, RopeSpec
 
 HF_ACTIVATIONS = {
@@ -92,7 +92,7 @@ _ROBERTA_HEAD = {
     "classifier.out_proj.bias": "score_out_bias",
 }
 _NOMIC_NAMES: Names = {
-    "attn.Wqkv.weight": Cut(("q", "k", "v")),
+    "attn.Wqkv.weight": TensorCut(("q", "k", "v")),
     "self_attn.q_proj.weight": "q",
     "self_attn.k_proj.weight": "k",
     "self_attn.v_proj.weight": "v",
@@ -135,7 +135,10 @@ GGUF_NAMES: Names = {
         "layer_output_norm": "ffn_norm",
     }.items()
     for part in ("weight", "bias")
-} | {"attn_qkv.weight": Cut(("q", "k", "v")), "attn_qkv.bias": Cut(("q_bias", "k_bias", "v_bias"))}
+} | {
+    "attn_qkv.weight": TensorCut(("q", "k", "v")),
+    "attn_qkv.bias": TensorCut(("q_bias", "k_bias", "v_bias")),
+}
 GGUF_GLOBAL_NAMES = {
     "token_embd.weight": "embed",
     "position_embd.weight": "positions",

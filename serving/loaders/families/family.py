@@ -22,7 +22,7 @@ Adapt = Callable[[Get, ModelConfig], ModelConfig]
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorCut:
     """How a tensor of a file that holds several of ours is cut: its rows are those of `parts`, one after the
     other.
 
@@ -39,7 +39,7 @@ class Cut:
 ACTIVATION_NAMES = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu")}
 """Activations, and what config.json calls them."""
 
-Names = Mapping[str, str | Cut]
+Names = Mapping[str, str | TensorCut]
 """A file's names of a layer's tensors to ours; "{e}" in both stands for an expert's number."""
 
 

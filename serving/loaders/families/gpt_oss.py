@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Cut, Family, Get
+from phasewise.serving.loaders.families.family import Family, Get, TensorCut
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import all_but_every, experts_of, layer_types, with_windows
 from phasewise.serving.model import ModelConfig, RopeSpec, YarnScaling
@@ -64,12 +64,16 @@ GPT_OSS = Family(
         "self_attn.o_proj.bias": "o_bias",
         "mlp.router.weight": "router",
         "mlp.router.bias": "router_bias",
-        "mlp.experts.gate_up_proj": Cut(("gate", "up"), of_experts=True, alternating=True, transposed=True),
-        "mlp.experts.gate_up_proj.mxfp4": Cut(("gate", "up"), of_experts=True, alternating=True),
-        "mlp.experts.gate_up_proj_bias": Cut(("gate_bias", "up_bias"), of_experts=True, alternating=True),
-        "mlp.experts.down_proj": Cut(("down",), of_experts=True, transposed=True),
-        "mlp.experts.down_proj.mxfp4": Cut(("down",), of_experts=True),
-        "mlp.experts.down_proj_bias": Cut(("down_bias",), of_experts=True),
+        "mlp.experts.gate_up_proj": TensorCut(
+            ("gate", "up"), of_experts=True, alternating=True, transposed=True
+        ),
+        "mlp.experts.gate_up_proj.mxfp4": TensorCut(("gate", "up"), of_experts=True, alternating=True),
+        "mlp.experts.gate_up_proj_bias": TensorCut(
+            ("gate_bias", "up_bias"), of_experts=True, alternating=True
+        ),
+        "mlp.experts.down_proj": TensorCut(("down",), of_experts=True, transposed=True),
+        "mlp.experts.down_proj.mxfp4": TensorCut(("down",), of_experts=True),
+        "mlp.experts.down_proj_bias": TensorCut(("down_bias",), of_experts=True),
     },
     gguf_names={
         **GGUF_EXPERTS,
@@ -77,8 +81,8 @@ GPT_OSS = Family(
         "attn_sinks.weight": "sinks",
         "attn_output.bias": "o_bias",
         "ffn_gate_inp.bias": "router_bias",
-        "ffn_gate_exps.bias": Cut(("gate_bias",), of_experts=True),
-        "ffn_up_exps.bias": Cut(("up_bias",), of_experts=True),
-        "ffn_down_exps.bias": Cut(("down_bias",), of_experts=True),
+        "ffn_gate_exps.bias": TensorCut(("gate_bias",), of_experts=True),
+        "ffn_up_exps.bias": TensorCut(("up_bias",), of_experts=True),
+        "ffn_down_exps.bias": TensorCut(("down_bias",), of_experts=True),
     },
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Cut, Family, Get
+from phasewise.serving.loaders.families.family import Family, Get, TensorCut
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, positive
 from phasewise.serving.model import ModelConfig
@@ -65,8 +65,8 @@ GRANITE_MOE = Family(
     hf_defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
     hf_names={
         "block_sparse_moe.router.layer.weight": "router",
-        "block_sparse_moe.input_linear.weight": Cut(("gate", "up"), of_experts=True),
-        "block_sparse_moe.output_linear.weight": Cut(("down",), of_experts=True),
+        "block_sparse_moe.input_linear.weight": TensorCut(("gate", "up"), of_experts=True),
+        "block_sparse_moe.output_linear.weight": TensorCut(("down",), of_experts=True),
     },
     gguf_names=GGUF_EXPERTS,
     gguf_interleaved_heads=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phasewise.serving.loaders.families.family import Cut, Family, Get, Names
+from phasewise.serving.loaders.families.family import Family, Get, Names, TensorCut
 from phasewise.serving.loaders.families.reading import experts_of
 from phasewise.serving.model import ModelConfig
 
@@ -28,9 +28,9 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 GGUF_EXPERTS: Names = {
     "ffn_gate_inp.weight": "router",
-    "ffn_gate_exps.weight": Cut(("gate",), of_experts=True),
-    "ffn_up_exps.weight": Cut(("up",), of_experts=True),
-    "ffn_down_exps.weight": Cut(("down",), of_experts=True),
+    "ffn_gate_exps.weight": TensorCut(("gate",), of_experts=True),
+    "ffn_up_exps.weight": TensorCut(("up",), of_experts=True),
+    "ffn_down_exps.weight": TensorCut(("down",), of_experts=True),
 }
 
 LLAMA = Family(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phasewise.serving.loaders.families.family import Cut, Family, Get
+from phasewise.serving.loaders.families.family import Family, Get, TensorCut
 from phasewise.serving.model import ModelConfig
 
 
@@ -25,8 +25,8 @@ PHI3 = Family(
     from_hf=_hf,
     from_gguf=_gguf,
     hf_names={
-        "self_attn.qkv_proj.weight": Cut(("q", "k", "v")),
-        "mlp.gate_up_proj.weight": Cut(("gate", "up")),
+        "self_attn.qkv_proj.weight": TensorCut(("q", "k", "v")),
+        "mlp.gate_up_proj.weight": TensorCut(("gate", "up")),
     },
-    gguf_names={"attn_qkv.weight": Cut(("q", "k", "v")), "ffn_up.weight": Cut(("gate", "up"))},
+    gguf_names={"attn_qkv.weight": TensorCut(("q", "k", "v")), "ffn_up.weight": TensorCut(("gate", "up"))},
 )

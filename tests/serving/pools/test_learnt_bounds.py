@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.pools.bounds import FEWEST, Bounds, Lengths, learnt
+from phasewise.serving.pools.bounds import FEWEST, LengthWindow, PoolBounds, learnt
 from phasewise.serving.pools.buckets import LearntSizes
 from phasewise.serving.pools.contiguous import ContiguousPool, peak
 from phasewise.serving.pools.contract import ALIGNMENT, Demand, Estimate, PoolSettings
@@ -43,12 +43,12 @@ def test_buckets_are_equally_full() -> None:
 
 
 def test_too_few_answers_teach_nothing() -> None:
-    assert learnt((5,) * (FEWEST - 1), 4, 0.98) == Bounds()
+    assert learnt((5,) * (FEWEST - 1), 4, 0.98) == PoolBounds()
 
 
 @given(st.lists(st.integers(1, 50), max_size=100))
 def test_only_the_window_is_remembered(answers: list[int]) -> None:
-    lengths = Lengths(window=20)
+    lengths = LengthWindow(window=20)
     for answer in answers:
         lengths.add(answer)
 

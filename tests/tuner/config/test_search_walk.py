@@ -11,7 +11,7 @@ import pytest
 from phasewise.topology import Kind
 from phasewise.tuner.config.ablation import Cost, Walked, brute_force, walked
 from phasewise.tuner.config.space import ConfigSpace
-from phasewise.tuner.config.walk import Cut, Rules, Stopped, walk
+from phasewise.tuner.config.walk import PrunedTree, Rules, Stopped, walk
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
 from tests.support import paper_machines, planted
 from tests.support.tiers import first_is_smoke
@@ -122,7 +122,7 @@ def test_descendants_of_what_did_not_beat_its_parent_are_not_asked_for() -> None
         decisions += done.value
 
     assert removed == []
-    cuts = [decision for decision in decisions if isinstance(decision, Cut)]
+    cuts = [decision for decision in decisions if isinstance(decision, PrunedTree)]
     assert cuts
     assert all(cut.cost_ms >= 0.997 * cut.parent_cost_ms for cut in cuts)
 

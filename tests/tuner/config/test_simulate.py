@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 
 from phasewise.tuner.config.simulate import (
     CHUNK_TOKENS,
+    LatencyBounds,
     Objective,
     ObjectiveKind,
     Remembered,
-    Slo,
     StepGrid,
     cost_ms,
     parse_slo,
 )
 from phasewise.tuner.config.steps import Step
-from phasewise.tuner.config.trace import Request, default_trace, parse_distribution, slices
+from phasewise.tuner.config.trace import RequestLengths, default_trace, parse_distribution, slices
 from phasewise.tuner.errors import TraceError
 from phasewise.tuner.plans import PHASES, Phase
 
 TRACE = default_trace()
 
 requests = st.lists(
-    st.builds(Request, st.integers(1, 5000), st.integers(1, 300)), min_size=1, max_size=20
+    st.builds(RequestLengths, st.integers(1, 5000), st.integers(1, 300)), min_size=1, max_size=20
 ).map(tuple)
 phases = st.sampled_from(PHASES)
 kinds = st.sampled_from(["ttft", "tpot", "e2e"])
@@ -51,7 +51,7 @@ class Counting:
 
 
 def cost(
-    trace: tuple[Request, ...],
+    trace: tuple[RequestLengths, ...],
     phase: Phase,
     timer: Callable[[Step], float] = linear,
     objective: Objective = Objective(),  # noqa: B008 (frozen)
@@ -60,7 +60,7 @@ def cost(
 
 
 @given(trace=requests)
-def test_decode_is_exact_where_time_is_linear_in_the_context(trace: tuple[Request, ...]) -> None:
+def test_decode_is_exact_where_time_is_linear_in_the_context(trace: tuple[RequestLengths, ...]) -> None:
     expected = [
         sum(
             1.0 + 1e-3 * context
@@ -74,7 +74,7 @@ def test_decode_is_exact_where_time_is_linear_in_the_context(trace: tuple[Reques
 
 @given(trace=requests)
 def test_prefill_is_exact_where_time_is_linear_in_tokens_and_in_what_lies_before(
-    trace: tuple[Request, ...],
+    trace: tuple[RequestLengths, ...],
 ) -> None:
     def prompt_ms(tokens: int) -> float:
         starts = range(0, tokens, CHUNK_TOKENS)
@@ -88,7 +88,7 @@ def test_prefill_is_exact_where_time_is_linear_in_tokens_and_in_what_lies_before
 
 @given(trace=requests, phase=phases, kind=kinds, factor=st.floats(1.0, 10.0))
 def test_a_faster_machine_never_costs_more(
-    trace: tuple[Request, ...], phase: Phase, kind: ObjectiveKind, factor: float
+    trace: tuple[RequestLengths, ...], phase: Phase, kind: ObjectiveKind, factor: float
 ) -> None:
     objective = Objective(kind)
 
@@ -99,7 +99,7 @@ def test_a_faster_machine_never_costs_more(
 
 @given(trace=requests, phase=phases, seed=st.integers(0, 1000))
 def test_longer_requests_never_cost_less_however_times_scatter(
-    trace: tuple[Request, ...], phase: Phase, seed: int
+    trace: tuple[RequestLengths, ...], phase: Phase, seed: int
 ) -> None:
     """Interpolation is monotone over the whole grid."""
 
@@ -117,7 +117,7 @@ def test_longer_requests_never_cost_less_however_times_scatter(
 
 
 @given(trace=requests, phase=phases)
-def test_only_the_grids_steps_are_asked_for(trace: tuple[Request, ...], phase: Phase) -> None:
+def test_only_the_grids_steps_are_asked_for(trace: tuple[RequestLengths, ...], phase: Phase) -> None:
     timer = Counting(linear)
     grid = StepGrid.of(trace, Objective(), phase)
     for part in slices(trace, 3):
@@ -172,7 +172,7 @@ def test_a_concurrency_times_steps_of_so_many_sequences() -> None:
 
 
 def test_objectives_of_decode_weigh_tokens_and_requests() -> None:
-    trace = (Request(100, 2), Request(100, 11))
+    trace = (RequestLengths(100, 2), RequestLengths(100, 11))
     steady = {kind: cost(trace, "decode", lambda _: 1e6, Objective(kind)) for kind in ("tpot", "e2e")}
 
     assert steady == {"tpot": pytest.approx(1.0), "e2e": pytest.approx((1 + 10) / 2)}
@@ -180,10 +180,10 @@ def test_objectives_of_decode_weigh_tokens_and_requests() -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_goodput_counts_only_requests_that_keep_the_slo(phase: Phase) -> None:
-    trace = (Request(100, 11), Request(400, 11))
-    generous = Objective("goodput", Slo(1000, 1000))
-    strict = Objective("goodput", Slo(200, 1.3))
-    hopeless = Objective("goodput", Slo(0.001, 0.001))
+    trace = (RequestLengths(100, 11), RequestLengths(400, 11))
+    generous = Objective("goodput", LatencyBounds(1000, 1000))
+    strict = Objective("goodput", LatencyBounds(200, 1.3))
+    hopeless = Objective("goodput", LatencyBounds(0.001, 0.001))
 
     all_good, one_good, none_good = (
         cost(trace, phase, objective=one) for one in (generous, strict, hopeless)
@@ -194,7 +194,7 @@ def test_goodput_counts_only_requests_that_keep_the_slo(phase: Phase) -> None:
 
 
 def test_of_two_hopeless_configurations_the_slower_one_costs_more() -> None:
-    objective = Objective("goodput", Slo(ttft_ms=0.001))
+    objective = Objective("goodput", LatencyBounds(ttft_ms=0.001))
 
     assert cost(TRACE, "prefill", lambda step: 2 * linear(step), objective) > cost(
         TRACE, "prefill", objective=objective
@@ -202,8 +202,8 @@ def test_of_two_hopeless_configurations_the_slower_one_costs_more() -> None:
 
 
 def test_an_slo_is_read_with_or_without_units() -> None:
-    assert parse_slo("ttft=200,tpot=50") == Slo(200.0, 50.0)
-    assert parse_slo("tpot=0.5s") == Slo(None, 500.0)
+    assert parse_slo("ttft=200,tpot=50") == LatencyBounds(200.0, 50.0)
+    assert parse_slo("tpot=0.5s") == LatencyBounds(None, 500.0)
 
 
 @pytest.mark.parametrize(

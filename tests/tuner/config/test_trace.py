@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.tuner.config import trace_files
-from phasewise.tuner.config.lengths import MAX_TOKENS, Request, parse_distribution
+from phasewise.tuner.config.lengths import MAX_TOKENS, RequestLengths, parse_distribution
 from phasewise.tuner.config.trace import (
     default_trace,
     describe,
@@ -50,7 +50,7 @@ SHAREGPT = [
 ]
 
 lengths = st.integers(1, 100_000)
-traces = st.lists(st.builds(Request, lengths, lengths), min_size=1, max_size=40).map(tuple)
+traces = st.lists(st.builds(RequestLengths, lengths, lengths), min_size=1, max_size=40).map(tuple)
 
 
 def written(tmp_path: Path, content: str | bytes) -> Path:
@@ -63,7 +63,7 @@ def lines(entries: list[dict[str, object]]) -> str:
     return "\n".join(map(json.dumps, entries))
 
 
-def pairs(trace: tuple[Request, ...]) -> list[tuple[int, int]]:
+def pairs(trace: tuple[RequestLengths, ...]) -> list[tuple[int, int]]:
     return [(one.prompt_tokens, one.output_tokens) for one in trace]
 
 
@@ -202,7 +202,7 @@ def test_any_bytes_are_a_trace_or_a_clear_line(
 
 
 def test_a_fixed_distribution_is_that_request_again_and_again() -> None:
-    assert parse_distribution("fixed:512/64", 3, 0) == (Request(512, 64),) * 3
+    assert parse_distribution("fixed:512/64", 3, 0) == (RequestLengths(512, 64),) * 3
 
 
 @given(seed=st.integers(0, 1000))
@@ -260,7 +260,9 @@ def test_the_same_seed_draws_the_same_requests() -> None:
 
 
 @given(trace=traces, count=st.integers(1, 50), seed=st.integers(0, 9))
-def test_a_sample_is_part_of_its_trace_in_order(trace: tuple[Request, ...], count: int, seed: int) -> None:
+def test_a_sample_is_part_of_its_trace_in_order(
+    trace: tuple[RequestLengths, ...], count: int, seed: int
+) -> None:
     chosen = sampled(trace, count, seed)
     rest = iter(trace)
 
@@ -270,7 +272,9 @@ def test_a_sample_is_part_of_its_trace_in_order(trace: tuple[Request, ...], coun
 
 
 @given(trace=traces, count=st.integers(1, 8))
-def test_slices_hold_every_request_once_from_short_to_long(trace: tuple[Request, ...], count: int) -> None:
+def test_slices_hold_every_request_once_from_short_to_long(
+    trace: tuple[RequestLengths, ...], count: int
+) -> None:
     parts = slices(trace, count)
     tokens = [one.tokens for part in parts for one in part]
 
@@ -281,7 +285,7 @@ def test_slices_hold_every_request_once_from_short_to_long(trace: tuple[Request,
 
 
 @given(trace=traces, context=st.integers(2, 4096))
-def test_fitted_requests_fit_and_short_ones_stay(trace: tuple[Request, ...], context: int) -> None:
+def test_fitted_requests_fit_and_short_ones_stay(trace: tuple[RequestLengths, ...], context: int) -> None:
     for before, after in zip(trace, fitted(trace, context), strict=True):
         assert after.tokens <= context
         assert before.tokens > context or after == before
@@ -297,6 +301,6 @@ def test_a_file_wins_over_a_distribution_of_its_name(tmp_path: Path, monkeypatch
 
 def test_a_trace_is_described_in_a_line() -> None:
     assert (
-        describe((Request(10, 3), Request(30, 5)))
+        describe((RequestLengths(10, 3), RequestLengths(30, 5)))
         == "2 requests, prompt p50 10 max 30, output p50 3 max 5 tokens"
     )

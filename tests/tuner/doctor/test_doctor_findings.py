@@ -8,7 +8,7 @@ import pytest
 
 from phasewise.topology import read_machine
 from phasewise.tuner.conditions import Conditions
-from phasewise.tuner.doctor import CHECKS, Host, IsaUse, Severity, Tuned, examine, not_examined
+from phasewise.tuner.doctor import CHECKS, Host, IsaUse, Severity, TunedCounts, examine, not_examined
 from tests.support.fake_host import CGROUP, CPU, FLAGS, MEMINFO, MOUNTS, Plant, clean_host, found_in
 
 LADDER = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
@@ -249,7 +249,7 @@ PLANTS: dict[str, tuple[str, Severity, Plant, str]] = {
     "untuned": (
         "untuned",
         Severity.medium,
-        Plant(told={"tuned": Tuned("tuning.db", 0, 12)}),
+        Plant(told={"tuned": TunedCounts("tuning.db", 0, 12)}),
         "0 service plans, 12 kernel timings",
     ),
 }

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Estimate
-from phasewise.tuner.config.lengths import Request, Trace
+from phasewise.tuner.config.lengths import RequestLengths, Trace
 from phasewise.tuner.config.trace import load_trace
 from phasewise.tuner.errors import TraceError
 from phasewise.tuner.predictor.facts import PromptFacts
@@ -32,7 +32,7 @@ Estimates: TypeAlias = tuple[Estimate | None, ...]
 class TraceRequest:
     """One request of a trace. facts: the input of a length predictor; None where the trace has no prompts."""
 
-    request: Request
+    request: RequestLengths
     facts: PromptFacts | None = None
 
 
@@ -182,7 +182,9 @@ def _column(path: str, selection: TraceSelection) -> TraceRequests:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: {error}") from None
-    samples = tuple(TraceRequest(Request(selection.prompt_tokens, length)) for length in lengths if length)
+    samples = tuple(
+        TraceRequest(RequestLengths(selection.prompt_tokens, length)) for length in lengths if length
+    )
     if not samples:
         raise TraceError(f"{path} holds no answer in column {selection.column}")
     return samples
@@ -199,7 +201,7 @@ def _logged(path: str, model: str | None, report: Report) -> TraceRequests:
 
     logs, _ = read_logs([Path(path)], None if model is None else Tokens(model, report))
     return tuple(
-        TraceRequest(Request(len(one.facts.token_ids), one.output_tokens), one.facts)
+        TraceRequest(RequestLengths(len(one.facts.token_ids), one.output_tokens), one.facts)
         for log in logs
         for one in log.examples
     )
