@@ -126,7 +126,7 @@ def _keys_of(store: Store, machine: Machine) -> frozenset[MachineKey]:
 
 
 def _schedules(store: Store, keys: frozenset[MachineKey]) -> list[ScheduleFacts]:
-    from phasewise.kerneldb.upkeep import Standing, preferred
+    from phasewise.kerneldb.upkeep import PreferenceReason, preferred
     from phasewise.tuner.errors import TunerError
     from phasewise.tuner.weights import blank_weight
 
@@ -136,7 +136,7 @@ def _schedules(store: Store, keys: frozenset[MachineKey]) -> list[ScheduleFacts]
         latest[at] = promotion
     found = []
     for key, one in preferred(store).items():
-        if key.machine not in keys or one.standing is not Standing.IN_USE:
+        if key.machine not in keys or one.standing is not PreferenceReason.IN_USE:
             continue
         problem = key.problem
         try:
