@@ -11,16 +11,12 @@ and checks answers, exit codes, KV slots, descriptors, shared memory, processes 
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 from fault_rows import clients, ranks, service
-from fault_rows.setting import Setting, Skipped, Wrong
-from served_process import DEFAULT_MODEL, TINY, leave_no_server
+from fault_rows.setting import Setting
+from row_runner import run_rows
 
 ROWS: dict[str, Callable[[Setting], str]] = {
     "killed_while_starting": ranks.killed_while_starting,
@@ -40,31 +36,8 @@ SLOW = ("stopped", "again_and_again")
 """Bounded by waits that are seconds long, whatever the model: not part of --quick."""
 
 
-def run(name: str, setting: Setting) -> bool:
-    """Whether a row holds, or cannot be tried here."""
-    began = time.monotonic()
-    try:
-        verdict, seen = "ok  ", ROWS[name](setting)
-    except Skipped as reason:
-        verdict, seen = "skip", str(reason)
-    except (Wrong, RuntimeError, OSError) as error:
-        verdict, seen = "FAIL", f"{type(error).__name__}: {error}"
-    print(f"{verdict} {name}: {seen} [{time.monotonic() - began:.0f} s]", flush=True)
-    return verdict != "FAIL"
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"`{TINY}`: a small random one, in float32")
-    parser.add_argument("--quick", action="store_true", help="small numbers")
-    parser.add_argument("--only", action="append", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
-    asked = parser.parse_args()
-    leave_no_server()
-    names = asked.only or [name for name in ROWS if not (asked.quick and name in SLOW)]
-    with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(asked.model, Path(folder), asked.quick)
-        held = [run(name, setting) for name in names]
-    return 0 if all(held) else 1
+    return run_rows(__doc__ or "", ROWS, Setting, SLOW)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,12 @@ anything failed. The rows are those of docs/security.md.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 from hostile_rows import connections, files, grammars, requests, templates
-from hostile_rows.siege import Missed, Siege, Skipped
-from served_process import DEFAULT_MODEL, TINY, leave_no_server
+from hostile_rows.siege import Siege
+from row_runner import run_rows
 
 ROWS: dict[str, Callable[[Siege], str]] = {
     "schemas_that_explode": grammars.schemas_that_explode,
@@ -45,31 +41,8 @@ ROWS: dict[str, Callable[[Siege], str]] = {
 }
 
 
-def run(name: str, siege: Siege) -> bool:
-    """Whether a row holds, or cannot be tried here."""
-    began = time.monotonic()
-    try:
-        verdict, seen = "ok  ", ROWS[name](siege)
-    except Skipped as reason:
-        verdict, seen = "skip", str(reason)
-    except (Missed, RuntimeError, OSError) as error:
-        verdict, seen = "FAIL", f"{type(error).__name__}: {error}"
-    print(f"{verdict} {name}: {' '.join(seen.split())} [{time.monotonic() - began:.0f} s]", flush=True)
-    return verdict != "FAIL"
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"`{TINY}`: a small random one, in float32")
-    parser.add_argument("--quick", action="store_true", help="small numbers")
-    parser.add_argument("--only", action="append", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
-    asked = parser.parse_args()
-    leave_no_server()
-    names = asked.only or list(ROWS)
-    with tempfile.TemporaryDirectory() as folder:
-        siege = Siege(asked.model, Path(folder), asked.quick)
-        held = [run(name, siege) for name in names]
-    return 0 if all(held) else 1
+    return run_rows(__doc__ or "", ROWS, Siege)
 
 
 if __name__ == "__main__":

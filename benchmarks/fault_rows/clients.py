@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 
 import raw_http
+from row_runner import Missed
 from served_process import TINY, ServerProcess
 
-from fault_rows.setting import Setting, Wrong, expect, held, text_alone, wait_until_free
+from fault_rows.setting import Setting, expect, held, text_alone, wait_until_free
 
 HEALTH_S = 0.05
 RSS_NOISE_MIB = 16.0
@@ -72,7 +73,7 @@ def slow_readers(setting: Setting) -> str:
                 peak_mib = max(peak_mib, server.rss_mib())
                 slowest_s = max(slowest_s, await _timed(server, body, wanted))
                 if time.monotonic() - began > 180:
-                    raise Wrong("slow readers still hold KV slots after 180 s")
+                    raise Missed("slow readers still hold KV slots after 180 s")
                 await asyncio.sleep(0.05)
             took_s = time.monotonic() - began
             for reader in readers:

@@ -12,17 +12,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import raw_http
+from row_runner import Missed
 from served_process import ServerProcess
 
-from fault_rows.setting import (
-    Setting,
-    Wrong,
-    expect,
-    held,
-    text_alone,
-    wait_until_free,
-    wait_until_ready,
-)
+from fault_rows.setting import Setting, expect, held, text_alone, wait_until_free, wait_until_ready
 
 LOST = "rank_lost"
 GAVE_UP = 70
@@ -222,7 +215,7 @@ def judge(answers: Sequence[tuple[raw_http.Reply | None, raw_http.Streamed]], wa
     n_lost = 0
     for (refusal, said), text in zip(answers, wanted, strict=True):
         if refusal is not None:
-            raise Wrong(f"refused with {refusal.status}: {refusal.body.decode()}")
+            raise Missed(f"refused with {refusal.status}: {refusal.body.decode()}")
         if said.errors:
             expect(said.errors == [LOST] and said.n_pieces > 0, f"{said.errors} after {said.n_pieces} pieces")
             n_lost += 1

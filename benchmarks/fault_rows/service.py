@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import raw_http
+from row_runner import Missed, Skipped
 from served_process import ServerProcess
 
 from fault_rows.ranks import kill, small_budget
-from fault_rows.setting import Setting, Skipped, Wrong, expect, text_alone, wait_until_free
+from fault_rows.setting import Setting, expect, text_alone, wait_until_free
 
 AT_ONCE_S = 5.0
 
@@ -150,7 +151,7 @@ def kv_exhausted(setting: Setting) -> str:
 async def _begin(server: ServerProcess, body: dict[str, Any]) -> raw_http.Streamed:
     refusal, said = await raw_http.stream(server.port, "/v1/completions", body)
     if refusal is not None:
-        raise Wrong(f"refused with {refusal.status}: {refusal.body.decode()}")
+        raise Missed(f"refused with {refusal.status}: {refusal.body.decode()}")
     return said
 
 
@@ -170,7 +171,7 @@ async def _until_running(server: ServerProcess, n_requests: int) -> None:
         if float(running) >= n_requests:
             return
         await asyncio.sleep(0.005)
-    raise Wrong(f"{n_requests} requests are not computed at a time")
+    raise Missed(f"{n_requests} requests are not computed at a time")
 
 
 def _on_full_disk(setting: Setting, place: Path) -> tuple[str, ...]:

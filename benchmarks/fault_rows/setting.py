@@ -9,23 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from row_runner import Missed, Skipped
 from served_process import PHASEWISE, ServerProcess, model_reference, own_cache
 
 SETTLES_S = 30.0
 """Seconds within which a server frees what is no longer used."""
 
 
-class Wrong(Exception):
-    """What was seen, where something else had to be."""
-
-
-class Skipped(Exception):
-    """Why this cannot be tried here."""
-
-
 def expect(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise Wrong(otherwise)
+        raise Missed(otherwise)
 
 
 class Held(NamedTuple):
@@ -111,7 +104,7 @@ def wait_until_free(server: ServerProcess, before: Held | None = None) -> None:
     try:
         server.wait_until(is_free, SETTLES_S, "is not free")
     except RuntimeError as error:
-        raise Wrong(f"held {held(server)}, before {before}: {error}") from error
+        raise Missed(f"held {held(server)}, before {before}: {error}") from error
 
 
 def wait_until_ready(server: ServerProcess) -> float:

@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from hostile_rows.siege import Missed, Siege
+from row_runner import Missed
+
+from hostile_rows.siege import Siege
 
 KEY = "the-key"
 MIB = 1 << 20

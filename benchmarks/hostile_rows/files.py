@@ -9,9 +9,10 @@ import subprocess
 import time
 from pathlib import Path
 
+from row_runner import Missed
 from served_process import PHASEWISE, TINY, model_reference, own_cache
 
-from hostile_rows.siege import Missed, Siege
+from hostile_rows.siege import Siege
 
 SECRET = "a-secret-of-the-operator"
 BOUND_S = 60.0

@@ -7,7 +7,9 @@ import threading
 import time
 from typing import Any
 
-from hostile_rows.siege import Asked, Missed, Siege, attacking
+from row_runner import Missed
+
+from hostile_rows.siege import Asked, Siege, attacking
 
 N_CLIENTS = 24
 MOST_TURN_S = 4.0

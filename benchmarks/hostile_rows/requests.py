@@ -6,7 +6,9 @@ import contextlib
 import threading
 import time
 
-from hostile_rows.siege import Asked, Missed, Siege, attacking
+from row_runner import Missed
+
+from hostile_rows.siege import Asked, Siege, attacking
 
 KEYS = ("first-key", "second-key")
 _TRIES = 3

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from row_runner import Missed
 from served_process import ServerProcess, model_reference, own_cache
 
 LATENCY_RATIO = 2.0
@@ -28,14 +29,6 @@ MEMORY_RATIO = 1.1
 MEMORY_SLACK_MIB = 24.0
 """Of Python's and malloc's own keeping; a tenth of a tiny server's memory is less than that."""
 _SETTLE_S = 1.5
-
-
-class Missed(Exception):
-    """What must hold does not, in one line."""
-
-
-class Skipped(Exception):
-    """This machine cannot try the row, and why."""
 
 
 @dataclass(frozen=True)

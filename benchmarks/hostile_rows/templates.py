@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hostile_rows.siege import Asked, Missed, Siege
+from row_runner import Missed
+
+from hostile_rows.siege import Asked, Siege
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 

@@ -23,7 +23,7 @@ from phasewise.serving.http.lengths import estimated, facts_of
 from phasewise.serving.http.middleware import client_of
 from phasewise.serving.http.prepare import (
     HeldTo,
-    Sender,
+    RequestOrigin,
     begun_late,
     compiled,
     held_to,
@@ -54,11 +54,11 @@ class Preparation:
         self._grammars = FairLane("grammar", 1, _MOST_GRAMMARS)
 
     async def prepare(
-        self, request: Request, body: Body, make: Callable[[Body, ServedModel, Sender], list[Submit]]
+        self, request: Request, body: Body, make: Callable[[Body, ServedModel, RequestOrigin], list[Submit]]
     ) -> tuple[list[Submit], list[RequestFacts]]:
         """Messages that `make` makes of `body`, with what is known of each. ApiError, or ClientLeft."""
         client, patience = client_of(request.scope), Patience()
-        sender = Sender(client.cache_space, patience)
+        sender = RequestOrigin(client.cache_space, patience)
 
         def work() -> tuple[list[Submit], list[RequestFacts], HeldTo | None]:
             requests = make(body, self._model, sender)

@@ -39,7 +39,7 @@ from phasewise.serving.tools.tool_format import json_rule
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
+class RequestOrigin:
     """What preparing a request needs of its sender: which prompts it may reuse, and its wait."""
 
     cache_space: str = ""
@@ -52,7 +52,7 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions; a chat answer may 
 
 
 def completion_requests(
-    body: CompletionRequest, model: ServedModel, sender: Sender | None = None
+    body: CompletionRequest, model: ServedModel, sender: RequestOrigin | None = None
 ) -> list[Submit]:
     """One message for each choice: prompts in order, the `n` choices of a prompt together."""
     _refuse(body, model)
@@ -71,13 +71,13 @@ def completion_requests(
     ]
 
 
-def chat_requests(body: ChatRequest, model: ServedModel, sender: Sender | None = None) -> list[Submit]:
+def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin | None = None) -> list[Submit]:
     """One message for each of the `n` choices."""
     _refuse(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     check_tools(body)
-    sender = sender or Sender()
+    sender = sender or RequestOrigin()
     prompt = _conversation(body, model, sender.patience)
     max_tokens = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
