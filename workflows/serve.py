@@ -180,7 +180,9 @@ def serve_model(
             sparse=running.sparse,
         )
         drafts = find_drafts(running.draft, found, db, report)
-        estimates = open_predictor(running.predictor, found.model.name, report)
+        estimates = open_predictor(
+            running.predictor, found.model.name, report, lambda ids: opened.text.tokenizer.decode(ids)
+        )
         size = _size(found, accepting.max_sequences, running, drafts)
         if explain is not None:
             explain(found.explain(size.step_tokens, size.max_sequences))

@@ -33,6 +33,15 @@ PredictorOption = Annotated[
         "--predictor", metavar="FILE", help="predictor file [default: the one trained for the model]"
     ),
 ]
+EncoderOption = Annotated[
+    str,
+    typer.Option(
+        "--encoder",
+        envvar="PHASEWISE_ENCODER",
+        metavar="auto|none|MODEL",
+        help="embedding model that reads prompts; auto: all-minilm-l6-v2 where it has been pulled",
+    ),
+]
 SeedOption = Annotated[
     int, typer.Option(min=0, help="seed that draws the held-out prompts and the first weights")
 ]
@@ -57,6 +66,7 @@ _EVAL = option_set(
     split=opt("share of the prompts held out", min=0.05, max=0.9),
     overflow=opt("share of answers that may outgrow their block", min=0.0, max=0.9),
     drift=opt("train on the first log only, then replay the other logs in order", "--drift"),
+    encoder=EncoderOption,
     seed=SeedOption,
 )
 
@@ -100,26 +110,40 @@ def train_command(
     split: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="share of the prompts kept out of training, for `eval`")
     ] = 0.0,
+    encoder: EncoderOption = "auto",
     seed: SeedOption = 0,
     verbose: Annotated[bool, typer.Option("--verbose", help="report every epoch on stderr")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`."""
     from phasewise.cli.render.predict_len_text import epoch_line
+    from phasewise.tuner.predictor.encoded import train_encoded
     from phasewise.tuner.predictor.facts import held_out
-    from phasewise.tuner.predictor.files import save_predictor
+    from phasewise.tuner.predictor.files import AnyPredictor, save_predictor
     from phasewise.tuner.predictor.train import TrainOptions, train
     from phasewise.workflows.predict_len.compare import Split, with_split
     from phasewise.workflows.predict_len.inputs import Tokens, predictor_file, read_logs
+    from phasewise.workflows.predict_len.prompt_vectors import find_encoder
 
-    found, name = read_logs(logs, Tokens(model, note) if model else None)
+    tokens = Tokens(model, note) if model else None
+    found, name = read_logs(logs, tokens)
     kept, _ = held_out([one for log in found for one in log.examples], split, seed)
-    predictor = train(
-        kept,
-        name,
-        TrainOptions(seed=seed),
-        (lambda epoch: note(epoch_line(epoch))) if verbose else lambda _: None,
-    )
+    reader = find_encoder(encoder, note, None if tokens is None else tokens.text)
+    predictor: AnyPredictor
+    if reader is not None:
+        predictor = train_encoded(reader.read_all(kept), name, reader.ref, seed)
+        if not predictor.is_useful:
+            note(
+                f"warning: on prompts that it had not seen it erred by {predictor.error_share:.2f} of what a"
+                " constant does: it learnt too little, and serve will not use it"
+            )
+    else:
+        predictor = train(
+            kept,
+            name,
+            TrainOptions(seed=seed),
+            (lambda epoch: note(epoch_line(epoch))) if verbose else lambda _: None,
+        )
     path = predictor_file(output, name)
     save_predictor(with_split(predictor, Split(split, seed)), path)
     if as_json:

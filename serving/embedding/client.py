@@ -76,8 +76,6 @@ class _Lane:
     waiting: deque[_Input] = field(default_factory=deque)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: Restarts = field(default_factory=Restarts)
-    gone: bool = False
-    """Whether there is no hope for another worker."""
     n_batches: int = 0
     n_inputs: int = 0
     n_restarts: int = 0
@@ -121,7 +119,7 @@ class EmbeddingClient:
             return "starting"
         if any(lane.queue.is_up for lane in self._lanes):
             return "running"
-        return "lost" if all(lane.gone for lane in self._lanes) else "replacing"
+        return "lost" if all(lane.queue.is_gone for lane in self._lanes) else "replacing"
 
     @property
     def is_alive(self) -> bool:
@@ -251,8 +249,8 @@ class EmbeddingClient:
             log.exception("the lane of %s failed", lane.queue.name)
         lane.queue.is_up = False
         self._fail(lane.waiting, at, RanksError(f"{lane.queue.name} was lost and cannot be started again"))
-        lane.gone = True
-        if all(one.gone for one in self._lanes):
+        lane.queue.is_gone = True
+        if all(one.queue.is_gone for one in self._lanes):
             self.on_lost()
 
     async def _serve(self, at: int) -> None:
@@ -326,7 +324,8 @@ class EmbeddingClient:
     def _move_waiting(self, at: int) -> None:
         """What waits for a device that is down goes to others with room; the rest waits for it."""
         lane, staying = self._lanes[at], deque[_Input]()
-        for one in lane.waiting:
+        while lane.waiting:
+            one = lane.waiting.popleft()
             place = self._manager.move(at, one.size)
             if place is None:
                 staying.append(one)

@@ -33,13 +33,15 @@ class DeviceQueue:
     rank: int
     depth: Depth
     is_up: bool = True
-    """Whether new inputs may go there."""
+    """Whether its worker computes. Where none does, inputs wait for one that is started again."""
+    is_gone: bool = False
+    """Whether there is no hope for another worker."""
     inputs: int = 0
     tokens: int = 0
 
     def has_room(self, tokens: int) -> bool:
         """For one more input of so many tokens. An input longer than the depth has room in an empty queue."""
-        if not self.is_up or self.inputs + 1 > self.depth.inputs:
+        if self.is_gone or self.inputs + 1 > self.depth.inputs:
             return False
         return self.tokens + tokens <= self.depth.tokens or self.inputs == 0
 
@@ -76,7 +78,7 @@ class QueueManager:
             return places
         for at, tokens in zip(places, sizes, strict=False):
             self.release(at, tokens)
-        if self.inputs == 0 and any(queue.is_up for queue in self.queues):
+        if self.inputs == 0 and not all(queue.is_gone for queue in self.queues):
             return self._spread(sizes)
         self.n_refused += len(sizes)
         return None
@@ -90,9 +92,11 @@ class QueueManager:
 
     def move(self, at: int, tokens: int) -> int | None:
         """Another device for an input whose device went down; None: it stays where it is."""
-        self.release(at, tokens)
         found = self._device_for(tokens)
-        self._take(at if found is None else found, tokens)
+        if found is None or found == at or not self.queues[found].is_up:
+            return None
+        self.release(at, tokens)
+        self._take(found, tokens)
         return found
 
     @property
@@ -113,10 +117,13 @@ class QueueManager:
     def _device_for(self, tokens: int) -> int | None:
         """The emptiest with room among those of the lowest rank that has any."""
         lowest = min(queue.rank for queue in self.queues)
+        any_up = any(queue.is_up for queue in self.queues)
         found = [
             (queue.rank, queue.load, at)
             for at, queue in enumerate(self.queues)
-            if queue.has_room(tokens) and (self.heterogeneous or queue.rank == lowest)
+            if queue.has_room(tokens)
+            and queue.is_up == any_up
+            and (self.heterogeneous or queue.rank == lowest)
         ]
         return min(found)[2] if found else None
 
@@ -126,7 +133,8 @@ class QueueManager:
 
     def _spread(self, sizes: Sequence[int]) -> list[int]:
         """Every input to the device that has least to do, by its depth."""
-        usable = [at for at, queue in enumerate(self.queues) if queue.is_up]
+        up = [at for at, queue in enumerate(self.queues) if queue.is_up]
+        usable = up or [at for at, queue in enumerate(self.queues) if not queue.is_gone]
         places = []
         for tokens in sizes:
             at = min(usable, key=lambda one: self.queues[one].load)

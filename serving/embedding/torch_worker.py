@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,7 @@ class TorchEmbedder:
         model: Any = kind.from_pretrained(str(path), torch_dtype=torch.float32)
         self._model = model.to(self._device).eval()
         self._pad = int(self._model.config.pad_token_id or 0)
-        names = self._model.forward.__code__.co_varnames
-        self._takes_segments = "token_type_ids" in names
+        self._takes_segments = "token_type_ids" in signature(self._model.forward).parameters
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
         """float32 [inputs, width]; inputs are padded at their end to the longest."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
-from phasewise.serving.http.schemas import ChatRequest, GenerationRequest
+from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from phasewise.serving.messages import Delivery, Failure, Submit
 
 _SYSTEM_ROLES = frozenset({"system", "developer"})
@@ -56,7 +56,8 @@ def facts_of(requests: Sequence[Submit], body: GenerationRequest) -> list[Reques
         if not facts or facts[-1].token_ids is not request.prompt_token_ids:
             temperature = request.sampling.temperature
             known = (request.prompt_token_ids, temperature, request.max_tokens, n_messages, system_prompt_id)
-            facts.append(RequestFacts(*known))
+            text = _text(body, len(facts))
+            facts.append(RequestFacts(*known, text))
         else:
             facts.append(facts[-1])
     return facts
@@ -68,6 +69,15 @@ def estimated(requests: Sequence[Submit], facts: Sequence[RequestFacts], model: 
         return list(requests)
     known = {id(one): model.estimate(one) for one in {id(one): one for one in facts}.values()}
     return [replace(request, estimate=known[id(one)]) for request, one in zip(requests, facts, strict=True)]
+
+
+def _text(body: GenerationRequest, at: int) -> str | None:
+    """What the user wrote last; of several texts the one at a prompt's place."""
+    if isinstance(body, ChatRequest):
+        return next((one.text for one in reversed(body.messages) if one.role == "user"), None)
+    given = body.prompt if isinstance(body, CompletionRequest) else None
+    one = given[min(at, len(given) - 1)] if isinstance(given, list) else given
+    return one if isinstance(one, str) else None
 
 
 def _conversation(body: GenerationRequest) -> tuple[int, str | None]:

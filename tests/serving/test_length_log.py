@@ -138,7 +138,7 @@ def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
         server.wait_until_idle()
 
     assert [(length.output_tokens, length.finish_reason) for length in known] == [(7, "length")]
-    assert known[0].facts == RequestFacts((97,), 0.5, 7, 1, None)
+    assert known[0].facts == RequestFacts((97,), 0.5, 7, 1, None, "a")
     assert observer._facts == {}
 
 

@@ -14,6 +14,7 @@ EXPECTED_SKIPS = (
     r"reference (data|machines|traces)|lists? of .* fields|no machines in|the authors' figures",
     # Other programs and libraries, which are found where their variables name them.
     r"PHASEWISE_(PEERS_PYTHON|LLAMA_BIN|LLAMA_MODEL)",
+    r"could not import '(torch|transformers)'|is not in the cache",
     # Parameters without a case of their own.
     r"has no commands of its own",
 )

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from phasewise.tuner.predictor.calibration import RunningPrice
 from phasewise.tuner.predictor.distribution import LengthDistribution
 from phasewise.tuner.predictor.facts import Example
+from phasewise.tuner.predictor.files import AnyPredictor
 from phasewise.tuner.predictor.model import LengthPredictor
 
 Ints = npt.NDArray[np.int64]
@@ -122,7 +123,7 @@ class LearntBuckets:
     ended. `first_lengths`: realised ones of training, which fill the window at the beginning.
     """
 
-    predictor: LengthPredictor
+    predictor: AnyPredictor
     first_lengths: Sequence[int]
     learn: LearnBounds
 
@@ -202,7 +203,7 @@ class Calibration:
 
 
 def calibration(
-    predictor: LengthPredictor,
+    predictor: AnyPredictor,
     examples: Sequence[Example],
     hold: float,
     first_lengths: Sequence[int],
@@ -230,7 +231,7 @@ def calibration(
     )
 
 
-def _reached(predictor: LengthPredictor, examples: Sequence[Example], seed: int) -> npt.NDArray[np.float64]:
+def _reached(predictor: AnyPredictor, examples: Sequence[Example], seed: int) -> npt.NDArray[np.float64]:
     """Where in its forecast each answer lies: even from 0 to 1 where forecasts are right; drawn within a
     step."""
     rng = np.random.default_rng(seed)

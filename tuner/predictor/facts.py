@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 MAX_ANSWER_TOKENS = 1 << 20
 """An answer without a limit is taken to have this one."""
@@ -23,6 +24,10 @@ class PromptFacts(NamedTuple):
     max_tokens: int | None = None
     n_messages: int = 1
     system_prompt_id: str | None = None
+    text: str | None = None
+    """What the user wrote, where it is known: an encoder reads it."""
+    vector: npt.NDArray[np.float32] | None = None
+    """What an encoder made of the text."""
 
     @property
     def limit(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from phasewise.tuner.errors import PredictorError
+from phasewise.tuner.predictor.encoded import LEVELS, EncodedPredictor
 from phasewise.tuner.predictor.features import N_FIGURES, N_ROWS
 from phasewise.tuner.predictor.model import LengthPredictor, Scaling
 from phasewise.tuner.predictor.network import Params
@@ -25,6 +27,8 @@ SUFFIX = ".predictor.safetensors"
 MAX_FILE_BYTES = 256 << 20
 MAX_MEMBERS = 64
 
+AnyPredictor = LengthPredictor | EncodedPredictor
+
 
 def default_file(model_name: str) -> Path:
     """Where the predictor of a model is kept: below the XDG data directory."""
@@ -32,16 +36,21 @@ def default_file(model_name: str) -> Path:
     return platformdirs.user_data_path("phasewise") / "predictors" / f"{safe.lstrip('.') or 'model'}{SUFFIX}"
 
 
-def save_predictor(predictor: LengthPredictor, path: Path) -> None:
+def save_predictor(predictor: AnyPredictor, path: Path) -> None:
     """The whole file or none of it; the same predictor gives the same bytes."""
-    about = {
+    about: dict[str, Any] = {
         "kind": KIND,
         "schema_version": SCHEMA_VERSION,
         "model": predictor.model_name,
-        "members": len(predictor.members),
+        "members": 1 if isinstance(predictor, EncodedPredictor) else len(predictor.members),
         "trained_on": dict(predictor.trained_on),
     }
-    data = save(_arrays(predictor), metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
+    if isinstance(predictor, EncodedPredictor):
+        about |= {"encoder": predictor.encoder, "middle": predictor.middle, "width": predictor.width}
+        arrays = _encoded_arrays(predictor)
+    else:
+        arrays = _arrays(predictor)
+    data = save(arrays, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +63,7 @@ def save_predictor(predictor: LengthPredictor, path: Path) -> None:
         raise PredictorError(f"predictor {path} cannot be written: {error.strerror}") from None
 
 
-def load_predictor(path: str | os.PathLike[str]) -> LengthPredictor:
+def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
     """PredictorError, one line, for whatever is no predictor of ours."""
     try:
         if os.path.getsize(path) > MAX_FILE_BYTES:
@@ -64,7 +73,7 @@ def load_predictor(path: str | os.PathLike[str]) -> LengthPredictor:
         with safe_open(os.fspath(path), framework="np") as file:
             about = _about(file.metadata())
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
-        return _predictor(about, arrays)
+        return _encoded(about, arrays) if "encoder" in about else _predictor(about, arrays)
     except OSError as error:
         raise PredictorError(f"predictor {path} cannot be read: {error.strerror or error}") from None
     except (SafetensorError, TypeError, AttributeError) as error:
@@ -93,6 +102,46 @@ def _arrays(predictor: LengthPredictor) -> dict[str, npt.NDArray[Any]]:
         "figures.inverse_deviation": predictor.scaling.inverse_deviation,
     }
     return {name: np.ascontiguousarray(array, np.float32) for name, array in (whole | members).items()}
+
+
+def _encoded_arrays(predictor: EncodedPredictor) -> dict[str, npt.NDArray[Any]]:
+    whole = {name: getattr(predictor, name) for name in ("points", "weights", "residuals", "prices")}
+    return {name: np.ascontiguousarray(array, np.float32) for name, array in whole.items()}
+
+
+def _encoded(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> EncodedPredictor:
+    def take(name: str, n_dims: int) -> npt.NDArray[np.float32]:
+        array = arrays.get(name)
+        if array is None or array.dtype != np.float32 or array.ndim != n_dims or not np.isfinite(array).all():
+            raise _Unfit(f"lacks {name}, or has it in an unknown form")
+        return array
+
+    points, weights, residuals, prices = (
+        take("points", 2),
+        take("weights", 1),
+        take("residuals", 1),
+        take("prices", 1),
+    )
+    encoder, middle, width = about["encoder"], about.get("middle"), about.get("width")
+    if len(points) != len(weights) or len(residuals) != len(LEVELS) or (np.diff(residuals) < 0).any():
+        raise _Unfit("has points, weights and residuals that do not fit together")
+    if (np.diff(prices) < 0).any() or (prices < 0).any():
+        raise _Unfit("has prices that do not ascend")
+    if not isinstance(middle, float) or not isinstance(width, float) or not math.isfinite(middle + width):
+        raise _Unfit("has numbers in its metadata that are none")
+    if not isinstance(encoder, str):
+        raise _Unfit("does not say by which encoder, or how, it reads prompts")
+    return EncodedPredictor(
+        about["model"],
+        encoder,
+        points,
+        weights,
+        middle,
+        width,
+        residuals,
+        prices,
+        about["trained_on"],
+    )
 
 
 def _about(metadata: dict[str, str] | None) -> dict[str, Any]:

@@ -107,7 +107,8 @@ def _example(row: dict[str, Any], encode: Encode | None) -> Example | None:
     system = row.get("system_prompt_id")
     if system is not None and not isinstance(system, str):
         raise PredictorError(f"system_prompt_id must be a text, not {system!r:.40}")
-    facts = PromptFacts(_token_ids(row, encode), _temperature(row), max_tokens, n_messages, system)
+    text = row["prompt"] if isinstance(row.get("prompt"), str) else None
+    facts = PromptFacts(_token_ids(row, encode), _temperature(row), max_tokens, n_messages, system, text)
     return Example(facts, min(output_tokens, facts.limit), row.get("finish_reason") == "length")
 
 

@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.tuner.predictor.calibration import RunningPrice, RunningRatio, price_holding
+from phasewise.tuner.predictor.calibration import price_holding
 from phasewise.tuner.predictor.distribution import LengthDistribution
 from phasewise.tuner.predictor.facts import PromptFacts
 from phasewise.tuner.predictor.features import bag_of, figures_of
@@ -102,33 +101,3 @@ class LengthPredictor:
     def _read(self, outputs: Sequence[Outputs], facts: PromptFacts) -> LengthDistribution:
         shares = np.mean([softmax(out.scores[0].astype(np.float64)) for out in outputs], axis=0)
         return LengthDistribution(self.bounds, shares, facts.limit)
-
-
-class LiveEstimator:
-    """A predictor that serves: estimates, and follows what answers become. For any threads."""
-
-    def __init__(self, predictor: LengthPredictor, hold: float | None = None) -> None:
-        """hold: estimates are to hold that share of answers; None: they are means."""
-        self.predictor = predictor
-        self._running = None if hold is None else RunningPrice(predictor.prices.tolist(), hold)
-        self._ratio = RunningRatio()
-        self._lock = Lock()
-
-    def __call__(self, facts: PromptFacts) -> tuple[float, float]:
-        """(length of the answer, uncertainty)"""
-        thought = self.predictor.distribution(facts)
-        with self._lock:
-            if self._running is None:
-                length = min(thought.mean * self._ratio.ratio, facts.limit)
-            else:
-                length = thought.room(self._running.price)
-        return float(length), thought.uncertainty
-
-    def observe(self, facts: PromptFacts, output_tokens: int) -> None:
-        """An answer ended, by itself or at its limit, after this many tokens."""
-        thought = self.predictor.distribution(facts)
-        with self._lock:
-            if self._running is None:
-                self._ratio.observe(thought.mean, output_tokens)
-            else:
-                self._running.observe(thought.price_of(output_tokens))

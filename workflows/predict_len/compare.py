@@ -12,6 +12,7 @@ import numpy as np
 from phasewise.serving.pools.bounds import learnt
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.tuner.errors import PredictorError
+from phasewise.tuner.predictor.encoded import train_encoded
 from phasewise.tuner.predictor.evaluate import (
     Calibration,
     FixedBuckets,
@@ -23,7 +24,7 @@ from phasewise.tuner.predictor.evaluate import (
     score,
 )
 from phasewise.tuner.predictor.facts import Example, held_out
-from phasewise.tuner.predictor.model import LengthPredictor
+from phasewise.tuner.predictor.files import AnyPredictor
 from phasewise.tuner.predictor.train import TrainOptions, train
 
 OURS, S3, CONSTANT, STATIC = "ours", "S3", "constant", "static"
@@ -113,13 +114,18 @@ class LogReport:
 
 
 def rivals_of(
-    kept: Sequence[Example], model_name: str, hold: float, seed: int, predictor: LengthPredictor | None
+    kept: Sequence[Example],
+    model_name: str,
+    hold: float,
+    seed: int,
+    predictor: AnyPredictor | None,
+    encoder: str | None = None,
 ) -> Rivals:
     """Everything that learns has learnt from `kept`; ours, if given, from what its file says."""
     longest = max(one.facts.max_tokens or one.output_tokens for one in kept)
     options = TrainOptions(seed=seed)
     inner = FixedBuckets.inner_bounds(longest)
-    ours = predictor or train(kept, model_name, options)
+    ours = predictor or learn(kept, model_name, seed, encoder)
     classifier = train(kept, model_name, options, bounds=inner)
     lengths = [one.output_tokens for one in kept]
     bounds = [*inner, longest]
@@ -127,6 +133,13 @@ def rivals_of(
     shuffled = random.Random(seed).sample(lengths, len(lengths))  # logs lie end to end; a window is a mixture
     learning = LearntBuckets(ours, shuffled, _learn)
     return Rivals(learning, FixedBuckets(classifier, longest), bounds[usual], hold)
+
+
+def learn(kept: Sequence[Example], model_name: str, seed: int, encoder: str | None) -> AnyPredictor:
+    """By the encoder of that name, whose vectors the facts have; None: by tokens alone."""
+    if encoder is not None:
+        return train_encoded(kept, model_name, encoder, seed)
+    return train(kept, model_name, TrainOptions(seed=seed))
 
 
 def _learn(lengths: Sequence[int]) -> Sequence[int]:
@@ -177,7 +190,7 @@ def strangers(kept: Sequence[Example], others: Sequence[Example]) -> list[Exampl
     return [one for one in others if one.prompt_key not in known]
 
 
-def with_split(predictor: LengthPredictor, split: Split) -> LengthPredictor:
+def with_split(predictor: AnyPredictor, split: Split) -> AnyPredictor:
     """A predictor that says which prompts it did not learn from."""
     facts = {**predictor.trained_on, "held_out_share": split.share, "held_out_seed": split.seed}
     return replace(predictor, trained_on=facts)

@@ -42,6 +42,10 @@ class Tokens:
         """The token ids of a prompt with one user's message."""
         return message_prompt(self._loaded[1], message)
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt's tokens, marks of the template left out."""
+        return self._loaded[1].tokenizer.decode(token_ids, from_start=True)
+
 
 def message_prompt(text: ModelText, message: str) -> list[int]:
     """The token ids of a user's message in the chat template, or as plain text without a template."""

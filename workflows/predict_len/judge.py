@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise.tuner.predictor.encoded import EncodedPredictor
 from phasewise.tuner.predictor.facts import PromptFacts
-from phasewise.tuner.predictor.files import load_predictor
-from phasewise.tuner.predictor.model import LengthPredictor
+from phasewise.tuner.predictor.files import AnyPredictor, load_predictor
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.predict_len.compare import (
     LogReport,
@@ -22,6 +22,7 @@ from phasewise.workflows.predict_len.compare import (
     strangers,
 )
 from phasewise.workflows.predict_len.inputs import Tokens, predictor_file, read_logs
+from phasewise.workflows.predict_len.prompt_vectors import NONE, PromptEncoder, find_encoder
 from phasewise.workflows.predict_len.settings import TIMED_CALLS, EvalWish
 from phasewise.workflows.report import Report, silent
 
@@ -39,12 +40,18 @@ class Judged:
 
 def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = silent) -> Judged:
     """Every method learnt from the same answers, judged by others. PredictorError, UsageError."""
-    found, name = read_logs(logs, Tokens(wish.model, report) if wish.model else None)
+    tokens = Tokens(wish.model, report) if wish.model else None
+    found, name = read_logs(logs, tokens)
     ours = None if wish.predictor is None else load_predictor(wish.predictor)
+    encoder = _encoder_of(ours, wish, tokens, report)
+    if encoder is not None:
+        found = [log._replace(examples=encoder.read_all(log.examples)) for log in found]
     chosen = Split(wish.split, wish.seed) if ours is None else _split_of(ours, wish, report)
     halves = [chosen.of(log.examples) for log in found]
     learnt = halves[0][0] if wish.drift else [one for kept, _ in halves for one in kept]
-    rivals = rivals_of(learnt, name, 1 - wish.overflow, wish.seed, ours)
+    rivals = rivals_of(
+        learnt, name, 1 - wish.overflow, wish.seed, ours, None if encoder is None else encoder.ref
+    )
     if wish.drift:
         if len(found) < 2:
             raise UsageError("--drift needs two logs or more")
@@ -56,7 +63,15 @@ def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = sil
     return Judged(name, chosen, reports)
 
 
-def _split_of(predictor: LengthPredictor, wish: EvalWish, report: Report) -> Split:
+def _encoder_of(
+    ours: AnyPredictor | None, wish: EvalWish, tokens: Tokens | None, report: Report
+) -> PromptEncoder | None:
+    """The one that the predictor needs, or that a new one is to have."""
+    wanted = wish.encoder if ours is None else ours.encoder if isinstance(ours, EncodedPredictor) else NONE
+    return find_encoder(wanted, report, None if tokens is None else tokens.text)
+
+
+def _split_of(predictor: AnyPredictor, wish: EvalWish, report: Report) -> Split:
     """The predictor's own split, so that it is judged by prompts that it has not seen."""
     own = predictor.trained_on.get("held_out_share", 0)
     if not own:
@@ -80,7 +95,10 @@ def predict_length(
     """The length of `model`'s answer to a user's message, in tokens. ModelError, PredictorError."""
     tokens = Tokens(model, report)
     known = load_predictor(predictor_file(predictor, tokens.model_name))
-    facts = PromptFacts(tokens.prompt(message), temperature, max_tokens)
+    facts = PromptFacts(tokens.prompt(message), temperature, max_tokens, text=message)
+    encoder = find_encoder(known.encoder, report) if isinstance(known, EncodedPredictor) else None
+    if encoder is not None:
+        facts = encoder.read(facts)
     forecasts = {hold: known.forecast(facts, known.price(hold)) for hold in SHARES_TOLD}
     one = forecasts[0.5]
     fields: dict[str, Any] = {
@@ -92,14 +110,14 @@ def predict_length(
         "room_tokens": {f"{hold:g}": forecast.room_tokens for hold, forecast in forecasts.items()},
     }
     if timed:
-        fields["median_us"] = _median_us(known, facts)
+        fields["median_us"] = _median_us(known, facts, encoder)
     return fields
 
 
-def _median_us(predictor: LengthPredictor, facts: PromptFacts) -> float:
+def _median_us(predictor: AnyPredictor, facts: PromptFacts, encoder: PromptEncoder | None) -> float:
     times = []
     for _ in range(TIMED_CALLS):
         started_ns = time.perf_counter_ns()
-        predictor.forecast(facts, 0.001)
+        predictor.forecast(facts if encoder is None else encoder.read(facts), 0.001)
         times.append((time.perf_counter_ns() - started_ns) / 1000)
     return round(statistics.median(times), 1)

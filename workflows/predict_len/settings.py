@@ -27,7 +27,7 @@ class EvalWish:
     """How predictions are judged.
 
     `split`: share of the prompts held out. `overflow`: share of answers that may outgrow their block.
-    `drift`: train on the first log only.
+    `drift`: train on the first log only. `encoder`: what reads prompts, `prompt_vectors.find_encoder`.
     """
 
     predictor: Path | None = None
@@ -35,4 +35,5 @@ class EvalWish:
     split: float = 0.3
     overflow: float = 0.005
     drift: bool = False
+    encoder: str = "auto"
     seed: int = 0

@@ -122,6 +122,8 @@ def test_what_waits_for_a_device_that_is_down_moves_where_there_is_room() -> Non
     assert queues.move(0, 75) is None
     assert [queue.inputs for queue in queues.queues] == [1, 1]
     assert queues.place([10]) is None
+    queues.queues[1].is_up, queues.queues[1].is_gone = False, True
+    assert queues.place([10]) == [0]  # none is up: it waits for the one that is started again
 
 
 def test_tokens_are_a_depth_of_their_own() -> None:

@@ -210,7 +210,7 @@ def _logged(path: str, model: str | None, report: Report) -> TraceRequests:
 def _predicted(path: str, samples: TraceRequests) -> Estimates:
     """The estimates of a server that starts with this predictor and has learnt from no answer."""
     from phasewise.tuner.predictor.files import load_predictor
-    from phasewise.tuner.predictor.model import LiveEstimator
+    from phasewise.tuner.predictor.live import LiveEstimator
 
     facts = _facts_of(samples)
     estimate = LiveEstimator(load_predictor(path))

@@ -1,0 +1,224 @@
+"""/v1/embeddings, /v1/rerank and /rerank: OpenAI's clients, limits, refusals, and what strangers send."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from phasewise.serving.encoder.pooling import truncated
+from phasewise.serving.encoder.text import Tokens
+from tests.support.encoder_models import MAX_TOKENS, write_encoder
+from tests.support.fake_embedding import POISON, WIDTH, EmbeddingServer, embedding_server, vector_of
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
+    folder = write_encoder(tmp_path_factory.mktemp("http") / "bert", "bert")
+    with embedding_server(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
+    folder = write_encoder(tmp_path_factory.mktemp("rerank") / "cross", "cross-bert")
+    with embedding_server(folder) as running:
+        yield running
+
+
+def post(server: EmbeddingServer, path: str = "/v1/embeddings", **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, timeout=20)
+
+
+def vectors(response: httpx.Response) -> np.ndarray:
+    assert response.status_code == 200, response.text
+    return np.array([one["embedding"] for one in response.json()["data"]], np.float32)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    return dict(response.json()["error"])
+
+
+def test_a_text_a_list_and_token_arrays(server: EmbeddingServer) -> None:
+    texts = ["the cat sat", "a dog."]
+    tokens = server.text.tokens(texts)
+
+    many = post(server, input=texts)
+    one = post(server, input=texts[0])
+    ids = post(server, input=tokens[0].ids)
+    id_lists = post(server, input=[one.ids for one in tokens])
+
+    assert vectors(many).tobytes() == np.stack([vector_of(Tokens(one.ids)) for one in tokens]).tobytes()
+    assert vectors(one).tobytes() == vectors(ids).tobytes() == vectors(many)[:1].tobytes()
+    assert vectors(id_lists).tobytes() == vectors(many).tobytes()
+    n_tokens = sum(len(one.ids) for one in tokens)
+    assert many.json()["usage"] == {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    assert [one["index"] for one in many.json()["data"]] == [0, 1]
+    assert many.json()["model"] == "tiny"
+
+
+def test_base64_is_the_same_vector_as_floats(server: EmbeddingServer) -> None:
+    floats = vectors(post(server, input="the cat", encoding_format="float"))
+    coded = post(server, input="the cat", encoding_format="base64").json()["data"][0]["embedding"]
+
+    assert np.frombuffer(base64.b64decode(coded), "<f4").tobytes() == floats[0].tobytes()
+
+
+@pytest.mark.slow
+def test_the_official_client_reads_both_forms(server: EmbeddingServer) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+    by_default = client.embeddings.create(model="tiny", input=["the cat", "a dog"])
+    floats = client.embeddings.create(model="tiny", input=["the cat", "a dog"], encoding_format="float")
+
+    assert [one.embedding for one in by_default.data] == [one.embedding for one in floats.data]
+    assert by_default.usage.prompt_tokens == floats.usage.prompt_tokens > 0
+
+
+def test_dimensions_are_the_first_numbers_with_length_one(server: EmbeddingServer) -> None:
+    whole = vectors(post(server, input="the cat"))[0]
+
+    got = vectors(post(server, input="the cat", dimensions=3))[0]
+
+    assert got.tobytes() == truncated(whole, 3).tobytes()
+    assert math.isclose(float(np.linalg.norm(got)), 1, rel_tol=1e-6)
+    refused = post(server, input="the cat", dimensions=WIDTH + 1)
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "dimensions")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ["the", 3]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": None}, "input"),
+        ({}, "input"),
+        ({"input": "the", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "the", "dimensions": 0}, "dimensions"),
+        ({"input": [-1]}, "token ids"),
+        ({"input": [1 << 40]}, "token ids"),
+        ({"input": ["a"] * 2049}, "2048"),
+    ],
+)
+def test_what_cannot_be_embedded_is_a_400_that_says_why(
+    server: EmbeddingServer, body: dict[str, Any], says: str
+) -> None:
+    response = post(server, **body)
+
+    assert response.status_code == 400
+    assert says in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    "text", ["cat " * (MAX_TOKENS + 1), "." * 1_000_000, "x" * 2_000_000], ids=["words", "dots", "letters"]
+)
+def test_too_long_an_input_names_the_limit_unless_it_may_be_cut(server: EmbeddingServer, text: str) -> None:
+    refused = post(server, input=["the", text])
+    cut = post(server, input=["the", text], truncate=True)
+
+    assert refused.status_code == 400
+    assert error_of(refused)["code"] == "context_length_exceeded"
+    assert f"at most {MAX_TOKENS}" in error_of(refused)["message"]
+    assert "input 1 has" in error_of(refused)["message"]
+    assert cut.status_code == 200
+    assert cut.json()["usage"]["prompt_tokens"] <= MAX_TOKENS + 3
+
+
+def test_strangers_bodies_are_refused_and_the_server_stays(server: EmbeddingServer) -> None:
+    url = f"{server.url}/v1/embeddings"
+    kinds = {"Content-Type": "application/json"}
+    answers = [
+        httpx.post(url, content=b'{"model": "tiny", "input": "\xff\xfe"}', headers=kinds),
+        httpx.post(url, content=b'{"model": "tiny", "input": "' + b"a" * (10 << 20) + b'"}', headers=kinds),
+        httpx.post(url, content=json.dumps({"model": "tiny", "input": ["a"] * 100_000}), headers=kinds),
+        httpx.post(url, content=b"[" * 5000, headers=kinds),
+        httpx.post(url, content=b"", headers=kinds),
+    ]
+
+    assert [one.status_code for one in answers] == [400, 413, 400, 400, 400]
+    assert post(server, input="the cat").status_code == 200
+
+
+def test_half_a_surrogate_pair_is_text(server: EmbeddingServer) -> None:
+    response = httpx.post(
+        f"{server.url}/v1/embeddings",
+        content=b'{"model": "tiny", "input": "a \\ud800 b"}',
+        headers={"Content-Type": "application/json"},
+    )
+
+    assert response.status_code in (200, 400)
+
+
+def test_another_model_a_batch_that_fails_and_a_reranker_asked_of_an_embedder(
+    server: EmbeddingServer,
+) -> None:
+    assert httpx.post(f"{server.url}/v1/embeddings", json={"model": "gpt", "input": "a"}).status_code == 404
+    failed = post(server, input=[POISON])
+    assert (failed.status_code, error_of(failed)["code"]) == (500, "engine_error")
+    refused = post(server, "/v1/rerank", query="a", documents=["b"])
+    assert refused.status_code == 400
+    assert "cross-encoder" in error_of(refused)["message"]
+
+
+def test_the_model_is_listed_and_metrics_name_its_devices(server: EmbeddingServer) -> None:
+    listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+    metrics = httpx.get(f"{server.url}/metrics").text
+
+    assert [(one["id"], one["max_model_len"]) for one in listed] == [("tiny", MAX_TOKENS)]
+    assert httpx.get(f"{server.url}/v1/models/alias").status_code == 200
+    assert 'phasewise_embedding_up{device="cpu:0"} 1.0' in metrics
+    assert {"/v1/embeddings", "/v1/rerank", "/rerank"} <= set(
+        httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    )
+
+
+def test_busy_is_429_with_retry_after_for_one_input_as_for_many(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert", "bert")
+    with embedding_server(folder, depths=[(2, 1000)]) as running:
+        running.workers[0].delay_s = 0.5
+        with httpx.Client(timeout=20) as client:
+            import threading
+
+            first = threading.Thread(target=lambda: post(running, input=["a", "b"]))
+            first.start()
+            while running.client.n_live < 2:
+                pass
+            for body in ("c", ["c", "d"]):
+                busy = client.post(f"{running.url}/v1/embeddings", json={"model": "tiny", "input": body})
+                assert busy.status_code == 429
+                assert int(busy.headers["Retry-After"]) >= 1
+            first.join()
+        assert (
+            post(running, input=["a", "b", "c", "d"]).status_code == 200
+        )  # larger than the depth, but alone
+
+
+def test_documents_come_back_by_their_scores(reranker: EmbeddingServer) -> None:
+    documents = ["a dog", "the cat sat", "one two"]
+    tokens = reranker.text.tokens([("cat", text) for text in documents])
+    logits = [float(vector_of(one, 1)[0]) for one in tokens]
+    order = sorted(range(3), key=lambda at: -logits[at])
+
+    cohere = post(reranker, "/v1/rerank", query="cat", documents=documents, top_n=2, return_documents=True)
+    tei = post(reranker, "/rerank", query="cat", texts=documents, raw_scores=True, return_text=True)
+    objects = post(reranker, "/v1/rerank", query="cat", documents=[{"text": text} for text in documents])
+
+    results = cohere.json()["results"]
+    assert [one["index"] for one in results] == order[:2]
+    assert results[0]["relevance_score"] == pytest.approx(1 / (1 + math.exp(-logits[order[0]])), rel=1e-6)
+    assert results[0]["document"] == {"text": documents[order[0]]}
+    assert cohere.json()["usage"]["prompt_tokens"] == sum(len(one.ids) for one in tokens)
+    assert [(one["index"], one["text"]) for one in tei.json()] == [(at, documents[at]) for at in order]
+    assert [one["score"] for one in tei.json()] == pytest.approx([logits[at] for at in order])
+    assert [one["index"] for one in objects.json()["results"]] == order
+    assert post(reranker, input="a").status_code == 400
+    assert post(reranker, "/rerank", query="cat", texts=[]).status_code == 400

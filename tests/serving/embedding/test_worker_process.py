@@ -1,0 +1,146 @@
+"""A device's worker in a process of its own: its vectors, its death in any state; and torch in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phasewise.serving.embedding.client import EmbeddingClient
+from phasewise.serving.embedding.open_embedding import open_embedding, start_worker
+from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
+from phasewise.serving.embedding.protocol import inputs_to_bytes
+from phasewise.serving.embedding.queues import Depth
+from phasewise.serving.embedding.worker import WorkerSpec
+from phasewise.serving.embedding.worker_process import WorkerProcess
+from phasewise.serving.encoder.embedder import Embedder
+from phasewise.serving.encoder.text import EncoderText
+from phasewise.serving.errors import RanksError
+from phasewise.serving.loaders import load_model
+from phasewise.topology import read_machine
+from tests.support.encoder_models import TEXTS, write_encoder
+
+pytestmark = pytest.mark.slow
+
+CORE = (min(read_machine().allowed_pus),)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("worker") / "bert", "bert")
+
+
+def spec(directory: Path, device: str = "cpu:0") -> WorkerSpec:
+    return WorkerSpec(device, str(directory), "f32", CORE, str(directory.parent / "cache"))
+
+
+def own_vectors(directory: Path) -> np.ndarray:
+    model = load_model(str(directory), "f32", directory.parent / "cache")
+    with Embedder(model, CORE, pinned=False) as embedder:
+        return embedder.embed(EncoderText(model).tokens(TEXTS))
+
+
+def test_a_worker_gives_the_vectors_of_the_engine_and_says_when_it_is_killed(directory: Path) -> None:
+    worker = WorkerProcess(spec(directory))
+    worker.wait_until_ready()
+    tokens = EncoderText(load_model(str(directory), "f32", directory.parent / "cache")).tokens(TEXTS)
+
+    async def use() -> np.ndarray:
+        await worker.attach()
+        got = await worker.embed(inputs_to_bytes(tokens))
+        os.kill(worker.pid, signal.SIGKILL)
+        await asyncio.wait_for(worker.lost(), 10)
+        with pytest.raises(RanksError):
+            await worker.embed(inputs_to_bytes(tokens))
+        return got
+
+    got = asyncio.run(use())
+    worker.close()
+
+    assert worker.facts["device"] == "cpu:0"
+    assert got.tobytes() == own_vectors(directory).tobytes()
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RanksError, match="no model"):
+        start_worker(WorkerSpec("cpu:0", str(tmp_path / "none"), "f32", CORE))
+
+
+@pytest.mark.parametrize("when", ["idle", "computing", "stopped"])
+def test_a_killed_worker_loses_nothing_that_was_not_answered(directory: Path, when: str) -> None:
+    """Killed while idle, while it computes, and while it hangs: every input is answered, by the next one."""
+    model = load_model(str(directory), "f32", directory.parent / "cache")
+    plan = EmbeddingPlan((Instance("cpu:0", CORE, Depth(10_000, 1 << 30)),))
+    opened = open_embedding(model, str(directory), "f32", plan, directory.parent / "cache")
+    tokens = opened.text.tokens(TEXTS)
+
+    async def use(client: EmbeddingClient) -> list[list[np.ndarray]]:
+        client.attach(asyncio.get_running_loop())
+        await asyncio.sleep(0.05)
+        worker = client._lanes[0].worker
+        assert isinstance(worker, WorkerProcess)
+        if when == "stopped":
+            os.kill(worker.pid, signal.SIGSTOP)
+        if when == "idle":
+            os.kill(worker.pid, signal.SIGKILL)
+            await asyncio.sleep(0.1)
+        asked = [asyncio.ensure_future(client.embed(tokens)) for _ in range(40)]
+        await asyncio.sleep(0.01)
+        if when != "idle":
+            os.kill(worker.pid, signal.SIGKILL)
+        answers = await asyncio.wait_for(asyncio.gather(*asked), 60)
+        assert client.lanes()[0].n_restarts == 1
+        return [list(one) for one in answers]
+
+    with opened:
+        answers = asyncio.run(use(opened.client))
+    want = own_vectors(directory)
+    assert all(np.stack(one).tobytes() == want.tobytes() for one in answers)
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "qwen3", "cross-bert"])
+def test_torchs_worker_gives_the_same_vectors(tmp_path: Path, name: str) -> None:
+    """The accelerator's backend on torch's CPU: cosine 0.9999."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from phasewise.serving.embedding.torch_worker import TorchEmbedder
+    from tests.support.encoder_models import PAIRS
+
+    folder = write_encoder(tmp_path / name, name)
+    model = load_model(str(folder), "f32", tmp_path / "cache")
+    tokens = EncoderText(model).tokens([*PAIRS] if name == "cross-bert" else TEXTS)
+    with Embedder(model, CORE, pinned=False) as embedder:
+        ours = embedder.embed(tokens)
+
+    theirs = TorchEmbedder(str(folder), "cpu:torch").embed(tokens)
+
+    if name == "cross-bert":
+        assert np.abs(ours - theirs).max() < 1e-4
+        return
+    cosine = (ours * theirs).sum(axis=1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
+    assert cosine.min() >= 0.9999
+
+
+def test_two_instances_embed_at_the_same_time(directory: Path) -> None:
+    cores = sorted(read_machine().allowed_pus)[:2]
+    if len(cores) < 2:
+        pytest.skip("one core")
+    model = load_model(str(directory), "f32", directory.parent / "cache")
+    plan = EmbeddingPlan(tuple(Instance(f"cpu:{at}", (core,)) for at, core in enumerate(cores)))
+    opened = open_embedding(model, str(directory), "f32", plan, directory.parent / "cache")
+    tokens = opened.text.tokens(TEXTS)
+
+    async def use(client: EmbeddingClient) -> None:
+        client.attach(asyncio.get_running_loop())
+        await asyncio.sleep(0.05)
+        await asyncio.gather(*(client.embed(tokens) for _ in range(20)))
+        counts = [lane.n_inputs for lane in client.lanes()]
+        assert sum(counts) == 20 * len(tokens)
+        assert min(counts) > 0
+
+    with opened:
+        asyncio.run(use(opened.client))

@@ -1,0 +1,88 @@
+"""What an encoder makes of prompts, for predictors of lengths: int8, one thread, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from phasewise.tuner.errors import PredictorError
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from phasewise.serving.encoder.embedder import Embedder
+    from phasewise.serving.encoder.text import EncoderText
+    from phasewise.tuner.predictor.facts import Example, PromptFacts
+
+AUTO, NONE = "auto", "none"
+DEFAULT_ENCODER = "all-minilm-l6-v2"
+WEIGHT_FORMAT = "int8"
+
+TextOf = Callable[[Sequence[int]], str]
+"""The text of a prompt's token ids."""
+
+
+class PromptEncoder:
+    """An embedding model that is loaded at its first use. For any threads, one at a time."""
+
+    def __init__(self, ref: str, report: Report = silent, text_of: TextOf | None = None) -> None:
+        self.ref = ref
+        self._report = report
+        self._text_of = text_of
+        self._lock = Lock()
+
+    @cached_property
+    def _loaded(self) -> tuple[EncoderText, Embedder]:
+        from phasewise.serving.encoder.embedder import Embedder
+        from phasewise.serving.encoder.text import EncoderText
+        from phasewise.serving.loaders import load_model
+
+        model = load_model(self.ref, WEIGHT_FORMAT, report=self._report)
+        return EncoderText(model), Embedder(model, (0,), pinned=False)
+
+    def vectors(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """float32 [texts, width]; long texts by their beginnings."""
+        with self._lock:
+            text, embedder = self._loaded
+            return embedder.embed(text.tokens(texts, truncate=True))
+
+    def read(self, facts: PromptFacts) -> PromptFacts:
+        """The facts with their vector. PredictorError where nothing tells the text."""
+        text = facts.text
+        if text is None and self._text_of is not None:
+            text = self._text_of(facts.token_ids)
+        if text is None:
+            raise PredictorError(
+                "a log has token ids without texts: name the model whose tokens they are with --model"
+            )
+        return facts._replace(vector=self.vectors([text])[0])
+
+    def read_all(self, examples: Sequence[Example]) -> list[Example]:
+        """The same for every example; each text once."""
+        known: dict[str, PromptFacts] = {}
+        found = []
+        for one in examples:
+            key = one.facts.text if one.facts.text is not None else repr(tuple(one.facts.token_ids))
+            if key not in known:
+                known[key] = self.read(one.facts)
+            found.append(replace(one, facts=one.facts._replace(vector=known[key].vector)))
+        return found
+
+
+def find_encoder(wanted: str, report: Report = silent, text_of: TextOf | None = None) -> PromptEncoder | None:
+    """`none`: no encoder; `auto`: the default one where it is in the cache; else the one named."""
+    from phasewise.serving.loaders.registry import KNOWN, is_here
+    from phasewise.serving.loaders.resolve import cache_root
+
+    if wanted == NONE:
+        return None
+    if wanted == AUTO:
+        if not is_here(KNOWN[DEFAULT_ENCODER], cache_root()):
+            return None
+        return PromptEncoder(DEFAULT_ENCODER, report, text_of)
+    return PromptEncoder(wanted, report, text_of)
