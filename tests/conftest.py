@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[VARIABLE] = config.getoption("--tier")
+    os.environ["XDG_STATE_HOME"] = os.devnull  # nothing is remembered from test to test
     # A background job of a shell ignores SIGINT, and so would the commands that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("tier", max_examples=n_examples(_DEFAULT_EXAMPLES), deadline=None)

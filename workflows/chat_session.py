@@ -15,6 +15,7 @@ from phasewise.workflows.answer_settings import SamplingChoice
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.open_model import open_model
 from phasewise.workflows.report import Report, silent
+from phasewise.workflows.tuning_hint import hint_at_tuning
 
 Message = dict[str, Any]
 
@@ -40,6 +41,7 @@ class ChatSession:
         found = open_model(model, weight_format, threads, db, report)
         if found.model.chat_template is None:
             raise WorkflowError(f"{found.model.name} has no chat template: use generate instead")
+        hint_at_tuning(model, db, report)
         size = EngineSize.for_many(found.model, 1, context_tokens, None, kv_format)
         self._text = ModelText(found.model)
         self._opened = open_engine(found.model, found.plans, size, self._text, found.schedules)

@@ -143,5 +143,5 @@ def machine_fields(machines: Machines) -> list[dict[str, str]]:
 
 
 def labels(machines: Iterable[MachineKey]) -> Machines:
-    """A short label for each kind of machine, in order of appearance."""
-    return {machine: f"#{number}" for number, machine in enumerate(dict.fromkeys(machines), start=1)}
+    """A short label for each kind of machine, by its signatures: the same in every listing of a database."""
+    return {machine: f"#{number}" for number, machine in enumerate(sorted(set(machines), key=str), start=1)}

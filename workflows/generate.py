@@ -16,6 +16,7 @@ from phasewise.workflows.errors import UsageError
 from phasewise.workflows.open_model import open_model
 from phasewise.workflows.plan_json import plan_cores
 from phasewise.workflows.report import Report, silent
+from phasewise.workflows.tuning_hint import hint_at_tuning
 
 if TYPE_CHECKING:
     from phasewise.workflows.tuned_schedules import ScheduleUse
@@ -86,6 +87,7 @@ def generate_text(
     found = open_model(model, settings.weight_format, settings.threads, db, report, sparse=settings.sparse)
     for plan in found.plans.values():
         report(plan.describe())
+    hint_at_tuning(model, db, report)
     drafts = find_drafts(settings.draft, found, db, report)
     text = ModelText(found.model)
     prompt_ids = tuple(_prompt_ids(text, prompt, settings))

@@ -155,6 +155,7 @@ def serve_model(
     from phasewise.workflows.serve_embedding import open_beside, open_embedding_model, serve_embeddings
     from phasewise.workflows.serve_instance import InstanceSpec
     from phasewise.workflows.serve_pools import PooledModel, local_front, planned_instances, share_of
+    from phasewise.workflows.tuning_hint import hint_at_tuning
 
     limits = _limits(listening, accepting, report)
     tls = _tls(listening, report)
@@ -179,6 +180,7 @@ def serve_model(
             checksum=running.checksum,
             sparse=running.sparse,
         )
+        hint_at_tuning(model, db, report)
         drafts = find_drafts(running.draft, found, db, report)
         estimates = open_predictor(
             running.predictor, found.model.name, report, lambda ids: opened.text.tokenizer.decode(ids)

@@ -17,7 +17,7 @@ from phasewise.cli.render import db_text
 from phasewise.workflows import database_json
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import PlanRecord
+    from phasewise.kerneldb.records import MachineKey, PlanRecord
     from phasewise.kerneldb.upkeep import Preferred
 
 app = CommandApp(help="The tuning database: plans, schedules, measurements.")
@@ -47,11 +47,27 @@ def path(db: DbOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def show(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """List the service plans, and for each problem the schedule in use, or the best one known."""
+def show(
+    model: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="only plans of models whose name has TEXT")
+    ] = None,
+    phase: Annotated[PhaseName | None, typer.Option(help="only plans of this phase")] = None,
+    m: Annotated[
+        int | None, typer.Option("--m", min=1, help="only schedules for N rows", metavar="N")
+    ] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="print every schedule")] = False,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the service plans, and for each problem the schedule in use, or the best one known.
+
+    A summary comes first. Of each kind of schedule the first dozen are
+    printed; --wide prints all, --json too.
+    """
     name, exists = _where(db)
     plans: list[PlanRecord] = []
     known: list[Preferred] = []
+    kinds: list[MachineKey] = []
     if exists is False:
         note(f"there is no database at {name} yet")
     else:
@@ -59,21 +75,29 @@ def show(db: DbOption = None, as_json: JsonOption = False) -> None:
         from phasewise.kerneldb.upkeep import preferred
 
         with open_store(db, note) as store:
-            plans, known = store.plans(), [*preferred(store).values()]
-    fields = _contents(name, plans, known)
+            kinds = [one.machine for one in store.stats().signatures]
+            plans = [one for one in store.plans() if _is_wanted(one, model, phase)]
+            known = [one for one in preferred(store).values() if m in (None, one.key.problem.m)]
+    fields = _contents(name, kinds, plans, known)
     if as_json:
         print_json(fields)
     else:
-        db_text.print_contents(fields)
+        db_text.print_contents(fields, wide=wide)
 
 
-def _contents(name: str, plans: list[PlanRecord], known: list[Preferred]) -> dict[str, Any]:
+def _is_wanted(plan: PlanRecord, model: str | None, phase: PhaseName | None) -> bool:
+    return (model is None or model in plan.model_key) and phase in (None, plan.phase)
+
+
+def _contents(
+    name: str, kinds: list[MachineKey], plans: list[PlanRecord], known: list[Preferred]
+) -> dict[str, Any]:
     from phasewise.cython_kernels._native import kernel_abis
     from phasewise.kerneldb.upkeep import is_stale
 
     builds = kernel_abis()
     keys = [*(plan.origin.machine for plan in plans), *(one.key.machine for one in known)]
-    machines = database_json.labels(keys)
+    machines = database_json.labels([*kinds, *keys])
     return {
         "database": name,
         "plans": database_json.plan_fields(plans, machines, note),

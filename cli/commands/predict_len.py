@@ -13,7 +13,7 @@ from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgum
 from phasewise.cli.present import note, print_json, read_stdin, say
 from phasewise.workflows.predict_len.settings import TIMED_CALLS, CollectWish, EvalWish
 
-app = CommandApp(help="Predict how long answers will be: collect lengths, train, evaluate, ask.")
+app = CommandApp(help="Predict how long answers will be.")
 
 LogsArgument = Annotated[
     list[Path],

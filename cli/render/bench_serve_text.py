@@ -98,6 +98,7 @@ def _latencies(fields: dict[str, Any]) -> str:
     rows = [
         [name.upper(), *(f"{fields[f'{statistic}_{name}_ms']:.1f}" for statistic in STATISTICS)]
         for name in METRICS
+        if fields[f"p99_{name}_ms"] > 0
     ]
     return _table(rows, ["ms", *STATISTICS])
 

@@ -22,9 +22,16 @@ MAX_PATH_CHARS = 12
 MAX_SCHEDULE_CHARS = 23
 MAX_BUILD_CHARS = 40
 IN_USE = "Schedules in use"
+MAX_ROWS = 12
 
 
-def print_contents(fields: dict[str, Any]) -> None:
+def print_contents(fields: dict[str, Any], *, wide: bool = False) -> None:
+    """The summary, the plans, and of each kind of schedule all or the first MAX_ROWS."""
+    sections = _sections(fields["schedules"])
+    counts = [f"{len(fields['plans'])} plans"]
+    counts += [f"{title}: {len(chosen)}" for title, chosen in sections.items()]
+    say(textwrap.fill("; ".join(counts), WIDTH))
+    say("")
     plans = [
         {
             "model": _shortened(plan["model"], MAX_MODEL_CHARS),
@@ -37,8 +44,10 @@ def print_contents(fields: dict[str, Any]) -> None:
         for plan in fields["plans"]
     ]
     print_table("Service plans", plans)
-    for title, chosen in _sections(fields["schedules"]).items():
-        print_table(title, [_schedule_line(one) for one in chosen])
+    for title, chosen in sections.items():
+        print_table(title, [_schedule_line(one) for one in (chosen if wide else chosen[:MAX_ROWS])])
+        if len(chosen) > MAX_ROWS and not wide:
+            say(f"... and {len(chosen) - MAX_ROWS} more: --wide prints all, --m N those for N rows\n")
     print_machines(fields["machines"])
 
 

@@ -156,7 +156,7 @@ def test_stats_count_rows_by_machine(db: Path) -> None:
     fields = run_json("stats")
 
     counts = {"measurement": 1, "problem": 1, "promotion": 0, "schedule": 1}
-    counts |= {"service_plan": 1, "step_time": 0}
+    counts |= {"service_plan": 1, "step_time": 0, "user_kernel_timing": 0, "user_kernel_promotion": 0}
     assert fields["rows"] == counts
     assert fields["by_machine"] == [{"machine": "#1", "measurements": 1, "service_plans": 1, "step_times": 0}]
     assert fields["machines"] == [{"machine": "#1", "core": FAR.core_sig, "placement": FAR.placement_sig}]

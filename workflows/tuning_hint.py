@@ -1,0 +1,27 @@
+"""One remark, once for each machine, that tuning would make the model faster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phasewise.workflows.report import Report
+
+
+def hint_at_tuning(model: str, db: str | None, report: Report) -> None:
+    """Report how to tune where there is no tuning database yet and this was not said here before.
+
+    A state file remembers that it was said; where the file cannot be written, nothing is said.
+    """
+    import platformdirs
+
+    from phasewise.kerneldb.location import locate
+
+    if not locate(db).is_absent:
+        return
+    said = Path(platformdirs.user_state_path("phasewise")) / "tuning-hint"
+    try:
+        said.parent.mkdir(parents=True, exist_ok=True)
+        said.touch(exist_ok=False)
+    except OSError:
+        return
+    report(f"not tuned for this machine: phasewise tune-kernels {model}, about 4 minutes")
