@@ -61,6 +61,18 @@ def density(weight: PackedWeight) -> float:
     return kept(weight) / (weight.n * weight.k)
 
 
+def kept_share(weight: PackedWeight) -> float:
+    """About the share of weights that a sparse weight keeps, padding included, from its bytes alone.
+
+    Of a view of some columns, their share.
+    """
+    assert weight.offsets is not None
+    values = weight.nbytes - sum(array.nbytes for array in weight.arrays[1:])
+    weights = packing.padded_n(weight.n) * packing.padded_k(weight.k)
+    kept_bytes = values - weights / 8
+    return min(1.0, max(0.0, kept_bytes / (weights * (2 if weight.kind == "bf16" else 1))))
+
+
 def values_bytes(kind: str, n: int, k: int, kept_share: float) -> float:
     """About how many bytes a sparse weight takes, scales apart: a bit for each, the kept ones, offsets."""
     weights = packing.padded_n(n) * packing.padded_k(k)

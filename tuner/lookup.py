@@ -25,7 +25,7 @@ from typing import Literal, Protocol, TypeAlias
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
 from phasewise.tuner.search.space import Arithmetic, pieces
-from phasewise.tuner.weights import format_name
+from phasewise.tuner.weights import dense_format, format_name
 
 Kind = Literal["exact", "neighbour", "default"]
 WeightKey: TypeAlias = tuple[str, str, int, int]
@@ -160,8 +160,8 @@ class PhaseSchedules:
     table: ScheduleTable
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
-        """Compute path (None: the default one) and number of k parts."""
-        arithmetic = self.table.arithmetic(_gemm_key(weight))
+        """Compute path (None: the default one) and number of k parts; the same whatever the storage."""
+        arithmetic = self.table.arithmetic(("gemm", dense_format(weight), weight.n, weight.k))
         return (None, 1) if arithmetic is None else (arithmetic.compute_path, arithmetic.k_parts)
 
     def products(self, weight: PackedWeight, max_m: int) -> Sequence[ScheduleChoice]:

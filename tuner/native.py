@@ -28,7 +28,14 @@ from phasewise.tuner.rounds import Times, shuffled_rounds
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, arithmetic_of
 from phasewise.tuner.tuning_run import Duel
-from phasewise.tuner.weights import blank_weight, copies_of, kind_of, random_weight, scale_group_of
+from phasewise.tuner.weights import (
+    blank_weight,
+    copies_of,
+    kind_of,
+    random_weight,
+    scale_group_of,
+    split_format,
+)
 
 ACCURACY = {"f32": 2.0**-16, "bf16": 2.0**-7}
 """Largest error of a product, relative to its largest value, that a way of computing a format may have."""
@@ -117,6 +124,8 @@ def numeric_error(weight_format: str, n: int, k: int, arithmetic: Arithmetic) ->
 def arithmetics(weight_format: str, n: int, k: int, threads: int) -> tuple[Arithmetic, ...]:
     """The ways of computing such a weight that keep its format's accuracy, the default one first."""
     default, *others = (Arithmetic(path) for path in paths_of(weight_format))
+    if split_format(weight_format)[1] is not None:
+        return (default,)  # sparse weights are computed as dense ones are: see lookup.py
     if threads > 1:
         others.append(Arithmetic(default.compute_path, min(threads, MAX_K_PARTS)))
     limit = ACCURACY.get(weight_format, ACCURACY_OF_QUANTISED)

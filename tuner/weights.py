@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels import packing
+from phasewise.cython_kernels import packing, sparse
 from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.topology import Kind, Machine
@@ -23,8 +24,21 @@ LINE = 64
 Array = npt.NDArray[Any]
 
 
+_SPARSE = re.compile(r"(bf16|int8|int8g16|int8c)s(\d{1,2})")
+SIXTEENTHS = 16
+
+
 def format_name(weight: PackedWeight) -> str:
-    """What the database calls a weight's format.
+    """What the database calls a weight's format and storage.
+
+    `dense_format`, and behind it the share that a sparse weight keeps, in sixteenths: bf16s8 keeps half.
+    """
+    name = dense_format(weight)
+    return f"{name}s{round(SIXTEENTHS * sparse.kept_share(weight))}" if weight.is_sparse else name
+
+
+def dense_format(weight: PackedWeight) -> str:
+    """What the database calls a weight's format, whatever its storage.
 
     f32, bf16, int8, int8m, int8g16, int8c, int4, int4m, or a kind in blocks, such as q4_k.
     """
@@ -35,9 +49,32 @@ def format_name(weight: PackedWeight) -> str:
     return f"{bits}{grouping}{'' if weight.mins is None else 'm'}"
 
 
+def split_format(weight_format: str) -> tuple[str, float | None]:
+    """The format of the dense weight, and the share that is kept; None: it is stored dense."""
+    found = _SPARSE.fullmatch(weight_format)
+    if found is None:
+        return weight_format, None
+    if int(found[2]) > SIXTEENTHS:
+        raise TunerError(f"{weight_format!r:.40} keeps more than {SIXTEENTHS} sixteenths")
+    return found[1], int(found[2]) / SIXTEENTHS
+
+
+def sparse_format(weight_format: str, density: float) -> str:
+    """The format of such weights stored sparse, of which a share is kept. TunerError where none can be."""
+    name = f"{weight_format}s{round(SIXTEENTHS * density)}"
+    if _SPARSE.fullmatch(name) is None or not 0 <= density <= 1:
+        raise TunerError(f"{weight_format} weights of density {density:g} are not stored sparse")
+    return name
+
+
 def random_weight(weight_format: str, n: int, k: int, seed: int = 0) -> PackedWeight:
     """A weight of a format (`format_name`), made of random panels."""
     rng = np.random.default_rng(seed)
+    dense, density = split_format(weight_format)
+    if density is not None:
+        weight = random_weight(dense, n, k, seed)
+        weight.values[rng.random(weight.values.shape) >= density] = weight.zero_point
+        return sparse.to_sparse(weight)
     weight = blank_weight(weight_format, n, k)
     shape = weight.values.shape
     if weight.kind == "f32":
@@ -73,6 +110,7 @@ def _random_blocks(weight: PackedWeight, rng: np.random.Generator) -> Array:
 
 def blank_weight(weight_format: str, n: int, k: int) -> PackedWeight:
     """A weight whose arrays hold nothing yet, for what looks at sizes only; it takes no memory."""
+    weight_format, _ = split_format(weight_format)
     kind = kind_of(weight_format)
     try:
         values = np.empty(packing.values_shape(kind, n, k), dtype=packing.values_dtype(kind))
@@ -98,6 +136,7 @@ def kind_of(weight_format: str) -> packing.Kind:
         **dict.fromkeys(("int4", "int4m"), "q4"),
         **packing.BLOCK_KINDS,
     }
+    weight_format, _ = split_format(weight_format)
     if weight_format not in kinds:
         known = ", ".join(kinds)
         raise TunerError(f"there are no kernels for weights of format {weight_format!r:.40}, only {known}")
@@ -106,6 +145,7 @@ def kind_of(weight_format: str) -> packing.Kind:
 
 def scale_group_of(weight_format: str) -> int:
     """The inputs that share a scale in a format: 0 where all of a column do, or there are none."""
+    weight_format, _ = split_format(weight_format)
     if weight_format in BLOCKS:
         return BLOCKS[weight_format].group
     return {"f32": 0, "bf16": 0, "int8c": 0, "int8g16": 16}.get(weight_format, packing.DEFAULT_GROUP)

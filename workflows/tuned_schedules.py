@@ -111,6 +111,8 @@ class ScheduleUse:
     why: str
     schedule: Mapping[str, int] | None
     """None: attention's default, which looks at the whole step."""
+    storage: str = "dense"
+    """Of the weight: `dense`, or `sparse` with the share that is kept."""
 
 
 def explain(
@@ -177,6 +179,7 @@ def _product_use(
     found: tuple[int, RowRange],
 ) -> ScheduleUse:
     from phasewise.cython_kernels._native import compute_paths, default_schedule
+    from phasewise.cython_kernels.sparse import kept_share
 
     (path, k_parts), (first_m, rows), paths = arithmetic, found, compute_paths(weight.kind, weight.group)
     return ScheduleUse(
@@ -191,6 +194,7 @@ def _product_use(
         rows.last_m,
         rows.why,
         rows.schedule or default_schedule(weight, rows.last_m, threads, path, k_parts),
+        f"sparse, {kept_share(weight):.2f} kept" if weight.is_sparse else "dense",
     )
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.options import JsonOption, ModelArgument
+from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, WeightFormat
 from phasewise.cli.present import note, on_one_line, print_json, say
 
 if TYPE_CHECKING:
-    from phasewise.serving.loaders.inspection import Inspection
+    from phasewise.serving.loaders.inspection import Inspection, WeightDensity
     from phasewise.serving.model import ModelConfig
 
 app = CommandApp(help="Fetch models, list them, look inside one.")
 
 LABEL_COLUMNS = 16
+NAME_COLUMNS = 22
 
 
 @app.command()
@@ -54,18 +56,42 @@ def list_models(as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def inspect(model: ModelArgument, as_json: JsonOption = False) -> None:
-    """Show the shape of MODEL, its tensors by type, and the memory that each weight format takes."""
+def inspect(
+    model: ModelArgument,
+    density: Annotated[
+        bool, typer.Option("--density", help="list the zeros of each weight; reads all of them")
+    ] = False,
+    weight_format: FormatOption = WeightFormat.native,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the shape of MODEL, its tensors by type, and the memory that each weight format takes.
+
+    With --density, for each weight under --format: the share of its numbers
+    that are not zero, its bytes stored dense and sparse, and from which share
+    of zeros on it is stored sparse where nothing was measured.
+    """
     from phasewise.serving.loaders import inspection, open_source
     from phasewise.serving.loaders.resolve import cache_root, locate
 
     with open_source(locate(model, cache_root(), note)) as source:
         found = inspection.inspect_source(source)
+        zeros = inspection.densities(source, weight_format.value) if density else []
     if as_json:
-        print_json(inspection.to_json(found))
+        counted = {"densities": [asdict(one) for one in zeros]} if density else {}
+        print_json(inspection.to_json(found) | counted)
         return
     for label, value in _facts(found):
         say(f"{label:<{LABEL_COLUMNS}}{on_one_line(value)}")
+    for one in zeros:
+        say(_density_line(one))
+
+
+def _density_line(one: WeightDensity) -> str:
+    sizes = f"{_size(one.dense_bytes)} dense, {_size(one.sparse_bytes)} sparse"
+    return (
+        f"{one.name:<{NAME_COLUMNS}}{one.form} {one.n} x {one.k}, {100 * one.density:.1f} % kept, {sizes};"
+        f" sparse from {100 * one.break_even:.0f} % zeros on"
+    )
 
 
 def _facts(found: Inspection) -> list[tuple[str, str]]:

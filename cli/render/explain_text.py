@@ -29,11 +29,12 @@ def uses_text(uses: Sequence[ScheduleUse]) -> str:
                 _arithmetic(use),
                 _tile_and_grid(use.schedule),
                 _source(use),
+                use.storage,
             )
             for use in uses
             if use.phase == phase
         ]
-        headers = (phase, "format n x k", "rows", "computed by", "tile, grid", "schedule")
+        headers = (phase, "format n x k", "rows", "computed by", "tile, grid", "schedule", "storage")
         tables.append(tabulate(rows, headers=headers, tablefmt="plain"))
     return "\n".join(tables)
 

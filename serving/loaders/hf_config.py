@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.bitmask_tensors import check_compression
 from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
 from phasewise.serving.model import (
     LinearScaling,
@@ -98,8 +99,14 @@ def _refuse_what_cannot_run(get: Callable[..., Any], activation: str) -> None:
             raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run")
     if quantisation := get("quantization_config"):
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-        if method not in QUANTISATIONS:
+        if method == "compressed-tensors":
+            check_compression(quantisation, "config.json")
+        elif method not in QUANTISATIONS:
             raise ModelError(f"config.json has quantization_config = {method!r:.60}, which cannot run")
+    for key in ("sparsity_config", "compression_config"):
+        if isinstance(get(key), dict):
+            inner = get(key) if key == "compression_config" else {"sparsity_config": get(key)}
+            check_compression(inner, "config.json")
     name = get("hidden_activation", str) or get("hidden_act", str, ACTIVATION_NAMES[activation][0])
     if name not in ACTIVATION_NAMES[activation]:
         raise ModelError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.bitmask_tensors import Found, bitmask_tensor, part_of
 from phasewise.serving.loaders.cutting import one_more, our_tensors
 from phasewise.serving.loaders.embedding_spec import embedding_of
 from phasewise.serving.loaders.encoder_hf import config_of as encoder_config_of
@@ -168,9 +169,11 @@ def _file_tensors(
         for theirs, entry in entries.items()
         if theirs.endswith(SCALES)
     }
+    for theirs, parts in _sparse_parts(opened).items():
+        yield _without_prefix(theirs, family), bitmask_tensor(theirs, parts)
     for file, entries in opened:
         for theirs, entry in entries.items():
-            if theirs.startswith(family.hf_ignored) or theirs.endswith(SCALES):
+            if theirs.startswith(family.hf_ignored) or theirs.endswith(SCALES) or part_of(theirs):
                 continue
             stem = theirs.removesuffix(BLOCKS)
             if stem != theirs and stem in scales:
@@ -179,6 +182,18 @@ def _file_tensors(
             else:
                 tensor = tensor_of(file, theirs, entry)
             yield _without_prefix(theirs, family), tensor
+
+
+def _sparse_parts(
+    opened: list[tuple[SourceFile, dict[str, TensorEntry]]],
+) -> dict[str, dict[str, Found]]:
+    """Tensors that are parts of sparse matrices, by the name of the matrix and that of the part."""
+    found: dict[str, dict[str, Found]] = {}
+    for file, entries in opened:
+        for theirs, entry in entries.items():
+            if (place := part_of(theirs)) is not None:
+                found.setdefault(place[0], {})[place[1]] = file, entry
+    return found
 
 
 def _without_prefix(theirs: str, family: Family) -> str:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from phasewise.serving.loaders.layout import has_bias, plan_weights
-from phasewise.serving.loaders.packed_file import read_head
+from phasewise.serving.loaders.packed_file import kept_numbers, read_head
 from phasewise.serving.loaders.registry import KNOWN, is_here, known_path
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
+from phasewise.serving.loaders.storage import break_even, bytes_share, can_be_sparse
 from phasewise.serving.model import FORMATS, ModelConfig, config_to_json
 
 
@@ -56,6 +57,43 @@ def inspect_source(source: ModelSource) -> Inspection:
         tensor_types=tuple(sorted(types, key=lambda kind: -kind.file_bytes)),
         format_bytes={name: sum(plan.nbytes for plan in plan_weights(source, name)) for name in FORMATS},
     )
+
+
+@dataclass(frozen=True)
+class WeightDensity:
+    """How many of a weight's numbers are not zero, and what it takes either way."""
+
+    name: str
+    n: int
+    k: int
+    form: str
+    density: float
+    dense_bytes: int
+    sparse_bytes: int
+    break_even: float
+    """The share of zeros from which on it takes at most nine tenths of the dense bytes."""
+
+
+def densities(source: ModelSource, weight_format: str) -> list[WeightDensity]:
+    """Of every weight that can be stored sparse under a format. Reads all of them."""
+    found = []
+    for plan in plan_weights(source, weight_format):
+        if not can_be_sparse(plan.form):
+            continue
+        density, dense = kept_numbers(plan) / (plan.n * plan.k), plan.nbytes
+        found.append(
+            WeightDensity(
+                name=plan.name,
+                n=plan.n,
+                k=plan.k,
+                form=plan.form.kind,
+                density=density,
+                dense_bytes=dense,
+                sparse_bytes=round(dense * bytes_share(plan.form, plan.n, plan.k, density)),
+                break_even=break_even(plan.form, plan.n, plan.k),
+            )
+        )
+    return found
 
 
 def to_json(found: Inspection) -> dict[str, Any]:

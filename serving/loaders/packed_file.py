@@ -256,6 +256,11 @@ def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
     return replace(slot, stream_bytes=stream_bytes)
 
 
+def kept_numbers(plan: WeightPlan) -> int:
+    """How many numbers of a weight that can be sparse are not zero; reads all of it."""
+    return sum(sparse.kept(packed) for packed in _packed_chunks(plan))
+
+
 def _sparse_chunk(packed: PackedWeight, at: int) -> tuple[Array, Array, int]:
     """Stream, offsets and kept numbers of some panels, whose stream begins at byte `at` of the weight's."""
     return _native.sparse_pack(packed.values, packed.kind, packed.zero_point, packed.k, at)

@@ -29,7 +29,7 @@ from phasewise.tuner.native import default_schedule, is_default_for, kernel_fiel
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.roofline import peak_kinds
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
-from phasewise.tuner.weights import copies_of, format_name, random_weight
+from phasewise.tuner.weights import copies_of, dense_format, format_name, random_weight, split_format
 from phasewise.workflows.bench.kernel_rows import KernelRow, PointKey
 from phasewise.workflows.bench.peers.processes import FORMAT_OF, Peer, PeerCell, PeerError
 from phasewise.workflows.report import Report, silent
@@ -100,7 +100,8 @@ def schedules_of(db: str | None, cores: Sequence[int], report: Report = silent) 
         choice = table.choice(key, m)
         if choice.schedule is not None:
             return ChosenSchedule(choice.schedule, choice.kind)
-        arithmetic = table.arithmetic(key) or Arithmetic(_native.compute_paths(weight.kind, weight.group)[0])
+        own = ("gemm", dense_format(weight), weight.n, weight.k)
+        arithmetic = table.arithmetic(own) or Arithmetic(_native.compute_paths(weight.kind, weight.group)[0])
         return ChosenSchedule(default_schedule(weight, m, threads, arithmetic), "default")
 
     return choose
@@ -162,7 +163,7 @@ def kernel_rows(
         peaks: dict[str, float] = dict.fromkeys(limit_loops.KINDS, 0.0)
         for (weight_format, n, k), points in itertools.groupby(missing, key=lambda point: point[:3]):
             packs = copies_of(random_weight(weight_format, n, k), grid.cold_bytes)
-            kinds = peak_kinds(weight_format)
+            kinds = peak_kinds(split_format(weight_format)[0])
             # Measured before each product, and the highest kept: other guests can only lower it.
             peaks |= {kind: max(peaks[kind], peak_flops(kind, grid.cores)) for kind in kinds}
             peak = max(peaks[kind] for kind in kinds)
@@ -189,7 +190,7 @@ class Point:
         fill the caches anyway.
         """
         product_ns = 2e9 * self.m * self.n * self.k / self.peak_flops_per_s
-        weight_bytes = self.n * self.k * BITS[self.format] // 8
+        weight_bytes = self.n * self.k * BITS[split_format(self.format)[0]] // 8
         cold = -(-cold_bytes // weight_bytes)
         return min(cold, len(self.packs), max(LEAST_COPIES, math.ceil(TURN_NS / product_ns)))
 
@@ -256,7 +257,8 @@ def turn_calls(product_ns: float) -> int:
 
 def peer_cell(point: Point, cold_bytes: int) -> PeerCell:
     """The product for a peer, over as many copies of the weight as ours."""
-    name = FORMAT_OF.get(point.format, point.format)
+    dense, _ = split_format(point.format)  # peers have no sparse storage
+    name = FORMAT_OF.get(dense, dense)
     return PeerCell(name, point.n, point.k, point.m, point.copies(cold_bytes))
 
 

@@ -63,6 +63,10 @@ def kernels(
             help="append each row here as it is measured, and measure only missing rows",
         ),
     ] = None,
+    density: Annotated[
+        str,
+        typer.Option(metavar="SHARES", help="shares of weights that are not zero; below 1 stored sparse"),
+    ] = "1",
     db: DbOption = None,
 ) -> None:
     """Time matrix products beside the machine's limits and beside every peer that is installed, in turns.
@@ -78,7 +82,7 @@ def kernels(
     from phasewise.workflows.bench.kernels import kernel_rows, schedules_of
     from phasewise.workflows.bench.peers.processes import opened_peers
 
-    grid = _grid(formats, shapes or ["smollm2-135m"], ms, threads, rounds, cold_mib)
+    grid = _grid(_with_densities(formats, density), shapes or ["smollm2-135m"], ms, threads, rounds, cold_mib)
     if plot is not None and not (plot.parent.is_dir() and os.access(plot.parent, os.W_OK)):
         raise typer.BadParameter(f"{plot.parent} is not a folder that can be written to")
     try:
@@ -98,16 +102,28 @@ def kernels(
         plot.write_text(draw_rows(rows), encoding="utf-8")
 
 
+def _with_densities(formats: str, densities: str) -> str:
+    """Every format at every density: 1 is the dense weight, less the weight stored sparse."""
+    from phasewise.tuner.weights import sparse_format
+
+    try:
+        shares = [float(text) for text in densities.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--density {densities}: shares such as 1,.5 expected") from None
+    names = [name.strip() for name in formats.split(",")]
+    return ",".join(name if share == 1 else sparse_format(name, share) for name in names for share in shares)
+
+
 def _grid(
     formats: str, shapes: list[str], ms: str, threads: int | None, rounds: int, cold_mib: int | None
 ) -> KernelGrid:
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import default_plan
-    from phasewise.tuner.weights import cold_bytes
+    from phasewise.tuner.weights import cold_bytes, split_format
     from phasewise.workflows.bench.kernels import BITS, KernelGrid
 
     names = [name.strip() for name in formats.split(",")]
-    if not set(names) <= set(BITS):
+    if not {split_format(name)[0] for name in names} <= set(BITS):
         raise typer.BadParameter(f"{formats!r} is not a list of formats: {', '.join(BITS)}")
     rows = counts(ms)
     if not rows or max(rows) > MAX_M:
