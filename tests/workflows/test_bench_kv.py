@@ -1,0 +1,133 @@
+"""Replays of KV policies: every request served whole, shares, speeds, inputs."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
+from phasewise.tuner.errors import TraceError
+from phasewise.tuner.plans import Phase
+from phasewise.workflows.bench.kv.inputs import (
+    estimates_for,
+    limit_for,
+    read_samples,
+    requests_of,
+    static_shares,
+)
+from phasewise.workflows.bench.kv.replay import KV_POLICIES, ReplayInputs, replay_of, replayed
+from phasewise.workflows.bench.kv.settings import TraceSelection
+from phasewise.workflows.bench.kv.step_times import speeds_of
+
+TRACE = "lognormal:40,0.4/90,0.7"
+
+
+def load(*traces: str, count: int = 150, max_tokens: str = "256", estimate: str = "none") -> ReplayInputs:
+    return ReplayInputs(traces, TraceSelection(count=count), max_tokens, [estimate], None)
+
+
+@pytest.mark.parametrize("estimate", ["none", "exact", "constant", "error:0.5"])
+def test_every_policy_serves_every_request_whole(estimate: str) -> None:
+    """However wrong the estimates are; and each token is computed once, or again after a preemption."""
+    replay, _ = replay_of(load(TRACE, estimate=estimate), 2048, 64, {"refresh_every": 16})
+    wanted = sum(one.output_tokens for one in replay.trace)
+    for row in replayed(replay, KV_POLICIES):
+        assert (row.failed, row.output_tokens) == (0, wanted)
+        assert (row.recomputed_tokens > 0) == (row.preemptions > 0)
+        assert 0 < row.live_pool <= row.live_reserved <= 1
+        assert 0 < row.final_reserved <= 1
+        assert 1 <= row.mean_running <= row.peak_running <= 64
+
+
+def test_speeds_make_steps_into_seconds() -> None:
+    """Known sequences cost what was told, others lie between; copies and prompts cost what they hold."""
+    speeds = speeds_of("4:200,prompt:1000,1:100,copy:500")
+
+    def step_s(phase: Phase, n_slices: int, n_tokens: int = 1, copies: tuple[KvCopy, ...] = ()) -> float:
+        piece = SequenceSlice((1,) * n_tokens, 0, 0, wants_logits=True)
+        return speeds.step_s(Batch(phase, (piece,) * n_slices, copies=copies))
+
+    assert step_s("decode", 1) == pytest.approx(0.01)
+    assert step_s("decode", 4) == pytest.approx(0.02)
+    assert step_s("decode", 2) == pytest.approx(0.01 + 0.01 / 3)
+    assert step_s("decode", 8) == pytest.approx(0.04)
+    assert step_s("prefill", 2, 25) == pytest.approx(0.05)
+    assert step_s("decode", 1, copies=(KvCopy(0, 16, 16), KvCopy(32, 64, 34))) == pytest.approx(0.11)
+
+
+@pytest.mark.parametrize("text", ["", "1:100", "prompt:5", "prompt:5,x:3", "prompt:5,1:0", "prompt:5,0:4"])
+def test_unreadable_speeds_are_refused(text: str) -> None:
+    with pytest.raises(TraceError, match="prompt:900"):
+        speeds_of(text)
+
+
+def test_static_shares_are_what_the_replay_finds() -> None:
+    """Computed beforehand, to set the limit; and found again by running."""
+    replay, _ = replay_of(load("uniform:30-40/1-200", max_tokens="final:0.55"), 4096, 64, {})
+    row = next(replayed(replay, ["static"]))
+
+    shares = static_shares(replay.trace, replay.max_tokens)
+    assert row.final_reserved == pytest.approx(shares["final"], abs=1e-9)
+    assert row.live_reserved == pytest.approx(shares["live"], abs=0.03)
+    assert shares["final"] >= 0.55
+
+
+def test_a_request_that_can_never_run_has_failed() -> None:
+    replay, _ = replay_of(load("fixed:100/50", "fixed:1000/10", count=5), 512, 8, {})
+    row = next(replayed(replay, ["static"]))
+
+    assert row.failed == 5
+
+
+def test_halves_share_no_request(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    lengths = random.Random(1).sample(range(1, 9999), 101)
+    path.write_text("id,answer\n" + "".join(f"{at},{length}\n" for at, length in enumerate(lengths)))
+
+    halves = [
+        {
+            one.output_tokens
+            for one in requests_of(read_samples(str(path), TraceSelection("answer", part=part)))
+        }
+        for part in ("first", "second")
+    ]
+
+    assert halves[0] | halves[1] == set(lengths)
+    assert not halves[0] & halves[1]
+
+
+def test_a_length_log_tells_its_lengths(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    line = {"schema_version": 1, "model": "m", "prompt_token_ids": [1, 2, 3], "output_tokens": 7}
+    log.write_text(json.dumps(line) + "\n")
+
+    (sample,) = read_samples(str(log), TraceSelection())
+
+    assert (sample.request.prompt_tokens, sample.request.output_tokens) == (3, 7)
+    assert sample.facts is not None
+
+
+def test_columns_of_a_csv_file_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("id,short,long\n1,2,3\n")
+
+    with pytest.raises(TraceError, match="id, short, long: name with --column"):
+        read_samples(str(path), TraceSelection())
+    with pytest.raises(TraceError, match="absent"):
+        read_samples(str(tmp_path / "absent.csv"), TraceSelection("long"))
+
+
+def test_a_limit_that_static_never_reaches_is_refused() -> None:
+    samples = read_samples("fixed:1000/1", TraceSelection(count=5))
+
+    assert limit_for(requests_of(samples), "final:0.5") >= 1
+    with pytest.raises(TraceError, match=r"live:0\.999"):
+        limit_for(requests_of(read_samples(TRACE, TraceSelection(count=50))), "live:0.999")
+
+
+def test_no_estimate_of_a_predictor_without_prompts(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="reads prompts"):
+        estimates_for(str(tmp_path / "x.safetensors"), read_samples(TRACE, TraceSelection(count=5)), 0)
