@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 from phasewise.serving.engine import Engine
@@ -38,6 +39,7 @@ class EngineThread:
     """Runs `engine` until `stop`. `deliver` is called on this thread and must only hand the delivery on.
 
     on_lost: called on this thread once the engine has given up; whatever is sent then is refused.
+    turn: entered for each step, where engines share cores.
     ends_on_bugs: give up, too, where its own bookkeeping fails; else all requests end and it goes on.
     """
 
@@ -49,12 +51,14 @@ class EngineThread:
         restarts: Restarts | None = None,
         *,
         ends_on_bugs: bool = False,
+        turn: AbstractContextManager[None] | None = None,
     ) -> None:
         self._engine = engine
         self._deliver = deliver
         self._on_lost = on_lost
         self._restarts = restarts or Restarts()
         self._ends_on_bugs = ends_on_bugs
+        self._in_turn = turn or nullcontext()
         self._checks = bool(os.environ.get(CHECK))
         self.state: EngineState = "starting"
         self.lost: EngineLost | None = None
@@ -127,7 +131,8 @@ class EngineThread:
         reason = self._engine.ranks.lost
         if reason is not None and self.lost is None:
             raise RankLost(reason)
-        delivery = self._engine.step()
+        with self._in_turn:
+            delivery = self._engine.step()
         self.n_turns += 1
         self._is_idle = delivery.stats is None
         return delivery

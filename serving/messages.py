@@ -39,6 +39,8 @@ class Submit:
     """The client that it came from: clients take turns at being admitted."""
     shown: frozenset[int] = frozenset()
     """Control tokens whose texts are part of the answer's text."""
+    model: str = ""
+    """The id of the model that answers, where a server has several."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ class EngineSize:
         per_slot = kv_bytes_per_slot(model, kv_format)
         if draft is not None:
             per_slot += kv_bytes_per_slot(draft, kv_format)
-        budget = _default_kv_bytes(model) if kv_bytes is None else kv_bytes
+        budget = default_kv_bytes(model) if kv_bytes is None else kv_bytes
         free = available_bytes()
         if kv_bytes is not None and free is not None and kv_bytes > free:
             raise ServingError(
@@ -285,7 +285,8 @@ def _context(model: PackedModel, asked: int | None) -> int:
     return asked or own
 
 
-def _default_kv_bytes(model: PackedModel) -> int:
+def default_kv_bytes(model: PackedModel) -> int:
+    """What a model that is served alone takes for keys and values."""
     enough = max(_KV_BYTES_ALWAYS_WORTH_IT, KV_SHARE_OF_WEIGHTS * model.weight_bytes)
     free = available_bytes()
     return enough if free is None else min(enough, int(free * KV_SHARE_OF_FREE_MEMORY))

@@ -8,10 +8,10 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -100,6 +100,15 @@ class Served(Protocol):
     def size(self) -> EngineSize: ...
 
 
+@dataclass(frozen=True)
+class OtherModel:
+    """A model beside the first. `names`: what requests may call it, its id first."""
+
+    opened: Served
+    names: tuple[str, ...]
+    sampling: SamplingDefaults
+
+
 def run_service(
     opened: Served,
     settings: ServiceSettings,
@@ -107,9 +116,10 @@ def run_service(
     report: Callable[[str], None],
     open_host: OpenHost,
     embedding: OpenEmbedding | None = None,
+    others: Sequence[OtherModel] = (),
 ) -> None:
     """Serve until a signal ends it. EngineLost where the engine has given up before. embedding: served
-    beside.
+    beside. others: models that the same host answers for, by `Submit.model`.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with ExitStack() as stack:
@@ -127,6 +137,7 @@ def run_service(
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
             stack.enter_context(closing(opened.text.conversations))
+        further = [stack.enter_context(_opened_beside(one, settings)) for one in others]
         lines = stack.enter_context(LineWriter(settings.logging.path))
         access = AccessLog(lines, settings.logging.level, as_json=settings.logging.as_json)
         is_logged = settings.logging.level != "off"
@@ -139,6 +150,7 @@ def run_service(
             metrics,
             surroundings,
             None if embedding is None else served_embeddings(embedding, (embedding.model.name,)),
+            further,
         )
         service = Service(
             app,
@@ -163,6 +175,17 @@ def run_service(
     if not stopped:
         address.__exit__()
         os._exit(0)  # a step cannot be interrupted, and no client waits for it any more
+
+
+@contextmanager
+def _opened_beside(one: OtherModel, settings: ServiceSettings) -> Iterator[ServedModel]:
+    """What HTTP is given of a further model, until its processes end."""
+    with ExitStack() as stack:
+        guides = stack.enter_context(closing(_guides(one.opened)))
+        if one.opened.text.has_template:
+            stack.enter_context(closing(one.opened.text.conversations))
+        own = replace(settings, names=one.names, predictor=None, sampling=one.sampling, tool_format="auto")
+        yield _served(one.opened, own, guides)
 
 
 def _reopen(lines: LineWriter, log: LengthLog | None) -> None:

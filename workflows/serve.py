@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     import ssl
 
     from phasewise.serving.drafts.opening import DraftSource
+    from phasewise.serving.engine import Engine
+    from phasewise.serving.engine_host import OpenHost
     from phasewise.serving.http.access_log import Level
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.listening import Address
     from phasewise.serving.http.live import MachineFacts
     from phasewise.serving.open_engine import EngineSize, OpenEngine
     from phasewise.serving.service import Served, ServiceSettings
+    from phasewise.serving.several_engines import OpenEngineHost
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.open_model import OpenModel
     from phasewise.workflows.serve_pools import PlannedInstance
@@ -74,7 +77,8 @@ class Accepting:
 @dataclass(frozen=True)
 class Running:
     """How the model is held in memory and run. `predictor`: `auto`, `off` or a file; `tpot_ms`: a promise;
-    `draft`: `lookup` or a model, as `workflows.drafts.find_drafts` reads it.
+    `draft`: `lookup` or a model, as `workflows.drafts.find_drafts` reads it. `also`: further models, which
+    share the memory for keys and values with the first.
     """
 
     weight_format: str = "native"
@@ -90,6 +94,7 @@ class Running:
     checksum: bool = False
     no_prefix_reuse: bool = False
     draft: str | None = None
+    also: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,8 +151,8 @@ def serve_model(
     use_one_heap()  # before numpy's threads are there
     from phasewise.serving.engine_thread import EngineThread
     from phasewise.serving.length_log import LengthLog
-    from phasewise.serving.open_engine import ModelText
-    from phasewise.serving.service import Logging, ServiceSettings, run_service
+    from phasewise.serving.open_engine import ModelText, OpenEngine
+    from phasewise.serving.service import Logging, OtherModel, ServiceSettings, run_service
     from phasewise.topology import read_machine
     from phasewise.workflows.drafts import find_drafts
     from phasewise.workflows.length_estimator import open_predictor
@@ -185,6 +190,9 @@ def serve_model(
         estimates = open_predictor(
             running.predictor, found.model.name, report, lambda ids: opened.text.tokenizer.decode(ids)
         )
+        further = _open_further(running, listening, pools, db, report)
+        budgets = _budgets([found, *further.values()], running)
+        running = replace(running, kv_budget_bytes=budgets[0])
         size = _size(found, accepting.max_sequences, running, drafts)
         if explain is not None:
             explain(found.explain(size.step_tokens, size.max_sequences))
@@ -212,6 +220,23 @@ def serve_model(
         else:
             alone = stack.enter_context(_open(found, size, drafts, allow_special=accepting.allow_special))
             opened, host = alone, partial(EngineThread, alone.engine)
+        others: list[OtherModel] = []
+        engines: list[OpenEngine] = []
+        for (name, one), n_bytes in zip(further.items(), budgets[1:], strict=True):
+            own = replace(running, kv_budget_bytes=n_bytes, draft=None)
+            its_size = _size(one, accepting.max_sequences, own, None)
+            beside_it = stack.enter_context(_open(one, its_size, None, allow_special=accepting.allow_special))
+            sampling = one.model.sampling.with_overrides(
+                answering.temperature, answering.top_p, answering.min_p
+            )
+            engines.append(beside_it)
+            others.append(OtherModel(beside_it, (one.model.name, name), sampling))
+            report(
+                f"also {one.model.name}: context {its_size.context_length} tokens, KV cache of "
+                f"{its_size.kv_slots} tokens"
+            )
+        if others and isinstance(opened, OpenEngine):
+            host = _host_of_all([opened, *engines])
         settings = ServiceSettings(
             names=(opened.model.name, model),
             limits=limits,
@@ -229,7 +254,7 @@ def serve_model(
         )
         _tell(opened, found.plans, instances, settings, report)
         _warn_of_strangers(listening, settings.limits, report)
-        run_service(opened, settings, address, report, host, beside)
+        run_service(opened, settings, address, report, host, beside, others)
 
 
 def _limits(listening: Listening, accepting: Accepting, report: Report) -> HttpLimits:
@@ -329,6 +354,66 @@ def _open(
     with keeping_affinity():
         text = ModelText(found.model, allow_special=allow_special)
         return open_engine(found.model, found.plans, size, text, found.schedules, drafts=drafts)
+
+
+def _open_further(
+    running: Running, listening: Listening, pools: Pools, db: str | None, report: Report
+) -> dict[str, OpenModel]:
+    """The models of `--also`, by the names that they were given. UsageError where they cannot be."""
+    from phasewise.workflows.open_model import open_model
+
+    names = list(running.also or ())
+    if names and pools != ALONE:
+        raise UsageError("--also is for one engine a model: leave it or the pools out")
+    found = {
+        name: open_model(
+            name,
+            running.weight_format,
+            running.threads,
+            db,
+            report,
+            checksum=running.checksum,
+            sparse=running.sparse,
+        )
+        for name in names
+    }
+    ids = [one.model.name for one in found.values()]
+    if len(set(ids)) < len(names):
+        raise UsageError("--also names a model twice")
+    return found
+
+
+def _budgets(models: Sequence[OpenModel], running: Running) -> list[int | None]:
+    """Bytes for keys and values of each model. Of one budget each gets what pays for as many tokens as the
+    others have; without one that is a quarter of the free memory, and no more than a model alone would take.
+    """
+    from phasewise.serving.forward import kv_bytes_per_slot
+    from phasewise.serving.memory import available_bytes
+    from phasewise.serving.open_engine import KV_SHARE_OF_FREE_MEMORY, default_kv_bytes
+
+    if len(models) == 1:
+        return [running.kv_budget_bytes]
+    per_slot = [kv_bytes_per_slot(one.model, running.kv_format) for one in models]
+    budget, free = running.kv_budget_bytes, available_bytes()
+    if budget is None:
+        alone = [default_kv_bytes(one.model) for one in models]
+        if free is None:
+            return list(alone)
+        share = free * KV_SHARE_OF_FREE_MEMORY
+        return [
+            min(most, int(share * own / sum(per_slot))) for most, own in zip(alone, per_slot, strict=True)
+        ]
+    return [budget * own // sum(per_slot) for own in per_slot]
+
+
+def _host_of_all(opened: Sequence[OpenEngine]) -> OpenHost:
+    from phasewise.serving.engine_thread import EngineThread
+    from phasewise.serving.several_engines import SeveralEngines
+
+    def thread_of(engine: Engine) -> OpenEngineHost:
+        return lambda deliver, on_lost, turn: EngineThread(engine, deliver, on_lost, turn=turn)
+
+    return partial(SeveralEngines, {one.model.name: thread_of(one.engine) for one in opened})
 
 
 def _machine_facts(found: OpenModel, size: EngineSize) -> MachineFacts:

@@ -200,6 +200,13 @@ _RUNNING = option_set(
         "compute a prompt's beginning again even if its keys and values are still there", "--no-prefix-reuse"
     ),
     draft=DraftOption,
+    also=opt(
+        "serve this model too, chosen by the requests' model field; the KV budget is divided among all "
+        "[repeatable]",
+        kind=list[str] | None,
+        metavar="MODEL",
+        envvar="PHASEWISE_ALSO",
+    ),
 )
 
 

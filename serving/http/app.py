@@ -84,21 +84,22 @@ def create_app(
     metrics: Metrics,
     surroundings: Surroundings = Surroundings(),
     embeddings: ServedEmbeddings | None = None,
+    others: Sequence[ServedModel] = (),
 ) -> FastAPI:
-    """The application that serves one model, and may embed with another. Clients must be attached to the loop
-    that runs it.
+    """The application that serves one model and perhaps others, and may embed with another. Clients must be
+    attached to the loop that runs it.
     """
     client.observe(metrics)
     log = surroundings.log
     if log is not None:
         client.observe(log)
     app = _new_app(limits, life, metrics, surroundings)
-    service = _Service(model, client, app.state.bodies, Preparation(model), life, log)
+    service = _Service((model, *others), client, app.state.bodies, Preparation(), life, log)
     _add_completions(app, service)
     _add_chat(app, service)
     _add_responses(app, service)
     _add_tokens(app, service)
-    cards = [(model.names, _card(model))]
+    cards = [(one.names, _card(one)) for one in (model, *others)]
     if embeddings is not None:
         cards.append(_add_embeddings(app, embeddings, life, metrics))
     _add_models(app, cards)
@@ -221,7 +222,7 @@ def _add_models(app: FastAPI, cards: Sequence[tuple[tuple[str, ...], dict[str, A
 class _Service:
     """What the two generating routes need."""
 
-    model: ServedModel
+    models: tuple[ServedModel, ...]
     client: EngineClient
     bodies: BodyReader
     preparation: Preparation
@@ -250,6 +251,14 @@ class _Service:
             connection.vouch()
         return response
 
+    def model_of(self, name: str | None) -> ServedModel:
+        """The one that a request names; without a name the first. ApiError where there is none."""
+        found = (one for one in self.models if name is None or name in one.names)
+        model = next(found, None)
+        if model is None:
+            raise unknown_model(str(name), ", ".join(one.model_id for one in self.models))
+        return model
+
     def refuse_unless_open(self) -> None:
         refusal = self.life.refusal()
         if refusal is not None:
@@ -261,8 +270,9 @@ def _add_completions(app: FastAPI, service: _Service) -> None:
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
         body = await service.read(request, CompletionRequest)
-        requests, facts = await service.preparation.prepare(request, body, completion_requests)
-        rendering = CompletionRendering(_response_id(requests), service.model)
+        model = service.model_of(body.model)
+        requests, facts = await service.preparation.prepare(request, body, completion_requests, model)
+        rendering = CompletionRendering(_response_id(requests), model)
         return await service.answer(_reply(body, requests, facts, rendering), request, body.ignored())
 
 
@@ -271,14 +281,15 @@ def _add_chat(app: FastAPI, service: _Service) -> None:
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, ChatRequest)
-        requests, facts = await service.preparation.prepare(request, body, chat_requests)
-        reading = reading_of(body, service.model, requests[0].prompt_token_ids)
-        rendering = ChatRendering(_response_id(requests), service.model, reading)
+        model = service.model_of(body.model)
+        requests, facts = await service.preparation.prepare(request, body, chat_requests, model)
+        reading = reading_of(body, model, requests[0].prompt_token_ids)
+        rendering = ChatRendering(_response_id(requests), model, reading)
         return await service.answer(_reply(body, requests, facts, rendering), request, body.ignored())
 
 
 def _add_responses(app: FastAPI, service: _Service) -> None:
-    model, store = service.model, ResponseStore()
+    store = ResponseStore()
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
@@ -288,7 +299,8 @@ def _add_responses(app: FastAPI, service: _Service) -> None:
         previous = body.previous_response_id
         before = [] if previous is None else store.get(client, previous)
         chat = chat_of(body, before)
-        requests, facts = await service.preparation.prepare(request, chat, chat_requests)
+        model = service.model_of(body.model)
+        requests, facts = await service.preparation.prepare(request, chat, chat_requests, model)
         (one,) = requests
         response_id = f"resp_{one.request_id.split('-')[1]}"
 
@@ -312,13 +324,12 @@ def _add_responses(app: FastAPI, service: _Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: _Service) -> None:
-    model = service.model
-
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         """The tokens of a text, or of a conversation as the model's template writes it out."""
         body = await service.read(request, TokenizeRequest)
-        ids = await service.preparation.tokens(request, body)
+        model = service.model_of(body.model)
+        ids = await service.preparation.tokens(request, body, model)
         out = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids}
         if body.return_token_strs:
             out["token_strs"] = [model.piece(one).decode("utf-8", "replace") for one in ids]
@@ -328,6 +339,7 @@ def _add_tokens(app: FastAPI, service: _Service) -> None:
     async def detokenize(request: Request) -> dict[str, str]:
         """The text that tokens spell, control tokens included."""
         body = await service.read(request, DetokenizeRequest)
+        model = service.model_of(body.model)
         check_token_ids(body.tokens, model)
         return {"prompt": b"".join(map(model.piece, body.tokens)).decode("utf-8", "replace")}
 

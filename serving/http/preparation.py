@@ -15,7 +15,7 @@ from fastapi import Request
 
 from phasewise.serving.confined import Abandoned, Patience
 from phasewise.serving.errors import ServingError
-from phasewise.serving.guides import Guide
+from phasewise.serving.guides import Guide, GuideCompiler
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.fair_lane import FairLane
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
@@ -46,33 +46,38 @@ _MOST_GRAMMARS = 16
 class Preparation:
     """Prepares the requests of one server; on one event loop."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._texts = FairLane("prompt", _N_ORDINARY, _MOST_ORDINARY)
         self._conversations = FairLane("conversation", _N_ORDINARY, _MOST_ORDINARY)
         self._long = FairLane("long prompt", 1, _MOST_LONG)
         self._grammars = FairLane("grammar", 1, _MOST_GRAMMARS)
 
     async def prepare(
-        self, request: Request, body: Body, make: Callable[[Body, ServedModel, RequestOrigin], list[Submit]]
+        self,
+        request: Request,
+        body: Body,
+        make: Callable[[Body, ServedModel, RequestOrigin], list[Submit]],
+        model: ServedModel,
     ) -> tuple[list[Submit], list[RequestFacts]]:
-        """Messages that `make` makes of `body`, with what is known of each. ApiError, or ClientLeft."""
+        """Messages to `model` that `make` makes of `body`, with what is known of each. ApiError, or
+        ClientLeft.
+        """
         client, patience = client_of(request.scope), Patience()
         sender = RequestOrigin(client.cache_space, patience)
 
         def work() -> tuple[list[Submit], list[RequestFacts], HeldTo | None]:
-            requests = make(body, self._model, sender)
+            requests = [replace(one, model=model.model_id) for one in make(body, model, sender)]
             facts = facts_of(requests, body)
-            return estimated(requests, facts, self._model), facts, held_to(body, self._model)
+            return estimated(requests, facts, model), facts, held_to(body, model)
 
         lane = self._lane_of(body)
         try:
             requests, facts, wanted = await while_there(request, lane.run(client.name, work), patience)
             if wanted is not None:
-                guide = await self._guide(request, wanted, client.name, patience)
+                guide = await self._guide(request, wanted, client.name, model.guides, patience)
                 if guide is not None:
                     prompt = requests[0].prompt_token_ids
-                    guide = begun_late(guide, wanted, body, prompt, self._model)
+                    guide = begun_late(guide, wanted, body, prompt, model)
                     requests = [replace(one, guide=guide) for one in requests]
         except Abandoned as error:
             raise ClientLeft from error
@@ -80,13 +85,13 @@ class Preparation:
             raise from_engine(error) from error
         return requests, facts
 
-    async def tokens(self, request: Request, body: TokenizeRequest) -> list[int]:
+    async def tokens(self, request: Request, body: TokenizeRequest, model: ServedModel) -> list[int]:
         """Token ids of a text or a conversation, in the lanes of prompts. ApiError, or ClientLeft."""
         n_long = len(body.prompt or "") + sum(len(message.text) for message in body.messages or ())
         lane = self._texts if body.messages is None else self._conversations
         lane = self._long if n_long > _LONG_CHARACTERS else lane
         patience = Patience()
-        work = lane.run(client_of(request.scope).name, lambda: tokens_of(body, self._model, patience))
+        work = lane.run(client_of(request.scope).name, lambda: tokens_of(body, model, patience))
         try:
             return await while_there(request, work, patience)
         except Abandoned as error:
@@ -99,8 +104,9 @@ class Preparation:
             return self._long
         return self._conversations if isinstance(body, ChatRequest) else self._texts
 
-    async def _guide(self, request: Request, wanted: HeldTo, client: str, patience: Patience) -> Guide | None:
-        guides = self._model.guides
+    async def _guide(
+        self, request: Request, wanted: HeldTo, client: str, guides: GuideCompiler | None, patience: Patience
+    ) -> Guide | None:
         assert guides is not None, "held_to refuses"
         known = guides.known(wanted.grammar)
         if known is not None:
