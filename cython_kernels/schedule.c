@@ -44,9 +44,11 @@ enum {
     L1_WEIGHT_BYTES = 28 << 10, /* a tile's weights in one pass over k, of 32 or 48 KiB */
     L2_WEIGHT_BYTES = 384 << 10,
     DENSE_PASS_INPUTS = 768,    /* dense weights come from L2 fast enough; longer passes store sums less often */
+    TILE_STRIP_BYTES = 40 << 10, /* of weights, two panels in L1, which rows pass through without driving them out */
     BYTE_PASS_INPUTS = 2048,    /* BLOCK_ROWS rows of such a pass stay in an L2 of 1 MiB */
     BLOCK_ROWS = 256,
     BLOCK_PANELS = 16,
+    TILE_BLOCK_PANELS = 32, /* of the tile unit: wider blocks read rows from beyond L2 less often */
     STREAM_ROWS = 8, /* up to here the weights' arrival is the limit, not arithmetic */
     STREAM_AHEAD_BYTES = 2048,
     FAR_BYTES = 16384,
@@ -62,18 +64,25 @@ enum {
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 
+static int32_t path_in_use(const pw_weight *w) { return pw_active()->gemm.path_of(w->kind, w->group, w->path); }
+
 /* What a pass over m rows reads of a weight value, in eighths of a byte: 32, 16, 8, 4, or what it is unpacked to. */
 static int64_t value_eighths(const pw_weight *w, int64_t m) {
-    int32_t path = pw_active()->gemm.path_of(w->kind, w->group, w->path);
+    int32_t path = path_in_use(w);
     if (w->kind >= PW_Q8 && path == PW_FMA) return 32;
     if (w->kind >= PW_Q8 && (path == PW_BF16_DOT || path == PW_BF16_TILE)) return 16;
     int nibbles = w->kind >= PW_Q4;
     return nibbles ? (m > STREAM_ROWS ? 8 : 4) : 32 >> w->kind;
 }
 
+static int in_tiles(const pw_weight *w) {
+    int32_t path = path_in_use(w);
+    return path == PW_BF16_TILE || path == PW_INT8_TILE;
+}
+
 /* Float16 is staged in half the bytes of float32. */
 static int64_t dense_pass_inputs(const pw_weight *w) {
-    int32_t path = pw_active()->gemm.path_of(w->kind, w->group, w->path);
+    int32_t path = path_in_use(w);
     return path == PW_F16_FMA ? 2 * DENSE_PASS_INPUTS : DENSE_PASS_INPUTS;
 }
 
@@ -130,8 +139,13 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     if (m > STREAM_ROWS) s.block_n = BLOCK_PANELS / panels * panels;
     if (m > STREAM_ROWS && w->kind < PW_Q8) s.block_k = (int32_t)pass_inputs(k, dense_pass_inputs(w));
     if (m > STREAM_ROWS && bytes_arrive_from_l2(w, m)) s.block_k = (int32_t)pass_inputs(k, BYTE_PASS_INPUTS);
+    if (m > STREAM_ROWS && in_tiles(w)) {
+        int64_t strip_inputs = TILE_STRIP_BYTES * 8 / (PW_PANEL * panels * eighths);
+        s.block_k = (int32_t)pass_inputs(k, eighths > 8 ? strip_inputs : BYTE_PASS_INPUTS);
+        s.block_n = TILE_BLOCK_PANELS;
+    }
     s.prefetch_bytes = m > STREAM_ROWS && w->kind >= PW_Q8 ? GROUPS_AHEAD_BYTES : STREAM_AHEAD_BYTES;
-    if (groups_arrive_from_afar(w, m)) s.prefetch_bytes = FAR_GROUPS_BYTES;
+    if (groups_arrive_from_afar(w, m) || (m > STREAM_ROWS && in_tiles(w))) s.prefetch_bytes = FAR_GROUPS_BYTES;
     stream_from_afar(w, m, &s);
     if (w->offsets) s.prefetch_bytes = SPARSE_AHEAD_BYTES;
     if (w->offsets && m > STREAM_ROWS) s.block_m = SPARSE_BLOCK_ROWS;

@@ -11,7 +11,7 @@
  * bits. Meanwhile the kernels ask for what comes next (look_ahead). */
 #include "families/gemm.h"
 
-enum { BLOCK_FLOATS = 1 << 16, STAGED_ROWS = 24, MOST_AHEAD_BYTES = 1 << 16 };
+enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 24, MOST_AHEAD_BYTES = 1 << 16 };
 
 /* The ways that a product is computed: a table of micro-kernels each, or what quantised weights are unpacked to first.
  * Blocks that are not unpacked have a table for each kind. */
@@ -265,14 +265,6 @@ static lookahead stream(const walk *k, const tile_call *t) {
                        is_far(t->prefetch_bytes)};
 }
 
-/* The tile unit's kernels ask for nothing beyond their own panels, so it is done between them. */
-static void ask_at_once(const lookahead *next, const tile_call *t) {
-    for (int p = 0; p < t->panels; ++p) {
-        const uint8_t *from = next->values + p * next->panel_bytes, *end = from + t->steps * next->values_step;
-        for (; from < end; from += VECTOR_ROW_BYTES) ask_for(from, next->far);
-    }
-}
-
 /* The tiles of rows of a strip share out asking for the weights of the next strip, and all tiles of a pass asking for
  * what the next pass reads of the rows: a row or two each. Quantised tiles ask for those of the next tile instead. */
 static lookahead look_ahead(const walk *k, const lookahead *next_strip, const tile_call *t, const strip *s,
@@ -326,7 +318,7 @@ static void run_tiles(const walk *k, const strip *s, tile_call *t) {
     if (k->staged) stage(k, t, bytes);
     int several = s->rows.end - s->rows.begin > k->mr && t->steps > 0 && k->prefetch_bytes;
     int dense = k->kernels <= BF16_DOT, in_tiles = k->kernels == BF16_TILE || k->kernels == Q8_COLUMN_TILE;
-    if (several && dense && s->index > 0) t->prefetch_bytes = t->prefetch_jump = 0; /* the last strip asked for these */
+    if (several && (dense || in_tiles) && s->index > 0) t->prefetch_bytes = t->prefetch_jump = 0; /* the last strip asked for these */
     const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
     for (int64_t row = s->rows.begin; row < s->rows.end; row += t->mr) {
         t->mr = (int)fair_part(s->rows.end - row, k->mr);
@@ -335,8 +327,7 @@ static void run_tiles(const walk *k, const strip *s, tile_call *t) {
         t->row_scales = rows + row * t->row_bytes + row_values_bytes(k->arithmetic, k->w->k);
         t->row_biases = t->row_scales + COLUMN_SCALE_BYTES + 4 * s->pass->steps.begin;
         t->next = several && !t->prefetch_bytes ? look_ahead(k, &next_strip, t, s, row) : stream(k, t);
-        if (in_tiles && several && !t->prefetch_bytes) ask_at_once(&t->next, t);
-        if (!dense) t->next.rows_ahead = t->mr * t->row_bytes;
+        if (!dense && !in_tiles) t->next.rows_ahead = t->mr * t->row_bytes;
         run_tile(k, kernel, t, s, row);
         t->prefetch_bytes = t->prefetch_jump = 0; /* the other rows find the weights in L1 */
     }

@@ -88,7 +88,7 @@ typedef struct {
     int64_t partial_stride;
     float *out; /* [mr][out_stride] */
     int64_t out_stride;
-    lookahead next; /* in place of prefetch_bytes when that is 0; the tile unit's kernels leave it to gemm.c */
+    lookahead next; /* in place of prefetch_bytes when that is 0 */
 } tile_call;
 
 typedef void tile_kernel(const tile_call *t);

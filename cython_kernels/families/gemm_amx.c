@@ -23,6 +23,15 @@ typedef struct {
     int far; /* ask_for */
 } tile_operands;
 
+/* What a step asks for ahead, beside its own panels. */
+typedef struct {
+    const uint8_t *values, *rows; /* of the next strip; of the next pass */
+    int64_t values_step, panel_bytes, row_bytes;
+    const float *out; /* the lines that the sums go to, a row a step */
+    int64_t out_stride;
+    int out_rows;
+} tile_requests;
+
 #define TILE_DOT(kind, c, a, b)                    \
     do {                                           \
         if ((kind) == PW_BF16) TILE_DOT_BF16(c, a, b); \
@@ -33,10 +42,11 @@ PW_INLINE void prefetch_tile(const uint8_t *p, int far) {
     PW_UNROLL for (int i = 0; i < TILE_ROWS; ++i) ask_for(p + i * TILE_ROW_BYTES, far);
 }
 
-/* Tiles 0 to 3 += rows times panels, over as many inputs as a tile holds. */
+/* Tiles 0 to 3 += rows times panels, over as many inputs as a tile holds. A pass reads each row once for a strip of panels,
+ * and the strip once for each tile of rows: so the strip stays in L1, which the rows only pass through. */
 PW_INLINE void tile_step(int kind, const tile_operands *o, int64_t ahead, int lower, int np) {
     TILE_LOAD(6, o->panels, TILE_ROW_BYTES);
-    TILE_LOAD(4, o->rows, o->row_bytes);
+    TILE_LOAD_ONCE(4, o->rows, o->row_bytes);
     TILE_DOT(kind, 0, 4, 6);
     if (ahead) prefetch_tile(o->panels + ahead, o->far);
     if (np == 2) {
@@ -45,7 +55,7 @@ PW_INLINE void tile_step(int kind, const tile_operands *o, int64_t ahead, int lo
         if (ahead) prefetch_tile(o->panels + o->panel_bytes + ahead, o->far);
     }
     if (lower) {
-        TILE_LOAD(5, o->rows + TILE_ROWS * o->row_bytes, o->row_bytes);
+        TILE_LOAD_ONCE(5, o->rows + TILE_ROWS * o->row_bytes, o->row_bytes);
         TILE_DOT(kind, 2, 5, 6);
         if (np == 2) TILE_DOT(kind, 3, 5, 7);
     }
@@ -60,12 +70,37 @@ PW_INLINE void half_step(const tile_call *t, const tile_operands *o, int lower, 
     tile_step(PW_Q8, &padded, 0, lower, np);
 }
 
+PW_INLINE tile_requests requests_of(const tile_call *t, int kind) {
+    const lookahead *next = &t->next;
+    int steps_in_tile = kind == PW_Q8 ? 2 : 1;
+    return (tile_requests){next->values, next->rows_ahead ? t->rows + next->rows_ahead : NULL,
+                           steps_in_tile * next->values_step, next->panel_bytes, t->row_bytes, t->out, t->out_stride, t->mr};
+}
+
+/* A few lines a step: asked for at once they would take all the places of L1 for lines that are awaited. */
+PW_INLINE void ask_beside(tile_requests *r, int np) {
+    for (int64_t at = 0; at < r->values_step; at += VECTOR_ROW_BYTES) {
+        PW_UNROLL for (int p = 0; p < np; ++p) ask_for(r->values + p * r->panel_bytes + at, 1);
+    }
+    r->values += r->values_step;
+    if (r->rows) {
+        ask_for(r->rows, 1);
+        ask_for(r->rows + r->row_bytes, 1);
+        r->rows += TILE_ROW_BYTES;
+    }
+    for (int i = 0; i < 2 && r->out_rows; ++i, --r->out_rows, r->out += r->out_stride) {
+        PW_UNROLL for (int p = 0; p < np; ++p) __builtin_prefetch(r->out + p * PW_PANEL, 1);
+    }
+}
+
 PW_INLINE void tile_steps(const tile_call *t, int kind, int lower, int np) {
     tile_operands o = {t->rows, t->row_bytes, t->values, t->panel_bytes, t->next.far};
     int64_t whole = kind == PW_Q8 ? t->steps / 2 : t->steps, ahead = t->prefetch_bytes, turn = whole - ahead / TILE_BYTES;
+    tile_requests requests = requests_of(t, kind);
     for (int64_t step = 0; step < whole; ++step, o.rows += TILE_ROW_BYTES, o.panels += TILE_BYTES) {
         if (step == turn) ahead += t->prefetch_jump;
         tile_step(kind, &o, ahead, lower, np);
+        if (!ahead) ask_beside(&requests, np);
     }
     if (kind == PW_Q8 && t->steps % 2) half_step(t, &o, lower, np);
 }

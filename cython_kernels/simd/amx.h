@@ -10,6 +10,9 @@
 #define TILE_RELEASE() __asm__ volatile("tilerelease")
 #define TILE_LOAD(t, p, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((int64_t)(stride)) : "memory")
+/* For what is read once: it passes through L1 without driving out what stays there. */
+#define TILE_LOAD_ONCE(t, p, stride) \
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"(p), "r"((int64_t)(stride)) : "memory")
 #define TILE_STORE(t, p, stride) \
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((int64_t)(stride)) : "memory")
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)

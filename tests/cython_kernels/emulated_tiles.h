@@ -112,6 +112,7 @@ __attribute__((destructor)) static void everything_was_given_back(void) {
 #define TILE_CONFIGURE(config) emulated_configure(&(config))
 #define TILE_RELEASE() emulated_release()
 #define TILE_LOAD(t, p, stride) emulated_load(t, p, stride)
+#define TILE_LOAD_ONCE(t, p, stride) emulated_load(t, p, stride)
 #define TILE_STORE(t, p, stride) emulated_store(t, p, stride)
 #define TILE_ZERO(t) emulated_zero(t)
 #define TILE_DOT_BF16(c, a, b) emulated_dot_bf16(c, a, b)
