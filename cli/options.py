@@ -89,6 +89,15 @@ ThreadsOption = Annotated[
     int | None,
     typer.Option("--threads", min=1, envvar="PHASEWISE_THREADS", help="cores to use [default: the plan's]"),
 ]
+TilePromptsOption = Annotated[
+    bool,
+    typer.Option(
+        "--tile-prompts",
+        envvar="PHASEWISE_TILE_PROMPTS",
+        help="multiply prompts by quantised weights as bf16 on the tile unit (AMX): faster prefill,"
+        " but the numbers of a token then depend on whether it came in a prompt or was generated",
+    ),
+]
 DbOption = Annotated[
     str | None,
     typer.Option(

@@ -50,8 +50,9 @@ static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *
     if (op->source == PW_FROM_ACTIVATION) ops->activations[op->gate](op->k, x, op->bias, scratch);
     if (op->source != PW_FROM_ROWS) x = scratch;
     if (op->tap) memcpy(op->tap + row * op->k, x, sizeof(float) * (size_t)op->k);
-    for (int i = 0; i < op->n_forms; ++i)
-        run->kernels->gemm.prepare_rows(&op->forms[i], op->k, x, 0, (pw_range){row, row + 1}, prepared[i]);
+    const pw_preparation *preparation = &op->preparations[run->table];
+    for (int32_t i = 0; i < preparation->count; ++i)
+        run->kernels->gemm.prepare_rows(&preparation->forms[i], op->k, x, 0, (pw_range){row, row + 1}, prepared[i]);
 }
 
 /* An op's product with this rank's columns of a weight. Gathered rows begin with what the product is added to. */
@@ -59,7 +60,9 @@ static pw_product product_of(const pw_run *run, const pw_op *op, int index, int6
     const pw_program *program = run->program;
     const pw_column_share *share = &op->shares[run->table][index];
     pw_product p = {.weight = &share->weight, .rows = rows, .ldy = op->out_stride};
-    p.x = (pw_activations){prepared, run->kernels->gemm.row_bytes(&op->forms[op->parts[index].form], op->k)};
+    const pw_preparation *preparation = &op->preparations[run->table];
+    const pw_form *form = &preparation->forms[preparation->form_of[index]];
+    p.x = (pw_activations){prepared, run->kernels->gemm.row_bytes(form, op->k)};
     p.y = program->arena + op->out + share->column;
     p.epilogue = (pw_epilogue)op->epilogue;
     if (op->rows == PW_GATHERED_ROWS && op->epilogue == PW_ADD) {
@@ -118,5 +121,5 @@ void pw_run_linear(pw_run *run, const pw_op *op, int member) {
     if (by == BY_RANK) pw_team_barrier(run->team, member);
     if (by == BY_ALL_RANKS && !pw_meet(run, member)) return;
     for (int i = 0; i < op->n_parts; ++i)
-        multiply_part(run, op, i, rows, member, prepared[op->parts[i].form]);
+        multiply_part(run, op, i, rows, member, prepared[op->preparations[run->table].form_of[i]]);
 }

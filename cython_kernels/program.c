@@ -105,11 +105,21 @@ void pw_program_close(pw_program *program) {
     free(program);
 }
 
-static int32_t form_index(pw_op *op, pw_form form) {
-    for (int32_t i = 0; i < op->n_forms; ++i)
-        if (memcmp(&op->forms[i], &form, sizeof form) == 0) return i;
-    op->forms[op->n_forms] = form;
-    return op->n_forms++;
+static int32_t form_index(pw_preparation *preparation, pw_form form) {
+    for (int32_t i = 0; i < preparation->count; ++i)
+        if (memcmp(&preparation->forms[i], &form, sizeof form) == 0) return i;
+    preparation->forms[preparation->count] = form;
+    return preparation->count++;
+}
+
+static void find_forms(pw_op *op, int32_t table) {
+    pw_preparation *preparation = &op->preparations[table];
+    preparation->count = 0;
+    for (int32_t i = 0; i < op->n_parts; ++i) {
+        pw_form form = pw_form_of(&op->parts[i].weight);
+        form.path = preparation->paths[i];
+        preparation->form_of[i] = form_index(preparation, form);
+    }
 }
 
 bool pw_program_add(pw_program *program, const pw_op *op) {
@@ -124,10 +134,19 @@ bool pw_program_add(pw_program *program, const pw_op *op) {
     *added = *op;
     if (op->experts.count > program->experts.count) program->experts.count = op->experts.count;
     if (op->experts.chosen > program->experts.chosen) program->experts.chosen = op->experts.chosen;
-    added->n_forms = 0;
-    for (int32_t i = 0; i < added->n_parts; ++i)
-        added->parts[i].form = form_index(added, pw_form_of(&added->parts[i].weight));
+    for (int32_t table = 0; table < PW_SCHEDULE_TABLES; ++table) {
+        for (int32_t i = 0; i < added->n_parts; ++i)
+            added->preparations[table].paths[i] = added->parts[i].weight.path;
+        find_forms(added, table);
+    }
     return true;
+}
+
+void pw_program_path(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t path) {
+    pw_op *changed = &program->ops[op];
+    changed->preparations[table].paths[part] = path;
+    changed->shares[table][part].weight.path = path;
+    find_forms(changed, table);
 }
 
 bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
@@ -150,16 +169,20 @@ static void measure_rows(const pw_program *program, int64_t *row_bytes, int64_t 
         if (op->code != PW_LINEAR && op->code != PW_EXPERTS) continue;
         int64_t read = op->code == PW_EXPERTS && op->source == PW_FROM_GATE ? 2 * op->k : op->k; /* with biases added */
         *row_floats = larger(*row_floats, pw_padded_k(read));
-        for (int32_t form = 0; form < op->n_forms; ++form)
-            for (int isa = 0; isa < pw_usable_count(); ++isa)
-                *row_bytes = larger(*row_bytes, pw_usable(isa)->gemm.row_bytes(&op->forms[form], op->k));
+        for (int32_t table = 0; table < PW_SCHEDULE_TABLES; ++table)
+            for (int32_t form = 0; form < op->preparations[table].count; ++form)
+                for (int isa = 0; isa < pw_usable_count(); ++isa)
+                    *row_bytes = larger(
+                        *row_bytes, pw_usable(isa)->gemm.row_bytes(&op->preparations[table].forms[form], op->k));
     }
     *row_bytes = aligned(*row_bytes);
 }
 
 static int32_t most_forms(const pw_program *program) {
     int32_t most = 1;
-    for (int32_t i = 0; i < program->n_ops; ++i) most = (int32_t)larger(most, program->ops[i].n_forms);
+    for (int32_t i = 0; i < program->n_ops; ++i)
+        for (int32_t table = 0; table < PW_SCHEDULE_TABLES; ++table)
+            most = (int32_t)larger(most, program->ops[i].preparations[table].count);
     return most;
 }
 

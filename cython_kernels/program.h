@@ -42,8 +42,15 @@ typedef enum { PW_EVERY_ROW, PW_GATHERED_ROWS, PW_LOGIT_ROWS } pw_rows;
 typedef struct {
     pw_weight weight;
     int64_t column;
-    int32_t form; /* index into the op's forms */
 } pw_part;
+
+/* How the rows of an op are prepared for its weights by one table: weights of equal form share prepared rows. */
+typedef struct {
+    int32_t paths[PW_MAX_PARTS]; /* by which each weight is computed; its own unless pw_program_path says otherwise */
+    int32_t count;
+    pw_form forms[PW_MAX_PARTS];
+    int32_t form_of[PW_MAX_PARTS]; /* of each weight: index into forms */
+} pw_preparation;
 
 /* What this rank computes of a part by one table: some of its panels as a weight of their own (n is 0: none). */
 typedef struct {
@@ -77,10 +84,10 @@ typedef struct {
     int32_t source;
     int32_t epilogue;    /* pw_epilogue */
     int32_t rows;        /* pw_rows */
-    int32_t n_parts, n_forms;
+    int32_t n_parts;
     pw_part parts[PW_MAX_PARTS];
     pw_column_share shares[PW_SCHEDULE_TABLES][PW_MAX_PARTS]; /* of linear ops */
-    pw_form forms[PW_MAX_PARTS];
+    pw_preparation preparations[PW_SCHEDULE_TABLES];
     int64_t k;
     int64_t in, in_stride, out, out_stride;
     int64_t residual, residual_stride;    /* gathered rows with PW_ADD: what the product is added to */
@@ -197,6 +204,10 @@ void pw_program_close(pw_program *program);
 
 /* A copy of `op` is appended; its forms are worked out here. False without memory. */
 bool pw_program_add(pw_program *program, const pw_op *op);
+
+/* Lets one table compute a weight of a linear op, or of experts, by a path of its own: prompts by another arithmetic than
+ * single tokens. Before the program is sealed. */
+void pw_program_path(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t path);
 
 /* Gives a weight of a linear op the schedules of one table: `count` ranges, copied, in place of those it had. They
  * change no result. False without memory. */

@@ -120,6 +120,7 @@ cdef extern from "program.h" nogil:
     int32_t pw_program_kind(pw_program *program, pw_attention_kind kind)
     void pw_program_close(pw_program *program)
     bint pw_program_add(pw_program *program, const pw_op *op)
+    void pw_program_path(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t path)
     bint pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
                              const pw_row_range *ranges)
     pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank)
@@ -396,9 +397,7 @@ cdef class Program:
         """
         cdef pw_row_range[PW_MAX_ROW_RANGES] found
         cdef int32_t count
-        if not (0 <= op < self.program.n_ops and self.program.ops[op].code in (PW_LINEAR, PW_EXPERTS)
-                and 0 <= part < self.program.ops[op].n_parts and 0 <= table < PW_SCHEDULE_TABLES):
-            raise ProgramError(f"there is no weight {part} in a linear op {op}, or no table {table} of schedules")
+        self._check_part(op, part, table)
         count = read_row_ranges(ranges, found)
         if not pw_program_schedule(self.program, table, op, part, count, found):
             raise ProgramError("no memory for another schedule")
@@ -421,6 +420,22 @@ cdef class Program:
         if not found:
             raise ProgramError("no linear op reads this weight")
         self.kept.append(rows)
+
+    def set_path(self, int32_t op, int32_t part, path, int32_t table=0):
+        """Steps of one table compute part `part` of a linear op, or experts, by a compute path of their own.
+
+        The same row then has other bits under the other table. Where the ISA in use lacks the path, it is its default.
+        """
+        if self.sealed:
+            raise ProgramError("a sealed program takes no other paths")
+        self._check_part(op, part, table)
+        pw_program_path(self.program, table, op, part, path_number(path))
+
+    cdef int _check_part(self, int32_t op, int32_t part, int32_t table) except -1:
+        if not (0 <= op < self.program.n_ops and self.program.ops[op].code in (PW_LINEAR, PW_EXPERTS)
+                and 0 <= part < self.program.ops[op].n_parts and 0 <= table < PW_SCHEDULE_TABLES):
+            raise ProgramError(f"there is no weight {part} in a linear op {op}, or no table {table} of schedules")
+        return 0
 
     def set_attention_schedules(self, ranges, int32_t table=0):
         """The same for attention, by the rows of a step's longest slice.

@@ -251,7 +251,8 @@ class Linears:
         for table, lookup in enumerate(self.lookups):
             for part, (whole, _) in enumerate(parts):
                 weight = whole if self.division is None else self.division.weight(whole, table)
-                self._schedule(op, part, table, lookup, weight)
+                if options.get("rows", "every") != "every" or not self._own_path(op, part, table, lookup, whole):
+                    self._schedule(op, part, table, lookup, weight)
 
     def add_experts(
         self,
@@ -268,7 +269,15 @@ class Linears:
         kind = options.pop("source")
         op = self.program.experts(experts, stack, kind, *source, *target, **options)
         for table, lookup in enumerate(self.lookups):
-            self._schedule(op, 0, table, lookup, one)
+            if rows != "every" or not self._own_path(op, 0, table, lookup, one):
+                self._schedule(op, 0, table, lookup, one)
+
+    def _own_path(self, op: int, part: int, table: int, lookup: ScheduleLookup, weight: PackedWeight) -> bool:
+        """Whether a phase computes the weight by a path of its own, for which no schedule was tuned."""
+        path = lookup.own_path(weight)
+        if path is not None:
+            self.program.set_path(op, part, path, table)
+        return path is not None
 
     def _schedule(
         self, op: int, part: int, table: int, lookup: ScheduleLookup, weight: PackedWeight | None

@@ -38,6 +38,13 @@ class ScheduleLookup(Protocol):
         """
         ...
 
+    def own_path(self, weight: PackedWeight) -> str | None:
+        """The compute path by which this phase alone multiplies rows by the weight; None: by the model's arithmetic.
+
+        A token's numbers then depend on the phase that computed it.
+        """
+        ...
+
     def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
         """At most MAX_ROW_RANGES, ascending; beyond the last one the default runs."""
         ...

@@ -43,14 +43,16 @@ def open_model(
     *,
     checksum: bool = False,
     sparse: SparseMode = "auto",
+    tile_prompts: bool = False,
 ) -> OpenModel:
     """Load a model, find its plans and the schedules in use on the plans' cores.
 
     ref: a known name, a GGUF file, a Hugging Face directory or a hub name. weight_format: one of
     `serving.model.FORMATS`. threads: cores of each phase; None for the stored plan, or the default one.
     db: URL or file of the tuning database; None for the user's own. checksum: read the packed file whole, and
-    make it anew where it is not as it was written. sparse: which weights are stored sparse. Raises
-    ModelError, PlanError, KernelDbError.
+    make it anew where it is not as it was written. sparse: which weights are stored sparse. tile_prompts:
+    prefill multiplies quantised weights as bf16 on the tile unit, where there is one. Raises ModelError,
+    PlanError, KernelDbError.
     """
     from phasewise.serving.loaders import load_model
     from phasewise.serving.loaders.storage import StorageChoice
@@ -62,4 +64,4 @@ def open_model(
     model = load_model(ref, weight_format, report=report, checksum=checksum, storage=storage)
     machine = read_machine()
     plans = plans_for(db, machine, model_key(model.name, model.format), threads, report)
-    return OpenModel(model, plans, schedules_for(db, machine, plans, report))
+    return OpenModel(model, plans, schedules_for(db, machine, plans, report, tile_prompts=tile_prompts))

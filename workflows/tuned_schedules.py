@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from phasewise.serving.model import PackedModel
 
 Plans = Mapping[Phase, ServicePlan]
+TILE_PATH = "bf16_tile"
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,16 @@ class KernelSchedules:
     """The schedules of one phase as the numbers that kernels take; a `serving.schedules.ScheduleLookup`."""
 
     found: PhaseSchedules
+    in_tiles: bool = False
+    """Quantised weights are multiplied as bf16 on the tile unit, where there is one."""
     _known: dict[tuple[str, int, int, int], list[RowRange]] = field(default_factory=dict)
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return self.found.arithmetic(weight)
+
+    def own_path(self, weight: PackedWeight) -> str | None:
+        has_tiles = weight.kind in ("f32", "bf16") or (weight.kind == "q8" and weight.group == 0)
+        return TILE_PATH if self.in_tiles and not has_tiles else None
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         """The row ranges of this weight's shape; cached, since a model has many weights and few shapes."""
@@ -61,14 +68,25 @@ def _row_ranges(choices: Sequence[ScheduleChoice]) -> list[RowRange]:
 
 
 def schedules_for(
-    db: str | os.PathLike[str] | None, machine: Machine, plans: Plans, report: Report = silent
+    db: str | os.PathLike[str] | None,
+    machine: Machine,
+    plans: Plans,
+    report: Report = silent,
+    *,
+    tile_prompts: bool = False,
 ) -> Mapping[Phase, KernelSchedules]:
-    """The schedules in use on each plan's cores with this build of the kernels; none without a database."""
+    """The schedules in use on each plan's cores with this build of the kernels; none without a database.
+
+    tile_prompts: prefill multiplies quantised weights as bf16 on the tile unit, where there is one.
+    """
     absent = locate(db).is_absent
     tables: dict[Phase, ScheduleTable] = (
         {phase: ScheduleTable([]) for phase in plans} if absent else _tables(db, machine, plans, report)
     )
-    return {phase: KernelSchedules(PhaseSchedules(table)) for phase, table in tables.items()}
+    return {
+        phase: KernelSchedules(PhaseSchedules(table), tile_prompts and phase == "prefill")
+        for phase, table in tables.items()
+    }
 
 
 def _tables(
@@ -134,7 +152,10 @@ def explain(
             weight = columns(whole, *share(whole.panels, threads, 0))
             if weight is None:
                 continue  # fewer panels than threads
-            ranges = lookups[phase].products(weight, max(most_rows.values()))
+            ranges: Sequence[RowRange] = lookups[phase].products(weight, max(most_rows.values()))
+            if (own_path := lookups[phase].own_path(whole)) is not None:
+                arithmetic = (own_path, arithmetic[1])
+                ranges = [RowRange(most_rows[phase], None, "prompts in tiles: the default")]
             cut = _cut(ranges, most_rows[phase])
             uses += [_product_use(phase, names, weight, arithmetic, threads[0], rows) for rows in cut]
         heads = share(model.config.n_kv_heads, threads, 0)[1]

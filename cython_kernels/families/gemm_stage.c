@@ -179,6 +179,10 @@ PW_INLINE vi rounded_bf16(vf x) {
     return vi_and(vi_add(bits, vi_add(vi_set1(0x7FFF), odd)), vi_set1((int32_t)0xFFFF0000));
 }
 
+#ifndef PW_BF16_PAIRS
+PW_INLINE vi bf16_pairs(vf even, vf odd) { return vi_or(vi_shr(rounded_bf16(even), 16), rounded_bf16(odd)); }
+#endif
+
 /* One lane vector of one quad of inputs: four float32 vector rows, or two of pairs. */
 PW_INLINE void widen_quad(vi quads, vf zero_point, vf scale, vf min, int with_min, int to_f32, uint8_t *to) {
     PW_UNROLL for (int byte = 0; byte < 4; byte += 2) {
@@ -188,7 +192,7 @@ PW_INLINE void widen_quad(vi quads, vf zero_point, vf scale, vf min, int with_mi
             v_store((float *)(void *)(to + byte * VECTOR_ROW_BYTES), even);
             v_store((float *)(void *)(to + (byte + 1) * VECTOR_ROW_BYTES), odd);
         } else {
-            vi_store(to + byte / 2 * VECTOR_ROW_BYTES, vi_or(vi_shr(rounded_bf16(even), 16), rounded_bf16(odd)));
+            vi_store(to + byte / 2 * VECTOR_ROW_BYTES, bf16_pairs(even, odd));
         }
     }
 }

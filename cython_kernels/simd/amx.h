@@ -19,4 +19,13 @@
 #define TILE_DOT_BF16(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #define TILE_DOT_INT8(c, a, b) __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::) /* signed a */
 
+/* Two vectors of float32 as pairs of bf16, to nearest even; subnormals are zero, as in the tile unit. */
+#define PW_BF16_PAIRS 1
+PW_INLINE vi bf16_pairs(vf even, vf odd) {
+    static const uint16_t interleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+    return _mm512_permutexvar_epi16(_mm512_loadu_si512(interleaved), halves);
+}
+
 #include "simd/tiles.h"

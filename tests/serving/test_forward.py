@@ -150,6 +150,9 @@ class DefaultSchedules:
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return None, self.k_parts
 
+    def own_path(self, weight: PackedWeight) -> str | None:
+        return None
+
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         return []
 
@@ -166,6 +169,9 @@ class RandomSchedules:
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return None, self.k_parts
+
+    def own_path(self, weight: PackedWeight) -> str | None:
+        return None
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         return self._ranges(np.random.default_rng((self.seed, weight.n, weight.k)), max_m)

@@ -19,6 +19,7 @@ from phasewise.cli.options import (
     Sparse,
     SparseOption,
     ThreadsOption,
+    TilePromptsOption,
     WeightFormat,
 )
 from phasewise.cli.present import note, note_plans, say
@@ -52,6 +53,7 @@ def run(
     kv_format: KvFormatOption = KvFormat.auto,
     sparse: SparseOption = Sparse.auto,
     threads: ThreadsOption = None,
+    tile_prompts: TilePromptsOption = False,
     db: DbOption = None,
     explain: ExplainOption = False,
 ) -> None:
@@ -72,7 +74,9 @@ def run(
     ]
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
-    found = open_model(model, weight_format, threads, db, note, sparse=sparse.value)
+    found = open_model(
+        model, weight_format, threads, db, note, sparse=sparse.value, tile_prompts=tile_prompts
+    )
     note_plans(found.plans)
     check_context(workloads, found.model.config.context_length)
     if explain:
