@@ -251,7 +251,9 @@ class Linears:
         for table, lookup in enumerate(self.lookups):
             for part, (whole, _) in enumerate(parts):
                 weight = whole if self.division is None else self.division.weight(whole, table)
-                if options.get("rows", "every") != "every" or not self._own_path(op, part, table, lookup, whole):
+                if options.get("rows", "every") != "every" or not self._own_path(
+                    op, part, table, lookup, whole
+                ):
                     self._schedule(op, part, table, lookup, weight)
 
     def add_experts(

@@ -39,7 +39,7 @@ class ScheduleLookup(Protocol):
         ...
 
     def own_path(self, weight: PackedWeight) -> str | None:
-        """The compute path by which this phase alone multiplies rows by the weight; None: by the model's arithmetic.
+        """The compute path by which this phase alone multiplies by the weight; None: the model's arithmetic.
 
         A token's numbers then depend on the phase that computed it.
         """

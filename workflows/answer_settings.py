@@ -57,6 +57,7 @@ class AnswerSettings:
     kv_format: str = "auto"
     sparse: SparseMode = "auto"
     threads: int | None = None
+    tile_prompts: bool = False
     draft: str | None = None
     """`lookup` or a model, as `workflows.drafts.find_drafts` reads it."""
 

@@ -83,6 +83,7 @@ class Running:
 
     weight_format: str = "native"
     threads: int | None = None
+    tile_prompts: bool = False
     context_tokens: int | None = None
     kv_budget_bytes: int | None = None
     kv_format: str = "auto"
@@ -184,6 +185,7 @@ def serve_model(
             report,
             checksum=running.checksum,
             sparse=running.sparse,
+            tile_prompts=running.tile_prompts,
         )
         hint_at_tuning(model, db, report)
         drafts = find_drafts(running.draft, found, db, report)

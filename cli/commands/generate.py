@@ -20,6 +20,7 @@ from phasewise.cli.options import (
     ModelArgument,
     SparseOption,
     ThreadsOption,
+    TilePromptsOption,
 )
 from phasewise.cli.present import note, print_json, read_stdin, write_text
 from phasewise.workflows.answer_settings import AnswerSettings, SamplingChoice, prompt_from
@@ -46,6 +47,7 @@ _SETTINGS = option_set(
     kv_format=KvFormatOption,
     sparse=SparseOption,
     threads=ThreadsOption,
+    tile_prompts=TilePromptsOption,
     draft=DraftOption,
 )
 

@@ -1,4 +1,4 @@
-"""`phasewise models`: fetch a model, list what is here, look inside one."""
+"""`phasewise models`: fetch models, list and remove what is here, look inside one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import typer
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, WeightFormat
 from phasewise.cli.present import note, on_one_line, print_json, say
+from phasewise.cli.render.models_text import DownloadBar, list_text, removed_text, size_text
 
 if TYPE_CHECKING:
+    from phasewise.serving.loaders.cache import Removed
     from phasewise.serving.loaders.inspection import Inspection, WeightDensity
     from phasewise.serving.model import ModelConfig
 
-app = CommandApp(help="Fetch models, list them, look inside one.")
+app = CommandApp(help="Fetch models, list and remove them, look inside one.")
 
 LABEL_COLUMNS = 16
 NAME_COLUMNS = 22
@@ -23,13 +25,31 @@ NAME_COLUMNS = 22
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="a known name or a hub name")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="a known name, or a hub name such as org/name or org/name-GGUF:Q4_K_M"
+        ),
+    ],
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch MODEL into the cache and print where it lies. What is there and whole is kept."""
+    """Fetch MODEL into the cache and print where it lies. What is there and whole is kept.
+
+    An interrupted download goes on where it ended. Sizes and digests are checked.
+    """
+    import time
+
+    from phasewise.cli.render.status_line import status_line
     from phasewise.serving.loaders.resolve import cache_root, fetch
 
-    located = fetch(model, cache_root(), note)
+    bar = DownloadBar()
+
+    def progress(here: int, total: int) -> None:
+        bar.saw(here, time.monotonic())
+        line.show(lambda: bar.text(total))
+
+    with status_line() as line:
+        located = fetch(model, cache_root(), line.say, progress)
     if as_json:
         print_json({"name": located.name, "path": str(located.path)})
     else:
@@ -38,21 +58,62 @@ def pull(
 
 @app.command("list")
 def list_models(as_json: JsonOption = False) -> None:
-    """List the known models, and what is packed in the cache."""
-    from phasewise.serving.loaders.inspection import known_models, packed_models
+    """List the known models, those that are here, and what is packed from them and others."""
+    from phasewise.serving.loaders.inspection import known_models, packed_models, stored
     from phasewise.serving.loaders.resolve import cache_root
 
     root = cache_root()
-    known, packed = known_models(root), packed_models(root)
+    known, here, packed = known_models(root), stored(root), packed_models(root)
     if as_json:
-        print_json({"cache": str(root), "models": known, "packed": packed})
+        print_json({"cache": str(root), "models": known, "stored": here, "packed": packed})
         return
-    for model in known:
-        say(f"{model['name']}  {_size(model['file_bytes'])}, {model['licence']}")
-        say(f"  {model['about']}")
-        say(f"  {model['path'] or 'not here yet: phasewise models pull ' + model['name']}")
-    for file in packed:
-        say(f"packed  {_size(file['file_bytes']):>9}  {file['format']:<6}  {on_one_line(file['name'])}")
+    say(list_text(known, here, packed), end="")
+
+
+@app.command("rm")
+def remove(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="a name that models list prints, or a file whose packed form goes"
+        ),
+    ],
+    packed: Annotated[
+        bool, typer.Option("--packed", help="remove only what is packed, keep the model")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove a fetched MODEL and what is packed from it. Files of your own are never removed."""
+    from phasewise.serving.loaders import cache
+    from phasewise.serving.loaders.resolve import cache_root
+
+    _present(cache.remove(model, cache_root(), packed_only=packed), as_json, dry_run=False)
+
+
+@app.command()
+def prune(
+    packed: Annotated[
+        bool,
+        typer.Option("--packed", help="remove every packed file; the next start of a model makes it anew"),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what would go and remove nothing")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove what no start will use: packed files without their model, parts of downloads, left-overs."""
+    from phasewise.serving.loaders import cache
+    from phasewise.serving.loaders.resolve import cache_root
+
+    _present(cache.prune(cache_root(), all_packed=packed, dry_run=dry_run), as_json, dry_run)
+
+
+def _present(removed: list[Removed], as_json: bool, dry_run: bool) -> None:
+    if as_json:
+        gone = [{"path": str(one.path), "n_bytes": one.n_bytes, "why": one.why} for one in removed]
+        print_json({"dry_run": dry_run, "removed": gone})
+        return
+    say(removed_text(removed, dry_run), end="")
 
 
 @app.command()
@@ -87,7 +148,7 @@ def inspect(
 
 
 def _density_line(one: WeightDensity) -> str:
-    sizes = f"{_size(one.dense_bytes)} dense, {_size(one.sparse_bytes)} sparse"
+    sizes = f"{size_text(one.dense_bytes)} dense, {size_text(one.sparse_bytes)} sparse"
     return (
         f"{one.name:<{NAME_COLUMNS}}{one.form} {one.n} x {one.k}, {100 * one.density:.1f} % kept, {sizes};"
         f" sparse from {100 * one.break_even:.0f} % zeros on"
@@ -124,10 +185,10 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
         ("parameters", f"{found.parameters / 1e6:.1f} M"),
     ]
     facts += [
-        (f"tensors {kind.type_name}", f"{kind.count:>5}  {_size(kind.file_bytes):>10} in the file")
+        (f"tensors {kind.type_name}", f"{kind.count:>5}  {size_text(kind.file_bytes):>10} in the file")
         for kind in found.tensor_types
     ]
-    facts += [(f"as {name}", f"{_size(size):>17} in memory") for name, size in found.format_bytes.items()]
+    facts += [(f"as {name}", f"{size_text(size):>17} in memory") for name, size in found.format_bytes.items()]
     return facts
 
 
@@ -137,10 +198,3 @@ def _experts(config: ModelConfig) -> str:
 
 def _listed(ids: tuple[int, ...]) -> str:
     return " ".join(map(str, ids)) or "none"
-
-
-def _size(n_bytes: int) -> str:
-    """Decimal units, as disks and bandwidths are counted."""
-    if n_bytes < 1e9:
-        return f"{n_bytes / 1e6:.1f} MB"
-    return f"{n_bytes / 1e9:.2f} GB"

@@ -18,6 +18,7 @@ from phasewise.cli.options import (
     ModelArgument,
     Sparse,
     ThreadsOption,
+    TilePromptsOption,
     kv_format_option,
     parse_bytes,
     sparse_option,
@@ -166,6 +167,7 @@ _RUNNING = option_set(
     _ENGINE,
     weight_format=FormatOption,
     threads=ThreadsOption,
+    tile_prompts=TilePromptsOption,
     context_tokens=opt(
         "most tokens of a prompt and its answer together [default: the model's]",
         "--context",

@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise.serving.loaders import hub
+from phasewise.serving.loaders.cache import packed_caches, stored_models
 from phasewise.serving.loaders.layout import has_bias, plan_weights
-from phasewise.serving.loaders.packed_file import kept_numbers, read_head
-from phasewise.serving.loaders.registry import KNOWN, is_here, known_path
+from phasewise.serving.loaders.packed_file import kept_numbers
+from phasewise.serving.loaders.registry import KNOWN, KNOWN_ON_HUB, is_here, known_path
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.loaders.storage import break_even, bytes_share, can_be_sparse
 from phasewise.serving.model import FORMATS, ModelConfig, config_to_json
@@ -102,21 +104,44 @@ def to_json(found: Inspection) -> dict[str, Any]:
 
 
 def known_models(root: Path) -> list[dict[str, Any]]:
-    """The registry; `path` is None for a model that is not in the cache."""
-    models = []
+    """The registry; `path` is None for a model that is not here. `file_bytes` of the hub's are rounded."""
+    models: list[dict[str, Any]] = []
     for known in KNOWN.values():
         path = known_path(known, root) if is_here(known, root) else None
         fields = {key: getattr(known, key) for key in ("name", "about", "licence", "file_bytes")}
-        models.append({**fields, "path": None if path is None else str(path)})
+        models.append({**fields, "path": None if path is None else str(path), "is_rounded": False})
+    for remote in KNOWN_ON_HUB.values():
+        lies_at = hub.here(remote.ref, root)
+        models.append(
+            {
+                "name": remote.name,
+                "about": remote.about,
+                "licence": remote.licence,
+                "file_bytes": remote.about_bytes,
+                "path": None if lies_at is None else str(lies_at),
+                "is_rounded": True,
+            }
+        )
     return models
 
 
+def stored(root: Path) -> list[dict[str, Any]]:
+    """Every model that was fetched into the cache, as JSON values."""
+    return [{**asdict(model), "path": str(model.path)} for model in stored_models(root)]
+
+
 def packed_models(root: Path) -> list[dict[str, Any]]:
-    """Every readable packed file in the cache, largest first."""
-    files = []
-    for path in (root / "packed").glob("*.packed"):
-        head = read_head(path)
-        if head is not None:
-            keys = ("name", "format", "source", "content_hash", "file_bytes")
-            files.append({**{key: head[key] for key in keys}, "path": str(path)})
-    return sorted(files, key=lambda file: -file["file_bytes"])
+    """Every readable packed file in the cache, largest first, as JSON values."""
+    return [
+        {
+            "name": cache.name,
+            "format": cache.format,
+            "source": str(cache.source),
+            "content_hash": cache.content_hash,
+            "file_bytes": cache.n_bytes,
+            "path": str(cache.path),
+            "is_orphan": cache.is_orphan,
+        }
+        for cache in packed_caches(root)
+        if cache.source is not None
+    ]

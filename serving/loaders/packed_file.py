@@ -22,8 +22,11 @@ import stat
 import struct
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,7 +55,8 @@ FILE_VERSION = 6  # change with anything in this module, or in how a loader read
 MAGIC = b"PHASWISE"
 PREFIX = struct.Struct("<8sQQQ32s")
 ALIGNMENT = 64
-CHUNK_VALUES = 2 << 20  # weights decoded at a time: 8 MiB in float32
+CHUNK_VALUES = 2 << 20  # weights decoded at a time by a thread: 8 MiB in float32
+MOST_THREADS = 16
 STALE_S = 3600  # a temporary file this old belongs to a run that died
 
 _DIRECTORY_MODE = 0o700
@@ -322,13 +326,14 @@ def _write_arrays(
     Returns the SHA-256 over names, shapes and arrays, and top exponents by the names of weights.
     """
     content, tops = hashlib.sha256(), {}
-    total, done, told = sum(plan.nbytes for plan in weights), 0, 0
+    total, done, told, begun_s = sum(plan.nbytes for plan in weights), 0, 0, time.monotonic()
     for slot, weight in zip(slots, weights, strict=False):  # the vectors' slots come after
         tops[slot.name] = _write_weight(fd, slot, weight, content.update)
         done += weight.nbytes
         if 100 * done // total >= told + 10:
             told = 100 * done // total
-            report(f"packing: {told} % of {total / 1e6:.0f} MB")
+            left_s = (time.monotonic() - begun_s) * (total - done) / done
+            report(f"packing: {told} % of {total / 1e6:.0f} MB, {left_s:.0f} s left")
     for slot, vector in zip(slots[len(weights) :], vectors, strict=True):
         numbers = np.concatenate([_vector(part.rows(0, 1), slot.name) for part in vector.parts])
         content.update(_label(slot))
@@ -346,7 +351,7 @@ def _write_weight(
     """
     digest(_label(slot))
     places, top, stream_bytes = list(slot.offsets), 0, 0
-    for packed in _packed_chunks(plan):
+    for packed in _made_ahead(_packed_chunks(plan)):
         for array in packed.arrays:
             digest(_bytes_of(array))
         arrays = packed.arrays
@@ -366,17 +371,34 @@ def _label(slot: _Slot) -> bytes:
     return f"{slot.name} {slot.n} {slot.k} {slot.form}".encode()
 
 
-def _packed_chunks(plan: WeightPlan) -> Iterator[PackedWeight]:
-    """The weight in runs of whole panels, in order."""
+def _packed_chunks(plan: WeightPlan) -> Iterator[Callable[[], PackedWeight]]:
+    """What packs the weight in runs of whole panels, in order."""
     step = _rows_at_once(plan.k)
     for start in range(0, plan.n, step):
-        stop, pieces, base = min(start + step, plan.n), [], 0
-        for part in plan.parts:
-            low, high = max(start - base, 0), min(stop - base, part.shape[0])
-            if low < high:
-                pieces.append(convert_rows(part.rows(low, high), plan.form, plan.name))
-            base += part.shape[0]
-        yield pack_rows(pieces, plan.form, plan.name)
+        yield partial(_packed_chunk, plan, start, min(start + step, plan.n))
+
+
+def _packed_chunk(plan: WeightPlan, start: int, stop: int) -> PackedWeight:
+    pieces, base = [], 0
+    for part in plan.parts:
+        low, high = max(start - base, 0), min(stop - base, part.shape[0])
+        if low < high:
+            pieces.append(convert_rows(part.rows(low, high), plan.form, plan.name))
+        base += part.shape[0]
+    return pack_rows(pieces, plan.form, plan.name)
+
+
+def _made_ahead(calls: Iterator[Callable[[], PackedWeight]]) -> Iterator[PackedWeight]:
+    """The results in order, made by as many threads as there are cores: numpy runs without the GIL."""
+    threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    waiting: deque[Future[PackedWeight]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for call in calls:
+            waiting.append(pool.submit(call))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _vector(rows: Rows, what: str) -> Array:

@@ -78,6 +78,35 @@ _MINILM_FILES = tuple(
     ]
 )
 
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model of the hub by a name of ours. `about_bytes` is rounded: the hub tells the size."""
+
+    name: str
+    about: str
+    licence: str
+    ref: str
+    about_bytes: int
+
+
+KNOWN_ON_HUB: dict[str, HubModel] = {
+    model.name: model
+    for model in [
+        HubModel("qwen3-0.6b", "Qwen 3 0.6B, Q8_0", "Apache-2.0", "Qwen/Qwen3-0.6B-GGUF:Q8_0", 640_000_000),
+        HubModel("qwen3-1.7b", "Qwen 3 1.7B, Q8_0", "Apache-2.0", "Qwen/Qwen3-1.7B-GGUF:Q8_0", 1_800_000_000),
+        HubModel("qwen3-4b", "Qwen 3 4B, Q4_K_M", "Apache-2.0", "Qwen/Qwen3-4B-GGUF:Q4_K_M", 2_500_000_000),
+        HubModel("qwen3-8b", "Qwen 3 8B, Q4_K_M", "Apache-2.0", "Qwen/Qwen3-8B-GGUF:Q4_K_M", 5_000_000_000),
+        HubModel(
+            "olmoe-1b-7b-instruct",
+            "OLMoE 7B, of which 1B is active, Q4_K_M",
+            "Apache-2.0",
+            "allenai/OLMoE-1B-7B-0924-Instruct-GGUF:Q4_K_M",
+            4_200_000_000,
+        ),
+    ]
+}
+
 KNOWN: dict[str, KnownModel] = {
     model.name: model
     for model in [

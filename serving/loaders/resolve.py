@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.registry import KNOWN, is_here, known_path, pull
+from phasewise.serving.loaders.registry import KNOWN, KNOWN_ON_HUB, is_here, known_path, pull
 
 SOURCE_SUFFIXES = (".json", ".safetensors", ".jinja")  # what a Hugging Face directory is read from
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 Report = Callable[[str], None]
+DownloadProgress = Callable[[int, int], None]
+"""Told bytes here and bytes in all, of all files that are fetched."""
 
 
 @dataclass(frozen=True)
@@ -51,28 +51,54 @@ def locate(ref: str, root: Path, report: Report) -> Located:
     path = _existing(ref)
     if path is not None:
         return Located(path.resolve().name.removesuffix(".gguf"), path)
-    if HUB_NAME.fullmatch(ref) and not ref.endswith(".gguf"):
+    if (hub_name := _hub_name(ref)) is not None:
         from phasewise.serving.loaders import hub
 
-        return Located(ref, hub.remembered(ref, root) or hub.download(ref, root, report))
+        path = hub.here(hub_name, root) or hub.pull(hub_name, root, report, _in_tenths(ref, report))
+        return Located(ref, path)
     raise _unknown(ref)
 
 
-def fetch(ref: str, root: Path, report: Report) -> Located:
-    """Bring a known or a hub name into the cache, or check and update what is there."""
+def fetch(ref: str, root: Path, report: Report, progress: DownloadProgress | None = None) -> Located:
+    """Bring a known or a hub name into the cache, or check and update what is there.
+
+    progress: told how far it is; None: lines of `report` tell it.
+    """
     if ref in KNOWN:
         return Located(ref, pull(KNOWN[ref], root, report))
-    if HUB_NAME.fullmatch(ref):
+    if (hub_name := _hub_name(ref)) is not None:
         from phasewise.serving.loaders import hub
 
-        return Located(ref, hub.download(ref, root, report))
+        return Located(ref, hub.pull(hub_name, root, report, progress or _in_tenths(ref, report)))
     raise _unknown(ref)
+
+
+def _hub_name(ref: str) -> str | None:
+    """The name on the hub of a known model, or `ref` itself if it is written like one."""
+    from phasewise.serving.loaders import hub
+
+    if ref in KNOWN_ON_HUB:
+        return KNOWN_ON_HUB[ref].ref
+    return ref if hub.is_hub_name(ref) else None
+
+
+def _in_tenths(ref: str, report: Report) -> DownloadProgress:
+    """A line for every tenth that has come."""
+    told = 0
+
+    def progress(n_bytes: int, total: int) -> None:
+        nonlocal told
+        if (tenth := 10 * n_bytes // max(total, 1)) > told:
+            told = tenth
+            report(f"{ref}: {n_bytes / 1e6:.0f} of {total / 1e6:.0f} MB")
+
+    return progress
 
 
 def _unknown(ref: str) -> ModelError:
     return ModelError(
-        f"no model {ref!r:.200}: give a known name ({', '.join(KNOWN)}), a .gguf file,"
-        " a Hugging Face directory or a hub name such as org/name"
+        f"no model {ref!r:.200}: give a known name ({', '.join([*KNOWN, *KNOWN_ON_HUB])}), a .gguf file,"
+        " a Hugging Face directory or a hub name such as org/name or org/name-GGUF:Q4_K_M"
     )
 
 

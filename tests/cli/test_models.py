@@ -13,9 +13,12 @@ from typer.testing import CliRunner
 
 from phasewise.cli.main import app
 from phasewise.cli.options import WeightFormat
+from phasewise.cli.render.models_text import DownloadBar
 from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.hub import folder_of
 from phasewise.serving.loaders.registry import KNOWN, known_path
 from phasewise.serving.model import FORMATS
+from tests.support.stand_in_hub import serving
 from tests.support.tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
 
 runner = CliRunner()
@@ -56,6 +59,105 @@ def test_list_json_tells_present_from_absent_and_shows_packed_files(tmp_path: Pa
     assert (listed["name"], listed["format"]) == ("tiny", "int8")
     assert listed["content_hash"] == packed.content_hash
     assert "int8" in run("list")
+
+
+def _fetched(root: Path) -> tuple[Path, str]:
+    """A tiny GGUF as `models pull` keeps it, and the name that it was pulled by."""
+    name = "org/tiny-GGUF:Q8_0"
+    folder = folder_of(name, root)
+    folder.mkdir(parents=True)
+    path = write_tiny_gguf(folder / "tiny-Q8_0.gguf", "qwen3", "Q8_0")
+    (folder / ".whole").write_text(json.dumps({"main": path.name, "commit": "", "name": name}))
+    return path, name
+
+
+def test_list_tells_models_from_what_is_packed_from_them(cache: Path) -> None:
+    path, name = _fetched(cache)
+    load_model(name, "native", cache)
+
+    found, text = json.loads(run("list", "--json")), run("list")
+
+    (stored,), (packed,) = found["stored"], found["packed"]
+    assert (stored["name"], stored["format"], stored["path"]) == (name, "GGUF", str(path))
+    assert (packed["name"], packed["source"], packed["is_orphan"]) == (name, str(path), False)
+    here, packed_part = text.index("models here"), text.index("packed from models")
+    assert text.index("known names") < here < text.index(name) < packed_part < text.rindex(name)
+
+
+def test_rm_takes_a_model_and_what_was_packed_from_it(cache: Path) -> None:
+    path, name = _fetched(cache)
+    load_model(name, "native", cache)
+    load_model(name, "int8", cache)
+
+    assert "removed" in run("rm", name, "--packed")
+    assert path.exists()
+    assert not list((cache / "packed").glob("*.packed"))
+
+    load_model(name, "native", cache)
+    (gone_first, gone_last) = json.loads(run("rm", name, "--json"))["removed"]
+    assert (gone_first["why"], gone_last["why"]) == ("packed", "model")
+    assert not path.parent.exists()
+    assert not list((cache / "packed").glob("*.packed"))
+
+
+def test_rm_leaves_files_of_the_user(cache: Path, tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "own.gguf")
+    load_model(str(path), "native", cache)
+
+    run("rm", str(path))
+
+    assert path.exists()
+    assert not list((cache / "packed").glob("*.packed"))
+    assert runner.invoke(app, ["models", "rm", "own"]).exit_code == 1
+
+
+def test_prune_takes_what_no_start_will_use(cache: Path, tmp_path: Path) -> None:
+    gone, kept = write_tiny_gguf(tmp_path / "gone.gguf"), write_tiny_gguf(tmp_path / "kept.gguf")
+    for path in (gone, kept):
+        load_model(str(path), "native", cache)
+    gone.unlink()
+    (cache / "packed" / "damaged.packed").write_bytes(b"no")
+    part = folder_of("org/name", cache) / ".model.gguf.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"half")
+
+    would = json.loads(run("prune", "--dry-run", "--json"))
+    assert part.exists()
+    did = json.loads(run("prune", "--json"))
+
+    assert would["removed"] == did["removed"]
+    assert len(did["removed"]) == 3
+    assert not part.exists()
+    (left,) = (cache / "packed").glob("*.packed")
+    assert left.name.startswith("kept")
+    run("prune", "--packed")
+    assert not list((cache / "packed").glob("*.packed"))
+
+
+def test_pull_by_a_hub_name_prints_the_path_and_says_the_size(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.repositories["org/tiny-GGUF"] = {"tiny-Q4_0.gguf": bytes(2_000_000)}
+        result = runner.invoke(app, ["models", "pull", "org/tiny-GGUF:Q4_0"])
+
+    assert result.exit_code == 0
+    assert result.stdout.strip() == str(folder_of("org/tiny-GGUF:Q4_0", cache) / "tiny-Q4_0.gguf")
+    assert "tiny-Q4_0.gguf, 2.0 MB, licence apache-2.0" in result.stderr
+    assert "of 2.0 MB" in result.stderr
+
+
+def test_the_bar_tells_the_rate_of_late_within_80_columns() -> None:
+    bar = DownloadBar()
+    for second in range(31):
+        bar.saw(second * 100_000_000, float(second))
+
+    text = bar.text(123_000_000_000)
+
+    assert "100.0 MB/s" in text
+    assert text.endswith("20 min left")
+    assert len(text) <= 80
 
 
 @pytest.mark.parametrize("kind", ["gguf", "directory"])

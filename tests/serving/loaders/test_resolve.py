@@ -135,7 +135,7 @@ def test_an_index_out_of_reach_is_one_clear_error(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_name_says_what_is_possible(tmp_path: Path, ref: str) -> None:
-    with pytest.raises(ModelError, match="give a known name \\(smollm2-135m-instruct, all-minilm-l6-v2\\)"):
+    with pytest.raises(ModelError, match=r"give a known name \(smollm2-135m-instruct, "):
         load_model(ref, "native", tmp_path)
 
 
@@ -152,21 +152,6 @@ def test_a_file_and_a_directory_are_called_after_themselves(tmp_path: Path) -> N
 
     assert load_model(str(gguf), "native", tmp_path).name == "Tiny"
     assert load_model(str(directory) + "/", "native", tmp_path).name == "Small"
-
-
-def test_a_hub_name_seen_before_needs_no_network(tmp_path: Path) -> None:
-    directory = write_tiny_hf(tmp_path / "snapshot")
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "org--tiny").write_text(str(directory))
-
-    assert load_model("org/tiny", "native", tmp_path).name == "org/tiny"
-
-
-def test_a_hub_out_of_reach_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-    with pytest.raises(ModelError, match="the hub is out of reach"):
-        load_model("org/never-seen", "native", tmp_path)
 
 
 def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

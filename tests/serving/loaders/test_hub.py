@@ -1,0 +1,260 @@
+"""Models by hub name, fetched from a stand-in for the hub: what is kept, resumed, refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders import download, hub, load_model
+from phasewise.serving.loaders.resolve import fetch, locate
+from tests.support.stand_in_hub import COMMIT, StandInHub, serving
+from tests.support.tiny_models import write_tiny_gguf, write_tiny_hf
+
+REPOSITORY = "org/tiny-GGUF"
+CONTENT = bytes(range(256)) * 2000
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
+    monkeypatch.setattr(download, "PAUSE_S", 0.0)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    with serving() as one:
+        monkeypatch.setenv("HF_ENDPOINT", one.url)
+        one.repositories[REPOSITORY] = {
+            "tiny-Q4_K_M.gguf": CONTENT,
+            "tiny-Q8_0.gguf": CONTENT[:1000],
+            "big/tiny-BF16-00001-of-00002.gguf": b"1",
+            "big/tiny-BF16-00002-of-00002.gguf": b"2",
+            "README.md": b"hello",
+        }
+        yield one
+
+
+def pull(ref: str, root: Path, lines: list[str] | None = None) -> Path:
+    return fetch(ref, root, [].append if lines is None else lines.append, lambda here, total: None).path
+
+
+def refusal(ref: str, root: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        pull(ref, root)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert not [path for path in root.rglob("*.gguf") if path.is_file()]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("ref", "name"),
+    [
+        ("org/tiny-GGUF:Q4_K_M", "tiny-Q4_K_M.gguf"),
+        ("org/tiny-GGUF:q8_0", "tiny-Q8_0.gguf"),
+        ("org/tiny-GGUF", "tiny-Q4_K_M.gguf"),
+    ],
+)
+def test_a_tag_names_one_gguf_file(stand_in: StandInHub, tmp_path: Path, ref: str, name: str) -> None:
+    lines: list[str] = []
+
+    path = pull(ref, tmp_path, lines)
+
+    assert path.name == name
+    assert path.read_bytes() == stand_in.repositories[REPOSITORY][name]
+    assert len(lines) == 1
+    assert "licence apache-2.0" in lines[0]
+    assert f"{len(path.read_bytes()) / 1e6:.1f} MB" in lines[0]
+
+
+def test_what_is_here_is_not_asked_for_again(stand_in: StandInHub, tmp_path: Path) -> None:
+    path = pull("org/tiny-GGUF:Q8_0", tmp_path)
+    asked = len(stand_in.requests)
+
+    assert locate("org/tiny-GGUF:Q8_0", tmp_path, print).path == path
+    assert len(stand_in.requests) == asked
+    assert pull("org/tiny-GGUF:Q8_0", tmp_path) == path
+    assert [at for at, _ in stand_in.requests[asked:]] == [f"/api/models/{REPOSITORY}?blobs=true"]
+
+
+def test_a_model_of_the_hub_runs(stand_in: StandInHub, tmp_path: Path) -> None:
+    source = write_tiny_gguf(tmp_path / "source.gguf")
+    stand_in.repositories[REPOSITORY]["tiny-Q6_K.gguf"] = source.read_bytes()
+
+    model = load_model("org/tiny-GGUF:Q6_K", "native", tmp_path / "cache")
+
+    assert model.config == load_model(str(source), "native", tmp_path / "other").config
+
+
+def test_a_directory_of_safetensors_is_fetched_whole(stand_in: StandInHub, tmp_path: Path) -> None:
+    source = write_tiny_hf(tmp_path / "source")
+    files = {path.name: path.read_bytes() for path in source.iterdir()}
+    stand_in.repositories["org/tiny"] = files | {
+        "consolidated.safetensors": b"x",
+        "onnx/model.safetensors": b"x",
+        "1_Pooling/config.json": b"{}",
+    }
+
+    path = pull("org/tiny", tmp_path / "cache")
+
+    wanted = {name for name in files if name.endswith((".safetensors", ".json", ".jinja"))}
+    assert {file.name for file in path.iterdir()} - {".whole"} == wanted | {"1_Pooling"}
+    assert (path / "1_Pooling" / "config.json").read_bytes() == b"{}"
+    assert load_model("org/tiny", "native", tmp_path / "cache").name == "org/tiny"
+
+
+def test_a_broken_download_goes_on_where_it_ended(stand_in: StandInHub, tmp_path: Path) -> None:
+    stand_in.breaks_after += [100_000, 200_000]
+
+    path = pull("org/tiny-GGUF:Q4_K_M", tmp_path)
+
+    assert path.read_bytes() == CONTENT
+    ranges = [headers.get("Range") for at, headers in stand_in.requests if at.startswith("/cdn/")]
+    assert ranges == [None, "bytes=100000-", "bytes=300000-"]
+
+
+def test_a_later_command_goes_on_too(stand_in: StandInHub, tmp_path: Path) -> None:
+    stand_in.breaks_after += [100_000] + [0] * download.ATTEMPTS
+    with pytest.raises(
+        ModelError, match=r"0\.1 of 0\.5 MB are here, and the same command goes on from there"
+    ):
+        pull("org/tiny-GGUF:Q4_K_M", tmp_path)
+    before = len(stand_in.requests)
+
+    assert pull("org/tiny-GGUF:Q4_K_M", tmp_path).read_bytes() == CONTENT
+    assert stand_in.requests[-1][1]["Range"] == "bytes=100000-"
+    assert len([at for at, _ in stand_in.requests[before:] if at.startswith("/cdn/")]) == 1
+
+
+def test_a_server_without_ranges_sends_all_again(stand_in: StandInHub, tmp_path: Path) -> None:
+    stand_in.breaks_after.append(100_000)
+    stand_in.knows_ranges = False
+
+    assert pull("org/tiny-GGUF:Q4_K_M", tmp_path).read_bytes() == CONTENT
+
+
+def test_a_busy_server_is_asked_again(stand_in: StandInHub, tmp_path: Path) -> None:
+    stand_in.statuses += [503, 429]
+
+    assert pull("org/tiny-GGUF:Q4_K_M", tmp_path).read_bytes() == CONTENT
+
+
+def test_a_spoilt_part_is_noticed_and_not_kept(stand_in: StandInHub, tmp_path: Path) -> None:
+    folder = hub.folder_of("org/tiny-GGUF:Q4_K_M", tmp_path)
+    folder.mkdir(parents=True)
+    (folder / ".tiny-Q4_K_M.gguf.part").write_bytes(b"spoilt")
+
+    assert "SHA-256" in refusal("org/tiny-GGUF:Q4_K_M", tmp_path)
+    assert pull("org/tiny-GGUF:Q4_K_M", tmp_path).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("listed", "what"),
+    [
+        ({"size": len(CONTENT) - 1}, "would send 512000 bytes, it listed 511999"),
+        ({"size": len(CONTENT) + 1}, "would send 512000 bytes, it listed 512001"),
+        ({"lfs": {"sha256": "0" * 64}}, "it is not kept"),
+        ({"size": 10**18}, "do not fit"),
+        ({"size": -1}, "no GGUF file Q4_K_M"),
+        ({"size": "512000"}, "no GGUF file Q4_K_M"),
+        ({"lfs": {"sha256": "../../x"}}, "no GGUF file Q4_K_M"),
+        ({"rfilename": "../../../tiny-Q4_K_M.gguf"}, "no GGUF file Q4_K_M"),
+        ({"rfilename": "/etc/tiny-Q4_K_M.gguf"}, "no GGUF file Q4_K_M"),
+        ({"rfilename": "\x1b[2Jtiny-Q4_K_M.gguf"}, "no GGUF file Q4_K_M"),
+    ],
+)
+def test_a_hub_that_lies_is_one_line(
+    stand_in: StandInHub, tmp_path: Path, listed: dict[str, Any], what: str
+) -> None:
+    stand_in.listed["tiny-Q4_K_M.gguf"] = listed
+
+    assert what in refusal("org/tiny-GGUF:Q4_K_M", tmp_path / "cache")
+    assert not (tmp_path / "tiny-Q4_K_M.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [b"", b"null", b"[]", b"{}", b'{"sha": 1, "siblings": []}', b"<html>", b'{"a":' * 5000, b"x" * (17 << 20)]
+    + [
+        json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
+        for siblings in ({}, [1], [{}], [{"rfilename": 3}])
+    ],
+)
+def test_a_list_that_is_none_is_one_line(stand_in: StandInHub, tmp_path: Path, listing: bytes) -> None:
+    stand_in.listing = listing
+
+    assert REPOSITORY in refusal("org/tiny-GGUF:Q4_K_M", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("to", "what"),
+    [
+        ("/again", "redirects in a loop"),
+        ("file:///etc/passwd", "redirects to what is not followed"),
+        ("ftp://127.0.0.1/x", "redirects to ftp"),
+    ],
+)
+def test_redirects_end(stand_in: StandInHub, tmp_path: Path, to: str, what: str) -> None:
+    stand_in.redirects_to = to
+
+    assert what in refusal("org/tiny-GGUF:Q4_K_M", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ref", "what"),
+    [
+        ("org/absent", "HTTP status 404"),
+        ("org/tiny-GGUF:Q2_K", "there are big/tiny-BF16-00001-of-00002.gguf (0.0 MB)"),
+        ("org/tiny-GGUF:BF16", "one of 2 parts"),
+    ],
+)
+def test_what_is_not_there_is_one_line(stand_in: StandInHub, tmp_path: Path, ref: str, what: str) -> None:
+    assert what in refusal(ref, tmp_path)
+
+
+def test_a_token_goes_to_the_hub_and_not_where_it_redirects(
+    stand_in: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+
+    pull("org/tiny-GGUF:Q8_0", tmp_path)
+
+    sent = {at: headers.get("Authorization") for at, headers in stand_in.requests}
+    assert sent == {
+        f"/api/models/{REPOSITORY}?blobs=true": "Bearer secret",
+        f"/{REPOSITORY}/resolve/{COMMIT}/tiny-Q8_0.gguf": "Bearer secret",
+        f"/cdn/{REPOSITORY}/resolve/{COMMIT}/tiny-Q8_0.gguf": None,
+    }
+
+
+def test_an_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+    assert "out of reach" in refusal("org/name:Q4_K_M", tmp_path)
+
+
+def test_two_processes_do_not_write_one_part(stand_in: StandInHub, tmp_path: Path) -> None:
+    folder = hub.folder_of("org/tiny-GGUF:Q8_0", tmp_path)
+    folder.mkdir(parents=True)
+    with (folder / ".tiny-Q8_0.gguf.part").open("a+b") as held:
+        download._lock(held, download.RemoteFile("", "x", 1))
+
+        assert "by another process" in refusal("org/tiny-GGUF:Q8_0", tmp_path)
+
+
+def test_a_digest_of_git_is_checked(stand_in: StandInHub, tmp_path: Path) -> None:
+    content = b"{}"
+    url = f"{stand_in.url}/{REPOSITORY}/resolve/{COMMIT}/a.json"
+    stand_in.repositories[REPOSITORY]["a.json"] = content
+    right = hashlib.sha1(b"blob 2\0" + content).hexdigest()
+    download.fetch_file(
+        download.RemoteFile(url, "a.json", 2, None, right), tmp_path / "a.json", lambda n: None
+    )
+
+    with pytest.raises(ModelError, match="git's SHA-1"):
+        download.fetch_file(download.RemoteFile(url, "b", 2, None, "0" * 40), tmp_path / "b", lambda n: None)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["a.json"]
