@@ -1,0 +1,151 @@
+"""A GGUF of random blocks in the shape of a real model: for speeds and loading, which no weight's value changes.
+
+    python benchmarks/random_gguf.py llama-8b SOURCE.gguf OUT.gguf
+
+The tokenizer is that of SOURCE. Types are those of a Q4_K_M file: Q4_K, and Q6_K for values, half of the down projections and the
+output head. Blocks are made as bytes, so that 4.9 GB take a minute and little memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import numpy as np
+
+BLOCK_BYTES = {gguf.GGMLQuantizationType.Q4_K: 144, gguf.GGMLQuantizationType.Q6_K: 210}
+F16_SCALES = {gguf.GGMLQuantizationType.Q4_K: (0, 1), gguf.GGMLQuantizationType.Q6_K: (104,)}
+"""Which 16-bit words of a block are float16 scales."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    architecture: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int | None
+    """None: SOURCE's."""
+    experts: int = 0
+    chosen: int = 0
+
+
+SHAPES = {
+    "llama-8b": Shape("llama", 4096, 32, 32, 8, 14336, 128256),
+    "llama-1b": Shape("llama", 2048, 16, 32, 8, 8192, None),
+    "olmoe-7b": Shape("olmoe", 2048, 16, 16, 16, 1024, None, 64, 8),
+}
+
+
+def random_blocks(
+    rng: np.random.Generator, rows: int, inputs: int, kind: gguf.GGMLQuantizationType
+) -> np.ndarray:
+    """uint8 [rows, bytes of a row]: any codes and sub-scales, small float16 scales."""
+    blocks = rng.bytes(rows * (inputs // 256) * BLOCK_BYTES[kind])
+    words = np.frombuffer(blocks, np.uint16).reshape(-1, BLOCK_BYTES[kind] // 2).copy()
+    for at in F16_SCALES[kind]:
+        words[:, at] = np.float16(2e-5).view(np.uint16)
+    return words.view(np.uint8).reshape(rows, -1)
+
+
+def tensors(s: Shape, vocab: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Names, shapes (outputs first), and `small` (Q4_K), `large` (Q6_K) or `f32`."""
+    head = s.hidden // s.heads
+    yield "token_embd.weight", (vocab, s.hidden), "small"
+    yield "output.weight", (vocab, s.hidden), "large"
+    yield "output_norm.weight", (s.hidden,), "f32"
+    for i in range(s.layers):
+        b, half = f"blk.{i}.", "large" if i % 2 else "small"
+        yield b + "attn_norm.weight", (s.hidden,), "f32"
+        yield b + "ffn_norm.weight", (s.hidden,), "f32"
+        yield b + "attn_q.weight", (s.hidden, s.hidden), "small"
+        yield b + "attn_k.weight", (s.kv_heads * head, s.hidden), "small"
+        yield b + "attn_v.weight", (s.kv_heads * head, s.hidden), half
+        yield b + "attn_output.weight", (s.hidden, s.hidden), "small"
+        if s.experts:
+            yield b + "attn_q_norm.weight", (s.hidden,), "f32"
+            yield b + "attn_k_norm.weight", (s.kv_heads * head,), "f32"
+            yield b + "ffn_gate_inp.weight", (s.experts, s.hidden), "f32"
+        end = "_exps.weight" if s.experts else ".weight"
+        stack = (s.experts,) if s.experts else ()
+        yield b + "ffn_gate" + end, (*stack, s.ffn, s.hidden), "small"
+        yield b + "ffn_up" + end, (*stack, s.ffn, s.hidden), "small"
+        yield b + "ffn_down" + end, (*stack, s.hidden, s.ffn), half
+
+
+def copy_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, vocab: int) -> None:
+    """The source's, with unused tokens up to `vocab`."""
+    for field in reader.fields.values():
+        if not field.name.startswith("tokenizer."):
+            continue
+        value: Any = field.contents()
+        if field.types[0] != gguf.GGUFValueType.ARRAY:
+            writer.add_key_value(field.name, value, field.types[0])
+            continue
+        if field.name == "tokenizer.ggml.tokens":
+            value = value + [f"<unused_{i}>" for i in range(vocab - len(value))]
+        elif field.name == "tokenizer.ggml.token_type":
+            value = value + [5] * (vocab - len(value))
+        elif field.name == "tokenizer.ggml.scores":
+            value = value + [0.0] * (vocab - len(value))
+        writer.add_array(field.name, value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("source")
+    parser.add_argument("out")
+    options = parser.parse_args()
+    s, reader, rng = SHAPES[options.shape], gguf.GGUFReader(options.source), np.random.default_rng(1)
+    vocab = s.vocab or len(reader.fields["tokenizer.ggml.tokens"].data)
+    writer = gguf.GGUFWriter(options.out, s.architecture)
+    copy_tokenizer(reader, writer, vocab)
+    writer.add_name(f"random {options.shape}")
+    writer.add_context_length(8192)
+    writer.add_embedding_length(s.hidden)
+    writer.add_block_count(s.layers)
+    writer.add_feed_forward_length(s.ffn)
+    writer.add_head_count(s.heads)
+    writer.add_head_count_kv(s.kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_rope_dimension_count(s.hidden // s.heads)
+    writer.add_vocab_size(vocab)
+    if s.experts:
+        writer.add_expert_count(s.experts)
+        writer.add_expert_used_count(s.chosen)
+    kinds = {"small": gguf.GGMLQuantizationType.Q4_K, "large": gguf.GGMLQuantizationType.Q6_K}
+    plan = list(tensors(s, vocab))
+    for name, shape, kind in plan:
+        if kind == "f32":
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), int(np.prod(shape)) * 4)
+        else:
+            n_bytes = int(np.prod(shape)) // 256 * BLOCK_BYTES[kinds[kind]]
+            packed = (*shape[:-1], shape[-1] // 256 * BLOCK_BYTES[kinds[kind]])
+            writer.add_tensor_info(name, packed, np.dtype(np.uint8), n_bytes, raw_dtype=kinds[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, shape, kind in plan:
+        if kind == "f32":
+            one = len(shape) == 1
+            values = (
+                np.ones(shape, np.float32) if one else rng.standard_normal(shape, dtype=np.float32) * 0.02
+            )
+            writer.write_tensor_data(values.astype(np.float32))
+        else:
+            rows = int(np.prod(shape[:-1]))
+            writer.write_tensor_data(random_blocks(rng, rows, shape[-1], kinds[kind]))
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()
