@@ -1,9 +1,9 @@
-"""A GGUF of random blocks in the shape of a real model: for speeds and loading, which no weight's value changes.
+"""A GGUF of random blocks in the shape of a real model: for speeds and loading, not for text.
 
     python benchmarks/random_gguf.py llama-8b SOURCE.gguf OUT.gguf
 
-The tokenizer is that of SOURCE. Types are those of a Q4_K_M file: Q4_K, and Q6_K for values, half of the down projections and the
-output head. Blocks are made as bytes, so that 4.9 GB take a minute and little memory.
+The tokenizer is that of SOURCE. Types are those of a Q4_K_M file: Q4_K, and Q6_K for half of the values, half
+of the down projections and the output head. Blocks are made as bytes, so that 4.9 GB take a minute.
 """
 
 from __future__ import annotations
