@@ -89,7 +89,7 @@ class TaskDivision:
         self._lock.wait_for(self._name(waiting[0]), seconds)
 
     def share(self, task: Task, waiting: Sequence[Task]) -> float:
-        """Share of the work left to this run that `task` is, 0 to 1."""
+        """Share of what is left to this run that `task` deserves, 0 to 1."""
         ours = [one for one in waiting if self._name(one) not in self._elsewhere]
         whole = sum(map(self._work_of, ours))
         return self._work_of(task) / whole if task in ours else 1 / len(waiting)

@@ -132,6 +132,8 @@ class Tools:
     call_s: Callable[[Problem], float] = lambda _: 0.0
     """About how long a product takes: what the estimate of the time left goes by."""
     clock: Callable[[], float] = time.monotonic
+    worth: Callable[[Task], float] | None = None
+    """What share of the budget a task deserves, in any unit; None: as much as it takes."""
     lock: MeasurementLock = field(default_factory=NoLock)
 
 
@@ -154,7 +156,7 @@ class _Run:
         self._started_s = tools.clock()
         self._deadline_s = self._started_s + budget_s
         self._pace = Pace(tasks, tools.call_s)
-        self._division = TaskDivision(tasks, tools.ledger, tools.lock, self._pace.work_of)
+        self._division = TaskDivision(tasks, tools.ledger, tools.lock, tools.worth or self._pace.work_of)
         self._timed = self._replayed = self._duels = 0
         self._timing_s = 0.0
         self._waited_s = 0.0

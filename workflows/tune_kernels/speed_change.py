@@ -1,0 +1,100 @@
+"""What tuned kernels mean for a model: tokens per second of both phases before and after, timed in pairs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from phasewise.serving.throughput import Workload, measure
+from phasewise.tuner import timing
+from phasewise.workflows.bench.model import MAX_BATCH_TOKENS, open_ranks
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.records import Comparison
+    from phasewise.serving.throughput import Forward
+    from phasewise.tuner.plans import Phase
+    from phasewise.workflows.open_model import OpenModel
+    from phasewise.workflows.tuned_schedules import KernelSchedules
+
+PREFILL_TOKENS = 512
+DECODE_TOKENS = 32
+BUDGET_SHARE = 0.1
+"""Of a tuning run's budget."""
+
+LEAST_PAIRS = 3
+MOST_PAIRS = 15
+
+
+@dataclass(frozen=True)
+class SpeedChange:
+    """One phase of a model by the schedules before and after, as medians of pairs of turns."""
+
+    phase: Phase
+    n_tokens: int
+    """Of a turn: a prompt of so many, or so many decoded ones."""
+    before_tokens_per_s: float
+    after_tokens_per_s: float
+    comparison: Comparison
+    """Its gain is the median ratio of a pair, after over before."""
+
+
+def measured_change(
+    before: OpenModel,
+    schedules: Mapping[Phase, KernelSchedules],
+    budget_s: float,
+    report: Report = silent,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[SpeedChange]:
+    """Prefill and decode of a model by its schedules and by `schedules`, alternating, for about `budget_s`.
+
+    At least LEAST_PAIRS pairs of each, whatever the budget. The caller holds the measurement lock.
+    """
+    context = before.model.config.context_length
+    prompt = min(PREFILL_TOKENS, context)
+    workloads: dict[Phase, Workload] = {
+        "prefill": Workload(prompt, 0, 1),
+        "decode": Workload(0, min(DECODE_TOKENS, context), 1),
+    }
+    report("timing the model before and after, in pairs ...")
+    with ExitStack() as stack:
+        sides = [
+            stack.enter_context(open_ranks(one, [*workloads.values()], "auto")).ranks
+            for one in (before, replace(before, schedules=schedules))
+        ]
+        return [
+            _change(phase, workload, sides, before.model.config.vocab_size, budget_s / len(workloads), clock)
+            for phase, workload in workloads.items()
+        ]
+
+
+def _change(
+    phase: Phase,
+    workload: Workload,
+    sides: Sequence[Forward],
+    vocab_size: int,
+    budget_s: float,
+    clock: Callable[[], float],
+) -> SpeedChange:
+    def turn(side: int, warm_ups: int = 0) -> timing.Samples:
+        return measure(sides[side], workload, vocab_size, MAX_BATCH_TOKENS, 1, warm_ups).samples_ns
+
+    for side in (0, 1):
+        turn(side, warm_ups=1)
+    taken: list[tuple[timing.Samples, timing.Samples]] = []
+    end_s = clock() + budget_s
+    while len(taken) < LEAST_PAIRS or (len(taken) < MOST_PAIRS and clock() < end_s):
+        if len(taken) % 2:
+            new, old = turn(1), turn(0)
+        else:
+            old, new = turn(0), turn(1)
+        taken.append((old, new))
+    rates = [
+        workload.n_tokens * 1e9 / statistics.median(samples[0] for samples in side)
+        for side in zip(*taken, strict=True)
+    ]
+    return SpeedChange(phase, workload.n_tokens, rates[0], rates[1], timing.compare(taken))
