@@ -248,7 +248,7 @@ def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
     if not choice.wants_sparse or not can_be_sparse(plan.form):
         return slot
     kept, stream_bytes = 0, 0
-    for packed in _packed_chunks(plan):
+    for packed in _made_ahead(_packed_chunks(plan)):
         stream, _, of_chunk = _sparse_chunk(packed, stream_bytes)
         if stream_bytes == 0 and choice.mode != "always" and of_chunk > NEARLY_DENSE * packed.n * packed.k:
             return slot
