@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase
+    from phasewise.workflows.open_model import OpenModel
     from phasewise.workflows.tune_kernels.rounds import Round, Shape, TunedRound
+    from phasewise.workflows.tune_kernels.speed_change import SpeedChange
 
 
 def tune_kernels(
@@ -97,12 +100,12 @@ def tune_kernels(
         return
     if isa is not None:
         raise typer.BadParameter("--isa goes with --kernel")
-    rounds = _rounds(machine, model, shapes, weight_format, phases_of(phase), max_m, threads, db)
+    rounds, opened = _rounds(machine, model, shapes, weight_format, phases_of(phase), max_m, threads, db)
     if dry_run:
         _print_plan(rounds, as_json)
         return
-    tuned = _tune(rounds, machine, db, budget_s, resume)
-    _print_tuned(tuned, as_json)
+    tuned, changes = _tune(rounds, machine, db, budget_s, resume, opened)
+    _print_tuned(tuned, changes, as_json)
     if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -167,31 +170,40 @@ def _rounds(
     max_m: int,
     threads: int | None,
     db: str | None,
-) -> list[Round]:
+) -> tuple[list[Round], OpenModel | None]:
     if (model is None) == (shapes is None):
         raise typer.BadParameter("give either a MODEL or --shapes")
     from phasewise.workflows.tune_kernels.run import rounds_of_model, rounds_of_shapes
 
     if model is None:
         found = parse_shapes(shapes or "", weight_format)
-        return rounds_of_shapes(found, machine, phases, max_m, threads)
+        return rounds_of_shapes(found, machine, phases, max_m, threads), None
     if weight_format not in list(WeightFormat):
         raise typer.BadParameter(f"a model's --format is one of {', '.join(WeightFormat)}")
     from phasewise.workflows.open_model import open_model
 
-    return rounds_of_model(open_model(model, weight_format, threads, db, note), machine, phases, max_m)
+    opened = open_model(model, weight_format, threads, db, note)
+    return rounds_of_model(opened, machine, phases, max_m), opened
 
 
 def _tune(
-    rounds: list[Round], machine: Machine, db: str | None, budget_s: float, resume: bool
-) -> list[TunedRound]:
+    rounds: list[Round],
+    machine: Machine,
+    db: str | None,
+    budget_s: float,
+    resume: bool,
+    opened: OpenModel | None,
+) -> tuple[list[TunedRound], list[SpeedChange]]:
     from phasewise.cli.render.tuning_text import progress_on_stderr
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.tune_kernels.run import tune_rounds
+    from phasewise.workflows.tune_kernels.run import change_of_model, tune_rounds
 
     note("measuring the limits of these cores ...")
     with progress_on_stderr() as progress:
-        return tune_rounds(rounds, machine, db, budget_s, resume, user_lock(note), note, progress)
+        tuned = tune_rounds(rounds, machine, db, budget_s, resume, user_lock(note), note, progress)
+    if opened is None or tuned[-1].is_interrupted:
+        return tuned, []
+    return tuned, change_of_model(opened, tuned, machine, db, budget_s, user_lock(note), note)
 
 
 def _print_plan(rounds: list[Round], as_json: bool) -> None:
@@ -215,11 +227,13 @@ def _print_plan(rounds: list[Round], as_json: bool) -> None:
         say(plan_text(rounds))
 
 
-def _print_tuned(tuned: list[TunedRound], as_json: bool) -> None:
-    from phasewise.cli.render.tuning_text import tuned_text
+def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], as_json: bool) -> None:
+    from phasewise.cli.render.tuning_text import changes_text, tuned_text
     from phasewise.workflows.tune_kernels.tuned_json import tuned_fields
 
     if as_json:
-        print_json({"dry_run": False, "rounds": [tuned_fields(one) for one in tuned]})
+        of_model = [asdict(change) for change in changes]
+        print_json({"dry_run": False, "rounds": [tuned_fields(one) for one in tuned], "model": of_model})
     else:
-        say("\n\n".join(tuned_text(one) for one in tuned))
+        parts = [tuned_text(one) for one in tuned] + ([changes_text(changes)] if changes else [])
+        say("\n\n".join(parts))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain, TuningProgress
     from phasewise.workflows.tune_kernels.rounds import Round, TunedRound
+    from phasewise.workflows.tune_kernels.speed_change import SpeedChange
 
 DISTURBED_LAPS = 0.1
 """Share of disturbed timings from which on the result carries a warning."""
@@ -61,6 +62,17 @@ def tuned_text(tuned: TunedRound) -> str:
     tables.append(_attention_table(tuned))
     parts = [_round_name(tuned.round), *(table for table in tables if table), *_closing_lines(tuned)]
     return "\n\n".join(parts)
+
+
+def changes_text(changes: Sequence[SpeedChange]) -> str:
+    """The whole model before and after, a line for each phase."""
+    lines = ["the whole model, before and after in pairs of turns (99 % confidence):"]
+    for one in changes:
+        found = one.comparison
+        span = f"{found.gain_low:.3f} to {found.gain_high:.3f}" if found.gain_low > 0 else "too few pairs"
+        rates = f"{one.before_tokens_per_s:.1f} to {one.after_tokens_per_s:.1f} tokens/s"
+        lines.append(f"  {one.phase} {one.n_tokens}: {rates}, {found.gain:.3f} x ({span})")
+    return "\n".join(lines)
 
 
 def _attention_table(tuned: TunedRound) -> str | None:

@@ -90,19 +90,18 @@ class Round:
     def task(self, problem: Problem) -> Task:
         return next(task for task in self.tasks if task.problem(problem.m) == problem)
 
-    def worth(self, bound_s: Callable[[Problem], float]) -> dict[Task, float]:
-        """Share of a step's time that a weight's products take at their limits: the mean of steps of the fewest
-        and of the most rows.
+    def worths(self, bound_s: Callable[[Problem], float]) -> list[float]:
+        """Share of a step's time that each task's products take at their limits.
 
-        None is below LEAST_WORTH of an equal share: a weight of little time may be far from its limit.
+        The mean of steps of the fewest and of the most rows. None is below LEAST_WORTH of an equal share: a
+        weight of little time may be far from its limit.
         """
-        shares = dict.fromkeys(self.tasks, 0.0)
+        shares = [0.0] * len(self.tasks)
         for end in (min, max):
-            problems = {task: task.problem(end(task.ms)) for task in self.tasks}
-            times = {task: self.uses(problem) * bound_s(problem) for task, problem in problems.items()}
-            for task, step_s in times.items():
-                shares[task] += step_s / sum(times.values()) / 2
-        return {task: max(share, LEAST_WORTH / len(self.tasks)) for task, share in shares.items()}
+            problems = [task.problem(end(task.ms)) for task in self.tasks]
+            times = [shape.uses * bound_s(one) for shape, one in zip(self.shapes, problems, strict=True)]
+            shares = [share + step_s / sum(times) / 2 for share, step_s in zip(shares, times, strict=True)]
+        return [max(share, LEAST_WORTH / len(self.tasks)) for share in shares]
 
     def uses(self, problem: Problem) -> int:
         return self.shapes[self.tasks.index(self.task(problem))].uses
@@ -205,13 +204,13 @@ def tune_round(
     evaluator = _OnFirstCore(native, one.cores[0])
     try:
         os.sched_setaffinity(0, everywhere)  # the team has just put this thread on its first core
-        worth = one.worth(lambda problem: bound_s(one, roofline, problem))
+        worths = one.worths(lambda problem: bound_s(one, roofline, problem))
         tools = Tools(
             evaluator,
             Ledger(store, scope),
             report=report,
             call_s=lambda problem: bound_s(one, roofline, problem),
-            worth=worth.__getitem__,
+            worth=lambda task: worths[one.tasks.index(task)],
             lock=lock,
         )
         left_s = deadline_s - time.monotonic()

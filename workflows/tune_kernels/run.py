@@ -22,6 +22,7 @@ from phasewise.workflows.tune_kernels.rounds import (
     shapes_of,
     tune_round,
 )
+from phasewise.workflows.tune_kernels.speed_change import BUDGET_SHARE, SpeedChange, measured_change
 
 if TYPE_CHECKING:
     from phasewise.workflows.open_model import OpenModel
@@ -56,8 +57,11 @@ def tune_rounds(
     report: Report,
     progress: Callable[[TuningProgress], None],
 ) -> list[TunedRound]:
-    """Tune each round within its share of the budget that is left. An interrupted round ends the run."""
-    deadline_s = time.monotonic() + budget_s
+    """Tune each round within its share of the budget that is left. An interrupted round ends the run.
+
+    A part of the budget is kept back for `change_of_model`.
+    """
+    deadline_s = time.monotonic() + budget_s * (1 - BUDGET_SHARE)
     done: list[TunedRound] = []
     with open_store(db, report) as store, lock.working(budget_s):
         for number, one in enumerate(rounds):
@@ -66,3 +70,25 @@ def tune_rounds(
             if done[-1].is_interrupted:
                 break
     return done
+
+
+def change_of_model(
+    opened: OpenModel,
+    tuned: Sequence[TunedRound],
+    machine: Machine,
+    db: str | None,
+    budget_s: float,
+    lock: MeasurementLock,
+    report: Report,
+) -> list[SpeedChange]:
+    """What a run means for the model that it was for: tokens per second before and after, in pairs.
+
+    Empty where every product that was tuned keeps the kernels' own schedule.
+    """
+    from phasewise.workflows.tuned_schedules import schedules_for
+
+    if all(gain.is_default for one in tuned for gain in one.outcome.gains):
+        return []
+    after = schedules_for(db, machine, opened.plans)
+    with lock.turn(budget_s):
+        return measured_change(opened, after, BUDGET_SHARE * budget_s, report)
