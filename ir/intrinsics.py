@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
-from phasewise.ir.nodes import Const, Expr, integer
+from phasewise.ir.nodes import Binary, Call, Const, Expr, integer
 from phasewise.ir.operations import Mistyped, as_elem, binary, call, unary
 from phasewise.ir.types import (
     BITS,
@@ -64,6 +64,12 @@ NEON_TYPES: dict[str, Type] = {
     for lanes in (8 // elem.size, 16 // elem.size)
 }
 NEON_TYPES |= {"float16x4_t": Vec(U16, 4), "float16x8_t": Vec(U16, 8), "float16_t": U16}
+NEON_TYPES |= {
+    f"{name.removesuffix('_t')}x{many}_t": Array(of, many)
+    for name, of in list(NEON_TYPES.items())
+    if isinstance(of, Vec) and of.size == 16
+    for many in (2, 3, 4)
+}
 NEON_NAMES = {of: name for name, of in reversed(NEON_TYPES.items()) if not name.startswith("float16")}
 
 # ---- helpers of builders ---------------------------------------------------------------------------------
@@ -126,7 +132,6 @@ def first_lanes(e: Expr, elem: Scalar, lanes: int) -> Expr:
 
 def half(which: str, e: Expr) -> Expr:
     """A half of a vector; of a concatenation, a part of it."""
-    from phasewise.ir.nodes import Call
 
     if isinstance(e, Call) and e.name == "concat":
         return e.args[which == "hi"]
@@ -377,6 +382,8 @@ def _x86_integers(table: Table, prefix: str, size: int) -> None:
                 put(f"adds_ep{word}{width}", _called("add_sat", elem))
                 put(f"subs_ep{word}{width}", _called("sub_sat", elem))
     put("mulhi_epi16", _called("mulhi", I16))
+    put("avg_epu8", _called("avg", U8))
+    put("avg_epu16", _called("avg", U16))
     put("maddubs_epi16", lambda a: call("dot_u8i8_sat", (as_elem(a[0], U8), as_elem(a[1], I8))))
     put("madd_epi16", _called("dot_i16", I16))
     for name in ("dpbusd_epi32", "dpbusd_avx_epi32"):
@@ -410,7 +417,6 @@ def _bitwise(op: str, elem: Scalar) -> Build:
     def build(a: Sequence[Expr]) -> Expr:
         own = [one.type.elem for one in a if isinstance(one.type, Vec)]
         shared = own[0] if own[0] == own[1] and not own[0].is_float else elem
-        from phasewise.ir.nodes import Call
 
         for one, other in ((0, 1), (1, 0)):
             constant_side = isinstance(a[one], Call) and a[one].name in ("splat", "vector")  # type: ignore[union-attr]
@@ -423,6 +429,8 @@ def _bitwise(op: str, elem: Scalar) -> Build:
 
 def _shift(op: str, elem: Scalar) -> Build:
     def build(a: Sequence[Expr]) -> Expr:
+        if not isinstance(a[1], Const):
+            return binary(op, as_elem(a[0], elem), a[1])
         bits = number(a[1])
         if bits >= 8 * elem.size:
             if op == ">>" and elem.is_signed:
@@ -618,7 +626,7 @@ def _x86_halves(table: Table) -> None:
 
 def element(p: Expr) -> Expr:
     """What a pointer points to."""
-    from phasewise.ir.nodes import Binary, Index
+    from phasewise.ir.nodes import Index
 
     of = _target(p)
     if isinstance(p, Binary) and p.op == "+" and isinstance(p.a.type, Pointer | Array):
@@ -656,7 +664,6 @@ def _permuted(e: Expr, places: Sequence[int]) -> Expr:
 
 
 def _places(e: Expr) -> list[int]:
-    from phasewise.ir.nodes import Call
 
     found = as_elem(e, I32)
     if not isinstance(found, Call) or found.name != "vector":
@@ -705,6 +712,9 @@ def _x86_scalars(table: Table) -> None:
     table["_mm_movelh_ps"] = Intrinsic(m128, lambda a: shuffled(a[0], a[1], (0, 1, 4, 5)))
     table["_cvtsh_ss"] = Intrinsic(F32, lambda a: call("from_f16", (_u16(a[0]),)))
     table["_cvtss_sh"] = Intrinsic(U16, lambda a: call("to_f16", (a[0],)))
+    table["_mm_storel_pi"] = Intrinsic(
+        VOID, lambda a: call("store", (pointer_to(a[0], F32), half("lo", a[1])))
+    )
     table["_mm_prefetch"] = Intrinsic(VOID, lambda a: call("prefetch", (a[0],)))
     table["__builtin_prefetch"] = Intrinsic(VOID, lambda a: call("prefetch", (a[0],)))
 
@@ -818,6 +828,8 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
         table[f"vshr{q}_n_{suffix}"] = Intrinsic(reg, _shift(">>", elem))
         table[f"vshl{q}_n_{suffix}"] = Intrinsic(reg, _shift("<<", elem))
         put("qadd", _called("add_sat", elem))
+        if elem in (U8, U16):
+            put("rhadd", _called("avg", elem))
         put("qsub", _called("sub_sat", elem))
         put("mvn", lambda a: unary("~", a[0]))
     for other, to in NEON_ELEMS:
@@ -913,6 +925,10 @@ def _neon_floats(table: Table) -> None:
 
 
 def _neon_dots(table: Table) -> None:
+    for suffix, elem in NEON_ELEMS:
+        if not elem.is_float and elem.size < 8:
+            small = Vec(elem, 8 // elem.size)
+            table[f"vcreate_{suffix}"] = Intrinsic(small, _created(elem))
     table["vdotq_s32"] = Intrinsic(Vec(I32, 4), lambda a: call("dot_i8i8", tuple(a)))
     table["vusdotq_s32"] = Intrinsic(Vec(I32, 4), lambda a: call("dot_u8i8", tuple(a)))
     for suffix, elem in (("s8", I8), ("u8", U8)):
@@ -923,27 +939,29 @@ def _neon_dots(table: Table) -> None:
 
 
 def _looked_up(table: Expr, places: Expr) -> Expr:
-    """Places from 16 on give 0 on Arm; `lookup` sees four bits of a place. So they must be below 16 by a
-    mask.
-    """
-    from phasewise.ir.nodes import Binary, Call
-
-    def is_small(e: Expr) -> bool:
-        if isinstance(e, Binary) and e.op == "&":
-            return any(
-                isinstance(one, Call)
-                and one.name == "splat"
-                and isinstance(one.args[0], Const)
-                and 0 <= one.args[0].value < 16
-                for one in (e.a, e.b)
-            )
-        if isinstance(e, Binary) and e.op == ">>" and isinstance(e.type, Vec):
-            return e.type.elem == U8 and isinstance(e.b, Const) and e.b.value >= 4
-        return isinstance(e, Call) and e.name == "bits" and is_small(e.args[0])
-
-    if not is_small(places):
+    """Places from 16 on give 0 on Arm; `lookup` sees four bits of a place. So they must be below 16."""
+    if not is_below_16(places):
         raise Mistyped("takes places that are seen to be below 16, as `v & 15` are")
     return call("lookup", (as_elem(table, I8), as_elem(places, I8)))
+
+
+def _created(elem: Scalar) -> Build:
+    return lambda a: as_elem(call("splat", (a[0],), (integer(1),)), elem)
+
+
+def is_below_16(e: Expr) -> bool:
+    """Whether a mask, or a shift of bytes, keeps every lane below 16."""
+    if isinstance(e, Binary) and e.op == "&":
+        return any(_is_small_splat(one) for one in (e.a, e.b))
+    if isinstance(e, Binary) and e.op == ">>" and isinstance(e.type, Vec):
+        return e.type.elem == U8 and isinstance(e.b, Const) and e.b.value >= 4
+    return isinstance(e, Call) and e.name == "bits" and is_below_16(e.args[0])
+
+
+def _is_small_splat(e: Expr) -> bool:
+    if not isinstance(e, Call) or e.name != "splat":
+        return False
+    return isinstance(e.args[0], Const) and 0 <= e.args[0].value < 16
 
 
 def table_of(isa: str) -> Table:

@@ -44,8 +44,9 @@ LIBRARY = (
 
 SAME = ("abs", "sqrt", "nearest", "floor", "ceil", "trunc")
 """One vector in, the same type out. `nearest` rounds halves to even."""
-ALIKE = ("min", "max", "sign", "mulhi", "add_sat", "sub_sat", "andnot")
-"""Two vectors of one type in, the same type out. min and max give the second where either is NaN."""
+ALIKE = ("min", "max", "avg", "sign", "mulhi", "add_sat", "sub_sat", "andnot")
+"""Two vectors of one type in, the same type out. min and max give the second where either is NaN; avg
+rounds up."""
 REDUCTIONS = ("reduce_add", "reduce_max", "reduce_min")
 ORDERS = ("halves", "pairs", "halves_pairs")
 """How a reduction halves: the upper half upon the lower, or neighbours; `halves_pairs`: halves down to

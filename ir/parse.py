@@ -7,6 +7,8 @@ guessed: a construct that has no line here is refused with its file, line and na
 
 from __future__ import annotations
 
+import keyword
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +46,8 @@ from phasewise.ir.operations import (
     COMPARISONS,
     LIBRARY,
     LOGICAL,
+    NAMES,
+    ORDERS,
     Mistyped,
     binary,
     decayed,
@@ -52,6 +56,7 @@ from phasewise.ir.operations import (
 )
 from phasewise.ir.preprocess import Expanded, guess_isa, preprocess, read_source
 from phasewise.ir.types import (
+    F16,
     F32,
     F64,
     I8,
@@ -81,7 +86,7 @@ NAMED_TYPES: dict[str, Type] = {
     **{f"int{8 * n}_t": SCALARS[f"i{8 * n}"] for n in (1, 2, 4, 8)},
     **{f"uint{8 * n}_t": SCALARS[f"u{8 * n}"] for n in (1, 2, 4, 8)},
     "size_t": U64, "ssize_t": I64, "ptrdiff_t": I64, "intptr_t": I64, "uintptr_t": U64,
-    "float": F32, "double": F64, "void": VOID, "_Bool": U8, "bool": U8, "char": I8, "int": I32,
+    "float": F32, "double": F64, "void": VOID, "_Bool": U8, "bool": U8, "__fp16": F16, "char": I8, "int": I32,
 }  # fmt: skip
 
 
@@ -118,9 +123,10 @@ def parse_file(
     return parse(preprocess(path, isa or guess_isa(text), include, define), function, str(path))
 
 
-def functions_in(expanded: Expanded) -> list[str]:
-    """Names of the functions that a source defines."""
-    return list(_Source(expanded, "").names.functions)
+def parse_all(expanded: Expanded, path: str) -> dict[str, Function]:
+    """Every function that a source defines, by name."""
+    source = _Source(expanded, path)
+    return {name: source.function(name) for name in source.names.functions}
 
 
 def parse(expanded: Expanded, function: str, path: str) -> Function:
@@ -403,6 +409,11 @@ _UNSUPPORTED = {
 }
 
 
+_TAKEN_BY_TEXT = frozenset(keyword.kwlist) | NAMES | set(SCALARS) | set(ORDERS)
+"""Names that mean something in the text of the high level."""
+_LIKE_A_PARAMETER = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
 class _Body:
     """One function's statements and expressions."""
 
@@ -415,6 +426,8 @@ class _Body:
         self.structs: dict[str, Struct] = {}
         self.tables: dict[str, Declare] = {}
         self.result: Type = VOID
+        self._after: list[Stmt] | None = None
+        """Where `i++` within the statement at hand goes; None: it may not be there."""
 
     # ---- the function ----
 
@@ -481,10 +494,11 @@ class _Body:
 
     def _new(self, name: str, of: Type) -> Var:
         """A variable; one that hides another gets a name of its own."""
-        unique, n = name, 1
+        plain = f"{name.lower()}_" if name in _TAKEN_BY_TEXT or _LIKE_A_PARAMETER.fullmatch(name) else name
+        unique, n = plain, 1
         while unique in self.taken:
             n += 1
-            unique = f"{name}_{n}"
+            unique = f"{plain}_{n}"
         self.taken.add(unique)
         self.scopes[-1][name] = Var(of, unique)
         return self.scopes[-1][name]
@@ -511,6 +525,14 @@ class _Body:
         return found
 
     def statement(self, node: Node) -> list[Stmt]:
+        if node.type not in ("declaration", "expression_statement"):
+            return self._statement(node)
+        self._after = []
+        found = self._statement(node)
+        after, self._after = self._after, None
+        return [*found, *after]
+
+    def _statement(self, node: Node) -> list[Stmt]:
         line = self.source.line(node)
         match node.type:
             case "comment" | "type_definition":
@@ -578,7 +600,10 @@ class _Body:
         found: list[Stmt] = []
         for declarator in node.children_by_field_name("declarator"):
             name, of, value = self.source.declared(base, declarator, is_const)
-            found.append(self._declared(name, of, value, line, is_const, declarator))
+            if isinstance(of, Array) and isinstance(of.of, Vec) and value is not None:
+                found += self._registers_declared(name, of, value, line, declarator)
+            else:
+                found.append(self._declared(name, of, value, line, is_const, declarator))
         return found
 
     def _declared(
@@ -589,8 +614,66 @@ class _Body:
         if isinstance(of, Struct):
             raise self.source.refuse(at, f"`{name}`: variables that are structs are not in the subset")
         self._note(of)
+        if isinstance(of, Vec) and value is not None and value.type == "initializer_list":
+            return Declare(
+                self._new(name, of).name, of, self._lanes_listed(value, of), line, is_const=is_const
+            )
         init = None if value is None else self._converted(value, of)
         return Declare(self._new(name, of).name, of, init, line, is_const=is_const)
+
+    def _registers_declared(self, name: str, of: Array, value: Node, line: int, at: Node) -> list[Stmt]:
+        declared = self._array(name, of, None, line, False, at)
+        return [declared, *self._registers(Var(of, declared.name), value, line)]
+
+    def _registers(self, target: Expr, value: Node, line: int) -> list[Stmt]:
+        """Values of several registers, one by one: from a list, or from a load of several."""
+        of = target.type
+        assert isinstance(of, Array)
+        if value.type == "initializer_list":
+            values = self._listed(value, of)
+        else:
+            values = self._loaded_together(value, of)
+        return [Assign(Index(of.of, target, integer(i)), one, line) for i, one in enumerate(values)]
+
+    def _lanes_listed(self, node: Node, of: Vec) -> Expr:
+        """A NEON register of the lanes in a list; lanes that are not there are zero."""
+        word = "q" if of.size == 16 else ""
+        suffix = of.elem.name.replace("i", "s")
+        names = [f"vdup{word}_n_{suffix}", f"vset{word}_lane_{suffix}"]
+        values = [self._converted(one, of.elem) for one in node.named_children if one.type != "comment"]
+        if any(one not in self.source.intrinsics for one in names) or len(values) > of.lanes:
+            raise self.source.refuse(node, "a list of lanes is not in the subset here")
+        found: Expr = Call(of, names[0], (Const(of.elem, 0.0 if of.elem.is_float else 0),))
+        for lane, value in enumerate(values):
+            if not (isinstance(value, Const) and value.value == 0):
+                found = Call(of, names[1], (value, found, integer(lane)))
+        return found
+
+    def _listed(self, node: Node, of: Array) -> list[Expr]:
+        """What stands in a list of registers; `{0}` is zero everywhere."""
+        inner = [one for one in node.named_children if one.type != "comment"]
+        if len(inner) == 1 and inner[0].type == "initializer_list":
+            return self._listed(inner[0], of)
+        if len(inner) == 1 and self.source.text(inner[0]) == "0":
+            assert isinstance(of.of, Vec)
+            suffix = of.of.elem.name.replace("i", "s")
+            zero = "_mm256_setzero_si256" if of.of.elem.name == "bits" else f"vdupq_n_{suffix}"
+            args = () if of.of.elem.name == "bits" else (integer(0),)
+            return [Call(of.of, zero, args)] * of.count
+        return [self._converted(one, of.of) for one in inner]
+
+    def _loaded_together(self, node: Node, of: Array) -> list[Expr]:
+        name, _, many = self.source.text(node.child_by_field_name("function")).rpartition("_x")
+        known = self.source.intrinsics.get(name)
+        if known is None or known.result != of.of or many != str(of.count) or not isinstance(of.of, Vec):
+            text = self.source.text(node)[:40]
+            raise self.source.refuse(node, f"`{text}` where {of.count} registers are needed")
+        (place,) = self._arguments(node)
+        lanes = of.of.lanes
+        return [
+            Call(of.of, name, (self._typed(lambda i=i: binary("+", place, integer(i * lanes)), node),))
+            for i in range(of.count)
+        ]
 
     def _array(
         self, name: str, of: Array, value: Node | None, line: int, is_const: bool, at: Node
@@ -669,6 +752,8 @@ class _Body:
         have.
         """
         to, of, size = self._arguments(node)
+        if isinstance(to, Var) and isinstance(to.type, Array) and isinstance(size, Const):
+            return self._copied_elements(to, of, int(size.value), node, line)
         target, value = _pointee(to), _pointee(of)
         n_bytes = size.value if isinstance(size, Const) else -1
         if target is None or value is None or target.type.size != n_bytes:
@@ -684,6 +769,19 @@ class _Body:
         if target.type == value.type:
             return [Assign(target, value, line)]
         return [Assign(target, Call(target.type, "__bits", (value,)), line)]
+
+    def _copied_elements(self, to: Var, of: Expr, n_bytes: int, node: Node, line: int) -> list[Stmt]:
+        """The beginning of an array, from memory of any type."""
+        assert isinstance(to.type, Array)
+        element = to.type.of
+        is_simple = isinstance(element, Scalar) and n_bytes % element.size == 0 and n_bytes <= to.type.size
+        if not is_simple or n_bytes > 64 * element.size or not isinstance(decayed(of.type), Pointer):
+            raise self.source.refuse(node, "memcpy to an array of other than a few whole elements")
+        source = Cast(Pointer(element, True), of)
+        return [
+            Assign(Index(element, to, integer(i)), Index(element, source, integer(i)), line)
+            for i in range(n_bytes // element.size)
+        ]
 
     def _memset(self, node: Node, line: int) -> list[Stmt]:
         to, value, size = self._arguments(node)
@@ -709,6 +807,8 @@ class _Body:
         if op == "=" and right.type == "assignment_expression":
             before = self._effect(right)
             right = _need(right, "left")
+        if op == "=" and isinstance(target.type, Array):
+            return self._registers(target, right, line)
         if op == "=":
             return [*before, Assign(target, self._converted(right, target.type), line)]
         value = self.expr(right)
@@ -776,6 +876,8 @@ class _Body:
                 return self._call(node)
             case "sizeof_expression":
                 return self._sizeof(node)
+            case "update_expression" if self._after is not None:
+                return self._counted_after(node, self._after)
             case "assignment_expression" | "update_expression":
                 raise self.source.refuse(
                     node, f"`{self.source.text(node)[:40]}` inside an expression is not in the subset"
@@ -786,6 +888,23 @@ class _Body:
                 raise self.source.refuse(
                     node, f"{_called(node)} `{self.source.text(node)[:40]}` is not in the subset"
                 )
+
+    def _counted_after(self, node: Node, after: list[Stmt]) -> Expr:
+        """`i++` in a statement that names i nowhere else: i, which grows behind the statement."""
+        argument, operator = _need(node, "argument"), _need(node, "operator")
+        whole = node
+        while whole.parent is not None and whole.type not in ("declaration", "expression_statement"):
+            whole = whole.parent
+        target = self.expr(argument)
+        names = _identifiers(whole, self.source)
+        is_safe = isinstance(target, Var) and names.count(self.source.text(argument)) == 1
+        if operator.start_byte < argument.start_byte or not is_safe or _is_lazy(node, whole):
+            text = self.source.text(node)[:40]
+            raise self.source.refuse(node, f"`{text}` inside an expression is not in the subset")
+        op = self.source.text(operator)[0]
+        value = self._typed(lambda: binary(op, target, integer(1)), node)
+        after.append(Assign(target, value, self.source.line(node)))
+        return target
 
     def _identifier(self, node: Node) -> Expr:
         name = self.source.text(node)
@@ -917,6 +1036,8 @@ class _Body:
     def _field(self, node: Node) -> Expr:
         base = self.expr(_need(node, "argument"))
         name = self.source.text(_need(node, "field"))
+        if name == "val" and isinstance(base.type, Array) and isinstance(base.type.of, Vec):
+            return base
         is_arrow = any(self.source.text(one) == "->" for one in node.children)
         if is_arrow:
             base = self._element(base, integer(0), node)
@@ -930,7 +1051,11 @@ class _Body:
         described = node.child_by_field_name("type")
         if described is not None:
             return Const(U64, self._described(described).size)
-        return Const(U64, self.expr(_need(node, "value")).type.size)
+        value = _need(node, "value")
+        name = self.source.text(value).strip("() ")
+        if self._look_up(name) is None and name in self.source.names.types:  # C's grammar alone cannot tell
+            return Const(U64, self.source._named_type(name, node).size)
+        return Const(U64, self.expr(value).type.size)
 
     def _call(self, node: Node) -> Expr:
         function = _need(node, "function")
@@ -973,6 +1098,28 @@ class _Body:
             self.tables[table.name] = table
         converted = [self._convert(one, of, node) for one, (_, of) in zip(args, helper.args, strict=True)]
         return Call(helper.result, name, tuple(converted))
+
+
+def _identifiers(node: Node, source: _Source) -> list[str]:
+    found, waiting = [], [node]
+    while waiting:
+        one = waiting.pop()
+        if one.type == "identifier":
+            found.append(source.text(one))
+        waiting += one.children
+    return found
+
+
+def _is_lazy(node: Node, whole: Node) -> bool:
+    """Whether a part of a statement may not be evaluated."""
+    while node.parent is not None and node != whole:
+        node = node.parent
+        is_logical = node.type == "binary_expression" and any(
+            one.type in ("&&", "||") for one in node.children
+        )
+        if node.type == "conditional_expression" or is_logical:
+            return True
+    return False
 
 
 _ABS = ("abs", "labs")

@@ -19,25 +19,20 @@ from phasewise.ir.limited import Limits, run
 
 MAX_SOURCE_BYTES = 4 << 20
 MAX_EXPANDED_BYTES = 16 << 20
-LIMITS = Limits(seconds=10, memory_bytes=1 << 30, file_bytes=MAX_EXPANDED_BYTES)
+LIMITS = Limits(seconds=5, memory_bytes=1 << 30, file_bytes=MAX_EXPANDED_BYTES)
 
 _SSE = ("__SSE__", "__SSE2__", "__SSE3__", "__SSSE3__", "__SSE4_1__", "__SSE4_2__", "__x86_64__", "__AVX__")
 _AVX2 = (*_SSE, "__AVX2__", "__FMA__", "__F16C__")
 _AVX512 = (*_AVX2, "__AVX512F__", "__AVX512BW__", "__AVX512VL__", "__AVX512DQ__")
+_NEON = ("__aarch64__", "__ARM_NEON", "__ARM_ARCH=8", "__ARM_FEATURE_FMA", "__ARM_FP16_FORMAT_IEEE")
 MACROS: dict[str, tuple[str, ...]] = {
     "portable": (),
     "sse": _SSE[:-1],
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_vnni": (*_AVX512, "__AVX512VNNI__"),
-    "neon": ("__aarch64__", "__ARM_NEON", "__ARM_ARCH=8", "__ARM_FEATURE_FMA"),
-    "neon_dotprod": (
-        "__aarch64__",
-        "__ARM_NEON",
-        "__ARM_ARCH=8",
-        "__ARM_FEATURE_FMA",
-        "__ARM_FEATURE_DOTPROD",
-    ),
+    "neon": _NEON,
+    "neon_dotprod": (*_NEON, "__ARM_FEATURE_DOTPROD"),
 }
 """What a compiler for the instruction set defines."""
 
@@ -235,7 +230,10 @@ def _write_headers(folder: Path) -> None:
 
 
 def _complaint(path: Path, errors: str, signal_name: str | None) -> SourceError:
-    if signal_name:
+    is_stopped = any(
+        words in errors for words in ("size limit exceeded", "CPU time limit", "Killed", "out of memory")
+    )
+    if signal_name or is_stopped:
         return SourceError(
             str(path), 0, f"expands beyond {LIMITS.seconds} s or {MAX_EXPANDED_BYTES >> 20} MiB; stopped"
         )

@@ -62,7 +62,8 @@ class _Printer:
     def type(self, of: Type, name: str = "") -> str:
         match of:
             case Scalar(word):
-                return f"{C_NAMES[word]} {name}".rstrip()
+                spelled = "__fp16" if word == "f16" else C_NAMES[word]
+                return f"{spelled} {name}".rstrip()
             case Vec():
                 return f"{register_name(self._isa, of) or '?'} {name}".rstrip()
             case Pointer(to, is_const):

@@ -31,6 +31,7 @@ from phasewise.ir.nodes import (
     Return,
     Steps,
     Stmt,
+    Substitute,
     Ternary,
     Unary,
     Var,
@@ -41,7 +42,7 @@ from phasewise.ir.nodes import (
 )
 from phasewise.ir.operations import LIBRARY, Mistyped, as_elem, binary, call, cast, unary
 from phasewise.ir.reductions import recognised
-from phasewise.ir.types import BITS, I32, U8, U32, VOID, Array, Pointer, Scalar, Type, Vec
+from phasewise.ir.types import BITS, F16, F32, I8, I32, U8, U16, U32, VOID, Array, Pointer, Scalar, Type, Vec
 
 
 def raised(function: Function, path: str | Path = "") -> Function:
@@ -60,6 +61,8 @@ class _Raiser:
             self._types[table.name] = table.type
         self._line = function.line
         self._n_loops: dict[str, int] = {}
+        self._constants: dict[str, Expr] = {}
+        """Values of registers that are declared const."""
         self._declared: set[str] = {name for name, _ in function.args}
 
     def function(self) -> Function:
@@ -124,6 +127,8 @@ class _Raiser:
             return ()  # its type is that of what is first assigned
         value = self.expr(one.value)
         value = self._as(value, of) if not (isinstance(of, Vec) and of.elem == BITS) else value
+        if one.is_const and isinstance(of, Vec):
+            self._constants[one.name] = Substitute(self._constants).expr(value)
         self._types[one.name] = value.type if isinstance(of, Vec) else of
         return (replace(one, type=self._types[one.name], value=value),)
 
@@ -284,6 +289,10 @@ class _Raiser:
 
     def _cast(self, of: Type, a: Expr) -> Expr:
         inner = self.expr(a)
+        if a.type == F16 and of == F32:
+            return call("from_f16", (inner,))
+        if of == F16:
+            return call("to_f16", (cast(F32, inner),))
         if isinstance(of, Pointer) and isinstance(of.to, Vec):
             if isinstance(inner.type, Pointer) and not isinstance(inner.type.to, Scalar):
                 return cast(Pointer(U8, of.is_const), inner)
@@ -315,12 +324,25 @@ class _Raiser:
 
     def _call(self, e: Call) -> Expr:
         if e.name == "__bits":
-            assert isinstance(e.type, Scalar)
-            return call("bits", (self.expr(e.args[0]),), of=e.type)
+            to = _memory_type(e.type)
+            assert isinstance(to, Scalar)
+            given = self.expr(e.args[0])
+            return given if given.type == to else call("bits", (given,), of=to)
+        if e.name.endswith(("broadcast_ss", "_dup_f32")):
+            inner = e.args[0]
+            while isinstance(inner, Cast):
+                inner = inner.a
+            if isinstance(inner, AddressOf) and isinstance(e.type, Vec) and inner.a.type == F32:
+                return call("splat", (self.expr(inner.a),), (integer(e.type.lanes),))
         args = tuple(self.expr(one) for one in e.args)
         if e.name in LIBRARY:
             return call(e.name, args)
         known = self._table[e.name]
+        if e.name.startswith("vqtbl1q_") and intrinsics.is_below_16(
+            Substitute(self._constants).expr(args[1])
+        ):
+            looked_up = call("lookup", (as_elem(args[0], I8), as_elem(args[1], I8)))
+            return as_elem(looked_up, I8 if e.name.endswith("s8") else U8)
         try:
             found = known.build(args)
         except (AssertionError, IndexError):
@@ -331,7 +353,12 @@ class _Raiser:
 
 
 def _memory_type(of: Type) -> Type:
-    """Pointers to registers are pointers to bytes here, so are pointers to nothing known."""
+    """Pointers to registers are pointers to bytes here, so are pointers to nothing known.
+
+    float16 is its bits.
+    """
+    if of == F16:
+        return U16
     if isinstance(of, Pointer) and isinstance(of.to, Vec):
         return Pointer(U8 if of.to.elem == BITS else of.to.elem, of.is_const)
     if isinstance(of, Pointer) and of.to == VOID:

@@ -199,6 +199,8 @@ class _Reader:
 
     def _plain_number(self, node: ast.expr, of: Scalar) -> int | float:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            if isinstance(node.operand, ast.Constant) and isinstance(node.operand.value, int | float):
+                return self._plain_number(ast.copy_location(ast.Constant(-node.operand.value), node), of)
             return fitting(-self._plain_number(node.operand, of), of)
         if isinstance(node, ast.Name) and node.id in ("inf", "nan"):
             return float(node.id)
@@ -663,11 +665,16 @@ class _Reader:
     def _cast(self, of: Type, args: list[ast.expr], node: ast.expr) -> Expr:
         if len(args) != 1:
             raise self._refuse(node, "a conversion takes one value")
+        plain = args[0].operand if isinstance(args[0], ast.UnaryOp) else args[0]
+        is_plain = isinstance(plain, ast.Constant) and type(plain.value) in (int, float)
+        if (
+            isinstance(of, Scalar)
+            and is_plain
+            and not isinstance(getattr(args[0], "op", None), ast.Invert | ast.Not)
+        ):
+            return Const(of, self._plain_number(args[0], of))
         value = self._expr(args[0])
         is_number = isinstance(of, Scalar) and isinstance(value.type, Scalar)
-        if is_number and isinstance(args[0], ast.Constant | ast.UnaryOp) and isinstance(value, Const):
-            assert isinstance(of, Scalar)
-            return Const(of, self._plain_number(args[0], of))
         if is_number or (isinstance(of, Pointer) and isinstance(decayed(value.type), Pointer)):
             if isinstance(of, Pointer) and not of.is_const:
                 given = decayed(value.type)

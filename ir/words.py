@@ -273,6 +273,8 @@ def _x86_name(operation: str, result: Vec, source: Vec, target: Target) -> str |
             return "blendv_epi8"
         case "lookup":
             return "shuffle_epi8"
+        case "avg":
+            return f"avg_epu{width}"
         case "mulhi":
             return "mulhi_epi16" if elem.name == "i16" else None
         case "add_sat" | "sub_sat" if width <= 16:
@@ -379,6 +381,7 @@ _LOOPS: dict[str, Loop] = {
     "from_f16": _mapped("from_f16"),
     "to_f16": _mapped("to_f16"),
     "mulhi": lambda result, args: _each(result.lanes, "r[i] = (int16_t)((a[i] * b[i]) >> 16);"),
+    "avg": lambda result, args: _each(result.lanes, "r[i] = (a[i] + b[i] + 1) >> 1;"),
     "add_sat": _saturated("+"),
     "sub_sat": _saturated("-"),
     "pack": _packed,

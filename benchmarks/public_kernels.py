@@ -1,0 +1,138 @@
+"""Which kernels of public projects are raised as they stand, and do they compute the same after lowering?
+
+    python benchmarks/public_kernels.py --llama-cpp DIR [--llama2-c DIR] [--xnnpack DIR] [--cases 200]
+
+The folders are checkouts; nothing of them is kept. For each function: how many statements it is, or the line
+that was refused. What was raised is lowered to AVX2 (from NEON too) and to portable C, and held against the
+C that the low level prints, on drawn bytes, bit for bit. NEON originals run under qemu-aarch64 where this
+machine is no Arm. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from phasewise.ir.build import built, chosen
+from phasewise.ir.checking import Program, check, in_folder
+from phasewise.ir.errors import KernelError
+from phasewise.ir.parse import parse_file
+from phasewise.ir.printing import printed_c
+from phasewise.ir.raise_file import raise_file
+from phasewise.ir.reading import read
+from phasewise.ir.targets import TARGETS
+
+DOTS = """q4_0_q8_0 q4_1_q8_1 q5_0_q8_0 q5_1_q8_1 q8_0_q8_0 q2_K_q8_K q3_K_q8_K q4_K_q8_K q5_K_q8_K q6_K_q8_K
+iq4_nl_q8_0 iq4_xs_q8_K q1_0_q8_0 mxfp4_q8_0 nvfp4_q8_0 tq1_0_q8_K tq2_0_q8_K iq2_xxs_q8_K iq2_xs_q8_K
+iq2_s_q8_K iq3_xxs_q8_K iq3_s_q8_K iq1_s_q8_K iq1_m_q8_K"""
+DOT_ARGUMENTS = """    describe("n", least=256, most=1024, multiple=256)
+    describe("s", count=1)
+    describe("vx", count=n * 4)
+    describe("vy", count=n * 4)
+"""
+LLAMA2 = {
+    "rmsnorm": """    describe("size", least=1, most=300)
+    describe("o", count=size)
+    describe("x", count=size)
+    describe("weight", count=size)
+""",
+    "softmax": """    describe("size", least=1, most=300)
+    describe("x", count=size)
+""",
+    "matmul": """    describe("n", least=1, most=40)
+    describe("d", least=1, most=40)
+    describe("xout", count=d)
+    describe("x", count=n)
+    describe("w", count=n * d)
+""",
+}
+XNNPACK = {"src/f32-vbinary/gen/f32-vadd-sse-u8.c": "xnn_f32_vadd_ukernel__sse_u8"}
+
+
+@dataclass(frozen=True)
+class Public:
+    project: str
+    isa: str
+    file: Path
+    function: str
+    described: str
+    include: tuple[Path, ...] = ()
+    define: tuple[str, ...] = ()
+
+
+def kernels(options: argparse.Namespace) -> Iterator[Public]:
+    if options.llama_cpp:
+        ggml = options.llama_cpp / "ggml"
+        include = (ggml / "src", ggml / "src/ggml-cpu", ggml / "include")
+        for isa, folder, define in (
+            ("avx2", "x86", ("GGML_CPU_FP16_TO_FP32(x)=_cvtsh_ss(x)",)),
+            ("neon_dotprod", "arm", ()),
+        ):
+            file = ggml / "src/ggml-cpu/arch" / folder / "quants.c"
+            for name in DOTS.split():
+                yield Public("ggml", isa, file, f"ggml_vec_dot_{name}", DOT_ARGUMENTS, include, define)
+    if options.llama2_c:
+        for name, described in LLAMA2.items():
+            yield Public("llama2.c", "portable", options.llama2_c / "run.c", name, described)
+    if options.xnnpack:
+        for path, name in XNNPACK.items():
+            yield Public("XNNPACK", "sse", options.xnnpack / path, name, "", (options.xnnpack,))
+
+
+def raised(one: Public) -> str:
+    """The text with descriptions of the arguments."""
+    text = raise_file(one.file, one.function, one.isa, one.include, one.define)
+    at = text.index("\n", text.index("\ndef ") + 1) + 1
+    return text[:at] + one.described + text[at:] if one.described else text
+
+
+def compared(one: Public, text: str, cases: int) -> str:
+    """What a comparison with the original says."""
+    low = parse_file(one.file, one.function, one.isa, one.include, one.define)
+    function = chosen(text, {})
+    with in_folder() as name:
+        folder = Path(name)
+        source = folder / "original.c"
+        source.write_text(printed_c(low))
+        home = TARGETS.get(one.isa, TARGETS["avx2"])
+        original = Program(function, [source], folder, home)
+        for target in ("avx2", "portable"):
+            lowered = folder / f"lowered-{target}.c"
+            lowered.write_text(built(text, {}, TARGETS[target]).file(TARGETS[target]))
+            check(original, Program(function, [lowered], folder, TARGETS[target]), function, cases)
+    return "bits equal on avx2 and portable"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--llama-cpp", "--llama2-c", "--xnnpack"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--cases", type=int, default=0, help="calls to compare; 0: raise only")
+    options = parser.parse_args()
+    print("| project | from | function | raised | lowered |\n|---|---|---|---|---|")
+    n_all = n_raised = 0
+    for one in kernels(options):
+        n_all += 1
+        state = verdict = ""
+        try:
+            text = raised(one)
+            n_raised += 1
+            state = f"{len(read(text).body)} statements"
+            if options.cases and one.described:
+                verdict = compared(one, text, options.cases)
+        except KernelError as error:
+            line = " ".join(str(error).replace(str(one.file.parent) + "/", "").split())
+            state, verdict = (state, line) if _is_after(error) else (line, "")
+        print(f"| {one.project} | {one.isa} | {one.function} | {state} | {verdict} |", flush=True)
+    print(f"\n{n_raised} of {n_all} raised")
+
+
+def _is_after(error: KernelError) -> bool:
+    """Whether a kernel was raised and only its comparison failed."""
+    return type(error).__name__ in ("CheckError", "ToolError")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`phasewise kernels` and `tune-kernels --kernel`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from phasewise.cli.main import app
+from tests.ir.samples import HOME, path_of, why_not
+
+runner = CliRunner()
+
+
+def _run(*words: str, db: Path | None = None) -> str:
+    environment = {"PHASEWISE_DB": str(db)} if db else {}
+    found = runner.invoke(app, ["kernels", *words] if words[0] != "tune-kernels" else words, env=environment)
+    assert found.exit_code == 0, found.output + str(found.exception)
+    return found.stdout
+
+
+def _json(*words: str, db: Path) -> Any:
+    return json.loads(_run(*words, "--json", db=db))
+
+
+def test_raise_prints_a_text_and_lower_takes_it(tmp_path: Path) -> None:
+    kernel = tmp_path / "dot.kir"
+    text = _run("raise", str(path_of("dot_f32")), "--function", "dot_f32", "--tunable", "--reassociate")
+    kernel.write_text(text)
+
+    assert "widen(WIDEN_1), unroll(UNROLL_1)" in text
+    assert "__m512" in _run("lower", str(kernel), "--isa", "avx512", "--set", "WIDEN_1=2")
+    assert "vfmaq_f32" in _run("lower", str(kernel), "--isa", "neon")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (("raise", "missing.c", "--function", "f"), 1, "cannot be read"),
+        (("raise", str(path_of("rope")), "--function", "g"), 1, "defines no function `g`"),
+        (("lower", "missing.kir", "--isa", "avx2"), 1, "cannot be read"),
+        (("show", "nothing"), 1, "no parameters for a kernel"),
+        (("lower", str(path_of("rope")), "--isa", "avx2"), 1, "does not begin with"),
+        (("lower", str(path_of("rope")), "--isa", "avx2", "--set", "unroll"), 2, "UNROLL=4"),
+    ],
+)
+def test_what_cannot_be_is_an_error_with_a_reason(
+    words: tuple[str, ...], code: int, reason: str, tmp_path: Path
+) -> None:
+    found = runner.invoke(app, ["kernels", *words], env={"PHASEWISE_DB": str(tmp_path / "db")})
+
+    assert reason in found.output + str(found.exception)
+    assert found.exit_code == 2 or getattr(found.exception, "exit_code", None) == code
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not(HOME) is not None, reason=str(why_not(HOME)))
+def test_a_kernel_is_tuned_once_and_emitted_as_c_that_builds_alone(tmp_path: Path) -> None:
+    """The second run answers from the database; a changed kernel has nothing there."""
+    db, kernel = tmp_path / "db", tmp_path / "silu.kir"
+    kernel.write_text(_run("raise", str(path_of("silu_gate")), "--function", "silu_gate", "--tunable"))
+    tune = ("tune-kernels", "--kernel", str(kernel), "--shapes", "n=64,1024", "--budget", "60s")
+
+    first = _json(*tune, db=db)["shapes"]
+    second = _json(*tune, db=db)["shapes"]
+
+    assert all(one["timed"] > 0 and one["complete"] for one in first)
+    assert all(one["timed"] == 0 and one["replayed"] > 0 for one in second)
+    assert [one["parameters"] for one in first] == [one["parameters"] for one in second]
+    assert _json("show", "silu_gate", db=db)["shapes"]
+    out, header = tmp_path / "silu.c", tmp_path / "silu.h"
+    _run("emit", str(kernel), "-o", str(out), "--header", str(header), db=db)
+    for flags in ((), ("-mavx2", "-mfma", "-mf16c"), ("-march=native",)):
+        command = [
+            "cc",
+            "-O2",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            *flags,
+            "-c",
+            str(out),
+            "-o",
+            str(tmp_path / "o"),
+        ]
+        subprocess.run(command, check=True, cwd=tmp_path)
+    kernel.write_text(kernel.read_text().replace("87.0", "86.0"))
+    changed = runner.invoke(app, ["kernels", "emit", str(kernel)], env={"PHASEWISE_DB": str(db)})
+    assert "has not been tuned here as it is now" in str(changed.exception)
