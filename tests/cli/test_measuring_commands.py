@@ -11,15 +11,21 @@ from pathlib import Path
 
 import pytest
 
+from phasewise.cython_kernels import _native
+from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem, Sample, Schedule
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.measurement_lock import LOCK_NAME, FileLock
+from phasewise.tuner.plans import default_plan
 from tests.support.tiny_models import write_tiny_gguf
 
 PATIENCE_S = 120
+DATABASE = "tuning.db"
 
 
 def start(tmp_path: Path, *arguments: str | Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "phasewise", *map(str, arguments)]
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PHASEWISE_DB": str(tmp_path / "tuning.db")}
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PHASEWISE_DB": str(tmp_path / DATABASE)}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
@@ -33,6 +39,19 @@ def until_it_measures(lock: FileLock, process: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
+def add_unverified_schedule(database: Path) -> None:
+    """A row of this machine as `db import` leaves it, for `db verify` to measure."""
+    machine = read_machine()
+    cores = default_plan(machine, "decode").ranks[0].cores
+    here = MachineKey(core_signature(machine), placement_signature(machine, cores))
+    schedule = Schedule(4, 2, 64, 128, 128, 1, 1, 1, _native.compute_paths("q8")[0], 1, 0, "nm")
+    origin = Origin(here, "0.1.0", 1_795_000_000_000, verified=False)
+    sample = Sample(schedule, (1000,), 1000, None, 0)
+    row = Measurement(Problem("gemm", "int8", 256, 128, 4), sample, _native.kernel_abi("gemm"), origin)
+    with open_store(database) as store:
+        store.add_missing([row])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "second",
@@ -43,6 +62,7 @@ def until_it_measures(lock: FileLock, process: subprocess.Popen[str]) -> None:
         ("bench", "allreduce", "--ranks", "1", "--sizes", "4K", "-r", "1"),
         ("topo", "--probe", "--budget", "60s"),
         ("tune-kernels", "--shapes", "64,64", "--format", "f32", "--max-m", "1", "--budget", "8s"),
+        ("db", "verify"),
         ("tune-config", "MODEL", "--lengths", "fixed:8/8", "--budget", "8s", "--top-k", "1", "--cores", "0"),
     ],
     ids=lambda second: " ".join(second[:2]),
@@ -51,6 +71,8 @@ def test_the_second_waits_says_for_whom_and_both_end(tmp_path: Path, second: tup
     """The first is stopped while it measures, so that the second has to wait however fast the machine is."""
     model = tmp_path / "tiny.gguf"
     write_tiny_gguf(model)
+    if second == ("db", "verify"):
+        add_unverified_schedule(tmp_path / DATABASE)
     first = start(tmp_path, "bench", "run", model, "-p", "8", "-n", "8", "-r", "20")
     until_it_measures(FileLock(tmp_path / LOCK_NAME), first)
     first.send_signal(signal.SIGSTOP)
