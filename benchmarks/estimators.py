@@ -3,7 +3,7 @@
     python benchmarks/estimators.py --seconds 10 --neighbours 1
 
 All contestants are the same schedule, so that the spread of their estimates (largest / smallest - 1, median
-and 90th percentile over all races) is error: a tuner that prefers one of them is fooled by so much.
+and 90th percentile over all races) is error: a tuner that prefers one of them is fooled by that much.
 `--neighbours` starts as many busy processes on the same cores. Decision 0010 has a run of it.
 """
 

@@ -13,8 +13,9 @@ a 95 % interval.
 
 With --oracle-limit the candidates are thinned to at most that number, and all of them are
 timed, in heats with the default in each round. The fastest of these race one another until a few are left
-(successive halving), and these run in the rounds too. The best schedule of the rounds is the oracle, whoever
-found it: one half of the rounds chooses it, the other half judges, so that luck makes no best.
+(successive halving), and these run in the rounds too. The best schedule of the rounds is the oracle,
+no matter which search found it: one half of the rounds chooses it, the other half judges it, so that luck is
+not rewarded.
 
 TVM's MetaSchedule tunes f32 in the interpreter named. Its best then runs in rounds beside what sandwich had
 found after a hundredth of the seconds that TVM took.

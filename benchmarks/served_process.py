@@ -157,7 +157,7 @@ class ServerProcess:
         return self.process.wait(limit_s)
 
     def kill(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # nobody interrupts what follows: `leave_no_server`
+        signal.setitimer(signal.ITIMER_REAL, 0)  # no alarm interrupts what follows: `leave_no_server`
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

@@ -2,7 +2,7 @@
 
     python benchmarks/two_searches.py [-n ROUNDS] [-p PROCESSES] -- MODEL [options of tune-config]
 
-Runs `phasewise tune-config` alone, then so many at the same time on one database, a new one each time, in
+Runs `phasewise tune-config` alone, then N at the same time on one database, a new one each time, in
 turns. A round of several has ended when the last of them has. Prints seconds, medians and their ratio, and
 whether all of a round came to the same plans.
 """

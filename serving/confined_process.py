@@ -192,7 +192,7 @@ def _work(job: Job, seconds: float, memory_bytes: int, requests: int, answers: i
 
 
 def _confine(n_bytes: int) -> None:
-    """From now on this process may take so much more address space. Its stack grows within it."""
+    """From now on this process may take this many bytes more of address space. Its stack grows within it."""
     with open("/proc/self/statm") as sizes:
         mapped_bytes = int(sizes.read().split()[0]) * _PAGE_BYTES
     _limit(resource.RLIMIT_AS, mapped_bytes + n_bytes)

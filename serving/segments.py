@@ -40,7 +40,7 @@ class Segment:
 
     @classmethod
     def create(cls, n_bytes: int, purpose: str) -> Segment:
-        """RanksError if the system does not grant so much."""
+        """RanksError if the system does not grant the memory."""
         n_bytes = -(-n_bytes // PAGE) * PAGE
         fd = None
         try:

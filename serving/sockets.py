@@ -38,7 +38,7 @@ def has_input(socket: zmq.Socket[bytes]) -> bool:
 
 
 class _OneClient:
-    """Admits whoever holds the one key of clients (`configure_curve_callback`)."""
+    """Admits each peer that holds the one key of clients (`configure_curve_callback`)."""
 
     def __init__(self, public: str) -> None:
         self._public = public.encode()

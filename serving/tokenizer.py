@@ -217,7 +217,7 @@ class TextCutter:
     ) -> list[tuple[list[int], int | None]]:
         """Token ids of each text or pair, and how many come before the second text's; None for one text.
 
-        max_tokens: texts lose tokens at their end, of a pair the longer one first, until so many are left.
+        max_tokens: texts lose tokens at their end, of a pair the longer one first, until this many are left.
         """
         backend = self._backend if max_tokens is None else self._truncating(max_tokens)
         whole = [

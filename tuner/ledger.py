@@ -65,7 +65,7 @@ class Ledger:
         return self._samples.setdefault(problem, {})
 
     def begun_ms(self, problems: Sequence[Problem]) -> int | None:
-        """When the first sample of any problem of one weight was stored, by whomever; None: there is none."""
+        """When any process stored the first sample of any problem of one weight; None: there is none."""
         return self._store.begun_ms(problems, *self._key, self._scope.since_ms)
 
     def settled_ms(self, problems: Sequence[Problem]) -> float:

@@ -17,7 +17,7 @@ from phasewise.tuner.errors import TunerError
 
 LEAST_COLD_BYTES = 64 << 20
 MOST_COLD_BYTES = 512 << 20
-"""Copies of a weight take so much together, between these bounds twice the last cache."""
+"""Bytes of all copies of a weight together; between these bounds, twice the last cache."""
 
 LINE = 64
 
@@ -155,7 +155,7 @@ def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:
     """At least one, and together at least `total_bytes`.
 
     They follow one another in one piece of memory, each array on a cache line, as in a packed file.
-    numpy asks for huge pages for so much at once; the pages of a mapped file are large too.
+    numpy asks for huge pages for that much at once; the pages of a mapped file are large too.
     """
     count = -(-total_bytes // weight.nbytes)
     room = np.empty(LINE + count * sum(_lined(array.nbytes) for array in weight.arrays), dtype=np.uint8)

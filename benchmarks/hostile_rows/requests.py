@@ -45,7 +45,7 @@ def prompts_told_by_time(siege: Siege) -> str:
 
 
 def _took_s(prepare: Asked | None, ask: Asked, n_words: int, attempt: int) -> float:
-    """How long `ask` waits for one token after a prompt that `prepare` has sent before, or nobody."""
+    """Seconds until `ask` has one token of a prompt that `prepare` has sent before; None: no client has."""
     name = f"{attempt} {prepare and prepare.key} "
     prompt = name + " ".join(f"word{(at * 7919 + attempt) % 1000}" for at in range(n_words))
     if prepare is not None:

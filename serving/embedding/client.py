@@ -205,7 +205,7 @@ class EmbeddingClient:
                 if one.wanted:
                     one.answer.cancel()
                 elif not one.answer.cancelled():
-                    one.answer.exception()  # known to whoever asked, by the first of them
+                    one.answer.exception()  # the caller knows it already from the first of them
 
     def retry_after_s(self) -> int:
         """Until what is in progress has been computed, at the speed of late."""

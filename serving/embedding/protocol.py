@@ -60,7 +60,7 @@ def head_of(raw: bytes) -> tuple[int, Kind, int]:
 
 
 def read_frame(read: Callable[[int], bytes]) -> Frame | None:
-    """The next frame; None at the end. `read` gives exactly so many bytes, or fewer at the end."""
+    """The next frame; None at the end. `read(n)` gives exactly n bytes, or fewer at the end."""
     raw = read(HEAD.size)
     if not raw:
         return None

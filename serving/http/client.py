@@ -22,7 +22,7 @@ Pieces = list[tuple[int, Answer]]
 _RATE_OF_LAST = 64
 _LONGEST_RETRY_S = 300
 _MOST_RESPONSES = 8
-"""All answers together may hold as much memory as so many of the largest."""
+"""All answers together may hold at most as much memory as this number of the largest allowed answers."""
 _TOKEN_BYTES = 128
 _ALTERNATIVE_BYTES = 112
 """A log-probability of a token that was not chosen: two numbers in a tuple."""
@@ -245,7 +245,7 @@ class EngineClient:
         return stream
 
     def holds(self, stream: AnswerStream, n_bytes: int) -> None:
-        """`stream` holds so much more memory, or less. Where it, or all, hold too much, the largest ends."""
+        """`stream` holds `n_bytes` more, or fewer. Where it, or all, hold too much, the largest ends."""
         self._held_bytes += n_bytes
         if n_bytes <= 0:
             return

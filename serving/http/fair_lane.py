@@ -59,7 +59,7 @@ class FairLane:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._pass_on()  # the turn came, and nobody is there to take it
+                self._pass_on()  # the turn came after its client had left
             else:
                 self._leave(client, turn)
             raise
@@ -85,7 +85,7 @@ class FairLane:
 
     def _next(self, done: asyncio.Future[Made]) -> None:
         if not done.cancelled():
-            done.exception()  # whoever asked for it may have left
+            done.exception()  # the client that asked for it may have left
         self._pass_on()
 
     def _pass_on(self) -> None:

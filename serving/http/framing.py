@@ -25,7 +25,7 @@ MIN_MEAN_CHUNK_BYTES = 64
 """A body of more chunks has at least this many bytes a chunk on average."""
 
 _CHUNKS_A_PIECE = 256
-"""Decoding so many takes some 200 us."""
+"""Decoding this many takes some 200 us."""
 _MAX_CHUNK_LINE_BYTES = 256
 """Longest line with a chunk's size and its extensions; extensions are ignored."""
 _MAX_TRAILER_BYTES = 4 * 1024
@@ -108,7 +108,7 @@ class Framing:
         return head
 
     def _refuse_part_of_head(self, end: int) -> None:
-        """What is wrong however the head goes on, so that nobody waits for the rest of it."""
+        """What is wrong however the head goes on, so that the connection does not wait for the rest of it."""
         n_bytes = len(self.unread) if end < 0 else end + 4
         if _NO_METHOD.match(self.unread):
             raise _not_http("it does not begin with a method")

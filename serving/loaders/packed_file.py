@@ -78,7 +78,7 @@ class _Slot:
     form: WeightForm | None  # None: a float32 vector of n numbers
     offsets: tuple[int, ...]
     top_exponent: int = 0  # PackedWeight.top_exponent
-    kept: int | None = None  # numbers that are not zero; None: nearly all, which nobody has counted
+    kept: int | None = None  # numbers that are not zero; None: nearly all, not counted
     stream_bytes: int | None = None  # of a sparse weight, without the tail; None: it is stored dense
 
     @property

@@ -139,7 +139,7 @@ class PoolSettings:
     """odma: the large bucket hands out this quantile of the answers that lasted as long as this one has."""
     reserve_share: float = 0.15
     """odma, climbing: share of the slots that no request is promised: the large bucket's reserve. Less, where
-    all that run could not ask for so much more."""
+    all that run could not ask for that many more."""
     window: int = 1024
     """odma: realised lengths that the bounds are learnt from."""
     refresh_every: int = 16

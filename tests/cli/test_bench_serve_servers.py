@@ -61,7 +61,7 @@ def raw(*chunks: bytes, then: float | None = None) -> Script:
 
 
 def refusing(status: int, headers: dict[str, str] | None = None, every: int = 1) -> Script:
-    """That status for every so many streamed requests."""
+    """That status for every `n`th streamed request."""
     n_asked = 0
 
     async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -236,7 +236,7 @@ def test_one_signal_lets_answers_in_progress_end(
 
 
 def test_a_terminal_that_goes_ends_it_in_order(model: Path, environment: dict[str, str]) -> None:
-    """What it says at the end reaches nobody, and two hangups cut nothing short."""
+    """What it says at the end is not read, and two hangups cut nothing short."""
 
     def have_a_terminal() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests, and all they start, ignore it

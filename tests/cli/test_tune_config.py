@@ -58,7 +58,7 @@ def tiny(tmp_path: Path) -> str:
 
 
 def write_machine(path: Path, nodes: int, cores: int) -> Path:
-    """NUMA nodes with an L3 and so many cores each, of one PU."""
+    """NUMA nodes with an L3 and N cores each, of one PU."""
 
     def mask(first: int, count: int) -> str:
         words, bits = [], ((1 << count) - 1) << first

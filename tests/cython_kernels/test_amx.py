@@ -2,7 +2,7 @@
 
 The emulated unit (emulated_tiles.h) computes what the instructions compute, and ends the process where a real
 one would fault: a tile touched without the system's permission or without a shape, operands that do not fit,
-state that nobody gave back.
+state that was not given back.
 """
 
 from __future__ import annotations

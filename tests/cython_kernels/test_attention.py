@@ -158,7 +158,7 @@ def test_an_int8_row_of_nothing_is_nothing() -> None:
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_int8_hides_no_infinity(bad: float) -> None:
-    """Whoever sees it gets NaN, and whoever does not gets what there was without it."""
+    """Rows that see it get NaN; rows that do not get what there was without it."""
     p = problem(2, 16, 20)
     values = p.values.copy()
     values[-1, 3] = bad

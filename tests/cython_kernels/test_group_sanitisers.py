@@ -1,4 +1,4 @@
-"""Groups and all-reduces race with nobody and touch nothing beyond their memory: the sanitisers say so."""
+"""Groups and all-reduces under the sanitisers: no data race, and no access beyond their memory."""
 
 from __future__ import annotations
 

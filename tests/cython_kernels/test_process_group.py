@@ -137,7 +137,7 @@ def test_failure_ends_waits_for_barriers_and_bells_at_once_and_later_ones_too() 
 
 
 def test_a_bell_is_heard_whenever_it_rings() -> None:
-    """Each ring is answered before the next: nobody sleeps through one, come it before or during the wait."""
+    """Each ring is answered before the next: no rank misses one that comes before or during its wait."""
     turns = 300
     with opened(2, slots=1) as (group, heard):
 

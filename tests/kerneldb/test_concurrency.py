@@ -36,7 +36,7 @@ def db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def together(target: Callable[..., None], *arguments: Any, count: int = 2) -> None:
-    """Run `target` in so many processes that begin at the same moment; all must succeed."""
+    """Run `target` in N processes that begin at the same moment; all must succeed."""
     start = SPAWN.Barrier(count)
     processes = [SPAWN.Process(target=target, args=(start, *arguments)) for _ in range(count)]
     for process in processes:

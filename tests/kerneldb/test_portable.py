@@ -299,7 +299,7 @@ def test_merging_takes_what_is_missing_from_another_database(store: Store) -> No
     ],
 )
 def test_a_value_that_no_record_holds_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
-    """Even with a checksum that fits: whoever writes the file can compute one."""
+    """Even with a checksum that fits: the writer of the file can compute one."""
     rows, refused = read(changed(**changes))
 
     assert rows == []

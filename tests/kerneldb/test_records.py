@@ -100,7 +100,7 @@ def test_a_block_that_cuts_a_micro_kernel_is_refused(name: str) -> None:
     "samples_ns", [(), [1, 2], (0,), (1, -5), (1.5,), (True,), None, (2**63,), (1,) * 100_001]
 )
 def test_samples_are_positive_nanoseconds(samples_ns: Any) -> None:
-    """Raw samples stay raw: whole nanoseconds, in a tuple that nobody can edit."""
+    """Raw samples stay raw: whole nanoseconds, in a tuple that cannot be edited."""
     with pytest.raises(RecordError):
         dataclasses.replace(SAMPLE, samples_ns=samples_ns)
 

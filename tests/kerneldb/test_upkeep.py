@@ -302,7 +302,7 @@ class TestVerify:
         assert [*verified(store, FakeBench({}))] == []
 
     def test_what_cannot_be_measured_here_is_said_and_stays_unverified(self, store: Store) -> None:
-        """One such row stands in nobody's way."""
+        """One such row does not keep the others out."""
         store.add_measurements([measured(1, schedule=THIRD, origin=THERE), measured(2, origin=THERE)])
         said: list[str] = []
         (verdict,) = verify(store, HERE, FakeBench({SCHEDULE: 500}), 2, said.append)

@@ -176,7 +176,7 @@ def test_step_statistics_tell_what_ran() -> None:
 
 
 def test_after_lost_ranks_what_was_not_heard_of_runs_again() -> None:
-    """In order of arrival, with the same seeds; whoever has read a token gets an error."""
+    """In order of arrival, with the same seeds; a client that has read a token gets an error."""
     engine = make_engine(max_sequences=1, max_waiting=3)
     sampling = SamplingParams(temperature=1.5, seed=5)
     asked = [ask(name, name * 3, 6, sampling=sampling) for name in "abc"]

@@ -51,7 +51,7 @@ def run_out(engine: Engine, outs: dict[str, list[Answer | Failure]]) -> None:
 def test_what_had_not_begun_says_after_a_loss_what_it_would_have_said(
     prompts: list[str], max_sequences: int, n_steps: int, seed: int
 ) -> None:
-    """And in the order in which it came; what had begun ends with the error; nobody is forgotten."""
+    """And in the order in which it came; what had begun ends with the error; no request is forgotten."""
     sampling = SamplingParams(temperature=1.5, seed=seed)
     messages = [ask(str(index), prompt, 12, sampling=sampling) for index, prompt in enumerate(prompts)]
     alone = {}

@@ -106,7 +106,7 @@ class OneRank:
 
 
 def prompts(model: PackedModel) -> list[SequenceSlice]:
-    """One in two chunks of positions; one of a single token, whose logits nobody wants."""
+    """One in two chunks of positions; one of a single token, whose logits are not wanted."""
     lengths, bases, wanted = (140, 1, 60), (0, 200, 333), (True, False, True)
     return [
         sliced(random_ids(n, model, n), base=base, wants_logits=wants)

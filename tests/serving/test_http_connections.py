@@ -168,7 +168,7 @@ def test_a_client_that_leaves_while_it_waits_leaves_the_queue(server: FakeServer
     until(lambda: server.client.n_live == 8, "they were not sent on")
     for raw in sent:
         raw.close()
-    until(lambda: server.client.n_live == 0, "nobody noticed that they left")
+    until(lambda: server.client.n_live == 0, "the server did not notice that they left")
     go_on.set()
 
     wait_until_nothing_is_left(server)

@@ -18,7 +18,7 @@ from tests.support.fake_engine import encode
 from tests.support.fake_server import FakeServer, fake_server
 from tests.support.rude_clients import until
 
-PROMPT = "a prompt that nobody else must learn of " * 8
+PROMPT = "a prompt that no other client must learn " * 8
 KEYS = ("first key", "second key")
 
 

@@ -1,4 +1,4 @@
-"""What senders send goes through one buffer: nobody's bytes become another's, and reading takes no memory."""
+"""All reads share one buffer: no connection gets another's bytes, and reading takes no memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.support.rude_clients import completion, connect
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 ASYNCIO_READS_BYTES = 256 * 1024
-"""What asyncio takes for a read where nobody gives it a buffer."""
+"""What asyncio takes for a read where the protocol gives it no buffer."""
 PADDING = 300_000
-"""More than one read takes, in a field that nobody reads."""
+"""More than one read takes, in a field that is not read."""
 
 
 @pytest.fixture(scope="module")

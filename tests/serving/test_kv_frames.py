@@ -1,4 +1,4 @@
-"""Frames of keys and values: what one side sends the other stores, and what nobody sent changes nothing."""
+"""Frames of keys and values: what is sent is stored, and other bytes change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody gets more of the event loop by asking more often, or on more connections."""
+"""A client gets no more of the event loop by asking more often, or on more connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that does what nobody waits for."""
+"""The thread that does what no request waits for."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def prefill(*slices: SequenceSlice) -> Batch:
 
 
 def test_logits_come_for_the_slices_that_want_them_in_order(ranks: LocalRanks) -> None:
-    """More tokens than one step holds: the batch is cut inside a slice, and nobody can tell."""
+    """More tokens than one step holds: the batch is cut inside a slice, and the result does not show it."""
     prompts = [ids_of(700, 1), ids_of(20, 2), ids_of(600, 3)]
     bases, wants = (0, 700, 720), (True, False, True)
     slices = [SequenceSlice(*piece) for piece in zip(prompts, (0, 0, 0), bases, wants, strict=True)]

@@ -48,7 +48,7 @@ DIVISIONS: list[tuple[Teams, Teams]] = [(TWO, TWO), (ONE, TWO), (TWO, (2,)), ((2
 
 
 def plans(prefill: Teams, decode: Teams, nodes: tuple[int | None, ...] = ()) -> dict[Phase, ServicePlan]:
-    """Ranks with so many threads, on any cores: they are opened unpinned."""
+    """Ranks with N threads each, on any cores: they are opened unpinned."""
     made: dict[Phase, ServicePlan] = {}
     for phase, sizes in zip(PHASES, (prefill, decode), strict=True):
         firsts = [sum(sizes[:rank]) for rank in range(len(sizes))]

@@ -119,7 +119,7 @@ def test_ranks_that_live_may_be_opened_again_too(two: ProcessRanks) -> None:
 
 
 def step_until_late(ranks: ProcessRanks, n_copied: int) -> None:
-    """With a migration of so many slots before each step."""
+    """With a migration of `n_copied` slots before each step."""
     deadline = time.monotonic() + BOUND_S
     while time.monotonic() < deadline:
         ranks.copy_kv(0, 256, n_copied)

@@ -48,7 +48,7 @@ def attentive_engine(**options: object) -> Engine:
 
 
 def alone(request: Request) -> list[int]:
-    """The tokens that the request gets when nobody else is there, computed whole and without a scheduler."""
+    """The tokens that the request gets when it is the only one, computed whole and without a scheduler."""
     ranks = AttentiveRanks()
     seen = list(request.prompt_token_ids)
     for _ in range(request.max_tokens):
@@ -122,7 +122,7 @@ def test_who_was_to_be_moved_by_a_step_that_failed_is_computed_again(
     policy: str,
     reuse: bool,
 ) -> None:
-    """Whoever is not of the failed batch ends with the answer that it gets alone."""
+    """Requests outside the failed batch end with the answers that they get alone."""
     pool = any_pool(policy, N_SLOTS, CONTEXT)
     engine = make_engine(
         HalfDone(fails_at), pool=pool, kv_slots=N_SLOTS, context_length=CONTEXT, prefix_reuse=reuse
@@ -155,7 +155,7 @@ def test_everybody_ends_within_a_bound_that_the_work_before_gives(
     chunk: int,
     sequences: int,
 ) -> None:
-    """No starvation. Every step works for somebody; nobody's work is undone more often than is allowed."""
+    """No starvation. Every step computes something; no request is preempted more often than is allowed."""
     scheduler = make(policy, n_slots=N_SLOTS, context=CONTEXT, sequences=sequences)
     turns = Turns(scheduler)
     requests = requests_of(asked)

@@ -126,7 +126,7 @@ class AttentiveRanks(FakeRanks):
     or was written over, shows."""
 
     def choose_by(self, seen: np.ndarray) -> int:
-        assert (seen >= 0).all(), "attention sees a slot that nobody wrote"
+        assert (seen >= 0).all(), "attention sees a slot that was never written"
         weights = np.arange(1, len(seen) + 1) * 2654435761 % 1000003
         return int((seen * weights).sum() % END)
 

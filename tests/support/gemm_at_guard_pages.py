@@ -27,7 +27,7 @@ ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 40)
 
 
 def guarded(array: np.ndarray, before: bool) -> np.ndarray:
-    """A copy against a page that nobody may touch."""
+    """A copy that ends at a page without access rights."""
     size = -(-max(array.nbytes, 1) // PAGE) * PAGE
     region = mmap.mmap(-1, size + 2 * PAGE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(region))

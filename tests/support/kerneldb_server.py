@@ -49,7 +49,7 @@ def _program(name: str) -> str:
 
 
 def _unprivileged(folder: Path) -> int | None:
-    """PostgreSQL refuses to run as root: then it runs as nobody, who gets the folder."""
+    """PostgreSQL refuses to run as root: then it runs as the user `nobody`, which owns the folder."""
     if os.geteuid() != 0:
         return None
     folder.chmod(0o755)

@@ -15,7 +15,7 @@ KINDS = {100: 20, 200: 80, 300: 320}
 def made_up(
     n: int, seed: int = 0, limit: int = 512, kinds: dict[int, int] | None = None, spread: float = 0.2
 ) -> list[Example]:
-    """So many answers to different prompts; those that would be longer than `limit` are cut there."""
+    """`n` answers to different prompts; those that would be longer than `limit` are cut there."""
     rng = random.Random(seed)
     medians = KINDS if kinds is None else kinds
     examples = []

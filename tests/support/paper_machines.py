@@ -90,7 +90,7 @@ def kunpeng_rates() -> MachineRates:
 
 def kunpeng_tags(machine: Machine) -> tuple[HiddenResource, ...]:
     """Three cores of four saturate a cluster's tag array, the fourth costs three tenths of it: with all cores
-    active, the tag arrays of a node serve less than its memory. So many requests fit into it at a time, so
+    active, the tag arrays of a node serve less than its memory. Many requests fit into it at a time, so
     where a request takes longer it serves fewer (Little's law).
     """
     shares = kunpeng_rates().node_share

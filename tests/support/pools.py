@@ -46,7 +46,7 @@ def size_of(path: Path, **changes: object) -> EngineSize:
 
 
 def plans_of(n_ranks: int) -> tuple[ServicePlan, ...]:
-    """So many ranks of a thread each; not pinned, the cores are names alone."""
+    """N ranks of a thread each; not pinned, the cores are names alone."""
     ranks = tuple(RankCores((core,)) for core in range(n_ranks))
     return tuple(ServicePlan(phase, ranks) for phase in PHASES)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 BOUND_S = 60.0
-"""Far beyond what any test takes: whoever is not done by then hangs."""
+"""Far beyond what any test takes: a process that is not done by then hangs."""
 
 
 @contextmanager
@@ -33,7 +33,7 @@ class Ranks:
         os.kill(self.pids[rank], 9)
 
     def ended(self) -> list[int]:
-        """Exit codes by rank (a signal's number is negative). Whoever hangs is killed, and counts as -9."""
+        """Exit codes by rank (a signal's number is negative). One that hangs is killed, and counts as -9."""
         end = time.monotonic() + BOUND_S
         return [_exit_code(pid, end) for pid in self.pids]
 

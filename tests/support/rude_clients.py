@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 
 def connect(url: str, *, receive_bytes: int | None = None) -> socket.socket:
-    """receive_bytes: room for so much that is not read; the kernel's own choice is megabytes."""
+    """receive_bytes: room for this much that is not read; the kernel's own choice is megabytes."""
     address = urlsplit(url)
     raw = socket.socket()
     if receive_bytes is not None:

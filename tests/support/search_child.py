@@ -1,6 +1,6 @@
 """A search that a test can start twice, or kill: `python search_child.py DATABASE [SECONDS [KIND]]`.
 
-An evaluation takes so many SECONDS. Prints a line for each configuration that this process evaluates, in the
+An evaluation takes SECONDS. Prints a line for each configuration that this process evaluates, in the
 moment it begins, and the outcome.
 """
 

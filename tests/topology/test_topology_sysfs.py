@@ -21,7 +21,7 @@ SHAPES = st.tuples(*(st.integers(1, 3) for _ in range(5)))
 
 
 def _assert_partition(node: Node) -> None:
-    """Children with CPUs divide some of their parent's among them, nobody's twice."""
+    """Children with CPUs divide some of their parent's among them, each CPU at most once."""
     seen: set[int] = set()
     for child in node.children:
         assert seen.isdisjoint(child.cpus)

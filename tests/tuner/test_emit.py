@@ -32,7 +32,7 @@ TREES = {
 
 
 def _plans(notation: str, n_ranks: int = 1) -> tuple[Machine, Mapping[Phase, ServicePlan]]:
-    """All cores in one rank for prefill; for decode what the tree leaves, in so many ranks."""
+    """All cores in one rank for prefill; for decode what the tree leaves, in N ranks."""
     machine = TREES[notation]
     found = {len(one.ranks): one for one in configurations(parse(notation, machine), LIMITS)}
     return machine, {

@@ -364,7 +364,7 @@ def test_a_weight_that_another_run_has_claimed_is_left_to_it(database: str) -> N
 
 
 class QuickRun(NoLock):
-    """Another run tunes the second weight while we are at the first, and nobody sees it have it."""
+    """Another run tunes the second weight while we are at the first, and no row shows it."""
 
     def __init__(self, database: str) -> None:
         self._database = database

@@ -24,7 +24,7 @@ FAR_MISSES = 4
 """A far result counts as this many results without improvement."""
 
 WORTH = 0.997
-"""A cost above so much of another does not beat it: a gain of 0.3 % is noise, or an even road without end."""
+"""A cost above this share of another does not beat it: a gain of 0.3 % is noise, or a search without end."""
 
 SURVEYED_SECTIONS = 3
 """Number of the fundamental tree's best cross-sections that are surveyed under each grouping."""

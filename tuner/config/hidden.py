@@ -44,7 +44,7 @@ class HiddenResource:
             raise EvaluationError("read_gbps must be more than 0")
 
     def capacity_gbps(self, active: int, asked_gbps: float) -> float:
-        """What it serves to `active` PUs that ask for so much together."""
+        """What it serves to `active` PUs that ask for that rate together."""
         if asked_gbps <= self.read_gbps:
             return self.read_gbps
         saturating = math.ceil(self.read_gbps / (asked_gbps / active))

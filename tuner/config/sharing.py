@@ -1,8 +1,8 @@
 """How fast do the cores of a configuration read, all at once?
 
 Every active PU wants what its core can read; cores, L3s, memories, links between NUMA nodes and hidden
-resources each serve only so much. The rates of all PUs rise together until something is full; those behind it
-stay, the others go on: max-min fairness, as arbiters that serve in turn bring it about (Bertsekas and
+resources each serve a bounded rate. The rates of all PUs rise together until something is full; those behind
+it stay, the others go on: max-min fairness, as arbiters that serve in turn bring it about (Bertsekas and
 Gallager, Data Networks, section 6.5.2).
 """
 

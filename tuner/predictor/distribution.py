@@ -32,7 +32,7 @@ class LengthDistribution:
     limit: int
 
     def room(self, price: float) -> int:
-        """The best room for the answer where a token costs so much; at no cost, the limit."""
+        """The best room for the answer at a cost for each token; at no cost, the limit."""
         lengths, prices = self._hull
         at = int(np.searchsorted(-prices, -price, side="right"))  # prices fall along the hull
         return int(lengths[at])

@@ -1,7 +1,7 @@
 """Lengths by what a prompt means: kernel ridge regression of the logarithm of the length on an encoder's
 vector.
 
-The vector comes with the facts (`PromptFacts.vector`); whoever calls computes it. Features are the vector
+The vector comes with the facts (`PromptFacts.vector`); the caller computes it. Features are the vector
 and the logarithm of the prompt's length; the kernel is a Gaussian. Width and ridge are chosen by the error
 on folds of prompts that a fit has not seen. The residuals of those folds make the forecast: at each quantile
 of them the length that such a share of answers does not exceed (split conformal prediction), so that stated
@@ -111,7 +111,7 @@ class OnlineCorrection:
         return float(kernel(features(facts)[None], points, self._predictor.width)[0] @ steps)
 
     def observe(self, facts: PromptFacts, output_tokens: int) -> None:
-        """An answer ended after so many tokens."""
+        """An answer ended after `output_tokens` tokens."""
         told = (
             self._predictor.log_length(facts) + float(np.median(self._predictor.residuals)) + self.of(facts)
         )

@@ -19,7 +19,7 @@ class LiveEstimator:
     """Estimates, and learns. For any threads.
 
     read: gives the facts of a prompt their encoder's vector, for a predictor that needs it; it is called by
-    whoever asks for an estimate, on that thread.
+    the thread that asks for an estimate.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ MEMORY_SHARE = 0.25
 """Share of the free memory that all buffers together may take."""
 
 TOUCHED_BYTES_PER_S, TOUCH_SHARE = 2 << 30, 0.05
-"""How fast fresh memory is had, at the least; so much of the time may go to that."""
+"""Slowest rate at which fresh memory is got; the budget allows for it."""
 
 STREAM_S, LEAST_CACHED_S, CACHED_S_PER_BYTE = 0.010, 0.005, 1e-9
 """How long one reading lasts; a cached buffer is to be read ten times or so."""

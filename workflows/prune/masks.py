@@ -25,7 +25,7 @@ DAMPING = 0.01
 OUTLIER = 5.0
 """A score this many times the mean of its matrix is an outlier (OWL)."""
 SPREAD = 0.08
-"""Layers' sparsities differ from the wanted one by at most so much (OWL's lambda)."""
+"""Layers' sparsities differ from the wanted one by at most this (OWL's lambda)."""
 
 Array = npt.NDArray[Any]
 

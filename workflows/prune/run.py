@@ -95,7 +95,7 @@ class Pruned:
 
 
 def parse_pattern(text: str) -> Pattern:
-    """`0.5`, or `2:4`: so many of so many along the inputs. UsageError for anything else."""
+    """`0.5`, or `2:4`: two of every four along the inputs. UsageError for anything else."""
     zeros, colon, of = text.partition(":")
     try:
         if not colon:

@@ -120,7 +120,7 @@ class Run:
     end: End = "complete"
 
     def deadline_s(self, share: float = 1.0) -> float:
-        """When so much of the budget is gone."""
+        """When this share of the budget is spent."""
         return self.started_s + share * self.wish.budget_s
 
 

@@ -32,7 +32,7 @@ def packed_path(cache: Path) -> Path:
 
 
 def swap(path: Path, content: bytes) -> None:
-    """Give the file other content; whoever has the old one mapped keeps it."""
+    """Give the file other content; a process that has the old one mapped keeps it."""
     path.with_suffix(".new").write_bytes(content)
     path.with_suffix(".new").replace(path)
 

@@ -68,7 +68,7 @@ class Memory:
         self._write(owner, demand.held_tokens)
 
     def grow(self, owner: str, n_positions: int) -> bool:
-        """Room for so many; what was there is copied when the step is computed."""
+        """Room for this many tokens; what was there is copied when the step is computed."""
         before = self._state()
         grant = self.pool.grow(owner, n_positions)
         if grant is None:
@@ -107,7 +107,7 @@ class Memory:
         return placement.table[position // self.page_slots] + position % self.page_slots
 
     def _follow(self, owner: str, grant: Grant) -> None:
-        """Placements are those the pool tells, and nobody has another that was not told to have moved."""
+        """Placements are those the pool tells, and none differs without having been told as a move."""
         self.placements[owner] = grant.placement
         for move in grant.moves:
             assert move.copy.target_slot == move.placement.base

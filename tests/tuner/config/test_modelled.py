@@ -244,7 +244,7 @@ def test_a_step_never_gets_shorter_with_more_work(phase: str) -> None:
 
 @given(st.data())
 def test_fair_rates_fill_every_resource_and_overfill_none(data: st.DataObject) -> None:
-    """No limit is broken, and nobody could have more without taking from another."""
+    """No limit is broken, and no PU could have more without taking from another."""
     n, limits = data.draw(st.integers(1, 8)), data.draw(st.integers(0, 6))
     positive = st.floats(0.1, 100.0)
     demand = np.array(data.draw(st.lists(positive, min_size=n, max_size=n)))

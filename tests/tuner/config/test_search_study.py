@@ -1,4 +1,4 @@
-"""A search kept as a study: what is known is not timed again, whoever timed it, and whatever was killed."""
+"""A search kept as a study: what any process timed is not timed again, even after a kill."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def a_batch(rng: np.random.Generator) -> tuple[FeatureBatch, Targets]:
 
 @pytest.mark.parametrize("name", ["table", "w1", "b1", "w2", "b2", "w3", "b3"])
 def test_the_gradient_is_that_of_the_loss(name: str) -> None:
-    """Against central differences, in every weight; rows of the table that nobody has get none."""
+    """Against central differences, in every weight; unused rows of the table get none."""
     rng = np.random.default_rng(1)
     params, (batch, targets) = a_network(rng), a_batch(rng)
     rows, by = loss_and_gradient(params, batch, targets)[1][name]
