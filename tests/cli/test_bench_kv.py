@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from phasewise.cli.main import app
 from tests.support.tiers import first_is_smoke
+from tests.support.tiny_models import TinyShape, hf_config
 
 ALPACA = Path(__file__).parents[3] / "shared/data/prompts/alpaca_vicuna7b_lengths_train10k.csv"
 
@@ -120,3 +121,21 @@ def test_odma_follows_a_drift_that_fixed_buckets_do_not() -> None:
     assert odma["live_reserved"] - fixed["live_reserved"] >= 0.15  # type: ignore[operator]
     assert odma["live_pool"] - fixed["live_pool"] >= 0.1  # type: ignore[operator]
     assert odma["failed"] == 0
+
+
+def test_memory_and_a_model_give_slots_and_speeds(tmp_path: Path) -> None:
+    """A shape without weights is enough: bytes of the KV cache are those of its heads."""
+    config = tmp_path / "config.json"
+    shape = TinyShape(16, 256, 704, 8, 4, 32, 1000, 2048, tied=False)
+    config.write_text(json.dumps(hf_config("llama", shape)))
+    options = ["bench", "kv", "fixed:256/256", "-n", "300", "--model", str(tmp_path), "-o", "json"]
+
+    small = CliRunner().invoke(app, [*options, "--memory", "64M"])
+    large = CliRunner().invoke(app, [*options, "--memory", "128M"])
+    none = CliRunner().invoke(app, [*options, "--memory", "1M"])
+
+    rows = [json.loads(one.stdout)[0] for one in (small, large)]
+    assert 0 < rows[0]["n_slots"] < rows[1]["n_slots"]
+    assert all(row["tokens_per_s"] > 0 and row["failed"] == 0 for row in rows)
+    assert none.exit_code == 2
+    assert "--memory" in none.stderr

@@ -9,6 +9,7 @@ import typer
 
 from phasewise.cli.commands.bench.options import Table, WideOption
 from phasewise.cli.option_sets import opt, option_set, spread
+from phasewise.cli.options import parse_bytes
 from phasewise.cli.present import note, say
 from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
 
@@ -46,10 +47,16 @@ _WISH = option_set(
     ),
     estimate=opt("any of none, exact, constant, error:SIGMA, predictor files", metavar="LIST"),
     slots=opt("KV slots of the pool", min=16),
+    memory_bytes=opt(
+        "memory for the weights and the KV cache of --model, e.g. 8G, in place of --slots",
+        "--memory",
+        parser=parse_bytes,
+        metavar="BYTES",
+    ),
     max_sequences=opt("most running requests", min=1),
     step_ms=opt("replay arrivals; each step lasts this long [default: all requests wait]", min=0.001),
     speeds=opt("tokens/s of prefill, and of decode by sequences, e.g. prompt:900,1:108,8:641,copy:200000"),
-    policies=opt("any of odma, odma-whole, static, fixed, paged", metavar="LIST"),
+    policies=opt("any of odma, odma-whole, static, fixed, paged, paged-16 (slots a page)", metavar="LIST"),
 )
 
 _OVERRIDES = option_set(

@@ -35,6 +35,7 @@ from phasewise.workflows.bench.kv.inputs import (
     static_shares,
     unseen_by,
 )
+from phasewise.workflows.bench.kv.model_memory import slots_and_speeds
 from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
 from phasewise.workflows.bench.kv.step_times import Speeds, speeds_of
 from phasewise.workflows.errors import UsageError
@@ -43,9 +44,18 @@ from phasewise.workflows.report import Report, silent
 WHOLE = "odma-whole"
 """ODMA as in the paper: the block for a request's whole bucket is allocated at once."""
 
-KV_POLICIES = (*POLICIES, WHOLE)
+SHORT_PAGES = "paged-16"
+"""Paged, with 16 KV slots a page."""
 
-UNESTIMATED = ("static", "paged")
+KV_POLICIES = (*POLICIES, WHOLE, SHORT_PAGES)
+
+UNESTIMATED = ("static", "paged", SHORT_PAGES)
+
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    WHOLE: ("odma", {"climbs": False}),
+    SHORT_PAGES: ("paged", {"page_slots": 16}),
+}
+"""The pool's own policy, and the settings that differ."""
 
 GOES_ON, STOPS = 0, 1
 """Token ids: any token of an answer, and the one that ends it."""
@@ -92,10 +102,16 @@ def replay_policies(
     names = [name.strip() for name in wish.policies.split(",")]
     if not set(names) <= set(KV_POLICIES):
         raise UsageError(f"--policies {wish.policies!r} is not a list of {', '.join(KV_POLICIES)}")
-    speeds = None if wish.speeds is None else speeds_of(wish.speeds)
+    n_slots, speeds = wish.slots, None
+    if wish.memory_bytes is not None:
+        if selection.model is None:
+            raise UsageError("--memory needs --model")
+        n_slots, speeds = slots_and_speeds(selection.model, wish.memory_bytes, report)
+    if wish.speeds is not None:
+        speeds = speeds_of(wish.speeds)
     estimates = [text.strip() for text in wish.estimate.split(",")]
     inputs = ReplayInputs(traces, selection, wish.max_tokens, estimates, wish.step_ms, speeds)
-    replay, story = replay_of(inputs, wish.slots, wish.max_sequences, overrides.chosen(), report)
+    replay, story = replay_of(inputs, n_slots, wish.max_sequences, overrides.chosen(), report)
     report(story)
     return list(replayed(replay, names))
 
@@ -191,9 +207,10 @@ class _Sums:
 def replayed(replay: Replay, policies: Sequence[str]) -> Iterator[KvRow]:
     """One row for each policy (of KV_POLICIES) and each source of estimates that it uses."""
     for policy in policies:
-        settings = replay.settings if policy != WHOLE else replace(replay.settings, climbs=False)
+        own, changed = _VARIANTS.get(policy, (policy, {}))
+        settings = replace(replay.settings, **changed)
         for estimate in replay.estimates if policy not in UNESTIMATED else [None]:
-            pool = open_pool("odma" if policy == WHOLE else policy, replay.n_slots, settings)
+            pool = open_pool(own, replay.n_slots, settings)
             yield _row(policy, estimate, replay, pool)
 
 

@@ -31,10 +31,12 @@ class ReplayWish:
     max_tokens: str = "512"
     estimate: str = "none"
     slots: int = 8192
+    memory_bytes: int | None = None
+    """Memory for weights and KV of the selection's model, in place of `slots`."""
     max_sequences: int = 256
     step_ms: float | None = None
     speeds: str | None = None
-    policies: str = "odma,odma-whole,static,fixed,paged"
+    policies: str = "odma,odma-whole,static,fixed,paged,paged-16"
 
 
 @dataclass(frozen=True)
