@@ -56,7 +56,7 @@ def turns_of(product: _native.TeamProduct, seconds: float) -> list[timing.Sample
 
 
 def spreads(turns: Sequence[timing.Samples], estimate: Callable[[Sequence[int]], float]) -> list[float]:
-    """Of each race that the turns make, one after another."""
+    """The spread of estimates in each race; the turns make one race after another."""
     in_race = CONTESTANTS * timing.ROUNDS
     found = []
     for start in range(0, len(turns) - in_race + 1, CONTESTANTS):

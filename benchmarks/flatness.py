@@ -24,14 +24,14 @@ Vector = npt.NDArray[np.float64]
 PARTS = 40
 """Number of equal stretches of the run over which samples are averaged; a line is fitted through these."""
 LEAST_BLOCK_BYTES = 16
-"""Of Python's allocator; malloc's is 32."""
+"""Smallest block of Python's allocator; malloc's is 32."""
 _NEIGHBOURS = 5
 _DRAWS = 2000
 _SHARE = 0.95
 
 
 class Slope(NamedTuple):
-    """Of y per unit of x, with the bounds of its 95 % interval."""
+    """Slope of y per unit of x, with the bounds of its 95 % interval."""
 
     value: float
     low: float
@@ -51,7 +51,7 @@ def is_flat(bytes_a_request: Slope) -> bool:
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> Slope:
-    """Of (x, y), x never falling. ValueError for fewer than PARTS samples, or where x stands still."""
+    """Slope of samples (x, y), x never falling. ValueError for fewer than PARTS samples, or a constant x."""
     if len(samples) < PARTS or samples[0][0] == samples[-1][0]:
         raise ValueError(f"{len(samples)} samples tell no slope; {PARTS} at least, of a run that moves")
     x, y = (

@@ -45,7 +45,7 @@ class Between:
 
 
 def neighbours(problems: Sequence[Problem], table: ScheduleTable) -> Iterator[tuple[Problem, Schedule, str]]:
-    """Of every two tuned m of a weight, what is as far from one as a neighbour may be."""
+    """Products between two tuned m of a weight, as far from one of them as a neighbour may be."""
     for first, second in itertools.pairwise(problems):
         key = (second.family, second.format, second.n, second.k)
         if key != (first.family, first.format, first.n, first.k) or second.family != "gemm":

@@ -35,7 +35,7 @@ ANSWER_TOKENS = 16
 
 
 def median_ms(*timed: Callable[[], object]) -> list[float]:
-    """Of each, timed in turns so that the machine's moods meet all of them."""
+    """Median time of each call, ms; the calls take turns, so that changes of the machine's pace meet all."""
     times: list[list[float]] = [[] for _ in timed]
     for at in range(-1, ROUNDS):
         for one, kept in zip(timed, times, strict=True):

@@ -41,7 +41,7 @@ PROMPT = "The history of the steam engine begins"
 
 
 class End(NamedTuple):
-    """Of a step that had all sequences in it: running clocks."""
+    """Running clocks at the end of a step that had all sequences in it."""
 
     at_ns: int
     native_ns: int

@@ -72,7 +72,7 @@ FINALS_OF_THEIR_OWN = ("sandwich", "mikpoly")
 
 @dataclass(frozen=True)
 class Share:
-    """Of the best one's speed: the median over rounds, and the 95 % interval of a bootstrap."""
+    """Share of the best one's speed: median over rounds, and the 95 % interval of a bootstrap."""
 
     middle: float
     low: float
@@ -121,9 +121,9 @@ class AgainstTvm:
     progress: list[tuple[float, float]]
     """Seconds, and TVM's own timing of its best so far in nanoseconds, weights warm."""
     sandwich_s: float
-    """Of the whole search."""
+    """Seconds that the whole search took."""
     compared_s: float
-    """Ours had taken no more when it had the schedule that runs beside TVM's."""
+    """Seconds after which our search had the schedule that runs beside TVM's, at most."""
     speedup: Share
     """Ours over TVM's."""
 

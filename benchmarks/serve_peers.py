@@ -206,7 +206,7 @@ def _figures(runs: Sequence[Run]) -> tuple[list[float], list[float], list[float]
 
 
 def _ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> str:
-    """Of tokens/s; median and range over the rounds."""
+    """Ratio of tokens/s: median and range over the rounds."""
     rates = {run.round: run.tokens_per_s for run in theirs if run.tokens_per_s}
     ratios = [run.tokens_per_s / rates[run.round] for run in ours if run.round in rates]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "no answer"

@@ -58,13 +58,13 @@ class PoolRun:
     migrations: int
     failed: int
     prompt_tokens: int
-    """Of all prompts, once."""
+    """Tokens of all prompts, each counted once."""
     prefill_tokens: int
     """Computed in prefill steps: prompts, and again what preemptions undid."""
     prefill_s: float
     decode_s: float
     copy_s: float
-    """Of both, moving keys and values. All times are of the whole run."""
+    """Part of both times: moving keys and values. All times are of the whole run."""
     decode_step_ms: float
     """Median, of counted steps."""
 

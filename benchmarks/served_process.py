@@ -193,7 +193,7 @@ def free_port() -> int:
 
 
 def _kind_of(name: str) -> str:
-    """Of a mapping."""
+    """The kind of a mapping: heap, shared, files or anonymous."""
     if name == "[heap]":
         return "heap"
     if name.startswith("/memfd:"):

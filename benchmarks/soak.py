@@ -43,7 +43,7 @@ from served_process import (
     read_metrics,
 )
 
-from phasewise.tuner.config.lengths import RequestLengths as Lengths
+from phasewise.tuner.config.lengths import RequestLengths
 from phasewise.tuner.config.trace import load_trace
 
 SHARED_TOKENS = 48
@@ -55,7 +55,7 @@ ARENA_MIB = 1.0
 """What Python takes from the system at once. One late step is no slope; a larger one is not flat either."""
 
 
-class RequestLengths(NamedTuple):
+class Request(NamedTuple):
     """One class of requests: what is sent, less `stream`."""
 
     prompt: list[int]
@@ -103,15 +103,15 @@ class Tally:
         return self.n_right + self.n_left + sum(self.wrong.values())
 
 
-def make_classes(trace: Sequence[Lengths], n_classes: int, dice: random.Random) -> list[RequestLengths]:
-    """Of lengths drawn from the trace."""
+def make_classes(trace: Sequence[RequestLengths], n_classes: int, dice: random.Random) -> list[Request]:
+    """Requests with lengths drawn from the trace."""
     shared = [dice.choices(TOKEN_IDS, k=SHARED_TOKENS) for _ in range(4)]
     made = []
     for index in range(n_classes):
         one = dice.choice(trace)
         beginning = shared[index // 2 % 4] if index % 2 else []
         own = dice.choices(TOKEN_IDS, k=max(1, one.prompt_tokens - len(beginning)))
-        made.append(RequestLengths(beginning + own, one.output_tokens, index if index % 4 > 1 else None))
+        made.append(Request(beginning + own, one.output_tokens, index if index % 4 > 1 else None))
     return made
 
 
@@ -122,7 +122,7 @@ class Soak:
         self,
         server: ServerProcess,
         model: str,
-        classes: Sequence[RequestLengths],
+        classes: Sequence[Request],
         leavers: float,
         n_warm: int,
     ) -> None:
@@ -237,7 +237,7 @@ def _streamed(said: raw_http.Streamed) -> Expected | str:
     return Expected(said.text, said.finish_reasons[0], said.usage["completion_tokens"])
 
 
-def arrivals(trace: Sequence[Lengths], n_requests: int, within_s: float) -> list[float]:
+def arrivals(trace: Sequence[RequestLengths], n_requests: int, within_s: float) -> list[float]:
     """The trace's own times, again and again, in `within_s` seconds; evenly where it states none."""
     times_s = [index if one.arrival_s is None else one.arrival_s for index, one in enumerate(trace)]
     span = times_s[-1] or 1.0
@@ -246,10 +246,12 @@ def arrivals(trace: Sequence[Lengths], n_requests: int, within_s: float) -> list
     return [at * within_s / (taken[-1] or 1.0) for at in taken]
 
 
-def scaled(trace: Sequence[Lengths], prompts: float, answers: float) -> list[Lengths]:
+def scaled(trace: Sequence[RequestLengths], prompts: float, answers: float) -> list[RequestLengths]:
     """With prompts and answers shortened by this factor, to one token at least."""
     return [
-        Lengths(math.ceil(one.prompt_tokens / prompts), math.ceil(one.output_tokens / answers), one.arrival_s)
+        RequestLengths(
+            math.ceil(one.prompt_tokens / prompts), math.ceil(one.output_tokens / answers), one.arrival_s
+        )
         for one in trace
     ]
 

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from row_runner import Missed
-from served_process import ServerProcess, model_reference, own_cache
+from served_process import TINY, ServerProcess, model_reference, own_cache
 
 LATENCY_RATIO = 2.0
 """The median of the well-behaved client beside the attack, by its median on an idle server."""
 LEAST_IDLE_S = 0.05
-"""A shorter idle latency counts as this: a tiny model's is as short as the attacker's own turn on a core."""
+"""A shorter idle latency of a tiny model counts as this: it is as short as the attacker's turn on a core."""
 HEALTH_S = 0.1
 MEMORY_RATIO = 1.1
 MEMORY_SLACK_MIB = 24.0
-"""Of Python's and malloc's own keeping; a tenth of a tiny server's memory is less than that."""
+"""What Python and malloc keep, for a tiny model: a tenth of its server's memory is less than that."""
 _SETTLE_S = 1.5
 
 
@@ -145,7 +145,9 @@ class Siege:
         idle = _watched(server, client, lambda: time.sleep(self.seconds / 2))
         with attacking(attack, *arguments) as process:
             beside = _watched(server, client, lambda: process.join(self.seconds))
-        return _judged(server, idle, beside, memory_mib)
+        if self.model == TINY:
+            return _judged(server, idle, beside, memory_mib, LEAST_IDLE_S, MEMORY_SLACK_MIB)
+        return _judged(server, idle, beside, memory_mib, 0.0, 0.0)
 
 
 @contextmanager
@@ -210,10 +212,12 @@ def _watched(
     return seen
 
 
-def _judged(server: ServerProcess, idle: Seen, beside: Seen, before_mib: float) -> str:
+def _judged(
+    server: ServerProcess, idle: Seen, beside: Seen, before_mib: float, least_idle_s: float, slack_mib: float
+) -> str:
     if server.process.poll() is not None:
         raise Missed(f"the server ended with exit code {server.process.returncode}")
-    most_mib = before_mib * MEMORY_RATIO + MEMORY_SLACK_MIB
+    most_mib = before_mib * MEMORY_RATIO + slack_mib
     after_mib = _settled_mib(server, most_mib)
     line = (
         f"median {beside.median_s * 1e3:.0f} ms (idle {idle.median_s * 1e3:.0f}), "
@@ -221,7 +225,7 @@ def _judged(server: ServerProcess, idle: Seen, beside: Seen, before_mib: float) 
     )
     if beside.refused:
         raise Missed(f"the well-behaved client was answered {sorted(set(beside.refused))}: {line}")
-    if beside.median_s > LATENCY_RATIO * max(idle.median_s, LEAST_IDLE_S):
+    if beside.median_s > LATENCY_RATIO * max(idle.median_s, least_idle_s):
         raise Missed(f"more than {LATENCY_RATIO:g} times the idle latency: {line}")
     if beside.worst_health_s > HEALTH_S:
         raise Missed(f"/health took more than {HEALTH_S * 1e3:g} ms: {line}")

@@ -41,7 +41,7 @@ def shared_rows(n_ranks: int, floats: int, shift: int = 0) -> Iterator[tuple[Gro
 
 
 def message(turn: int, rank: int, floats: int) -> np.ndarray:
-    """Of magnitudes so different that the order of summation shows in the last bits."""
+    """Numbers of magnitudes so different that the order of summation shows in the last bits."""
     rng = np.random.default_rng((turn, rank))
     return (rng.standard_normal(floats) * 10.0 ** rng.integers(-3, 4, floats)).astype(np.float32)
 

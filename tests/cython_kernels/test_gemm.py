@@ -157,7 +157,7 @@ def test_shares_cover_everything_once(name: str, grid: tuple[int, int]) -> None:
 
 @formats
 def test_every_thread_has_a_share_of_its_own_by_default(name: str, fmt: str) -> None:
-    """Of few rows and of many, in threads that share out columns or rows."""
+    """Products of few rows and of many; the threads divide columns or rows."""
     w = make_weight(fmt, 150, 33, np.random.default_rng(5))
     with isa.using(name):
         for m, threads in itertools.product((1, 8, 300), (1, 2, 3)):

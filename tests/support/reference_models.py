@@ -29,7 +29,7 @@ N_TOP = 50
 N_SPREAD = 200
 """Logits kept of each checked step: the largest, and those of fixed ids spread over the vocabulary."""
 N_TESTED_WINDOWS = 4
-"""Of the perplexity text: what the tests compute; benchmarks/perplexity.py computes all."""
+"""Windows of the perplexity text that the tests compute; benchmarks/perplexity.py computes all."""
 TINY_PROMPT_LENGTHS = (1, 7, 40, 150)
 
 

@@ -77,7 +77,7 @@ class FakeEvaluator:
 
 
 def slice_cost(number: int) -> Callable[[StepTimer], float]:
-    """Of the slice with this number, ms; later ones cost more."""
+    """Cost of the slice with this number, ms; later ones cost more."""
     return lambda timer: timer(Step("decode", 1, context=number + 1)) / 1e6
 
 

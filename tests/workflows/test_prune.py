@@ -86,7 +86,7 @@ def test_owl_keeps_the_mean_and_gives_more_to_layers_with_outliers() -> None:
 
 
 def test_the_tap_gives_the_rows_that_enter_each_product(tmp_path: Path) -> None:
-    """Of the first layer's q: the embedding of a token, normalised."""
+    """The rows of the first layer's q are the embeddings of tokens, normalised."""
     model = load_model(str(write_tiny_hf(tmp_path / "m", "llama")), "f32", tmp_path / "cache")
     embedding = packing.unpack(model.weights["embed"])
     tokens = [5, 9, 200, 3]

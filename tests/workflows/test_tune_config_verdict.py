@@ -118,7 +118,7 @@ def test_only_plans_near_the_best_and_references_go_on() -> None:
 
 
 def test_a_last_run_is_as_long_as_its_timings_and_comparisons() -> None:
-    """Of two references with plans, one is the best plan itself and is not compared."""
+    """One of two references with plans is the best plan itself, and is not compared."""
     few = evaluations_of_last_run(finalists([(ALL, 1.0)], HABITS), HABITS)
     more = evaluations_of_last_run(finalists([(TWO, 1.0)], HABITS), HABITS)
 
