@@ -15,7 +15,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-lowest test-soak test-cores test-arm test-asan lint demo bench compare docs release-notes wheel clean
+.PHONY: help setup build test test-all test-lowest test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -90,6 +90,10 @@ test-asan:         ## kernels, loaders and parsers under AddressSanitizer, in a 
 	CFLAGS="-g -fsanitize=address -fno-omit-frame-pointer -O1" $(MAKE) -C build/asan VENV=.venv build
 	cd build/asan && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(gcc -print-file-name=libasan.so) \
 		.venv/bin/python -m pytest tests/cython_kernels tests/serving/loaders tests/topology $(ARGS)
+
+fuzz-asan: test-asan  ## damaged model files under AddressSanitizer: make fuzz-asan CASES=10000
+	cd build/asan && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(gcc -print-file-name=libasan.so) \
+		.venv/bin/python benchmarks/fuzz_models.py --cases $(or $(CASES),1000)
 
 docs: setup        ## write docs/reference from the commands themselves
 	$(BIN)/python docs/make_reference.py

@@ -179,7 +179,8 @@ static void store_row(const attending *a, int64_t row, int64_t kv_head) {
     const pw_op_kernels *ops = &a->run->kernels->ops;
     float x[PW_MAX_HEAD_DIM];
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
-    int64_t slot = program->step.slots[row], dim = shape->head_dim;
+    const int64_t *slots = program->layers[a->op->layer].in_rings ? program->step.ring_places : program->step.slots;
+    int64_t slot = slots[row], dim = shape->head_dim;
     turned_head(a, row, (shape->n_heads + kv_head) * dim, a->op->k_norm, 1.0f, x);
     ops->store_key(&head, slot, x);
     ops->store_value(&head, slot, biased_head(a, row, (shape->n_heads + shape->n_kv_heads + kv_head) * dim, x));
@@ -233,7 +234,7 @@ static void begin_rows(const attending *a, int32_t rows, int64_t kv_head) {
 static const void *keys_of(const attending *a, const pw_slice *slice, int64_t chunk, int64_t kv_head) {
     const pw_program *program = a->run->program;
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
-    int64_t panel = pw_chunk_slot(program->step.runs, slice, chunk) / PW_PANEL;
+    int64_t panel = pw_chunk_slot_in(program, a->op->layer, slice, chunk) / PW_PANEL;
     return (const char *)head.keys + panel * PW_PANEL * head.head_dim * pw_kv_element_bytes(head.format);
 }
 
@@ -247,7 +248,7 @@ static void attend_whole(const attending *a, const pw_slice *slice, pw_queries *
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
     begin_rows(a, queries->rows, kv_head);
     for (int64_t chunk = first; chunk < first + count; ++chunk) {
-        int64_t slot = pw_chunk_slot(program->step.runs, slice, chunk);
+        int64_t slot = pw_chunk_slot_in(program, a->op->layer, slice, chunk);
         queries->next_keys = chunk + 1 < first + count ? keys_of(a, slice, chunk + 1, kv_head) : next;
         ops->attend_chunk(&head, queries, chunk, slot, a->work.chunk, a->work.part);
         ops->merge(queries->rows, value_dim, a->work.part, a->work.into);
@@ -299,8 +300,9 @@ static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_
     for (int64_t i = 0; i < piece->count; ++i) {
         int64_t chunk = piece->first + i, part = plan->first_part[piece->slice] + before + i;
         queries.next_keys = i + 1 < piece->count ? keys_of(a, slice, chunk + 1, kv_head) : next;
-        a->run->kernels->ops.attend_chunk(&head, &queries, chunk, pw_chunk_slot(program->step.runs, slice, chunk),
-                                          a->work.chunk, partial_of(program, part, kv_head));
+        int64_t slot = pw_chunk_slot_in(program, a->op->layer, slice, chunk);
+        a->run->kernels->ops.attend_chunk(&head, &queries, chunk, slot, a->work.chunk,
+                                          partial_of(program, part, kv_head));
     }
     int64_t slot = a->op->kind * program->capacity.max_slices + piece->slice;
     atomic_long *merged = &program->merged[slot * program->shape.n_kv_heads + kv_head];

@@ -30,14 +30,34 @@ static const char *check_table(const pw_program *program, const pw_slice *slice)
     return NULL;
 }
 
+/* A ring of which no token of the slice, nor of those before, still sees a slot that the slice writes. */
+static const char *check_ring(const pw_program *program, const pw_slice *slice) {
+    int64_t base = slice->ring_base - program->capacity.kv_slots, slots = slice->ring_slots;
+    if (slots < 1 || slots % 16 || base < 0 || base % 16 || slots > program->capacity.ring_slots - base)
+        return "a ring lies outside the slots of rings";
+    if (slice->start + slice->n_rows <= slots) return NULL;
+    if (slots % PW_CHUNK || slots < program->ring_window + slice->n_rows - 1)
+        return "a ring is shorter than the window and the tokens of its slice";
+    return NULL;
+}
+
 static const char *check_places(const pw_program *program, const pw_slice *slice) {
     int64_t slots = program->capacity.kv_slots;
     if (slice->start < 0 || slice->start > slots || slice->start + slice->n_rows > slots)
         return "a slice lies outside the KV slots";
+    const char *problem = program->ring_window ? check_ring(program, slice) : NULL;
+    if (problem) return problem;
     if (slice->first_run >= 0) return check_table(program, slice);
     if (slice->slot_base < 0 || slice->slot_base > slots - slice->start - slice->n_rows)
         return "a slice lies outside the KV slots";
     return NULL;
+}
+
+/* Where a slice's rows lie in rings. */
+static void place_in_ring(pw_program *program, const pw_slice *slice) {
+    int64_t base = slice->ring_base - program->capacity.kv_slots;
+    for (int64_t i = 0; i < slice->n_rows; ++i)
+        program->step.ring_places[slice->first_row + i] = base + (slice->start + i) % slice->ring_slots;
 }
 
 static void place_rows(pw_step *step, const pw_slice *slice) {
@@ -67,6 +87,7 @@ static const char *check_slices(pw_program *program) {
         const char *problem = check_places(program, slice);
         if (problem) return problem;
         place_rows(step, slice);
+        if (program->ring_window) place_in_ring(program, slice);
         row += slice->n_rows;
     }
     return row == step->n_tokens ? NULL : "slices do not cover the step's rows";
@@ -110,6 +131,19 @@ static const char *check_overlaps(pw_step *step) {
     return NULL;
 }
 
+/* No two slices of a step have a slot of rings in common. */
+static const char *check_rings_apart(pw_program *program) {
+    pw_step *step = &program->step;
+    for (int64_t s = 0; s < step->n_slices; ++s) {
+        const pw_slice *slice = &step->slices[s];
+        step->rings[s] = (pw_slots){slice->ring_base, slice->ring_base + slice->ring_slots};
+    }
+    qsort(step->rings, (size_t)step->n_slices, sizeof *step->rings, by_begin);
+    for (int64_t s = 1; s < step->n_slices; ++s)
+        if (step->rings[s].begin < step->rings[s - 1].end) return "two slices share a ring";
+    return NULL;
+}
+
 const char *pw_program_check(pw_program *program, int threads, int32_t table) {
     pw_step *step = &program->step;
     const pw_capacity *room = &program->capacity;
@@ -124,6 +158,7 @@ const char *pw_program_check(pw_program *program, int threads, int32_t table) {
             return "logits of a row that is not there, or of rows out of order";
     const char *problem = check_slices(program);
     if (!problem) problem = check_overlaps(step);
+    if (!problem && program->ring_window) problem = check_rings_apart(program);
     if (!problem) pw_plan_attention(program, threads, table);
     return problem;
 }

@@ -15,6 +15,7 @@ typedef struct {
 
 typedef struct {
     int64_t kv_slots;        /* multiple of 16 */
+    int64_t ring_slots;      /* of layers with windows, multiple of 16; 0: those have kv_slots like all others */
     int64_t max_tokens;      /* rows of one step */
     int64_t max_slices;
     int64_t max_logit_rows;
@@ -23,13 +24,17 @@ typedef struct {
 } pw_capacity;
 
 /* Position p lies in slot slot_base + p; or, where first_run is not negative, as a table of n_runs among the step's runs says:
- * in slot runs[first_run + p / PW_CHUNK] + p % PW_CHUNK. Runs begin at multiples of 16. */
+ * in slot runs[first_run + p / PW_CHUNK] + p % PW_CHUNK. Runs begin at multiples of 16.
+ *
+ * Layers with windows may keep a ring of each sequence instead: position p lies in slot ring_base + p % ring_slots, and
+ * a later position takes the place of one that no token sees any more. Slots of rings are counted from kv_slots on. */
 typedef struct {
     int64_t first_row, n_rows; /* rows of the step */
     int64_t start;             /* position of the first */
     int64_t slot_base;
     int64_t first_run, n_runs;
     int64_t second;            /* rows before those of the second text of a pair; n_rows where there is one text */
+    int64_t ring_base, ring_slots; /* not read where no layer keeps rings */
 } pw_slice;
 
 /* Slots [begin, end). */
@@ -45,17 +50,12 @@ static inline int64_t pw_chunk_slot(const int32_t *runs, const pw_slice *slice, 
     return slice->first_run < 0 ? slice->slot_base + chunk * PW_CHUNK : runs[slice->first_run + chunk];
 }
 
-/* Bytes of one KV head of one layer. */
+/* Bytes of one KV head of one layer that keeps every position. */
 static inline int64_t pw_kv_head_bytes(const pw_shape *shape, const pw_capacity *room) {
     return room->kv_slots * pw_kv_slot_bytes(room->kv_format, shape->head_dim);
 }
 
-/* Bytes of all of them. */
-static inline int64_t pw_kv_bytes(const pw_shape *shape, const pw_capacity *room) {
-    return shape->n_layers * (int64_t)shape->n_kv_heads * pw_kv_head_bytes(shape, room);
-}
-
-/* A KV head in the memory that `kv` begins. */
+/* A KV head in memory that `kv` begins, where no layer keeps rings. */
 static inline pw_kv_head pw_kv_head_in(char *kv, const pw_shape *shape, const pw_capacity *room, int64_t layer,
                                        int64_t kv_head) {
     int64_t heads_before = layer * shape->n_kv_heads + kv_head;

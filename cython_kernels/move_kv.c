@@ -7,6 +7,7 @@
 typedef struct {
     const pw_program *program;
     int64_t source, target, slots;
+    bool in_rings;
     int members;
     char *line; /* [members][slots] elements */
 } moving;
@@ -62,7 +63,9 @@ static void move_share(void *context, int member) {
     int64_t heads = (int64_t)shape->n_layers * shape->n_kv_heads;
     char *line = move->line + member * move->slots * pw_kv_element_bytes(move->program->capacity.kv_format);
     for (int64_t i = heads * member / move->members; i < heads * (member + 1) / move->members; ++i) {
-        pw_kv_head head = pw_kv_head_of(move->program, i / shape->n_kv_heads, i % shape->n_kv_heads);
+        int64_t layer = i / shape->n_kv_heads;
+        if (move->program->layers[layer].in_rings != move->in_rings) continue;
+        pw_kv_head head = pw_kv_head_of(move->program, layer, i % shape->n_kv_heads);
         move_head(move, &head, line);
     }
 }
@@ -71,7 +74,8 @@ int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64
     int members = pw_team_size(team);
     char *line = malloc((size_t)(slots * pw_kv_element_bytes(program->capacity.kv_format) * members));
     if (!line) return PW_TEAM_NO_MEMORY;
-    moving move = {program, source, target, slots, members, line};
+    int64_t first = source < program->capacity.kv_slots ? 0 : program->capacity.kv_slots;
+    moving move = {program, source - first, target - first, slots, first > 0, members, line};
     int status = pw_team_run(team, move_share, &move);
     free(line);
     return status;

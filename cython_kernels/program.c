@@ -26,10 +26,12 @@ static bool open_step(pw_program *program) {
     step->logit_rows = calloc((size_t)room->max_logit_rows, sizeof *step->logit_rows);
     step->slices = calloc((size_t)room->max_slices, sizeof *step->slices);
     step->runs = calloc((size_t)(room->max_slices * pw_runs_each(room)), sizeof *step->runs);
+    step->ring_places = calloc((size_t)room->max_tokens, sizeof *step->ring_places);
+    step->rings = calloc((size_t)room->max_slices, sizeof *step->rings);
     step->written = calloc((size_t)room->max_tokens, sizeof *step->written);
     step->tail_pieces = calloc((size_t)room->max_logit_rows, sizeof *step->tail_pieces);
     return step->tokens && step->positions && step->slots && step->logit_rows && step->slices && step->runs &&
-           step->written && step->tail_pieces;
+           step->ring_places && step->rings && step->written && step->tail_pieces;
 }
 
 pw_program *pw_program_open(pw_shape shape, pw_capacity capacity) {
@@ -40,7 +42,9 @@ pw_program *pw_program_open(pw_shape shape, pw_capacity capacity) {
     program->n_ranks = 1;
     program->outputs = shape.vocab;
     for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) program->divisions[table] = (pw_division){1, 0, 1, 1};
-    if (!open_step(program)) {
+    program->layers = calloc((size_t)shape.n_layers, sizeof *program->layers);
+    for (int32_t i = 0; program->layers && i < shape.n_layers; ++i) program->layers[i].slots = capacity.kv_slots;
+    if (!program->layers || !open_step(program)) {
         pw_program_close(program);
         return NULL;
     }
@@ -89,7 +93,8 @@ void pw_program_close(pw_program *program) {
     pw_routes *routes = &program->routes;
     void *owned[] = {program->ops,     program->tickets,  program->merged, program->region_tickets, step->positions,
                      step->slots,      step->tail_pieces, step->written,   routes->expert,          routes->weight,
-                     routes->pair,     routes->first,     routes->busy,    routes->expert_of};
+                     routes->pair,     routes->first,     routes->busy,    routes->expert_of,       program->layers,
+                     step->ring_places, step->rings};
     for (int32_t kind = 0; kind < program->n_kinds; ++kind) {
         free(program->kinds[kind].inv_freq);
         free(step->plans[kind].first_part);
@@ -122,6 +127,15 @@ static void find_forms(pw_op *op, int32_t table) {
     }
 }
 
+/* A layer with a window keeps rings where there is room for them. */
+static void place_layer(pw_program *program, const pw_op *op) {
+    int64_t window = program->kinds[op->kind].window;
+    if (window <= 0 || program->capacity.ring_slots == 0) return;
+    program->layers[op->layer].in_rings = true;
+    program->layers[op->layer].slots = program->capacity.ring_slots;
+    program->ring_window = larger(program->ring_window, window);
+}
+
 bool pw_program_add(pw_program *program, const pw_op *op) {
     if (program->n_ops == program->ops_room) {
         int32_t room = program->ops_room ? 2 * program->ops_room : 64;
@@ -132,6 +146,7 @@ bool pw_program_add(pw_program *program, const pw_op *op) {
     }
     pw_op *added = &program->ops[program->n_ops++];
     *added = *op;
+    if (op->code == PW_ATTEND) place_layer(program, op);
     if (op->experts.count > program->experts.count) program->experts.count = op->experts.count;
     if (op->experts.chosen > program->experts.chosen) program->experts.chosen = op->experts.chosen;
     for (int32_t table = 0; table < PW_SCHEDULE_TABLES; ++table) {
@@ -220,6 +235,15 @@ static void lay_out_step(const pw_program *program, layout *l) {
     l->arena = whole_pages(l->runs + room->max_slices * pw_runs_each(room) * (int64_t)sizeof(int32_t));
 }
 
+/* Bytes of the keys and values of the layers before `layer`. */
+static int64_t kv_bytes_before(const pw_program *program, int64_t layer) {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < layer; ++i) bytes += program->shape.n_kv_heads * pw_layer_head_bytes(program, i);
+    return bytes;
+}
+
+static int64_t kv_bytes(const pw_program *program) { return kv_bytes_before(program, program->shape.n_layers); }
+
 static layout lay_out(const pw_program *program) {
     const pw_capacity *room = &program->capacity;
     layout l = {0};
@@ -238,7 +262,7 @@ static layout lay_out(const pw_program *program) {
     l.pairs = l.prepared + l.forms * l.prepared_each;
     l.rows_end = l.pairs + program->experts.chosen * l.prepared_each;
     l.kv = whole_pages(l.rows_end);
-    l.shared_end = whole_pages(l.kv + pw_kv_bytes(&program->shape, &program->capacity));
+    l.shared_end = whole_pages(l.kv + kv_bytes(program));
     l.own_prepared = aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
     l.split = l.own_prepared + l.forms * l.own_prepared_each;
     l.split_each = aligned(split_floats(program) * 4);
@@ -249,7 +273,7 @@ static layout lay_out(const pw_program *program) {
 
 int64_t pw_program_bytes(const pw_program *program) {
     layout l = lay_out(program);
-    return l.end + (program->n_ranks > 1 ? l.shared_end : l.rows_end + pw_kv_bytes(&program->shape, &program->capacity));
+    return l.end + (program->n_ranks > 1 ? l.shared_end : l.rows_end + kv_bytes(program));
 }
 
 int64_t pw_program_shared_bytes(const pw_program *program) { return lay_out(program).shared_end; }
@@ -292,7 +316,8 @@ bool pw_program_seal(pw_program *program, char *shared, char *kv) {
     layout l = lay_out(program);
     program->memory_bytes = l.end;
     program->rows_bytes = l.rows_end;
-    program->kv_bytes = pw_kv_bytes(&program->shape, &program->capacity);
+    program->kv_bytes = kv_bytes(program);
+    for (int32_t i = 0; i < program->shape.n_layers; ++i) program->layers[i].offset = kv_bytes_before(program, i);
     program->memory = pw_pages_open(l.end);
     if (shared) {
         seal_shared(program, &l, shared);

@@ -105,6 +105,13 @@ typedef struct {
     float *tap;                           /* linear: rows [][k] as they enter the product are copied here; NULL: not */
 } pw_op;
 
+/* Where a layer's keys and values lie. */
+typedef struct {
+    int64_t offset; /* bytes before its first KV head */
+    int64_t slots;
+    bool in_rings;
+} pw_layer_kv;
+
 /* What layers differ in: what their tokens see, and how positions turn queries and keys. */
 typedef struct {
     int64_t window;     /* positions seen, itself included; 0: all */
@@ -141,6 +148,8 @@ typedef struct {
     int32_t tile_rows;    /* of attention */
     int64_t *positions;   /* [max_tokens] */
     int64_t *slots;       /* [max_tokens] */
+    int64_t *ring_places; /* [max_tokens]: slots of layers that keep rings, counted from 0 */
+    pw_slots *rings;      /* [max_slices], ascending */
     int64_t n_written;
     pw_slots *written;    /* [max_tokens], ascending: what the step writes */
 } pw_step;
@@ -155,6 +164,8 @@ typedef struct {
     pw_op *ops;
     int32_t n_kinds;
     pw_attention_kind kinds[PW_MAX_KINDS];
+    pw_layer_kv *layers;       /* [n_layers]; places are known once sealed */
+    int64_t ring_window;       /* the largest window of layers that keep rings; 0: none does */
     pw_experts experts;        /* the most of any op; count 0: none */
     pw_routes routes;
     int64_t arena_floats;      /* what the ops use; angles and partials follow */
@@ -224,7 +235,7 @@ int64_t pw_program_bytes(const pw_program *program);
 int64_t pw_program_shared_bytes(const pw_program *program);
 
 /* Allocates what is not shared. `shared`: pw_program_shared_bytes that all ranks map, page-aligned, where there are
- * several; rank 0 has seen them zeroed and seals first. NULL: one rank. `kv`: pw_kv_bytes, page-aligned, for the keys and
+ * several; rank 0 has seen them zeroed and seals first. NULL: one rank. `kv`: whole pages, for the keys and
  * values of one rank; NULL: they are allocated too. False when the system refuses. */
 bool pw_program_seal(pw_program *program, char *shared, char *kv);
 
@@ -232,9 +243,22 @@ bool pw_program_seal(pw_program *program, char *shared, char *kv);
  * may use it. PW_TEAM_OK, the team's failure (negative), or an errno. While no step runs. */
 int pw_program_touch(pw_program *program, pw_team *team);
 
+/* Bytes of one KV head of a layer. */
+static inline int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer) {
+    return program->layers[layer].slots * pw_kv_slot_bytes(program->capacity.kv_format, program->shape.head_dim);
+}
+
 /* A KV head of the sealed program. */
 static inline pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head) {
-    return pw_kv_head_in(program->kv, &program->shape, &program->capacity, layer, kv_head);
+    const pw_layer_kv *own = &program->layers[layer];
+    return pw_kv_head_at(program->kv + own->offset + kv_head * pw_layer_head_bytes(program, layer), own->slots,
+                         program->capacity.kv_format, program->shape.head_dim);
+}
+
+/* Slot of the first position of a chunk, in a layer. */
+static inline int64_t pw_chunk_slot_in(const pw_program *program, int64_t layer, const pw_slice *slice, int64_t chunk) {
+    if (!program->layers[layer].in_rings) return pw_chunk_slot(program->step.runs, slice, chunk);
+    return slice->ring_base - program->capacity.kv_slots + chunk * PW_CHUNK % slice->ring_slots;
 }
 
 /* The tickets of an op's products: [PW_MAX_PARTS][max_threads], and how many those are. */

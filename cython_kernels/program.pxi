@@ -83,11 +83,11 @@ cdef extern from "program.h" nogil:
         float norm_eps
 
     ctypedef struct pw_capacity:
-        int64_t kv_slots, max_tokens, max_slices, max_logit_rows
+        int64_t kv_slots, ring_slots, max_tokens, max_slices, max_logit_rows
         int32_t kv_format, max_threads
 
     ctypedef struct pw_slice:
-        int64_t first_row, n_rows, start, slot_base, first_run, n_runs, second
+        int64_t first_row, n_rows, start, slot_base, first_run, n_runs, second, ring_base, ring_slots
 
     ctypedef struct pw_step:
         int64_t n_tokens, n_slices, n_logit_rows
@@ -125,7 +125,7 @@ cdef extern from "program.h" nogil:
                              const pw_row_range *ranges)
     pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank)
     int64_t pw_runs_each(const pw_capacity *room)
-    int64_t pw_kv_head_bytes(const pw_shape *shape, const pw_capacity *room)
+    int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer)
     pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head)
     int64_t pw_program_bytes(const pw_program *program)
     int64_t pw_program_shared_bytes(const pw_program *program)
@@ -244,7 +244,7 @@ cdef class Program:
 
     def __cinit__(self, shape, capacity, inv_freq, division=None, double patience_s=60.0, double magnitude=1.0):
         cdef pw_shape s = shape
-        cdef pw_capacity c = {**capacity, "kv_format": kv_format_code(capacity["kv_format"])}
+        cdef pw_capacity c = {"ring_slots": 0, **capacity, "kv_format": kv_format_code(capacity["kv_format"])}
         if not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
             raise ProgramError(
                 f"attention heads of {s.head_dim} dimensions: even numbers up to {PW_MAX_HEAD_DIM} are supported")
@@ -252,8 +252,10 @@ cdef class Program:
             raise ProgramError(f"a model of this shape cannot be: {shape}")
         if min(c.kv_slots, c.max_tokens, c.max_slices, c.max_logit_rows, c.max_threads) < 1:
             raise ProgramError(f"a program needs room for something: {capacity}")
-        if max(c.kv_slots, c.max_tokens, c.max_slices, c.max_logit_rows) > 1 << 30:
+        if max(c.kv_slots, c.ring_slots, c.max_tokens, c.max_slices, c.max_logit_rows) > 1 << 30:
             raise ProgramError(f"more than 2^30 slots, tokens or rows: {capacity}")
+        if c.ring_slots < 0 or c.ring_slots % 16:
+            raise ProgramError(f"{c.ring_slots} slots of rings: a multiple of 16 expected")
         c.kv_slots = (c.kv_slots + 15) // 16 * 16
         self.kept = []
         self.program = pw_program_open(s, c)
@@ -666,8 +668,9 @@ cdef class Program:
         before, if it is another one: its threads leave their cores at once.
 
         slices: objects with token_ids, start, slot_base, wants_logits, table (None, or the slots where every
-        PW_CHUNK positions begin; then slot_base is not read) and n_drafted (so many rows before the last one want
-        logits too); where embeddings have segments also `second`, its tokens before those of the second text, None:
+        PW_CHUNK positions begin; then slot_base is not read), n_drafted (so many rows before the last one want
+        logits too) and ring (where layers with windows keep rings: its first slot, counted from kv_slots on, and
+        its slots); where embeddings have segments also `second`, its tokens before those of the second text, None:
         all. ValueError when a token, a position or a slot is out
         of range; then nothing has been written. Of several ranks, rank 0 runs it for all; GroupFailed
         when one of them fails or does not come.
@@ -763,7 +766,7 @@ cdef class Program:
         if not (0 <= layer < shape.n_layers and 0 <= kv_head < shape.n_kv_heads):
             raise ValueError(f"KV head {kv_head} of layer {layer}: {shape.n_layers} x {shape.n_kv_heads} are there")
         at = <char *>pw_kv_head_of(self.program, layer, kv_head).keys - self.program.shared
-        return at, pw_kv_head_bytes(&self.program.shape, &self.program.capacity)
+        return at, pw_layer_head_bytes(self.program, layer)
 
     cdef int _check_shared(self) except -1:
         self._check_sealed()
@@ -784,6 +787,7 @@ cdef class Program:
                     raise ValueError(f"a step holds at most {room.max_slices} slices")
                 out = &step.slices[step.n_slices]
                 out.first_row, out.start, out.slot_base, out.first_run = row, piece.start, 0, -1
+                out.ring_base, out.ring_slots = (0, 0) if piece.ring is None else piece.ring
                 for token in piece.token_ids:
                     if row == room.max_tokens:
                         raise ValueError(f"a step holds at most {room.max_tokens} tokens")
@@ -854,13 +858,20 @@ cdef class Program:
         _check_team(status)
 
     def copy_kv(self, Team team, int64_t source, int64_t target, int64_t n_slots):
-        """Moves keys and values of n_slots slots, in every layer; the ranges may overlap."""
+        """Moves keys and values of n_slots slots, in every layer without rings; the ranges may overlap.
+
+        Slots from kv_slots on are those of layers that keep rings. ValueError for ranges in both, or outside.
+        """
         cdef pw_team *members = team._open()
         cdef int64_t slots = self.program.capacity.kv_slots
         cdef int status
         self._check_sealed()
-        if not (0 <= n_slots <= slots and 0 <= source <= slots - n_slots and 0 <= target <= slots - n_slots):
-            raise ValueError(f"slots {source} to {target}, {n_slots} of them, of {slots}")
+        cdef int64_t first = 0 if source < slots else slots
+        if first:
+            slots = self.program.capacity.ring_slots
+        if not (0 <= n_slots <= slots and 0 <= source - first <= slots - n_slots
+                and 0 <= target - first <= slots - n_slots):
+            raise ValueError(f"slots {source} to {target}, {n_slots} of them, of {slots} from {first} on")
         if n_slots == 0:
             return
         with nogil:
@@ -877,8 +888,8 @@ cdef class Program:
 
     def whole_kv_bytes(self):
         """Bytes of all keys and values, also before the program is sealed."""
-        return (<int64_t>self.program.shape.n_layers * self.program.shape.n_kv_heads
-                * pw_kv_head_bytes(&self.program.shape, &self.program.capacity))
+        return self.program.shape.n_kv_heads * sum(
+            pw_layer_head_bytes(self.program, layer) for layer in range(self.program.shape.n_layers))
 
     @property
     def progress(self):

@@ -28,10 +28,15 @@ class SequenceSlice(NamedTuple):
     n_drafted: int = 0
     """The last tokens that are drafts. Where logits are wanted, those after the token before each of them
     are wanted too."""
+    ring: tuple[int, int] | None = None
+    """Of layers that keep rings: its first slot and its slots. Position p lies at `first + p % slots`."""
 
 
 class KvCopy(NamedTuple):
-    """Keys and values of `n_slots` slots, to be had at `target_slot` too. The ranges may overlap."""
+    """Keys and values of `n_slots` slots, to be had at `target_slot` too. The ranges may overlap.
+
+    Slots of rings are counted from all other slots on; both ranges are of rings, or neither.
+    """
 
     source_slot: int
     target_slot: int

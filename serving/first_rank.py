@@ -46,6 +46,7 @@ def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
         logit_rows=min(max(max_sequences, ALL_LOGITS_ROWS), max(step_tokens, max_sequences)),
         threads=threads,
         kv_format=kv_format,
+        ring_slots=options.ring_slots,
         touched=options.touched,
     )
 
@@ -199,6 +200,7 @@ def _steps(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterator[list[S
                     piece.slot_base,
                     piece.wants_logits and last,
                     piece.table,
+                    ring=piece.ring,
                 )
             )
             done, room = done + count, room - count

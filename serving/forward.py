@@ -47,6 +47,8 @@ class Capacity:
     """Threads of the largest team of this process."""
     kv_format: str = AUTO
     """How keys and values are stored: `resolve_kv_format`."""
+    ring_slots: int = 0
+    """Slots of layers with windows, which keep a ring of each sequence; 0: all layers have `kv_slots`."""
     touched: bool = False
     """Whether all memory is to be there before the first step: `rank_teams.touch_memory`."""
 
@@ -124,12 +126,19 @@ def resolve_kv_format(model: PackedModel, kv_format: str = AUTO) -> str:
 
 def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO) -> int:
     """Bytes of the keys and values of one position, all layers. ModelError for a format that there is not."""
+    return sum(kv_bytes_by_reach(model, kv_format))
+
+
+def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO) -> tuple[int, int]:
+    """The same of the layers that see every position, and of those with a window."""
     config = model.config
     try:
         per_head = kv_slot_bytes(resolve_kv_format(model, kv_format), config.head_dim)
     except KernelError as error:
         raise ModelError(f"{model.name}: {error}") from error
-    return config.n_layers * config.n_kv_heads * per_head
+    n_windowed = sum(config.kind_of(layer).window is not None for layer in range(config.n_layers))
+    per_layer = config.n_kv_heads * per_head
+    return (config.n_layers - n_windowed) * per_layer, n_windowed * per_layer
 
 
 def build_program(
@@ -222,6 +231,7 @@ def _shape(config: ModelConfig) -> dict[str, int | float]:
 def room_of(model: PackedModel, capacity: Capacity) -> dict[str, int | str]:
     return {
         "kv_slots": capacity.kv_slots,
+        "ring_slots": capacity.ring_slots,
         "max_tokens": capacity.step_tokens,
         "max_slices": capacity.sequences,
         "max_logit_rows": capacity.logit_rows,

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 from phasewise.serving.drafts.opening import LEAST_STEP_TOKENS, DraftSource, open_drafter
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
-from phasewise.serving.forward import AUTO, kv_bytes_per_slot
+from phasewise.serving.forward import AUTO, kv_bytes_by_reach, kv_bytes_per_slot
 from phasewise.serving.maintenance import Maintenance
 from phasewise.serving.memory import available_bytes
 from phasewise.serving.model import PackedModel
 from phasewise.serving.pacing import DEFAULT_TPOT_MS, Pacing
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.pools.contract import ALIGNMENT, KvPool, PoolSettings
+from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, KvPool, PoolSettings, Rings
 from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
+from phasewise.serving.pools.rings import RingedPool
 from phasewise.serving.ranks import STEP_TOKENS, RankOptions, open_ranks
 from phasewise.serving.scheduler import Scheduler, SchedulerLimits
 from phasewise.serving.schedules import ScheduleLookup
@@ -105,6 +106,8 @@ class EngineSize:
     """Whether all memory is there from the start; else it comes as it is used, or is found missing then."""
     kv_shared: bool = False
     """Whether other processes may map the keys and values, as those of an instance of a pool do."""
+    rings: Rings | None = None
+    """Slots of layers with windows, which keep their windows alone; None: all layers have `kv_slots`."""
 
     @property
     def step_tokens(self) -> int:
@@ -121,7 +124,9 @@ class EngineSize:
                 f"{n_prompt} in the prompt and {max_tokens} for the answer"
             )
         kv_slots = aligned(n_prompt + max_tokens)
-        return cls(context, kv_slots, 1, max(1, min(STEP_TOKENS, n_prompt)), "static", prefix_reuse=False)
+        most_rows = max(1, min(STEP_TOKENS, n_prompt))
+        rings = _rings_of(model, kv_slots, 1)
+        return cls(context, kv_slots, 1, most_rows, "static", prefix_reuse=False, rings=rings)
 
     @classmethod
     def for_many(
@@ -132,25 +137,33 @@ class EngineSize:
         kv_bytes: int | None,
         kv_format: str = AUTO,
         draft: PackedModel | None = None,
+        *,
+        kv_shared: bool = False,
     ) -> EngineSize:
         """As many slots as `kv_bytes` pays for, and no more than `max_sequences` full contexts can use.
-        A draft model has as many slots of its own.
+        A draft model has as many slots of its own. kv_shared: as the field; then no layer keeps rings.
 
         By default a quarter of the free memory, but not more than 1 GiB or four times the weights, whichever
         is larger: a small model does not fill a large machine. The context is the model's, or as much of it
         as the slots hold, unless one is asked for. ServingError where what is asked for does not fit.
         """
         context = _context(model, context_length)
-        per_slot = kv_bytes_per_slot(model, kv_format)
+        seen_by_all, windowed = kv_bytes_by_reach(model, kv_format)
         if draft is not None:
-            per_slot += kv_bytes_per_slot(draft, kv_format)
+            seen_by_all += kv_bytes_per_slot(draft, kv_format)
+        per_slot = seen_by_all + windowed
         budget = default_kv_bytes(model) if kv_bytes is None else kv_bytes
         free = available_bytes()
         if kv_bytes is not None and free is not None and kv_bytes > free:
             raise ServingError(
                 f"a KV budget of {_mib(kv_bytes)} does not fit: this machine has {_mib(free)} of free memory"
             )
-        kv_slots = min(budget // per_slot, max_sequences * aligned(context))
+        most = max_sequences * aligned(context)
+        kv_slots = min(budget // per_slot, most)
+        rings = None if kv_shared else _rings_of(model, context, max_sequences, kv_slots)
+        if rings is not None:
+            left = budget - rings.n_slots * windowed
+            kv_slots = min(left // seen_by_all, most) if seen_by_all else most
         if kv_slots < ALIGNMENT:
             raise ServingError(
                 f"a KV budget of {budget} bytes is too small: {ALIGNMENT} tokens, the least block, "
@@ -165,7 +178,16 @@ class EngineSize:
                 f"{_mib(budget)} for keys and values hold {kv_slots} tokens of {model.name}, and {least} are "
                 f"needed for the context{room}{shorter}"
             )
-        return cls(min(context, kv_slots), kv_slots, max_sequences, kv_format=kv_format)
+        if rings is not None:
+            rings = replace(rings, first_slot=kv_slots)
+        return cls(
+            min(context, kv_slots),
+            kv_slots,
+            max_sequences,
+            kv_format=kv_format,
+            rings=rings,
+            kv_shared=kv_shared,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +204,10 @@ class OpenEngine:
 
     @property
     def kv_bytes(self) -> int:
-        return self.size.kv_slots * kv_bytes_per_slot(self.model, self.size.kv_format)
+        size = self.size
+        seen_by_all, windowed = kv_bytes_by_reach(self.model, size.kv_format)
+        n_windowed_slots = size.rings.n_slots if size.rings else size.kv_slots
+        return size.kv_slots * seen_by_all + n_windowed_slots * windowed
 
     def __enter__(self) -> OpenEngine:
         return self
@@ -220,6 +245,7 @@ def open_engine(
         size.kv_format,
         size.touched,
         size.kv_shared,
+        size.rings.n_slots if size.rings else 0,
     )
     positions = min(size.context_length, size.kv_slots)
     ranks = open_ranks(_serving(model, positions), plans, options)
@@ -234,6 +260,8 @@ def open_engine(
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
     if pool is None:
         pool = open_pool(size.kv_policy, size.kv_slots, PoolSettings(longest_request=size.context_length))
+    if size.rings is not None:
+        pool = RingedPool(pool, size.rings)
     engine = Engine(ranks, vocabulary, scheduler_of(size, pool), *_habits(size), drafter)
     maintenance = Maintenance(pool.refresh)
     maintenance.start()
@@ -276,6 +304,25 @@ def _mib(n_bytes: int) -> str:
 def _mib_up(n_bytes: int) -> str:
     """As `--kv-budget` takes it, rounded up."""
     return f"{-(-n_bytes // (1 << 20))}M"
+
+
+def _rings_of(
+    model: PackedModel, longest_request: int, max_sequences: int, most_slots: int | None = None
+) -> Rings | None:
+    """Rings for a model with windows, behind `longest_request` slots; None where they would save nothing.
+
+    A ring holds the largest window and what one step writes. There are as many as sequences, but no more
+    slots than `most_slots`, which those layers would have without rings.
+    """
+    config = model.config
+    window = max((config.kind_of(layer).window or 0 for layer in range(config.n_layers)), default=0)
+    longest = -(-(window + STEP_TOKENS) // KV_CHUNK) * KV_CHUNK
+    if window == 0 or longest >= longest_request:
+        return None
+    n_slots = longest * max_sequences
+    if most_slots is not None:
+        n_slots = min(n_slots, most_slots // KV_CHUNK * KV_CHUNK)
+    return Rings(longest_request, n_slots, longest, window) if n_slots >= longest else None
 
 
 def _context(model: PackedModel, asked: int | None) -> int:

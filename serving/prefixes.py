@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phasewise.serving.batch import KvCopy
-from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Placement
+from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Placement, Rings
 
 RUN_TOKENS = ALIGNMENT
 """One panel of keys: copies move whole panels, and a sibling computes 16 tokens at most."""
@@ -52,6 +52,9 @@ class _Source:
     placement: Placement
     n_ready: int
     is_live: bool = True
+    n_written: int = 0
+    """Tokens up to the last that was ever stored, drafts included: in a ring they took the places of earlier
+    ones."""
 
 
 def chain(token_ids: Sequence[int], known: tuple[int, ...] = (), space: str = "") -> tuple[int, ...]:
@@ -67,9 +70,11 @@ def chain(token_ids: Sequence[int], known: tuple[int, ...] = (), space: str = ""
 class PrefixIndex:
     """Sequences by the runs that they begin with. Owners are named by the caller."""
 
-    def __init__(self, n_slots: int) -> None:
+    def __init__(self, n_slots: int, rings: Rings | None = None) -> None:
         self._n_slots = n_slots
+        self._rings = rings
         self._stamps = [0] * (n_slots // RUN_TOKENS)
+        self._ring_stamps = [0] * (rings.n_slots // RUN_TOKENS if rings else 0)
         self._serial = 0
         self._by_chain: dict[int, _Source] = {}
         self._live: dict[str, _Source] = {}
@@ -87,6 +92,8 @@ class PrefixIndex:
             if source is None or source.space != space or source.token_ids[:n_tokens] != token_ids[:n_tokens]:
                 continue
             n_ready = self._n_there(source, min(n_tokens, source.n_ready))
+            if self._rings is not None and not self._is_in_ring(source, n_ready, n_tokens):
+                continue
             n_coming = max(best.n_coming, n_tokens if source.is_live else n_ready)
             if n_ready > best.n_ready:
                 best = Match(n_ready, source.placement, n_coming)
@@ -121,6 +128,12 @@ class PrefixIndex:
         source = self._live.get(owner)
         if source is not None:
             source.n_ready = n_ready
+
+    def wrote(self, owner: str, n_tokens: int) -> None:
+        """Keys and values of `owner` were stored up to there, drafts included."""
+        source = self._live.get(owner)
+        if source is not None:
+            source.n_written = max(source.n_written, n_tokens)
 
     def retire(self, owner: str, token_ids: tuple[int, ...]) -> None:
         """`owner` gives its block back. What it has computed, `token_ids`, may be copied while it lasts.
@@ -189,6 +202,28 @@ class PrefixIndex:
         for begin, end in _pieces(source.placement, source.placement.n_slots):
             first, last = begin // RUN_TOKENS, -(-end // RUN_TOKENS)
             self._stamps[first:last] = [source.serial] * (last - first)
+        if self._rings is not None and source.placement.ring is not None:
+            first_slot, n_slots = source.placement.ring
+            first = (first_slot - self._rings.first_slot) // RUN_TOKENS
+            self._ring_stamps[first : first + n_slots // RUN_TOKENS] = [source.serial] * (
+                n_slots // RUN_TOKENS
+            )
+
+    def _is_in_ring(self, source: _Source, n_ready: int, n_tokens: int) -> bool:
+        """Whether the ring of `source` has what a token after its first `n_ready` sees, and, where it is
+        live, will have what one after its first `n_tokens` sees."""
+        assert self._rings is not None
+        ring = source.placement.ring
+        if ring is None:
+            return False
+        first_slot, n_slots = ring
+        lost = source.n_written - n_slots  # positions before are written over
+        wanted = n_tokens if source.is_live and n_ready < n_tokens else n_ready
+        if max(0, wanted - self._rings.window) < lost:
+            return False
+        first = (first_slot - self._rings.first_slot) // RUN_TOKENS
+        stamps = self._ring_stamps[first : first + n_slots // RUN_TOKENS]
+        return all(stamp == source.serial for stamp in stamps)
 
     def _n_there(self, source: _Source, n_tokens: int) -> int:
         """How many of the first tokens have not been overwritten, in whole runs."""
@@ -201,8 +236,11 @@ class PrefixIndex:
         return n_there
 
 
-def copies_between(source: Placement, target: Placement, n_tokens: int) -> tuple[int, list[KvCopy]]:
+def copies_between(
+    source: Placement, target: Placement, n_tokens: int, window: int = 0
+) -> tuple[int, list[KvCopy]]:
     """Copies that bring the first tokens from one block to another, and how many tokens they bring.
+    window: positions that layers with rings see.
 
     Fewer than asked where the blocks share slots in another order, and a copy would destroy the source of
     one after it. Nothing is copied where it is.
@@ -217,7 +255,28 @@ def copies_between(source: Placement, target: Placement, n_tokens: int) -> tuple
         if begin != target_begin:
             copies.append(KvCopy(begin, target_begin, end - begin))
         done += end - begin
-    return done, _joined(copies)
+    if source.ring is None or target.ring is None:
+        return done, _joined(copies)
+    in_rings = _ring_copies(source.ring, target.ring, done, window)
+    return (0, []) if in_rings is None else (done, [*_joined(copies), *_joined(in_rings)])
+
+
+def _ring_copies(
+    source: tuple[int, int], target: tuple[int, int], n_tokens: int, window: int
+) -> list[KvCopy] | None:
+    """Copies of what a token after the first `n_tokens` sees, panel by panel; None where one would destroy
+    the source of one after it."""
+    copies: list[KvCopy] = []
+    begin = max(0, n_tokens - window) // RUN_TOKENS * RUN_TOKENS
+    for position in range(begin, n_tokens, RUN_TOKENS):
+        slot, place = (first + position % n_slots for first, n_slots in (source, target))
+        if any(
+            slot < copy.target_slot + RUN_TOKENS and copy.target_slot < slot + RUN_TOKENS for copy in copies
+        ):
+            return None
+        if slot != place:
+            copies.append(KvCopy(slot, place, RUN_TOKENS))
+    return copies
 
 
 def _cut(placement: Placement, other: Placement, n_tokens: int) -> list[tuple[int, int]]:

@@ -35,6 +35,8 @@ class RankOptions:
     """True: all memory is allocated before the first step (for servers)."""
     kv_shared: bool = False
     """True: other processes may map the keys and values (for instances)."""
+    ring_slots: int = 0
+    """As in `forward.Capacity`; 0 where `kv_shared`."""
 
 
 class Follower(Protocol):

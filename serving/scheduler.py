@@ -93,7 +93,7 @@ class Scheduler:
         self._live: dict[str, LiveSequence] = {}
         self._waiting = WaitingLine()
         self._running: list[LiveSequence] = []  # by age
-        self._prefixes = PrefixIndex(pool.n_slots) if limits.prefix_reuse else None
+        self._prefixes = PrefixIndex(pool.n_slots, pool.rings) if limits.prefix_reuse else None
         self._copies: list[KvCopy] = []  # that the next batch brings, in their order
         self._moved: set[str] = set()  # whom they move
         self._n_admitted = 0
@@ -269,9 +269,12 @@ class Scheduler:
                 continue
             if len(run) > 1 + piece.n_drafted:
                 raise SchedulerError(f"{len(run)} tokens sampled after {piece.n_drafted} drafts")
-            sequence.n_computed += len(piece.token_ids) - piece.n_drafted
-            if batch.phase == "prefill" and self._prefixes is not None:
-                self._prefixes.advance(sequence.request_id, sequence.n_computed)
+            n_written = sequence.n_computed + len(piece.token_ids)
+            sequence.n_computed = n_written - piece.n_drafted
+            if self._prefixes is not None:
+                self._prefixes.wrote(sequence.request_id, n_written)
+                if batch.phase == "prefill":
+                    self._prefixes.advance(sequence.request_id, sequence.n_computed)
             if run and not sequence.request.prefill_only:
                 sequence.n_computed += len(run) - 1
                 outs += self._append_run(sequence, run)
@@ -489,7 +492,8 @@ class Scheduler:
                 return False
             prefixes.start(sequence.request_id, (token_ids, sequence.runs), placement, space)
             if match.source is not None:
-                self._reuse(sequence, copies_between(match.source, placement, match.n_ready))
+                window = self.pool.rings.window if self.pool.rings else 0
+                self._reuse(sequence, copies_between(match.source, placement, match.n_ready, window))
         sequence.has_started = True
         return True
 
@@ -507,9 +511,9 @@ class Scheduler:
     def _fly(self, phase: Phase, parts: list[tuple[LiveSequence, Tokens[int]]]) -> Batch:
         slices = []
         for sequence, token_ids in parts:
-            base, _, table = _placed(sequence)
+            base, _, table, ring = _placed(sequence)
             is_last = len(token_ids) == sequence.n_pending
-            slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table))
+            slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table, 0, ring))
         sequences = tuple(sequence for sequence, _ in parts)
         names = tuple(sequence.request_id for sequence in sequences)
         batch = Batch(phase, tuple(slices), names, tuple(self._copies))

@@ -134,5 +134,5 @@ class TeamAttention:
 
 def _slice(start: int, rows: int) -> Any:
     return SimpleNamespace(
-        token_ids=[0] * rows, start=start, slot_base=0, wants_logits=False, table=None, n_drafted=0
+        token_ids=[0] * rows, start=start, slot_base=0, wants_logits=False, table=None, n_drafted=0, ring=None
     )

@@ -195,10 +195,10 @@ def serve_model(
         further = _open_further(running, listening, pools, db, report)
         budgets = _budgets([found, *further.values()], running)
         running = replace(running, kv_budget_bytes=budgets[0])
-        size = _size(found, accepting.max_sequences, running, drafts)
+        instances = planned_instances(pools, read_machine(), found.plans, report)
+        size = _size(found, accepting.max_sequences, running, drafts, kv_shared=bool(instances))
         if explain is not None:
             explain(found.explain(size.step_tokens, size.max_sequences))
-        instances = planned_instances(pools, read_machine(), found.plans, report)
         if instances and running.draft is not None:
             raise UsageError("--draft is for one engine: leave it or the pools out")
         opened: Served
@@ -226,7 +226,7 @@ def serve_model(
         engines: list[OpenEngine] = []
         for (name, one), n_bytes in zip(further.items(), budgets[1:], strict=True):
             own = replace(running, kv_budget_bytes=n_bytes, draft=None)
-            its_size = _size(one, accepting.max_sequences, own, None)
+            its_size = _size(one, accepting.max_sequences, own, None, kv_shared=False)
             beside_it = stack.enter_context(_open(one, its_size, None, allow_special=accepting.allow_special))
             sampling = one.model.sampling.with_overrides(
                 answering.temperature, answering.top_p, answering.min_p
@@ -326,7 +326,9 @@ def _address(listening: Listening, tls: ssl.SSLContext | None) -> Address:
     return TcpAddress(listening.host, listening.port, secure=tls is not None)
 
 
-def _size(found: OpenModel, max_sequences: int, running: Running, drafts: DraftSource | None) -> EngineSize:
+def _size(
+    found: OpenModel, max_sequences: int, running: Running, drafts: DraftSource | None, *, kv_shared: bool
+) -> EngineSize:
     from phasewise.serving.open_engine import EngineSize
 
     size = EngineSize.for_many(
@@ -336,6 +338,7 @@ def _size(found: OpenModel, max_sequences: int, running: Running, drafts: DraftS
         running.kv_budget_bytes,
         running.kv_format,
         None if drafts is None else drafts.model,
+        kv_shared=kv_shared,
     )
     return replace(
         size,

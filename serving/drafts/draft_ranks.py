@@ -55,7 +55,9 @@ class GuestRank:
         return self._rank.forward(batch)
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
-        """As Ranks.copy_kv."""
+        """As Ranks.copy_kv. This model's layers keep no rings: nothing is to be done for those."""
+        if source_slot >= self._capacity.kv_slots:
+            return
         self._rank.copy_kv(source_slot, target_slot, n_slots)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter
 from phasewise.serving.drafts.draft_ranks import GuestRank
@@ -39,7 +39,7 @@ def open_drafter(
     most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
     if source.model is None:
         return LookupDrafter(costs, most_rows)
-    guest = GuestRank(source.model, first_rank, options)
+    guest = GuestRank(source.model, first_rank, replace(options, ring_slots=0))
     return ModelDrafter(guest, costs, most_rows, model.config.vocab_size)
 
 

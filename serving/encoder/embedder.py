@@ -40,6 +40,7 @@ class _Slice:
     wants_logits: bool = True
     table: None = None
     n_drafted: int = 0
+    ring: None = None
 
 
 class Embedder:

@@ -125,6 +125,10 @@ class ContiguousPool:
     def longest(self) -> int:
         return self._arena.n_slots
 
+    @property
+    def rings(self) -> None:
+        return None
+
     def reserve(self, owner: str, demand: Demand) -> Grant | None:
         check_demand(owner, demand, self._held)
         self._follow_bounds()

@@ -57,6 +57,8 @@ class Placement(NamedTuple):
     """Positions that it can hold."""
     table: tuple[int, ...] | None = None
     """Slots at which its runs of `KV_CHUNK` positions begin; None where all are one run."""
+    ring: tuple[int, int] | None = None
+    """First slot and slots of its ring, in layers that keep rings (`pools.rings`). It never moves."""
 
     def slot(self, position: int) -> int:
         """Where a position lies."""
@@ -120,6 +122,23 @@ class PoolStats(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Rings:
+    """Slots of all rings, and of the longest: enough for the largest window and what one step writes."""
+
+    first_slot: int
+    """Slots of the other layers come before."""
+    n_slots: int
+    longest: int
+    """A multiple of KV_CHUNK."""
+    window: int
+    """The largest window of the layers that keep rings."""
+
+    def __post_init__(self) -> None:
+        assert self.longest % KV_CHUNK == 0, self
+        assert self.n_slots >= self.longest > self.window, self
+
+
+@dataclass(frozen=True, slots=True)
 class PoolSettings:
     """Settings of all policies; each reads its own."""
 
@@ -169,6 +188,11 @@ class KvPool(Protocol):
     @property
     def longest(self) -> int:
         """Positions of the longest request that the empty pool holds to its end."""
+        ...
+
+    @property
+    def rings(self) -> Rings | None:
+        """The rings that its placements have; None: they have none."""
         ...
 
     def reserve(self, owner: str, demand: Demand) -> Grant | None:

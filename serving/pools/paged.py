@@ -42,6 +42,10 @@ class PagedPool:
     def longest(self) -> int:
         return self.n_slots
 
+    @property
+    def rings(self) -> None:
+        return None
+
     def reserve(self, owner: str, demand: Demand) -> Grant | None:
         check_demand(owner, demand, self._held)
         pages = _Pages([], demand)

@@ -4,9 +4,10 @@
 
 Runs by hand, in an environment of its own; the tests only read what it leaves. `tokens`: hashes of
 llama.cpp's ids of ten thousand lines for every vocabulary; `model`: greedy tokens and logits of the default
-model in float32; `tiny` and `families`: the same of tiny models of every architecture; `chats`: conversations
-rendered by templates; `perplexity`: of the fixed English text. Token ids of the default model come from
-llama.cpp: transformers' import of a GGUF loses its pre-tokenizer.
+model in float32; `tiny` and `families`: the same of tiny models of every architecture; `long`: of some of
+them after 8,192 tokens; `chats`: conversations rendered by templates; `perplexity`: of the fixed English
+text. Token ids of the default model come from llama.cpp: transformers' import of a GGUF loses its
+pre-tokenizer.
 """
 
 from __future__ import annotations
@@ -167,6 +168,28 @@ def make_families() -> None:
     np.savez_compressed(layout.FIXTURES / "families.npz", **arrays)
 
 
+def make_long_context() -> None:
+    """long_context.npz: the same after prompts of 8,192 tokens, of families with windows and YaRN."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.support import family_models as families
+
+    arrays: dict[str, np.ndarray] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in families.LONG_CASES:
+            path = families.write_long_hf(Path(folder) / name, name)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, attn_implementation="eager"
+            )
+            logits = greedy(model.eval(), families.long_prompt(name), families.N_GREEDY)
+            arrays[f"{name}/tokens"] = logits.argmax(axis=1).astype(np.int32)
+            arrays[f"{name}/margins"] = margins(logits)
+            arrays[f"{name}/logits"] = logits[list(families.CHECKED_STEPS)]
+            print(name, "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr)
+    np.savez_compressed(layout.FIXTURES / "long_context.npz", **arrays)
+
+
 def make_perplexity(gguf: Path) -> None:
     """perplexity.json: of the default model in float32, over windows that do not overlap."""
     import torch
@@ -228,8 +251,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["all", "tokens", "model", "tiny", "families", "chats", "perplexity"])
-    parser.add_argument("--gguf", type=Path, help="the default model; tiny, families and chats do without")
+    parser.add_argument(
+        "what", choices=["all", "tokens", "model", "tiny", "families", "long", "chats", "perplexity"]
+    )
+    parser.add_argument(
+        "--gguf", type=Path, help="the default model; tiny, families, long and chats do without"
+    )
     options = parser.parse_args()
     layout.FIXTURES.mkdir(parents=True, exist_ok=True)
     if options.what in ("all", "tokens"):
@@ -238,6 +265,8 @@ def main() -> None:
         make_tiny()
     if options.what in ("all", "families"):
         make_families()
+    if options.what in ("all", "long"):
+        make_long_context()
     if options.what in ("all", "chats"):
         make_chats()
     if options.what in ("all", "model"):

@@ -153,6 +153,34 @@ FAMILY_CASES: dict[str, FamilyCase] = {
 }  # fmt: skip
 
 
+N_LONG_PROMPT = 8192
+_LONG_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048}
+LONG_CASES: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 200},
+    "gemma3": {"sliding_window": 300},
+    "phi3": {"sliding_window": 500},
+    "llama-yarn": {"rope_scaling": _LONG_YARN},
+    "qwen3-yarn": {"rope_scaling": _LONG_YARN},
+    "gpt-oss": {
+        "sliding_window": 128,
+        "rope_scaling": {**_LONG_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
+}
+"""Families with windows and YaRN at a context beyond both: what is changed in their config.json."""
+
+
+def write_long_hf(folder: Path, name: str) -> Path:
+    """A Hugging Face directory of one of LONG_CASES."""
+    changes = {"max_position_embeddings": 16384, **LONG_CASES[name]}
+    return write_family_hf(folder, name, changes)
+
+
+def long_prompt(name: str) -> list[int]:
+    """Token ids of the prompt of one of LONG_CASES."""
+    drawn = np.random.PCG64(list(LONG_CASES).index(name)).random_raw(N_LONG_PROMPT)
+    return (drawn % np.uint64(SHAPE.vocab_size)).astype(int).tolist()
+
+
 def family_weights(name: str) -> Arrays:
     """Every tensor in float32 by the name that published checkpoints give it."""
     shapes = _shapes(FAMILY_CASES[name])

@@ -24,6 +24,10 @@ class RestlessPool:
         self.n_moved = 0
         self._held: dict[str, Placement] = {}
 
+    @property
+    def rings(self) -> None:
+        return None
+
     def reserve(self, owner: str, demand: Demand) -> Grant | None:
         check_demand(owner, demand, self._held)
         placement = self._place(owner, demand.held_tokens)

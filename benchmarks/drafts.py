@@ -1,0 +1,230 @@
+"""What drafts gain: the same answers with and without them, in turns, tokens checked to be the same.
+
+    python benchmarks/drafts.py lookup [MODEL]        # text that repeats its input, and text that does not
+    python benchmarks/drafts.py model TARGET DRAFT    # a draft model made to agree 70 % of the time
+
+`lookup` answers prompts over bundled text (benchmarks/data/alice.txt): copies, edits and quotations, which
+repeat it, and seeded stories, which repeat nothing. Ratio: decode tokens a second with drafts over those
+without, the median of pairs.
+
+`model` computes every step of DRAFT, then replaces what it says: the token that TARGET gives without drafts
+in the stated share of cases, another one in the others. So random weights will do. The best that acceptance
+and step times allow is that of the best fixed length k: (1 + a + .. + a^k) T(1) / (T(k + 1) + k D), with the
+times that were observed in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.serving.batch import Batch
+from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter
+from phasewise.serving.drafts.draft_ranks import GuestRank
+from phasewise.serving.drafts.lookup import LookupDrafter
+from phasewise.serving.drafts.model_drafter import ModelDrafter
+from phasewise.serving.drafts.opening import DraftSource
+from phasewise.serving.drafts.step_costs import StepCosts
+from phasewise.serving.messages import Submit
+from phasewise.serving.one_answer import OneAnswer
+from phasewise.serving.open_engine import EngineSize, OpenEngine, open_engine
+from phasewise.serving.ranks import LocalRanks, RankOptions
+from phasewise.serving.sampling import GREEDY, SamplingParams
+from phasewise.workflows.open_model import open_model
+
+MOST_ROWS = 64
+TEXT = (Path(__file__).parent / "data" / "alice.txt").read_text(encoding="utf-8")
+STORY = SamplingParams(temperature=1.0, top_p=0.95, seed=1)
+
+
+def excerpt(number: int, n_chars: int = 1100) -> str:
+    """Whole sentences of the bundled text."""
+    start = TEXT.index(". ", 2000 + 9000 * number) + 2
+    end = TEXT.index(". ", start + n_chars) + 1
+    return " ".join(TEXT[start:end].split())
+
+
+REPEATING = {
+    "copy": "Repeat this text word for word:\n\n{}",
+    "edit": "Repeat this text word for word, but write Anna wherever it says Alice:\n\n{}",
+    "quote": "Summarise this text by quoting its most important sentences word for word:\n\n{}",
+}
+STORIES = {
+    "story": "Write a long story about a lighthouse keeper who never speaks. Do not repeat yourself.",
+    "letter": "Write a letter from a botanist to her brother about a journey through the Andes.",
+    "essay": "Explain how bridges are built, from the first drawing to the last bolt.",
+}
+
+
+class Pairs:
+    """Answers of one engine, in turns without and with `drafter`."""
+
+    def __init__(self, opened: OpenEngine, drafter: Drafter, n_tokens: int) -> None:
+        self.opened, self.drafter, self.n_tokens = opened, drafter, n_tokens
+
+    def answer(self, prompt_ids: list[int], sampling: SamplingParams, drafter: Drafter | None) -> OneAnswer:
+        self.opened.engine.drafter = drafter
+        asked = Submit("r", tuple(prompt_ids), self.n_tokens, sampling, ignore_eos=sampling is STORY)
+        answer = OneAnswer(asked)
+        for _ in answer.pieces(self.opened.engine):
+            pass
+        return answer
+
+    def ratio(self, prompt_ids: list[int], sampling: SamplingParams, rounds: int) -> tuple[float, OneAnswer]:
+        ratios = []
+        for turn in range(rounds):
+            order: list[Drafter | None] = [None, self.drafter] if turn % 2 else [self.drafter, None]
+            answers = {one is None: self.answer(prompt_ids, sampling, one) for one in order}
+            plain, drafted = answers[True], answers[False]
+            if plain.token_ids != drafted.token_ids:
+                sys.exit("drafts changed the tokens")
+            ratios.append((plain.tpot_ms or 0) / (drafted.tpot_ms or 1))
+        return statistics.median(ratios), drafted
+
+
+def lookup(model: str, n_tokens: int, rounds: int) -> None:
+    found = open_model(model)
+    size = EngineSize.for_many(found.model, 1, 1024, None)
+    with open_engine(
+        found.model, found.plans, size, schedules=found.schedules, drafts=DraftSource()
+    ) as opened:
+        pairs = Pairs(opened, LookupDrafter(StepCosts(), MOST_ROWS), n_tokens)
+        print(f"{'prompt':10} {'tokens':>6} {'accepted':>8} {'rejected':>8} {'ratio':>6}")
+        for kind, prompts, sampling in (("repeats", REPEATING, GREEDY), ("does not", STORIES, STORY)):
+            ratios = []
+            for name, prompt in prompts.items():
+                for number in range(2):
+                    text = prompt.format(excerpt(number))
+                    own = replace(sampling, seed=number) if sampling.seed is not None else sampling
+                    ratio, last = pairs.ratio(opened.text.chat_prompt(text), own, rounds)
+                    accepted, rejected = last.drafts or (0, 0)
+                    ratios.append(ratio)
+                    print(f"{name:10} {last.n_generated:6} {accepted:8} {rejected:8} {ratio:6.2f}")
+            print(f"{kind}: median {statistics.median(ratios):.2f}, least {min(ratios):.2f}")
+
+
+class SaidRight:
+    """A draft model's steps with their times; its logits name the token of `answer` as often as is asked."""
+
+    def __init__(self, guest: GuestRank, vocab_size: int, agrees: float) -> None:
+        self._guest, self._agrees = guest, agrees
+        self._own_vocab_size = guest.vocab_size
+        self.vocab_size = vocab_size
+        self.answer: list[int] = []  # prompt and answer
+        self._rng = np.random.default_rng(1)
+
+    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+        slices = [
+            piece._replace(token_ids=[one % self._own_vocab_size for one in piece.token_ids])
+            for piece in batch.slices
+        ]
+        self._guest.forward(batch._replace(slices=tuple(slices)))
+        logits = np.zeros((batch.n_logits, self.vocab_size), np.float32)
+        wanting = [piece for piece in batch.slices if piece.wants_logits]
+        for row, piece in enumerate(wanting):
+            at = min(piece.start + len(piece.token_ids), len(self.answer) - 1)
+            right = self._rng.random() < self._agrees
+            logits[row, self.answer[at] if right else (self.answer[at] + 1) % self.vocab_size] = 1
+        return logits
+
+    def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
+        self._guest.copy_kv(source_slot, target_slot, n_slots)
+
+
+def best_ratio(costs: Callable[[int], float], draft_ns: float, agrees: float, most: int) -> tuple[float, int]:
+    """What the best fixed length gains, and that length."""
+    found = [
+        (sum(agrees**j for j in range(k + 1)) * costs(1) / (costs(k + 1) + k * draft_ns), k)
+        for k in range(most + 1)
+    ]
+    return max(found)
+
+
+def model_drafts(target: str, draft: str, agrees: float, n_tokens: int, rounds: int) -> None:
+    found, small = open_model(target), open_model(draft)
+    size = EngineSize.for_many(found.model, 1, 1024, None)
+    vocab_size = found.model.config.vocab_size
+    with open_engine(
+        found.model, found.plans, size, schedules=found.schedules, drafts=DraftSource()
+    ) as opened:
+        ranks = opened.engine.ranks
+        assert isinstance(ranks, LocalRanks)
+        guest = GuestRank(small.model, lambda: ranks.first_rank, RankOptions(size.kv_slots, 512, 1))
+        said, costs = SaidRight(guest, vocab_size, agrees), StepCosts()
+        drafter = ModelDrafter(said, costs, MOST_ROWS, vocab_size)
+        pairs = Pairs(opened, drafter, n_tokens)
+        prompt_ids = [one % (vocab_size - 10) + 5 for one in range(64)]
+        said.answer = prompt_ids + pairs.answer(prompt_ids, GREEDY, None).token_ids
+        pairs.answer(prompt_ids, GREEDY, drafter)  # the first steps learn what rows cost
+        times = _step_times(opened, n_tokens)
+        draft_ns = _draft_time(guest)
+        ratio, last = pairs.ratio(prompt_ids, GREEDY, rounds)
+    accepted, rejected = last.drafts or (0, 0)
+    best, length = best_ratio(lambda n_rows: times[n_rows], draft_ns, agrees, MOST_DRAFTED)
+    shown = ", ".join(f"{n_rows}: {times[n_rows] / 1e6:.1f}" for n_rows in (1, 2, 3, 4, 6, 8, 16))
+    print(f"decode steps by rows, ms: {shown}; a step of the draft model: {draft_ns / 1e6:.2f} ms")
+    print(
+        f"accepted {accepted}, rejected {rejected}; allowed {best:.2f} (length {length}), "
+        f"measured {ratio:.2f}"
+    )
+    print(f"measured over allowed: {ratio / best:.2f}")
+
+
+def _step_times(opened: OpenEngine, n_context: int) -> dict[int, float]:
+    """Medians of steps of one sequence, nanoseconds by rows."""
+    from time import perf_counter_ns
+
+    from phasewise.serving.batch import SequenceSlice
+
+    ranks, times = opened.engine.ranks, {}
+    for n_rows in range(1, MOST_DRAFTED + 2):
+        piece = SequenceSlice([7] * n_rows, n_context, 0, True, None, n_rows - 1)
+        taken = []
+        for _ in range(9):
+            began = perf_counter_ns()
+            ranks.forward(Batch("decode", (piece,)))
+            taken.append(perf_counter_ns() - began)
+        times[n_rows] = statistics.median(taken)
+    return times
+
+
+def _draft_time(guest: GuestRank) -> float:
+    from time import perf_counter_ns
+
+    from phasewise.serving.batch import SequenceSlice
+
+    taken = []
+    for at in range(21):
+        began = perf_counter_ns()
+        guest.forward(Batch("decode", (SequenceSlice([7], 64 + at, 0, True),)))
+        taken.append(perf_counter_ns() - began)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=["lookup", "model"])
+    parser.add_argument("models", nargs="*", default=["smollm2-135m-instruct"])
+    parser.add_argument("-n", type=int, default=192, help="tokens of each answer")
+    parser.add_argument("-r", "--rounds", type=int, default=3, help="pairs of each prompt")
+    parser.add_argument("--agrees", type=float, default=0.7, help="share of drafts that are right")
+    arguments = parser.parse_args()
+    if arguments.kind == "lookup":
+        lookup(arguments.models[0], arguments.n, arguments.rounds)
+    elif len(arguments.models) == 2:
+        model_drafts(*arguments.models, arguments.agrees, arguments.n, arguments.rounds)
+    else:
+        parser.error("model drafts need a target and a draft model")
+
+
+if __name__ == "__main__":
+    main()

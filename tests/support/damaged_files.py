@@ -1,0 +1,198 @@
+"""Model files damaged by chance: bits flipped, bytes written over, moved or cut away, numbers planted."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.errors import ModelError, ServingError, StepFailed
+from phasewise.serving.loaders import load_model
+from phasewise.serving.model import PackedModel
+from phasewise.serving.ranks import RankOptions, open_ranks
+from phasewise.serving.sampling import GREEDY, Sampler
+from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from tests.support import family_models
+from tests.support.tiny_models import TinyShape, tiny_gguf
+
+NUMBERS = (
+    0,
+    1,
+    7,
+    0x7F,
+    0x80,
+    0xFF,
+    0xFFFF,
+    0x7FFFFFFF,
+    0x80000000,
+    0xFFFFFFFF,
+    1 << 40,
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+)
+
+Damage = Callable[[bytearray, random.Random, int], None]
+
+
+def flip_bits(raw: bytearray, rng: random.Random, reach: int) -> None:
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        raw[rng.randrange(reach)] ^= 1 << rng.randrange(8)
+
+
+def overwrite_bytes(raw: bytearray, rng: random.Random, reach: int) -> None:
+    at = rng.randrange(reach)
+    raw[at : at + rng.randint(1, 16)] = rng.randbytes(rng.randint(1, 16))
+
+
+def cut_short(raw: bytearray, rng: random.Random, reach: int) -> None:
+    del raw[rng.randrange(rng.choice([reach, len(raw)])) :]
+
+
+def plant_number(raw: bytearray, rng: random.Random, reach: int) -> None:
+    """A number that breaks counts, lengths and sizes, where one may be."""
+    form, mask = rng.choice([("<I", 0xFFFFFFFF), ("<Q", (1 << 64) - 1)])
+    at = rng.randrange(reach)
+    piece = struct.pack(form, (rng.choice(NUMBERS) + rng.choice([0, 0, 1, -1])) & mask)
+    raw[at : at + len(piece)] = piece
+
+
+def move_piece(raw: bytearray, rng: random.Random, reach: int) -> None:
+    start = rng.randrange(reach)
+    piece = raw[start : start + rng.randint(1, 64)]
+    at = rng.randrange(reach)
+    if rng.random() < 0.5:
+        raw[at : at + len(piece)] = piece
+    else:
+        raw[at:at] = piece
+
+
+def edit_digits(raw: bytearray, rng: random.Random, reach: int) -> None:
+    """Change a number in a JSON header; elsewhere, flip bits."""
+    digits = [at for at in range(8, min(reach, len(raw))) if chr(raw[at]).isdigit()]
+    if not digits:
+        return flip_bits(raw, rng, reach)
+    raw[rng.choice(digits)] = rng.choice(b'0123456789-.eE"[]{},: n')
+    return None
+
+
+DAMAGES: tuple[Damage, ...] = (flip_bits, overwrite_bytes, cut_short, plant_number, move_piece, edit_digits)
+
+
+BLOCK_TYPES = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+BLOCKS = TinyShape(n_layers=1, hidden=256, ffn=256, n_heads=4, n_kv_heads=1, head_dim=64, vocab_size=261)
+_HEADER_BYTES = 12_000
+_RUN_IDS = (1, 2, 3, 5, 8)
+
+Outcome = Literal["refused", "loaded", "ran"]
+
+
+class Target(NamedTuple):
+    """A file that is damaged, and what is loaded then: the same file, or the folder that it lies in."""
+
+    name: str
+    victim: Path
+    load: Path
+    header_bytes: int
+
+
+def targets() -> list[str]:
+    """Every block type in a GGUF file; every family's GGUF file, config.json and weights."""
+    families = [
+        f"{name} {victim}"
+        for name in family_models.FAMILY_CASES
+        for victim in ("gguf", "config.json", "model.safetensors")
+    ]
+    return [*(f"{one} blocks" for one in BLOCK_TYPES), *families]
+
+
+def open_target(name: str, folder: Path) -> Target:
+    """One of `targets`, written healthy into `folder`."""
+    subject, kind = name.rsplit(" ", 1)
+    if kind == "blocks":
+        path = folder / "fuzz.gguf"
+        healthy = tiny_gguf("llama", subject, shape=BLOCKS).to_bytes()
+        path.write_bytes(healthy)
+        return Target(name, path, path, _HEADER_BYTES)
+    if kind == "gguf":
+        path = family_models.write_family_gguf(folder / "fuzz.gguf", subject)
+        return Target(name, path, path, _HEADER_BYTES)
+    load = family_models.write_family_hf(folder / "fuzz", subject)
+    return Target(name, load / kind, load, _HEADER_BYTES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What became of one damaged file."""
+
+    number: int
+    outcome: Outcome
+    seconds: float
+    problem: str | None = None
+    """The one line of a refusal, or of a step that failed."""
+
+
+def damaged(target: Target, numbers: range, cache: Path, *, run_one_in: int = 4) -> Iterator[Case]:
+    """Load the target damaged in as many ways, and run one in `run_one_in` of what loads.
+
+    AssertionError where a problem is not told in one line; what else is raised is no answer at all.
+    """
+    healthy = target.victim.read_bytes()
+    for number in numbers:
+        rng = random.Random(f"{target.name} {number}")
+        raw = bytearray(healthy)
+        for _ in range(rng.choice([1, 1, 1, 3])):
+            if raw:
+                header = min(target.header_bytes, len(healthy))
+                reach = rng.choice([min(256, header), header, header, len(healthy)])
+                rng.choice(DAMAGES)(raw, rng, max(1, min(reach, len(raw))))
+        target.victim.write_bytes(raw)
+        os.utime(target.victim, ns=(number, number))  # two cases within one tick must not look alike
+        weight_format = rng.choice(["native", "native", "int8", "bf16"])
+        began_s = time.monotonic()
+        outcome, problem = _outcome(target.load, weight_format, cache, runs=rng.randrange(run_one_in) == 0)
+        if problem is not None:
+            assert "\n" not in problem, problem
+            assert len(problem) < 2000, problem
+        yield Case(number, outcome, time.monotonic() - began_s, problem)
+    target.victim.write_bytes(healthy)
+
+
+def _outcome(path: Path, weight_format: str, cache: Path, *, runs: bool) -> tuple[Outcome, str | None]:
+    try:
+        model = load_model(str(path), weight_format, cache)
+        assert isinstance(model, PackedModel)
+        assert model.weight_bytes > 0
+    except ModelError as error:
+        return "refused", str(error)
+    if not runs:
+        return "loaded", None
+    try:
+        _run(model)
+    except ServingError as error:
+        return "ran", str(error)
+    return "ran", None
+
+
+def _run(model: PackedModel) -> None:
+    """A prompt and two tokens after it, on one thread. Weights that are no numbers give StepFailed."""
+    plans = {phase: ServicePlan(phase, (RankCores((0,)),)) for phase in PHASES}
+    ids = [one % model.config.vocab_size for one in _RUN_IDS]
+    sampler = Sampler(GREEDY, ids, model.config.vocab_size)
+    ranks = open_ranks(model, plans, RankOptions(32, 8, 1, pinned=False))
+    try:
+        logits = ranks.forward(Batch("prefill", (SequenceSlice(ids, 0, 0, True),)))
+        for position in (len(ids), len(ids) + 1):
+            if not np.isfinite(logits).all():
+                raise StepFailed("the logits are not numbers")
+            token_id = sampler.sample(logits[0]).token_id
+            logits = ranks.forward(Batch("decode", (SequenceSlice([token_id], position, 0, True),)))
+    finally:
+        ranks.close()
