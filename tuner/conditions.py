@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+SLOW_PACE = 0.8
+"""Share of a core's best pace below which a timing counts as disturbed."""
+
 DISTURBED_SHARE = 0.05
 """Steal and others together, as a share of the cores' time, from which on a timing counts as disturbed."""
 
@@ -49,11 +52,17 @@ class Conditions:
     others: float
     """Share that other processes of this machine took."""
     mhz: float | None
+    pace: float | None = None
+    """Of the slowest core, as a share of the fastest that it was seen (`yardstick`); None: not looked at."""
 
     def fields(self) -> dict[str, float]:
         """As the database keeps them."""
-        shares = {"steal": round(self.steal, 4), "others": round(self.others, 4)}
-        return shares if self.mhz is None else {**shares, "mhz": round(self.mhz, 1)}
+        found = {"steal": round(self.steal, 4), "others": round(self.others, 4)}
+        if self.mhz is not None:
+            found["mhz"] = round(self.mhz, 1)
+        if self.pace is not None:
+            found["pace"] = round(self.pace, 3)
+        return found
 
 
 def parse_ticks(stat: str, cpus: Sequence[int]) -> CpuTicks:
@@ -132,8 +141,12 @@ def _text(file: Path) -> str:
 
 
 def is_disturbed(conditions: Mapping[str, float]) -> bool:
-    """Whether other processes or guests took a noticeable share of the cores; takes `Conditions.fields`."""
-    return conditions.get("steal", 0.0) + conditions.get("others", 0.0) > DISTURBED_SHARE
+    """Whether processes or guests took a noticeable share of the cores, or only the yardstick felt something.
+
+    Takes `Conditions.fields`.
+    """
+    taken = conditions.get("steal", 0.0) + conditions.get("others", 0.0)
+    return taken > DISTURBED_SHARE or conditions.get("pace", 1.0) < SLOW_PACE
 
 
 def mean_conditions(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:

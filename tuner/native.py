@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -36,6 +37,7 @@ from phasewise.tuner.weights import (
     scale_group_of,
     split_format,
 )
+from phasewise.tuner.yardstick import CoreLoops, Yardstick, steadily
 
 ACCURACY = {"f32": 2.0**-16, "bf16": 2.0**-7}
 """Largest error of a product, relative to its largest value, that a way of computing a format may have."""
@@ -185,6 +187,8 @@ class NativeEvaluator:
     def __init__(self, cores: Sequence[int], total_bytes: int) -> None:
         self._team = _native.Team(cores)
         self._watch = Watch(cores)
+        self._loops = CoreLoops(cores)
+        self._yardstick = Yardstick(self._loops)
         self._total_bytes = total_bytes
         self._weights: _Weights | None = None
         self._products: dict[tuple[int, Arithmetic], _Product] = {}
@@ -199,8 +203,8 @@ class NativeEvaluator:
         """One sample of each, timed in turns. KernelMismatchError if one gives another result."""
         contestants = [self._contestant(problem, schedule) for schedule in schedules]
         self._watch.begin()
-        taken = timing.race([one.take for one in contestants])
-        conditions = self._watch.lap()
+        taken, pace = steadily(lambda: timing.race([one.take for one in contestants]), self._yardstick)
+        conditions = replace(self._watch.lap(), pace=pace)
         pairs = zip(contestants, taken, strict=True)
         return [one.sample(samples_ns, conditions) for one, samples_ns in pairs]
 
@@ -208,8 +212,8 @@ class NativeEvaluator:
         """Both, timed in pairs."""
         old, new = (self._contestant(problem, schedule) for schedule in (incumbent, candidate))
         self._watch.begin()
-        taken = timing.duel(old.take, new.take)
-        conditions = self._watch.lap()
+        taken, pace = steadily(lambda: timing.duel(old.take, new.take), self._yardstick)
+        conditions = replace(self._watch.lap(), pace=pace)
         return Duel(
             timing.compare(taken),
             old.sample(sum((samples for samples, _ in taken), ()), conditions),
@@ -238,6 +242,7 @@ class NativeEvaluator:
     def close(self) -> None:
         self._products = {}
         self._weights = self._attention = None
+        self._loops.close()
         self._team.close()
 
     def _contestant(self, problem: Problem, schedule: Schedule) -> _Contestant:

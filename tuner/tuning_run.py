@@ -97,6 +97,8 @@ class Gain:
     is_default: bool
     comparison: Comparison
     """The schedule in use, compared with the loser of the last duel."""
+    pace: float = 1.0
+    """Of the cores while `tuned_ns` was taken: limits were as much lower in the same seconds."""
 
 
 @dataclass(frozen=True)
@@ -409,6 +411,7 @@ def gains_of(task: Task, ledger: Ledger) -> list[Gain]:
                     samples[last.schedule][-1].estimate_ns,
                     last.schedule in defaults,
                     last.comparison,
+                    samples[last.schedule][-1].conditions.get("pace", 1.0),
                 )
             )
     return gains

@@ -262,7 +262,7 @@ def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
 
 def kept_numbers(plan: WeightPlan) -> int:
     """How many numbers of a weight that can be sparse are not zero; reads all of it."""
-    return sum(sparse.kept(packed) for packed in _packed_chunks(plan))
+    return sum(sparse.kept(packed) for packed in _made_ahead(_packed_chunks(plan)))
 
 
 def _sparse_chunk(packed: PackedWeight, at: int) -> tuple[Array, Array, int]:

@@ -124,8 +124,8 @@ class TunedRound:
         return "interrupted" in ends
 
     def roofline_share(self, gain: Gain) -> float:
-        """Share of what the cores could do at best; 1 is the limit."""
-        return bound_s(self.round, self.roofline, gain.problem) * 1e9 / gain.tuned_ns
+        """Share of what the cores could do in the same seconds; 1 is the limit."""
+        return bound_s(self.round, self.roofline, gain.problem) * 1e9 / (gain.tuned_ns * gain.pace)
 
 
 def shapes_of(model: PackedModel) -> tuple[Shape, ...]:
