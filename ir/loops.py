@@ -73,7 +73,8 @@ def _elem(of: Type) -> Scalar:
 def accumulators(loop: Steps) -> tuple[list[Accumulator], list[str]]:
     """Those of a loop, and the names of what else it carries from turn to turn."""
     own = {node.name for node in walk_body(loop.body) if isinstance(node, Declare)}
-    carried = assigned(loop.body) - own - {loop.variable}
+    counted = {node.variable for node in walk_body(loop.body) if isinstance(node, Steps)}
+    carried = assigned(loop.body) - own - counted - {loop.variable}
     carried |= {name for name in own if _is_read_first(loop.body, name)}
     found, others = [], []
     for name in sorted(carried):

@@ -80,20 +80,13 @@ class _Transformer(Rewriter):
         return e
 
     def statement(self, statement: Stmt) -> Body:
-        if not isinstance(statement, Steps):
+        """The outer loop first: what its transformations copy has the inner ones still to be transformed."""
+        if not isinstance(statement, Steps) or not statement.how:
             return (self.statement_inside(statement),)
-        loop = replace(statement, body=self.body(statement.body))
-        before: Body = ()
-        after: Body = ()
-        while loop.how:
-            how, loop = loop.how[0], replace(loop, how=loop.how[1:])
-            self._n += 1
-            first, loop_or_none, last = _BY_NAME[how.name](self, loop, how)
-            before, after = (*before, *first), (*last, *after)
-            if loop_or_none is None:
-                return (*before, *after)
-            loop = loop_or_none
-        return (*before, loop, *after)
+        how, loop = statement.how[0], replace(statement, how=statement.how[1:])
+        self._n += 1
+        before, main, after = _BY_NAME[how.name](self, loop, how)
+        return self.body((*before, *(() if main is None else (main,)), *after))
 
     def refuse(self, loop: Steps, reason: str) -> SourceError:
         return SourceError(self._where, loop.line, f"loop `{loop.name}`: {reason}")
@@ -296,7 +289,7 @@ def _interchange(worker: _Transformer, loop: Steps, how: How) -> Result:
     parts = (inner.start, inner.condition, inner.step)
     if any(loop.variable in used(part) for part in parts) or inner.variable in used(loop.condition):
         raise worker.refuse(loop, "interchange: the inner loop depends on the outer one")
-    return (), replace(inner, body=(replace(loop, body=inner.body, how=()),), how=(*inner.how, *loop.how)), ()
+    return (), replace(inner, body=(replace(loop, body=inner.body),)), ()
 
 
 def _prefetch(worker: _Transformer, loop: Steps, how: How) -> Result:

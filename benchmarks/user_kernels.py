@@ -1,0 +1,168 @@
+"""Kernels written for AVX2, moved to the widest set here and tuned: how many times as fast as their
+originals?
+
+    python benchmarks/user_kernels.py [--only dot_q8,silu_gate] [--sizes 256,4096] [--family] [--exhaustive
+    dot_f32]
+
+For each sample and size: the C file as its author wrote it (compiled for AVX2) against the tuned variant, in
+pairs of turns (tuner.timing.duel), median gain and the lower end of its 99 % interval. `--family` holds
+RMSNorm with quantising, raised and tuned, against the engine's own kernels. `--exhaustive` times every
+choice of one sample, and says how far what the search found is from the best and how many choices it asked
+for. Warm caches, one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from pathlib import Path
+
+import numpy as np
+
+import phasewise.ir
+from phasewise.ir import cases as drawing
+from phasewise.ir.build import built, chosen, target_named
+from phasewise.ir.checking import in_folder
+from phasewise.ir.compiling import compile_c
+from phasewise.ir.raise_file import raise_file
+from phasewise.ir.reading import read
+from phasewise.ir.targets import TARGETS
+from phasewise.ir.timing import TimingProcess, library_of
+from phasewise.ir.tunable import with_parameters
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import core_signature, read_machine
+from phasewise.tuner import timing
+from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.search.parameters import Point, drive_points, most_asked, search_parameters
+from phasewise.workflows.report import silent
+from phasewise.workflows.user_kernels.files import best_target
+from phasewise.workflows.user_kernels.tune import Setting, tune_user_kernel
+
+SAMPLES = Path(phasewise.ir.__file__).parent / "samples"
+OURS = Path(__file__).parent / "kernels"
+FAMILIES = Path(phasewise.ir.__file__).parent.parent / "cython_kernels"
+FIXED = {"attention": {"dim": 64}, "gemm_tile": {"lda": 520}}
+SIZE_OF = {"attention": "tokens", "gemm_tile": "k"}
+MOST = {"attention": 96, "gemm_tile": 512, "rope": 1024, "softmax": 2048}
+CORE = read_machine().allowed_cores()[-1][0]
+
+
+def take_of(process: TimingProcess, kernel: int) -> timing.Take:
+    first = max(1, min(process.call_ns(kernel, 3, 10)) // 10)
+    turn = timing.plan_turn(first)
+    return lambda: tuple(
+        max(1, round(one / turn.calls_a_loop))
+        for one in process.call_ns(kernel, turn.loops, turn.calls_a_loop)
+    )
+
+
+def compare(name: str, source: Path, sizes: list[int], rival: Path | None, seconds: float) -> None:
+    """Tune a kernel for the sizes, and print a line for each."""
+    text = with_parameters(raise_file(source, name, reassociate=True), str(source))
+    target = target_named(best_target(text))
+    variable, most = SIZE_OF.get(name, "n"), MOST.get(name, 4096)
+    shapes = [
+        tuple(sorted({variable: size, **FIXED.get(name, {})}.items())) for size in sizes if size <= most
+    ] or [tuple(sorted({variable: most, **FIXED.get(name, {})}.items()))]
+    with open_store(":memory:", silent) as store, in_folder() as folder_name:
+        folder = Path(folder_name)
+        setting = Setting(
+            text, str(source), target, core_signature(read_machine()), CORE, store, NoLock(), silent, seconds
+        )
+        outcomes = tune_user_kernel(setting, shapes)
+        function = chosen(text, {})
+        rng = np.random.default_rng(0)
+        drawn = [drawing.draw(function, rng, dict(shape)) for shape in shapes]
+        original = folder / "original.so"
+        home = TARGETS["avx2"] if rival is None else target
+        compile_c([rival or source], original, home, (f"-I{FAMILIES}",), is_library=True)
+        with TimingProcess(function, drawn, folder, CORE) as process:
+            old = process.load(original)
+            for number, outcome in enumerate(outcomes):
+                lowered = built(text, dict(outcome.choice), target).file(target)
+                new = process.load(library_of(lowered, f"tuned{number}", folder, target))
+                process.use_case(number)
+                taken = timing.duel(take_of(process, old), take_of(process, new))
+                found = timing.compare(taken)
+                ns = [timing.estimate_ns(sum((pair[i] for pair in taken), ())) for i in (0, 1)]
+                choice = " ".join(f"{key}={value}" for key, value in outcome.choice)
+                shape = " ".join(f"{key}={value}" for key, value in outcome.problem.shape)
+                print(
+                    f"| {name} | {shape} | {ns[0]} | {ns[1]} | {found.gain:.2f} | {found.gain_low:.2f} "
+                    f"| {choice} | {outcome.timed} |",
+                    flush=True,
+                )
+
+
+def exhaustive(name: str, size: int) -> None:
+    """Every choice of a sample timed in turns; what the search finds of the same kernel, beside it."""
+    source = SAMPLES / f"{name}.c"
+    text = with_parameters(raise_file(source, name, reassociate=True), str(source))
+    target = target_named(best_target(text))
+    function = read(text)
+    names, values = [one.name for one in function.parameters], [one.values for one in function.parameters]
+    default = chosen(text, {})
+    shape = {SIZE_OF.get(name, "n"): size, **FIXED.get(name, {})}
+    case = drawing.draw(default, np.random.default_rng(0), shape)
+    with in_folder() as folder_name:
+        folder = Path(folder_name)
+        with TimingProcess(default, [case], folder, CORE) as process:
+            process.use_case(0)
+            kernels: dict[Point, timing.Take] = {}
+            for number, point in enumerate(itertools.product(*values)):
+                lowered = built(text, dict(zip(names, point, strict=True)), target).file(target)
+                kernels[point] = take_of(
+                    process, process.load(library_of(lowered, f"k{number}", folder, target))
+                )
+            asked: set[Point] = set()
+
+            def timed(points: list[Point]) -> list[int]:
+                asked.update(points)
+                return [timing.estimate_ns(one) for one in timing.race([kernels[one] for one in points])]
+
+            found = drive_points(search_parameters(values), timed)
+            points = list(kernels)
+            rounds = [[timing.estimate_ns(kernels[one]()) for one in points] for _ in range(7)]
+            middle = np.median(np.array(rounds) / np.median(rounds, axis=1, keepdims=True), axis=0)
+            finalists = [points[i] for i in np.argsort(middle)[:8]]
+            if found not in finalists:
+                finalists.append(found)
+            last = np.array(
+                [[timing.estimate_ns(kernels[one]()) for one in finalists] for _ in range(41)], float
+            )
+            settled = np.median(last / last.mean(axis=1, keepdims=True), axis=0)
+    behind = settled[finalists.index(found)] / settled.min() - 1
+    print(
+        f"{name} {shape}: {len(points)} choices, the search asked for {len(asked)} "
+        f"({len(asked) / len(points):.0%}, at most {most_asked(values)}) and is {behind:.1%} behind the best"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--sizes", default="256,4096")
+    parser.add_argument("--seconds", type=float, default=25.0, help="tuning budget for each kernel")
+    parser.add_argument("--family", action="store_true")
+    parser.add_argument("--exhaustive", default="")
+    options = parser.parse_args()
+    sizes = [int(one) for one in options.sizes.split(",")]
+    began_s = time.monotonic()
+    if options.exhaustive:
+        exhaustive(options.exhaustive, sizes[0])
+        return
+    print("| kernel | shape | original ns | tuned ns | gain | at least | parameters | timed |")
+    print("|---|---|---|---|---|---|---|---|")
+    if options.family:
+        rival = OURS / "rmsnorm_q8_family.c"
+        compare("rmsnorm_q8", OURS / "rmsnorm_q8.c", sizes, rival, options.seconds)
+    else:
+        names = options.only.split(",") if options.only else sorted(one.stem for one in SAMPLES.glob("*.c"))
+        for name in names:
+            compare(name, SAMPLES / f"{name}.c", sizes, None, options.seconds)
+    print(f"\n{core_signature(read_machine())}, core {CORE}; {time.monotonic() - began_s:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

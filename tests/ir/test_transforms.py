@@ -1,0 +1,127 @@
+"""Each transformation: what it computes is what the loop computed, and what it must refuse it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from phasewise.ir.build import chosen
+from phasewise.ir.cases import draw
+from phasewise.ir.errors import SourceError
+from phasewise.ir.interpreter import interpreted
+from phasewise.ir.nodes import Call, Steps, walk_body
+
+GRID = """# phasewise kernel 1
+def grid(y: ptr[f32], x: ptr[const[f32]], m: i32, n: i32):
+    describe("m", least=0, most=7)
+    describe("n", least=0, most=40, multiple=8)
+    describe("y", count=m * 48)
+    describe("x", count=m * 48)
+    for i in steps("rows", 0, i < m, 1{outer}):
+        for j in steps("columns", 0, (j + 8) <= n, 8{inner}):
+            v = load(x + ((i * 48) + j), 8)
+            store(y + ((i * 48) + j), v * v)
+"""
+SUM = """# phasewise kernel 1
+def total(x: ptr[const[f32]], n: i32) -> f32:
+    {head}describe("n", least=0, most=64)
+    describe("x", count=n)
+    sum = splat(0.0, 4)
+    i: i32 = 0
+    for i in steps("main", i, (i + 4) <= n, 4{how}):
+        sum = sum + load(x + i, 4)
+    rest: f32 = reduce_add(sum)
+    for i in steps("tail", i, i < n, 1):
+        rest = rest + x[i]
+    return rest
+"""
+WHOLE = """# phasewise kernel 1
+def count(x: ptr[const[u8]], n: i32) -> i32:
+    describe("n", least=0, most=200)
+    describe("x", count=n)
+    sum = splat(0, 4)
+    i: i32 = 0
+    for i in steps("main", i, (i + 16) <= n, 16{how}):
+        sum = dot_u8i8(sum, load(x + i, 16), splat(i8(1), 16))
+    rest: i32 = reduce_add(sum)
+    for i in steps("tail", i, i < n, 1):
+        rest = rest + i32(x[i])
+    return rest
+"""
+
+
+def _same(plain: str, changed: str) -> bool:
+    """Whether two texts leave the same bits on drawn calls, the edges first."""
+    one, other = chosen(plain, {}), chosen(changed, {})
+    rng = np.random.default_rng(0)
+    calls = [draw(one, rng, edge=i) for i in range(30)]
+    return all(interpreted(one, call) == interpreted(other, call) for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ("jam(2)", ""),
+        ("jam(4)", "unroll(2)"),
+        ("interchange()", ""),
+        ("split(3)", "split(2)"),
+        ("", "widen(4)"),
+        ("", "widen(2), unroll(3)"),
+        ("", "pipeline()"),
+        ("", "prefetch(x, 256)"),
+        ("jam(2)", "pipeline(), prefetch(x, 64)"),
+    ],
+)
+def test_a_grid_is_computed_whatever_the_order(outer: str, inner: str) -> None:
+    words = [f", {how}" if how else "" for how in (outer, inner)]
+
+    assert _same(GRID.format(outer="", inner=""), GRID.format(outer=words[0], inner=words[1]))
+
+
+@pytest.mark.parametrize("how", ["unroll(2)", "unroll(5)", "split(3)", "pipeline()", "prefetch(x, 512)"])
+def test_without_reassociate_a_sum_keeps_its_order(how: str) -> None:
+    assert _same(SUM.format(head="", how=""), SUM.format(head="", how=f", {how}"))
+
+
+@pytest.mark.parametrize("how", ["unroll(2)", "widen(2)", "widen(4), unroll(2)", "unroll(3), widen(2)"])
+def test_sums_of_whole_numbers_are_split_without_asking(how: str) -> None:
+    assert _same(WHOLE.format(how=""), WHOLE.format(how=f", {how}"))
+
+
+def test_with_reassociate_an_unrolled_sum_has_accumulators_of_its_own() -> None:
+    found = chosen(SUM.format(head="reassociate()\n    ", how=", unroll(4)"), {})
+    main = next(one for one in walk_body(found.body) if isinstance(one, Steps) and one.name == "main_by_4")
+
+    targets = {one.target.name for one in main.body}  # type: ignore[union-attr]
+    assert len(targets) == 4
+
+
+def test_a_widened_loop_reads_neighbouring_places_at_once() -> None:
+    found = chosen(GRID.format(outer="", inner=", widen(4)"), {})
+    loads = [one for one in walk_body(found.body) if isinstance(one, Call) and one.name == "load"]
+
+    assert sorted({one.type.lanes for one in loads}) == [8, 32]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (SUM.format(head="", how=", widen(2)"), "k:7: loop `main`: widen changes the order of the sum `sum`"),
+        (SUM.format(head="", how=", jam(2)"), "does not hold one loop"),
+        (SUM.format(head="", how=", prefetch(n, 64)"), "nothing is read through `n`"),
+        (GRID.format(outer=", widen(2)", inner=""), "holds another loop"),
+        (GRID.format(outer="", inner=", widen(3)"), "by 2, 4, 8 or 16"),
+        (GRID.format(outer=", jam(2)", inner="").replace("y + ((i * 48) + j)", "y + j"), "same place"),
+        (GRID.format(outer=", jam(2)", inner="").replace("load(x", "load(y + 8"), "another writes"),
+        (
+            GRID.format(outer=", interchange()", inner="").replace("(j + 8) <= n", "(j + 8) <= (n - i)"),
+            "depends on the outer",
+        ),
+    ],
+)
+def test_what_would_change_a_result_is_refused_with_its_line(text: str, reason: str) -> None:
+    with pytest.raises(SourceError) as refused:
+        chosen(text, {}, "k")
+
+    assert reason in str(refused.value)
+    assert str(refused.value).startswith(("k:7: ", "k:8: "))
