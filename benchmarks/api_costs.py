@@ -99,16 +99,20 @@ def main() -> None:
         order = [("without", rate), ("with", rate_with_view)]
         for name, measure in order if number % 2 else reversed(order):
             rates[name].append(measure(given.url, given.model))
-        for name, body in (("response_format", shown), ("required", called)):
+        bodies = [("response_format", shown), ("required", called)]
+        for name, body in bodies if number % 2 else reversed(bodies):
             salted = {**body, "cache_salt": f"{name}{number}{time.time()}"}
             firsts[name].append(first_token_ms(given.url, salted))
+    pairs = list(zip(rates["with"][1:], rates["without"][1:], strict=True))
+    firsts_of = list(zip(firsts["required"][1:], firsts["response_format"][1:], strict=True))
     out = {
         "tokens_per_s_without_view": statistics.median(rates["without"][1:]),
         "tokens_per_s_with_view": statistics.median(rates["with"][1:]),
+        "view_ratios_of_pairs": sorted(round(a / b, 3) for a, b in pairs),
         "first_event_ms_response_format": statistics.median(firsts["response_format"][1:]),
         "first_event_ms_required": statistics.median(firsts["required"][1:]),
+        "first_event_ms_differences_of_pairs": sorted(round(a - b, 1) for a, b in firsts_of),
     }
-    out["view_ratio"] = out["tokens_per_s_with_view"] / out["tokens_per_s_without_view"]
     print(json.dumps(out, indent=1))
 
 

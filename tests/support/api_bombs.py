@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 
 class Bomb(NamedTuple):
@@ -24,6 +24,7 @@ def bombs(model: str, max_body_bytes: int = 4 * 1024 * 1024) -> Iterator[Bomb]:
     """All of them; `model` is a name that the server knows, `max_body_bytes` what it takes."""
     yield from _unreadable(model, max_body_bytes)
     yield from _floods(model, max_body_bytes - 1024)
+    yield from _tools(model, max_body_bytes - 1024)
     yield from _numbers(model)
     yield from _grammars(model)
     yield from _elsewhere(model)
@@ -84,6 +85,53 @@ def _floods(model: str, most: int) -> Iterator[Bomb]:
     keys = b",".join(b'"k%d":1' % number for number in range(200_000))
     yield Bomb("unknown fields", COMPLETIONS, small + keys + b"}", (200, 400))
     yield Bomb("choices", COMPLETIONS, small + b'"n":128,"prompt":' + _list_of(b'"a"', 4000) + b"}")
+
+
+def _tools(model: str, most: int) -> Iterator[Bomb]:
+    chat = (
+        b'{"model":"%s","max_tokens":1,"messages":[{"role":"user","content":"a"}],"tools":' % model.encode()
+    )
+    responses = b'{"model":"%s","max_output_tokens":1,"input":' % model.encode()
+    tool = b'{"type":"function","function":{"name":"%s","parameters":%s}}'
+    for n in (129, 10_000):
+        yield Bomb(f"{n} tools", CHAT, chat + _list_of(tool % (b"f", b"{}"), n * 70) + b"}")
+    distinct = b",".join(tool % (b"f%d" % at, b'{"type":"object"}') for at in range(128))
+    for choice in (b"auto", b"required"):
+        end = b',"tool_choice":"%s"}' % choice
+        yield Bomb(f"128 tools, {choice.decode()}", CHAT, chat + b"[" + distinct + b"]" + end, (200, 400))
+        for depth in (50, 150, 1000, 20_000):
+            deep = b'{"properties":{"a":' * depth + b"{}" + b"}}" * depth
+            body = chat + b"[" + tool % (b"f", deep) + b"]" + end
+            yield Bomb(f"a tool {depth} deep, {choice.decode()}", CHAT, body, (200, 400))
+        wide = b",".join(b'"k%d":{"pattern":"(a{99}){99}"}' % at for at in range(2000))
+        body = chat + b"[" + tool % (b"f", b'{"properties":{' + wide + b"}}") + b"]" + end
+        yield Bomb(f"a wide tool, {choice.decode()}", CHAT, body, (200, 400))
+        again = b'{"$ref":"#/$defs/a","$defs":{"a":{"anyOf":[{"$ref":"#/$defs/a"},{"$ref":"#/$defs/a"}]}}}'
+        body = chat + b"[" + tool % (b"f", again) + b"]" + end
+        yield Bomb(f"a tool of itself, {choice.decode()}", CHAT, body, (200, 400))
+    for name in (b"", b"a b", b"\\u0000", b"\\u001b[2J", b"a\\nb", "ä".encode(), b"a" * 200, b"<tool_call>"):
+        yield Bomb(f"a tool named {name!r:.20}", CHAT, chat + b"[" + tool % (name, b"{}") + b"]}")
+    yield Bomb(
+        "a description that fills the body",
+        CHAT,
+        chat + b'[{"type":"function","function":{"name":"f","description":"' + b"a" * (most - 999) + b'"}}]}',
+    )
+    kwargs = b'[],"chat_template_kwargs":{"a":' + b"[" * 150 + b"]" * 150 + b"}}"
+    yield Bomb("deep template variables", CHAT, chat + kwargs, (200, 400))
+    items = _list_of(b'{"role":"user","content":"a"}', 300_000)
+    yield Bomb("many items of input", RESPONSES, responses + items + b"}")
+    calls = _list_of(b'{"type":"function_call","call_id":"a","name":"f","arguments":"{}"}', 300_000)
+    yield Bomb("many calls", RESPONSES, responses + calls + b"}")
+    yield Bomb("an unknown response", RESPONSES, responses + b'"a","previous_response_id":"x"}')
+    flood = b'{"tokens":' + _list_of(b"65", most) + b"}"
+    yield Bomb("tokens", "/detokenize", flood)
+    yield Bomb("tokens that are none", "/detokenize", b'{"tokens":[99999999999999999999]}')
+    yield Bomb(
+        "a text to cut that fills the body",
+        "/tokenize",
+        b'{"prompt":"' + b"a" * (most - 99) + b'"}',
+        (200, 400),
+    )
 
 
 def _numbers(model: str) -> Iterator[Bomb]:
