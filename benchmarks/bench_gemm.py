@@ -29,15 +29,21 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def best_ns(weights: list[PackedWeight], m: int, repeats: int, schedule: dict[str, int] | None) -> float:
+def best_ns(
+    weights: list[PackedWeight],
+    m: int,
+    repeats: int,
+    schedule: dict[str, int] | None,
+    path: str | None = None,
+) -> float:
     """Nanoseconds per product, best of `repeats` timings of about 5 ms each."""
     n, k = weights[0].n, weights[0].k
     x = np.random.default_rng(1).standard_normal((m, k), dtype=np.float32)
     y = aligned(np.zeros((m, n), dtype=np.float32))
-    prepared = aligned(_native.prepare_rows(x, weights[0]))
-    once_ns = _native.time_gemm(prepared, weights, y, len(weights), schedule) / len(weights)
+    prepared = aligned(_native.prepare_rows(x, weights[0], path))
+    once_ns = _native.time_gemm(prepared, weights, y, len(weights), schedule, path) / len(weights)
     calls = max(1, int(5e6 / max(once_ns, 1.0)))
-    return min(_native.time_gemm(prepared, weights, y, calls, schedule) / calls for _ in range(repeats))
+    return min(_native.time_gemm(prepared, weights, y, calls, schedule, path) / calls for _ in range(repeats))
 
 
 def main() -> None:
@@ -51,6 +57,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--rotate-mib", type=int, default=64)
     parser.add_argument("--schedule", default="", help="overrides, e.g. mr=4,panels=3,block_k=256")
+    parser.add_argument("--path", help="compute path, e.g. bf16_tile [default: the format's]")
     options = parser.parse_args()
     overrides = {
         key: int(value) for key, value in (item.split("=") for item in options.schedule.split(",") if item)
@@ -63,8 +70,8 @@ def main() -> None:
         weights = copies_of(weight, options.rotate_mib << 20)
         for name, m in itertools.product(names, map(int, options.m.split(","))):
             with isa.using(name):
-                schedule = _native.default_schedule(weight, m) | overrides
-                ns = best_ns(weights, m, options.repeats, schedule)
+                schedule = _native.default_schedule(weight, m, 1, options.path) | overrides
+                ns = best_ns(weights, m, options.repeats, schedule, options.path)
             print(
                 f"{name} {fmt} {n} {k} {m} {ns / 1e3:.1f} {2 * m * n * k / ns:.1f} {weight.nbytes / ns:.1f}",
                 flush=True,
