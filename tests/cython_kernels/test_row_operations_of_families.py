@@ -1,0 +1,133 @@
+"""Ops that families bring: adjusted rows and experts, beside float64, on every instruction set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from phasewise.cython_kernels import isa, packing
+from phasewise.cython_kernels._native import Program, Team
+from tests.support.tiers import isas
+
+N_TOKENS = 5
+EPS = 1e-5
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """As `serving.model.Experts`."""
+
+    count: int
+    chosen: int
+    normalised: bool
+
+
+def opened(width: int, rows: Array) -> Program:
+    """A program whose stream is `rows`: token i embeds as row i, at the arena's start. Logits are as wide."""
+    shape = {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 8, "hidden": width, "ffn": width}
+    room = {"kv_slots": 16, "max_tokens": N_TOKENS, "max_slices": 1, "max_logit_rows": N_TOKENS}
+    program = Program(
+        {**shape, "vocab": width, "norm_eps": EPS},
+        {**room, "max_threads": 2, "kv_format": "f32"},
+        np.ones(4),
+    )
+    table = np.zeros((max(width, N_TOKENS), width), np.float32)
+    table[:N_TOKENS] = rows
+    program.embed(packing.pack_dense(table, "f32"), 0, width)
+    return program
+
+
+def computed(program: Program, at: int) -> Array:
+    """The rows at an offset of the arena, after a step of all tokens."""
+    program.seal(at)
+    ids = list(range(N_TOKENS))
+    piece = SimpleNamespace(
+        token_ids=ids,
+        start=0,
+        slot_base=0,
+        wants_logits=True,
+        table=None,
+        n_drafted=0,
+        ring=None,
+        second=None,
+    )
+    n_rows = program.run(Team(None, members=2), [piece], every_row=True)
+    return np.asarray(program)[:n_rows].copy()
+
+
+def drawn(seed: int, *shape: int) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def normalised(rows: Array, weights: Array) -> Array:
+    rows = rows.astype(np.float64)
+    return rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + EPS) * weights
+
+
+@pytest.mark.parametrize("width", [5, 15, 16, 17, 67, 256])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("add", [False, True])
+def test_adjusted_rows_equal_float64(width: int, norm: bool, bias: bool, cap: float, add: bool) -> None:
+    """Norm, bias, cap and sum, each with and without the others; a few operations of float32 each."""
+    rows, weights, biases = drawn(width, N_TOKENS, width), drawn(1, width), drawn(2, width)
+    want = normalised(rows, weights) if norm else rows.astype(np.float64)
+    want = want + biases if bias else want
+    want = cap * np.tanh(want / cap) if cap else want
+    for isa_name in isas():
+        with isa.using(isa_name):
+            program = opened(width, rows)
+            out = 0 if add else N_TOKENS * width
+            program.adjust(
+                width, 0, width, out, width,
+                norm=weights if norm else None, bias=biases if bias else None, cap=cap, add=add,
+            )  # fmt: skip
+            got = computed(program, out)
+            expected = want + rows if add else want
+            error = np.abs(got - expected).max()
+            assert error <= (width + 32) * 2.0**-24 * max(1.0, np.abs(expected).max()), isa_name
+
+
+@pytest.mark.parametrize("chosen", [1, 3, 8])
+@pytest.mark.parametrize("is_normalised", [False, True])
+def test_routed_experts_equal_float64(chosen: int, is_normalised: bool) -> None:
+    """Router, gathered products of the chosen experts, gate and weighted sum, in float32."""
+    width, ffn, count = 32, 16, 8
+    mixture = Mixture(count, chosen, is_normalised)
+    rows = drawn(3, N_TOKENS, width)
+    router, up, down = drawn(4, count, width), drawn(5, count, 2 * ffn, width), drawn(6, count, width, ffn)
+    want = rows.astype(np.float64) + _mixture(rows, router, up, down, mixture)
+    for isa_name in isas():
+        with isa.using(isa_name):
+            program = opened(width, rows)
+            stride, at = 64, N_TOKENS * width
+            scores, pairs = (at, stride), (at + N_TOKENS * stride, stride)
+            given = pairs[0] + N_TOKENS * chosen * stride, stride
+            program.linear([(packing.pack_dense(router, "f32"), 0)], "rows", 0, width, *scores)
+            program.route(mixture, *scores)
+            stacks = [packing.pack_dense(one.reshape(-1, one.shape[2]), "f32") for one in (up, down)]
+            program.experts(mixture, stacks[0], "rows", 0, width, *pairs)
+            program.experts(mixture, stacks[1], "gate", *pairs, *given)
+            program.combine(mixture, width, *given, 0, width)
+            got = computed(program, 0)
+            assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max(), isa_name
+
+
+def _mixture(rows: Array, router: Array, up: Array, down: Array, mixture: Mixture) -> Array:
+    """From the definition, one row and one expert at a time, in float64."""
+    x = rows.astype(np.float64)
+    out = np.zeros_like(x)
+    for i, row in enumerate(x):
+        logits = router.astype(np.float64) @ row
+        best = np.argsort(-logits)[: mixture.chosen]
+        over = logits[best] if mixture.normalised else logits
+        weights = np.exp(logits[best]) / np.exp(over).sum()
+        for weight, expert in zip(weights, best, strict=True):
+            gate, value = np.split(up[expert].astype(np.float64) @ row, 2)
+            out[i] += weight * (down[expert].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * value))
+    return out
