@@ -57,7 +57,7 @@ enum {
     FEW_WEIGHTS = 1 << 20, /* and at most: every thread reads them all */
     GROUPS_AHEAD_BYTES = 4096, /* where only the first of several tiles of rows reads from memory */
     FAR_GROUPS_BYTES = 8192,
-    SPARSE_AHEAD_BYTES = 4096, /* no core reads a stream by itself whose pace depends on what it holds */
+    SPARSE_AHEAD_BYTES = 2048, /* no core reads a stream by itself whose pace depends on what it holds */
     SPARSE_BLOCK_ROWS = 1024,  /* every block of rows expands the weights anew */
 };
 

@@ -27,6 +27,7 @@ PURE = (
 # Longest matching prefix decides. A module may always import its own room unless its row says less.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "phasewise": ("",),
+    "phasewise.torch": ("torch", "cython_kernels"),
     "cli": ("",),
     "workflows": (
         "workflows",
@@ -87,6 +88,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "rich": ("cli",),
     "optuna": ("tuner.config",),
+    "torch": ("phasewise.torch",),
     "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
     "uvicorn": ("serving.http",),

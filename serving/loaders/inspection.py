@@ -73,7 +73,7 @@ class WeightDensity:
     dense_bytes: int
     sparse_bytes: int
     break_even: float
-    """The share of zeros from which on it takes at most nine tenths of the dense bytes."""
+    """The share of zeros from which on it is stored sparse where nothing was measured."""
 
 
 def densities(source: ModelSource, weight_format: str) -> list[WeightDensity]:

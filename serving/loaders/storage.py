@@ -9,11 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phasewise.cython_kernels import _native, packing, sparse
+from phasewise.cython_kernels.packing import COLUMN_GROUP
 from phasewise.serving.loaders.forms import WeightForm
 from phasewise.serving.sparse_mode import SparseMode
 
-WORTH_BYTES = 0.9
-"""Where nothing was measured, a sparse weight takes at most this share of the dense one's bytes."""
+WORTH_BYTES = {"bf16": 0.45, "q8": 0.7, "q8 column": 0.3}
+"""Where nothing was measured, a sparse weight takes at most this share of the dense one's bytes.
+
+Bytes alone would say 0.9, but expanding takes time beside reading: benchmarks/notes/0007-sparsity.md.
+"""
 
 NEARLY_DENSE = 0.95
 """The kept share of a weight's first rows from which on `auto` looks at no others."""
@@ -54,7 +58,7 @@ class StorageChoice:
         if kept is None:
             return False
         faster = self.measured(form, n, k, kept / (n * k))
-        return bytes_share(form, n, k, kept / (n * k)) <= WORTH_BYTES if faster is None else faster
+        return bytes_share(form, n, k, kept / (n * k)) <= worth_bytes(form) if faster is None else faster
 
 
 def expands_here() -> bool:
@@ -67,6 +71,12 @@ def can_be_sparse(form: WeightForm) -> bool:
     return sparse.can_be_sparse(form.kind, form.has_mins)
 
 
+def worth_bytes(form: WeightForm) -> float:
+    """Of a form that can be sparse: see WORTH_BYTES."""
+    has_one_scale = form.kind == "q8" and form.group == COLUMN_GROUP
+    return WORTH_BYTES["q8 column" if has_one_scale else form.kind]
+
+
 def bytes_share(form: WeightForm, n: int, k: int, density: float) -> float:
     """Bytes of a sparse weight, of which the share `density` is kept, as a share of the dense one's."""
     dense = form.nbytes(n, k)
@@ -75,6 +85,6 @@ def bytes_share(form: WeightForm, n: int, k: int, density: float) -> float:
 
 
 def break_even(form: WeightForm, n: int, k: int) -> float:
-    """The share of zeros from which on a sparse weight takes at most WORTH_BYTES of the dense one's bytes."""
+    """The share of zeros from which on a sparse weight is stored sparse where nothing was measured."""
     all_kept, none_kept = bytes_share(form, n, k, 1.0), bytes_share(form, n, k, 0.0)
-    return min(1.0, max(0.0, (all_kept - WORTH_BYTES) / (all_kept - none_kept)))
+    return min(1.0, max(0.0, (all_kept - worth_bytes(form)) / (all_kept - none_kept)))

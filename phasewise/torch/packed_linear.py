@@ -1,0 +1,173 @@
+"""A linear layer whose weight is packed for our kernels."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+
+from phasewise.cython_kernels import _native, packing, sparse
+from phasewise.cython_kernels.packing import PackedWeight
+
+Storage = Literal["auto", "sparse", "dense"]
+
+WORTH_ZEROS = 0.3
+"""`auto` stores weights sparse from this share of zeros on, where the CPU expands by itself."""
+
+_FIELDS = ("kind", "n", "k", "group", "zero_point", "top_exponent")
+_ARRAYS = ("values", "scales", "mins", "offsets")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class PackedLinear(torch.nn.Module):
+    """y = x W^T + b for inference, on any leading dimensions; x float32, float16 or bfloat16, y like x.
+
+    bfloat16 weights stay so; others become float32, or what `weight_format` says: `bf16`, `int8`. Sums are
+    float32. It cannot be trained: gradients and `train()` raise RuntimeError.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.bias: torch.Tensor | None
+        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32).clone())
+        self._take(weight)
+        super().train(False)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        storage: Storage = "auto",
+        weight_format: Literal["native", "bf16", "int8"] = "native",
+    ) -> Self:
+        """The layer's weight and bias, packed. ValueError for a weight that cannot be."""
+        weight = linear.weight.detach()
+        if weight.dtype not in _DTYPES or weight.device.type != "cpu":
+            raise ValueError(
+                f"a weight of {weight.dtype} on {weight.device}: a float weight on the CPU expected"
+            )
+        rows = weight.to(torch.float32).numpy()
+        if weight_format == "int8":
+            packed = packing.pack_quant(packing.quantise(rows, 8, symmetric=True))
+        else:
+            is_bf16 = weight.dtype == torch.bfloat16 or weight_format == "bf16"
+            packed = packing.pack_dense(rows, "bf16" if is_bf16 else "f32")
+        return cls(stored(packed, storage), linear.bias)
+
+    @property
+    def in_features(self) -> int:
+        return self._weight.k
+
+    @property
+    def out_features(self) -> int:
+        return self._weight.n
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the weight is stored without its zeros."""
+        return self._weight.is_sparse
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise RuntimeError("PackedLinear has no gradient: call it under torch.no_grad()")
+        if x.shape[-1:] != (self.in_features,) or x.dtype not in _DTYPES:
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)}: a float tensor [..., {self.in_features}] expected"
+            )
+        rows = x.detach().reshape(-1, self.in_features).to(torch.float32).contiguous().numpy()
+        y = torch.from_numpy(multiply(rows, self._weight, torch.get_num_threads()))
+        if self.bias is not None:
+            y += self.bias
+        return y.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            raise RuntimeError("PackedLinear cannot be trained: train the linear layer, then pack it")
+        return super().train(False)
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, {self._weight.kind}, {'sparse' if self.is_sparse else 'dense'}"
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The weight: its fields, and its arrays as tensors of bytes or numbers."""
+        state: dict[str, Any] = {name: getattr(self._weight, name) for name in _FIELDS}
+        for name in _ARRAYS:
+            array = getattr(self._weight, name)
+            if array is not None:
+                state[name] = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy())
+                state[f"{name}_form"] = (array.dtype.str, tuple(array.shape))
+        return state
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """ValueError or WeightError where the arrays are not those of such a weight."""
+        arrays = {name: _array(state, name) for name in _ARRAYS}
+        values = arrays.pop("values")
+        if values is None:
+            raise ValueError("a state without values is none of a PackedLinear")
+        fields = {name: state[name] for name in _FIELDS}
+        self._take(PackedWeight(values=values, **fields, **arrays))
+
+    def _take(self, weight: PackedWeight) -> None:
+        if weight.is_sparse:
+            sparse.kept(weight)  # WeightError unless masks, offsets and length agree
+        _native.prepared_row_bytes(weight)  # the same of what kernels check
+        self._weight = weight
+
+
+def _array(state: dict[str, Any], name: str) -> Any:
+    if name not in state:
+        return None
+    dtype, shape = state[f"{name}_form"]
+    return state[name].numpy().view(np.dtype(dtype)).reshape(shape).copy()
+
+
+def stored(weight: PackedWeight, storage: Storage) -> PackedWeight:
+    """The weight as `storage` says. ValueError for one that has no sparse storage and must."""
+    can = sparse.can_be_sparse(weight.kind, weight.mins is not None)
+    if storage == "sparse" and not can:
+        raise ValueError(f"{weight.kind} weights have no sparse storage: bfloat16 and int8 have")
+    if storage == "dense" or not can:
+        return weight
+    expands = _native.lanes() == 16 and _native.expands()
+    if storage == "auto" and (not expands or sparse.density(weight) > 1 - WORTH_ZEROS):
+        return weight
+    return sparse.to_sparse(weight)
+
+
+def multiply(x: Any, weight: PackedWeight, threads: int) -> Any:
+    """float32 [m, k] times a packed weight, float32 [m, n]; the GIL is released in the product."""
+    y = np.empty((x.shape[0], weight.n), np.float32)
+    if x.shape[0] == 0:
+        return y
+    prepared = _native.prepare_rows(x, weight)
+    schedule = _native.default_schedule(weight, x.shape[0], threads)
+    shares = [_native.share(weight, x.shape[0], thread, schedule) for thread in range(threads)]
+    if threads == 1:
+        _native.gemm_share(prepared, weight, y, schedule=schedule)
+        return y
+
+    def work(share: tuple[tuple[int, int], tuple[int, int]]) -> None:
+        _native.gemm_share(prepared, weight, y, rows=share[0], panels=share[1], schedule=schedule)
+
+    list(_pool(threads).map(work, shares))
+    return y
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="phasewise")
+
+
+def unpacked(layer: PackedLinear) -> torch.nn.Linear:
+    """The layer as a float32 linear layer, for comparison."""
+    linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    with torch.no_grad():
+        linear.weight.copy_(torch.from_numpy(packing.unpack(replace(layer._weight))))
+        if layer.bias is not None and linear.bias is not None:
+            linear.bias.copy_(layer.bias)
+    return linear

@@ -1,0 +1,107 @@
+"""Packed layers give what torch gives, whatever the shape and dtype; what cannot be packed is named."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
+
+from phasewise.torch import PackedLinear, replace_linear  # noqa: E402
+from phasewise.torch.packed_linear import unpacked  # noqa: E402
+
+
+def linear(n: int, k: int, zeros: float, dtype: Any, bias: bool = True) -> Any:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(k, n, bias=bias)
+    with torch.no_grad():
+        layer.weight[torch.rand(n, k) < zeros] = 0
+    return layer.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("storage", ["auto", "dense", "sparse"])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 1, 7)])
+def test_a_packed_layer_gives_what_torch_gives(dtype: Any, storage: str, shape: tuple[int, ...]) -> None:
+    layer = linear(37, 101, 0.5, dtype)
+    if storage == "sparse" and dtype != torch.bfloat16:
+        with pytest.raises(ValueError, match="no sparse storage"):
+            PackedLinear.from_linear(layer, storage)
+        return
+    x = torch.randn(*shape, 101).to(dtype)
+
+    y = PackedLinear.from_linear(layer, storage)(x)
+
+    with torch.no_grad():
+        expected = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
+    assert y.shape == expected.shape
+    assert y.dtype == dtype
+    assert torch.allclose(y.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_storages_and_threads_give_the_same_bits() -> None:
+    layer = linear(200, 320, 0.5, torch.bfloat16)
+    dense, stored = (PackedLinear.from_linear(layer, storage) for storage in ("dense", "sparse"))
+    x = torch.randn(9, 320)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found += [dense(x), stored(x)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], one) for one in found)
+
+
+def test_a_state_dict_comes_back() -> None:
+    layer = PackedLinear.from_linear(linear(40, 70, 0.6, torch.bfloat16), "sparse")
+    other = PackedLinear.from_linear(linear(40, 70, 0.0, torch.bfloat16), "dense")
+
+    other.load_state_dict(copy.deepcopy(layer.state_dict()))
+
+    x = torch.randn(3, 70)
+    assert other.is_sparse
+    assert torch.equal(other(x), layer(x))
+    broken = layer.get_extra_state()
+    broken["values"][:64] = 255
+    with pytest.raises(Exception, match="sparse"):
+        other.set_extra_state(broken)
+
+
+def test_training_and_gradients_raise() -> None:
+    layer = PackedLinear.from_linear(linear(8, 8, 0.5, torch.float32))
+
+    with pytest.raises(RuntimeError, match="trained"):
+        layer.train()
+    with pytest.raises(RuntimeError, match="gradient"):
+        layer(torch.randn(2, 8, requires_grad=True))
+    assert layer.eval() is layer
+    assert torch.allclose(unpacked(layer)(torch.ones(1, 8)), layer(torch.ones(1, 8)), atol=1e-5)
+
+
+def test_a_model_is_replaced_where_that_pays_and_says_why_not() -> None:
+    class Other(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Module()
+    model.a = linear(16, 32, 0.5, torch.bfloat16)
+    model.b = linear(16, 32, 0.1, torch.bfloat16)
+    model.c = Other(8, 8)
+    model.d = torch.nn.Linear(8, 8)
+    model.e = torch.nn.Embedding(8, 8)
+    model.d.weight = model.e.weight
+    model.lm_head = linear(16, 32, 0.9, torch.bfloat16)
+
+    found = {one.name: one for one in replace_linear(model)}
+
+    assert isinstance(model.a, PackedLinear)
+    assert {name: one.replaced for name, one in found.items()} == {
+        "a": True, "b": False, "c": False, "d": False, "lm_head": False,
+    }  # fmt: skip
+    assert "less than 30 %" in found["b"].why
+    assert "Other" in found["c"].why
+    assert "tied" in found["d"].why
