@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from phasewise.cython_kernels import _native, isa, packing, sparse
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.errors import WeightError
 from phasewise.cython_kernels.packing import PANEL, SPARSE_TAIL, PackedWeight, QuantRows
+from tests.support.cross import COMMON_FLAGS, KERNELS
 from tests.support.tiers import examples
 
 FORMATS = ("bf16", "q8", "q8g16", "q8c")
@@ -251,3 +255,15 @@ def test_kinds_without_an_exact_zero_are_refused() -> None:
     ):
         with pytest.raises(WeightError, match="cannot be stored sparse"):
             sparse.to_sparse(weight)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
+def test_damaged_streams_read_nothing_outside_under_a_sanitizer(tmp_path: Path) -> None:
+    program = tmp_path / "sparse_streams"
+    sources = [Path(__file__).with_name("sparse_streams.c"), KERNELS / "sparse.c"]
+    flags = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    subprocess.run(["gcc", *COMMON_FLAGS, *flags, "-I", KERNELS, *sources, "-o", program], check=True)
+
+    run = subprocess.run([program], capture_output=True, text=True)
+
+    assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from phasewise.cython_kernels import _native, isa, packing, sparse
+from phasewise.serving.batch import SequenceSlice
+from phasewise.serving.forward import Capacity, build_program
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.forms import BF16, INT4, INT8, WeightForm
 from phasewise.serving.loaders.storage import StorageChoice, break_even, bytes_share, worth_bytes
@@ -126,3 +128,22 @@ def test_auto_is_dense_where_nothing_expands() -> None:
         assert not StorageChoice().wants_sparse
     finally:
         _native.let_expand(True)
+
+
+def test_a_model_gives_the_same_logits_by_either_storage(pruned: Path) -> None:
+    """Bit for bit, in a step of many rows and of one."""
+    found = []
+    for mode in ("never", "always"):
+        model = load(pruned, mode)
+        program = build_program(model, Capacity(64, 32, 1, 32, 1))
+        team = _native.Team([0])
+        try:
+            rows = program.run(team, [SequenceSlice(list(range(5, 36)), 0, 0, True)], every_row=True)
+            many = np.array(program)[:rows].copy()
+            rows = program.run(team, [SequenceSlice([7], 31, 0, True)])
+            found.append((many, np.array(program)[:rows].copy()))
+        finally:
+            team.close()
+
+    for dense, stored in zip(*found, strict=True):
+        assert np.array_equal(dense, stored)
