@@ -14,6 +14,7 @@ from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands import (
     bench,
     chat,
+    cluster,
     config,
     db,
     doctor,
@@ -54,6 +55,7 @@ app.add_typer(models.app, name="models")
 app.add_typer(predict_len.app, name="predict-len")
 app.add_typer(db.app, name="db")
 app.add_typer(config.app, name="config")
+app.add_typer(cluster.app, name="cluster")
 
 EXIT_FAILURE = 1
 STDOUT_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)

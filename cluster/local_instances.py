@@ -56,6 +56,17 @@ class LocalInstances:
             return f"its process {process.pid} was killed by {_signal_name(-code)}"
         return f"its process {process.pid} ended with exit code {code}"
 
+    def pid(self, index: int) -> int:
+        """Of the process that was launched last."""
+        return self._processes[index].pid
+
+    def wait(self, index: int) -> str:
+        """Until the process that was launched last has ended: how."""
+        self._processes[index].wait()
+        ended = self.ended(index)
+        assert ended is not None
+        return ended
+
     def kill(self, index: int) -> None:
         """`Launcher.kill`."""
         process = self._processes.get(index)

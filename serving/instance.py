@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import socket as network
 import threading
 import time
 from collections import deque
@@ -128,7 +127,7 @@ class _Instance:
         frames, endpoint = self._sockets.listen(zmq.PULL, self._orders.listen)
         self._sender.start()
         self._thread.start()
-        control.send(write(self._ready(_reachable(endpoint))))
+        control.send(write(self._ready(endpoint)))
         poller = zmq.Poller()
         for source in (control, frames, self._wake):
             poller.register(source, zmq.POLLIN)
@@ -356,8 +355,3 @@ def _guides(opened: OpenEngine) -> GuideCompiler:
     return GuideCompiler(
         TokenView(config.vocab_size, ends, tokenizer.special_ids, tokenizer.piece, tokenizer.encode)
     )
-
-
-def _reachable(endpoint: str) -> str:
-    """A wildcard address is of no use to others."""
-    return endpoint.replace("//0.0.0.0:", f"//{network.gethostbyname(network.gethostname())}:")

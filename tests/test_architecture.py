@@ -68,6 +68,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "cluster.front": ("cluster.routing", "cluster.errors", "serving", "_version"),
     "cluster.local_instances": ("cluster", "serving"),
+    "cluster.ray_cluster": ("cluster", "serving"),
     "cluster.routing": ("cluster.errors",),
     "tuner": ("tuner", "kerneldb", "topology", "cython_kernels"),
     "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
@@ -96,6 +97,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "tree_sitter": ("ir.parse",),
     "tree_sitter_c": ("ir.parse",),
     "aiohttp": ("loadtest",),
+    "ray": ("cluster.ray_cluster",),
     "zmq": ("serving.sockets", "serving.instance", "cluster.front"),
 }
 

@@ -170,6 +170,17 @@ def _pus_by_preference(machine: Machine) -> tuple[int, ...]:
     return by_turn or machine.allowed_pus
 
 
+def cores_of_share(machine: Machine, first: int, count: int) -> tuple[int, ...]:
+    """PUs for one of several processes on a host, after the `first` of others. PlanError if too few."""
+    pus = _pus_by_preference(machine)
+    if first + count > len(pus):
+        raise PlanError(
+            f"{count} cores after the first {first} do not fit: this process may use {len(pus)} CPUs "
+            f"({list_cores(machine.allowed_pus)})"
+        )
+    return pus[first : first + count]
+
+
 def rank_on(machine: Machine, pus: tuple[int, ...]) -> RankCores:
     """A rank on these PUs, with the NUMA node that holds all of them, if one does."""
     holders = (node.os_index for node in machine.nodes(Kind.NUMA) if set(pus) <= set(node.cpus))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from phasewise.serving.open_engine import EngineSize, OpenEngine
     from phasewise.serving.service import Served, ServiceSettings
     from phasewise.serving.several_engines import OpenEngineHost
-    from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.open_model import OpenModel
-    from phasewise.workflows.serve_pools import PlannedInstance
     from phasewise.workflows.tuned_schedules import ScheduleUse
 
 _FEW_CONNECTIONS = 1024
@@ -154,13 +152,12 @@ def serve_model(
     from phasewise.serving.length_log import LengthLog
     from phasewise.serving.open_engine import ModelText, OpenEngine
     from phasewise.serving.service import Logging, OtherModel, ServiceSettings, run_service
-    from phasewise.topology import read_machine
     from phasewise.workflows.drafts import find_drafts
     from phasewise.workflows.length_estimator import open_predictor
     from phasewise.workflows.open_model import open_model
     from phasewise.workflows.serve_embedding import open_beside, open_embedding_model, serve_embeddings
     from phasewise.workflows.serve_instance import InstanceSpec
-    from phasewise.workflows.serve_pools import PooledModel, local_front, planned_instances, share_of
+    from phasewise.workflows.serve_pools import open_pools
     from phasewise.workflows.tuning_hint import hint_at_tuning
 
     limits = _limits(listening, accepting, report)
@@ -195,33 +192,23 @@ def serve_model(
         further = _open_further(running, listening, pools, db, report)
         budgets = _budgets([found, *further.values()], running)
         running = replace(running, kv_budget_bytes=budgets[0])
-        instances = planned_instances(pools, read_machine(), found.plans, report)
-        size = _size(found, accepting.max_sequences, running, drafts, kv_shared=bool(instances))
+        size = _size(found, accepting.max_sequences, running, drafts, kv_shared=pools != ALONE)
         if explain is not None:
             explain(found.explain(size.step_tokens, size.max_sequences))
-        if instances and running.draft is not None:
-            raise UsageError("--draft is for one engine: leave it or the pools out")
+        text = ModelText(found.model, allow_special=accepting.allow_special)
+        spec = InstanceSpec(model, running.weight_format, size, None, db, sparse=running.sparse)
+        pooled = stack.enter_context(open_pools(pools, found, text, spec, running.context_tokens, report))
         opened: Served
-        if instances:
-            size = share_of(size, len(instances), running.context_tokens)
-            opened = PooledModel(
-                found.model, ModelText(found.model, allow_special=accepting.allow_special), size
-            )
-            tells = [
-                InstanceSpec(
-                    model,
-                    running.weight_format,
-                    size,
-                    tuple(one.plans.values()),
-                    db,
-                    sparse=running.sparse,
-                ).tell
-                for one in instances
-            ]
-            host = stack.enter_context(local_front(instances, tells, pools))
-        else:
+        host: OpenHost
+        lines: Sequence[str]
+        if pooled is None:
             alone = stack.enter_context(_open(found, size, drafts, allow_special=accepting.allow_special))
             opened, host = alone, partial(EngineThread, alone.engine)
+            lines = [plan.describe() for plan in found.plans.values()]
+        elif running.draft is not None:
+            raise UsageError("--draft is for one engine: leave it or the pools out")
+        else:
+            opened, host, lines = pooled, pooled.host, pooled.lines
         others: list[OtherModel] = []
         engines: list[OpenEngine] = []
         for (name, one), n_bytes in zip(further.items(), budgets[1:], strict=True):
@@ -254,7 +241,7 @@ def serve_model(
             tool_format=answering.tool_format,
             page=None if answering.no_page else _machine_facts(found, size),
         )
-        _tell(opened, found.plans, instances, settings, report)
+        _tell(opened, lines, settings, report)
         _warn_of_strangers(listening, settings.limits, report)
         run_service(opened, settings, address, report, host, beside, others)
 
@@ -450,13 +437,7 @@ def _warn_of_strangers(listening: Listening, limits: HttpLimits, report: Report)
     )
 
 
-def _tell(
-    opened: Served,
-    plans: Mapping[Phase, ServicePlan],
-    instances: Sequence[PlannedInstance],
-    settings: ServiceSettings,
-    report: Report,
-) -> None:
+def _tell(opened: Served, lines: Sequence[str], settings: ServiceSettings, report: Report) -> None:
     from phasewise.serving.forward import kv_bytes_per_slot, resolve_kv_format
 
     size = opened.size
@@ -464,8 +445,8 @@ def _tell(
     kv_mib = size.kv_slots * kv_bytes_per_slot(opened.model, size.kv_format) / (1 << 20)
     kv_format = resolve_kv_format(opened.model, size.kv_format)
     report(f"KV cache: {size.kv_slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
-    for described in instances or plans.values():
-        report(described.describe())
+    for line in lines:
+        report(line)
     if settings.length_log is not None:
         report(f"length log: token ids of every prompt are kept in {settings.length_log.path}")
     n_connections = settings.limits.max_connections

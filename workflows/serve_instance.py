@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING, Any
 from phasewise.serving.sparse_mode import SparseMode
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from phasewise.serving.instance import Orders
     from phasewise.serving.open_engine import EngineSize, OpenEngine
+    from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.workflows.report import Report
 
 MODULE = "phasewise.workflows.serve_instance"
 
@@ -30,7 +34,8 @@ _FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class InstanceSpec:
     """What an instance computes with.
 
-    plans: of both phases; None: those of its host's database. db: URL or file of the tuning database.
+    plans: of both phases; None: those of its host's database that use `cores`, else one rank on as many cores
+    of its host, the first `first_core` of which others use. db: URL or file of the tuning database.
     """
 
     model: str
@@ -41,6 +46,8 @@ class InstanceSpec:
     pinned: bool = True
     ends_with_parent: bool = True
     sparse: SparseMode = "auto"
+    first_core: int = 0
+    cores: int | None = None
 
     def tell(self, orders: Orders) -> bytes:
         """What `main` reads."""
@@ -53,6 +60,8 @@ class InstanceSpec:
             "pinned": self.pinned,
             "ends_with_parent": self.ends_with_parent,
             "sparse": self.sparse,
+            "first_core": self.first_core,
+            "cores": self.cores,
         }
         return json.dumps({"spec": known, "orders": asdict(orders)}).encode()
 
@@ -123,7 +132,8 @@ def _open(spec: InstanceSpec) -> OpenEngine:
     machine = read_machine()
     plans: dict[Phase, ServicePlan]
     if spec.plans is None:
-        plans = dict(plans_for(spec.db, machine, model_key(model.name, model.format), None, log.warning))
+        stored = plans_for(spec.db, machine, model_key(model.name, model.format), None, log.warning)
+        plans = _plans_within(stored, machine, spec, log.warning)
     else:
         plans = {plan.phase: plan for plan in spec.plans}
         if spec.pinned:
@@ -132,6 +142,27 @@ def _open(spec: InstanceSpec) -> OpenEngine:
     schedules = schedules_for(spec.db, machine, plans, log.warning)
     size = replace(spec.size, kv_shared=True)
     return open_engine(model, plans, size, ModelText(model), schedules, spec.pinned)
+
+
+def _plans_within(
+    stored: Mapping[Phase, ServicePlan], machine: Machine, spec: InstanceSpec, report: Report
+) -> dict[Phase, ServicePlan]:
+    """The stored plans where they fit into the instance's share of its host, else one rank on that share."""
+    from phasewise.tuner.plans import ServicePlan, cores_of_share, list_cores, rank_on
+
+    if spec.cores is None:
+        return dict(stored)
+    share = cores_of_share(machine, spec.first_core, spec.cores)
+    plans: dict[Phase, ServicePlan] = {}
+    for phase, plan in stored.items():
+        if plan.source == "database" and set(plan.cores) <= set(share):
+            plans[phase] = plan
+        else:
+            plans[phase] = ServicePlan(phase, (rank_on(machine, share),), "default")
+            report(
+                f"no tuned {phase} plan fits cores {list_cores(share)} of this host: one rank uses them all"
+            )
+    return plans
 
 
 if __name__ == "__main__":

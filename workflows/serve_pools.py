@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from phasewise.serving.open_engine import EngineSize, ModelText
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.workflows.open_model import OpenModel
     from phasewise.workflows.report import Report
+    from phasewise.workflows.serve_instance import InstanceSpec
 
 SPLIT_ABOVE_TOKENS = 64
 """Shorter prompts cost less than the messages of a hand-over (benchmarks/notes/0007-pools.md)."""
@@ -31,7 +34,8 @@ class Pools:
 
     Cores are written as taskset does, e.g. `0-11`; `0-11+12-23` are two ranks. `pools`: `off`, or `auto`,
     which takes the pools from the tuned plans. Prompts of at most `split_above` tokens are computed where
-    their answers are.
+    their answers are. On a Ray `cluster` (its address, or `auto`) `prompt`, `token` and `mixed` say how many
+    instances of how many cores, e.g. `2x24`; `spread`: on different nodes.
     """
 
     prompt_pool: Sequence[str] | None = None
@@ -39,6 +43,11 @@ class Pools:
     mixed_pool: Sequence[str] | None = None
     pools: str = "off"
     split_above: int = SPLIT_ABOVE_TOKENS
+    cluster: str | None = None
+    prompt: str | None = None
+    token: str | None = None
+    mixed: str | None = None
+    spread: bool = False
     kv_transfer: Literal["auto", "shm", "tcp"] = "auto"
 
     @property
@@ -51,14 +60,34 @@ class Pools:
         ]
         return [(role, cores) for role, many in asked for cores in many or ()]
 
+    @property
+    def counted(self) -> list[tuple[Role, int]]:
+        """Role and number of cores of every instance that is asked for by `2x24`. UsageError."""
+        asked: list[tuple[Role, str | None]] = [
+            ("prompt", self.prompt),
+            ("token", self.token),
+            ("mixed", self.mixed),
+        ]
+        return [(role, cores) for role, text in asked if text for cores in _counted(role, text)]
+
+
+def _counted(role: Role, text: str) -> list[int]:
+    match = re.fullmatch(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})", text)
+    if match is None:
+        raise UsageError(f"--{role} is written like 2x24, two instances of 24 cores, not {text!r:.40}")
+    return [int(match[2])] * int(match[1])
+
 
 @dataclass(frozen=True, slots=True)
-class PooledModel:
-    """What HTTP needs of a model whose engines are elsewhere."""
+class OpenPools:
+    """What HTTP needs of a model whose engines are elsewhere. size: of each instance."""
 
     model: PackedModel
     text: ModelText
     size: EngineSize
+    host: OpenHost
+    lines: Sequence[str]
+    """What runs where, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +122,18 @@ def planned_instances(
         return _found_pools(plans, report)
     if not named:
         return []
-    roles = {role for role, _ in named}
-    if "mixed" not in roles and roles != {"prompt", "token"}:
-        missing = "--token-pool" if roles == {"prompt"} else "--prompt-pool"
-        raise UsageError(f"without --mixed-pool there must be a prompt and a token pool: add {missing}")
+    _check_roles({role for role, _ in named}, "-pool")
     instances = [PlannedInstance(role, _plans_on(machine, cores)) for role, cores in named]
     _refuse_shared_cores(instances)
     return instances
+
+
+def _check_roles(roles: set[Role], ending: str) -> None:
+    if "mixed" not in roles and roles != {"prompt", "token"}:
+        missing = "token" if roles == {"prompt"} else "prompt"
+        raise UsageError(
+            f"without --mixed{ending} both prompts and answers need a pool: add --{missing}{ending}"
+        )
 
 
 def _found_pools(plans: Mapping[Phase, ServicePlan], report: Report) -> list[PlannedInstance]:
@@ -163,12 +197,48 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
 
 
 @contextmanager
-def local_front(
-    instances: Sequence[PlannedInstance],
-    tells: Sequence[Callable[..., bytes]],
+def open_pools(
     pools: Pools,
+    found: OpenModel,
+    text: ModelText,
+    spec: InstanceSpec,
+    asked_context: int | None,
+    report: Report,
+) -> Iterator[OpenPools | None]:
+    """The instances that `pools` asks for, which start with the host; None: one engine serves alone.
+
+    spec: of an instance, but for its cores and its share of the size. Raises UsageError, PlanError,
+    ClusterError.
+    """
+    from phasewise.topology import read_machine
+
+    if pools.cluster is not None:
+        if pools.named or pools.pools != "off":
+            raise UsageError(
+                "--cluster places instances by --prompt, --token and --mixed: leave other pools out"
+            )
+        spec = replace(spec, size=share_of(spec.size, max(1, len(pools.counted)), asked_context))
+        with _ray_front(spec, pools) as (host, lines):
+            yield OpenPools(found.model, text, spec.size, host, lines)
+        return
+    if pools.counted:
+        raise UsageError(
+            "--prompt, --token and --mixed are for --cluster; on this host use --prompt-pool CORES"
+        )
+    instances = planned_instances(pools, read_machine(), found.plans, report)
+    if not instances:
+        yield None
+        return
+    spec = replace(spec, size=share_of(spec.size, len(instances), asked_context))
+    with _local_front(spec, instances, pools) as host:
+        yield OpenPools(found.model, text, spec.size, host, [one.describe() for one in instances])
+
+
+@contextmanager
+def _local_front(
+    spec: InstanceSpec, instances: Sequence[PlannedInstance], pools: Pools
 ) -> Iterator[OpenHost]:
-    """What opens the front over instances on this host. Their sockets lie in a folder that ends with it."""
+    """Over instances on this host. Their sockets lie in a folder that ends with it."""
     from phasewise.cluster.front import Front
     from phasewise.cluster.local_instances import LocalInstances
     from phasewise.workflows.serve_instance import MODULE
@@ -176,6 +246,7 @@ def local_front(
     with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:
         settings = _settings(Path(folder), pools)
         roles: list[Role] = [instance.role for instance in instances]
+        tells = [replace(spec, plans=tuple(one.plans.values())).tell for one in instances]
         launcher = LocalInstances(MODULE, tells)
         yield lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)
 
@@ -189,3 +260,34 @@ def _settings(folder: Path, pools: Pools) -> FrontSettings:
         split_above_tokens=pools.split_above,
         kv_transfer=pools.kv_transfer,
     )
+
+
+@contextmanager
+def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, list[str]]]:
+    """Over instances on a Ray cluster; and a line for each."""
+    from phasewise.cluster.front import Front, FrontSettings
+    from phasewise.cluster.ray_cluster import NODE, RayInstances, Wanted, ray_connection
+    from phasewise.serving.sockets import Keys
+    from phasewise.workflows.serve_instance import MODULE
+
+    assert pools.cluster is not None
+    wanted = [Wanted(role, cores) for role, cores in pools.counted]
+    _check_roles({one.role for one in wanted}, "")
+    with ray_connection(pools.cluster) as node:
+        launcher = RayInstances(MODULE, wanted, spread=pools.spread)
+        launcher.tell_with(
+            [
+                replace(spec, plans=None, first_core=first, cores=one.cores).tell
+                for one, first in zip(wanted, launcher.first_cores, strict=True)
+            ]
+        )
+        settings = FrontSettings(
+            endpoint=f"tcp://{node}:*",
+            listen=lambda index, life: f"tcp://{NODE}:*",
+            keys=Keys.new(),
+            split_above_tokens=pools.split_above,
+            kv_transfer=pools.kv_transfer,
+        )
+        roles: list[Role] = [one.role for one in wanted]
+        lines = [f"{one.role} pool: {one.cores} cores of a node of the Ray cluster" for one in wanted]
+        yield (lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)), lines

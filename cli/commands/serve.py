@@ -281,6 +281,17 @@ _POOLS = option_set(
         min=0,
         metavar="N",
     ),
+    cluster=opt(
+        "a Ray cluster whose nodes run the instances: its address, or auto",
+        metavar="auto|ADDRESS",
+        envvar="PHASEWISE_CLUSTER",
+    ),
+    prompt=opt(
+        "with --cluster: instances that compute prompts, e.g. 2x24: two of 24 cores", metavar="NxCORES"
+    ),
+    token=opt("with --cluster: instances that compute answers", metavar="NxCORES"),
+    mixed=opt("with --cluster: instances that compute both", metavar="NxCORES"),
+    spread=opt("with --cluster: place instances on different nodes", "--spread"),
     kv_transfer=opt(
         "how keys and values go from pool to pool; auto: shared memory on one host, else TCP",
         kind=KvTransferOption,

@@ -15,6 +15,7 @@ EXPECTED_SKIPS = (
     # Other programs and libraries, which are found where their variables name them.
     r"PHASEWISE_(PEERS_PYTHON|LLAMA_BIN|LLAMA_MODEL)",
     r"could not import '(torch|transformers)'|is not in the cache",
+    r"Ray is not installed",
     # Parameters without a case of their own.
     r"has no commands of its own",
 )

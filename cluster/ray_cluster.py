@@ -1,0 +1,242 @@
+"""Instances on the nodes of a Ray cluster: Ray keeps membership, places instances and ends them.
+
+The only home of `ray`. Each instance has a bundle of a placement group and an actor there, which starts its
+process and waits for its end. Messages, keys and values go over our own sockets, never through Ray's store.
+Ray pins nothing and knows no NUMA node: the instance does. It notices a lost node after tens of seconds; the
+front's heartbeat does so in 2 to 3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import ipaddress
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.local_instances import LocalInstances, Tell
+from phasewise.cluster.routing import Role
+from phasewise.serving.instance import Orders
+
+NAMESPACE = "phasewise"
+NODE = "{node}"
+"""Stands in an address for the node's own."""
+
+PLACED_S = 20.0
+"""A placement group that is not there by then cannot be met."""
+KILL_S = 5.0
+OBJECT_STORE_BYTES = 80 << 20
+"""The least that Ray takes: nothing of ours goes through it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An instance of a role on so many cores of one node."""
+
+    role: Role
+    cores: int
+
+
+class InstanceActor:
+    """Starts one instance's process on its node, and tells of its end. Ray makes an actor of it."""
+
+    def __init__(self, role: str, index: int, cores: int) -> None:
+        self._known: dict[str, Any] = {"role": role, "index": index, "cores": cores}
+        self._processes: LocalInstances | None = None
+
+    def node(self) -> str:
+        """The node's address, as other nodes reach it."""
+        return str(_ray().util.get_node_ip_address())
+
+    def run(self, module: str, told: bytes) -> str:
+        """Start the process and wait until it has ended: how. It ends with the thread that is here."""
+        text = told.replace(NODE.encode(), self.node().encode())
+        processes = LocalInstances(module, [lambda _orders: text])
+        processes.launch(0, Orders("", "", ""))
+        self._processes = processes
+        return processes.wait(0)
+
+    def kill(self) -> None:
+        """The process has ended when this returns."""
+        if self._processes is not None:
+            self._processes.kill(0)
+
+    def status(self) -> dict[str, Any]:
+        """For `phasewise cluster status`."""
+        pid = None if self._processes is None else self._processes.pid(0)
+        ended = "it was not launched" if self._processes is None else self._processes.ended(0)
+        return {**self._known, "node": self.node(), "pid": pid, "state": ended or "running"}
+
+
+@contextlib.contextmanager
+def ray_connection(address: str) -> Iterator[str]:
+    """A connection to a running cluster; the address of this node. ClusterError, in one line, without one.
+
+    Off loopback it must be one that asks for a token.
+    """
+    ray = _ray()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    was_there = ray.is_initialized()
+    try:
+        if not was_there:
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level="error",
+                configure_logging=False,
+            )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ClusterError(f"the Ray cluster {address!r} cannot be reached: {line}") from error
+    try:
+        node = str(ray.util.get_node_ip_address())
+        _check_token(node)
+        yield node
+    finally:
+        if not was_there:
+            ray.shutdown()
+
+
+def _ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise ClusterError("Ray is not installed: pip install 'phasewise[ray]'") from None
+
+
+def _placement() -> Any:
+    return importlib.import_module("ray.util.placement_group")
+
+
+def _check_token(node: str) -> None:
+    if ipaddress.ip_address(node).is_loopback or os.environ.get("RAY_AUTH_MODE") == "token":
+        return
+    raise ClusterError(
+        f"the Ray cluster listens on {node} and asks for no token, so that every machine that reaches it can "
+        "run programs there: start Ray and phasewise with RAY_AUTH_MODE=token"
+    )
+
+
+class RayInstances:
+    """`front.Launcher` over the nodes of a cluster. Close it, or use it in `with`.
+
+    spread: instances on different nodes rather than on few. ClusterError where the cluster has not the cores.
+    """
+
+    def __init__(self, module: str, wanted: Sequence[Wanted], *, spread: bool) -> None:
+        self._ray = _ray()
+        self._module = module
+        self._wanted = wanted
+        self._actors: dict[int, Any] = {}
+        self._ends: dict[int, Any] = {}
+        self._group = self._place(spread)
+        self.first_cores = self._first_cores()
+        """Of each instance, how many cores of its node the instances before it have."""
+        self._tells: Sequence[Tell] = ()
+
+    def tell_with(self, tells: Sequence[Tell]) -> None:
+        """What each instance is told on its standard input."""
+        self._tells = tells
+
+    def _place(self, spread: bool) -> Any:
+        bundles = [{"CPU": float(one.cores)} for one in self._wanted]
+        group = _placement().placement_group(bundles, strategy="SPREAD" if spread else "PACK")
+        ready, _ = self._ray.wait([group.ready()], timeout=PLACED_S)
+        if not ready:
+            _placement().remove_placement_group(group)
+            nodes = [node for node in self._ray.nodes() if node["Alive"]]
+            has = ", ".join(f"{node['Resources'].get('CPU', 0):g}" for node in nodes)
+            asked = ", ".join(f"{one.role} {one.cores}" for one in self._wanted)
+            raise ClusterError(
+                f"the Ray cluster cannot place instances of so many cores ({asked}): its nodes have {has} "
+                "cores, and other work may hold some of them"
+            )
+        return group
+
+    def _first_cores(self) -> list[int]:
+        nodes = _placement().placement_group_table(self._group)["bundles_to_node_id"]
+        taken: dict[str, int] = {}
+        first = []
+        for index, one in enumerate(self._wanted):
+            node = nodes[index]
+            first.append(taken.get(node, 0))
+            taken[node] = taken.get(node, 0) + one.cores
+        return first
+
+    def launch(self, index: int, orders: Orders) -> None:
+        """`Launcher.launch`."""
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        one = self._wanted[index]
+        actor = (
+            self._ray.remote(InstanceActor)
+            .options(
+                name=orders.name,
+                namespace=NAMESPACE,
+                num_cpus=one.cores,
+                max_concurrency=4,
+                max_restarts=0,
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(self._group, index),
+            )
+            .remote(one.role, index, one.cores)
+        )
+        self._actors[index] = actor
+        self._ends[index] = actor.run.remote(self._module, self._tells[index](orders))
+
+    def ended(self, index: int) -> str | None:
+        """`Launcher.ended`."""
+        end = self._ends.get(index)
+        if end is None or not self._ray.wait([end], timeout=0)[0]:
+            return None
+        try:
+            return str(self._ray.get(end))
+        except self._ray.exceptions.RayError as error:
+            return f"its Ray actor ended: {_last_line(error)}"
+
+    def kill(self, index: int) -> None:
+        """`Launcher.kill`. A node that is lost cannot confirm it; no memory is shared with it."""
+        actor = self._actors.pop(index, None)
+        if actor is None:
+            return
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.get(actor.kill.remote(), timeout=KILL_S)
+        self._ray.kill(actor)
+
+    def close(self) -> None:
+        """`Launcher.close`."""
+        for index in list(self._actors):
+            self.kill(index)
+        _placement().remove_placement_group(self._group)
+
+
+def running_instances() -> list[dict[str, Any]]:
+    """The instances of all servers on the connected cluster. Blocks for a second at most for each."""
+    ray = _ray()
+    found = []
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        if named["namespace"] != NAMESPACE:
+            continue
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            actor = ray.get_actor(named["name"], namespace=NAMESPACE)
+            found.append({"name": named["name"], **ray.get(actor.status.remote(), timeout=1.0)})
+    return sorted(found, key=lambda one: str(one["name"]))
+
+
+def nodes() -> list[dict[str, Any]]:
+    """The nodes of the connected cluster: address, cores, and whether they are alive."""
+    return [
+        {
+            "node": node["NodeManagerAddress"],
+            "cores": int(node["Resources"].get("CPU", 0)),
+            "state": "alive" if node["Alive"] else "dead",
+        }
+        for node in _ray().nodes()
+    ]
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
