@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phasewise.workflows.serve_instance import InstanceSpec
 
 SPLIT_ABOVE_TOKENS = 64
-"""Shorter prompts cost less than the messages of a hand-over (benchmarks/notes/0007-pools.md)."""
+"""Shorter prompts are computed where their answers are. Chosen, not measured yet."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ POLL_S = 0.001
 """How often a step under way is asked for the layers it has stored."""
 
 LAYERWISE_ABOVE_TOKENS = 256
-"""Shorter prompts are sent when they are computed (benchmarks/notes/0007-pools.md)."""
+"""Shorter prompts are sent when they are computed. Chosen, not measured yet."""
 
 
 class Link(Protocol):
