@@ -26,6 +26,7 @@ from phasewise.ir.nodes import (
     Index,
     Leave,
     Member,
+    Parameter,
     Return,
     Steps,
     Stmt,
@@ -56,14 +57,15 @@ def printed(function: Function) -> str:
     lines += ["", f"def {function.name}({args}) -> {spelled(function.result)}:"]
     if function.reassociate:
         lines.append("    reassociate()")
-    lines += [
-        f"    {one.name} = tune({', '.join(map(str, one.values))})" if len(one.values) > 1 else
-        f"    {one.name} = {one.values[0]}"
-        for one in function.parameters
-    ]  # fmt: skip
+    lines += [f"    {_parameter(one)}" for one in function.parameters]
     lines += [f"    {_argument(one)}" for one in function.described]
     lines += _body(function.body, 1)
     return "\n".join(lines) + "\n"
+
+
+def _parameter(one: Parameter) -> str:
+    values = ", ".join(map(str, one.values))
+    return f"{one.name} = tune({values})" if len(one.values) > 1 else f"{one.name} = {values}"
 
 
 def _values(table: Declare) -> list[str]:
