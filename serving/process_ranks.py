@@ -129,7 +129,8 @@ class ProcessRanks:
             ending.callback(_end, self._owner, program, workers)
             answers = workers.wait_until_ready()
             self._life.push(ending.pop_all())
-        self._first, self._workers, self._step_memory = first, workers, step
+        self._first, self._workers = first, workers
+        self._step_memory: Segment | None = step
         first.follow(self._follower)
         return {0: answer, **answers}
 
@@ -190,7 +191,7 @@ class ProcessRanks:
     def kv_share(self) -> KvShare:
         """Where keys and values are, until `reopen`. RanksError unless `RankOptions.kv_shared`."""
         setup = self._setup
-        if setup is None or not setup.kv_shared:
+        if setup is None or self._step_memory is None or not setup.kv_shared:
             raise RanksError("these ranks do not share their keys and values")
         shape = KvShape.of(setup.shared.model.config, self.kv_format)
         offset, _ = self._first.program.kv_span(0, 0)
@@ -219,7 +220,7 @@ class ProcessRanks:
     def close(self) -> None:
         """End threads and processes. Logits still held stay valid. Twice is harmless."""
         self._close()
-        self._setup = None
+        self._setup = self._step_memory = None
 
     def _check_process(self) -> None:
         if os.getpid() != self._owner:
