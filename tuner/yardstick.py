@@ -48,16 +48,15 @@ class Yardstick:
 def steadily(take: Callable[[], T], yardstick: Yardstick, pause_s: float = PAUSE_S) -> tuple[T, float]:
     """What `take` gives while the host is not slow, or after RETRIES more attempts; and the pace then."""
     before = yardstick.pace()
-    for attempt in range(RETRIES + 1):
+    attempts_left = RETRIES
+    while True:
         found = take()
-        after = yardstick.pace()
-        pace, before = min(before, after), after
-        if pace >= SLOW_PACE:
-            break
-        if attempt < RETRIES:
-            time.sleep(pause_s)
-            before = yardstick.pace()
-    return found, pace
+        pace = min(before, yardstick.pace())
+        if pace >= SLOW_PACE or not attempts_left:
+            return found, pace
+        attempts_left -= 1
+        time.sleep(pause_s)
+        before = yardstick.pace()
 
 
 class CoreLoops:

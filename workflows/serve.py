@@ -420,10 +420,10 @@ def _machine_facts(found: OpenModel, size: EngineSize) -> MachineFacts:
 def _level(name: str) -> Level:
     from phasewise.serving.http.access_log import LEVELS
 
-    level = next((one for one in LEVELS if one == name), None)
-    if level is None:
+    levels: dict[str, Level] = {one: one for one in LEVELS}
+    if name not in levels:
         raise UsageError(f"--log-level {name!r} is not one of {', '.join(LEVELS)}")
-    return level
+    return levels[name]
 
 
 def _warn_of_strangers(listening: Listening, limits: HttpLimits, report: Report) -> None:

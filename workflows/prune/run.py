@@ -300,13 +300,13 @@ def _perplexity(model: str, text: Path, report: Report) -> float:
     from phasewise.serving.loaders import load_model
     from phasewise.serving.ranks import LocalRanks, RankOptions
     from phasewise.topology import read_machine
-    from phasewise.tuner.plans import PHASES, default_plan
+    from phasewise.tuner.plans import PHASES, Phase, ServicePlan, default_plan
 
     loaded = load_model(model, "bf16", report=report)
     pieces = windows(loaded, _read(text), EVALUATION_TOKENS)
     longest = max(map(len, pieces))
     machine = read_machine()
-    plans = {phase: default_plan(machine, phase) for phase in PHASES}
+    plans: dict[Phase, ServicePlan] = {phase: default_plan(machine, phase) for phase in PHASES}
     ranks = LocalRanks(loaded, plans, RankOptions(longest, longest, max_sequences=1))
     total, count = 0.0, 0
     try:
