@@ -30,6 +30,7 @@ from phasewise.cli.commands import (
     simulate,
     topo,
     tune_config,
+    tune_embed,
     tune_kernels,
 )
 from phasewise.cli.config_file import config_path, read_config
@@ -45,6 +46,7 @@ app.command("topo")(topo.topo)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.command("tune-config")(tune_config.tune_config)
+app.command("tune-embed")(tune_embed.tune_embed)
 app.command("tune-kernels")(tune_kernels.tune_kernels)
 app.command("simulate")(simulate.simulate)
 app.command("provision")(provision.provision)

@@ -156,9 +156,21 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> str:
         return json.dumps(_byte_level_bpe(vocabulary), ensure_ascii=False)
     if model == "llama":
         return json.dumps(_sentence_pieces(vocabulary), ensure_ascii=False)
+    if model in ("bert", "t5"):
+        from phasewise.serving import gguf_encoder_vocab
+
+        def special(name: str, default: int) -> int:
+            found = vocabulary.special_id(name, default)
+            return default if found is None else found
+
+        if model == "bert":
+            return gguf_encoder_vocab.word_pieces(vocabulary.tokens, vocabulary.kinds, special)
+        scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.tokens), 0.0)
+        return gguf_encoder_vocab.unigram(vocabulary.tokens, scores, special, metadata)
     raise ModelError(
-        f"tokenizer.ggml.model is {model!r}; phasewise reads 'gpt2' (byte-level BPE) and 'llama' "
-        "(SentencePiece-style) vocabularies, so convert the model with one of these"
+        f"tokenizer.ggml.model is {model!r}; phasewise reads 'gpt2' (byte-level BPE), 'llama' "
+        "(SentencePiece-style), 'bert' (WordPiece) and 't5' (Unigram) vocabularies: convert the model with"
+        " one of these"
     )
 
 

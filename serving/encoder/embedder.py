@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.errors import TeamError
+from phasewise.serving.encoder.arithmetic import EncoderDefaults
 from phasewise.serving.encoder.pooling import pooled, score
 from phasewise.serving.encoder.program import build_row_program
 from phasewise.serving.encoder.text import Tokens
@@ -23,9 +24,10 @@ from phasewise.serving.schedules import ScheduleLookup
 
 Floats = npt.NDArray[np.float32]
 
-STEP_TOKENS = 1024
+STEP_TOKENS = 512
 """Rows that pass through the model at once, or as many as its longest input has."""
 MOST_SEQUENCES = 128
+_DEFAULTS: tuple[ScheduleLookup, ...] = (EncoderDefaults(),)
 _PANEL = 16  # slots of keys that lie together
 
 
@@ -53,7 +55,7 @@ class Embedder:
         *,
         pinned: bool = True,
         step_tokens: int = STEP_TOKENS,
-        schedules: tuple[ScheduleLookup, ...] = (),
+        schedules: tuple[ScheduleLookup, ...] = _DEFAULTS,
     ) -> None:
         """cores: of its threads; not pinned, as many threads that the system may move.
 

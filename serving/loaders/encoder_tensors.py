@@ -15,6 +15,8 @@ from phasewise.serving.model import ModelConfig
 
 def flattened(tensor: SourceTensor, first_row: int, n_rows: int, what: str) -> SourceTensor:
     """`n_rows` rows of a matrix as one vector, row by row. what: the tensor, in errors."""
+    if len(tensor.shape) == 1 and first_row == 0 and n_rows == 1:
+        return tensor  # GGUF files leave out dimensions of one
     if len(tensor.shape) != 2 or tensor.shape[0] < first_row + n_rows or tensor.form.is_quantised:
         raise ModelError(
             f"{what} is {tensor.type_name} {tensor.shape}: {n_rows} rows of plain numbers from"
@@ -67,6 +69,6 @@ def adapted(
 
 def _two_segments(tensor: SourceTensor, where: str) -> SourceTensor:
     """Texts of a pair get the first two embeddings, or both the only one."""
-    if tensor.shape and tensor.shape[0] == 1:
+    if len(tensor.shape) == 1 or tensor.shape[0] == 1:
         return padded(flattened(tensor, 0, 1, where), SEGMENTS)
     return flattened(tensor, 0, SEGMENTS, where)

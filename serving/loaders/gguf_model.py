@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders import encoder_gguf
 from phasewise.serving.loaders.cutting import our_tensors
 from phasewise.serving.loaders.families import Family, family_of_gguf
+from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, EncoderFamily
 from phasewise.serving.loaders.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.gguf_file import GgufHeader, TensorInfo, open_gguf
 from phasewise.serving.loaders.hf_config import yarn_magnitude
@@ -65,6 +67,9 @@ def _source(file: SourceFile, header: GgufHeader, name: str) -> ModelSource:
             f"{file.path} is one part of a split GGUF: merge the parts with llama-gguf-split --merge"
         )
     architecture = field(metadata, "general.architecture", str, "nothing")
+    encoder = ENCODERS_BY_GGUF.get(architecture)
+    if encoder is not None:
+        return _encoder_source(file, header, name, encoder)
     family = family_of_gguf(architecture, str(file.path))
     factors = {
         name: _factors(file, header.tensors[theirs])
@@ -81,7 +86,34 @@ def _source(file: SourceFile, header: GgufHeader, name: str) -> ModelSource:
         tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
         chat_template=field(metadata, "tokenizer.chat_template", str, None),
         close=file.close,
+        embedding=encoder_gguf.embedding_of(
+            architecture,
+            lambda key, kind, default: field(metadata, key, kind, default),
+            config.context_length,
+            encoder=False,
+        ),
         sampling=stated_by_gguf(metadata),
+    )
+
+
+def _encoder_source(file: SourceFile, header: GgufHeader, name: str, family: EncoderFamily) -> ModelSource:
+    metadata = header.metadata
+
+    def read(key: str, kind: Any, default: Any) -> Any:
+        return field(metadata, key, kind, default)
+
+    config = encoder_gguf.config_of(family, read, header.tensors, str(file.path))
+    pairs = ((theirs, _tensor(file, info)) for theirs, info in header.tensors.items())
+    return ModelSource(
+        name=name,
+        path=file.path,
+        config=config,
+        tensors=encoder_gguf.encoder_tensors(pairs, config, str(file.path)),
+        tokenizer_json=lambda: _tokenizer_json(metadata, file.path),
+        tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
+        chat_template=None,
+        close=file.close,
+        embedding=encoder_gguf.embedding_of(family.gguf, read, config.context_length, encoder=True),
     )
 
 

@@ -31,7 +31,7 @@ class Facts:
     ("changes", "told"),
     [
         ({"pre": "no-such-cutter"}, "no-such-cutter"),
-        ({"model": "bert"}, "bert"),
+        ({"model": "rwkv"}, "rwkv"),
         ({"model": None}, "None"),
         ({"tokens": None}, "tokenizer.ggml.tokens"),
         ({"tokens": []}, "empty"),

@@ -20,7 +20,7 @@ from phasewise.serving.model import PackedModel
 from phasewise.serving.ranks import RankOptions, open_ranks
 from phasewise.serving.sampling import GREEDY, Sampler
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
-from tests.support import family_models
+from tests.support import encoder_models, family_models
 from tests.support.tiny_models import TinyShape, tiny_gguf
 
 NUMBERS = (
@@ -88,6 +88,7 @@ DAMAGES: tuple[Damage, ...] = (flip_bits, overwrite_bytes, cut_short, plant_numb
 
 BLOCK_TYPES = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
 BLOCKS = TinyShape(n_layers=1, hidden=256, ffn=256, n_heads=4, n_kv_heads=1, head_dim=64, vocab_size=261)
+ENCODERS = ("bert", "xlm-roberta", "nomic-bert", "cross-bert")
 _HEADER_BYTES = 12_000
 _RUN_IDS = (1, 2, 3, 5, 8)
 
@@ -104,13 +105,18 @@ class Target(NamedTuple):
 
 
 def targets() -> list[str]:
-    """Every block type in a GGUF file; every family's GGUF file, config.json and weights."""
+    """Every block type in a GGUF file; files of every family and of encoders."""
     families = [
         f"{name} {victim}"
         for name in family_models.FAMILY_CASES
         for victim in ("gguf", "config.json", "model.safetensors")
     ]
-    return [*(f"{one} blocks" for one in BLOCK_TYPES), *families]
+    encoders = [
+        f"{name} encoder-{victim}"
+        for name in ENCODERS
+        for victim in ("gguf", "config.json", "tokenizer.json", "model.safetensors")
+    ]
+    return [*(f"{one} blocks" for one in BLOCK_TYPES), *families, *encoders]
 
 
 def open_target(name: str, folder: Path) -> Target:
@@ -121,6 +127,12 @@ def open_target(name: str, folder: Path) -> Target:
         healthy = tiny_gguf("llama", subject, shape=BLOCKS).to_bytes()
         path.write_bytes(healthy)
         return Target(name, path, path, _HEADER_BYTES)
+    if kind == "encoder-gguf":
+        path = encoder_models.write_encoder_gguf(folder / "fuzz.gguf", subject)
+        return Target(name, path, path, _HEADER_BYTES)
+    if kind.startswith("encoder-"):
+        load = encoder_models.write_encoder(folder / "fuzz", subject)
+        return Target(name, load / kind.removeprefix("encoder-"), load, _HEADER_BYTES)
     if kind == "gguf":
         path = family_models.write_family_gguf(folder / "fuzz.gguf", subject)
         return Target(name, path, path, _HEADER_BYTES)

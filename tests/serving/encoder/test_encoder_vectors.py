@@ -17,7 +17,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.registry import KNOWN, is_here, known_path
 from phasewise.serving.loaders.resolve import cache_root
 from phasewise.serving.model import PackedModel
-from tests.support.encoder_models import CASES, PAIRS, TEXTS, write_encoder
+from tests.support.encoder_models import CASES, GGUF_OF, PAIRS, TEXTS, write_encoder, write_encoder_gguf
 
 REFERENCE = np.load(Path(__file__).resolve().parents[2] / "data" / "reference" / "embeddings.npz")
 VECTORS = [name for name, case in CASES.items() if case.pooling is not None]
@@ -110,3 +110,17 @@ def test_minilm_has_the_vectors_of_sentence_transformers(weight_format: str, tmp
     assert model.embedding is not None
     assert model.embedding.max_tokens == 256
     assert cosines(got, REFERENCE[MINILM.name]).min() >= LEAST_COSINE[weight_format]
+
+
+@pytest.mark.parametrize("name", GGUF_OF)
+def test_a_gguf_file_gives_the_same_vectors(tmp_path: Path, name: str) -> None:
+    """Of tokens and weights as llama.cpp's converter writes them."""
+    model = load_model(str(write_encoder_gguf(tmp_path / f"{name}.gguf", name)), "f32", tmp_path / "cache")
+    texts: list[Text] = [*PAIRS] if name in SCORES else [*TEXTS]
+
+    got = embedded(model, texts)
+
+    if name in SCORES:
+        assert np.abs(got[:, 0] - REFERENCE[name]).max() <= 1e-5
+    else:
+        assert cosines(got, REFERENCE[name]).min() >= LEAST_COSINE["f32"]

@@ -1,0 +1,46 @@
+"""`phasewise tune-embed`: instances, cores and queues for an embedding model under an SLO."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, WeightFormat, parse_budget
+from phasewise.cli.present import note, print_json, say
+
+
+def tune_embed(
+    model: ModelArgument,
+    slo: Annotated[
+        str, typer.Option(metavar="TIME", help="promised time of an answer, e.g. 1s or 0.5s")
+    ] = "1s",
+    tokens: Annotated[int, typer.Option(min=1, help="tokens of a typical input")] = 75,
+    instances: Annotated[
+        int | None, typer.Option(min=1, max=256, metavar="N", help="try at most N instances [default: cores]")
+    ] = None,
+    weight_format: FormatOption = WeightFormat.native,
+    as_json: JsonOption = False,
+) -> None:
+    """Find how many inputs this host can embed at once within --slo, and how.
+
+    Measures one, two, four and more instances of MODEL on the CPU, and keeps
+    the plan that `serve` then uses: cores, and how much each queue may hold.
+    """
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.tune_embed import tune_embed as tune
+
+    with user_lock(note).turn():
+        tuned = tune(model, weight_format.value, parse_budget(slo), tokens, instances, note)
+    if as_json:
+        print_json(
+            {
+                "path": str(tuned.path),
+                "plan": asdict(tuned.plan),
+                "measured": [asdict(one) for one in tuned.measured],
+            }
+        )
+        return
+    say(tuned.plan.describe())
+    note(f"kept in {tuned.path}")
