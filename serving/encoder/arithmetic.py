@@ -27,6 +27,11 @@ class EncoderDefaults:
             return None, 1
         return TILES, 1
 
+    def own_path(self, weight: PackedWeight) -> str | None:
+        """None: an encoder has one phase."""
+        del weight
+        return None
+
     def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
         """None: the kernels' defaults."""
         del weight, max_m
