@@ -81,6 +81,7 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     assert host.state == "running" or not host.is_alive
 
 
+@pytest.mark.slow
 def test_one_engine_that_is_lost_is_a_lost_server() -> None:
     ranks = FakeRanks()
     ranks.reopen_errors = [RanksError("no")] * 100
