@@ -2,7 +2,7 @@
 
 An encoder multiplies many rows at a time, so that arithmetic bounds it, not the bytes of weights. Where
 there is a tile unit, weights of eight and four bits are therefore widened to bfloat16 for it: a third faster
-than integer dot products with quantised rows (benchmarks/notes/0008-embeddings.md), and nearer to float32,
+than integer dot products with quantised rows (benchmarks/notes/0010-embeddings.md), and nearer to float32,
 since rows are not quantised.
 """
 

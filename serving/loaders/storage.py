@@ -16,7 +16,7 @@ from phasewise.serving.sparse_mode import SparseMode
 WORTH_BYTES = {"bf16": 0.45, "q8": 0.7, "q8 column": 0.3}
 """Where nothing was measured, a sparse weight takes at most this share of the dense one's bytes.
 
-Bytes alone would say 0.9, but expanding takes time beside reading: benchmarks/notes/0007-sparsity.md.
+Bytes alone would say 0.9, but expanding takes time beside reading: benchmarks/notes/0009-sparsity.md.
 """
 
 NEARLY_DENSE = 0.95
