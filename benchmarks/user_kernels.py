@@ -73,7 +73,7 @@ def compare(name: str, source: Path, sizes: list[int], rival: Path | None, secon
         outcomes = tune_user_kernel(setting, shapes)
         function = chosen(text, {})
         rng = np.random.default_rng(0)
-        drawn = [drawing.draw(function, rng, dict(shape)) for shape in shapes]
+        drawn = [drawing.draw(function, rng, dict(shape), is_plain=True) for shape in shapes]
         original = folder / "original.so"
         home = TARGETS["avx2"] if rival is None else target
         compile_c([rival or source], original, home, (f"-I{FAMILIES}",), is_library=True)
@@ -104,7 +104,7 @@ def exhaustive(name: str, size: int) -> None:
     names, values = [one.name for one in function.parameters], [one.values for one in function.parameters]
     default = chosen(text, {})
     shape = {SIZE_OF.get(name, "n"): size, **FIXED.get(name, {})}
-    case = drawing.draw(default, np.random.default_rng(0), shape)
+    case = drawing.draw(default, np.random.default_rng(0), shape, is_plain=True)
     with in_folder() as folder_name:
         folder = Path(folder_name)
         with TimingProcess(default, [case], folder, CORE) as process:

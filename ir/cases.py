@@ -67,8 +67,12 @@ def draw(
     shape: Mapping[str, int] | None = None,
     edge: int | None = None,
     where: str = "kernel",
+    is_plain: bool = False,
 ) -> Case:
-    """A call. `shape` sets numbers; `edge` counts the calls of a run, whose first ones meet the bounds."""
+    """A call. `shape` sets numbers; `edge` counts the calls of a run, whose first ones meet the bounds.
+
+    `is_plain`: without zeros and subnormal numbers, which take a processor longer than others do.
+    """
     known = described(function, where)
     numbers: dict[str, int | float] = {}
     for name, of in function.args:
@@ -89,7 +93,7 @@ def draw(
             count = evaluate(one.count, numbers)
             if not 0 <= count * of.to.size <= MAX_BUFFER_BYTES:
                 raise SourceError(where, one.line, f"`{name}` would have {count} elements")
-            values.append(_content(of.to, count, one, rng))
+            values.append(_content(of.to, count, one, rng, is_plain))
     return Case(tuple(values))
 
 
@@ -113,19 +117,19 @@ def _number(one: Argument, of: Scalar, rng: np.random.Generator, edge: int | Non
     return int(rng.integers(low, high + 1)) * multiple
 
 
-def _content(of: Type, count: int, one: Argument, rng: np.random.Generator) -> bytes:
+def _content(of: Type, count: int, one: Argument, rng: np.random.Generator, is_plain: bool) -> bytes:
     if isinstance(of, Struct):
         whole = np.zeros((count, of.size), np.uint8)
         for name, field in of.fields:
             inner, n = _flat(field)
-            values = _numbers(inner, (count, n), one, rng, is_half=name in one.halves)
+            values = _numbers(inner, (count, n), one, rng, name in one.halves, is_plain)
             at = of.offset(name)
             whole[:, at : at + field.size] = (
                 np.ascontiguousarray(values).view(np.uint8).reshape(count, field.size)
             )
         return whole.tobytes()
     inner, n = _flat(of)
-    return _numbers(inner, (count, n), one, rng, is_half="*" in one.halves).tobytes()
+    return _numbers(inner, (count, n), one, rng, "*" in one.halves, is_plain).tobytes()
 
 
 def _flat(of: Type) -> tuple[Scalar, int]:
@@ -138,13 +142,13 @@ def _flat(of: Type) -> tuple[Scalar, int]:
 
 
 def _numbers(
-    of: Scalar, shape: tuple[int, int], one: Argument, rng: np.random.Generator, is_half: bool
+    of: Scalar, shape: tuple[int, int], one: Argument, rng: np.random.Generator, is_half: bool, is_plain: bool
 ) -> npt.NDArray[np.generic]:
     bounds = dict(one.numbers)
     low, high = bounds.get("low", -1.0), bounds.get("high", 1.0)
     if of.is_float or is_half:
         drawn = rng.uniform(low, high, shape)
-        if rng.random() < SPECIAL_SHARE:
+        if not is_plain and rng.random() < SPECIAL_SHARE:
             special = [value for value in (0.0, -0.0, low, high, 1e-30, -1e-42, 1.0) if low <= value <= high]
             mask = rng.random(shape) < 0.3
             drawn = np.where(mask, rng.choice(special, shape), drawn)

@@ -40,7 +40,7 @@ from phasewise.ir.nodes import (
 from phasewise.ir.operations import COMPARISONS, LIBRARY, LOGICAL, ORDERS, REDUCTIONS, decayed
 from phasewise.ir.targets import Target
 from phasewise.ir.types import F32, Array, Pointer, Scalar, Struct, Type, Vec, Void, common, promoted
-from phasewise.ir.words import C_NAMES, HALVES, Word, Words, typedef, vec_name
+from phasewise.ir.words import C_NAMES, Word, Words, halves, typedef, vec_name
 
 Parts: TypeAlias = list[str]
 """The C expressions of a vector's registers, the lowest lanes first."""
@@ -155,7 +155,7 @@ class _Lowerer:
         types = sorted(words.types.values(), key=lambda of: (of.size, of.elem.name))
         return {
             **{vec_name(of): typedef(of) for of in types},
-            **({"halves": HALVES} if self._is_half_used or calls_halves else {}),
+            **({"halves": halves(self._target)} if self._is_half_used or calls_halves else {}),
             **{one.name: self._table(one) for one in self._function.tables},
             **self._extra,
             **made,

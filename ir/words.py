@@ -427,5 +427,25 @@ static inline uint16_t to_f16(float x) {
 }"""
 
 
+_X86_HALVES = """static inline float from_f16(uint16_t h) { return _cvtsh_ss(h); }
+static inline uint16_t to_f16(float x) { return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }"""
+_ARM_HALVES = """static inline float from_f16(uint16_t h) {
+    __fp16 x;
+    memcpy(&x, &h, sizeof x);
+    return (float)x;
+}
+static inline uint16_t to_f16(float x) {
+    __fp16 y = (__fp16)x;
+    uint16_t h;
+    memcpy(&h, &y, sizeof h);
+    return h;
+}"""
+
+
+def halves(target: Target) -> str:
+    """Conversions of one float16: the processor's instruction where the target has one."""
+    return {"x86": _X86_HALVES, "arm": _ARM_HALVES}.get(target.family, HALVES)
+
+
 def typedef(of: Vec) -> str:
     return f"typedef {C_NAMES[of.elem.name]} {vec_name(of)} __attribute__((vector_size({of.size})));"

@@ -113,7 +113,9 @@ class _Run:
         rng = np.random.default_rng(0)
         default = chosen(setting.text, {}, setting.where)
         self._default = default
-        drawn = [drawing.draw(default, rng, dict(shape), where=setting.where) for shape in shapes]
+        drawn = [
+            drawing.draw(default, rng, dict(shape), where=setting.where, is_plain=True) for shape in shapes
+        ]
         self.process = TimingProcess(default, drawn, folder, setting.core)
 
     def tune(self, number: int, deadline_s: float) -> ShapeOutcome:
