@@ -43,10 +43,29 @@ def read_config(path: Path, command: Any) -> dict[str, Any]:
     return found
 
 
+def defaults_of(values: Mapping[str, Any], command: Any) -> dict[str, Any]:
+    """The values of a checked file as click's default map, which goes by the parameters' own names."""
+    children, names = getattr(command, "commands", {}), _keys(command)
+    return {
+        names.get(key, key): defaults_of(value, children[key]) if isinstance(value, dict) else value
+        for key, value in values.items()
+    }
+
+
+def _keys(command: Any) -> dict[str, str]:
+    """By key of the file, the parameter's name: an option's key is its flag, `kv_budget` for --kv-budget."""
+    keys = {one.name: one.name for one in command.params if not one.opts[0].startswith("-")}
+    for one in command.params:
+        for flag in (*one.opts, *one.secondary_opts):
+            if flag.startswith("--"):
+                keys[flag[2:].replace("-", "_")] = one.name
+    return keys
+
+
 def unknown_key(values: Mapping[str, Any], command: Any, where: str = "") -> str | None:
     """What is wrong with the first table or key that `command` does not have; None where all are known."""
     children = getattr(command, "commands", {})
-    options = {one.name for one in command.params}
+    options = _keys(command)
     for key, value in values.items():
         at = f"{where}{key}"
         if isinstance(value, dict):

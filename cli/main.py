@@ -33,7 +33,7 @@ from phasewise.cli.commands import (
     tune_embed,
     tune_kernels,
 )
-from phasewise.cli.config_file import config_path, read_config
+from phasewise.cli.config_file import config_path, defaults_of, read_config
 from phasewise.cli.present import EXIT_INTERRUPTED, fail
 
 app = CommandApp(name="phasewise")
@@ -86,7 +86,7 @@ def root(
     2 wrong usage, 130 interrupted. Options come from the flag, then PHASEWISE_* variables, then
     the configuration file, then the default.
     """
-    context.default_map = read_config(config_path(), context.command)
+    context.default_map = defaults_of(read_config(config_path(), context.command), context.command)
 
 
 def main() -> None:

@@ -82,6 +82,8 @@ def test_a_value_is_set_shown_and_removed_and_the_rest_of_the_file_stays(tmp_pat
 
     config_command("set", "bench.run.repetitions", "7")
     config_command("set", "generate.prompt", "two words")
+    config_command("set", "serve.kv_budget", "4G")
+    config_command("set", "serve.kv_budget")
     assert config_command("show").splitlines() == [
         "topo.limit = 3",
         "bench.run.repetitions = 7",
@@ -91,6 +93,16 @@ def test_a_value_is_set_shown_and_removed_and_the_rest_of_the_file_stays(tmp_pat
     config_command("set", "generate.prompt")
     assert config_command("show") == "topo.limit = 3\n"
     assert config.read_text(encoding="utf-8").startswith("# mine\n[topo]\nlimit = 3  # few\n")
+
+
+def test_a_key_is_the_option_s_flag_and_reaches_it(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[tune-config]\nbudget = "soon"\n', encoding="utf-8")
+
+    code, told = phasewise("tune-config", "smollm2-135m-instruct", "--dry-run", config=config)
+
+    assert code == 2
+    assert "'soon'" in told
 
 
 def test_an_option_that_no_command_has_is_not_set(tmp_path: Path) -> None:

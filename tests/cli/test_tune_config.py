@@ -119,7 +119,7 @@ def fields_of(result: Result) -> dict[str, Any]:
         (("--top-k", "0"), "greater than or equal to 1"),
         (("--ranks", "3"), "--ranks 3: tiny cannot be divided so: 3 ranks cannot share 2 KV heads"),
         (("--cores", "0,4095"), "--cores 0,4095: 4095 may not be used here, only "),
-        (("--slo", "fast"), "ttft=200,tpot=50"),
+        (("--slo", "fast"), "an SLO is written like ttft=1.5s,tpot=50ms"),
     ],
 )
 def test_wrong_usage_is_exit_code_two_and_creates_nothing(

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide"
 FIXTURES = ROOT / "tests" / "data"
 MODEL = Path("models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
-CONFIG = '[tune-kernels]\nbudget = "2s"\n[tune-config]\nbudget_s = "12s"\n'
+CONFIG = '[tune-kernels]\nbudget = "2s"\n[tune-config]\nbudget = "12s"\n'
 PAGE_TIMEOUT_S = 240
 
 BLOCK = re.compile(
