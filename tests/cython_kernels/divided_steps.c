@@ -90,7 +90,12 @@ static void add_ops(pw_program *program) {
 /* By table 0 three ranks run a step, by table 1 two of them. */
 static pw_program *open_program(int n_ranks, int32_t rank) {
     pw_shape shape = {LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, 1e-5f};
-    pw_capacity room = {SLOTS, TOKENS, 4, TOKENS, PW_KV_F32, 2};
+    pw_capacity room = {.kv_slots = SLOTS,
+                        .max_tokens = TOKENS,
+                        .max_slices = 4,
+                        .max_logit_rows = TOKENS,
+                        .kv_format = PW_KV_F32,
+                        .max_threads = 2};
     double angles[HEAD_DIM / 2] = {1, 0.5, 0.1, 0.01};
     pw_program *program = pw_program_open(shape, room);
     must(program != NULL, "no memory");
@@ -147,7 +152,12 @@ static void fill(pw_step *step, int64_t tokens, int64_t start, int64_t slices) {
     step->n_slices = slices;
     step->n_tokens = step->n_logit_rows = tokens * slices;
     for (int64_t slice = 0; slice < slices; ++slice)
-        step->slices[slice] = (pw_slice){slice * tokens, tokens, start, slice * SLICE_SLOTS, -1, 0};
+        step->slices[slice] = (pw_slice){.first_row = slice * tokens,
+                                         .n_rows = tokens,
+                                         .start = start,
+                                         .slot_base = slice * SLICE_SLOTS,
+                                         .first_run = -1,
+                                         .second = tokens};
     for (int64_t row = 0; row < step->n_tokens; ++row) {
         step->tokens[row] = (int32_t)((start * 7 + row * 3) % VOCAB);
         step->logit_rows[row] = row;

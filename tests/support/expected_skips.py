@@ -3,6 +3,7 @@
 EXPECTED_SKIPS = (
     # What the machine at hand is not.
     r"this machine has no (tile unit|float16 instructions)",  # both are tested emulated as well
+    r"this CPU does not expand: auto asks for no measurement",
     r"needs (two|three) CPUs|two ranks need two cores|one CPU is allowed",
     r"CPU 0 may not be used here",
     r"a kernel without NUMA|the thread sanitizer does not work here|this system shows no /proc/sys",
@@ -15,7 +16,9 @@ EXPECTED_SKIPS = (
     # Other programs and libraries, which are found where their variables name them.
     r"PHASEWISE_(PEERS_PYTHON|LLAMA_BIN|LLAMA_MODEL)",
     r"could not import '(torch|transformers)'|is not in the cache",
-    r"Ray is not installed",
+    r"Ray is not installed|no Chromium is installed",
+    r"PHASEWISE_AXE does not name|PHASEWISE_NODE_MODULES names no folder|node is not installed",
+    r"Ray is installed here",
     # Parameters without a case of their own.
     r"has no commands of its own",
 )
