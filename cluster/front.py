@@ -102,7 +102,7 @@ class FrontSettings:
 
     endpoint: str
     listen: Callable[[int, int], str]
-    """Of an instance and its life, e.g. `ipc:///run/x/kv-0-1`."""
+    """From an instance's number and the number of its start to an address, e.g. `ipc:///run/x/kv-0-1`."""
     keys: Keys | None = None
     split_above_tokens: int = 0
     kv_transfer: KvTransfer = "auto"
@@ -619,7 +619,7 @@ class Front:
         self._deliver(Delivery(outs, None, self._load()))
 
     def _load(self) -> EngineLoad:
-        """Of all instances together; requests that no instance has yet wait."""
+        """The load of all instances together; requests without an instance count as waiting."""
         loads = [member.load for member in self._members if member.load is not None]
         n_assigned = len(self._requests)
         n_waiting = min(n_assigned, sum(one.n_waiting for one in loads))  # a divided one may wait twice
@@ -641,6 +641,6 @@ class Front:
 
 
 def _expected_tokens(request: Submit) -> int:
-    """Of its answer."""
+    """The tokens that an answer is expected to have, at most what the request allows."""
     guess = DEFAULT_ANSWER_TOKENS if request.estimate is None else int(request.estimate.output_tokens)
     return min(guess, request.max_tokens) if request.max_tokens is not None else guess

@@ -57,7 +57,7 @@ class LocalInstances:
         return f"its process {process.pid} ended with exit code {code}"
 
     def pid(self, index: int) -> int:
-        """Of the process that was launched last."""
+        """Number of the process that was launched last for this instance."""
         return self._processes[index].pid
 
     def wait(self, index: int) -> str:

@@ -34,7 +34,7 @@ OBJECT_STORE_BYTES = 80 << 20
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An instance of a role on so many cores of one node."""
+    """An instance with a role, and the number of cores that it needs on one node."""
 
     role: Role
     cores: int

@@ -23,13 +23,13 @@ def size_text(n_bytes: int) -> str:
 
 
 class DownloadBar:
-    """The line of a download: a bar, bytes, the rate of late, the time left."""
+    """The line of a download: a bar, bytes, the recent rate in bytes/s, the time left."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
     def saw(self, here: int, now_s: float) -> None:
-        """So many bytes are here now."""
+        """Note that `here` bytes have arrived by `now_s`, from which the rate is derived."""
         self._seen.append((now_s, here))
         while now_s - self._seen[0][0] > RATE_OVER_S and len(self._seen) > 2:
             self._seen.popleft()

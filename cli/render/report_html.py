@@ -155,7 +155,7 @@ def roofline_plot(schedules: Sequence[ScheduleFacts], roofline: Roofline | None)
 
 
 def _limits(roofline: Roofline | None, most_x: float) -> Mapping[str, list[tuple[float, float]]]:
-    """Of memory alone, and of each kind of arithmetic where it is reached."""
+    """Lines of the roofline by name: memory bandwidth alone, and each kind of arithmetic where it is reached."""
     if roofline is None:
         return {}
     bandwidth = roofline.read_bytes_per_s / 1e9
