@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from phasewise.loadtest.arrivals import RequestPace
-from phasewise.loadtest.client import CONNECT_S, KEEP_ALIVE_S, LoadTestError
+from phasewise.loadtest.client import CONNECT_S, KEEP_ALIVE_S, LoadTestError, Target, open_client
 
 _WORDS = (
     *("time", "people", "way", "water", "day", "man", "world", "life", "hand", "part", "place", "week"),
@@ -140,19 +140,12 @@ async def with_client(target: EmbedTarget, use: Callable[[EmbedClient], Awaitabl
 
 
 async def find_model(base: str, api_key: str | None) -> str:
-    """The first model that the server lists. LoadTestError where it lists none."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        async with (
-            aiohttp.ClientSession(headers=headers) as session,
-            session.get(f"{base}/v1/models", timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as response,
-        ):
-            listed = json.loads(await response.read())
-            return str(listed["data"][0]["id"])
-    except (TimeoutError, OSError, ValueError, KeyError, IndexError, TypeError, aiohttp.ClientError) as error:
-        raise LoadTestError(
-            f"{base}/v1/models lists no model ({error!r:.80}): name one with --model"
-        ) from error
+    """The first model that the server lists. LoadTestError where it does not answer or lists none."""
+    async with open_client(Target(base, api_key=api_key)) as client:
+        cards = await client.models()
+    if not cards or not isinstance(cards[0], dict) or "id" not in cards[0]:
+        raise LoadTestError(f"{base}/v1/models lists no model: name one with --model")
+    return str(cards[0]["id"])
 
 
 async def closed_loop(
