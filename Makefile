@@ -15,7 +15,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-lowest test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel clean
+.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel wheels clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -48,6 +48,14 @@ test-lowest: build ## what meets other libraries, with the lowest version of eac
 		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai
 	$(VENV)-lowest/bin/pip install -q --no-deps --no-build-isolation -e .
 	$(VENV)-lowest/bin/python -m pytest --tier=quick $(WORKERS) $(MEETS_OUTSIDE) $(ARGS)
+
+test-torch: build  ## phasewise.torch and what is compared with torch, on PyTorch's CPU wheel
+	$(BIN)/pip install -q --target $(VENV)/torch torch==2.13.0 compressed-tensors==0.10.2
+	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest tests/phasewise_torch $(ARGS)
+
+test-ray: build    ## instances on two nodes of a Ray cluster of this machine
+	$(BIN)/pip install -q --target $(VENV)/ray "ray>=2.52"
+	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/test_ray_cluster.py $(ARGS)
 
 test-soak: build test-asan  ## hours: twenty times the examples, ASan, fuzzing, faults; a soak with TRACE=CSV
 	$(BIN)/python -m pytest --tier=soak $(ARGS)
@@ -103,6 +111,10 @@ release-notes:     ## CHANGELOG.md from changelog.d, for the version in phasewis
 	$(PYTHON) -m venv $(VENV)-release && $(VENV)-release/bin/pip install -q "towncrier>=24.8"
 	$(VENV)-release/bin/towncrier build --yes --version \
 		$$(sed -n 's/__version__ = "\(.*\)"/\1/p' phasewise/_version.py)
+
+wheels:            ## manylinux wheels of x86-64 and aarch64 in dist/, each checked without a compiler
+	rm -rf build/wheels
+	$(PYTHON) tests/check_manylinux.py dist build/wheels
 
 wheel: setup       ## a wheel in dist/
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .

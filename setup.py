@@ -5,11 +5,11 @@ Everything else about the package is in setup.cfg.
 
 import json
 import os
-import platform
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from runpy import run_path
+from sysconfig import get_platform
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -17,7 +17,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 KERNELS = Path("phasewise/cython_kernels")
-MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+BUILT_FOR = get_platform().rpartition("-")[2].lower()  # another machine than this one under a cross compiler
+MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(BUILT_FOR, BUILT_FOR)
 abi_macros = run_path(str(KERNELS / "abi.py"))["abi_macros"]
 
 COMMON_FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]

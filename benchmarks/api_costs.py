@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 _CLIENTS = 8
-_TOKENS = 96
+_TOKENS = 768
+"""Of one answer: a load takes some seconds, in which the view asks several times."""
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"enum": [1, 2, 3]}},
@@ -52,8 +53,10 @@ def rate(url: str, model: str) -> float:
 def live(url: str, ends: threading.Event) -> None:
     """As the page's live view asks."""
     with httpx.Client(timeout=30) as client:
-        while not ends.wait(1.0):
+        while True:
             client.get(f"{url}/live").raise_for_status()
+            if ends.wait(1.0):
+                return
 
 
 def rate_with_view(url: str, model: str) -> float:

@@ -4,8 +4,9 @@
 
 Engines stay loaded in processes of their own and sleep while another is timed. Every round times each of them
 once, so a drift of the machine meets all; ratios are taken round by round, and their median and quartiles
-are printed. A peer is `NAME[=FILE][@PYTHON]`: llama_cpp, openvino or vllm, what it loads (MODEL, if nothing
-is said) and an interpreter that has it (PHASEWISE_PEERS_PYTHON). Other forms of MODEL: peers/make_files.py.
+are printed. A peer is `NAME[=FILE][@PYTHON]`: llama_cpp, ik_llama_cpp, openvino or vllm, what it loads
+(MODEL, if nothing is said) and an interpreter that has it (PHASEWISE_PEERS_PYTHON). Other forms of MODEL:
+peers/make_files.py. `--before CHECKOUT` sets another commit of phasewise beside this one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PEERS = Path(__file__).resolve().parent / "peers"
-NAMES = ("llama_cpp", "openvino", "vllm")
+NAMES = ("llama_cpp", "ik_llama_cpp", "openvino", "vllm")
 PAUSE_S = 0.3  # lets the other engine's threads fall asleep
 PEER = re.compile(r"(?P<name>\w+)(?:=(?P<file>[^@]+))?(?:@(?P<python>.+))?")
 
@@ -121,6 +122,15 @@ def peer_command(text: str, model: str, threads: int) -> tuple[str, list[str]]:
     return label, [python, worker, match["file"] or model, str(threads)]
 
 
+def before_command(checkout: Path, tail: list[str]) -> list[str]:
+    """The worker of another checkout, by its own interpreter; SystemExit says what is missing."""
+    python, worker = checkout / ".venv/bin/python", checkout / "benchmarks/peers/phasewise_worker.py"
+    for needed in (python, worker):
+        if not needed.exists():
+            raise SystemExit(f"{needed} is not there: --before names a checkout after `make build`")
+    return [str(python.absolute()), str(worker), *tail]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -129,18 +139,25 @@ def main() -> None:
     parser.add_argument(
         "--peer", action="append", metavar="NAME[=FILE][@PYTHON]", help="llama_cpp if not given"
     )
+    parser.add_argument(
+        "--before", metavar="CHECKOUT", type=Path, help="another commit of phasewise, built there, as a peer"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tests", help="names of tests, with commas between them; all if not given")
     parser.add_argument("--format", default="native", help="ours")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     tail = [arguments.model, str(arguments.threads)]
     commands = {"phasewise": [sys.executable, str(PEERS / "phasewise_worker.py"), *tail, arguments.format]}
-    for text in arguments.peer or ["llama_cpp"]:
+    if arguments.before is not None:
+        commands["before"] = before_command(arguments.before, [*tail, arguments.format])
+    for text in arguments.peer or ([] if arguments.before else ["llama_cpp"]):
         label, command = peer_command(text, arguments.model, arguments.threads)
         commands[label] = command
     workers = {name: Worker(command) for name, command in commands.items()}
-    comparisons = [compare(workers, test, arguments.rounds) for test in TESTS]
+    wanted = arguments.tests.split(",") if arguments.tests else [test.name for test in TESTS]
+    comparisons = [compare(workers, test, arguments.rounds) for test in TESTS if test.name in wanted]
     for worker in workers.values():
         worker.close()
     for row in [row for comparison in comparisons for row in comparison.summaries()]:

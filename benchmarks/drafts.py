@@ -1,11 +1,17 @@
 """What drafts gain: the same answers with and without them, in turns, tokens checked to be the same.
 
     python benchmarks/drafts.py lookup [MODEL]        # text that repeats its input, and text that does not
+    python benchmarks/drafts.py written [MODEL]       # the same, the answers being written beforehand
     python benchmarks/drafts.py model TARGET DRAFT    # a draft model made to agree 70 % of the time
 
 `lookup` answers prompts over bundled text (benchmarks/data/alice.txt): copies, edits and quotations, which
 repeat it, and seeded stories, which repeat nothing. Ratio: decode tokens a second with drafts over those
-without, the median of pairs.
+without, the median of pairs. "null" is the same of two answers without drafts in the same turns: what the
+host alone makes of 1.
+
+`written` computes every step of MODEL, then names the next token of an answer that was written beforehand:
+the copy, the edit and the summary that were asked for, and passages that have nothing to do with their
+prompts. A model of random weights, or one that does not do as it is told, then has text of the kind meant.
 
 `model` computes every step of DRAFT, then replaces what it says: the token that TARGET gives without drafts
 in the stated share of cases, another one in the others. So random weights will do. The best that acceptance
@@ -18,7 +24,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +52,7 @@ STORY = SamplingParams(temperature=1.0, top_p=0.95, seed=1)
 
 def excerpt(number: int, n_chars: int = 1100) -> str:
     """Whole sentences of the bundled text."""
-    start = TEXT.index(". ", 2000 + 9000 * number) + 2
+    start = TEXT.index(". ", (2000 + 9000 * number) % (len(TEXT) - 4000)) + 2
     end = TEXT.index(". ", start + n_chars) + 1
     return " ".join(TEXT[start:end].split())
 
@@ -63,6 +69,42 @@ STORIES = {
 }
 
 
+def written_answers() -> Iterator[tuple[str, bool, str, str]]:
+    """Kind, whether the answer repeats its input, prompt and answer."""
+    for number in range(2):
+        text = excerpt(number)
+        quoted = " Then it says: ".join(text.split(". ")[::2])
+        yield "copy", True, REPEATING["copy"].format(text), text
+        yield "edit", True, REPEATING["edit"].format(text), text.replace("Alice", "Anna")
+        yield "summary", True, REPEATING["quote"].format(text), f"The text says: {quoted}"
+    for number, (name, prompt) in enumerate(STORIES.items()):
+        for turn in range(2):
+            yield name, False, prompt, excerpt(3 + 2 * number + turn)
+
+
+class Written:
+    """Ranks whose logits name the next token of `answer`, prompt included; every step is computed."""
+
+    def __init__(self, opened: OpenEngine) -> None:
+        self.answer: list[int] = []
+        self._vocab_size = opened.model.config.vocab_size
+        self._forward = opened.engine.ranks.forward
+        opened.engine.ranks.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+        self._forward(batch)
+        logits = np.zeros((batch.n_logits, self._vocab_size), np.float32)
+        nexts = (
+            piece.start + len(piece.token_ids) - piece.n_drafted + at
+            for piece in batch.slices
+            if piece.wants_logits
+            for at in range(1 + piece.n_drafted)
+        )
+        for row, at in enumerate(nexts):
+            logits[row, self.answer[min(at, len(self.answer) - 1)]] = 1
+        return logits
+
+
 class Pairs:
     """Answers of one engine, in turns without and with `drafter`."""
 
@@ -77,16 +119,54 @@ class Pairs:
             pass
         return answer
 
-    def ratio(self, prompt_ids: list[int], sampling: SamplingParams, rounds: int) -> tuple[float, OneAnswer]:
-        ratios = []
+    def ratio(
+        self, prompt_ids: list[int], sampling: SamplingParams, rounds: int
+    ) -> tuple[float, float, OneAnswer]:
+        """Medians of the ratio and of the null ratio, and the last answer with drafts."""
+        ratios, nulls = [], []
         for turn in range(rounds):
-            order: list[Drafter | None] = [None, self.drafter] if turn % 2 else [self.drafter, None]
-            answers = {one is None: self.answer(prompt_ids, sampling, one) for one in order}
-            plain, drafted = answers[True], answers[False]
-            if plain.token_ids != drafted.token_ids:
+            order = ["plain", "drafted", "null"] if turn % 2 else ["null", "drafted", "plain"]
+            answers = {
+                one: self.answer(prompt_ids, sampling, self.drafter if one == "drafted" else None)
+                for one in order
+            }
+            if len({tuple(one.token_ids) for one in answers.values()}) > 1:
                 sys.exit("drafts changed the tokens")
-            ratios.append((plain.tpot_ms or 0) / (drafted.tpot_ms or 1))
-        return statistics.median(ratios), drafted
+            plain, drafted, null = (answers[one].tpot_ms or 1 for one in ("plain", "drafted", "null"))
+            ratios.append((plain + null) / 2 / drafted)
+            nulls.append(null / plain)
+        return statistics.median(ratios), statistics.median(nulls), answers["drafted"]
+
+
+def written(model: str, n_tokens: int, rounds: int) -> None:
+    found = open_model(model)
+    size = EngineSize.for_many(found.model, 1, 1024, None)
+    with open_engine(
+        found.model, found.plans, size, schedules=found.schedules, drafts=DraftSource()
+    ) as opened:
+        pairs, said = Pairs(opened, LookupDrafter(StepCosts(), MOST_ROWS), n_tokens), Written(opened)
+        by_kind: dict[bool, list[float]] = {True: [], False: []}
+        print(HEADER)
+        for name, repeats, prompt, answer in written_answers():
+            prompt_ids = opened.text.chat_prompt(prompt)
+            said.answer = prompt_ids + opened.text.encode(answer, False)[:n_tokens]
+            pairs.n_tokens = len(said.answer) - len(prompt_ids)
+            by_kind[repeats].append(_print_ratio(name, *pairs.ratio(prompt_ids, GREEDY, rounds)))
+        for repeats, ratios in by_kind.items():
+            print(f"{'repeats' if repeats else 'does not'}: {_summary(ratios)}")
+
+
+HEADER = f"{'prompt':10} {'tokens':>6} {'accepted':>8} {'rejected':>8} {'ratio':>6} {'null':>6}"
+
+
+def _print_ratio(name: str, ratio: float, null: float, last: OneAnswer) -> float:
+    accepted, rejected = last.drafts or (0, 0)
+    print(f"{name:10} {last.n_generated:6} {accepted:8} {rejected:8} {ratio:6.2f} {null:6.2f}")
+    return ratio
+
+
+def _summary(ratios: list[float]) -> str:
+    return f"median {statistics.median(ratios):.2f}, least {min(ratios):.2f}"
 
 
 def lookup(model: str, n_tokens: int, rounds: int) -> None:
@@ -96,18 +176,16 @@ def lookup(model: str, n_tokens: int, rounds: int) -> None:
         found.model, found.plans, size, schedules=found.schedules, drafts=DraftSource()
     ) as opened:
         pairs = Pairs(opened, LookupDrafter(StepCosts(), MOST_ROWS), n_tokens)
-        print(f"{'prompt':10} {'tokens':>6} {'accepted':>8} {'rejected':>8} {'ratio':>6}")
+        print(HEADER)
         for kind, prompts, sampling in (("repeats", REPEATING, GREEDY), ("does not", STORIES, STORY)):
             ratios = []
             for name, prompt in prompts.items():
                 for number in range(2):
                     text = prompt.format(excerpt(number))
                     own = replace(sampling, seed=number) if sampling.seed is not None else sampling
-                    ratio, last = pairs.ratio(opened.text.chat_prompt(text), own, rounds)
-                    accepted, rejected = last.drafts or (0, 0)
-                    ratios.append(ratio)
-                    print(f"{name:10} {last.n_generated:6} {accepted:8} {rejected:8} {ratio:6.2f}")
-            print(f"{kind}: median {statistics.median(ratios):.2f}, least {min(ratios):.2f}")
+                    prompt_ids = opened.text.chat_prompt(text)
+                    ratios.append(_print_ratio(name, *pairs.ratio(prompt_ids, own, rounds)))
+            print(f"{kind}: {_summary(ratios)}")
 
 
 class SaidRight:
@@ -165,7 +243,7 @@ def model_drafts(target: str, draft: str, agrees: float, n_tokens: int, rounds: 
         pairs.answer(prompt_ids, GREEDY, drafter)  # the first steps learn what rows cost
         times = _step_times(opened, n_tokens)
         draft_ns = _draft_time(guest)
-        ratio, last = pairs.ratio(prompt_ids, GREEDY, rounds)
+        ratio, _, last = pairs.ratio(prompt_ids, GREEDY, rounds)
     accepted, rejected = last.drafts or (0, 0)
     best, length = best_ratio(lambda n_rows: times[n_rows], draft_ns, agrees, MOST_DRAFTED)
     shown = ", ".join(f"{n_rows}: {times[n_rows] / 1e6:.1f}" for n_rows in (1, 2, 3, 4, 6, 8, 16))
@@ -212,13 +290,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=["lookup", "model"])
+    parser.add_argument("kind", choices=["lookup", "written", "model"])
     parser.add_argument("models", nargs="*", default=["smollm2-135m-instruct"])
     parser.add_argument("-n", type=int, default=192, help="tokens of each answer")
     parser.add_argument("-r", "--rounds", type=int, default=3, help="pairs of each prompt")
     parser.add_argument("--agrees", type=float, default=0.7, help="share of drafts that are right")
     arguments = parser.parse_args()
-    if arguments.kind == "lookup":
+    if arguments.kind == "written":
+        written(arguments.models[0], arguments.n, arguments.rounds)
+    elif arguments.kind == "lookup":
         lookup(arguments.models[0], arguments.n, arguments.rounds)
     elif len(arguments.models) == 2:
         model_drafts(*arguments.models, arguments.agrees, arguments.n, arguments.rounds)

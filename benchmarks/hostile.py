@@ -28,6 +28,8 @@ ROWS: dict[str, Callable[[Siege], str]] = {
     "huge_integers": requests.huge_integers,
     "prompts_told_by_time": requests.prompts_told_by_time,
     "many_choices": requests.many_choices,
+    "long_conversations": requests.long_conversations,
+    "batches_of_inputs": requests.batches_of_inputs,
     "tiny_chunks": connections.tiny_chunks,
     "pipelined_requests": connections.pipelined_requests,
     "unfinished_bodies": connections.unfinished_bodies,

@@ -2,6 +2,7 @@
 
     python benchmarks/perplexity.py smollm2-135m-instruct --formats f32,bf16,int8,native
     python benchmarks/perplexity.py smollm2-135m-instruct --formats native --kv-formats f32,f16,bf16,int8
+    python benchmarks/perplexity.py K_QUANTS.gguf --formats f32,native --arithmetics groups,blocks
 
 The text is the beginning of Alice's Adventures in Wonderland (Lewis Carroll, 1865; in the public domain), cut
 into windows of 512 tokens that do not overlap; every token of a window but the first is predicted from those
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +27,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from phasewise.serving.model import PackedModel
+    from phasewise.workflows.arithmetic_choice import ArithmeticChoice
 
 TEXT = Path(__file__).parent / "data" / "alice.txt"
 TEXT_SHA256 = "af94397088d12541d0e19740f18732ad244bfa272b77d43205aee4c34c006028"
@@ -71,7 +74,11 @@ class Reading:
 
 
 def read_text(
-    model: PackedModel, threads: int | None, n_tokens: int = N_TOKENS, kv_format: str = "auto"
+    model: PackedModel,
+    threads: int | None,
+    n_tokens: int = N_TOKENS,
+    kv_format: str = "auto",
+    arithmetic: ArithmeticChoice = "tuned",
 ) -> Reading:
     """By a loaded model, every window computed as one prefill from an empty cache."""
     from phasewise.serving.batch import Batch, SequenceSlice
@@ -79,7 +86,7 @@ def read_text(
 
     ids = Tokenizer.from_json(model.tokenizer_json, model.config).encode(english_text(), add_special=False)
     losses, likeliest = [], []
-    ranks = _open_ranks(model, threads, kv_format)
+    ranks = _open_ranks(model, threads, kv_format, arithmetic)
     try:
         for window in windows(ids, n_tokens):
             logits = ranks.all_logits(Batch("prefill", (SequenceSlice(window, 0, 0, True),)))
@@ -95,16 +102,23 @@ def model_perplexity(model: PackedModel, threads: int | None, n_tokens: int = N_
     return read_text(model, threads, n_tokens).perplexity
 
 
-def _open_ranks(model: PackedModel, threads: int | None, kv_format: str) -> Any:
+def _open_ranks(model: PackedModel, threads: int | None, kv_format: str, arithmetic: ArithmeticChoice) -> Any:
+    """Without a database: `tuned` is the kernels' own arithmetic."""
     from phasewise.serving.ranks import LocalRanks, RankOptions
     from phasewise.topology import read_machine
-    from phasewise.tuner.plans import default_plan
+    from phasewise.tuner.lookup import PhaseSchedules, ScheduleTable
+    from phasewise.tuner.plans import PHASES, default_plan
+    from phasewise.workflows.tuned_schedules import KernelSchedules
 
     machine = read_machine()
-    plans = {phase: default_plan(machine, phase, threads=threads) for phase in ("prefill", "decode")}
-    return LocalRanks(
-        model, plans, RankOptions(WINDOW_TOKENS, WINDOW_TOKENS, max_sequences=1, kv_format=kv_format)
+    plans = {phase: default_plan(machine, phase, threads=threads) for phase in PHASES}
+    lookups = {
+        phase: KernelSchedules(PhaseSchedules(ScheduleTable([])), choice=arithmetic) for phase in PHASES
+    }
+    options = RankOptions(
+        WINDOW_TOKENS, WINDOW_TOKENS, max_sequences=1, schedules=lookups, kv_format=kv_format
     )
+    return LocalRanks(model, plans, options)
 
 
 def main() -> None:
@@ -116,19 +130,24 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--formats", default="f32,bf16,int8,native", help="the first is the yardstick")
     parser.add_argument("--kv-formats", default="auto", help="auto, f32, f16, bf16, int8")
+    parser.add_argument("--arithmetics", default="groups", help="of K-quants: groups, blocks")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--tokens", type=int, default=N_TOKENS, help=f"of the text, {N_TOKENS} by default")
     options = parser.parse_args()
     first: Reading | None = None
-    print(f"{'format':8} {'KV':5} {'perplexity':>11} {'against the first':>18} {'same next token':>16}")
+    print(
+        f"{'format':8} {'KV':5} {'K-quants':8} {'perplexity':>11} {'against first':>18} "
+        f"{'same next token':>16}"
+    )
     for name in options.formats.split(","):
         model = load_model(options.model, name, report=lambda line: print(line, file=sys.stderr))
-        for kv_format in options.kv_formats.split(","):
-            found = read_text(model, options.threads, options.tokens, kv_format)
+        ways = itertools.product(options.kv_formats.split(","), options.arithmetics.split(","))
+        for kv_format, arithmetic in ways:
+            found = read_text(model, options.threads, options.tokens, kv_format, arithmetic)
             first = first or found
             loss, same = found.perplexity / first.perplexity - 1, (found.likeliest == first.likeliest).mean()
-            row = f"{name:8} {kv_format:5} {found.perplexity:11.5f} {100 * loss:+17.3f}% {100 * same:15.2f}%"
-            print(row, flush=True)
+            row = f"{name:8} {kv_format:5} {arithmetic:8} {found.perplexity:11.5f} {100 * loss:+17.3f}% "
+            print(row + f"{100 * same:15.2f}%", flush=True)
 
 
 if __name__ == "__main__":

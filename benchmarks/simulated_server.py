@@ -38,7 +38,7 @@ from phasewise.workflows.open_model import open_model
 MAX_SEQUENCES = 16
 PREFILL_TOKENS = (16, 32, 64, 128, 256, 512)
 LONG_PROMPT = 1500
-DECODE = ((1, 32), (1, 1200), (2, 200), (4, 200), (8, 100), (8, 600), (16, 100))
+DECODE = ((1, 32), (1, 1200), (2, 200), (4, 200), (8, 100), (8, 400), (16, 60))
 """Sequences, and tokens of each one's prompt."""
 DECODE_STEPS = 8
 REPEATS = 2
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.5)
     parser.add_argument("--duration", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the prompts' lengths, for a slow host")
     asked = parser.parse_args()
     found = open_model(asked.model, threads=asked.threads)
     size = replace(
@@ -62,7 +63,8 @@ def main() -> None:
     )
     with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
         steps = steps_of(timed_steps(opened))
-    arrivals = poisson(LENGTHS, asked.rate, asked.duration, asked.seed)
+    lengths = [(max(1, round(prompt * asked.scale)), answer) for prompt, answer in LENGTHS]
+    arrivals = poisson(lengths, asked.rate, asked.duration, asked.seed)
     measured = served(arrivals, asked.model, asked.threads)
     kind = MachineType("here", steps, size.kv_slots, 0, 1, 1, Link(1e9))
     kind = replace(

@@ -4,11 +4,12 @@ originals?
     python benchmarks/user_kernels.py [--only dot_q8,silu_gate] [--sizes 256,4096] [--family] [--exhaustive
     dot_f32]
 
-For each sample and size: the C file as its author wrote it (compiled for AVX2) against the tuned variant, in
-pairs of turns (tuner.timing.duel), median gain and the lower end of its 99 % interval. `--family` holds
+For each sample and size: the C file as its author wrote it (compiled for AVX2) against the tuned
+variant, in pairs of turns (tuner.timing.duel), median gain and the lower end of its 99 % interval. The
+original takes part in the tuning, and is in use where no parameters are proven faster. `--family` holds
 RMSNorm with quantising, raised and tuned, against the engine's own kernels. `--exhaustive` times every
-choice of one sample, and says how far what the search found is from the best and how many choices it asked
-for. Warm caches, one core.
+choice of one sample, and says how far what the search found is from the best and how many choices it
+asked for. Warm caches, one core.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from phasewise.ir import cases as drawing
 from phasewise.ir.build import built, chosen, target_named
 from phasewise.ir.checking import in_folder
 from phasewise.ir.compiling import compile_c
+from phasewise.ir.original import is_original, original_of
 from phasewise.ir.raise_file import raise_file
 from phasewise.ir.reading import read
 from phasewise.ir.targets import TARGETS
@@ -37,7 +39,7 @@ from phasewise.tuner.measurement_lock import NoLock
 from phasewise.tuner.search.parameters import Point, drive_points, most_asked, search_parameters
 from phasewise.workflows.report import silent
 from phasewise.workflows.user_kernels.files import best_target
-from phasewise.workflows.user_kernels.tune import Setting, tune_user_kernel
+from phasewise.workflows.user_kernels.tune import KernelSetting, tune_user_kernel
 
 SAMPLES = Path(phasewise.ir.__file__).parent / "samples"
 OURS = Path(__file__).parent / "kernels"
@@ -67,9 +69,11 @@ def compare(name: str, source: Path, sizes: list[int], rival: Path | None, secon
     ] or [tuple(sorted({variable: most, **FIXED.get(name, {})}.items()))]
     with open_store(":memory:", silent) as store, in_folder() as folder_name:
         folder = Path(folder_name)
-        setting = Setting(
-            text, str(source), target, core_signature(read_machine()), CORE, store, NoLock(), silent, seconds
-        )
+        author = original_of(source, read(text), target) if rival is None else None
+        setting = KernelSetting(
+            text, str(source), target, core_signature(read_machine()), CORE, store, NoLock(), silent, seconds,
+            original=author,
+        )  # fmt: skip
         outcomes = tune_user_kernel(setting, shapes)
         function = chosen(text, {})
         rng = np.random.default_rng(0)
@@ -80,13 +84,19 @@ def compare(name: str, source: Path, sizes: list[int], rival: Path | None, secon
         with TimingProcess(function, drawn, folder, CORE) as process:
             old = process.load(original)
             for number, outcome in enumerate(outcomes):
-                lowered = built(text, dict(outcome.choice), target).file(target)
+                is_kept = is_original(dict(outcome.choice))
+                lowered = (
+                    author.file()
+                    if author and is_kept
+                    else built(text, dict(outcome.choice), target).file(target)
+                )
                 new = process.load(library_of(lowered, f"tuned{number}", folder, target))
                 process.use_case(number)
                 taken = timing.duel(take_of(process, old), take_of(process, new))
                 found = timing.compare(taken)
                 ns = [timing.estimate_ns(sum((pair[i] for pair in taken), ())) for i in (0, 1)]
                 choice = " ".join(f"{key}={value}" for key, value in outcome.choice)
+                choice = "the original" if is_kept else choice
                 shape = " ".join(f"{key}={value}" for key, value in outcome.problem.shape)
                 print(
                     f"| {name} | {shape} | {ns[0]} | {ns[1]} | {found.gain:.2f} | {found.gain_low:.2f} "

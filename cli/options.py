@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,14 +34,23 @@ class Sparse(StrEnum):
     never = "never"
 
 
+class KQuantArithmetic(StrEnum):
+    """Where K-quants apply their sub-scales. `tuned`: where `tune-kernels` found it faster."""
+
+    tuned = "tuned"
+    groups = "groups"
+    blocks = "blocks"
+
+
 class KvFormat(StrEnum):
-    """How keys and values are stored. `auto`: f16, or f32 beside weights of float32."""
+    """How keys and values are stored. `auto`: f16, or f32 beside f32 weights; int4: 5 bits a number."""
 
     auto = "auto"
     f32 = "f32"
     f16 = "f16"
     bf16 = "bf16"
     int8 = "int8"
+    int4 = "int4"
 
 
 class PhaseChoice(StrEnum):
@@ -54,9 +64,20 @@ class PhaseChoice(StrEnum):
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
 UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
+
+def _complete_model(incomplete: str) -> list[str]:
+    from phasewise.workflows.model_names import completions
+
+    return completions(incomplete)
+
+
 ModelArgument = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="a known name, a GGUF file, a Hugging Face directory or a hub name"),
+    typer.Argument(
+        metavar="MODEL",
+        help="a known name, a GGUF file, a Hugging Face directory or a hub name",
+        autocompletion=_complete_model,
+    ),
 ]
 FormatOption = Annotated[
     WeightFormat, typer.Option("--format", envvar="PHASEWISE_FORMAT", help="weight format in memory")
@@ -68,7 +89,7 @@ def kv_format_option(panel: str | None = None) -> Any:
     return typer.Option(
         "--kv-format",
         envvar="PHASEWISE_KV_FORMAT",
-        help="format of keys and values in memory; auto: f16, or f32 beside f32 weights",
+        help="format of keys and values; auto: f16, or f32 beside f32 weights; int4: 5 bits a number",
         rich_help_panel=panel,
     )
 
@@ -94,8 +115,17 @@ TilePromptsOption = Annotated[
     typer.Option(
         "--tile-prompts",
         envvar="PHASEWISE_TILE_PROMPTS",
-        help="multiply prompts by quantised weights as bf16 on the tile unit (AMX): faster prefill,"
-        " but the numbers of a token then depend on whether it came in a prompt or was generated",
+        help="multiply prompts by quantised weights as bf16 on the tile unit (AMX): faster prefill; off by"
+        " default, because answers could then change with what is cached and when they are preempted",
+    ),
+]
+ArithmeticOption = Annotated[
+    KQuantArithmetic,
+    typer.Option(
+        "--arithmetic",
+        envvar="PHASEWISE_ARITHMETIC",
+        help="activations that meet K-quants have one scale for 16 or 32 inputs (groups) or for 256 (blocks:"
+        " often faster, a little less exact); tuned: as tune-kernels found faster",
     ),
 ]
 DbOption = Annotated[
@@ -132,6 +162,13 @@ SAMPLING = option_set(
     seed=opt("the same seed gives the same text"),
 )
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+IncludeOption = Annotated[
+    list[Path] | None,
+    typer.Option("--include", "-I", metavar="DIR", help="folder with headers of the C file"),
+]
+DefineOption = Annotated[
+    list[str] | None, typer.Option("--define", "-D", metavar="NAME=TEXT", help="macro that the C file needs")
+]
 
 
 def parse_budget(text: str) -> float:

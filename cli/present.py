@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -49,6 +51,12 @@ def say(text: object = "", end: str = "\n") -> None:
     print(printable(str(text)), end=end)
 
 
+def say_words(text: str) -> None:
+    """A line of results in words on stdout, which a terminal gets broken between them."""
+    text = printable(text)
+    print(_fold(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+
+
 def write_text(text: str) -> None:
     """A model's text on stdout, at once, in UTF-8 whatever the terminal's encoding is.
 
@@ -67,11 +75,22 @@ def print_json(fields: dict[str, Any]) -> None:
 
 
 def note(message: str) -> None:
-    """One line of progress or remark on stderr; dropped when stderr is closed."""
+    """One line of progress or remark on stderr, which a terminal gets broken between words; dropped when
+    stderr is closed."""
+    text = printable(message)
     try:
-        print(printable(message), file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            columns = shutil.get_terminal_size().columns
+            text = "\n".join(_fold(line, columns) for line in text.split("\n"))
+        print(text, file=sys.stderr, flush=True)
     except OSError:  # the terminal has gone: a server ends in order all the same
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process)
+
+
+def _fold(line: str, columns: int) -> str:
+    if len(line) <= columns:
+        return line
+    return textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
 
 
 def note_plans(plans: Mapping[Phase, ServicePlan]) -> None:

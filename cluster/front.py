@@ -105,6 +105,7 @@ class FrontSettings:
     """From an instance's number and the number of its start to an address, e.g. `ipc:///run/x/kv-0-1`."""
     keys: Keys | None = None
     split_above_tokens: int = 0
+    repurpose_after_requests: int = 0
     kv_transfer: KvTransfer = "auto"
     layerwise_above_tokens: int | None = None
     start_s: float = 300.0
@@ -129,6 +130,8 @@ class _Member:
     heard_s: float = 0.0
     turns: int = -1
     turned_s: float = 0.0
+    is_busy: bool = True
+    """By its last beat."""
     load: EngineLoad | None = None
     refused: dict[str, int] = field(default_factory=dict)
     n_handing_over: int = 0
@@ -140,6 +143,11 @@ class _Member:
     def name(self) -> str:
         return f"{self.role}-{self.index}-{self.life}"
 
+    @property
+    def has_nothing(self) -> bool:
+        """Whether it says that it holds no request."""
+        return not self.is_busy and (self.load is None or not any(self.load[:3]))
+
 
 @dataclass(slots=True)
 class _Attempt:
@@ -149,6 +157,7 @@ class _Attempt:
     epoch: int
     assignment: Assignment
     n_reruns: int = 0
+    sent_s: float = field(default_factory=time.monotonic)
     has_begun: bool = False
     is_arrived: bool = False
     is_aimed: bool = False
@@ -197,7 +206,9 @@ class Front:
         self._on_lost = on_lost
         self._members = [_Member(index, role, restarts()) for index, role in enumerate(roles)]
         limits = Limits(split_above_tokens=settings.split_above_tokens)
-        self._router = Router([(role, 0) for role in roles], SplitwisePolicy(limits))
+        self._router = Router(
+            [(role, 0) for role in roles], SplitwisePolicy(limits), settings.repurpose_after_requests
+        )
         for member in self._members:
             self._router.leave(member.index)
         self._by_name: dict[str, _Member] = {}
@@ -417,7 +428,7 @@ class Front:
             case Told():
                 self._hear_told(member, message)
             case Beat(turns, is_busy, n_handing_over, refused):
-                member.refused, member.n_handing_over = refused, n_handing_over
+                member.refused, member.n_handing_over, member.is_busy = refused, n_handing_over, is_busy
                 if turns != member.turns or not is_busy:
                     member.turns, member.turned_s = turns, member.heard_s
             case Dropped(attempt_id):
@@ -536,13 +547,19 @@ class Front:
                 if problem is not None:
                     self._bury(member, problem)
         for attempt in list(self._attempts.values()):
-            if (
-                attempt.is_divided
-                and attempt.computed_s is not None
-                and now_s - attempt.computed_s > self.settings.hand_over_s
-                and attempt.is_aimed
-            ):
-                self._fail_hand_over(attempt, "timeout", f"nothing came for {self.settings.hand_over_s:g} s")
+            overdue = self._overdue(attempt, now_s) if attempt.is_divided else None
+            if overdue is not None:
+                self._fail_hand_over(attempt, *overdue)
+
+    def _overdue(self, attempt: _Attempt, now_s: float) -> tuple[str, str] | None:
+        """One word for a counter and one line, of a hand-over that is waited for in vain."""
+        patience_s = self.settings.hand_over_s
+        prompt = self._members[attempt.assignment.prompt]
+        if attempt.computed_s is None:
+            is_lost = now_s - attempt.sent_s > patience_s and prompt.has_nothing
+            return ("unreported", f"instance {prompt.name} lost the prompt") if is_lost else None
+        is_late = attempt.is_aimed and now_s - attempt.computed_s > patience_s
+        return ("timeout", f"nothing came for {patience_s:g} s") if is_late else None
 
     def _problem(self, member: _Member, now_s: float) -> str | None:
         if member.ready is None:
@@ -575,7 +592,7 @@ class Front:
         was_ready, name = member.ready is not None, member.name
         self._by_name.pop(name, None)
         self._launcher.kill(member.index)
-        member.ready, member.load, member.n_handing_over = None, None, 0
+        member.ready, member.load, member.n_handing_over, member.is_busy = None, None, 0, True
         self._router.leave(member.index)
         lost = RankLost(f"instance {name} was lost: {why}")
         log.error("%s", lost)

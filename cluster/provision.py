@@ -109,7 +109,7 @@ def cheapest(search: Search, guess: Sequence[float]) -> BestCell:
         best = _improved(search, best)
     best = _least_tight(search, best)
     while (better := _better_neighbour(search, best)) is not None:
-        best = _least_tight(search, better)
+        best = _least_tight(search, _further(search, best, better))
     outcome = search.outcome(best)
     return BestCell(best, search.objective(best), outcome, len(search.outcomes), search.frontier())
 
@@ -232,6 +232,21 @@ def _better_neighbour(search: Search, best: Cell) -> Cell | None:
         if is_open and search.outcome(cell).is_feasible:
             return cell
     return None
+
+
+def _further(search: Search, best: Cell, better: Cell) -> Cell:
+    """On in the direction that led from `best` to `better`, in strides that double while they succeed."""
+    step = [new - old for new, old in zip(better, best, strict=True)]
+    stride = 1
+    while stride:
+        cell = tuple(count + stride * one for count, one in zip(better, step, strict=True))
+        is_inside = min(cell) >= 1 and max(cell) <= search.most
+        if is_inside and search.objective(cell) < search.objective(better) and search.is_feasible(cell):
+            better = cell
+            stride *= 2
+        else:
+            stride //= 2
+    return better
 
 
 def highest_rate(feasible: Callable[[float], bool], step: float, most: float, above: float = 0.0) -> float:

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import ipaddress
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,13 @@ NODE = "{node}"
 PLACED_S = 20.0
 """A placement group that is not there by then cannot be met."""
 KILL_S = 5.0
+CONNECT_S = 5.0
 OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray takes: nothing of ours goes through it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedInstance:
     """An instance with a role, and the number of cores that it needs on one node."""
 
     role: Role
@@ -79,6 +81,7 @@ def ray_connection(address: str) -> Iterator[str]:
     """
     ray = _ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _check_listens(address)
     was_there = ray.is_initialized()
     try:
         if not was_there:
@@ -91,7 +94,8 @@ def ray_connection(address: str) -> Iterator[str]:
             )
     except (ConnectionError, ValueError, RuntimeError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ClusterError(f"the Ray cluster {address!r} cannot be reached: {line}") from error
+        hint = "" if _sends_token() else "; if it asks for a token, set RAY_AUTH_MODE=token"
+        raise ClusterError(f"the Ray cluster {address!r} cannot be reached: {line}{hint}") from error
     try:
         node = str(ray.util.get_node_ip_address())
         _check_token(node)
@@ -112,8 +116,25 @@ def _placement() -> Any:
     return importlib.import_module("ray.util.placement_group")
 
 
+def _check_listens(address: str) -> None:
+    """Ray itself tries for minutes. What it finds on its own (`auto`) is not asked."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_S) as there:
+            node = str(there.getpeername()[0])
+    except (OSError, OverflowError) as error:
+        raise ClusterError(f"the Ray cluster {address!r:.80} cannot be reached: {error}") from error
+    _check_token(node)
+
+
+def _sends_token() -> bool:
+    return os.environ.get("RAY_AUTH_MODE") == "token"
+
+
 def _check_token(node: str) -> None:
-    if ipaddress.ip_address(node).is_loopback or os.environ.get("RAY_AUTH_MODE") == "token":
+    if ipaddress.ip_address(node).is_loopback or _sends_token():
         return
     raise ClusterError(
         f"the Ray cluster listens on {node} and asks for no token, so that every machine that reaches it can "
@@ -127,7 +148,7 @@ class RayInstances:
     spread: instances on different nodes rather than on few. ClusterError where the cluster has not the cores.
     """
 
-    def __init__(self, module: str, wanted: Sequence[Wanted], *, spread: bool) -> None:
+    def __init__(self, module: str, wanted: Sequence[WantedInstance], *, spread: bool) -> None:
         self._ray = _ray()
         self._module = module
         self._wanted = wanted
@@ -135,7 +156,7 @@ class RayInstances:
         self._ends: dict[int, Any] = {}
         self._group = self._place(spread)
         self.first_cores = self._first_cores()
-        """Of each instance, how many cores of its node the instances before it have."""
+        """For each instance: the number of cores of its node that the instances before it have."""
         self._tells: Sequence[Tell] = ()
 
     def tell_with(self, tells: Sequence[Tell]) -> None:
@@ -152,7 +173,7 @@ class RayInstances:
             has = ", ".join(f"{node['Resources'].get('CPU', 0):g}" for node in nodes)
             asked = ", ".join(f"{one.role} {one.cores}" for one in self._wanted)
             raise ClusterError(
-                f"the Ray cluster cannot place instances of so many cores ({asked}): its nodes have {has} "
+                f"the Ray cluster cannot place instances of these cores ({asked}): its nodes have {has} "
                 "cores, and other work may hold some of them"
             )
         return group

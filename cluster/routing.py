@@ -3,7 +3,8 @@
 
 A router is told when a prompt is done and when a request has ended; from that alone it knows every queue.
 Pools are never stored. A machine is in the mixed pool while it holds work of the kind that is not its own,
-and back in its own pool when that is done (IV-A, "machine pool management").
+and back in its own pool when that is done (IV-A, "machine pool management"). One that is kept from its own
+pool by `Limits.repurpose_after_requests` is moved to the other pool for good.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class Limits:
     split_above_tokens: int = 0
     """A prompt that is not longer is computed where its answer is."""
     prefix_block_tokens: int = 16
+    repurpose_after_requests: int = 0
+    """A machine that is given the other work of N requests before it is back in its own pool changes
+    its pool for good; 0: never."""
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class _Machine:
     """Positions that its requests hold or will need at their ends."""
     is_here: bool = True
     """False: it has ended, and gets no requests until it is back."""
+    n_foreign: int = 0
+    """Requests of the other kind that it was given since it left its own pool."""
 
     @property
     def role(self) -> Role:
@@ -71,6 +77,11 @@ class _Machine:
         if self.home == "prompt" and self.n_answers:
             return "mixed"
         return "mixed" if self.home == "token" and self.n_prompts else self.home
+
+    @property
+    def is_displaced(self) -> bool:
+        """Whether it is in the mixed pool and belongs to another one."""
+        return self.role != self.home
 
     @property
     def pending_tokens(self) -> int:
@@ -98,13 +109,17 @@ class Policy(Protocol):
 class Router:
     """Requests on their way over machines of given roles and sizes, under one policy."""
 
-    def __init__(self, machines: Iterable[tuple[Role, int]], policy: Policy) -> None:
-        """machines: role, and KV slots that its pool has."""
+    def __init__(
+        self, machines: Iterable[tuple[Role, int]], policy: Policy, repurpose_after_requests: int = 0
+    ) -> None:
+        """machines: role, and KV slots that its pool has. repurpose_after_requests: as in `Limits`."""
+        self.n_repurposed = 0
         self._machines = tuple(
             _Machine(index, role, kv_slots) for index, (role, kv_slots) in enumerate(machines)
         )
         _check_roles({machine.home for machine in self._machines})
         self._policy = policy
+        self._repurpose_after = repurpose_after_requests
         self._held: dict[str, _Held] = {}
 
     @property
@@ -145,13 +160,34 @@ class Router:
             assignment = Assignment(assignment.token, assignment.token)
         self._held[ask.request_id] = _Held(ask, assignment, False)
         prompt, token = (self._machines[index] for index in assignment)
+        for machine in (prompt, token):
+            if not machine.is_displaced:
+                machine.n_foreign = 0
+        prompt.n_foreign += prompt.home == "token"
+        token.n_foreign += token.home == "prompt"
         prompt.prompt_tokens += ask.prompt_tokens
         prompt.n_prompts += 1
         token.n_answers += 1
         token.kv_tokens += ask.prompt_tokens + ask.answer_tokens
         if prompt is not token:
             prompt.kv_tokens += ask.prompt_tokens
+        if self._repurpose_after:
+            self._repurpose()
         return assignment
+
+    def _repurpose(self) -> None:
+        """Move the machine that is kept busiest by the other kind of work to that kind.
+
+        Not while machines of the other kind are displaced too: then both kinds have too few machines. A kind
+        keeps one machine at least.
+        """
+        most = max(self._machines, key=lambda machine: machine.n_foreign)
+        displaced = {machine.home for machine in self._machines if machine.is_displaced}
+        n_alike = sum(machine.home == most.home for machine in self._machines)
+        if most.n_foreign >= self._repurpose_after and n_alike > 1 and displaced == {most.home}:
+            most.home = "token" if most.home == "prompt" else "prompt"
+            most.n_foreign = 0
+            self.n_repurposed += 1
 
     def _choose(self, ask: Ask, here: Sequence[_Machine]) -> Assignment:
         """Where one kind of machine is missing for now, the others do both phases."""

@@ -122,6 +122,8 @@ class Simulation:
     end_s: float
     n_preemptions: int | None
     """None where the machine does not count them."""
+    n_repurposed: int = 0
+    """Moves of machines between the prompt and the token pool."""
 
 
 def simulate(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
@@ -186,7 +188,11 @@ class _ProductionCluster:
             for index, kind in enumerate(self._kinds)
         ]
         policy = POLICIES[spec.policy](spec.limits)
-        self._router = Router(((role, kind.kv_slots) for role, kind in spec.machines), policy)
+        self._router = Router(
+            ((role, kind.kv_slots) for role, kind in spec.machines),
+            policy,
+            spec.limits.repurpose_after_requests,
+        )
         self._link_free_s = [0.0] * len(self._machines)
         self._lives = {str(index): Life(arrival) for index, arrival in enumerate(arrivals)}
         self._going: dict[str, _Going] = {}
@@ -207,7 +213,9 @@ class _ProductionCluster:
             for machine, (role, kind) in zip(self._machines, self._spec.machines, strict=True)
         ]
         preemptions = sum(machine.scheduler.counts.preemptions for machine in self._machines)
-        return Simulation(self._spec, lives, 0, uses, self._timeline.now_s, preemptions)
+        return Simulation(
+            self._spec, lives, 0, uses, self._timeline.now_s, preemptions, self._router.n_repurposed
+        )
 
     def prompt_step_begins(self, request_id: str) -> None:
         life, going = self._lives[request_id], self._going.get(request_id)

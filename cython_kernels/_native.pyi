@@ -38,7 +38,7 @@ class _Slice(Protocol):
     def ring(self) -> tuple[int, int] | None: ...
 
 class _Experts(Protocol):
-    """A mixture of experts: so many, of which so many compute a row."""
+    """A mixture of experts: how many there are, and how many of them compute a row."""
 
     @property
     def count(self) -> int: ...

@@ -235,7 +235,8 @@ static const void *keys_of(const attending *a, const pw_slice *slice, int64_t ch
     const pw_program *program = a->run->program;
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
     int64_t panel = pw_chunk_slot_in(program, a->op->layer, slice, chunk) / PW_PANEL;
-    return (const char *)head.keys + panel * PW_PANEL * head.head_dim * pw_kv_element_bytes(head.format);
+    int64_t elements = pw_kv_elements(head.format, head.head_dim);
+    return (const char *)head.keys + panel * PW_PANEL * elements * pw_kv_element_bytes(head.format);
 }
 
 /* Chunks [first, first + count) of loaded queries, merged in order and finished: all that tokens of a row see. After

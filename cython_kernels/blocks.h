@@ -53,6 +53,11 @@ static inline __attribute__((always_inline)) int pw_has_mins(pw_block_format f) 
     return f.scaling == PW_HALF_MINS || f.scaling == PW_SUPER_MINS || f.scaling == PW_SUPER_HALVES;
 }
 
+/* Whether blocks have 256 inputs and scales of two levels. */
+static inline __attribute__((always_inline)) int pw_has_subs(int32_t kind) {
+    return pw_in_blocks(kind) && pw_block_format_of(kind).scaling >= PW_SUPER;
+}
+
 /* Bytes of the sub-scales of a panel's block, sub-minima included; of all that comes before them; of the whole block. */
 static inline __attribute__((always_inline)) int64_t pw_block_codes_bytes(pw_block_format f) {
     return (int64_t)f.inputs * (f.low_bits + f.high_bits) * 2;

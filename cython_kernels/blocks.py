@@ -71,7 +71,7 @@ class BlockFormat:
 
     @property
     def block_bytes(self) -> int:
-        """Of one panel's block."""
+        """Size of one panel's block."""
         codes = self.inputs * self.code_bits // 8
         subs = {"super": 1, "super_mins": 2, "super_halves": 1}.get(self.scaling, 0) * self.groups
         return PANEL * (codes + subs + (1 if self.scaling == "exponent" else 4 if self.has_mins else 2))

@@ -14,7 +14,7 @@
 
 #include "blocks.h"
 
-enum { PW_PANEL = 16, PW_K_MULTIPLE = 32, PW_MAX_K_PARTS = 64 };
+enum { PW_PANEL = 16, PW_K_MULTIPLE = 32, PW_BLOCK_INPUTS = 256, PW_MAX_K_PARTS = 64 };
 enum { PW_MOST_TILE = 32 }; /* no micro-kernel has more rows or more panels */
 
 /* How weights and activations meet. Names: pw_path_name. A path that an ISA lacks is its default one for the kind. */
@@ -25,6 +25,7 @@ typedef enum {
     PW_BF16_TILE, /* the same on the tile unit */
     PW_INT8_DOT,  /* bytes times rows quantised to bytes, exact in int32 within a group */
     PW_INT8_TILE,
+    PW_INT8_BLOCK, /* bytes times rows with one scale for 256 inputs: sub-scales of blocks apply in integers */
     PW_PATHS
 } pw_path;
 
@@ -84,6 +85,7 @@ static inline int64_t pw_panels(int64_t n) { return (n + PW_PANEL - 1) / PW_PANE
 static inline int64_t pw_padded_k(int64_t k) { return (k + PW_K_MULTIPLE - 1) / PW_K_MULTIPLE * PW_K_MULTIPLE; }
 
 static inline pw_form pw_form_of(const pw_weight *w) {
+    if (w->path == PW_INT8_BLOCK && pw_has_subs(w->kind)) return (pw_form){PW_Q8, PW_BLOCK_INPUTS, 0, w->path};
     return (pw_form){pw_arithmetic_kind(w->kind), w->group, w->zero_point, w->path};
 }
 

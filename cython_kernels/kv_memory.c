@@ -4,7 +4,7 @@
 
 enum { MOST_AREAS = 4 };
 
-/* What a head keeps by slot: so many bytes each. Panels of keys are whole, so that keys count as rows too. */
+/* What a head keeps by slot, with its bytes a slot. Panels of keys are whole, so that keys count as rows too. */
 typedef struct {
     char *begin;
     int64_t slot_bytes;
@@ -14,8 +14,8 @@ static int areas_of(const pw_kv_memory *memory, int64_t layer, int64_t kv_head, 
     pw_kv_head head = pw_kv_head_in(memory->kv, &memory->shape, &memory->room, layer, kv_head);
     int64_t bytes = pw_kv_element_bytes(head.format);
     int count = 0;
-    found[count++] = (area){head.keys, head.head_dim * bytes};
-    found[count++] = (area){head.values, head.value_dim * bytes};
+    found[count++] = (area){head.keys, pw_kv_elements(head.format, head.head_dim) * bytes};
+    found[count++] = (area){head.values, pw_kv_elements(head.format, head.value_dim) * bytes};
     if (head.key_scales) found[count++] = (area){(char *)head.key_scales, sizeof(float)};
     if (head.value_scales) found[count++] = (area){(char *)head.value_scales, sizeof(float)};
     return count;

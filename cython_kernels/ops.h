@@ -12,15 +12,26 @@ enum {
     PW_TILE_ROWS = 12,      /* most rows that any ISA's attention tile holds */
 };
 
-/* How an element of a key or value is stored. In int8, each key and each value has a scale of its own. */
-typedef enum { PW_KV_F32, PW_KV_F16, PW_KV_BF16, PW_KV_INT8, PW_KV_FORMATS } pw_kv_format;
+/* How keys and values are stored. In int8, each key and each value has a scale of its own. In int4, every 32 numbers of
+ * them have a scale and a minimum: an element is a word, the two as bfloat16 (scale low, minimum high), and then up to
+ * four words of eight codes each, the first code in the lowest bits. */
+typedef enum { PW_KV_F32, PW_KV_F16, PW_KV_BF16, PW_KV_INT8, PW_KV_INT4, PW_KV_FORMATS } pw_kv_format;
+
+enum { PW_KV_GROUP = 32, PW_KV_CODES_PER_WORD = 8 }; /* of int4 */
 
 static inline int64_t pw_kv_element_bytes(int32_t format) {
-    return format == PW_KV_F32 ? 4 : format == PW_KV_INT8 ? 1 : 2;
+    return format == PW_KV_INT8 ? 1 : format == PW_KV_F16 || format == PW_KV_BF16 ? 2 : 4;
+}
+
+/* Elements that hold n numbers. */
+static inline int64_t pw_kv_elements(int32_t format, int64_t n) {
+    if (format != PW_KV_INT4) return n;
+    return (n + PW_KV_CODES_PER_WORD - 1) / PW_KV_CODES_PER_WORD + (n + PW_KV_GROUP - 1) / PW_KV_GROUP;
 }
 
 /* One KV head of one layer. Keys lie in panels of 16 slots, [slot / 16][head_dim][16], so that a vector holds one
- * dimension of consecutive keys; values lie row by row, [slot][value_dim], value_dim = head_dim rounded up to 16. */
+ * dimension of consecutive keys; values lie row by row, [slot][value_dim], value_dim = head_dim rounded up to 16. In
+ * int4, elements stand in the place of dimensions: pw_kv_elements of each. */
 typedef struct {
     void *keys, *values;
     float *key_scales, *value_scales; /* [slot], in int8; else NULL */
@@ -34,13 +45,15 @@ static inline int64_t pw_value_dim(int64_t head_dim) { return (head_dim + 15) / 
 /* Bytes of one slot of a KV head. */
 static inline int64_t pw_kv_slot_bytes(int32_t format, int64_t head_dim) {
     int64_t scales = format == PW_KV_INT8 ? 2 * (int64_t)sizeof(float) : 0;
-    return (head_dim + pw_value_dim(head_dim)) * pw_kv_element_bytes(format) + scales;
+    int64_t elements = pw_kv_elements(format, head_dim) + pw_kv_elements(format, pw_value_dim(head_dim));
+    return elements * pw_kv_element_bytes(format) + scales;
 }
 
 /* A head whose `slots` slots (a multiple of 16) begin at `memory`. */
 static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t format, int32_t head_dim) {
     int64_t value_dim = pw_value_dim(head_dim), bytes = pw_kv_element_bytes(format);
-    char *values = memory + slots * head_dim * bytes, *scales = values + slots * value_dim * bytes;
+    char *values = memory + slots * pw_kv_elements(format, head_dim) * bytes;
+    char *scales = values + slots * pw_kv_elements(format, value_dim) * bytes;
     pw_kv_head head = {memory, values, NULL, NULL, format, head_dim, (int32_t)value_dim};
     if (format == PW_KV_INT8) {
         head.key_scales = (float *)(void *)scales;
@@ -128,7 +141,8 @@ typedef struct {
     void (*exponential)(int64_t n, const float *x, float *y);
 
     /* Stores one head's key or value of a slot. float16 saturates at 65504 instead of overflowing; int8 is rounded to
-     * multiples of a 127th of the largest magnitude, and of an infinity or a NaN the whole row becomes NaN. */
+     * multiples of a 127th of the largest magnitude, and of an infinity or a NaN the whole row becomes NaN; int4 is
+     * rounded within each group, and an infinity, a NaN or a spread beyond float32 makes its group NaN. */
     void (*store_key)(const pw_kv_head *head, int64_t slot, const float *key);
     void (*store_value)(const pw_kv_head *head, int64_t slot, const float *value);
 

@@ -348,7 +348,7 @@ def top_k(const float[::1] x, int64_t k):
     return values, indices
 
 
-KV_FORMATS = ("f32", "f16", "bf16", "int8")
+KV_FORMATS = ("f32", "f16", "bf16", "int8", "int4")
 
 
 cdef int32_t kv_format_code(str name) except -1:

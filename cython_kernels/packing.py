@@ -29,7 +29,7 @@ from phasewise.cython_kernels.blocks import BLOCKS, BlockRows
 PANEL = 16  # output columns per panel, for every format and instruction set
 K_MULTIPLE = 32
 SLOT_INPUTS = 64  # of a sparse weight (sparse.h): inputs that have an offset of their own,
-SLOT_UNIT = 2  # which counts in so many bytes,
+SLOT_UNIT = 2  # bytes of one unit in which it counts,
 SPARSE_TAIL = 2240  # and bytes behind the last one
 DEFAULT_GROUP = 32
 COLUMN_GROUP = 0  # one group for all of k

@@ -267,7 +267,7 @@ static inline int64_t pw_region_ticket_count(const pw_program *program) {
 }
 pw_ticket *pw_region_tickets(const pw_program *program, int64_t op);
 
-/* Counters of finished chunks: [kinds][max_slices][n_kv_heads], so many. */
+/* Counters of finished chunks: [kinds][max_slices][n_kv_heads] of them. */
 static inline int64_t pw_merged_count(const pw_program *program) {
     return program->n_kinds * program->capacity.max_slices * program->shape.n_kv_heads;
 }

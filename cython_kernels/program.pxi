@@ -668,7 +668,7 @@ cdef class Program:
         before, if it is another one: its threads leave their cores at once.
 
         slices: objects with token_ids, start, slot_base, wants_logits, table (None, or the slots where every
-        PW_CHUNK positions begin; then slot_base is not read), n_drafted (so many rows before the last one want
+        PW_CHUNK positions begin; then slot_base is not read), n_drafted (N: the N rows before the last one want
         logits too) and ring (where layers with windows keep rings: its first slot, counted from kv_slots on, and
         its slots); where embeddings have segments also `second`, its tokens before those of the second text, None:
         all. ValueError when a token, a position or a slot is out

@@ -57,7 +57,7 @@ enum {
     FEW_WEIGHTS = 1 << 20, /* and at most: every thread reads them all */
     GROUPS_AHEAD_BYTES = 4096, /* where only the first of several tiles of rows reads from memory */
     FAR_GROUPS_BYTES = 8192,
-    SPARSE_AHEAD_BYTES = 2048, /* no core reads a stream by itself whose pace depends on what it holds */
+    SPARSE_AHEAD_BYTES = 2048,
     SPARSE_BLOCK_ROWS = 1024,  /* every block of rows expands the weights anew */
 };
 
@@ -109,6 +109,14 @@ static void stream_from_afar(const pw_weight *w, int64_t m, pw_schedule *s) {
     if (quant) s->panels = 1;
 }
 
+/* No core reads a stream by itself whose pace depends on what it holds. One row of a sparse weight takes several streams,
+ * and the expansions of several panels, at once; with more rows the sums of a panel keep a core busy. */
+static void stream_sparse(const pw_weight *w, int64_t m, pw_schedule *s) {
+    s->prefetch_bytes = SPARSE_AHEAD_BYTES;
+    if (m > STREAM_ROWS) s->block_m = SPARSE_BLOCK_ROWS;
+    else if (w->kind >= PW_Q8) s->panels = m <= 2 ? 4 : m <= 4 ? 2 : 1;
+}
+
 /* Groups for many rows; bytes from where their arithmetic takes nearly as long as their arrival. */
 static int groups_arrive_from_afar(const pw_weight *w, int64_t m) {
     if (!pw_core()->groups_from_afar || !w->group) return 0;
@@ -147,8 +155,7 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     s.prefetch_bytes = m > STREAM_ROWS && w->kind >= PW_Q8 ? GROUPS_AHEAD_BYTES : STREAM_AHEAD_BYTES;
     if (groups_arrive_from_afar(w, m) || (m > STREAM_ROWS && in_tiles(w))) s.prefetch_bytes = FAR_GROUPS_BYTES;
     stream_from_afar(w, m, &s);
-    if (w->offsets) s.prefetch_bytes = SPARSE_AHEAD_BYTES;
-    if (w->offsets && m > STREAM_ROWS) s.block_m = SPARSE_BLOCK_ROWS;
+    if (w->offsets) stream_sparse(w, m, &s);
     share_out(w, m, (int32_t)at_least(1, threads), &s);
     return s;
 }
@@ -170,7 +177,8 @@ void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t threa
 }
 
 const char *pw_path_name(int path) {
-    static const char *const names[PW_PATHS] = {"fma", "f16_fma", "bf16_dot", "bf16_tile", "int8_dot", "int8_tile"};
+    static const char *const names[PW_PATHS] = {"fma", "f16_fma", "bf16_dot", "bf16_tile", "int8_dot", "int8_tile",
+                                                 "int8_block"};
     return path >= 0 && path < PW_PATHS ? names[path] : NULL;
 }
 

@@ -27,7 +27,7 @@ Fields that the server does not know are ignored, and the header `X-Ignored-Fiel
 Streams are server-sent events. A stream of `/v1/completions` and `/v1/chat/completions` ends with `data: [DONE]`, or with an event that has `error`; one of
 `/v1/responses` ends with `response.completed`, `response.incomplete` or `response.failed`.
 
-Tool calls come whole: one delta has the id, the name and all arguments. Thoughts are in `reasoning_content`. `finish_reason` is `tool_calls` where an answer that ended by itself has calls.
+The first delta of a tool call has its id and name; its `arguments` follow in pieces of the same `index`, as they are generated. Where no grammar holds the call (its schema cannot be compiled, or `ignore_eos`), it comes whole, in one delta. A call that `max_tokens` cuts off within its arguments stays a call, with `finish_reason` `length`. Thoughts are in `reasoning_content`. `finish_reason` is `tool_calls` where an answer that ended by itself has calls.
 A call that does not parse is text. The limits of all this are in [security.md](../security.md).
 """
 

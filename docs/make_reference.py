@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 def section(path: str, command: Any) -> str:
     """Usage, what it does, and a table of its parameters."""
     context = typer.Context(command, info_name=path)
-    usage = [piece.strip("{}") for piece in command.collect_usage_pieces(context)]
+    usage = [re.sub(r"[{}]", "", piece) for piece in command.collect_usage_pieces(context)]
     lines = [f"## {path}", "", f"`{path} {' '.join(usage)}`", "", _paragraphs(command.help or "")]
     rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
     if rows:

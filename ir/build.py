@@ -10,36 +10,36 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from phasewise.ir.errors import SourceError
-from phasewise.ir.limited import Limits, run
+from phasewise.ir.limited import ChildLimits, run
 from phasewise.ir.lowering import Lowered, lower
-from phasewise.ir.nodes import Function
+from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.reading import read
-from phasewise.ir.targets import COMMON_FLAGS, TARGETS, Target
+from phasewise.ir.targets import COMMON_FLAGS, TARGETS, IsaTarget
 from phasewise.ir.text import printed
 from phasewise.ir.transforms import transformed
 
 
-def target_named(name: str) -> Target:
+def target_named(name: str) -> IsaTarget:
     """SourceError (usage) where there is none of the name."""
     if name not in TARGETS:
         raise SourceError(name, 0, f"is no instruction set; there are {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
-def chosen(text: str, choice: Mapping[str, int], where: str = "kernel") -> Function:
+def chosen(text: str, choice: Mapping[str, int], where: str = "kernel") -> FunctionDefinition:
     """The kernel with these parameters, its loops transformed."""
     return transformed(read(text, where, choice), where)
 
 
 def built(
-    text: str, choice: Mapping[str, int], target: Target, where: str = "kernel", name: str | None = None,
+    text: str, choice: Mapping[str, int], target: IsaTarget, where: str = "kernel", name: str | None = None,
     is_static: bool = False,
 ) -> Lowered:  # fmt: skip
     """C of the kernel with these parameters. SourceError where they do not fit each other."""
     return lower(chosen(text, choice, where), target, name, is_static)
 
 
-def kernel_abi(text: str, target: Target, compiler: str) -> str:
+def kernel_abi(text: str, target: IsaTarget, compiler: str) -> str:
     """What must be the same for stored parameters to be used: the kernel, how it is lowered, and the
     compiler.
 
@@ -59,5 +59,5 @@ def kernel_abi(text: str, target: Target, compiler: str) -> str:
 
 def compiler_version(compiler: str) -> str:
     """The first line of `--version`."""
-    done = run([compiler, "--version"], Limits(seconds=5))
+    done = run([compiler, "--version"], ChildLimits(seconds=5))
     return re.sub(r"\s+", " ", done.output.partition("\n")[0]).strip()

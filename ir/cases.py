@@ -11,13 +11,17 @@ import numpy.typing as npt
 
 from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.errors import SourceError
-from phasewise.ir.nodes import Argument, Binary, Cast, Const, Expr, Function, Ternary, Unary, Var
+from phasewise.ir.harness import IS_ALIAS, IS_SHARED
+from phasewise.ir.nodes import Argument, Binary, Cast, Const, Expr, FunctionDefinition, Ternary, Unary, Var
 from phasewise.ir.operations import fitting
 from phasewise.ir.types import Array, Pointer, Scalar, Struct, Type
 
 DEFAULT_MOST = 512
 MAX_BUFFER_BYTES = 64 << 20
 SPECIAL_SHARE = 0.15
+ALIASED_SHARE = 1 / 3
+"""Share of the calls in which two buffers that may be one are one."""
+
 
 DTYPES = {
     "i8": "<i1", "u8": "<u1", "i16": "<i2", "u16": "<u2", "i32": "<i4", "u32": "<u4", "i64": "<i8",
@@ -27,23 +31,31 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call: a number, or the bytes of a buffer, for each argument."""
+    """One call: a number, or the bytes of a buffer, for each argument.
+
+    `aliases`: pairs of arguments, in the order of the arguments, that are one buffer; their bytes are equal.
+    """
 
     values: tuple[int | float | bytes, ...]
+    aliases: tuple[tuple[int, int], ...] = ()
 
-    def encoded(self, function: Function, is_at_end: bool) -> bytes:
+    def encoded(self, function: FunctionDefinition, is_at_end: bool) -> bytes:
         """As harness.py reads it."""
         parts = [struct.pack("<Q", is_at_end)]
-        for value, (_, of) in zip(self.values, function.args, strict=True):
-            if isinstance(value, bytes):
-                parts += [struct.pack("<Q", len(value)), value]
+        earlier = {later: one for one, later in self.aliases}
+        shared = {one for one, _ in self.aliases}
+        for i, (value, (_, of)) in enumerate(zip(self.values, function.args, strict=True)):
+            if isinstance(value, bytes) and i in earlier:
+                parts.append(struct.pack("<QQ", IS_ALIAS, earlier[i]))
+            elif isinstance(value, bytes):
+                parts += [struct.pack("<Q", len(value) | (IS_SHARED if i in shared else 0)), value]
             else:
                 assert isinstance(of, Scalar)
                 parts.append(np.array(value, DTYPES[of.name]).tobytes().ljust(8, b"\0"))
         return b"".join(parts)
 
 
-def described(function: Function, where: str = "kernel") -> dict[str, Argument]:
+def described(function: FunctionDefinition, where: str = "kernel") -> dict[str, Argument]:
     """The description of every argument. SourceError where a buffer has none: sizes are never guessed."""
     found = {one.name: one for one in function.described}
     for name, of in function.args:
@@ -56,13 +68,13 @@ def described(function: Function, where: str = "kernel") -> dict[str, Argument]:
     return found
 
 
-def sizes(function: Function) -> list[str]:
+def sizes(function: FunctionDefinition) -> list[str]:
     """The whole numbers among the arguments: what a shape is made of."""
     return [name for name, of in function.args if isinstance(of, Scalar) and not of.is_float]
 
 
 def draw(
-    function: Function,
+    function: FunctionDefinition,
     rng: np.random.Generator,
     shape: Mapping[str, int] | None = None,
     edge: int | None = None,
@@ -94,7 +106,16 @@ def draw(
             if not 0 <= count * of.to.size <= MAX_BUFFER_BYTES:
                 raise SourceError(where, one.line, f"`{name}` would have {count} elements")
             values.append(_content(of.to, count, one, rng, is_plain))
-    return Case(tuple(values))
+    names = [name for name, _ in function.args]
+    aliases = []
+    for one in function.described:
+        if one.alias and not is_plain and rng.random() < ALIASED_SHARE:
+            i, j = names.index(one.name), names.index(one.alias)
+            here, there = values[i], values[j]
+            if isinstance(here, bytes) and isinstance(there, bytes) and len(here) == len(there):
+                values[i] = there
+                aliases.append((min(i, j), max(i, j)))
+    return Case(tuple(values), tuple(aliases))
 
 
 def _on_grid(value: int, bounds: Mapping[str, float]) -> int:
@@ -166,7 +187,7 @@ def _numbers(
     return rng.integers(least, most, shape, DTYPES[of.name], endpoint=True)
 
 
-def magnitudes(case: Case, function: Function) -> Case:
+def magnitudes(case: Case, function: FunctionDefinition) -> Case:
     """The same call on absolute values: what the parts of a result add up to where nothing cancels."""
     values: list[int | float | bytes] = []
     described_by = {one.name: one for one in function.described}
@@ -180,7 +201,7 @@ def magnitudes(case: Case, function: Function) -> Case:
             elif isinstance(inner, Struct):
                 value = _absolute_fields(value, inner, described_by[name].halves)
         values.append(value)
-    return Case(tuple(values))
+    return Case(tuple(values), case.aliases)
 
 
 def _absolute_fields(value: bytes, of: Struct, halves: Sequence[str]) -> bytes:

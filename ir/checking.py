@@ -16,12 +16,12 @@ from phasewise.ir.cases import DTYPES, Case
 from phasewise.ir.compiling import compile_c, emulator_for
 from phasewise.ir.errors import CheckError
 from phasewise.ir.harness import FAULT, check_program
-from phasewise.ir.limited import Limits, run
-from phasewise.ir.nodes import Function
-from phasewise.ir.targets import Target
+from phasewise.ir.limited import ChildLimits, run
+from phasewise.ir.nodes import FunctionDefinition
+from phasewise.ir.targets import IsaTarget
 from phasewise.ir.types import Array, Pointer, Scalar, Struct, Type, Void
 
-RUN_LIMITS = Limits(seconds=60, memory_bytes=8 << 30, file_bytes=1 << 30)
+RUN_LIMITS = ChildLimits(seconds=60, memory_bytes=8 << 30, file_bytes=1 << 30)
 BATCH_BYTES = 64 << 20
 BATCH_CASES = 2000
 REASSOCIATED_BOUND = 2.0**-14
@@ -30,7 +30,7 @@ Twice 2^-24 for each of the at most 512 additions that one lane of a sum of 4096
 
 
 @dataclass(frozen=True)
-class Outputs:
+class KernelOutputs:
     """What one call left: the result's bits, and the buffers that are not const, in the order of
     arguments.
     """
@@ -54,10 +54,10 @@ class Program:
 
     def __init__(
         self,
-        function: Function,
+        function: FunctionDefinition,
         sources: Sequence[Path],
         folder: Path,
-        target: Target,
+        target: IsaTarget,
         flags: Sequence[str] = (),
     ) -> None:
         self._function = function
@@ -69,7 +69,7 @@ class Program:
         self._path = folder / self._name
         compile_c([main, *sources], self._path, target, flags)
 
-    def run(self, cases: Sequence[Case]) -> list[Outputs]:
+    def run(self, cases: Sequence[Case]) -> list[KernelOutputs]:
         """All cases, in one process. CheckError where the kernel touches what it was not given, or does not
         end.
         """
@@ -107,7 +107,7 @@ class Program:
         signal = words[-1] if words else "?"
         return f"{self._function.name}({call}) ended with signal {signal} far from its arguments"
 
-    def _read(self, out: Path, cases: Sequence[Case]) -> list[Outputs]:
+    def _read(self, out: Path, cases: Sequence[Case]) -> list[KernelOutputs]:
         data, at, found = out.read_bytes(), 0, []
         for case in cases:
             result, at = data[at : at + 8], at + 8
@@ -116,14 +116,14 @@ class Program:
                 if isinstance(value, bytes) and isinstance(of, Pointer) and not of.is_const:
                     buffers.append(data[at : at + len(value)])
                     at += len(value)
-            found.append(Outputs(result, tuple(buffers)))
+            found.append(KernelOutputs(result, tuple(buffers)))
         return found
 
 
 def check(
     original: Program,
     other: Program,
-    function: Function,
+    function: FunctionDefinition,
     n_cases: int,
     bound: float | None = None,
     seed: int = 0,
@@ -154,7 +154,7 @@ def check(
     return Verdict(done, worst, is_exact)
 
 
-def _told(function: Function, case: Case, difference: float, bound: float | None) -> str:
+def _told(function: FunctionDefinition, case: Case, difference: float, bound: float | None) -> str:
     named = zip(function.args, case.values, strict=True)
     call = ", ".join(f"{name}={value}" for (name, _), value in named if not isinstance(value, bytes))
     if bound is None:
@@ -162,7 +162,9 @@ def _told(function: Function, case: Case, difference: float, bound: float | None
     return f"{function.name}({call}): {difference:.3g} from the original, more than the bound {bound:.3g}"
 
 
-def _difference(function: Function, expected: Outputs, got: Outputs, scale: Outputs) -> float:
+def _difference(
+    function: FunctionDefinition, expected: KernelOutputs, got: KernelOutputs, scale: KernelOutputs
+) -> float:
     """0.0 for equal bits; infinite where what cannot be close is not equal."""
     worst = 0.0
     if not isinstance(function.result, Void):

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phasewise.ir.errors import ToolError
-from phasewise.ir.limited import Finished, Limits, run
-from phasewise.ir.targets import COMMON_FLAGS, Target
+from phasewise.ir.limited import ChildLimits, Finished, run
+from phasewise.ir.targets import COMMON_FLAGS, IsaTarget
 
-LIMITS = Limits(seconds=60, memory_bytes=4 << 30, file_bytes=256 << 20)
+LIMITS = ChildLimits(seconds=60, memory_bytes=4 << 30, file_bytes=256 << 20)
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 WARNINGS = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function")
 NATIVE_ARM = ("aarch64", "arm64")
 
 
-def compiler_for(target: Target) -> str:
+def compiler_for(target: IsaTarget) -> str:
     """The compiler's command. ToolError where it is missing."""
     import platform
 
@@ -27,7 +27,7 @@ def compiler_for(target: Target) -> str:
     return name
 
 
-def emulator_for(target: Target) -> list[str]:
+def emulator_for(target: IsaTarget) -> list[str]:
     """What a program of the target is started with here: nothing, or an emulator. ToolError where it is
     missing.
     """
@@ -38,7 +38,7 @@ def emulator_for(target: Target) -> list[str]:
     return [ARM_EMULATOR]
 
 
-def missing_tool(target: Target) -> str | None:
+def missing_tool(target: IsaTarget) -> str | None:
     """Why nothing of the target can be compiled and run here; None: it can."""
     try:
         emulator_for(target)
@@ -50,7 +50,7 @@ def missing_tool(target: Target) -> str | None:
 def compile_c(
     sources: Sequence[Path],
     out: Path,
-    target: Target,
+    target: IsaTarget,
     flags: Sequence[str] = (),
     is_library: bool = False,
     is_strict: bool = False,

@@ -10,9 +10,11 @@ from itertools import pairwise
 from math import prod, sqrt
 
 from phasewise.ir.build import built
+from phasewise.ir.errors import UserKernelError
 from phasewise.ir.lowering import Lowered, c_type
+from phasewise.ir.original import Original, is_original
 from phasewise.ir.reading import read
-from phasewise.ir.targets import TARGETS, Target
+from phasewise.ir.targets import TARGETS, IsaTarget
 from phasewise.ir.types import Void
 
 Shape = tuple[tuple[str, int], ...]
@@ -26,15 +28,17 @@ _PLAIN = """/* The order of roundings is part of the kernel: compilers must not 
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedTarget:
     """What is in use for a target: parameters by shape."""
 
-    target: Target
+    target: IsaTarget
     by_shape: Mapping[Shape, Mapping[str, int]]
     core_sig: str
+    original: Original | None = None
+    """For shapes whose choice it is."""
 
 
-def emitted(text: str, tuned: Sequence[Tuned], header: str | None, about: str) -> str:
+def emitted(text: str, tuned: Sequence[TunedTarget], header: str | None, about: str) -> str:
     """The C file. Where the compiler is told of a tuned target, its variants; else the defaults in portable
     C.
     """
@@ -54,7 +58,7 @@ def emitted(text: str, tuned: Sequence[Tuned], header: str | None, about: str) -
     return "\n".join(lines) + "\n"
 
 
-def about_comment(about: str, tuned: Sequence[Tuned]) -> str:
+def about_comment(about: str, tuned: Sequence[TunedTarget]) -> str:
     """The comment at the top: where it comes from, and with which flags it is fast."""
     lines = [f"/* {about}"]
     lines += [f" * Tuned on {one.core_sig}: build with -O3 {' '.join(one.target.flags)}" for one in tuned]
@@ -72,26 +76,39 @@ def emitted_header(text: str, about: str) -> str:
     return f"#ifndef {guard}\n#define {guard}\n{body}\n#endif\n"
 
 
-def _section(text: str, name: str, tuned: Tuned) -> tuple[str, str]:
+def _section(text: str, name: str, tuned: TunedTarget) -> tuple[str, str]:
     """The variants for a target, and the function that chooses among them."""
     choices = list(dict.fromkeys(tuple(sorted(one.items())) for one in tuned.by_shape.values()))
-    variants = [
-        built(text, dict(choice), tuned.target, name=f"{name}_variant{i}", is_static=True)
-        for i, choice in enumerate(choices)
-    ]
+    variants = [_variant(text, dict(choice), tuned, f"{name}_variant{i}") for i, choice in enumerate(choices)]
     numbers = {shape: choices.index(tuple(sorted(one.items()))) for shape, one in tuned.by_shape.items()}
     definitions: dict[str, str] = {}
     for one in variants:
         definitions |= one.definitions
     about = [
-        f"/* {', '.join(f'{key} = {value}' for key, value in choice) or 'no parameters'} */\n{one.body}"
-        for choice, one in zip(choices, variants, strict=True)
+        f"/* {_described(dict(choice))} */\n{one.body}" for choice, one in zip(choices, variants, strict=True)
     ]
     condition = " && ".join(f"defined({macro})" for macro in tuned.target.macros) or "1"
     include = {"x86": "#include <immintrin.h>", "arm": "#include <arm_neon.h>"}.get(tuned.target.family, "")
     return condition, "\n".join(
         [include, _PLAIN, *definitions.values(), *about, _dispatch(text, variants, numbers)]
     )
+
+
+def _described(choice: Mapping[str, int]) -> str:
+    if is_original(choice):
+        return "the original"
+    return ", ".join(f"{key} = {value}" for key, value in choice.items()) or "no parameters"
+
+
+def _variant(text: str, choice: Mapping[str, int], tuned: TunedTarget, name: str) -> Lowered:
+    if not is_original(choice):
+        return built(text, choice, tuned.target, name=name, is_static=True)
+    if tuned.original is None or dict(tuned.original.choice) != choice:
+        raise UserKernelError(
+            f"{read(text).name}: its original C is in use for a shape, and this is another text or none; "
+            "give the file that was tuned against"
+        )
+    return tuned.original.lowered(name)
 
 
 def _dispatch(text: str, variants: Sequence[Lowered], numbers: Mapping[Shape, int]) -> str:

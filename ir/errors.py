@@ -5,13 +5,13 @@ one.
 from __future__ import annotations
 
 
-class KernelError(Exception):
+class UserKernelError(Exception):
     """An expected failure: the command prints its line and exits with 1."""
 
     exit_code = 1
 
 
-class SourceError(KernelError):
+class SourceError(UserKernelError):
     """A construct outside the subset, or text that does not parse."""
 
     def __init__(self, where: str, line: int, reason: str) -> None:
@@ -20,9 +20,9 @@ class SourceError(KernelError):
         self.reason = reason
 
 
-class CheckError(KernelError):
+class CheckError(UserKernelError):
     """A kernel and its original differ, or one touches memory that its description does not give it."""
 
 
-class ToolError(KernelError):
+class ToolError(UserKernelError):
     """A compiler or an emulator is missing, failed, or exceeded its limits."""

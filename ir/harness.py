@@ -2,9 +2,10 @@
 writes what came out.
 
 A file of cases goes in. For each argument of a case: 8 bytes, a number's bits or a size in bytes; behind a
-size, the content. Before the arguments, 8 bytes: 1 if buffers end at a forbidden page, 0 if they begin
-behind one. For each case that was run, out come the result's 8 bytes and the content of every buffer that is
-not const.
+size, the content. IS_SHARED in a size: another argument is this buffer too, so its pages may be written.
+IS_ALIAS instead of a size: 8 bytes follow, the number of the argument that is the same buffer. Before the
+arguments, 8 bytes: 1 if buffers end at a forbidden page, 0 if they begin behind one. For each case that was
+run, out come the result's 8 bytes and the content of every buffer that is not const.
 
 A kernel that touches anything else is stopped by the page, or found by the bytes around the buffer; a const
 buffer lies in pages that cannot be written. The program says which argument it was, and exits with FAULT.
@@ -13,11 +14,13 @@ buffer lies in pages that cannot be written. The program says which argument it 
 from __future__ import annotations
 
 from phasewise.ir.lowering import c_type, struct_text
-from phasewise.ir.nodes import Function
+from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.types import Pointer, Scalar, Void
 
 FAULT = 3
 MARK = 0xA5
+IS_ALIAS = 1 << 63
+IS_SHARED = 1 << 62
 
 _COMMON = r"""#define _GNU_SOURCE
 #include <dlfcn.h>
@@ -113,6 +116,21 @@ static uint64_t word(FILE *in) {
     need(fread(&x, 1, 8, in) == 8, "short file");
     return x;
 }
+
+static void take_buffer(int i, int is_const, int is_at_end, FILE *in) {
+    const uint64_t is_shared = (uint64_t)1 << 62;
+    buffer *b = &buffers[i];
+    uint64_t size = word(in);
+    if (size >> 63) {
+        const buffer *same = &buffers[word(in)];
+        b->map = NULL;
+        b->data = same->data;
+        b->bytes = same->bytes;
+        return;
+    }
+    b->is_const = is_const && !(size & is_shared);
+    place(b, (size_t)(size & ~is_shared), is_at_end, in);
+}
 """
 
 _CHECK = r"""
@@ -127,12 +145,11 @@ int main(int count, char **names) {
         uint64_t result = call(KERNEL);
         fwrite(&result, 1, 8, out);
         for (int i = 0; i < N_ARGUMENTS; ++i) {
-            if (!buffers[i].map) continue;
-            check_around(i);
-            if (!buffers[i].is_const) fwrite(buffers[i].data, 1, buffers[i].bytes, out);
-            munmap(buffers[i].map, buffers[i].span);
-            buffers[i].map = NULL;
+            if (buffers[i].map) check_around(i);
+            if (is_output[i]) fwrite(buffers[i].data, 1, buffers[i].bytes, out);
         }
+        for (int i = 0; i < N_ARGUMENTS; ++i)
+            if (buffers[i].map) { munmap(buffers[i].map, buffers[i].span); buffers[i].map = NULL; }
         ++case_number;
     }
     return fclose(out) != 0;
@@ -195,7 +212,7 @@ int main(int count, char **names) {
 """
 
 
-def check_program(function: Function) -> str:
+def check_program(function: FunctionDefinition) -> str:
     """C of the program that runs cases through the kernel it is linked with."""
     name = function.name
     return (
@@ -203,24 +220,23 @@ def check_program(function: Function) -> str:
     )
 
 
-def timing_program(function: Function) -> str:
+def timing_program(function: FunctionDefinition) -> str:
     """C of the program that times kernels of libraries that it is told to load."""
     return f'{_COMMON}\n{_arguments(function)}\n#define NAME "{function.name}"\n{_TIME}'
 
 
-def _signature(function: Function, name: str) -> str:
+def _signature(function: FunctionDefinition, name: str) -> str:
     args = ", ".join(c_type(of, arg) for arg, of in function.args) or "void"
     return f"{c_type(function.result)} {name}({args})"
 
 
-def _arguments(function: Function) -> str:
+def _arguments(function: FunctionDefinition) -> str:
     """How the arguments are read, and how a kernel is called with them."""
     structs = "\n".join(struct_text(one) for one in function.structs)
     reads, values = [], []
     for i, (_, of) in enumerate(function.args):
         if isinstance(of, Pointer):
-            reads.append(f"    buffers[{i}].is_const = {int(of.is_const)};")
-            reads.append(f"    place(&buffers[{i}], (size_t)word(in), is_at_end, in);")
+            reads.append(f"    take_buffer({i}, {int(of.is_const)}, is_at_end, in);")
             values.append(f"({c_type(of)})(void *)buffers[{i}].data")
         else:
             reads.append(f"    {{ uint64_t x = word(in); memcpy(&number_{i}, &x, sizeof number_{i}); }}")
@@ -239,10 +255,13 @@ def _arguments(function: Function) -> str:
             "    memcpy(&bits, &x, sizeof x);\n    return bits;"
         )
     args = ", ".join(c_type(of, arg) for arg, of in function.args) or "void"
+    is_output = (isinstance(of, Pointer) and not of.is_const for _, of in function.args)
+    outputs = ", ".join(str(int(one)) for one in is_output) or "0"
     return "\n".join(
         [
             structs,
             f"enum {{ N_ARGUMENTS = {len(function.args)} }};",
+            f"static const char is_output[] = {{{outputs}}};",
             numbers,
             f"typedef {c_type(function.result)} kernel({args});",
             "static void read_arguments(FILE *in, int is_at_end) {",

@@ -8,15 +8,16 @@ from itertools import count
 from phasewise.ir.errors import SourceError
 from phasewise.ir.nodes import (
     Binary,
-    Block,
+    BlockStatement,
     Body,
-    Call,
+    CallExpression,
+    Cast,
     Const,
     Declare,
     Do,
     Expr,
     For,
-    Function,
+    FunctionDefinition,
     If,
     Return,
     Rewriter,
@@ -26,13 +27,15 @@ from phasewise.ir.nodes import (
     Var,
     While,
     assigned,
+    walk,
     walk_body,
 )
+from phasewise.ir.types import Pointer
 
 MAX_STATEMENTS = 20_000
 
 
-def inlined(function: Function, path: str = "") -> Function:
+def inlined(function: FunctionDefinition, path: str = "") -> FunctionDefinition:
     """The function without calls of helpers. SourceError where a helper returns early or is called where it
     cannot be copied (inside a condition, with statements of its own)."""
     inliner = _Inliner(function, path)
@@ -41,7 +44,7 @@ def inlined(function: Function, path: str = "") -> Function:
 
 
 class _Inliner(Rewriter):
-    def __init__(self, function: Function, path: str) -> None:
+    def __init__(self, function: FunctionDefinition, path: str) -> None:
         self._path = path
         self._helpers = {one.name: one for one in function.helpers}
         self._taken = (
@@ -85,7 +88,7 @@ class _Inliner(Rewriter):
             new = self._loop(statement)
         elif (
             isinstance(statement, Do)
-            and isinstance(statement.call, Call)
+            and isinstance(statement.call, CallExpression)
             and statement.call.name in self._helpers
         ):
             return self._called_alone(statement)
@@ -99,7 +102,7 @@ class _Inliner(Rewriter):
                 otherwise=self.body(statement.otherwise),
             )
             return (*mine, changed)
-        elif isinstance(statement, Block):
+        elif isinstance(statement, BlockStatement):
             self._before.pop()
             return self.body(statement.body)
         else:
@@ -121,7 +124,7 @@ class _Inliner(Rewriter):
         )
 
     def _called_alone(self, statement: Do) -> Body:
-        assert isinstance(statement.call, Call)
+        assert isinstance(statement.call, CallExpression)
         call = statement.call
         args = tuple(self.expr(one) for one in call.args)
         mine = self._before.pop()
@@ -139,7 +142,7 @@ class _Inliner(Rewriter):
         return super().expr(e)
 
     def leave(self, e: Expr) -> Expr:
-        if not (isinstance(e, Call) and e.name in self._helpers):
+        if not (isinstance(e, CallExpression) and e.name in self._helpers):
             return e
         copied, value = self._copy(self._helpers[e.name], e.args)
         if value is None:
@@ -154,15 +157,14 @@ class _Inliner(Rewriter):
             self._before[-1] += copied
         return value
 
-    def _copy(self, helper: Function, args: tuple[Expr, ...]) -> tuple[Body, Expr | None]:
+    def _copy(self, helper: FunctionDefinition, args: tuple[Expr, ...]) -> tuple[Body, Expr | None]:
         """The helper's statements with names of their own, and its value."""
         by: dict[str, Expr] = {}
         before: list[Stmt] = []
         changed = assigned(helper.body)
         for (name, of), given in zip(helper.args, args, strict=True):
-            if (name not in changed and isinstance(given, Var | Const) and not self._closed) or (
-                name not in changed and self._closed
-            ):
+            is_kept = isinstance(given, Var | Const) or self._closed or _is_place(given)
+            if name not in changed and is_kept:
                 by[name] = given
             else:
                 own = Var(of, self._fresh(name))
@@ -187,13 +189,21 @@ class _Inliner(Rewriter):
         return (*before, *copied), value
 
 
+def _is_place(e: Expr) -> bool:
+    """Whether an expression is an address that is computed without reading memory."""
+    if not isinstance(e.type, Pointer):
+        return False
+    parts = [node for node in walk(e) if node is not e]
+    return all(isinstance(node, Var | Const | Binary | Cast) for node in (e, *parts))
+
+
 def _last(body: Body) -> Stmt | None:
     last = body[-1] if body else None
-    return _last(last.body) if isinstance(last, Block) else last
+    return _last(last.body) if isinstance(last, BlockStatement) else last
 
 
 def _without_last(body: Body) -> Body:
     last = body[-1]
-    if isinstance(last, Block):
+    if isinstance(last, BlockStatement):
         return (*body[:-1], replace(last, body=_without_last(last.body)))
     return body[:-1]

@@ -17,20 +17,20 @@ import numpy.typing as npt
 
 from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.cases import DTYPES, Case
-from phasewise.ir.checking import Outputs
-from phasewise.ir.errors import KernelError
+from phasewise.ir.checking import KernelOutputs
+from phasewise.ir.errors import UserKernelError
 from phasewise.ir.nodes import (
     Assign,
     Binary,
-    Block,
+    BlockStatement,
     Body,
-    Call,
+    CallExpression,
     Cast,
     Const,
     Declare,
     Do,
     Expr,
-    Function,
+    FunctionDefinition,
     If,
     Index,
     Leave,
@@ -52,7 +52,7 @@ MAX_STEPS = 5_000_000
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryAddress:
     """An address: bytes of a buffer from an offset on."""
 
     memory: npt.NDArray[np.uint8]
@@ -60,16 +60,16 @@ class Place:
 
     def read(self, size: int) -> bytes:
         if not 0 <= self.at <= len(self.memory) - size:
-            raise KernelError(f"reads byte {self.at} of {len(self.memory)}")
+            raise UserKernelError(f"reads byte {self.at} of {len(self.memory)}")
         return self.memory[self.at : self.at + size].tobytes()
 
     def write(self, data: bytes) -> None:
         if not 0 <= self.at <= len(self.memory) - len(data):
-            raise KernelError(f"writes byte {self.at} of {len(self.memory)}")
+            raise UserKernelError(f"writes byte {self.at} of {len(self.memory)}")
         self.memory[self.at : self.at + len(data)] = np.frombuffer(data, np.uint8)
 
-    def moved(self, by: int) -> Place:
-        return Place(self.memory, self.at + by)
+    def moved(self, by: int) -> MemoryAddress:
+        return MemoryAddress(self.memory, self.at + by)
 
 
 class _Returned(Exception):
@@ -82,13 +82,13 @@ class _Left(Exception):
         self.word = word
 
 
-def interpreted(function: Function, case: Case) -> Outputs:
+def interpreted(function: FunctionDefinition, case: Case) -> KernelOutputs:
     """What a call leaves, as a compiled kernel leaves it. KernelError for a touch outside a buffer."""
     names: dict[str, Value] = {}
     out = []
     for value, (name, of) in zip(case.values, function.args, strict=True):
         if isinstance(value, bytes):
-            place = Place(np.frombuffer(value, np.uint8).copy(), 0)
+            place = MemoryAddress(np.frombuffer(value, np.uint8).copy(), 0)
             names[name] = place
             if isinstance(of, Pointer) and not of.is_const:
                 out.append(place)
@@ -105,7 +105,7 @@ def interpreted(function: Function, case: Case) -> Outputs:
         except _Returned as done:
             if isinstance(function.result, Scalar):
                 result = _packed(done.value, function.result).ljust(8, b"\0")
-    return Outputs(result, tuple(place.memory.tobytes() for place in out))
+    return KernelOutputs(result, tuple(place.memory.tobytes() for place in out))
 
 
 def _packed(value: Value, of: Scalar) -> bytes:
@@ -133,7 +133,7 @@ class _Machine:
                 self.declare(one)
             case Assign(target, value, _):
                 self._assign(target, self._value(value))
-            case Do(Call(name="store", args=(place, value)), _):
+            case Do(CallExpression(name="store", args=(place, value)), _):
                 self._value(place).write(self._value(value).tobytes())
             case Do():
                 pass
@@ -148,7 +148,7 @@ class _Machine:
                 raise _Returned(None if value is None else self._value(value))
             case Leave(word, _):
                 raise _Left(word)
-            case Block(body, _):
+            case BlockStatement(body, _):
                 self.body(body)
             case _:
                 raise AssertionError(one)
@@ -162,7 +162,7 @@ class _Machine:
                     of = of.of
                 assert isinstance(of, Scalar)
                 memory[:] = np.array(one.values, DTYPES[of.name]).view(np.uint8)
-            self._names[one.name] = Place(memory, 0)
+            self._names[one.name] = MemoryAddress(memory, 0)
         elif one.value is not None:
             self._names[one.name] = self._value(one.value)
 
@@ -184,7 +184,7 @@ class _Machine:
         """False: the loop was left."""
         self._left -= 1
         if self._left < 0:
-            raise KernelError(f"more than {MAX_STEPS} turns of loops")
+            raise UserKernelError(f"more than {MAX_STEPS} turns of loops")
         try:
             self.body(body)
         except _Left as left:
@@ -193,17 +193,17 @@ class _Machine:
 
     # ---- places ----
 
-    def _place(self, e: Expr) -> Place:
+    def _place(self, e: Expr) -> MemoryAddress:
         match e:
             case Index(of, base, index):
-                start: Place = self._value(base)
+                start: MemoryAddress = self._value(base)
                 return start.moved(int(self._value(index)) * of.size)
             case Member(_, base, field):
                 assert isinstance(base.type, Struct)
                 return self._place(base).moved(base.type.offset(field))
         raise AssertionError(e)
 
-    def _loaded(self, place: Place, of: Type) -> Value:
+    def _loaded(self, place: MemoryAddress, of: Type) -> Value:
         if isinstance(of, Array | Struct):
             return place
         if isinstance(of, Vec):
@@ -230,7 +230,7 @@ class _Machine:
                 return fitting(value, of) if isinstance(of, Scalar) else value
             case Index() | Member():
                 return self._loaded(self._place(e), e.type)
-            case Call():
+            case CallExpression():
                 return self._call(e)
         raise AssertionError(e)
 
@@ -258,7 +258,7 @@ class _Machine:
         assert isinstance(e.type, Scalar)
         return _of_numbers(e.op, a, b, left, right, e.type)
 
-    def _call(self, e: Call) -> Value:
+    def _call(self, e: CallExpression) -> Value:
         name = e.name
         if name == "load":
             assert isinstance(e.type, Vec)
@@ -272,7 +272,7 @@ class _Machine:
         numbers = [int(one.value) for one in e.numbers if isinstance(one, Const)]
         return _vector(e, args, numbers, e.type)
 
-    def _to_number(self, e: Call, args: list[Value]) -> Value:
+    def _to_number(self, e: CallExpression, args: list[Value]) -> Value:
         of = e.type
         assert isinstance(of, Scalar)
         if e.name in REDUCTIONS:
@@ -316,7 +316,7 @@ def _of_numbers(op: str, a: Value, b: Value, left: Scalar, right: Scalar, of: Sc
             return _of_floats(op, float(a), float(b), shared)
         found = integer_result(op, int(a), int(b), Scalar("i32") if op in COMPARISONS else of)
     if found is None:
-        raise KernelError(f"{a} {op} {b} has no value")
+        raise UserKernelError(f"{a} {op} {b} has no value")
     return found
 
 
@@ -379,7 +379,7 @@ def fma(a: npt.NDArray[Any], b: npt.NDArray[Any], c: npt.NDArray[Any]) -> npt.ND
     return odd.reshape(total.shape).astype(np.float32)
 
 
-def _vector(e: Call, args: list[Value], numbers: list[int], of: Vec) -> Value:
+def _vector(e: CallExpression, args: list[Value], numbers: list[int], of: Vec) -> Value:
     dtype = DTYPES[of.elem.name]
     name = e.name
     match name:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
-from phasewise.ir.nodes import Binary, Call, Const, Expr, integer
+from phasewise.ir.nodes import Binary, CallExpression, Const, Expr, integer
 from phasewise.ir.operations import Mistyped, as_elem, binary, call, unary
 from phasewise.ir.types import (
     BITS,
@@ -52,6 +52,7 @@ X86_TYPES: dict[str, Type] = {
     for bits in (128, 256, 512)
     for suffix, elem in (("", F32), ("d", F64), ("i", BITS))
 }
+X86_TYPES["__m64"] = Vec(BITS, 8)
 X86_NAMES = {of: name for name, of in X86_TYPES.items()}
 NEON_TYPES: dict[str, Type] = {
     f"{word}{8 * elem.size}x{lanes}_t": Vec(elem, lanes)
@@ -133,13 +134,13 @@ def first_lanes(e: Expr, elem: Scalar, lanes: int) -> Expr:
 def half(which: str, e: Expr) -> Expr:
     """A half of a vector; of a concatenation, a part of it."""
 
-    if isinstance(e, Call) and e.name == "concat":
+    if isinstance(e, CallExpression) and e.name == "concat":
         return e.args[which == "hi"]
-    if isinstance(e, Call) and e.name == "splat":
+    if isinstance(e, CallExpression) and e.name == "splat":
         return call("splat", e.args, (integer(lanes_of(e) // 2),))
-    if isinstance(e, Call) and e.name == "bits" and isinstance(e.args[0].type, Vec):
+    if isinstance(e, CallExpression) and e.name == "bits" and isinstance(e.args[0].type, Vec):
         inner = e.args[0]
-        if isinstance(inner, Call) and inner.name in ("concat", "splat") and lanes_of(inner) > 1:
+        if isinstance(inner, CallExpression) and inner.name in ("concat", "splat") and lanes_of(inner) > 1:
             assert isinstance(e.type, Vec)
             return as_elem(half(which, inner), e.type.elem)
     return call(which, (e,))
@@ -419,7 +420,7 @@ def _bitwise(op: str, elem: Scalar) -> Build:
         shared = own[0] if own[0] == own[1] and not own[0].is_float else elem
 
         for one, other in ((0, 1), (1, 0)):
-            constant_side = isinstance(a[one], Call) and a[one].name in ("splat", "vector")  # type: ignore[union-attr]
+            constant_side = isinstance(a[one], CallExpression) and a[one].name in ("splat", "vector")  # type: ignore[union-attr]
             if constant_side and not own[one].is_float and own[one] != own[other]:
                 shared = own[one]
         return binary(op, as_elem(a[0], shared), as_elem(a[1], shared))
@@ -666,7 +667,7 @@ def _permuted(e: Expr, places: Sequence[int]) -> Expr:
 def _places(e: Expr) -> list[int]:
 
     found = as_elem(e, I32)
-    if not isinstance(found, Call) or found.name != "vector":
+    if not isinstance(found, CallExpression) or found.name != "vector":
         raise Mistyped("takes places that are known when compiling")
     return [number(one) & 7 for one in found.numbers]
 
@@ -809,6 +810,9 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
     table[f"vdup{q}_n_{suffix}"] = table[f"vmov{q}_n_{suffix}"] = Intrinsic(reg, _splat(elem, reg.lanes))
     put("ld1", _load(elem, reg.lanes))
     put("st1", _store(elem), VOID)
+    table[f"vst1{q}_lane_{suffix}"] = Intrinsic(
+        VOID, lambda a: call("store", (pointer_to(a[0], elem), _permuted(a[1], (number(a[2]),))))
+    )
     table[f"vld1{q}_dup_{suffix}"] = Intrinsic(
         reg, lambda a: call("splat", (element(pointer_to(a[0], elem)),), (integer(reg.lanes),))
     )
@@ -955,11 +959,11 @@ def is_below_16(e: Expr) -> bool:
         return any(_is_small_splat(one) for one in (e.a, e.b))
     if isinstance(e, Binary) and e.op == ">>" and isinstance(e.type, Vec):
         return e.type.elem == U8 and isinstance(e.b, Const) and e.b.value >= 4
-    return isinstance(e, Call) and e.name == "bits" and is_below_16(e.args[0])
+    return isinstance(e, CallExpression) and e.name == "bits" and is_below_16(e.args[0])
 
 
 def _is_small_splat(e: Expr) -> bool:
-    if not isinstance(e, Call) or e.name != "splat":
+    if not isinstance(e, CallExpression) or e.name != "splat":
         return False
     return isinstance(e.args[0], Const) and 0 <= e.args[0].value < 16
 

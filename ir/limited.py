@@ -18,8 +18,8 @@ from phasewise.ir.errors import ToolError
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Of one command. `file_bytes` holds for what it prints too."""
+class ChildLimits:
+    """Limits of one command. `file_bytes` holds for what it prints too."""
 
     seconds: int = 20
     memory_bytes: int = 2 << 30
@@ -39,7 +39,7 @@ class Finished:
         return signal.Signals(-self.code).name if self.code < 0 else None
 
 
-def run(command: Sequence[str], limits: Limits, cwd: Path | None = None) -> Finished:
+def run(command: Sequence[str], limits: ChildLimits, cwd: Path | None = None) -> Finished:
     """Run a command to its end; one that passes its time is killed with all that it started.
 
     Raises ToolError where the command does not exist.

@@ -10,7 +10,7 @@ from phasewise.ir.nodes import (
     Assign,
     Binary,
     Body,
-    Call,
+    CallExpression,
     Cast,
     Const,
     Declare,
@@ -32,6 +32,11 @@ from phasewise.ir.nodes import (
 )
 from phasewise.ir.operations import binary, call, cast
 from phasewise.ir.types import Array, Pointer, Scalar, Type, Vec
+
+WHOLE = "whole"
+"""Word of `unroll` and `apart`: turns that fill no group of n are not the loop's."""
+SUM_ORDERS = ("pairs", "halves", "in_turn")
+"""How sums of turns are added: neighbours; the upper half upon the lower; one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,19 @@ class Accumulator:
         if self.op == "+":
             return binary("+", a, b)
         return call(self.op, (a, b))
+
+    def total(self, parts: list[Expr], order: str) -> Expr:
+        """All of them as one, in an order of SUM_ORDERS."""
+        while len(parts) > 1:
+            half = len(parts) // 2
+            if order == "in_turn":
+                parts = [self.combined(parts[0], parts[1]), *parts[2:]]
+            elif order == "halves" and len(parts) % 2 == 0:
+                parts = [self.combined(parts[i], parts[i + half]) for i in range(half)]
+            else:
+                pairs = [self.combined(parts[2 * i], parts[2 * i + 1]) for i in range(half)]
+                parts = pairs + parts[2 * half :]
+        return parts[0]
 
 
 _I32 = Scalar("i32")
@@ -132,11 +150,11 @@ def _combining(value: Expr, name: str) -> str | None:
     match value:
         case Binary(op="+", a=a, b=b) if (a == is_own) != (b == is_own):
             return "+"
-        case Call(name="fma", args=(_, _, c)) if c == is_own:
+        case CallExpression(name="fma", args=(_, _, c)) if c == is_own:
             return "+"
-        case Call(name="min" | "max" as op, args=(a, b)) if (a == is_own) != (b == is_own):
+        case CallExpression(name="min" | "max" as op, args=(a, b)) if (a == is_own) != (b == is_own):
             return op
-        case Call(name="dot_u8i8" | "dot_i8i8", args=(a, _, _)) if a == is_own:
+        case CallExpression(name="dot_u8i8" | "dot_i8i8", args=(a, _, _)) if a == is_own:
             return "+"
     return None
 
@@ -203,6 +221,22 @@ def trip_count(loop: Steps) -> int | None:
     return None
 
 
+def continued(body: Body, at: int) -> Steps | None:
+    """The loop of single turns that goes on where a loop stops, up to the same end; None: there is none."""
+    loop = body[at]
+    assert isinstance(loop, Steps)
+    for one in body[at + 1 :]:
+        if isinstance(one, Steps) and one.start == Var(loop.type, loop.variable):
+            match loop.condition, one.condition:
+                case Binary(op="<" | "<=", b=end), Binary(op="<", a=Var(name=name), b=other):
+                    is_next = end == other and name == one.variable and not used(end) & assigned(body[at:])
+                    return one if is_next and one.step == Const(one.step.type, 1) else None
+            return None
+        if loop.variable in assigned((one,)):
+            return None
+    return None
+
+
 def leaves_early(body: Body) -> bool:
     """Whether a turn may end the loop, or skip its rest."""
     for one in body:
@@ -236,7 +270,7 @@ def loaded(body: Body) -> list[tuple[str | None, Expr]]:
     """Addresses that are read, with what they begin with."""
     found: list[tuple[str | None, Expr]] = []
     for node in walk_body(body):
-        if isinstance(node, Call) and node.name == "load":
+        if isinstance(node, CallExpression) and node.name == "load":
             found.append((base_of(node.args[0]), node.args[0]))
         elif (
             isinstance(node, Index)
@@ -251,7 +285,7 @@ def stored(body: Body) -> list[tuple[str | None, Expr]]:
     """Addresses that are written."""
     found: list[tuple[str | None, Expr]] = []
     for node in walk_body(body):
-        if isinstance(node, Do) and isinstance(node.call, Call) and node.call.name == "store":
+        if isinstance(node, Do) and isinstance(node.call, CallExpression) and node.call.name == "store":
             found.append((base_of(node.call.args[0]), node.call.args[0]))
         elif isinstance(node, Assign) and isinstance(node.target, Index | Member):
             found.append((base_of(node.target), node.target))

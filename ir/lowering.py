@@ -11,19 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from phasewise.ir.joining import joined
 from phasewise.ir.nodes import (
     AddressOf,
     Assign,
     Binary,
-    Block,
+    BlockStatement,
     Body,
-    Call,
+    CallExpression,
     Cast,
     Const,
     Declare,
     Do,
     Expr,
-    Function,
+    FunctionDefinition,
     If,
     Index,
     Leave,
@@ -38,7 +39,7 @@ from phasewise.ir.nodes import (
     walk_body,
 )
 from phasewise.ir.operations import COMPARISONS, LIBRARY, LOGICAL, ORDERS, REDUCTIONS, decayed
-from phasewise.ir.targets import Target
+from phasewise.ir.targets import IsaTarget
 from phasewise.ir.types import F32, Array, Pointer, Scalar, Struct, Type, Vec, Void, common, promoted
 from phasewise.ir.words import C_NAMES, Word, Words, halves, typedef, vec_name
 
@@ -58,19 +59,21 @@ class Lowered:
     definitions: Mapping[str, str]
     body: str
 
-    def file(self, target: Target, header: str = "") -> str:
+    def file(self, target: IsaTarget, header: str = "") -> str:
         """One translation unit."""
         return "\n".join([header + includes(target), self.structs, *self.definitions.values(), self.body, ""])
 
 
-def includes(target: Target) -> str:
+def includes(target: IsaTarget) -> str:
     own = {"x86": "#include <immintrin.h>\n", "arm": "#include <arm_neon.h>\n"}.get(target.family, "")
     return f"#include <math.h>\n#include <stdint.h>\n#include <string.h>\n{own}"
 
 
-def lower(function: Function, target: Target, name: str | None = None, is_static: bool = False) -> Lowered:
+def lower(
+    function: FunctionDefinition, target: IsaTarget, name: str | None = None, is_static: bool = False
+) -> Lowered:
     """C of a kernel whose numbers are all known (reading.read with a choice, transforms.transformed)."""
-    lowerer = _Lowerer(function, target)
+    lowerer = _Lowerer(joined(function) if target.has_vnni else function, target)
     return lowerer.lowered(name or function.name, is_static)
 
 
@@ -125,7 +128,7 @@ def number(value: int | float, of: Scalar) -> str:
 
 
 class _Lowerer:
-    def __init__(self, function: Function, target: Target) -> None:
+    def __init__(self, function: FunctionDefinition, target: IsaTarget) -> None:
         self._function = function
         self._target = target
         self._words = Words(target)
@@ -249,7 +252,7 @@ class _Lowerer:
             case Assign(target, value, _):
                 self._assign(target, value)
             case Do(what, _):
-                assert isinstance(what, Call)
+                assert isinstance(what, CallExpression)
                 self._do(what)
             case Steps():
                 self._steps(statement)
@@ -274,7 +277,7 @@ class _Lowerer:
                 self._line("return;" if value is None else f"return {self._scalar(value)};")
             case Leave(word, _):
                 self._line(f"{word};")
-            case Block(body, _):
+            case BlockStatement(body, _):
                 self._body(body)
             case _:
                 raise AssertionError(statement)
@@ -325,7 +328,7 @@ class _Lowerer:
         base = f"{self._scalar(target.base)}[{self._scalar(target.index)}]"
         return [base] if n == 1 else [f"{base}[{i}]" for i in range(n)]
 
-    def _do(self, what: Call) -> None:
+    def _do(self, what: CallExpression) -> None:
         if what.name == "prefetch":
             self._line(f"__builtin_prefetch({self._scalar(what.args[0])});")
             return
@@ -398,7 +401,7 @@ class _Lowerer:
                 return f"{wrapped(self._scalar(base))}[{self._scalar(index)}]"
             case Member(_, base, field):
                 return f"{wrapped(self._scalar(base))}.{field}"
-            case Call():
+            case CallExpression():
                 return self._call(e)
             case AddressOf():
                 raise AssertionError("an address at the high level")
@@ -461,7 +464,7 @@ class _Lowerer:
         self._extra[name] = f"static inline void {name}(void *p, {c} x) {{ memcpy(p, &x, sizeof x); }}"
         return name
 
-    def _call(self, e: Call) -> str:
+    def _call(self, e: CallExpression) -> str:
         assert isinstance(e.type, Scalar)
         if e.name in LIBRARY:
             return f"{e.name}({', '.join(self._scalar(one) for one in e.args)})"
@@ -581,7 +584,7 @@ class _Lowerer:
                 return self._unary(op, a, of)
             case Binary():
                 return self._vector_binary(e, of)
-            case Call():
+            case CallExpression():
                 return self._vector_call(e, of)
         raise AssertionError(e)
 
@@ -628,7 +631,7 @@ class _Lowerer:
             return [f"{name}({a}, {b})" for a, b in sides]
         return [f"({a} {e.op} {b})" for a, b in sides]
 
-    def _vector_call(self, e: Call, of: Vec) -> Parts:
+    def _vector_call(self, e: CallExpression, of: Vec) -> Parts:
         part, n = self._part(of), self._n_parts(of)
         match e.name:
             case "load":
@@ -693,7 +696,7 @@ class _Lowerer:
         one, other = (self._take(parts, of, start + at, half) for at in (0, half))
         return f"__builtin_shufflevector({one}, {other}, {', '.join(map(str, range(count)))})"
 
-    def _moved(self, e: Call, of: Vec) -> Parts:
+    def _moved(self, e: CallExpression, of: Vec) -> Parts:
         part, n = self._part(of), self._n_parts(of)
         source = e.args[0].type
         assert isinstance(source, Vec)
@@ -761,7 +764,7 @@ class _Lowerer:
                 found.append(f"(({self._words.type(part)}){{{values}}})")
         return found
 
-    def _computed(self, e: Call, of: Vec) -> Parts:
+    def _computed(self, e: CallExpression, of: Vec) -> Parts:
         """An operation whose results depend on lanes at the same share of each argument."""
         n, part = self._n_parts(of), self._part(of)
         sources = [one.type for one in e.args]
@@ -788,7 +791,7 @@ class _Lowerer:
             found.append(f"{word}({', '.join(values)})")
         return found
 
-    def _packed(self, e: Call, of: Vec, vectors: list[Parts]) -> Parts:
+    def _packed(self, e: CallExpression, of: Vec, vectors: list[Parts]) -> Parts:
         """Each register of the result has halves of both arguments' groups: groups never leave their sixteen
         bytes.
         """
@@ -806,7 +809,7 @@ class _Lowerer:
             for i in range(n)
         ]
 
-    def _quads(self, e: Call, of: Vec) -> Parts:
+    def _quads(self, e: CallExpression, of: Vec) -> Parts:
         """dot_u8i8 without its instruction: even and odd bytes as sixteen bits, so that nothing saturates."""
         part = self._part(of)
         lanes = 4 * part.lanes

@@ -60,7 +60,7 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallExpression:
     """`numbers`: what has to be known when compiling, e.g. lanes, a shift, a pattern."""
 
     type: Type
@@ -91,7 +91,7 @@ class AddressOf:
     a: Expr
 
 
-Expr: TypeAlias = Const | Var | Unary | Binary | Ternary | Cast | Call | Index | Member | AddressOf
+Expr: TypeAlias = Const | Var | Unary | Binary | Ternary | Cast | CallExpression | Index | Member | AddressOf
 
 # ---- statements ------------------------------------------------------------------------------------------
 
@@ -195,12 +195,12 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockStatement:
     body: tuple[Stmt, ...]
     line: int
 
 
-Stmt: TypeAlias = Declare | Assign | Do | For | Steps | While | If | Return | Leave | Block
+Stmt: TypeAlias = Declare | Assign | Do | For | Steps | While | If | Return | Leave | BlockStatement
 Body: TypeAlias = tuple[Stmt, ...]
 
 # ---- functions -------------------------------------------------------------------------------------------
@@ -229,10 +229,12 @@ class Argument:
     halves: tuple[str, ...] = ()
     """Fields that hold float16 bits."""
     is_out: bool = False
+    alias: str = ""
+    """Another buffer that callers may pass here too, as a whole; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class FunctionDefinition:
     """A kernel; `structs` and `tables` are those that it uses."""
 
     name: str
@@ -242,7 +244,7 @@ class Function:
     line: int = 0
     structs: tuple[Struct, ...] = ()
     tables: tuple[Declare, ...] = ()
-    helpers: tuple[Function, ...] = ()
+    helpers: tuple[FunctionDefinition, ...] = ()
     """At the low level: the functions that it calls, callees first."""
     parameters: tuple[Parameter, ...] = ()
     described: tuple[Argument, ...] = ()
@@ -262,8 +264,8 @@ def children(node: object) -> list[object]:
     return found
 
 
-EXPRESSIONS = (Const, Var, Unary, Binary, Ternary, Cast, Call, Index, Member, AddressOf)
-STATEMENTS = (Declare, Assign, Do, For, Steps, While, If, Return, Leave, Block)
+EXPRESSIONS = (Const, Var, Unary, Binary, Ternary, Cast, CallExpression, Index, Member, AddressOf)
+STATEMENTS = (Declare, Assign, Do, For, Steps, While, If, Return, Leave, BlockStatement)
 NODES = (*EXPRESSIONS, *STATEMENTS, How)
 
 

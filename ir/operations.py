@@ -6,7 +6,7 @@ groups of sixteen bytes (`shuffle`, `pack`, `lookup`) do so here too, because th
 
 from __future__ import annotations
 
-from phasewise.ir.nodes import Binary, Call, Cast, Const, Expr, Unary, integer
+from phasewise.ir.nodes import Binary, CallExpression, Cast, Const, Expr, Unary, integer
 from phasewise.ir.types import (
     F32,
     F64,
@@ -75,9 +75,11 @@ class Mistyped(Exception):
     """An operation does not take what it was given. The caller adds file and line."""
 
 
-def call(name: str, args: tuple[Expr, ...], numbers: tuple[Expr, ...] = (), of: Scalar | None = None) -> Call:
+def call(
+    name: str, args: tuple[Expr, ...], numbers: tuple[Expr, ...] = (), of: Scalar | None = None
+) -> CallExpression:
     """A call with its type. `of` is the element type that the text names, e.g. in `widen(v, i32)`."""
-    return Call(_result(name, [a.type for a in args], numbers, of), name, args, numbers)
+    return CallExpression(_result(name, [a.type for a in args], numbers, of), name, args, numbers)
 
 
 def _number(numbers: tuple[Expr, ...], at: int = 0) -> int:
@@ -358,9 +360,19 @@ def as_elem(a: Expr, elem: Scalar) -> Expr:
     assert isinstance(a.type, Vec)
     if a.type.elem == elem:
         return a
-    if isinstance(a, Call) and a.name == "bits":
+    if isinstance(a, CallExpression) and a.name == "bits":
         return as_elem(a.args[0], elem)
-    if isinstance(a, Call) and a.name == "splat" and isinstance(a.args[0], Const) and a.args[0].value == 0:
+    if isinstance(a, CallExpression) and a.name == "load" and isinstance(a.args[0], Cast):
+        place = a.args[0].a
+        of = place.type.to if isinstance(place.type, Pointer) else None
+        if isinstance(of, Scalar) and of.size == elem.size:  # read as the numbers that are there
+            return as_elem(call("load", (place,), (integer(a.type.size // elem.size),)), elem)
+    if (
+        isinstance(a, CallExpression)
+        and a.name == "splat"
+        and isinstance(a.args[0], Const)
+        and a.args[0].value == 0
+    ):
         return call(
             "splat", (Const(elem, 0.0 if elem.is_float else 0),), (integer(a.type.size // elem.size),)
         )

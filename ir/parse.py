@@ -21,16 +21,16 @@ from phasewise.ir.errors import SourceError
 from phasewise.ir.nodes import (
     AddressOf,
     Assign,
-    Block,
+    BlockStatement,
     Body,
-    Call,
+    CallExpression,
     Cast,
     Const,
     Declare,
     Do,
     Expr,
     For,
-    Function,
+    FunctionDefinition,
     If,
     Index,
     Leave,
@@ -78,7 +78,7 @@ from phasewise.ir.types import (
 
 MAX_NESTING = 150
 MAX_NODES = 200_000
-"""Of one function: its tree is walked in Python."""
+"""Most nodes of one function: its tree is walked in Python."""
 
 LANGUAGE = Language(tree_sitter_c.language())
 
@@ -115,7 +115,7 @@ def parse_file(
     isa: str | None = None,
     include: Sequence[Path] = (),
     define: Sequence[str] = (),
-) -> Function:
+) -> FunctionDefinition:
     """The function of that name and all that it calls, at the low level. SourceError where it is outside the
     subset.
     """
@@ -123,13 +123,13 @@ def parse_file(
     return parse(preprocess(path, isa or guess_isa(text), include, define), function, str(path))
 
 
-def parse_all(expanded: Expanded, path: str) -> dict[str, Function]:
+def parse_all(expanded: Expanded, path: str) -> dict[str, FunctionDefinition]:
     """Every function that a source defines, by name."""
     source = _Source(expanded, path)
     return {name: source.function(name) for name in source.names.functions}
 
 
-def parse(expanded: Expanded, function: str, path: str) -> Function:
+def parse(expanded: Expanded, function: str, path: str) -> FunctionDefinition:
     """As `parse_file`, of preprocessed text."""
     source = _Source(expanded, path)
     if function not in source.names.functions:
@@ -150,7 +150,7 @@ class _Source:
         self.names = _Names()
         self.registers = intrinsics.register_types(expanded.isa)
         self.intrinsics = intrinsics.table_of(expanded.isa)
-        self.read: dict[str, Function] = {}
+        self.read: dict[str, FunctionDefinition] = {}
         self.reading: list[str] = []
         self._types: dict[str, Type] = {}
         self._index(self.root)
@@ -366,7 +366,7 @@ class _Source:
 
     # ---- functions and tables ----
 
-    def function(self, name: str) -> Function:
+    def function(self, name: str) -> FunctionDefinition:
         if name in self.read:
             return self.read[name]
         node = self.names.functions[name]
@@ -422,7 +422,7 @@ class _Body:
         self.name = name
         self.scopes: list[dict[str, Var]] = [{}]
         self.taken: set[str] = set()
-        self.helpers: dict[str, Function] = {}
+        self.helpers: dict[str, FunctionDefinition] = {}
         self.structs: dict[str, Struct] = {}
         self.tables: dict[str, Declare] = {}
         self.result: Type = VOID
@@ -431,7 +431,7 @@ class _Body:
 
     # ---- the function ----
 
-    def read(self, node: Node) -> Function:
+    def read(self, node: Node) -> FunctionDefinition:
         source = self.source
         declarator = node.child_by_field_name("declarator")
         is_const = _is_const(node)
@@ -449,7 +449,7 @@ class _Body:
         body = node.child_by_field_name("body")
         assert body is not None
         statements = self.block(body)
-        return Function(
+        return FunctionDefinition(
             name=self.name,
             args=tuple(args),
             result=self.result,
@@ -538,7 +538,7 @@ class _Body:
             case "comment" | "type_definition":
                 return []
             case "compound_statement":
-                return [Block(self.block(node), line)]
+                return [BlockStatement(self.block(node), line)]
             case "declaration":
                 return self._declaration(node)
             case "expression_statement":
@@ -643,10 +643,10 @@ class _Body:
         values = [self._converted(one, of.elem) for one in node.named_children if one.type != "comment"]
         if any(one not in self.source.intrinsics for one in names) or len(values) > of.lanes:
             raise self.source.refuse(node, "a list of lanes is not in the subset here")
-        found: Expr = Call(of, names[0], (Const(of.elem, 0.0 if of.elem.is_float else 0),))
+        found: Expr = CallExpression(of, names[0], (Const(of.elem, 0.0 if of.elem.is_float else 0),))
         for lane, value in enumerate(values):
             if not (isinstance(value, Const) and value.value == 0):
-                found = Call(of, names[1], (value, found, integer(lane)))
+                found = CallExpression(of, names[1], (value, found, integer(lane)))
         return found
 
     def _listed(self, node: Node, of: Array) -> list[Expr]:
@@ -659,7 +659,7 @@ class _Body:
             suffix = of.of.elem.name.replace("i", "s")
             zero = "_mm256_setzero_si256" if of.of.elem.name == "bits" else f"vdupq_n_{suffix}"
             args = () if of.of.elem.name == "bits" else (integer(0),)
-            return [Call(of.of, zero, args)] * of.count
+            return [CallExpression(of.of, zero, args)] * of.count
         return [self._converted(one, of.of) for one in inner]
 
     def _loaded_together(self, node: Node, of: Array) -> list[Expr]:
@@ -671,7 +671,9 @@ class _Body:
         (place,) = self._arguments(node)
         lanes = of.of.lanes
         return [
-            Call(of.of, name, (self._typed(lambda i=i: binary("+", place, integer(i * lanes)), node),))
+            CallExpression(
+                of.of, name, (self._typed(lambda i=i: binary("+", place, integer(i * lanes)), node),)
+            )
             for i in range(of.count)
         ]
 
@@ -768,7 +770,7 @@ class _Body:
             raise self.source.refuse(node, "memcpy of registers is not in the subset")
         if target.type == value.type:
             return [Assign(target, value, line)]
-        return [Assign(target, Call(target.type, "__bits", (value,)), line)]
+        return [Assign(target, CallExpression(target.type, "__bits", (value,)), line)]
 
     def _copied_elements(self, to: Var, of: Expr, n_bytes: int, node: Node, line: int) -> list[Stmt]:
         """The beginning of an array, from memory of any type."""
@@ -792,7 +794,7 @@ class _Body:
             raise self.source.refuse(node, "memset of other than a whole array to zero")
         assert isinstance(to, Var)
         assert isinstance(to.type, Array)
-        return [Do(Call(VOID, "__clear", (to,)), line)]
+        return [Do(CallExpression(VOID, "__clear", (to,)), line)]
 
     def _arguments(self, node: Node) -> list[Expr]:
         return [self.expr(one) for one in _need(node, "arguments").named_children if one.type != "comment"]
@@ -1069,12 +1071,12 @@ class _Body:
             return Const(F32, float("inf" if name.endswith("inff") else "nan"))
         known = self.source.intrinsics.get(name)
         if known is not None:
-            return Call(known.result, name, tuple(args))
+            return CallExpression(known.result, name, tuple(args))
         if name in _ABS:
             return self._absolute(args[0], node)
         library = name.removeprefix("__builtin_")
         if library in LIBRARY:
-            return Call(F32, library, tuple(self._convert(one, F32, node) for one in args))
+            return CallExpression(F32, library, tuple(self._convert(one, F32, node) for one in args))
         if name in self.source.names.functions:
             return self._helper(name, args, node)
         if name.startswith(("_mm", "__builtin_")) or name in _OTHER_INTRINSICS or _looks_like_neon(name):
@@ -1097,7 +1099,7 @@ class _Body:
         for table in helper.tables:
             self.tables[table.name] = table
         converted = [self._convert(one, of, node) for one, (_, of) in zip(args, helper.args, strict=True)]
-        return Call(helper.result, name, tuple(converted))
+        return CallExpression(helper.result, name, tuple(converted))
 
 
 def _identifiers(node: Node, source: _Source) -> list[str]:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phasewise.ir.errors import SourceError
-from phasewise.ir.limited import Limits, run
+from phasewise.ir.limited import ChildLimits, run
 
 MAX_SOURCE_BYTES = 4 << 20
 MAX_EXPANDED_BYTES = 16 << 20
-LIMITS = Limits(seconds=5, memory_bytes=1 << 30, file_bytes=MAX_EXPANDED_BYTES)
+LIMITS = ChildLimits(seconds=5, memory_bytes=1 << 30, file_bytes=MAX_EXPANDED_BYTES)
 
 _SSE = ("__SSE__", "__SSE2__", "__SSE3__", "__SSSE3__", "__SSE4_1__", "__SSE4_2__", "__x86_64__", "__AVX__")
 _AVX2 = (*_SSE, "__AVX2__", "__FMA__", "__F16C__")
@@ -156,7 +156,7 @@ _X86_HEADERS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourcePlace:
     """Where a line of the expanded text came from."""
 
     file: str
@@ -168,7 +168,7 @@ class Expanded:
     """Preprocessed text. `places[i]` belongs to line i, counted from 0."""
 
     text: str
-    places: tuple[Place, ...]
+    places: tuple[SourcePlace, ...]
     isa: str
 
 
@@ -259,6 +259,6 @@ def _with_places(text: str, path: str, isa: str) -> Expanded:
             number += 1
             continue
         lines.append(line)
-        places.append(Place(file, number))
+        places.append(SourcePlace(file, number))
         number += 1
     return Expanded("\n".join(lines), tuple(places), isa)

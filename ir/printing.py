@@ -8,16 +8,16 @@ from phasewise.ir.nodes import (
     AddressOf,
     Assign,
     Binary,
-    Block,
+    BlockStatement,
     Body,
-    Call,
+    CallExpression,
     Cast,
     Const,
     Declare,
     Do,
     Expr,
     For,
-    Function,
+    FunctionDefinition,
     If,
     Index,
     Leave,
@@ -37,17 +37,23 @@ HEADERS = {"neon": "#include <arm_neon.h>\n", "neon_dotprod": "#include <arm_neo
 _BITS = """static inline {to} {name}({of} a) {{ {to} x; memcpy(&x, &a, sizeof x); return x; }}"""
 
 
-def printed_c(function: Function) -> str:
+def printed_c(function: FunctionDefinition) -> str:
     """A file with the function, its helpers, structs and tables."""
-    printer = _Printer(function.source_isa)
-    tables = {one.name: one for part in (*function.helpers, function) for one in part.tables}
-    bodies = [printer.function(one, is_static=True) for one in function.helpers]
-    bodies.append(printer.function(function))
     own = HEADERS.get(function.source_isa, "#include <immintrin.h>\n")
     head = f"#include <math.h>\n#include <stdint.h>\n#include <string.h>\n{own}"
-    structs = [printer.struct(one) for one in function.structs]
-    lines = [f"static const {printer.array(one)}" for one in tables.values()]
-    return "\n".join([head, *structs, *printer.extra.values(), *lines, *bodies, ""])
+    structs = [_Printer(function.source_isa).struct(one) for one in function.structs]
+    definitions, body = printed_parts(function)
+    return "\n".join([head, *structs, *definitions.values(), body, ""])
+
+
+def printed_parts(function: FunctionDefinition, is_static: bool = False) -> tuple[dict[str, str], str]:
+    """What the function needs but structs and headers, by name, and the function."""
+    printer = _Printer(function.source_isa)
+    tables = {one.name: one for part in (*function.helpers, function) for one in part.tables}
+    helpers = {one.name: printer.function(one, is_static=True) for one in function.helpers}
+    body = printer.function(function, is_static)
+    arrays = {name: f"static const {printer.array(one)}" for name, one in tables.items()}
+    return {**printer.extra, **arrays, **helpers}, body
 
 
 class _Printer:
@@ -90,7 +96,7 @@ class _Printer:
                 values = " = {" + ", ".join(f"{{{group}}}" for group in groups) + "}"
         return f"{self.type(one.type, one.name)}{values};"
 
-    def function(self, function: Function, is_static: bool = False) -> str:
+    def function(self, function: FunctionDefinition, is_static: bool = False) -> str:
         args = ", ".join(self.type(of, name) for name, of in function.args) or "void"
         head = f"{self.type(function.result)} {function.name}({args})".replace("* ", "*")
         return "\n".join(
@@ -126,7 +132,7 @@ class _Printer:
                 return [f"{pad}return;" if value is None else f"{pad}return {self.expr(value)};"]
             case Leave(word, _):
                 return [f"{pad}{word};"]
-            case Block(body, _):
+            case BlockStatement(body, _):
                 return [f"{pad}{{", *self._body(body, depth + 1), f"{pad}}}"]
         raise AssertionError(one)
 
@@ -162,7 +168,7 @@ class _Printer:
                 return f"{wrapped(self.expr(base))}.{field}"
             case AddressOf(_, a):
                 return f"&{wrapped(self.expr(a))}"
-            case Call():
+            case CallExpression():
                 return self._call(e)
 
     def _binary(self, e: Binary) -> str:
@@ -174,7 +180,7 @@ class _Printer:
             b = b if promoted(right) == shared else f"({self.type(shared)}){wrapped(b)}"
         return f"{wrapped(a)} {e.op} {wrapped(b)}"
 
-    def _call(self, e: Call) -> str:
+    def _call(self, e: CallExpression) -> str:
         args = [self.expr(one) for one in e.args]
         if e.name == "__clear":
             return f"memset({args[0]}, 0, sizeof {args[0]})"

@@ -11,6 +11,7 @@ from phasewise.ir.parse import parse_file
 from phasewise.ir.preprocess import read_source
 from phasewise.ir.raising import raised
 from phasewise.ir.reading import read
+from phasewise.ir.rolling import without_whole
 from phasewise.ir.text import printed
 
 _DESCRIBED = re.compile(
@@ -31,7 +32,8 @@ def raise_file(
     A comment line `@arg x count=n low=-1 high=1` becomes a `describe` line, where `x` is an argument. Raises
     SourceError where the function is outside the subset.
     """
-    text = printed(raised(parse_file(path, function, isa, include, define), path))
+    kernel = raised(parse_file(path, function, isa, include, define), path)
+    text = printed(without_whole(kernel) if reassociate else kernel)
     found = read(_with_descriptions(text, read_source(path)), str(path))
     return printed(replace(found, reassociate=reassociate))
 

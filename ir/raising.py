@@ -10,20 +10,21 @@ from pathlib import Path
 from phasewise.ir import intrinsics
 from phasewise.ir.errors import SourceError
 from phasewise.ir.inline import inlined
+from phasewise.ir.lanes import lanes_named
 from phasewise.ir.nodes import (
     AddressOf,
     Assign,
     Binary,
-    Block,
+    BlockStatement,
     Body,
-    Call,
+    CallExpression,
     Cast,
     Const,
     Declare,
     Do,
     Expr,
     For,
-    Function,
+    FunctionDefinition,
     If,
     Index,
     Leave,
@@ -42,17 +43,18 @@ from phasewise.ir.nodes import (
 )
 from phasewise.ir.operations import LIBRARY, Mistyped, as_elem, binary, call, cast, unary
 from phasewise.ir.reductions import recognised
+from phasewise.ir.rolling import rolled
 from phasewise.ir.types import BITS, F16, F32, I8, I32, U8, U16, U32, VOID, Array, Pointer, Scalar, Type, Vec
 
 
-def raised(function: Function, path: str | Path = "") -> Function:
+def raised(function: FunctionDefinition, path: str | Path = "") -> FunctionDefinition:
     """The function at the high level."""
     flat = inlined(function, str(path))
-    return recognised(_Raiser(flat, str(path)).function())
+    return lanes_named(rolled(recognised(_Raiser(flat, str(path)).function())))
 
 
 class _Raiser:
-    def __init__(self, function: Function, path: str) -> None:
+    def __init__(self, function: FunctionDefinition, path: str) -> None:
         self._low = function
         self._path = path
         self._table = intrinsics.table_of(function.source_isa)
@@ -65,7 +67,7 @@ class _Raiser:
         """Values of registers that are declared const."""
         self._declared: set[str] = {name for name, _ in function.args}
 
-    def function(self) -> Function:
+    def function(self) -> FunctionDefinition:
         low = self._low
         body = self._body(low.body)
         return replace(
@@ -105,7 +107,7 @@ class _Raiser:
                 return (
                     Return(None if value is None else self._as(self.expr(value), self._low.result), line),
                 )
-            case Block(body, _):
+            case BlockStatement(body, _):
                 return self._body(body)
             case Leave():
                 return (statement,)
@@ -141,14 +143,14 @@ class _Raiser:
             of = self._types[target.name]
             return (Assign(Var(of, target.name), self._as(new, of), line),)
         place = self.expr(target)
-        if isinstance(place, Call) and place.name == "load":
+        if isinstance(place, CallExpression) and place.name == "load":
             return (Do(call("store", (place.args[0], self._as(new, place.type))), line),)
         if not isinstance(place, Index | Member):
             raise self._refuse("assigns to what is no place in memory")
         return (Assign(place, self._as(new, place.type), line),)
 
     def _do(self, what: Expr, line: int) -> Body:
-        if isinstance(what, Call) and what.name == "__clear":
+        if isinstance(what, CallExpression) and what.name == "__clear":
             array = self.expr(what.args[0])
             assert isinstance(array, Var)
             assert isinstance(array.type, Array)
@@ -161,7 +163,7 @@ class _Raiser:
             end = binary("<", i, integer(array.type.count))
             return (Steps(self._loop_name(), i.name, I32, integer(0), end, integer(1), body, line),)
         new = self.expr(what)
-        if isinstance(new, Call) and new.type == VOID:
+        if isinstance(new, CallExpression) and new.type == VOID:
             return (Do(new, line),)
         return ()
 
@@ -189,6 +191,8 @@ class _Raiser:
             and one.target.name not in assigned(loop.body)  # type: ignore[union-attr]
             and _step_of(one) is not None
         ]
+        if counted and _counts_down_unsigned(counted[0]):  # copies of a turn would ask behind zero
+            counted = []
         has_continue = _has_continue(loop.body)
         if len(counted) != 1 or (has_continue and len(loop.update) > 1):
             if has_continue:
@@ -238,7 +242,7 @@ class _Raiser:
         try:
             return self._expr(e)
         except Mistyped as error:
-            name = f"`{e.name}` " if isinstance(e, Call) else ""
+            name = f"`{e.name}` " if isinstance(e, CallExpression) else ""
             raise self._refuse(f"{name}{error}") from None
 
     def _expr(self, e: Expr) -> Expr:
@@ -271,7 +275,7 @@ class _Raiser:
                 if isinstance(inner, Index):
                     return binary("+", inner.base, inner.index)
                 raise self._refuse("the address of a variable is not in the subset, but for memcpy")
-            case Call():
+            case CallExpression():
                 return self._call(e)
 
     def _binary(self, op: str, a: Expr, b: Expr) -> Expr:
@@ -322,7 +326,7 @@ class _Raiser:
         element = p.type.to if isinstance(p.type, Pointer) else p.type.of  # type: ignore[union-attr]
         return call("load", (p,), (integer(of.size // element.size),))
 
-    def _call(self, e: Call) -> Expr:
+    def _call(self, e: CallExpression) -> Expr:
         if e.name == "__bits":
             to = _memory_type(e.type)
             assert isinstance(to, Scalar)
@@ -397,8 +401,14 @@ def _step_of(one: Assign) -> Expr | None:
     return Const(value.b.type, -value.b.value) if isinstance(value.b, Const) else None
 
 
+def _counts_down_unsigned(one: Assign) -> bool:
+    of, step = one.target.type, _step_of(one)
+    is_less = isinstance(step, Const) and step.value < 0
+    return is_less and isinstance(of, Scalar) and not of.is_signed
+
+
 def _has_continue(body: Body) -> bool:
-    """Of this loop, not of one within it."""
+    """True if a `continue` belongs to this loop, not to one within it."""
     for one in body:
         match one:
             case Leave(word="continue"):
@@ -406,7 +416,7 @@ def _has_continue(body: Body) -> bool:
             case If(then=then, otherwise=otherwise):
                 if _has_continue(then) or _has_continue(otherwise):
                     return True
-            case Block(body=inner):
+            case BlockStatement(body=inner):
                 if _has_continue(inner):
                     return True
     return False

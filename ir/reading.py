@@ -14,17 +14,18 @@ from dataclasses import replace
 
 from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.errors import SourceError
+from phasewise.ir.loops import SUM_ORDERS, WHOLE
 from phasewise.ir.nodes import (
     Argument,
     Assign,
     Binary,
     Body,
-    Call,
+    CallExpression,
     Const,
     Declare,
     Do,
     Expr,
-    Function,
+    FunctionDefinition,
     How,
     If,
     Index,
@@ -76,6 +77,7 @@ MAX_SPACE = 100_000
 MAX_ELEMENTS = 1 << 20
 TRANSFORMATIONS = {
     "unroll": 1,
+    "apart": 1,
     "widen": 1,
     "split": 1,
     "jam": 1,
@@ -83,10 +85,12 @@ TRANSFORMATIONS = {
     "prefetch": 2,
     "pipeline": 0,
 }
-"""Of a loop, with the number of their arguments; see transforms.py."""
+"""Transformations of a loop, with the number of their arguments; see transforms.py."""
+WORDS_BEHIND = {"unroll": (WHOLE,), "apart": (WHOLE, *SUM_ORDERS)}
+"""Words in quotes that may follow the arguments of a transformation."""
 
 
-def read(text: str, where: str = "kernel", choice: Mapping[str, int] | None = None) -> Function:
+def read(text: str, where: str = "kernel", choice: Mapping[str, int] | None = None) -> FunctionDefinition:
     """A kernel of its text. With `choice`, these values stand in place of the parameters; else the names
     stay, and types are those of the defaults. Raises SourceError."""
     return _Reader(text, where, choice).function()
@@ -101,6 +105,8 @@ class _Reader:
         self._types: dict[str, Type] = {}
         self._parameters: dict[str, Parameter] = {}
         self._described: list[Argument] = []
+        self._free: set[str] = set()
+        """Parameters of several values."""
         self._loops: set[str] = set()
         self._reassociate = False
         self._result: Type = VOID
@@ -141,7 +147,7 @@ class _Reader:
 
     # ---- the file ----
 
-    def function(self) -> Function:
+    def function(self) -> FunctionDefinition:
         found: ast.FunctionDef | None = None
         for node in self._tree.body:
             match node:
@@ -251,7 +257,7 @@ class _Reader:
 
     # ---- the kernel ----
 
-    def _kernel(self, node: ast.FunctionDef) -> Function:
+    def _kernel(self, node: ast.FunctionDef) -> FunctionDefinition:
         spec = node.args
         if spec.vararg or spec.kwarg or spec.kwonlyargs or spec.defaults or spec.posonlyargs:
             raise self._refuse(node, "arguments are written `name: type`")
@@ -276,7 +282,7 @@ class _Reader:
             raise self._refuse(
                 node, f"the parameters have {space} choices together; at most {MAX_SPACE} are searched"
             )
-        found = Function(
+        found = FunctionDefinition(
             name=node.name,
             args=tuple(args),
             result=self._result,
@@ -316,19 +322,21 @@ class _Reader:
             raise self._refuse(node, f"parameter `{name}` is given twice, or its name is longer than 32")
         match node:
             case ast.Call(func=ast.Name(id="tune"), args=args) if args:
-                values = tuple(int(self._plain_number(one, I32)) for one in args)
+                values = [int(self._plain_number(one, I32)) for one in args]
             case ast.Constant(value=int()) | ast.UnaryOp():
-                values = (int(self._plain_number(node, I32)),)
+                values = [int(self._plain_number(node, I32))]
             case _:
                 raise self._refuse(node, f"parameter `{name}` is a whole number, or tune(1, 2, ..)")
         if len(set(values)) != len(values):
             raise self._refuse(node, f"parameter `{name}` has a value twice")
+        if len(values) > 1:
+            self._free.add(name)
         if self._choice is not None:
             chosen = self._choice.get(name, values[0])
             if chosen not in values:
-                raise self._refuse(node, f"parameter `{name}` may be one of {values}, not {chosen}")
-            values = (chosen,)
-        self._parameters[name] = Parameter(name, values, node.lineno)
+                raise self._refuse(node, f"parameter `{name}` may be one of {tuple(values)}, not {chosen}")
+            values = [chosen]
+        self._parameters[name] = Parameter(name, tuple(values), node.lineno)
 
     def _describe(self, node: ast.Call) -> None:
         match node.args:
@@ -349,9 +357,17 @@ class _Reader:
                     one = replace(one, halves=tuple(text.split()))
                 case "out", ast.Constant(value=True):
                     one = replace(one, is_out=True)
+                case "alias", ast.Name(id=other) if self._may_alias(name, other):
+                    one = replace(one, alias=other)
+                case "alias", _:
+                    raise self._refuse(node, f"`{name}` may be another buffer of the same type alone")
                 case word, _:
                     raise self._refuse(node, f"describe does not know `{word}`")
         self._described.append(one)
+
+    def _may_alias(self, name: str, other: str) -> bool:
+        one, two = self._types.get(name), self._types.get(other)
+        return name != other and isinstance(one, Pointer) and isinstance(two, Pointer) and one.to == two.to
 
     # ---- statements ----
 
@@ -373,7 +389,7 @@ class _Reader:
                 return [self._assignment(target, self._expr(value), node)]
             case ast.Expr(value=ast.Call() as one):
                 found = self._expr(one)
-                if not isinstance(found, Call) or found.name not in EFFECTS:
+                if not isinstance(found, CallExpression) or found.name not in EFFECTS:
                     raise self._refuse(node, "has no effect")
                 return [Do(found, line)]
             case ast.For(
@@ -501,12 +517,31 @@ class _Reader:
     def _how(self, node: ast.expr) -> How:
         match node:
             case ast.Call(func=ast.Name(id=name), args=args) if name in TRANSFORMATIONS:
-                if len(args) != TRANSFORMATIONS[name]:
-                    raise self._refuse(node, f"{name} takes {TRANSFORMATIONS[name]} arguments")
-                return How(name, tuple(self._expr(one) for one in args))
+                n = TRANSFORMATIONS[name]
+                words = tuple(one.value for one in args[n:] if isinstance(one, ast.Constant))
+                if len(args) < n or len(words) != len(args) - n or set(words) - {*WORDS_BEHIND.get(name, ())}:
+                    behind = "".join(f', "{word}"' for word in WORDS_BEHIND.get(name, ()))
+                    raise self._refuse(
+                        node, f"{name} takes {n} arguments{behind and f' and may add{behind[1:]}'}"
+                    )
+                self._check_order(name, args[:n], words, node)
+                return How(name, (*(self._expr(one) for one in args[:n]), *map(str, words)))
         raise self._refuse(
             node, f"`{ast.unparse(node)[:40]}` is no transformation; there are {', '.join(TRANSFORMATIONS)}"
         )
+
+    def _check_order(
+        self, name: str, args: list[ast.expr], words: tuple[object, ...], node: ast.expr
+    ) -> None:
+        """A parameter may not choose what a loop computes."""
+        names = {one.id for arg in args for one in ast.walk(arg) if isinstance(one, ast.Name)}
+        chosen = [one for one in names if one in self._free]
+        if chosen and WHOLE in words:
+            raise self._refuse(node, f'"whole" goes with a number: by `{chosen[0]}` the loop has other turns')
+        if chosen and name == "apart" and not self._reassociate:
+            raise self._refuse(
+                node, f"apart by `{chosen[0]}` changes the order of sums; add reassociate() to allow it"
+            )
 
     # ---- expressions ----
 

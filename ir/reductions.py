@@ -14,11 +14,12 @@ from phasewise.ir.nodes import (
     Assign,
     Binary,
     Body,
-    Call,
+    CallExpression,
+    Cast,
     Const,
     Declare,
     Expr,
-    Function,
+    FunctionDefinition,
     If,
     Rewriter,
     Steps,
@@ -30,8 +31,8 @@ from phasewise.ir.nodes import (
     used,
     walk_body,
 )
-from phasewise.ir.operations import ORDERS, call
-from phasewise.ir.types import Scalar, Vec
+from phasewise.ir.operations import ORDERS, as_elem, call
+from phasewise.ir.types import Pointer, Scalar, Vec
 
 Tree: TypeAlias = Any
 """A leaf (name, version, lane), or (operation, tree, tree)."""
@@ -39,7 +40,7 @@ Tree: TypeAlias = Any
 OPERATIONS = {"+": "reduce_add", "max": "reduce_max", "min": "reduce_min"}
 
 
-def recognised(function: Function) -> Function:
+def recognised(function: FunctionDefinition) -> FunctionDefinition:
     """The function with reductions, without values that nothing uses."""
     return without_unused(replace(function, body=_Recogniser().body(function.body)))
 
@@ -81,7 +82,7 @@ class _Recogniser(Rewriter):
             case Declare(name=name, value=value) | Assign(target=Var(name=name), value=value):
                 lanes = self._lanes(value) if value is not None and isinstance(value.type, Vec) else None
                 self._forget(name)
-                if lanes is not None:
+                if lanes is not None and not _is_lane_by_lane(lanes):
                     self._known[name] = lanes
         return (new,)
 
@@ -90,11 +91,20 @@ class _Recogniser(Rewriter):
         self._known.pop(name, None)
 
     def leave(self, e: Expr) -> Expr:
-        if isinstance(e, Call) and e.name == "lane":
-            return self._reduction(e) or e
+        match e:
+            case CallExpression(
+                name="lane",
+                args=(CallExpression(name="with_lane", args=(_, value), numbers=given),),
+                numbers=asked,
+            ) if asked == given:
+                return self._reduction(e) or value
+            case CallExpression(name="lane"):
+                return self._reduction(e) or e
+            case CallExpression(name="store", args=(place, CallExpression(name="bits", args=(value,)))):
+                return _plain_store(place, value) or e
         return e
 
-    def _reduction(self, e: Call) -> Expr | None:
+    def _reduction(self, e: CallExpression) -> Expr | None:
         lanes = self._lanes(e.args[0])
         at = e.numbers[0]
         if lanes is None or not isinstance(at, Const) or not isinstance(e.type, Scalar):
@@ -121,31 +131,35 @@ class _Recogniser(Rewriter):
                 return self._known.get(name, own)
             case Binary(type=Vec() as of, op="+", a=a, b=b):
                 return self._paired("+", a, b, of)
-            case Call(type=Vec() as of, name="max" | "min" as name, args=(a, b)):
+            case CallExpression(type=Vec() as of, name="max" | "min" as name, args=(a, b)):
                 return self._paired(name, a, b, of)
-            case Call(name="lo" | "hi" as which, args=(a,)):
+            case CallExpression(name="lo" | "hi" as which, args=(a,)):
                 lanes = self._lanes(a)
                 half = 0 if lanes is None else len(lanes) // 2
                 return None if lanes is None else lanes[:half] if which == "lo" else lanes[half:]
-            case Call(type=Vec() as of, name="shuffle", args=(a, b), numbers=numbers):
+            case CallExpression(type=Vec() as of, name="shuffle", args=(a, b), numbers=numbers):
                 return self._shuffled(a, b, [int(one.value) for one in numbers if isinstance(one, Const)], of)
-            case Call(name="permute", args=(a,), numbers=numbers):
+            case CallExpression(name="permute", args=(a,), numbers=numbers):
                 lanes = self._lanes(a)
                 return lanes and [lanes[int(one.value)] for one in numbers if isinstance(one, Const)]
-            case Call(
+            case CallExpression(
                 type=Vec() as of,
                 name="with_lane",
                 args=(a, Binary(op="+", a=x, b=y)),
                 numbers=(Const(value=0),),
             ):
                 return self._with_lowest(a, x, y, of)
-            case Call(name="bits", args=(inner,)):
+            case CallExpression(name="bits", args=(inner,)):
                 return self._same_width(e, inner)
         return None
 
     def _same_width(self, e: Expr, inner: Expr) -> list[Tree] | None:
         """Lanes of 64 bits that were moved as such, seen in halves."""
-        if not isinstance(e.type, Vec) or not isinstance(inner.type, Vec) or not isinstance(inner, Call):
+        if (
+            not isinstance(e.type, Vec)
+            or not isinstance(inner.type, Vec)
+            or not isinstance(inner, CallExpression)
+        ):
             return None
         if inner.name != "shuffle" or inner.type.elem.size <= e.type.elem.size:
             return None
@@ -182,18 +196,41 @@ class _Recogniser(Rewriter):
         rest = self._lanes(a)
         sides = []
         for side in (x, y):
-            lanes = self._lanes(side.args[0]) if isinstance(side, Call) and side.name == "lane" else None
+            lanes = (
+                self._lanes(side.args[0])
+                if isinstance(side, CallExpression) and side.name == "lane"
+                else None
+            )
             if lanes is None:
                 return None
             sides.append(lanes[int(side.numbers[0].value)])  # type: ignore[union-attr]
         return rest and [_node("+", sides[0], sides[1], of.elem), *rest[1:]]
 
 
+def _is_lane_by_lane(lanes: list[Tree]) -> bool:
+    """Whether each lane is made of the same lane of other vectors: then trees begin with this one."""
+    return all(
+        leaf[2] == lane and leaf[3].lanes == len(lanes)
+        for lane, tree in enumerate(lanes)
+        for leaf in _leaves(tree)
+    )
+
+
+def _plain_store(place: Expr, value: Expr) -> Expr | None:
+    """A store of bytes as one of numbers, where the pointer was one to such numbers."""
+    if not (isinstance(place, Cast) and isinstance(place.a.type, Pointer) and isinstance(value.type, Vec)):
+        return None
+    of = place.a.type.to
+    if not isinstance(of, Scalar) or of.size != value.type.elem.size or place.a.type.is_const:
+        return None
+    return call("store", (place.a, as_elem(value, of)))
+
+
 def _unwrapped(e: Expr, of: Vec) -> Expr | None:
     """`e` without the reinterpretation that it came by, if it had the type."""
     if e.type == of:
         return e
-    return e.args[0] if isinstance(e, Call) and e.name == "bits" and e.args[0].type == of else None
+    return e.args[0] if isinstance(e, CallExpression) and e.name == "bits" and e.args[0].type == of else None
 
 
 def _leaves(tree: Tree) -> list[Tree]:
@@ -207,7 +244,7 @@ def _leaves(tree: Tree) -> list[Tree]:
     return found
 
 
-def without_unused(function: Function) -> Function:
+def without_unused(function: FunctionDefinition) -> FunctionDefinition:
     """The function without variables that nothing else reads; evaluating has no effect here."""
     body = function.body
     while True:

@@ -15,7 +15,7 @@ COMMON_FLAGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class IsaTarget:
     """`register_bytes` is the widest vector that one variable of the lowered C holds."""
 
     name: str
@@ -43,12 +43,12 @@ _AVX512_MACROS = ("__AVX512F__", "__AVX512BW__", "__AVX512VL__", "__AVX512DQ__")
 TARGETS = {
     one.name: one
     for one in (
-        Target("portable", "any", 16, (), ()),
-        Target("avx2", "x86", 32, _AVX2, _AVX2_MACROS),
-        Target("avx512", "x86", 64, _AVX512, _AVX512_MACROS),
-        Target("avx512_vnni", "x86", 64, (*_AVX512, "-mavx512vnni"), (*_AVX512_MACROS, "__AVX512VNNI__")),
-        Target("neon", "arm", 16, (), ("__aarch64__", "__ARM_NEON")),
-        Target(
+        IsaTarget("portable", "any", 16, (), ()),
+        IsaTarget("avx2", "x86", 32, _AVX2, _AVX2_MACROS),
+        IsaTarget("avx512", "x86", 64, _AVX512, _AVX512_MACROS),
+        IsaTarget("avx512_vnni", "x86", 64, (*_AVX512, "-mavx512vnni"), (*_AVX512_MACROS, "__AVX512VNNI__")),
+        IsaTarget("neon", "arm", 16, (), ("__aarch64__", "__ARM_NEON")),
+        IsaTarget(
             "neon_dotprod", "arm", 16, ("-march=armv8.2-a+dotprod",), ("__aarch64__", "__ARM_FEATURE_DOTPROD")
         ),
     )

@@ -11,16 +11,16 @@ from phasewise.ir.nodes import (
     Argument,
     Assign,
     Binary,
-    Block,
+    BlockStatement,
     Body,
-    Call,
+    CallExpression,
     Cast,
     Const,
     Declare,
     Do,
     Expr,
     For,
-    Function,
+    FunctionDefinition,
     How,
     If,
     Index,
@@ -43,7 +43,7 @@ TYPED = ("convert", "widen", "narrow", "pack", "bits")
 """Operations that name the type of the result's lanes."""
 
 
-def printed(function: Function) -> str:
+def printed(function: FunctionDefinition) -> str:
     """The text of a kernel at the high level; `reading.read` takes it back."""
     lines = [FIRST_LINE]
     if function.source_isa:
@@ -89,6 +89,8 @@ def _argument(one: Argument) -> str:
         parts.append(f'halves="{" ".join(one.halves)}"')
     if one.is_out:
         parts.append("out=True")
+    if one.alias:
+        parts.append(f"alias={one.alias}")
     return f"describe({', '.join(parts)})"
 
 
@@ -121,7 +123,7 @@ def _statement(one: Stmt, depth: int) -> list[str]:
             return [pad + ("return" if value is None else f"return {expression(value)}")]
         case Leave(word, _):
             return [pad + word]
-        case Block(body, _):
+        case BlockStatement(body, _):
             return [line for inner in body for line in _statement(inner, depth)]
         case For():
             raise AssertionError("a loop of the low level")
@@ -173,7 +175,7 @@ def expression(e: Expr) -> str:
             return f"{_inner(a)} if {_inner(condition)} else {_inner(b)}"
         case Cast(of, a):
             return f"{spelled(of)}({expression(a)})"
-        case Call():
+        case CallExpression():
             return _call(e)
         case Index(_, base, index):
             return f"{_inner(base)}[{expression(index)}]"
@@ -195,7 +197,7 @@ def _inner(e: Expr) -> str:
     return f"({text})" if isinstance(e, Unary | Binary | Ternary) or is_negative else text
 
 
-def _call(e: Call) -> str:
+def _call(e: CallExpression) -> str:
     parts = [expression(one) for one in e.args]
     if e.name in TYPED:
         of = e.type.elem if isinstance(e.type, Vec) else e.type

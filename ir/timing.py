@@ -11,8 +11,8 @@ from phasewise.ir.cases import Case
 from phasewise.ir.compiling import compile_c
 from phasewise.ir.errors import CheckError
 from phasewise.ir.harness import timing_program
-from phasewise.ir.nodes import Function
-from phasewise.ir.targets import TARGETS, Target
+from phasewise.ir.nodes import FunctionDefinition
+from phasewise.ir.targets import TARGETS, IsaTarget
 
 CPU_SECONDS = 3600
 MEMORY_BYTES = 8 << 30
@@ -21,7 +21,7 @@ MEMORY_BYTES = 8 << 30
 class TimingProcess:
     """Kernels of one signature, called with one case's arguments on one core. Use it in a `with` block."""
 
-    def __init__(self, function: Function, cases: list[Case], folder: Path, core: int) -> None:
+    def __init__(self, function: FunctionDefinition, cases: list[Case], folder: Path, core: int) -> None:
         self._function = function
         main, program, data = folder / "timing.c", folder / "timing", folder / "timing.in"
         main.write_text(timing_program(function))
@@ -81,7 +81,7 @@ class TimingProcess:
                 pipe.close()
 
 
-def library_of(text: str, name: str, folder: Path, target: Target) -> Path:
+def library_of(text: str, name: str, folder: Path, target: IsaTarget) -> Path:
     """A shared library of one C file."""
     source, out = folder / f"{name}.c", folder / f"{name}.so"
     if not out.exists():

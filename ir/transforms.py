@@ -5,12 +5,17 @@ left. Sums of floats change their order only under `reassociate()`: else an unro
 one that cannot is refused.
 
 - unroll(n): n turns in a row. Under `reassociate` each has sums of its own.
+- apart(n): n turns in a row, each with sums of its own that are added behind the loop: the order of an author
+  who wrote n sums. Of a parameter, only under `reassociate`.
 - widen(n): n turns side by side in vectors n times as long.
 - split(n): blocks of n turns, as a loop in a loop.
 - jam(n): n turns of an outer loop within one turn of its inner loop.
 - interchange(): the inner loop outside.
 - prefetch(p, bytes): asks for what a turn reads through p, that far ahead.
 - pipeline(): the first load of the next turn before the work of this one.
+
+`unroll` and `apart` take words behind the number: "whole" leaves turns that are no whole n to what follows
+the loop; "halves" and "in_turn" say how `apart` adds its sums, which otherwise are added in neighbours.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from dataclasses import replace
 
 from phasewise.ir.errors import SourceError
 from phasewise.ir.loops import (
+    SUM_ORDERS,
+    WHOLE,
     Accumulator,
     accumulators,
     base_of,
@@ -36,12 +43,12 @@ from phasewise.ir.loops import (
 from phasewise.ir.nodes import (
     Assign,
     Body,
-    Call,
+    CallExpression,
     Const,
     Declare,
     Do,
     Expr,
-    Function,
+    FunctionDefinition,
     How,
     If,
     Rewriter,
@@ -60,9 +67,10 @@ from phasewise.ir.types import U8, Pointer, Scalar
 from phasewise.ir.widening import widened
 
 MAX_COPIES = 64
+_COPYING = ("unroll", "apart", "widen", "jam")
 
 
-def transformed(function: Function, where: str = "kernel") -> Function:
+def transformed(function: FunctionDefinition, where: str = "kernel") -> FunctionDefinition:
     """The function with every loop transformed as it says. SourceError where one cannot be, naming its
     line.
     """
@@ -71,7 +79,7 @@ def transformed(function: Function, where: str = "kernel") -> Function:
 
 
 class _Transformer(Rewriter):
-    def __init__(self, function: Function, where: str) -> None:
+    def __init__(self, function: FunctionDefinition, where: str) -> None:
         self._where = where
         self._reassociate = function.reassociate
         self._n = 0
@@ -96,7 +104,7 @@ class _Transformer(Rewriter):
         value = how.args[at]
         if not isinstance(value, Const) or not isinstance(value.value, int):
             raise self.refuse(loop, f"{how.name} takes a number that is known before the kernel runs")
-        if not 0 <= value.value <= (MAX_COPIES if how.name in ("unroll", "widen", "jam") else 1 << 20):
+        if not 0 <= value.value <= (MAX_COPIES if how.name in _COPYING else 1 << 20):
             raise self.refuse(loop, f"{how.name} by {value.value}")
         return value.value
 
@@ -113,15 +121,26 @@ Result = tuple[Body, "Steps | None", Body]
 
 
 def _unroll(worker: _Transformer, loop: Steps, how: How) -> Result:
-    n = worker.count(loop, how)
     trips = trip_count(loop)
+    n = worker.count(loop, how)
+    if n > 1 and trips is not None and trips <= n and WHOLE not in how.args and not leaves_early(loop.body):
+        return _expanded(worker, loop, trips), None, ()
+    return _in_a_row(worker, loop, how, worker.split_sums(loop, "unroll"))
+
+
+def _apart(worker: _Transformer, loop: Steps, how: How) -> Result:
+    sums, _ = accumulators(loop)
+    return _in_a_row(worker, loop, how, sums)
+
+
+def _in_a_row(worker: _Transformer, loop: Steps, how: How, sums: list[Accumulator]) -> Result:
+    """Several turns as one, with these sums for each turn of it."""
+    n = worker.count(loop, how)
     if n <= 1:
         return (), loop, ()
     if leaves_early(loop.body):
-        raise worker.refuse(loop, "unroll of a loop that may end within a turn")
-    if trips is not None and trips <= n:
-        return _expanded(worker, loop, trips), None, ()
-    sums = worker.split_sums(loop, "unroll")
+        raise worker.refuse(loop, f"{how.name} of a loop that may end within a turn")
+    order = next((word for word in SUM_ORDERS if word in how.args), SUM_ORDERS[0])
     before: list[Stmt] = []
     after: list[Stmt] = []
     copies: list[Stmt] = list(loop.body)
@@ -137,7 +156,7 @@ def _unroll(worker: _Transformer, loop: Steps, how: How) -> Result:
         copies += copied
     for one in sums:
         parts: list[Expr] = [Var(one.type, one.name), *(own[copy][one.name] for copy in range(1, n))]
-        after.append(Assign(parts[0], _tree(one, parts), loop.line))
+        after.append(Assign(parts[0], one.total(parts, order), loop.line))
     main = replace(
         loop,
         name=f"{loop.name}_by_{n}",
@@ -145,6 +164,8 @@ def _unroll(worker: _Transformer, loop: Steps, how: How) -> Result:
         step=times(loop.step, n),
         body=tuple(copies),
     )
+    if WHOLE in how.args:
+        return tuple(before), main, tuple(after)
     rest = replace(loop, start=Var(loop.type, loop.variable), how=())
     return tuple(before), main, (*after, rest)
 
@@ -162,19 +183,12 @@ def _expanded(worker: _Transformer, loop: Steps, trips: int) -> Body:
     return (*found, Declare(loop.variable, loop.type, end, loop.line))
 
 
-def _tree(one: Accumulator, parts: list[Expr]) -> Expr:
-    while len(parts) > 1:
-        parts = [
-            one.combined(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i]
-            for i in range(0, len(parts), 2)
-        ]
-    return parts[0]
-
-
 def _widen(worker: _Transformer, loop: Steps, how: How) -> Result:
     n = worker.count(loop, how)
     if n <= 1:
         return (), loop, ()
+    if any(WHOLE in later_one.args for later_one in loop.how):
+        raise worker.refuse(loop, 'widen before "whole": it would take turns that are not this loop\'s')
     if n & (n - 1):
         raise worker.refuse(loop, f"widen by {n}: by 2, 4, 8 or 16")
     sums, others = accumulators(loop)
@@ -317,7 +331,7 @@ def _pipeline(worker: _Transformer, loop: Steps, how: How) -> Result:
         (
             node
             for node in walk_body(loop.body)
-            if isinstance(node, Call)
+            if isinstance(node, CallExpression)
             and node.name == "load"
             and loop.variable in used(node)
             and not used(node) & changing
@@ -370,6 +384,7 @@ class _Replace(Rewriter):
 
 _BY_NAME: dict[str, Callable[[_Transformer, Steps, How], Result]] = {
     "unroll": _unroll,
+    "apart": _apart,
     "widen": _widen,
     "split": _split,
     "jam": _jam,

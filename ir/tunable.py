@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import dataclass
 
 from phasewise.ir.errors import SourceError
-from phasewise.ir.nodes import Body, Call, Function, If, Index, Steps, While, walk_body
+from phasewise.ir.loops import WHOLE
+from phasewise.ir.nodes import (
+    Body,
+    CallExpression,
+    Const,
+    FunctionDefinition,
+    If,
+    Index,
+    Steps,
+    While,
+    walk_body,
+)
 from phasewise.ir.reading import read
 from phasewise.ir.text import printed
 from phasewise.ir.transforms import transformed
@@ -14,6 +26,8 @@ from phasewise.ir.types import Vec
 
 WIDEN, UNROLL = (1, 2, 4), (1, 2, 4, 8)
 MAX_CHOICES = 500
+COPYING = ("unroll", "apart")
+"""What a loop may have behind `widen`."""
 
 
 def with_parameters(text: str, where: str = "kernel") -> str:
@@ -28,15 +42,67 @@ def with_parameters(text: str, where: str = "kernel") -> str:
     n_choices = 1
     for number, loop in enumerate(loops, 1):
         suffix = f"_{number}" if len(loops) > 1 else ""
-        for name, values in (("WIDEN", WIDEN), ("UNROLL", UNROLL)):
+        for change in _changes(loop, function.reassociate):
             fitting = [
-                value for value in values if value == 1 or _may(text, loop.name, name.lower(), value, where)
+                value for value in change.values if change.is_given(value) or change.may(text, value, where)
             ]
             if len(fitting) > 1 and n_choices * len(fitting) <= MAX_CHOICES:
                 n_choices *= len(fitting)
-                text = _with(text, loop.name, f"{name.lower()}({name}{suffix})")
-                text = _declared(text, f"{name}{suffix} = tune({', '.join(map(str, fitting))})")
+                text = change.in_text(text, f"{change.name}{suffix}")
+                text = _declared(text, f"{change.name}{suffix} = tune({', '.join(map(str, fitting))})")
     return printed(read(text, where))
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A parameter that a loop may have: what it does to the loop's line, and values, the author's first."""
+
+    loop: str
+    name: str
+    values: tuple[int, ...]
+    given: str = ""
+    """A transformation that the line has already, whose number the parameter replaces."""
+
+    def is_given(self, value: int) -> bool:
+        """Whether a value leaves the loop as it is."""
+        return value == self.values[0]
+
+    def in_text(self, text: str, value: str) -> str:
+        """The text with one more transformation on the loop's line, or another in the given one's place."""
+        word = self.given or self.name.lower()
+        start = rf'^(\s*for \w+ in steps\("{re.escape(self.loop)}", .*?)'
+        if self.given:
+            pattern = re.compile(rf"{start}\b{word}\(\d+(.*)$", re.MULTILINE)
+            return pattern.sub(lambda found: f"{found[1]}{word}({value}{found[2]}", text, count=1)
+        pattern = re.compile(rf"{start}((?:, (?:{'|'.join(COPYING)})\([^()]*\))*)\):$", re.MULTILINE)
+        new = f", {word}({value})"
+        is_first = word == "widen"
+        return pattern.sub(
+            lambda found: f"{found[1]}{new if is_first else found[2]}{found[2] if is_first else new}):",
+            text,
+            count=1,
+        )
+
+    def may(self, text: str, value: int, where: str) -> bool:
+        """Whether the loop takes it."""
+        try:
+            transformed(read(self.in_text(text, str(value)), where, {}), where)
+        except SourceError:
+            return False
+        return True
+
+
+def _changes(loop: Steps, reassociate: bool) -> list[_Change]:
+    widen = _Change(loop.name, "WIDEN", WIDEN)
+    for how in loop.how:
+        if how.name in ("unroll", "apart"):
+            number = how.args[0]
+            is_free = WHOLE not in how.args and (reassociate or how.name == "unroll")
+            if not is_free or not isinstance(number, Const):
+                return [widen]
+            others = (int(number.value), *(one for one in UNROLL if one != number.value))
+            return [widen, _Change(loop.name, "UNROLL", others, how.name)]
+    return [widen, _Change(loop.name, "UNROLL", UNROLL)]
 
 
 def innermost(body: Body) -> list[Steps]:
@@ -53,26 +119,12 @@ def innermost(body: Body) -> list[Steps]:
     return found
 
 
-def _is_worth(loop: Steps, function: Function) -> bool:
+def _is_worth(loop: Steps, function: FunctionDefinition) -> bool:
     def has_vectors(body: Body) -> bool:
-        nodes = (node for node in walk_body(body) if isinstance(node, Call | Index))
+        nodes = (node for node in walk_body(body) if isinstance(node, CallExpression | Index))
         return any(isinstance(node.type, Vec) or getattr(node, "name", "") == "store" for node in nodes)
 
     return has_vectors(loop.body) or not has_vectors(function.body)
-
-
-def _may(text: str, loop: str, how: str, value: int, where: str) -> bool:
-    try:
-        transformed(read(_with(text, loop, f"{how}({value})"), where, {}), where)
-    except SourceError:
-        return False
-    return True
-
-
-def _with(text: str, loop: str, how: str) -> str:
-    """The text with one more transformation at the end of a loop's line."""
-    pattern = re.compile(rf'^(\s*for \w+ in steps\("{re.escape(loop)}", .*)\):$', re.MULTILINE)
-    return pattern.sub(lambda found: f"{found[1]}, {how}):", text, count=1)
 
 
 def _declared(text: str, line: str) -> str:

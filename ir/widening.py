@@ -13,7 +13,7 @@ from phasewise.ir.nodes import (
     Assign,
     Binary,
     Body,
-    Call,
+    CallExpression,
     Const,
     Declare,
     Do,
@@ -131,9 +131,9 @@ class _Widener:
                 values = self._turns(self._value(value)).values
                 for place, from_base, each in zip(places, bases, values, strict=True):
                     self._out.append(Assign(Index(of, from_base, place), each, one.line))
-            case Do(call=Call(name="store", args=(place, value))):
+            case Do(call=CallExpression(name="store", args=(place, value))):
                 self._store(place, value, one.line)
-            case Do(call=Call(name="prefetch", args=(place,))):
+            case Do(call=CallExpression(name="prefetch", args=(place,))):
                 self._out.append(Do(call("prefetch", (place,)), one.line))
             case _:
                 raise ValueError("the loop holds another loop, a condition, or memory of its own")
@@ -201,10 +201,10 @@ class _Widener:
         if isinstance(e, Const):
             return _Turns((e,) * self._n)
         if not isinstance(e.type, Vec) or not used(e):
-            if isinstance(e.type, Vec) and isinstance(e, Call) and e.name in ("splat", "vector"):
+            if isinstance(e.type, Vec) and isinstance(e, CallExpression) and e.name in ("splat", "vector"):
                 return self._call(e)
             return self._each(e)
-        if isinstance(e, Call):
+        if isinstance(e, CallExpression):
             return self._call(e)
         if isinstance(e, Binary) and e.op in ("<<", ">>"):
             return self._lanewise(e, (e.a,))
@@ -240,7 +240,7 @@ class _Widener:
             return _Turns(tuple(_with_operands(e, operands, list(each)) for each in zip(*turns, strict=True)))
         return _Long(_with_operands(e, operands, [self._long(one) for one in values]))
 
-    def _call(self, e: Call) -> _Turns | _Long:
+    def _call(self, e: CallExpression) -> _Turns | _Long:
         match e.name:
             case "load":
                 return self._load(e)
@@ -258,7 +258,7 @@ class _Widener:
                 return self._each(e)
         return self._lanewise(e, e.args)
 
-    def _load(self, e: Call) -> _Turns | _Long:
+    def _load(self, e: CallExpression) -> _Turns | _Long:
         assert isinstance(e.type, Vec)
         places = self._turns(self._value(e.args[0])).values
         if self._stride(e.args[0]) == e.type.lanes:
@@ -275,7 +275,7 @@ def _with_operands(e: Expr, old: tuple[Expr, ...], new: list[Expr]) -> Expr:
     assert isinstance(first_old, Vec)
     assert isinstance(first_new, Vec)
     of = Vec(e.type.elem, e.type.lanes * first_new.lanes // first_old.lanes)
-    if isinstance(e, Call):
+    if isinstance(e, CallExpression):
         return replace(e, type=of, args=tuple(new))
     if isinstance(e, Unary):
         return replace(e, type=of, a=new[0])
@@ -284,7 +284,11 @@ def _with_operands(e: Expr, old: tuple[Expr, ...], new: list[Expr]) -> Expr:
 
 
 def _joined(values: list[Expr]) -> Expr:
-    if all(one == values[0] for one in values) and isinstance(values[0], Call) and values[0].name == "splat":
+    if (
+        all(one == values[0] for one in values)
+        and isinstance(values[0], CallExpression)
+        and values[0].name == "splat"
+    ):
         (lanes,) = values[0].numbers
         assert isinstance(lanes, Const)
         return call("splat", values[0].args, (integer(int(lanes.value) * len(values)),))
@@ -298,7 +302,7 @@ def _part(e: Expr, at: int, n: int) -> Expr:
     while n > 1:
         n //= 2
         which = "hi" if at >= n else "lo"
-        is_joined = isinstance(e, Call) and e.name == "concat"
-        e = e.args[which == "hi"] if isinstance(e, Call) and is_joined else call(which, (e,))
+        is_joined = isinstance(e, CallExpression) and e.name == "concat"
+        e = e.args[which == "hi"] if isinstance(e, CallExpression) and is_joined else call(which, (e,))
         at %= n
     return e

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from phasewise.ir.targets import Target
+from phasewise.ir.targets import IsaTarget
 from phasewise.ir.types import SCALARS, Scalar, Vec
 
 C_NAMES = {
@@ -46,7 +46,7 @@ def x86_prefix(size: int) -> str:
 class Words:
     """Makes words for one target, and remembers which were asked for."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: IsaTarget) -> None:
         self._target = target
         self.made: dict[str, Word] = {}
         self.types: dict[str, Vec] = {}
@@ -174,8 +174,7 @@ class Words:
             return None
         sign = "i" if source.elem.is_signed else "u"
         name = f"cvtep{sign}{8 * source.elem.size}_epi{8 * result.elem.size}"
-        value = _m128(source, "a") if source.size <= 16 else f"({x86_register(source)})a"
-        return self._as(result, f"{x86_prefix(result.size)}{name}({value})")
+        return self._as(result, f"{x86_prefix(result.size)}{name}({_m128(source, 'a')})")
 
     def _as(self, of: Vec, text: str) -> str:
         return f"({self.type(of)}){text}"
@@ -231,7 +230,9 @@ class Words:
 
 
 def _m128(of: Vec, letter: str) -> str:
-    """A vector of 8 or 16 bytes as a register."""
+    """A vector of 8 bytes, or of a register's, as a register of bits."""
+    if of.size > 16:
+        return f"({x86_register(Vec(SCALARS['u8'], of.size))}){letter}"
     return f"(__m128i){letter}" if of.size == 16 else f"_mm_cvtsi64_si128((long long){letter})"
 
 
@@ -243,7 +244,7 @@ _X86_ROUND = {
 }
 
 
-def _x86_name(operation: str, result: Vec, source: Vec, target: Target) -> str | None:
+def _x86_name(operation: str, result: Vec, source: Vec, target: IsaTarget) -> str | None:
     """The intrinsic without its prefix; None: the extensions, or a loop."""
     elem, width = result.elem, 8 * result.elem.size
     suffix = {"f32": "ps", "f64": "pd"}.get(elem.name)
@@ -442,7 +443,7 @@ static inline uint16_t to_f16(float x) {
 }"""
 
 
-def halves(target: Target) -> str:
+def halves(target: IsaTarget) -> str:
     """Conversions of one float16: the processor's instruction where the target has one."""
     return {"x86": _X86_HALVES, "arm": _ARM_HALVES}.get(target.family, HALVES)
 

@@ -1,4 +1,4 @@
-"""The tables. Rows are appended: a trigger refuses to edit a measurement, a promotion, a plan or a step time.
+"""The tables. Rows are appended: a trigger refuses to edit any of what was measured or chosen.
 
 Deleting whole rows stays possible, for `gc`.
 A change here needs a migration: see `phasewise.migrations`.
@@ -136,6 +136,37 @@ class PromotionRow(Base):
     placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, sharing half")
     kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel family's body and flags")
     gain: Mapped[float] = mapped_column(Double, comment="incumbent's time / candidate's time")
+    gain_low: Mapped[float] = mapped_column(Double, comment="of the confidence interval")
+    gain_high: Mapped[float] = mapped_column(Double)
+    confidence: Mapped[float] = mapped_column(Double, comment="of the interval, 0..1")
+    pairs: Mapped[int] = mapped_column(comment="timings of each of the two")
+    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
+    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
+    verified: Mapped[bool] = mapped_column(comment="compared here; false: imported")
+
+
+class StorageDuelRow(Base):
+    """A weight stored sparse, compared with itself stored dense. The newest verified row of a key counts."""
+
+    __tablename__ = "storage_duel"
+    __table_args__ = (
+        Index("ix_storage_duel_problem", "problem_id", "core_sig", "placement_sig", "kernel_abi"),
+    )
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    problem_id: Mapped[int] = mapped_column(
+        RowId,
+        ForeignKey("problem.id"),
+        comment="of the sparse weight: its format names the sixteenths that are kept",
+    )
+    schedule_id: Mapped[int] = mapped_column(RowId, ForeignKey("schedule.id"), comment="of the sparse weight")
+    dense_schedule_id: Mapped[int] = mapped_column(
+        RowId, ForeignKey("schedule.id"), comment="of the same weight stored dense"
+    )
+    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
+    placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, sharing half")
+    kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel family's body and flags")
+    gain: Mapped[float] = mapped_column(Double, comment="dense's time / sparse's time")
     gain_low: Mapped[float] = mapped_column(Double, comment="of the confidence interval")
     gain_high: Mapped[float] = mapped_column(Double)
     confidence: Mapped[float] = mapped_column(Double, comment="of the interval, 0..1")

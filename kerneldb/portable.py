@@ -3,6 +3,9 @@
     {"file": "phasewise schedules", "version": 1}
     {"measurement": {...}, "sha256": "16 digits"}       one line a timing, each with a checksum of its own
     {"promotion": {...}, "sha256": "16 digits"}         and a line for each schedule that was taken into use
+    {"storage_duel": {...}, "sha256": "16 digits"}      and for each comparison of sparse with dense storage
+    {"user_timing": {...}, "sha256": "16 digits"}       only where asked for: they name users' functions
+    {"user_promotion": {...}, "sha256": "16 digits"}    the same
     {"step_time": {...}, "sha256": "16 digits"}         only where asked for: they name models
     {"rows": 2, "sha256": "64 digits"}                  over all bytes before this line
 
@@ -37,8 +40,10 @@ from phasewise.kerneldb.records import (
     Schedule,
     ServedStep,
     StepTime,
+    StorageDuel,
 )
 from phasewise.kerneldb.store import Shared, Store
+from phasewise.kerneldb.user_kernels import SINGLE_CORE, Choice, UserProblem, UserPromotion, UserTiming
 
 Row: TypeAlias = Shared
 Refuse: TypeAlias = Callable[[int, str], None]
@@ -82,6 +87,16 @@ PROMOTION_FIELDS = (
     "program_version",
     "created_at_ms",
 )
+STORAGE_DUEL_FIELDS = (
+    "problem",
+    "schedule",
+    "dense_schedule",
+    "comparison",
+    "machine",
+    "kernel_abi",
+    "program_version",
+    "created_at_ms",
+)
 STEP_TIME_FIELDS = (
     "model_key",
     "configuration_key",
@@ -98,6 +113,11 @@ STEP_TIME_FIELDS = (
 )
 
 
+_USER_FIELDS = ("problem", "choice", "machine", "kernel_abi", "program_version", "created_at_ms")
+USER_TIMING_FIELDS = (*_USER_FIELDS, "samples_ns", "estimate_ns", "conditions")
+USER_PROMOTION_FIELDS = (*_USER_FIELDS, "incumbent", "comparison")
+
+
 @dataclass(frozen=True)
 class Taken:
     """What became of the rows of a file or of another database."""
@@ -112,12 +132,25 @@ class Taken:
 
 
 def rows_of(
-    store: Store, wanted: Callable[[MachineKey], bool] = lambda _: True, *, step_times: bool = False
+    store: Store,
+    wanted: Callable[[MachineKey], bool] = lambda _: True,
+    *,
+    step_times: bool = False,
+    users_kernels: bool = False,
 ) -> Iterator[Row]:
-    """Every timing and promotion of the machines that are wanted; step times, which name models, if asked."""
-    sources: list[Iterator[Row]] = [store.all_measurements(), store.all_promotions()]
+    """Every timing, promotion and storage duel of the machines that are wanted.
+
+    If asked: step times, which name models, and what is known of users' kernels, which names their functions.
+    """
+    sources: list[Iterator[Row]] = [
+        store.all_measurements(),
+        store.all_promotions(),
+        store.all_storage_duels(),
+    ]
     if step_times:
         sources.append(store.all_step_times())
+    if users_kernels:
+        sources.append(store.all_user_kernels())
     for row in chain.from_iterable(sources):
         if wanted(row.origin.machine):
             yield row
@@ -162,8 +195,14 @@ def _kind_of(row: Row) -> str:
             return "measurement"
         case Promotion():
             return "promotion"
+        case StorageDuel():
+            return "storage_duel"
         case StepTime():
             return "step_time"
+        case UserTiming():
+            return "user_timing"
+        case UserPromotion():
+            return "user_promotion"
 
 
 def _row_line(row: Row) -> str:
@@ -172,8 +211,12 @@ def _row_line(row: Row) -> str:
             fields_of = _measurement_fields(row)
         case Promotion():
             fields_of = _promotion_fields(row)
+        case StorageDuel():
+            fields_of = _storage_duel_fields(row)
         case StepTime():
             fields_of = _step_time_fields(row)
+        case UserTiming() | UserPromotion():
+            fields_of = _user_fields(row)
     return _canonical({_kind_of(row): fields_of, "sha256": _row_digest({_kind_of(row): fields_of})})
 
 
@@ -192,9 +235,25 @@ def _promotion_fields(row: Promotion) -> dict[str, Any]:
     }
 
 
+def _storage_duel_fields(row: StorageDuel) -> dict[str, Any]:
+    return {
+        "problem": asdict(row.problem),
+        "schedule": asdict(row.schedule),
+        "dense_schedule": asdict(row.dense_schedule),
+        "comparison": asdict(row.comparison),
+        **_origin_fields(row),
+    }
+
+
 def _step_time_fields(row: StepTime) -> dict[str, Any]:
     own = asdict(row)
     del own["origin"]
+    return {**own, **_origin_fields(row)}
+
+
+def _user_fields(row: UserTiming | UserPromotion) -> dict[str, Any]:
+    own = asdict(row)
+    del own["origin"], own["problem"]["kernel_abi"]
     return {**own, **_origin_fields(row)}
 
 
@@ -351,9 +410,15 @@ def _row(content: dict[str, Any]) -> Row:
         return _measurement(content["measurement"])
     if len(content) == 1 and "promotion" in content:
         return _promotion(content["promotion"])
+    if len(content) == 1 and "storage_duel" in content:
+        return _storage_duel(content["storage_duel"])
     if len(content) == 1 and "step_time" in content:
         return _step_time(content["step_time"])
-    raise RecordError("the line holds neither a measurement nor a promotion nor a step time")
+    if len(content) == 1 and "user_timing" in content:
+        return _user_timing(content["user_timing"])
+    if len(content) == 1 and "user_promotion" in content:
+        return _user_promotion(content["user_promotion"])
+    raise RecordError("the line holds no row of a kind that this phasewise knows")
 
 
 def _measurement(value: object) -> Measurement:
@@ -382,6 +447,18 @@ def _promotion(value: object) -> Promotion:
     )
 
 
+def _storage_duel(value: object) -> StorageDuel:
+    found = _object("a storage duel", value, STORAGE_DUEL_FIELDS)
+    return StorageDuel(
+        _record(Problem, found["problem"]),
+        _record(Schedule, found["schedule"]),
+        _record(Schedule, found["dense_schedule"]),
+        _record(Comparison, found["comparison"]),
+        found["kernel_abi"],
+        _origin(found),
+    )
+
+
 def _step_time(value: object) -> StepTime:
     found = _object("a step time", value, STEP_TIME_FIELDS)
     return StepTime(
@@ -396,6 +473,48 @@ def _step_time(value: object) -> StepTime:
         _origin(found),
         found["conditions"],
     )
+
+
+def _user_timing(value: object) -> UserTiming:
+    found = _object("a timing of a user's kernel", value, USER_TIMING_FIELDS)
+    return UserTiming(
+        _user_problem(found),
+        _pairs("choice", found["choice"]),
+        _samples(found["samples_ns"]),
+        found["estimate_ns"],
+        _user_origin(found),
+        found["conditions"],
+    )
+
+
+def _user_promotion(value: object) -> UserPromotion:
+    found = _object("a promotion of a user's kernel", value, USER_PROMOTION_FIELDS)
+    return UserPromotion(
+        _user_problem(found),
+        _pairs("choice", found["choice"]),
+        _pairs("incumbent", found["incumbent"]),
+        _record(Comparison, found["comparison"]),
+        _user_origin(found),
+    )
+
+
+def _user_problem(found: Mapping[str, Any]) -> UserProblem:
+    problem = _object("a kernel", found["problem"], ("name", "shape"))
+    return UserProblem(problem["name"], found["kernel_abi"], _pairs("shape", problem["shape"]))
+
+
+def _user_origin(found: Mapping[str, Any]) -> Origin:
+    origin = _origin(found)
+    if origin.machine.placement_sig != SINGLE_CORE:
+        raise RecordError(f"a user's kernel runs on {SINGLE_CORE}, not {origin.machine.placement_sig!r:.40}")
+    return origin
+
+
+def _pairs(name: str, found: Any) -> Choice:
+    """Lists as the tuples that a record wants; it checks what is in them."""
+    if not isinstance(found, list) or not all(isinstance(one, list) for one in found):
+        raise RecordError(f"{name} must be a list of pairs")
+    return tuple(tuple(one) for one in found)
 
 
 def _samples(found: Any) -> Any:

@@ -24,12 +24,19 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import aliased
 
-from phasewise.kerneldb.models import MeasurementRow, ProblemRow, PromotionRow, ScheduleRow, StepTimeRow
+from phasewise.kerneldb.models import (
+    MeasurementRow,
+    ProblemRow,
+    PromotionRow,
+    ScheduleRow,
+    StepTimeRow,
+    StorageDuelRow,
+)
 from phasewise.kerneldb.records import MachineKey, Problem
 
 if TYPE_CHECKING:
     AnySelect: TypeAlias = Select[*tuple[Any, ...]]
-    Keyed: TypeAlias = type[MeasurementRow | PromotionRow]
+    Keyed: TypeAlias = type[MeasurementRow | PromotionRow | StorageDuelRow]
 
 PROBLEM_FIELDS = tuple(field.name for field in fields(Problem))
 WEIGHT_FIELDS = tuple(name for name in PROBLEM_FIELDS if name != "m")
@@ -37,6 +44,7 @@ BUILD_FIELDS = ("core_sig", "placement_sig", "kernel_abi")
 PROBLEM_ORDER = tuple(getattr(ProblemRow, name) for name in PROBLEM_FIELDS)
 
 _Incumbent = aliased(ScheduleRow)
+_Dense = aliased(ScheduleRow)
 
 
 def measurements() -> AnySelect:
@@ -51,6 +59,16 @@ def promotions() -> AnySelect:
         .join(ProblemRow)
         .join(ScheduleRow, PromotionRow.schedule_id == ScheduleRow.id)
         .outerjoin(_Incumbent, PromotionRow.incumbent_id == _Incumbent.id)
+    )
+
+
+def storage_duels() -> AnySelect:
+    """Every duel between storages, with its problem and the schedules of sparse and dense."""
+    return (
+        select(StorageDuelRow, ProblemRow, ScheduleRow, _Dense)
+        .join(ProblemRow)
+        .join(ScheduleRow, StorageDuelRow.schedule_id == ScheduleRow.id)
+        .join(_Dense, StorageDuelRow.dense_schedule_id == _Dense.id)
     )
 
 
@@ -162,14 +180,21 @@ def delete_dominated(keep: int) -> Delete:
 
 
 def delete_unused_problems() -> Delete:
-    """Deletes problems that no measurement and no promotion is about."""
-    used = [exists().where(model.problem_id == ProblemRow.id) for model in (MeasurementRow, PromotionRow)]
+    """Deletes problems that no measurement, promotion or duel is about."""
+    naming: tuple[Keyed, ...] = (MeasurementRow, PromotionRow, StorageDuelRow)
+    used = [exists().where(model.problem_id == ProblemRow.id) for model in naming]
     return delete(ProblemRow).where(~or_(*used))
 
 
 def delete_unused_schedules() -> Delete:
-    """Deletes schedules that no measurement and no promotion names."""
-    naming = (MeasurementRow.schedule_id, PromotionRow.schedule_id, PromotionRow.incumbent_id)
+    """Deletes schedules that no measurement, promotion or duel names."""
+    naming = (
+        MeasurementRow.schedule_id,
+        PromotionRow.schedule_id,
+        PromotionRow.incumbent_id,
+        StorageDuelRow.schedule_id,
+        StorageDuelRow.dense_schedule_id,
+    )
     return delete(ScheduleRow).where(~or_(*(exists().where(column == ScheduleRow.id) for column in naming)))
 
 

@@ -275,6 +275,24 @@ class Promotion:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageDuel:
+    """A weight stored sparse, compared with the same weight stored dense."""
+
+    problem: Problem
+    """About the sparse weight: its format names the sixteenths that are kept, e.g. `bf16s8`."""
+    schedule: Schedule
+    """By which the sparse weight ran."""
+    dense_schedule: Schedule
+    comparison: Comparison
+    """`gain` is dense's time / sparse's time."""
+    kernel_abi: str
+    origin: Origin
+
+    def __post_init__(self) -> None:
+        _check_line("kernel_abi", self.kernel_abi)
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRecord:
     """A service plan as stored. The plan itself is opaque JSON here; `tuner.plans` reads and checks it."""
 

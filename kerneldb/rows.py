@@ -29,6 +29,7 @@ from phasewise.kerneldb.models import (
     ScheduleRow,
     ServicePlanRow,
     StepTimeRow,
+    StorageDuelRow,
 )
 from phasewise.kerneldb.records import (
     Comparison,
@@ -42,6 +43,7 @@ from phasewise.kerneldb.records import (
     Schedule,
     ServedStep,
     StepTime,
+    StorageDuel,
 )
 
 if TYPE_CHECKING:
@@ -142,6 +144,18 @@ def promotion_row(session: Session, promotion: Promotion) -> PromotionRow:
     )
 
 
+def storage_duel_row(session: Session, duel: StorageDuel) -> StorageDuelRow:
+    """A new row; its problem and its schedules are inserted if they are new."""
+    return StorageDuelRow(
+        problem_id=id_of(session, ProblemRow, duel.problem),
+        schedule_id=id_of(session, ScheduleRow, duel.schedule),
+        dense_schedule_id=id_of(session, ScheduleRow, duel.dense_schedule),
+        kernel_abi=duel.kernel_abi,
+        **asdict(duel.comparison),
+        **_origin_columns(duel.origin),
+    )
+
+
 def plan_row(plan: PlanRecord) -> ServicePlanRow:
     """A new row."""
     return ServicePlanRow(
@@ -219,6 +233,19 @@ def promotion_of(row: AnyRow) -> Promotion:
     )
 
 
+def storage_duel_of(row: AnyRow) -> StorageDuel:
+    """The record of a row of `queries.storage_duels`."""
+    duel, problem, schedule, dense = row
+    return StorageDuel(
+        _read(Problem, problem),
+        _read(Schedule, schedule),
+        _read(Schedule, dense),
+        _read(Comparison, duel),
+        duel.kernel_abi,
+        _origin(duel),
+    )
+
+
 def plan_of(row: AnyRow) -> PlanRecord:
     """The record of a row of the service plans."""
     (plan,) = row
@@ -261,7 +288,7 @@ def _origin_columns(origin: Origin) -> dict[str, Any]:
     }
 
 
-def _origin(row: MeasurementRow | PromotionRow | ServicePlanRow | StepTimeRow) -> Origin:
+def _origin(row: MeasurementRow | PromotionRow | StorageDuelRow | ServicePlanRow | StepTimeRow) -> Origin:
     return Origin(
         MachineKey(row.core_sig, row.placement_sig), row.program_version, row.created_at_ms, row.verified
     )

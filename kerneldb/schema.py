@@ -16,7 +16,7 @@ from phasewise.kerneldb.models import Base
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISIONS = ("0001", "0002", "0003", "0004")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005")
 """Every revision of the schema, oldest first. A test compares it with the migration files."""
 
 HEAD = REVISIONS[-1]
@@ -67,6 +67,7 @@ def read_revision(connection: Connection, name: str) -> str | None:
 _GUARDED = (
     "measurement",
     "promotion",
+    "storage_duel",
     "service_plan",
     "step_time",
     "user_kernel_timing",

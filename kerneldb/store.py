@@ -37,11 +37,20 @@ from phasewise.kerneldb.models import (
     PromotionRow,
     ServicePlanRow,
     StepTimeRow,
+    StorageDuelRow,
     UserKernelPromotionRow,
     UserKernelTimingRow,
 )
 from phasewise.kerneldb.queries import PROBLEM_ORDER, of_problem
-from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Problem, Promotion, StepTime
+from phasewise.kerneldb.records import (
+    MachineKey,
+    Measurement,
+    PlanRecord,
+    Problem,
+    Promotion,
+    StepTime,
+    StorageDuel,
+)
 from phasewise.kerneldb.rows import (
     add_measurements,
     measurement_of,
@@ -51,16 +60,19 @@ from phasewise.kerneldb.rows import (
     promotion_row,
     step_time_of,
     step_time_row,
+    storage_duel_of,
+    storage_duel_row,
 )
 from phasewise.kerneldb.schema import HEAD, SchemaChange, read_revision, upgrade
+from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.queries import AnySelect
     from phasewise.kerneldb.rows import AnyRow
-    from phasewise.kerneldb.user_kernels import UserProblem, UserPromotion, UserTiming
+    from phasewise.kerneldb.user_kernels import UserProblem
 
 Report = Callable[[str], None]
-Shared: TypeAlias = Measurement | Promotion | StepTime
+Shared: TypeAlias = Measurement | Promotion | StorageDuel | StepTime | UserTiming | UserPromotion
 """What databases may give to each other."""
 
 T = TypeVar("T")
@@ -228,6 +240,24 @@ class Store:
         """Every row, oldest first, read while they are taken."""
         return self._streamed(queries.promotions().order_by(PromotionRow.id), promotion_of)
 
+    def add_storage_duels(self, duels: Iterable[StorageDuel]) -> None:
+        """Append all or none; from now on each is the newest of its key."""
+        with self._writing() as session:
+            session.add_all([storage_duel_row(session, duel) for duel in duels])
+
+    def storage_duels(self, machine: MachineKey, kernel_abi: str) -> list[StorageDuel]:
+        """Every verified duel between storages on this kind of machine with this build, oldest first."""
+        query = queries.storage_duels().where(
+            queries.of_machine(StorageDuelRow, machine),
+            StorageDuelRow.kernel_abi == kernel_abi,
+            StorageDuelRow.verified,
+        )
+        return list(self._records(query.order_by(StorageDuelRow.id), storage_duel_of))
+
+    def all_storage_duels(self) -> Iterator[StorageDuel]:
+        """Every row, oldest first, read while they are taken."""
+        return self._streamed(queries.storage_duels().order_by(StorageDuelRow.id), storage_duel_of)
+
     def promoted_measurement(
         self, problem: Problem, machine: MachineKey, kernel_abi: str
     ) -> Measurement | None:
@@ -284,7 +314,7 @@ class Store:
         """
         deletions: list[tuple[str, Delete]] = [
             (model.__tablename__, delete(model).where(model.kernel_abi.in_(stale_builds)))
-            for model in (PromotionRow, MeasurementRow, StepTimeRow)
+            for model in (PromotionRow, StorageDuelRow, MeasurementRow, StepTimeRow)
         ]
         if keep_schedules is not None:
             deletions.append((MeasurementRow.__tablename__, queries.delete_dominated(keep_schedules)))
@@ -368,16 +398,26 @@ class Store:
             session.add(user_kernels.promotion_row(promotion))
 
     def user_promotions(
-        self, kernel_abi: str | None = None, core_sig: str | None = None
+        self, kernel_abi: str | None = None, core_sig: str | None = None, *, verified: bool = True
     ) -> list[UserPromotion]:
-        """Verified promotions of users' kernels, oldest first: of one build, of one kind of core, or all."""
-        query = select(UserKernelPromotionRow).where(UserKernelPromotionRow.verified)
+        """Promotions of users' kernels, oldest first: of one build, of one kind of core, or all.
+
+        verified: those fought here; else those that were imported.
+        """
+        query = select(UserKernelPromotionRow).where(UserKernelPromotionRow.verified == verified)
         if kernel_abi is not None:
             query = query.where(UserKernelPromotionRow.kernel_abi == kernel_abi)
         if core_sig is not None:
             query = query.where(UserKernelPromotionRow.core_sig == core_sig)
         ordered = query.order_by(UserKernelPromotionRow.id)
         return [*self._records(ordered, lambda row: user_kernels.promotion_of(row[0]))]
+
+    def all_user_kernels(self) -> Iterator[UserTiming | UserPromotion]:
+        """Every row about users' kernels, timings first, oldest first, read while they are taken."""
+        timings = select(UserKernelTimingRow).order_by(UserKernelTimingRow.id)
+        yield from self._streamed(timings, lambda row: user_kernels.timing_of(row[0]))
+        promotions = select(UserKernelPromotionRow).order_by(UserKernelPromotionRow.id)
+        yield from self._streamed(promotions, lambda row: user_kernels.promotion_of(row[0]))
 
     def stats(self) -> StoreStats:
         """Rows by table and by kind of machine."""
@@ -435,8 +475,18 @@ class Store:
                 self._report(f"database {self.name}: row {row[0].id} of {table} is skipped: {error}")
 
 
-def _row_of(session: Session, row: Promotion | StepTime) -> PromotionRow | StepTimeRow:
-    return promotion_row(session, row) if isinstance(row, Promotion) else step_time_row(row)
+def _row_of(session: Session, row: Promotion | StorageDuel | StepTime | UserTiming | UserPromotion) -> Base:
+    match row:
+        case UserTiming():
+            return user_kernels.timing_row(row)
+        case UserPromotion():
+            return user_kernels.promotion_row(row)
+        case Promotion():
+            return promotion_row(session, row)
+        case StorageDuel():
+            return storage_duel_row(session, row)
+        case StepTime():
+            return step_time_row(row)
 
 
 def _key_of(row: Shared) -> tuple[object, ...]:
@@ -455,12 +505,22 @@ def _same_key_as(row: Shared, instants: Collection[int]) -> tuple[AnySelect, Cal
             StepTimeRow.created_at_ms.in_(instants),
         )
         return query, step_time_of
-    is_timing = isinstance(row, Measurement)
-    model = MeasurementRow if is_timing else PromotionRow
-    query = queries.measurements() if is_timing else queries.promotions()
+    if isinstance(row, UserTiming | UserPromotion):
+        return user_kernels.same_key_as(row, instants)
+    model, select_rows, build = _READING[type(row)]
     of_key = of_problem(model, row.problem, machine, row.kernel_abi)
-    query = query.where(*of_key, model.created_at_ms.in_(instants))
-    return query, measurement_of if is_timing else promotion_of
+    return select_rows().where(*of_key, model.created_at_ms.in_(instants)), build
+
+
+_READING: dict[
+    type[Measurement | Promotion | StorageDuel],
+    tuple[queries.Keyed, Callable[[], AnySelect], Callable[[AnyRow], Any]],
+] = {
+    Measurement: (MeasurementRow, queries.measurements, measurement_of),
+    Promotion: (PromotionRow, queries.promotions, promotion_of),
+    StorageDuel: (StorageDuelRow, queries.storage_duels, storage_duel_of),
+}
+"""For rows that are about a problem: their table, the query for them, and what makes a record of one."""
 
 
 def _content_of(row: Shared) -> Shared:

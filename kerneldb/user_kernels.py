@@ -6,13 +6,20 @@ the very source that they were found with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import select
 
 from phasewise.kerneldb import records
 from phasewise.kerneldb.errors import RecordError
 from phasewise.kerneldb.models import UserKernelPromotionRow, UserKernelTimingRow
 from phasewise.kerneldb.records import Comparison, MachineKey, Origin
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.queries import AnySelect
+    from phasewise.kerneldb.rows import AnyRow
 
 MAX_NUMBERS = 32
 
@@ -22,7 +29,7 @@ class UserProblem:
     """One kernel, in one build, on one shape: the values of its whole numbers."""
 
     name: str
-    """Of its function."""
+    """Name of its function."""
     kernel_abi: str
     shape: tuple[tuple[str, int], ...]
 
@@ -51,6 +58,11 @@ class UserTiming:
     origin: Origin
     conditions: Mapping[str, float] = field(default_factory=dict, hash=False)
 
+    @property
+    def kernel_abi(self) -> str:
+        """The build that was timed."""
+        return self.problem.kernel_abi
+
     def __post_init__(self) -> None:
         _check_numbers("parameters", self.choice)
         records._check_samples(self.samples_ns)
@@ -68,6 +80,11 @@ class UserPromotion:
     incumbent: Choice
     comparison: Comparison
     origin: Origin
+
+    @property
+    def kernel_abi(self) -> str:
+        """The build that was compared."""
+        return self.problem.kernel_abi
 
     def __post_init__(self) -> None:
         _check_numbers("parameters", self.choice)
@@ -122,6 +139,21 @@ def _origin_columns(origin: Origin) -> dict[str, object]:
         "created_at_ms": origin.created_at_ms,
         "verified": origin.verified,
     }
+
+
+def same_key_as(
+    row: UserTiming | UserPromotion, instants: Collection[int]
+) -> tuple[AnySelect, Callable[[AnyRow], Any]]:
+    """The query for stored rows of a row's build and kind of core, of these instants, and their reader."""
+    is_timing = isinstance(row, UserTiming)
+    model: Any = UserKernelTimingRow if is_timing else UserKernelPromotionRow
+    query = select(model).where(
+        model.core_sig == row.origin.machine.core_sig,
+        model.kernel_abi == row.kernel_abi,
+        model.created_at_ms.in_(instants),
+    )
+    build: Any = timing_of if is_timing else promotion_of
+    return query, lambda found: build(found[0])
 
 
 def timing_of(row: UserKernelTimingRow) -> UserTiming:

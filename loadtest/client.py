@@ -7,6 +7,7 @@ they come, and only what the figures need is kept.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import ssl
 import time
@@ -238,4 +239,6 @@ def _kind(error: Exception) -> FailureKind:
 def _why(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return f"TLS: {error.reason}"
+    if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
+        return "connection refused; start a server there, or correct the URL"
     return (" ".join(str(error).split()) or type(error).__name__)[:MAX_ERROR_CHARS]

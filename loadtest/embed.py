@@ -215,7 +215,7 @@ async def highest_concurrency(
 
 
 def figures(outcomes: Sequence[EmbedOutcome], seconds: float, slo_s: float | None = None) -> EmbedFigures:
-    """Of a load that took so long."""
+    """Figures of a load that took `seconds`."""
     good = [one for one in outcomes if one.status == 200]
     latencies = sorted(1e3 * one.latency_s for one in good)
     return EmbedFigures(

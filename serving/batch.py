@@ -29,7 +29,7 @@ class SequenceSlice(NamedTuple):
     """The last tokens that are drafts. Where logits are wanted, those after the token before each of them
     are wanted too."""
     ring: tuple[int, int] | None = None
-    """Of layers that keep rings: its first slot and its slots. Position p lies at `first + p % slots`."""
+    """For layers that keep rings: first slot and number of slots. Position p lies at `first + p % slots`."""
 
 
 class KvCopy(NamedTuple):

@@ -19,7 +19,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.tokenizer import Tokenizer
 
 BOUNDS = Bounds(seconds=2.0, memory_bytes=256 << 20, start_s=30.0)
-"""Of one conversation. One of everyday use takes less than a millisecond."""
+"""Bounds of rendering one conversation. An ordinary one takes less than a millisecond."""
 MOST_CHARACTERS = 1 << 24
 _LONG_BYTES = 256 * 1024
 

@@ -54,7 +54,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class ActivationArena:
     """Offsets and row strides, in floats. Attention and feed-forward take turns in one place."""
 
     hidden: int
@@ -82,7 +82,7 @@ def rounded(floats: int) -> int:
     return -(-floats // _ROUND_FLOATS) * _ROUND_FLOATS
 
 
-def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> Arena:
+def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationArena:
     experts = config.experts
     rows, pairs = max(tokens, logit_rows), experts.chosen if experts else 1
     hidden_stride = rounded(config.hidden)
@@ -92,11 +92,12 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> Arena:
     router_stride = rounded(experts.count if experts else 0)
     shared = tokens * hidden_stride
     mixed = shared + tokens * qkv_stride
-    given = shared + rows * pairs * gate_up_stride
+    shared_ffn = experts.shared_ffn if experts else 0
+    given = shared + rows * max(pairs * gate_up_stride, rounded(2 * shared_ffn))
     router = given + (rows * pairs * hidden_stride if experts else 0)
     branch = max(mixed + tokens * mixed_stride, router + rows * router_stride)
     tail = branch + (rows * hidden_stride if config.post_norms or config.out_bias else 0)
-    return Arena(
+    return ActivationArena(
         hidden=0,
         hidden_stride=hidden_stride,
         qkv=shared,
@@ -313,14 +314,14 @@ class _Layer:
     linears: Linears
     model: PackedModel
     layer: int
-    arena: Arena
+    arena: ActivationArena
     kept_as: int
     """Which layer's place keys and values have."""
 
     def add(self) -> None:
         self._add_attention()
         if self.config.experts is None:
-            self._add_feed_forward()
+            self._add_feed_forward(self.config.ffn)
         else:
             self._add_experts(self.config.experts)
 
@@ -381,11 +382,10 @@ class _Layer:
             out, {"source": "rows"}, mixed, "attn_post_norm", "o_bias", "gathered" if self.last else "every"
         )
 
-    def _add_feed_forward(self) -> None:
-        rows, gate_up = self._rows(), (self.arena.gate_up, self.arena.gate_up_stride)
-        self.linears.add(
-            gate_up_parts(self.model, self.name), self._reads("ffn_norm"), self.after, gate_up, rows=rows
-        )
+    def _add_feed_forward(self, width: int) -> None:
+        rows, gate_up = self._rows(), (self.arena.gate_up, rounded(2 * width))
+        parts = gate_up_parts(self.model, self.name, width)
+        self.linears.add(parts, self._reads("ffn_norm"), self.after, gate_up, rows=rows)
         down = [(weight_of(self.model, f"{self.name}.down"), 0)]
         reads = {"source": "gate", "gate": self.config.activation}
         self._add_back(down, reads, gate_up, "ffn_post_norm", None, rows)
@@ -431,6 +431,8 @@ class _Layer:
         self.linears.add_experts(experts, *up, self._reads("ffn_norm"), self.after, gate_up, rows=rows)
         reads = {"source": "gate", "gate": config.activation, "bias": self._vector("gate_up_bias")}
         self.linears.add_experts(experts, *down, reads, gate_up, given, rows=rows)
+        if experts.shared_ffn:  # before what experts give is added: both read the same stream
+            self._add_feed_forward(experts.shared_ffn)
         program.combine(
             experts, config.hidden, *given, *self.after, bias=self._vector("down_bias"), rows=rows
         )
@@ -443,11 +445,11 @@ class _Layer:
 
 
 def stream_eps(config: ModelConfig) -> float:
-    """Of norms of the stream, which is kept divided by the residual scale."""
+    """Epsilon for norms of the stream, which is kept divided by the residual scale."""
     return config.norm_eps / config.residual_scale**2
 
 
-def _add_logits(linears: Linears, model: PackedModel, arena: Arena) -> None:
+def _add_logits(linears: Linears, model: PackedModel, arena: ActivationArena) -> None:
     config = model.config
     head = weight_of(model, "embed" if config.tied_embeddings else "lm_head")
     if head.n != config.vocab_size:
@@ -460,7 +462,7 @@ def _add_logits(linears: Linears, model: PackedModel, arena: Arena) -> None:
         linears.program.adjust(config.vocab_size, *logits, *logits, cap=config.logit_cap, rows="logits")
 
 
-def _add_rows(program: Program, model: PackedModel, arena: Arena) -> None:
+def _add_rows(program: Program, model: PackedModel, arena: ActivationArena) -> None:
     """The stream after the last norm, of rows that are wanted."""
     config = model.config
     norm = model.vectors["final_norm"] * np.float32(1.0)
@@ -514,7 +516,7 @@ def qkv_parts(model: PackedModel, name: str) -> Parts:
     return [(weight_of(model, f"{name}.{part}"), column) for part, column in columns.items()]
 
 
-def gate_up_parts(model: PackedModel, name: str) -> Parts:
+def gate_up_parts(model: PackedModel, name: str, width: int) -> Parts:
     if f"{name}.gate_up" in model.weights:
         return [(model.weights[f"{name}.gate_up"], 0)]
-    return [(weight_of(model, f"{name}.gate"), 0), (weight_of(model, f"{name}.up"), model.config.ffn)]
+    return [(weight_of(model, f"{name}.gate"), 0), (weight_of(model, f"{name}.up"), width)]

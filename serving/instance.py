@@ -25,9 +25,8 @@ from phasewise.serving.errors import RanksError, ServingError
 from phasewise.serving.guides import GuideCompiler, TokenView
 from phasewise.serving.handing_over.frames import Codec
 from phasewise.serving.handing_over.links import Post, SharedLink, StreamLink
-from phasewise.serving.handing_over.receiver import Failed as HandOverError
-from phasewise.serving.handing_over.receiver import Receiver
-from phasewise.serving.handing_over.sender import LAYERWISE_ABOVE_TOKENS, Link, LinkBroken, Sender
+from phasewise.serving.handing_over.receiver import ReceiveFailed, Receiver
+from phasewise.serving.handing_over.sender import LAYERWISE_ABOVE_TOKENS, BlockLink, LinkBroken, Sender
 from phasewise.serving.instance_messages import (
     Aim,
     Asked,
@@ -68,7 +67,7 @@ class Orders:
     """Where an instance finds its front, and where it listens itself."""
 
     name: str
-    """Of this life of the instance; what an earlier life says is not heard."""
+    """Name of this life of the instance; messages of an earlier life are ignored."""
     front: str
     listen: str
     """Where it takes keys and values, e.g. `tcp://10.0.0.2:*`."""
@@ -217,7 +216,7 @@ class _Instance:
         self._sender.aim(aim.request_id, link)
         self._thread.send(Aimed(aim.request_id))
 
-    def _link(self, aim: Aim) -> Link:
+    def _link(self, aim: Aim) -> BlockLink:
         post = self._posts.post(aim.endpoint)
         if aim.place is None:
             return StreamLink(aim.request_id, aim.epoch, aim.n_prompt, self._codec, self._memory, post)
@@ -235,7 +234,7 @@ class _Instance:
             parts = [frame.buffer for frame in frames.recv_multipart(copy=False)]
             try:
                 arrived = self._receiver.take(parts)
-            except HandOverError as error:
+            except ReceiveFailed as error:
                 self._put(HandOverFailed(error.request_id, error.reason, str(error)))
                 continue
             if arrived is not None:

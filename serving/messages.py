@@ -64,7 +64,7 @@ class HandOverCounts(NamedTuple):
     failed: dict[str, int]
     """By reason."""
     frames_refused: dict[str, int]
-    """Of the instances that run now, by reason."""
+    """Frames that the running instances refused, by reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Answer(NamedTuple):
     n_cached: int = 0
     """Tokens of the prompt whose keys and values were reused."""
     drafts: DraftCounts | None = None
-    """Of the whole answer so far; None where drafts are off."""
+    """Counts of the whole answer so far; None where drafts are off."""
 
 
 class Failure(NamedTuple):
@@ -150,7 +150,7 @@ class EngineLoad(NamedTuple):
     n_clients_waiting: int = 0
     """Clients that take turns: those with requests that never had KV slots. Of now."""
     drafts: DraftCounts | None = None
-    """Of all answers since the start; None where drafts are off."""
+    """Counts of all answers since the start; None where drafts are off."""
     hand_overs: HandOverCounts | None = None
     """None where one engine does everything."""
 

@@ -39,7 +39,7 @@ MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 MOST_KINDS = 4
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
-"""Of feed-forward layers without a gate; "gelu" is that of the error function."""
+"""Activations of feed-forward layers without a gate; "gelu" is that of the error function."""
 POOLINGS = ("mean", "first", "last")
 
 Vector = npt.NDArray[np.float32]
@@ -183,6 +183,8 @@ class Experts:
     normalised: bool
     biases: bool = False
     """Whether the router and the experts' products have biases."""
+    shared_ffn: int = 0
+    """Width of the feed-forward layer that computes every token beside its experts; 0: there is none."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ class Embedding:
     normalised: bool
     """Whether vectors have length 1."""
     max_tokens: int
-    """Of an input, with the tokens that are put around it."""
+    """Most tokens of an input, with those that are put around it."""
     lower_case: bool = False
     """Whether texts are written in lower case before they are cut."""
 
@@ -357,6 +359,11 @@ class ModelConfig:
             raise ModelError(
                 f"{chosen!r} of {count} experts compute a token: from 1 to {min(count, MOST_CHOSEN)} expected"
             )
+        shared = self.experts.shared_ffn
+        if type(shared) is not int or not 0 <= shared <= LARGEST["ffn"]:
+            raise ModelError(
+                f"the shared expert is {shared!r} wide: a whole number from 0 to {LARGEST['ffn']} expected"
+            )
 
     def _check_tokens(self) -> None:
         for token in (self.bos_token_id, *self.eos_token_ids):
@@ -413,7 +420,8 @@ class PackedModel:
     weights: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}.qkv" (q, k, v rows),
     ".o", ".gate_up" (gate rows, then up rows), ".down". Parts whose packed kinds differ stay separate:
     ".q", ".k", ".v" or ".gate", ".up". With a mixture of experts ".router" [experts, hidden] and, one expert
-    below the other, ".experts_gate_up" (of each expert gate rows, then up rows) and ".experts_down".
+    below the other, ".experts_gate_up" (of each expert gate rows, then up rows) and ".experts_down";
+    ".gate_up" and ".down" are then the shared expert's, where there is one.
     vectors, float32: "final_norm"; per layer, as the config says, ".attn_norm", ".ffn_norm",
     ".attn_post_norm",
     ".ffn_post_norm", ".qkv_bias", ".q_norm", ".k_norm", ".o_bias", ".sinks" [n_heads], ".router_bias",

@@ -67,7 +67,7 @@ class LiveSequence:
 
     @property
     def age(self) -> int:
-        """Of a request that was admitted: `admission`."""
+        """Age of a request that was admitted: `admission`."""
         assert self.admission is not None, f"{self} was never admitted"
         return self.admission
 

@@ -57,12 +57,12 @@ class SamplingDefaults:
 
 
 def stated_by_hf(generation_config: Mapping[str, Any]) -> SamplingDefaults:
-    """Of a `generation_config.json`. Values that no sampler could use count as not stated."""
+    """What a `generation_config.json` states. Values that no sampler could use count as not stated."""
     return _stated({name: generation_config.get(name) for name in _GGUF_KEYS})
 
 
 def stated_by_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
-    """Of a GGUF file's metadata. Values that no sampler could use count as not stated."""
+    """What a GGUF file's metadata states. Values that no sampler could use count as not stated."""
     return _stated({name: metadata.get(key) for name, key in _GGUF_KEYS.items()})
 
 

@@ -308,7 +308,7 @@ class Scheduler:
         return sequence is not None
 
     def finish(self, request_id: str, answer_tokens: int) -> None:
-        """The answer is whole, with so many tokens, for a reason that token ids do not show. One that has
+        """The answer is whole, with this many tokens, for a reason that token ids do not show. One that has
         ended is no mistake."""
         sequence = self._live.get(request_id)
         if sequence is not None:

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 from phasewise.serving.chat import Conversation
@@ -25,7 +24,7 @@ from phasewise.serving.engine_host import EngineHost, OpenHost
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.guides import GuideCompiler, TokenView
 from phasewise.serving.headroom import allocator_headroom
-from phasewise.serving.http.access_log import AccessLog, Level, LineWriter
+from phasewise.serving.http.access_log import NOT_LOGGED, LineWriter, Logging, open_log
 from phasewise.serving.http.app import Surroundings, create_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connections import Connections
@@ -58,15 +57,6 @@ class Predictor:
 
 
 @dataclass(frozen=True)
-class Logging:
-    """Where the line of each request goes: `path`, or stderr."""
-
-    path: Path | None = None
-    level: Level = "off"
-    as_json: bool = False
-
-
-@dataclass(frozen=True)
 class ServiceSettings:
     """How one model is served. `names`: what requests may call it, its id first.
 
@@ -82,7 +72,7 @@ class ServiceSettings:
     sampling: SamplingDefaults | None = None
     """For what requests do not state; None: as the model's files say."""
     cors_origins: tuple[str, ...] = ()
-    logging: Logging = Logging()
+    logging: Logging = NOT_LOGGED
     page: MachineFacts | None = None
     """For the page at `/`; None: no page."""
     tool_format: str = "auto"
@@ -138,10 +128,8 @@ def run_service(
         if opened.text.has_template:
             stack.enter_context(closing(opened.text.conversations))
         further = [stack.enter_context(_opened_beside(one, settings)) for one in others]
-        lines = stack.enter_context(LineWriter(settings.logging.path))
-        access = AccessLog(lines, settings.logging.level, as_json=settings.logging.as_json)
-        is_logged = settings.logging.level != "off"
-        surroundings = Surroundings(settings.cors_origins, access if is_logged else None, settings.page)
+        lines, access = stack.enter_context(open_log(settings.logging))
+        surroundings = Surroundings(settings.cors_origins, access, settings.page)
         app = create_app(
             _served(opened, settings, guides),
             client,

@@ -130,7 +130,7 @@ def flops(model: PackedModel, workload: Workload) -> float:
 
 
 def _unread_bytes(model: PackedModel, name: str, n_sequences: int) -> int:
-    """Of a stack of experts, the share that no row of a step with that many sequences needs."""
+    """Bytes of a stack of experts that no row of a step with that many sequences needs."""
     experts, one = model.config.experts, model.one_expert(name)
     if experts is None or one is None:
         return 0

@@ -203,3 +203,25 @@ def test_modules_have_one_name() -> None:
         if target.split(".")[0] in ROOMS[1:]
     ]
     assert not wrong
+
+
+def test_public_classes_have_one_name() -> None:
+    """A class that two rooms could mean by one word is hard to search for."""
+    homes: dict[str, list[str]] = {}
+    for module, path in SOURCES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
+def test_docstrings_name_what_they_describe() -> None:
+    """A docstring that begins with "Of" can be read only with the name above it."""
+    broken = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for _, path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str) and node.value.value.lstrip().startswith("Of ")
+    ]
+    assert not broken

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import quoteattr
 
 from phasewise.topology import svg
 from phasewise.topology.outline import KIND_NAMES, count_words
@@ -315,7 +315,7 @@ class _Pen:
         mine = [group for group in self._groups if cpu in group.cpus] if is_allowed else []
         labels = [group.label for group in mine] or ["allowed PU" if is_allowed else "PU not allowed"]
         hint = f"PU {cpu}: {', '.join(labels)}" + (f", {self._kinds[cpu]}" if cpu in self._kinds else "")
-        self._elements.append(f"<g><title>{escape(hint)}</title>")
+        self._elements.append(f"<g><title>{svg.escaped(hint)}</title>")
         if is_allowed and not mine:
             self._rect(x, y, PU_WIDTH, PU_HEIGHT, f'rx="3" fill="#ffffff" stroke="{FAINT_INK}"')
             self._number(x, y, str(cpu), INK)

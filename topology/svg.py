@@ -5,6 +5,7 @@ A picture brings its own background, so that it is legible in light and dark pag
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
@@ -20,6 +21,15 @@ MACHINE_STYLE = (
     f".d{{font-size:10px;fill:{FAINT_INK}}}.p{{font-size:11px;text-anchor:middle}}"
 )
 """Text classes of the pictures of a machine: title, subtitle, detail, number of a PU."""
+
+
+_NO_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that no XML document may have, however they are written."""
+
+
+def escaped(words: str) -> str:
+    """Words from outside as text of a picture: a document with characters that XML forbids is not shown."""
+    return escape(_NO_XML.sub("\ufffd", words))
 
 
 def document(width: float, height: float, style: str, elements: Sequence[str]) -> str:
@@ -40,4 +50,4 @@ def rect(x: float, y: float, width: float, height: float, look: str) -> str:
 def text(x: float, y: float, words: str, style: str, look: str | None = None) -> str:
     """A line of text of a class of the document's style. look: further attributes."""
     more = "" if look is None else f" {look}"
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}"{more}>{escaped(words)}</text>'

@@ -24,7 +24,7 @@ MOST_LAYERS = 512
 MOST_HEAD_DIM = 128
 
 ARITHMETIC = Arithmetic("fma", 1)
-KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
+KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1, "int4": 0.625}
 
 
 def head_dim_of(n: int, k: int) -> int:
@@ -43,7 +43,7 @@ def attention_group(kv_format: str, n: int, k: int, threads: int, caches: Caches
         arithmetics=(ARITHMETIC,),
         kernels={},
         caches=caches,
-        weight_bits=8 * KV_BYTES[kv_format],
+        weight_bits=round(8 * KV_BYTES[kv_format]),
         default=lambda m: default_attention(n, k, m, threads),
         family="attention",
     )
@@ -90,7 +90,7 @@ class TeamAttention:
         n, k, kv_bytes = problem.n, problem.k, KV_BYTES[problem.format]
         self._team, self._m = team, problem.m
         positions = POSITIONS if problem.m == 1 else problem.m
-        cold = -(-total_bytes // (2 * positions * k * kv_bytes))
+        cold = math.ceil(total_bytes / (2 * positions * k * kv_bytes))
         self._layers = min(MOST_LAYERS, cold) if problem.m == 1 else PROMPT_LAYERS
         row = -(-(n + 2 * k) // 16) * 16
         floats = positions * (row + n)

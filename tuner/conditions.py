@@ -53,7 +53,7 @@ class Conditions:
     """Share that other processes of this machine took."""
     mhz: float | None
     pace: float | None = None
-    """Of the slowest core, as a share of the fastest that it was seen (`yardstick`); None: not looked at."""
+    """Pace of the slowest core, as a share of its fastest reading (`yardstick`); None: not looked at."""
 
     def fields(self) -> dict[str, float]:
         """As the database keeps them."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels import _native, packing
 from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.sparse import to_dense
 from phasewise.kerneldb.records import MAX_K_PARTS, PANEL_COLUMNS, Comparison, Problem, Sample, Schedule
 from phasewise.topology import Kind, Machine
 from phasewise.tuner import timing
@@ -32,6 +33,7 @@ from phasewise.tuner.tuning_run import Duel
 from phasewise.tuner.weights import (
     blank_weight,
     copies_of,
+    format_name,
     kind_of,
     random_weight,
     scale_group_of,
@@ -210,7 +212,9 @@ class NativeEvaluator:
 
     def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
         """Both, timed in pairs."""
-        old, new = (self._contestant(problem, schedule) for schedule in (incumbent, candidate))
+        return self._fought(*(self._contestant(problem, schedule) for schedule in (incumbent, candidate)))
+
+    def _fought(self, old: _Contestant, new: _Contestant) -> Duel:
         self._watch.begin()
         taken, pace = steadily(lambda: timing.duel(old.take, new.take), self._yardstick)
         conditions = replace(self._watch.lap(), pace=pace)
@@ -219,6 +223,22 @@ class NativeEvaluator:
             old.sample(sum((samples for samples, _ in taken), ()), conditions),
             new.sample(sum((samples for _, samples in taken), ()), conditions),
         )
+
+    def duel_storages(self, problem: Problem, schedule: Schedule, dense_schedule: Schedule) -> Duel:
+        """A sparse weight (`problem` names its format), the candidate, against the same weight stored dense.
+
+        KernelMismatchError if their results differ.
+        """
+        self._products, self._weights = {}, None  # before others take memory
+        sparse_weight = random_weight(problem.format, problem.n, problem.k)
+        dense_weights = _Weights.of(to_dense(sparse_weight), self._total_bytes)
+        dense = _Product(self._team, dense_weights, problem.m, arithmetic_of(dense_schedule))
+        weights = _Weights.of(sparse_weight, self._total_bytes)
+        stored_sparse = _Product(self._team, weights, problem.m, arithmetic_of(schedule))
+        old, new = _Contestant(dense, dense_schedule), _Contestant(stored_sparse, schedule)
+        if not np.array_equal(dense.result(), stored_sparse.result()):
+            raise KernelMismatchError(f"sparse storage changes the result of {problem.describe()}")
+        return self._fought(old, new)
 
     def rounds(
         self, problem: Problem, schedules: Sequence[Schedule], count: int, beside: Sequence[timing.Take] = ()
@@ -272,17 +292,22 @@ class NativeEvaluator:
         if self._weights is None or self._weights.shape != shape:
             self._products = {}
             self._weights = None  # before the next ones are made
-            self._weights = _Weights(shape, self._total_bytes)
+            self._weights = _Weights.of(random_weight(*shape), self._total_bytes)
         return self._weights
 
 
 class _Weights:
     """Enough copies of one weight to be read from memory in turns."""
 
-    def __init__(self, shape: tuple[str, int, int], total_bytes: int) -> None:
+    def __init__(self, shape: tuple[str, int, int], copies: list[PackedWeight]) -> None:
         self.shape = shape
-        self._copies = copies_of(random_weight(*shape), total_bytes)
+        self._copies = copies
         self._first = 0
+
+    @classmethod
+    def of(cls, weight: PackedWeight, total_bytes: int) -> _Weights:
+        """Copies of a weight, together at least `total_bytes`."""
+        return cls((format_name(weight), weight.n, weight.k), copies_of(weight, total_bytes))
 
     def turns(self) -> list[PackedWeight]:
         """The copies, each time from another one on.
@@ -311,6 +336,10 @@ class _Product:
     def run(self, fields: dict[str, int], calls: int) -> npt.NDArray[np.int64]:
         """Nanoseconds of each call."""
         return np.asarray(self._native.time(fields, calls))
+
+    def result(self) -> npt.NDArray[np.float32]:
+        """Result of the last call."""
+        return np.asarray(self._native.result())
 
     def check(self, schedule: Schedule) -> None:
         """Check the result of the last call."""

@@ -98,7 +98,7 @@ class Gain:
     comparison: Comparison
     """The schedule in use, compared with the loser of the last duel."""
     pace: float = 1.0
-    """Of the cores while `tuned_ns` was taken: limits were as much lower in the same seconds."""
+    """Pace of the cores while `tuned_ns` was taken: limits were as much lower in the same seconds."""
 
 
 @dataclass(frozen=True)

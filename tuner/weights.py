@@ -42,11 +42,16 @@ def dense_format(weight: PackedWeight) -> str:
 
     f32, bf16, int8, int8m, int8g16, int8c, int4, int4m, or a kind in blocks, such as q4_k.
     """
-    if weight.kind in ("f32", "bf16") or weight.kind in BLOCKS:
-        return weight.kind
-    bits = "int8" if weight.kind == "q8" else "int4"
-    grouping = {0: "c", 16: "g16", 32: ""}[weight.group]
-    return f"{bits}{grouping}{'' if weight.mins is None else 'm'}"
+    return format_of_kind(weight.kind, weight.group, weight.mins is not None)
+
+
+def format_of_kind(kind: str, group: int, has_mins: bool) -> str:
+    """`dense_format` of such weights."""
+    if kind in ("f32", "bf16") or kind in BLOCKS:
+        return kind
+    bits = "int8" if kind == "q8" else "int4"
+    grouping = {0: "c", 16: "g16", 32: ""}[group]
+    return f"{bits}{grouping}{'m' if has_mins else ''}"
 
 
 def split_format(weight_format: str) -> tuple[str, float | None]:
@@ -109,8 +114,10 @@ def _random_blocks(weight: PackedWeight, rng: np.random.Generator) -> Array:
 
 
 def blank_weight(weight_format: str, n: int, k: int) -> PackedWeight:
-    """A weight whose arrays hold nothing yet, for what looks at sizes only; it takes no memory."""
-    weight_format, _ = split_format(weight_format)
+    """A weight whose arrays hold nothing yet, for what looks at sizes only; it takes next to no memory."""
+    weight_format, density = split_format(weight_format)
+    if density is not None:
+        return _blank_sparse(blank_weight(weight_format, n, k), density)
     kind = kind_of(weight_format)
     try:
         values = np.empty(packing.values_shape(kind, n, k), dtype=packing.values_dtype(kind))
@@ -125,6 +132,16 @@ def blank_weight(weight_format: str, n: int, k: int) -> PackedWeight:
     if weight_format.endswith("m"):
         return PackedWeight(kind, n, k, group, 0, values, scales, np.empty_like(scales))
     return PackedWeight(kind, n, k, group, 128 if kind == "q8" else 8, values, scales, None)
+
+
+def _blank_sparse(dense: PackedWeight, density: float) -> PackedWeight:
+    """A blank weight whose slots are all as long."""
+    shape = packing.offsets_shape(dense.n, dense.k)
+    offsets_bytes = shape[0] * shape[1] * sparse.OFFSET_BYTES
+    stream = round(sparse.values_bytes(dense.kind, dense.n, dense.k, density)) - offsets_bytes
+    places = np.linspace(0, stream // packing.SLOT_UNIT, shape[0] * shape[1], endpoint=False)
+    values = np.empty(stream + packing.SPARSE_TAIL, dtype=np.uint8)
+    return replace(dense, values=values, offsets=places.astype(np.uint32).reshape(shape))
 
 
 def kind_of(weight_format: str) -> packing.Kind:

@@ -38,7 +38,7 @@ class Yardstick:
         self._best_ns: list[float] = []
 
     def pace(self) -> float:
-        """Of the slowest core, 0 to 1."""
+        """Pace of the slowest core, 0 to 1."""
         now_ns = list(self._work())
         best_ns = self._best_ns or [math.inf] * len(now_ns)
         self._best_ns = [min(pair) for pair in zip(best_ns, now_ns, strict=True)]
@@ -80,7 +80,7 @@ class CoreLoops:
 
 
 def _loop_ns(rounds: int) -> float:
-    """Of the fastest of READINGS loops."""
+    """Time of the fastest of READINGS loops."""
     spans = []
     for _ in range(READINGS):
         started_ns = time.perf_counter_ns()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise.serving.sparse_mode import SparseMode
+from phasewise.workflows.arithmetic_choice import ArithmeticChoice
 from phasewise.workflows.errors import UsageError, WorkflowError
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class AnswerSettings:
     sparse: SparseMode = "auto"
     threads: int | None = None
     tile_prompts: bool = False
+    arithmetic: ArithmeticChoice = "tuned"
     draft: str | None = None
     """`lookup` or a model, as `workflows.drafts.find_drafts` reads it."""
 

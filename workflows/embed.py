@@ -36,11 +36,11 @@ class OpenEmbedder:
 
         truncate: texts that are too long lose their end, else ContextLengthExceeded. dimensions: of each
         vector that many numbers, with length 1 again. WorkflowError where it has not as many, or for a
-        cross-encoder.
+        cross-encoder; StepFailed where values are not numbers.
         """
         import numpy as np
 
-        from phasewise.serving.encoder.pooling import truncated
+        from phasewise.serving.encoder.pooling import check_numbers, truncated
 
         if self.embedder.scores:
             raise WorkflowError(
@@ -58,6 +58,7 @@ class OpenEmbedder:
             runs.append(self.embedder.embed(tokens))
             n_tokens += sum(len(one.ids) for one in tokens)
         whole = np.concatenate(runs)
+        check_numbers(whole)
         if dimensions is not None:
             whole = np.stack([truncated(vector, dimensions) for vector in whole])
         return whole, n_tokens

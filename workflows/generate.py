@@ -92,6 +92,7 @@ def generate_text(
         report,
         sparse=settings.sparse,
         tile_prompts=settings.tile_prompts,
+        arithmetic=settings.arithmetic,
     )
     for plan in found.plans.values():
         report(plan.describe())

@@ -31,7 +31,8 @@ def estimator_from(
     """
     if text == OFF:
         return None
-    from phasewise.tuner.predictor.encoded import EncodedPredictor
+    from phasewise.serving.errors import ServingError
+    from phasewise.tuner.predictor.encoded import EncodedPredictor, learnt_too_little
     from phasewise.tuner.predictor.files import default_file, load_predictor
     from phasewise.tuner.predictor.live import LiveEstimator
     from phasewise.workflows.predict_len.prompt_vectors import AUTO as AUTO_ENCODER
@@ -44,7 +45,7 @@ def estimator_from(
     read: Callable[[PromptFacts], PromptFacts] | None = None
     if isinstance(predictor, EncodedPredictor):
         if not predictor.is_useful:
-            report(f"{path} learnt from too little to be used: answers' lengths are not predicted")
+            report(f"{path}: {learnt_too_little(predictor)}")
             return None
         encoder = find_encoder(
             AUTO_ENCODER if predictor.encoder == DEFAULT_ENCODER else predictor.encoder, report, text_of
@@ -54,6 +55,11 @@ def estimator_from(
                 f"{path} needs {predictor.encoder}, which is not here: phasewise models pull"
                 f" {predictor.encoder}; answers' lengths are not predicted"
             )
+            return None
+        try:
+            encoder.vectors(["is it well?"])  # before the first request waits for it
+        except ServingError as error:
+            report(f"{path} needs {predictor.encoder}: {error}; answers' lengths are not predicted")
             return None
         read = encoder.read
     report(

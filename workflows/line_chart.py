@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
-from phasewise.topology.svg import FAINT_INK, FONT, INK, SERIES, document, text
+from phasewise.topology.svg import FAINT_INK, FONT, INK, SERIES, document, escaped, text
 
 PLOT_WIDTH, PLOT_HEIGHT = 300.0, 210.0
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 14.0, 30.0, 44.0
@@ -44,7 +43,7 @@ class Chart:
     x_name: str
     y_name: str
     limit_name: str
-    """Of the dashed line."""
+    """Name of the dashed line."""
     emphasised: str | None
     """The line that is drawn boldly."""
     panels: Sequence[Panel]
@@ -110,7 +109,7 @@ def _panel(x: float, y: float, panel: Panel, chart: Chart, names: Sequence[str])
         text(x, y - 10, panel.title, "t"),
         text(x + PLOT_WIDTH / 2, y + PLOT_HEIGHT + 34, panel.x_name or chart.x_name, "m"),
         f'<text class="m" transform="translate({x - 44:.1f} {y + PLOT_HEIGHT / 2:.1f}) rotate(-90)">'
-        f"{escape(chart.y_name)}</text>",
+        f"{escaped(chart.y_name)}</text>",
     ]
     for value in _ticks(across, 2):
         elements.append(_rule(across.at(value), y, across.at(value), y + PLOT_HEIGHT))

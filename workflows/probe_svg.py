@@ -20,10 +20,10 @@ from phasewise.tuner.topotree import fundamental
 if TYPE_CHECKING:
     from phasewise.tuner.probe import GroupHint, Probe
 
-MARGIN, HEAD, LABEL = 18.0, 46.0, 30.0
+MARGIN, HEAD, LABEL = 18.0, 60.0, 30.0
 MAP_PIXELS, LEAST_CELL, MOST_CELL = 560.0, 2.0, 34.0
 LEAST_WIDTH = 370.0
-"""Of the map's half: its title has to fit."""
+"""Least width of the map's half: its title has to fit."""
 
 NUMBER_PIXELS = 24.0
 """What a CPU's number takes on an axis."""
@@ -50,6 +50,7 @@ def draw_probe(machine: Machine, probe: Probe) -> str:
     elements += _cells(probe, left, top, cell)
     elements += _frames(machine, probe, left, top, cell)
     elements += _numbers(probe.pus, left, top, cell)
+    elements += _axis_names(left, top, side)
     elements += _scale(probe, left, top + side + 14)
     right = max(left + side, LEAST_WIDTH)
     claimed, width, height = _claimed(machine, probe, right + MARGIN, 0)
@@ -129,6 +130,15 @@ def _numbers(pus: Sequence[int], left: float, top: float, cell: float) -> list[s
         elements.append(text(left - 4, top + middle + 3, str(pus[index]), "d", 'text-anchor="end"'))
         elements.append(text(left + middle, top - 4, str(pus[index]), "d", 'text-anchor="middle"'))
     return elements
+
+
+def _axis_names(left: float, top: float, side: float) -> list[str]:
+    x, y = MARGIN - 6, top + side / 2
+    turned = f'text-anchor="middle" transform="rotate(-90 {x:.0f} {y:.1f})"'
+    return [
+        text(left + side / 2, top - 17, "to CPU", "d", 'text-anchor="middle"'),
+        text(x, y, "from CPU", "d", turned),
+    ]
 
 
 def _scale(probe: Probe, x: float, y: float) -> list[str]:

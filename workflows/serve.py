@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phasewise.serving.sparse_mode import SparseMode
-from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
-from phasewise.workflows.serve_embedding import Embeddings
-from phasewise.workflows.serve_pools import Pools
+from phasewise.workflows.serve_front import address_of, http_limits, tls_of, warn_of_strangers
+from phasewise.workflows.serve_settings import Running, ServeSettings
 
 if TYPE_CHECKING:
     import ssl
@@ -22,310 +19,202 @@ if TYPE_CHECKING:
     from phasewise.serving.drafts.opening import DraftSource
     from phasewise.serving.engine import Engine
     from phasewise.serving.engine_host import OpenHost
-    from phasewise.serving.http.access_log import Level
+    from phasewise.serving.http.access_log import Level, Logging
     from phasewise.serving.http.http_settings import HttpLimits
-    from phasewise.serving.http.listening import Address
     from phasewise.serving.http.live import MachineFacts
-    from phasewise.serving.open_engine import EngineSize, OpenEngine
-    from phasewise.serving.service import Served, ServiceSettings
+    from phasewise.serving.length_log import LengthLog
+    from phasewise.serving.open_engine import EngineSize, ModelText, OpenEngine
+    from phasewise.serving.sampling_defaults import SamplingDefaults
+    from phasewise.serving.service import OtherModel, Predictor, Served, ServiceSettings
     from phasewise.serving.several_engines import OpenEngineHost
     from phasewise.workflows.open_model import OpenModel
     from phasewise.workflows.tuned_schedules import ScheduleUse
 
 _FEW_CONNECTIONS = 1024
 
-ALONE = Pools()
-"""One engine, which computes both phases."""
-
-
-@dataclass(frozen=True)
-class Listening:
-    """Where a server listens. `unix_socket` replaces host and port; port 0 is any free one.
-
-    `allowed_host`: names that requests may address; None: the loopback ones on a loopback address, else any.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    unix_socket: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    allowed_host: Sequence[str] | None = None
-
-
-@dataclass(frozen=True)
-class Accepting:
-    """What a server accepts at a time; it refuses further requests. Sizes in bytes, `drain_s` in seconds."""
-
-    api_key: Sequence[str] | None = field(default=None, repr=False)
-    api_key_file: Path | None = None
-    max_sequences: int = 32
-    max_waiting: int = 224
-    max_prompt_tokens: int | None = None
-    max_body_bytes: int = 4 << 20
-    max_unfinished_bytes: int = 64 << 20
-    max_connections: int = 8192
-    max_connections_per_address: int = 2048
-    max_sequences_per_key: int | None = None
-    max_response_bytes: int = 64 << 20
-    allow_special: bool = False
-    drain_s: float = 30
-
-
-@dataclass(frozen=True)
-class Running:
-    """How the model is held in memory and run. `predictor`: `auto`, `off` or a file; `tpot_ms`: a promise;
-    `draft`: `lookup` or a model, as `workflows.drafts.find_drafts` reads it. `also`: further models, which
-    share the memory for keys and values with the first.
-    """
-
-    weight_format: str = "native"
-    threads: int | None = None
-    tile_prompts: bool = False
-    context_tokens: int | None = None
-    kv_budget_bytes: int | None = None
-    kv_format: str = "auto"
-    sparse: SparseMode = "auto"
-    kv_policy: str = "odma"
-    predictor: str = "auto"
-    max_batch_tokens: int = 2048
-    tpot_ms: float = 100
-    checksum: bool = False
-    no_prefix_reuse: bool = False
-    draft: str | None = None
-    also: Sequence[str] | None = None
-
-
-@dataclass(frozen=True)
-class Answering:
-    """How answers are sampled where requests state nothing (None: as the model says), and how they are read.
-
-    `tool_format`: `auto`, as the model's chat template writes calls, or one of
-    `serving.tools.dialect.FORMATS`. `cors_origin`: pages of these origins may call the server.
-    `no_page`: there is no page at `/`.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    tool_format: str = "auto"
-    cors_origin: Sequence[str] | None = None
-    no_page: bool = False
-
-
-@dataclass(frozen=True)
-class Logged:
-    """The log of requests: a line each, on stderr unless `access_log` names a file."""
-
-    access_log: Path | None = None
-    log_level: str = "info"
-    log_format: str = "text"
-
 
 def serve_model(
     model: str,
-    listening: Listening,
-    accepting: Accepting,
-    running: Running,
-    answering: Answering = Answering(),
-    logged: Logged = Logged(log_level="off"),
-    pools: Pools = ALONE,
-    embeddings: Embeddings = Embeddings(),  # noqa: B008 (frozen)
-    *,
-    length_log: Path | None = None,
-    db: str | None = None,
+    settings: ServeSettings,
     report: Report = silent,
     explain: Callable[[list[ScheduleUse]], None] | None = None,
 ) -> None:
     """Serve `model` through the OpenAI API until a signal ends it.
 
-    pools: which cores compute prompts and answers in instances of their own; none: one engine does both.
-    length_log: file that prompts' token ids and answers' lengths are appended to. db: URL or file of the
-    tuning database. explain: is given the schedule of every weight before the server starts. Raises
-    ModelError, PlanError, KernelDbError, ServingError, WorkflowError, and UsageError for settings that
-    exclude each other.
+    explain: is given the schedule of every weight before the server starts. Raises ModelError, PlanError,
+    KernelDbError, ServingError, WorkflowError, and UsageError for settings that exclude each other.
     """
     from phasewise.serving.headroom import use_one_heap
 
     use_one_heap()  # before numpy's threads are there
-    from phasewise.serving.engine_thread import EngineThread
+    from phasewise.serving.embedding.service import EmbeddingSettings
     from phasewise.serving.length_log import LengthLog
-    from phasewise.serving.open_engine import ModelText, OpenEngine
-    from phasewise.serving.service import Logging, OtherModel, ServiceSettings, run_service
-    from phasewise.workflows.drafts import find_drafts
-    from phasewise.workflows.length_estimator import open_predictor
-    from phasewise.workflows.open_model import open_model
+    from phasewise.serving.service import run_service
     from phasewise.workflows.serve_embedding import open_beside, open_embedding_model, serve_embeddings
-    from phasewise.workflows.serve_instance import InstanceSpec
-    from phasewise.workflows.serve_pools import open_pools
     from phasewise.workflows.tuning_hint import hint_at_tuning
 
-    limits = _limits(listening, accepting, report)
-    tls = _tls(listening, report)
+    _refuse_contradictions(settings)
+    limits = http_limits(settings.listening, settings.accepting, report)
+    tls = tls_of(settings.listening, report)
     with ExitStack() as stack:
-        address = stack.enter_context(_address(listening, tls))  # told before the model is read
+        address = stack.enter_context(address_of(settings.listening, tls))  # told before the model is read
+        running, embeddings = settings.running, settings.embeddings
         embedder = open_embedding_model(model, running.weight_format, report)
         if embedder is not None:
-            serve_embeddings(embedder, model, embeddings, limits, address, report, tls)
+            _refuse_for_embedder(embedder.name, settings)
+            warn_of_strangers(settings.listening, limits, report)
+            own = EmbeddingSettings(
+                (embedder.name, model), limits, tls, _cors_origins(settings), _logging(settings)
+            )
+            serve_embeddings(embedder, model, embeddings, own, address, running.threads, report)
             return
         beside = None
-        threads = running.threads
         if embeddings.embed_model is not None:
-            beside, threads = open_beside(embeddings, running.weight_format, threads, report)
+            beside, threads = open_beside(embeddings, running.weight_format, running.threads, report)
             stack.enter_context(beside)
-        log = None if length_log is None else LengthLog(length_log, report)
-        found = open_model(
-            model,
-            running.weight_format,
-            threads,
-            db,
-            report,
-            checksum=running.checksum,
-            sparse=running.sparse,
-            tile_prompts=running.tile_prompts,
-        )
-        hint_at_tuning(model, db, report)
-        drafts = find_drafts(running.draft, found, db, report)
-        estimates = open_predictor(
-            running.predictor, found.model.name, report, lambda ids: opened.text.tokenizer.decode(ids)
-        )
-        further = _open_further(running, listening, pools, db, report)
-        budgets = _budgets([found, *further.values()], running)
-        running = replace(running, kv_budget_bytes=budgets[0])
-        size = _size(found, accepting.max_sequences, running, drafts, kv_shared=pools != ALONE)
-        if explain is not None:
-            explain(found.explain(size.step_tokens, size.max_sequences))
-        text = ModelText(found.model, allow_special=accepting.allow_special)
-        spec = InstanceSpec(model, running.weight_format, size, None, db, sparse=running.sparse)
-        pooled = stack.enter_context(open_pools(pools, found, text, spec, running.context_tokens, report))
-        opened: Served
-        host: OpenHost
-        lines: Sequence[str]
-        if pooled is None:
-            alone = stack.enter_context(_open(found, size, drafts, allow_special=accepting.allow_special))
-            opened, host = alone, partial(EngineThread, alone.engine)
-            lines = [plan.describe() for plan in found.plans.values()]
-        elif running.draft is not None:
-            raise UsageError("--draft is for one engine: leave it or the pools out")
-        else:
-            opened, host, lines = pooled, pooled.host, pooled.lines
-        others: list[OtherModel] = []
-        engines: list[OpenEngine] = []
-        for (name, one), n_bytes in zip(further.items(), budgets[1:], strict=True):
-            own = replace(running, kv_budget_bytes=n_bytes, draft=None)
-            its_size = _size(one, accepting.max_sequences, own, None, kv_shared=False)
-            beside_it = stack.enter_context(_open(one, its_size, None, allow_special=accepting.allow_special))
-            sampling = one.model.sampling.with_overrides(
-                answering.temperature, answering.top_p, answering.min_p
-            )
-            engines.append(beside_it)
-            others.append(OtherModel(beside_it, (one.model.name, name), sampling))
-            report(
-                f"also {one.model.name}: context {its_size.context_length} tokens, KV cache of "
-                f"{its_size.kv_slots} tokens"
-            )
-        if others and isinstance(opened, OpenEngine):
-            host = _host_of_all([opened, *engines])
-        settings = ServiceSettings(
-            names=(opened.model.name, model),
-            limits=limits,
-            tls=tls,
-            max_prompt_tokens=accepting.max_prompt_tokens,
-            predictor=estimates,
-            length_log=log,
-            sampling=opened.model.sampling.with_overrides(
-                answering.temperature, answering.top_p, answering.min_p
-            ),
-            cors_origins=tuple(answering.cors_origin or ()),
-            logging=Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json"),
-            tool_format=answering.tool_format,
-            page=None if answering.no_page else _machine_facts(found, size),
-        )
-        _tell(opened, lines, settings, report)
-        _warn_of_strangers(listening, settings.limits, report)
-        run_service(opened, settings, address, report, host, beside, others)
+            settings = replace(settings, running=replace(running, threads=threads))
+        log = None if settings.length_log is None else LengthLog(settings.length_log, report)
+        found = _find(model, settings, report)
+        hint_at_tuning(model, settings.db, report)
+        further = {name: _find(name, settings, report) for name in settings.running.also or ()}
+        if len({one.model.name for one in further.values()}) < len(settings.running.also or ()):
+            raise UsageError("--also names a model twice")
+        budgets = _budgets([found, *further.values()], settings.running)
+        first = _open_first(model, found, budgets[0], settings, stack, report, explain)
+        others = _open_others(further, budgets[1:], settings, stack, report)
+        service = _service_settings(model, first, settings, limits, tls, log)
+        _tell(first, service, report)
+        warn_of_strangers(settings.listening, limits, report)
+        run_service(first.opened, service, address, report, _host_of_all(first, others), beside, others)
 
 
-def _limits(listening: Listening, accepting: Accepting, report: Report) -> HttpLimits:
-    from phasewise.serving.http.http_settings import HttpLimits
-    from phasewise.serving.http.listening import allow_many_connections, allowed_hosts
+def _refuse_contradictions(settings: ServeSettings) -> None:
+    """UsageError before anything is opened."""
+    if not settings.pools.is_asked:
+        return
+    if settings.running.also:
+        raise UsageError("--also is for one engine a model: leave it or the pools out")
+    if settings.running.draft is not None:
+        raise UsageError("--draft is for one engine: leave it or the pools out")
 
-    file = accepting.api_key_file
-    keys = (*(accepting.api_key or ()), *(_keys_in(file, report) if file else ()))
-    if "" in keys:
-        raise UsageError("an API key must not be empty")
-    n_live = accepting.max_sequences + accepting.max_waiting
-    host = None if listening.unix_socket else listening.host
-    return HttpLimits(
-        api_keys=keys,
-        allowed_hosts=allowed_hosts(host, listening.allowed_host or ()),
-        max_body_bytes=accepting.max_body_bytes,
-        max_unfinished_bytes=accepting.max_unfinished_bytes,
-        max_live_requests=n_live,
-        max_waiting_requests=accepting.max_waiting,
-        max_connections=min(allow_many_connections(), accepting.max_connections),
-        max_connections_per_address=accepting.max_connections_per_address,
-        max_sequences_per_key=accepting.max_sequences_per_key or max(1, n_live * 3 // 4),
-        max_response_bytes=accepting.max_response_bytes,
-        drain_s=accepting.drain_s,
+
+def _refuse_for_embedder(name: str, settings: ServeSettings) -> None:
+    """UsageError for settings that only a model that generates text can follow."""
+    given = {
+        "--embed-model": settings.embeddings.embed_model,
+        "--draft": settings.running.draft,
+        "--also": settings.running.also,
+        "--length-log": settings.length_log,
+        "pools": settings.pools.is_asked,
+    }
+    wrong = next((flag for flag, value in given.items() if value), None)
+    if wrong is not None:
+        raise UsageError(f"{name} makes vectors and generates no text: leave {wrong} out")
+
+
+def _find(ref: str, settings: ServeSettings, report: Report) -> OpenModel:
+    from phasewise.workflows.open_model import open_model
+
+    running = settings.running
+    return open_model(
+        ref,
+        running.weight_format,
+        running.threads,
+        settings.db,
+        report,
+        checksum=running.checksum,
+        sparse=running.sparse,
+        tile_prompts=running.tile_prompts,
+        arithmetic=running.arithmetic,
     )
 
 
-def _keys_in(path: Path, report: Report) -> list[str]:
-    """The keys of a file: one on a line; empty lines and those that begin with # are left out."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkflowError(f"the API key file {path} cannot be read: {error}") from error
-    _warn_readable(path, "API keys", report)
-    lines = (line.strip() for line in text.splitlines())
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise WorkflowError(f"the API key file {path} has no key; write one a line, or leave the option out")
-    return keys
+@dataclass(frozen=True)
+class _FirstModel:
+    """The model that requests get which name no other. `lines` tell its plans."""
+
+    found: OpenModel
+    size: EngineSize
+    opened: Served
+    host: OpenHost
+    lines: Sequence[str]
+    predictor: Predictor | None
 
 
-def _tls(listening: Listening, report: Report) -> ssl.SSLContext | None:
-    from phasewise.serving.http.listening import tls_context
+def _open_first(
+    ref: str,
+    found: OpenModel,
+    kv_bytes: int | None,
+    settings: ServeSettings,
+    stack: ExitStack,
+    report: Report,
+    explain: Callable[[list[ScheduleUse]], None] | None,
+) -> _FirstModel:
+    """Its engine or its pools, which `stack` closes. kv_bytes: for keys and values; None: a default."""
+    from phasewise.serving.engine_thread import EngineThread
+    from phasewise.workflows.drafts import find_drafts
+    from phasewise.workflows.length_estimator import open_predictor
+    from phasewise.workflows.serve_instance import InstanceSpec
+    from phasewise.workflows.serve_pools import open_pools
 
-    certificate, key = listening.tls_cert, listening.tls_key
-    if certificate is None and key is None:
-        return None
-    if certificate is None:
-        raise UsageError("--tls-key needs --tls-cert")
-    if listening.unix_socket is not None:
-        raise UsageError("TLS is for ports; leave --tls-cert out, or --unix-socket")
-    context = tls_context(certificate, key)
-    _warn_readable(key or certificate, "TLS key", report)
-    return context
+    running, pools, db = settings.running, settings.pools, settings.db
+    drafts = find_drafts(running.draft, found, db, report)
+    text = _text(found, settings)
+    predictor = open_predictor(running.predictor, found.model.name, report, text.tokenizer.decode)
+    size = _size(found, kv_bytes, settings, drafts)
+    if explain is not None:
+        explain(found.explain(size.step_tokens, size.max_sequences))
+    spec = InstanceSpec(ref, running.weight_format, size, None, db, sparse=running.sparse)
+    pooled = stack.enter_context(open_pools(pools, found, text, spec, running.context_tokens, report))
+    if pooled is not None:
+        return _FirstModel(found, size, pooled, pooled.host, pooled.lines, predictor)
+    alone = stack.enter_context(_open_engine(found, size, text, drafts))
+    lines = [plan.describe() for plan in found.plans.values()]
+    return _FirstModel(found, size, alone, partial(EngineThread, alone.engine), lines, predictor)
 
 
-def _warn_readable(path: Path, secret: str, report: Report) -> None:
-    if path.stat().st_mode & stat.S_IROTH:
-        report(f"warning: everybody on this machine can read the {secret} in {path}; chmod 600 it")
+def _open_others(
+    further: Mapping[str, OpenModel],
+    budgets: Sequence[int | None],
+    settings: ServeSettings,
+    stack: ExitStack,
+    report: Report,
+) -> list[OtherModel]:
+    """Engines of the models of `--also`, by the names that they were given; `stack` closes them."""
+    from phasewise.serving.service import OtherModel
+
+    others = []
+    for (name, found), kv_bytes in zip(further.items(), budgets, strict=True):
+        size = _size(found, kv_bytes, settings, None)
+        opened = stack.enter_context(_open_engine(found, size, _text(found, settings), None))
+        others.append(OtherModel(opened, (found.model.name, name), _sampling(found, settings)))
+        report(
+            f"also {found.model.name}: context {size.context_length} tokens, KV cache of "
+            f"{size.kv_slots} tokens"
+        )
+    return others
 
 
-def _address(listening: Listening, tls: ssl.SSLContext | None) -> Address:
-    from phasewise.serving.http.listening import TcpAddress, UnixAddress
+def _text(found: OpenModel, settings: ServeSettings) -> ModelText:
+    from phasewise.serving.open_engine import ModelText
 
-    if listening.unix_socket is not None:
-        return UnixAddress(listening.unix_socket)
-    return TcpAddress(listening.host, listening.port, secure=tls is not None)
+    return ModelText(found.model, allow_special=settings.accepting.allow_special)
 
 
 def _size(
-    found: OpenModel, max_sequences: int, running: Running, drafts: DraftSource | None, *, kv_shared: bool
+    found: OpenModel, kv_bytes: int | None, settings: ServeSettings, drafts: DraftSource | None
 ) -> EngineSize:
     from phasewise.serving.open_engine import EngineSize
 
+    running = settings.running
     size = EngineSize.for_many(
         found.model,
-        max_sequences,
+        settings.accepting.max_sequences,
         running.context_tokens,
-        running.kv_budget_bytes,
+        kv_bytes,
         running.kv_format,
         None if drafts is None else drafts.model,
-        kv_shared=kv_shared,
+        kv_shared=settings.pools.is_asked,
     )
     return replace(
         size,
@@ -337,42 +226,14 @@ def _size(
     )
 
 
-def _open(
-    found: OpenModel, size: EngineSize, drafts: DraftSource | None, *, allow_special: bool
+def _open_engine(
+    found: OpenModel, size: EngineSize, text: ModelText, drafts: DraftSource | None
 ) -> OpenEngine:
-    from phasewise.serving.open_engine import ModelText, open_engine
+    from phasewise.serving.open_engine import open_engine
     from phasewise.serving.rank_teams import keeping_affinity
 
     with keeping_affinity():
-        text = ModelText(found.model, allow_special=allow_special)
         return open_engine(found.model, found.plans, size, text, found.schedules, drafts=drafts)
-
-
-def _open_further(
-    running: Running, listening: Listening, pools: Pools, db: str | None, report: Report
-) -> dict[str, OpenModel]:
-    """The models of `--also`, by the names that they were given. UsageError where they cannot be."""
-    from phasewise.workflows.open_model import open_model
-
-    names = list(running.also or ())
-    if names and pools != ALONE:
-        raise UsageError("--also is for one engine a model: leave it or the pools out")
-    found = {
-        name: open_model(
-            name,
-            running.weight_format,
-            running.threads,
-            db,
-            report,
-            checksum=running.checksum,
-            sparse=running.sparse,
-        )
-        for name in names
-    }
-    ids = [one.model.name for one in found.values()]
-    if len(set(ids)) < len(names):
-        raise UsageError("--also names a model twice")
-    return found
 
 
 def _budgets(models: Sequence[OpenModel], running: Running) -> list[int | None]:
@@ -398,14 +259,63 @@ def _budgets(models: Sequence[OpenModel], running: Running) -> list[int | None]:
     return [budget * own // sum(per_slot) for own in per_slot]
 
 
-def _host_of_all(opened: Sequence[OpenEngine]) -> OpenHost:
+def _host_of_all(first: _FirstModel, others: Sequence[OtherModel]) -> OpenHost:
     from phasewise.serving.engine_thread import EngineThread
+    from phasewise.serving.open_engine import OpenEngine
     from phasewise.serving.several_engines import SeveralEngines
+
+    if not others:
+        return first.host
 
     def thread_of(engine: Engine) -> OpenEngineHost:
         return lambda deliver, on_lost, turn: EngineThread(engine, deliver, on_lost, turn=turn)
 
+    opened = [
+        one for one in (first.opened, *(other.opened for other in others)) if isinstance(one, OpenEngine)
+    ]
     return partial(SeveralEngines, {one.model.name: thread_of(one.engine) for one in opened})
+
+
+def _service_settings(
+    ref: str,
+    first: _FirstModel,
+    settings: ServeSettings,
+    limits: HttpLimits,
+    tls: ssl.SSLContext | None,
+    length_log: LengthLog | None,
+) -> ServiceSettings:
+    from phasewise.serving.service import ServiceSettings
+
+    answering = settings.answering
+    return ServiceSettings(
+        names=(first.opened.model.name, ref),
+        limits=limits,
+        tls=tls,
+        max_prompt_tokens=settings.accepting.max_prompt_tokens,
+        predictor=first.predictor,
+        length_log=length_log,
+        sampling=_sampling(first.found, settings),
+        cors_origins=_cors_origins(settings),
+        logging=_logging(settings),
+        tool_format=answering.tool_format,
+        page=None if answering.no_page else _machine_facts(first.found, first.size),
+    )
+
+
+def _cors_origins(settings: ServeSettings) -> tuple[str, ...]:
+    return tuple(settings.answering.cors_origin or ())
+
+
+def _logging(settings: ServeSettings) -> Logging:
+    from phasewise.serving.http.access_log import Logging
+
+    logged = settings.logged
+    return Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json")
+
+
+def _sampling(found: OpenModel, settings: ServeSettings) -> SamplingDefaults:
+    answering = settings.answering
+    return found.model.sampling.with_overrides(answering.temperature, answering.top_p, answering.min_p)
 
 
 def _machine_facts(found: OpenModel, size: EngineSize) -> MachineFacts:
@@ -426,26 +336,16 @@ def _level(name: str) -> Level:
     return levels[name]
 
 
-def _warn_of_strangers(listening: Listening, limits: HttpLimits, report: Report) -> None:
-    from phasewise.serving.http.listening import is_loopback
-
-    if limits.api_keys or listening.unix_socket is not None or is_loopback(listening.host):
-        return
-    report(
-        f"warning: every machine that reaches {listening.host} port {listening.port} can use this server: it "
-        "asks for no key; set PHASEWISE_API_KEY or --api-key-file, or listen on 127.0.0.1"
-    )
-
-
-def _tell(opened: Served, lines: Sequence[str], settings: ServiceSettings, report: Report) -> None:
+def _tell(first: _FirstModel, settings: ServiceSettings, report: Report) -> None:
     from phasewise.serving.forward import kv_bytes_per_slot, resolve_kv_format
 
+    opened = first.opened
     size = opened.size
     report(f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens")
     kv_mib = size.kv_slots * kv_bytes_per_slot(opened.model, size.kv_format) / (1 << 20)
     kv_format = resolve_kv_format(opened.model, size.kv_format)
     report(f"KV cache: {size.kv_slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
-    for line in lines:
+    for line in first.lines:
         report(line)
     if settings.length_log is not None:
         report(f"length log: token ids of every prompt are kept in {settings.length_log.path}")

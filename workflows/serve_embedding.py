@@ -9,11 +9,9 @@ from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
-    import ssl
-
     from phasewise.serving.embedding.open_embedding import OpenEmbedding
     from phasewise.serving.embedding.plan import EmbeddingPlan
-    from phasewise.serving.http.http_settings import HttpLimits
+    from phasewise.serving.embedding.service import EmbeddingSettings
     from phasewise.serving.http.listening import Address
     from phasewise.serving.model import PackedModel
     from phasewise.topology import Machine
@@ -34,10 +32,17 @@ class Embeddings:
 
 
 def plan_for(
-    model: PackedModel, machine: Machine, settings: Embeddings, front_cores: int, report: Report
+    model: PackedModel,
+    machine: Machine,
+    settings: Embeddings,
+    report: Report,
+    *,
+    front_cores: int = 0,
+    threads: int | None = None,
 ) -> EmbeddingPlan:
     """The flags' plan, else the stored one, else a default: every accelerator, and one instance for each NUMA
-    node, which promise no time. front_cores: the lowest cores, which others use.
+    node, which promise no time. front_cores: the lowest cores, which others use. threads: cores of all
+    instances together, the highest ones. UsageError where there are too few.
     """
     from phasewise.serving.embedding.devices import accelerators, instance_cores
     from phasewise.serving.embedding.plan import EmbeddingPlan, Instance, load_plan, plan_file
@@ -45,7 +50,8 @@ def plan_for(
     from phasewise.topology import Kind, placement_signature
 
     allowed = frozenset(machine.allowed_pus)
-    if settings.embed_instances is None and not front_cores:
+    is_flagged = settings.embed_instances is not None or threads is not None
+    if not is_flagged and not front_cores:
         placement = placement_signature(machine, machine.allowed_pus)
         path = plan_file(model.name, model.format, str(placement))
         try:
@@ -57,24 +63,21 @@ def plan_for(
             return stored
     n_nodes = max(1, len([node for node in machine.nodes(Kind.NUMA) if allowed.intersection(node.cpus)]))
     try:
-        cores = instance_cores(machine, settings.embed_instances or n_nodes, front_cores)
+        cores = instance_cores(machine, settings.embed_instances or n_nodes, front_cores, threads)
     except ValueError as error:
         raise UsageError(str(error)) from error
     found = accelerators() if settings.embed_accelerators and not front_cores else []
     front = tuple(sorted(allowed)[:1])
     instances = [Instance(one.name, front) for one in found if one.kind == "cuda"]
     instances += [Instance(f"cpu:{at}", own) for at, own in enumerate(cores)]
-    return EmbeddingPlan(tuple(instances), source="default" if settings.embed_instances is None else "flags")
+    return EmbeddingPlan(tuple(instances), source="flags" if is_flagged else "default")
 
 
-def open_for(
-    model: PackedModel, ref: str, machine: Machine, settings: Embeddings, front_cores: int, report: Report
-) -> OpenEmbedding:
+def open_for(model: PackedModel, ref: str, plan: EmbeddingPlan, report: Report) -> OpenEmbedding:
     """Workers of the plan, ready. A GPU's worker that cannot start is left out, and `report` told why."""
     from phasewise.serving.embedding.open_embedding import open_embedding
     from phasewise.serving.errors import RanksError
 
-    plan = plan_for(model, machine, settings, front_cores, report)
     report(plan.describe())
     try:
         return open_embedding(model, ref, model.format, plan)
@@ -88,31 +91,31 @@ def open_for(
 
 def open_embedding_model(ref: str, weight_format: str, report: Report) -> PackedModel | None:
     """The model where it is made for embedding, None where it generates text."""
-    from phasewise.serving.loaders import load_model
+    from phasewise.serving.loaders import is_made_for_embedding, load_model
 
-    model = load_model(ref, weight_format, report=report)
-    return model if model.embedding is not None else None
+    if not is_made_for_embedding(ref, weight_format, report=report):
+        return None
+    return load_model(ref, weight_format, report=report)
 
 
 def serve_embeddings(
     model: PackedModel,
     ref: str,
-    settings: Embeddings,
-    limits: HttpLimits,
+    embeddings: Embeddings,
+    settings: EmbeddingSettings,
     address: Address,
+    threads: int | None,
     report: Report,
-    tls: ssl.SSLContext | None,
 ) -> None:
     """Serve an embedding model alone until a signal ends it. EngineLost, RanksError, UsageError."""
     from phasewise.serving.embedding.service import run_embedding_service
     from phasewise.topology import read_machine
 
-    if settings.embed_model is not None:
-        raise UsageError(f"--embed-model is for a language model; {model.name} embeds by itself")
-    with open_for(model, ref, read_machine(), settings, 0, report) as opened:
+    plan = plan_for(model, read_machine(), embeddings, report, threads=threads)
+    with open_for(model, ref, plan, report) as opened:
         what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
         report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")
-        run_embedding_service(opened, (model.name, ref), limits, address, report, tls)
+        run_embedding_service(opened, settings, address, report)
 
 
 def open_beside(
@@ -140,4 +143,5 @@ def open_beside(
     if model is None:
         raise UsageError(f"--embed-model {settings.embed_model} is no embedding model")
     cores = replace(settings, embed_instances=settings.embed_instances or 1)
-    return open_for(model, settings.embed_model, machine, cores, n_cores - own, report), left
+    plan = plan_for(model, machine, cores, report, front_cores=n_cores - own)
+    return open_for(model, settings.embed_model, plan, report), left

@@ -120,25 +120,27 @@ def _open(spec: InstanceSpec) -> OpenEngine:
 
     use_one_heap()
     from phasewise.serving.loaders import load_model
-    from phasewise.serving.loaders.storage import StorageChoice
+    from phasewise.serving.loaders.resolve import cache_root, locate
     from phasewise.serving.open_engine import ModelText, open_engine
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import check_fits, model_key, plans_for
+    from phasewise.workflows.storage_choice import storage_choice
     from phasewise.workflows.tuned_schedules import schedules_for
 
     log = logging.getLogger(__name__)
-    storage = StorageChoice(spec.sparse)
-    model = load_model(spec.model, spec.weight_format, report=log.warning, storage=storage)
     machine = read_machine()
+    key = model_key(locate(spec.model, cache_root(None), log.warning).name, spec.weight_format)
     plans: dict[Phase, ServicePlan]
     if spec.plans is None:
-        stored = plans_for(spec.db, machine, model_key(model.name, model.format), None, log.warning)
+        stored = plans_for(spec.db, machine, key, None, log.warning)
         plans = _plans_within(stored, machine, spec, log.warning)
     else:
         plans = {plan.phase: plan for plan in spec.plans}
         if spec.pinned:
             for plan in plans.values():
                 check_fits(plan, machine)
+    storage = storage_choice(spec.sparse, spec.db, machine, plans, log.warning)
+    model = load_model(spec.model, spec.weight_format, report=log.warning, storage=storage)
     schedules = schedules_for(spec.db, machine, plans, log.warning)
     size = replace(spec.size, kv_shared=True)
     return open_engine(model, plans, size, ModelText(model), schedules, spec.pinned)

@@ -35,7 +35,8 @@ class Pools:
     Cores are written as taskset does, e.g. `0-11`; `0-11+12-23` are two ranks. `pools`: `off`, or `auto`,
     which takes the pools from the tuned plans. Prompts of at most `split_above` tokens are computed where
     their answers are. On a Ray `cluster` (its address, or `auto`) `prompt`, `token` and `mixed` say how many
-    instances of how many cores, e.g. `2x24`; `spread`: on different nodes.
+    instances of how many cores, e.g. `2x24`; `spread`: on different nodes. An instance that is given
+    the other pool's work of `repurpose_after` requests in a row moves there for good; 0: never.
     """
 
     prompt_pool: Sequence[str] | None = None
@@ -43,12 +44,20 @@ class Pools:
     mixed_pool: Sequence[str] | None = None
     pools: str = "off"
     split_above: int = SPLIT_ABOVE_TOKENS
+    repurpose_after: int = 0
     cluster: str | None = None
     prompt: str | None = None
     token: str | None = None
     mixed: str | None = None
     spread: bool = False
     kv_transfer: Literal["auto", "shm", "tcp"] = "auto"
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether any pool is asked for."""
+        return (
+            bool(self.named or self.cluster or self.prompt or self.token or self.mixed) or self.pools != "off"
+        )
 
     @property
     def named(self) -> list[tuple[Role, str]]:
@@ -181,7 +190,7 @@ def _refuse_shared_cores(instances: Sequence[PlannedInstance]) -> None:
 
 
 def share_of(size: EngineSize, n_instances: int, asked_context: int | None = None) -> EngineSize:
-    """The size of each of so many instances that together hold as many slots as `size`.
+    """The size of each of N instances that together hold as many slots as `size`; N: `n_instances`.
 
     UsageError where the context that was asked for does not fit into one of them.
     """
@@ -258,6 +267,7 @@ def _settings(folder: Path, pools: Pools) -> FrontSettings:
         endpoint=f"ipc://{folder}/front",
         listen=lambda index, life: f"ipc://{folder}/kv-{index}-{life}",
         split_above_tokens=pools.split_above,
+        repurpose_after_requests=pools.repurpose_after,
         kv_transfer=pools.kv_transfer,
     )
 
@@ -266,12 +276,12 @@ def _settings(folder: Path, pools: Pools) -> FrontSettings:
 def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, list[str]]]:
     """Over instances on a Ray cluster; and a line for each."""
     from phasewise.cluster.front import Front, FrontSettings
-    from phasewise.cluster.ray_cluster import NODE, RayInstances, Wanted, ray_connection
+    from phasewise.cluster.ray_cluster import NODE, RayInstances, WantedInstance, ray_connection
     from phasewise.serving.sockets import Keys
     from phasewise.workflows.serve_instance import MODULE
 
     assert pools.cluster is not None
-    wanted = [Wanted(role, cores) for role, cores in pools.counted]
+    wanted = [WantedInstance(role, cores) for role, cores in pools.counted]
     _check_roles({one.role for one in wanted}, "")
     with ray_connection(pools.cluster) as node:
         launcher = RayInstances(MODULE, wanted, spread=pools.spread)
@@ -286,6 +296,7 @@ def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, lis
             listen=lambda index, life: f"tcp://{NODE}:*",
             keys=Keys.new(),
             split_above_tokens=pools.split_above,
+            repurpose_after_requests=pools.repurpose_after,
             kv_transfer=pools.kv_transfer,
         )
         roles: list[Role] = [one.role for one in wanted]

@@ -41,13 +41,15 @@ class Exported:
     n_machines: int
 
 
-def export_rows(db: str | None, signatures: Sequence[str], *, step_times: bool, report: Report) -> Exported:
+def export_rows(
+    db: str | None, signatures: Sequence[str], *, step_times: bool, users_kernels: bool, report: Report
+) -> Exported:
     """All rows of machines whose core or placement signature contains one of `signatures`, or all.
 
     `here` among them means a machine like this one. ExportFileError where no row is of such a machine.
     """
     with existing_store(db, report) as store:
-        rows = [*rows_of(store, _wanted(signatures), step_times=step_times)]
+        rows = [*rows_of(store, _wanted(signatures), step_times=step_times, users_kernels=users_kernels)]
     if signatures and not rows:
         raise ExportFileError(f"no rows are of a machine with {' or '.join(signatures)} in its signature")
     return Exported(export_lines(rows), len(rows), len({row.origin.machine for row in rows}))
@@ -82,7 +84,7 @@ def import_file(file: str, db: str | None, report: Report = silent) -> Imported:
 def merge_database(other: str, db: str | None, report: Report = silent) -> Imported:
     """Add the rows of another database, or of an export, unverified."""
     with _other_store(other, report) as source, open_store(db, report) as store:
-        taken = import_rows(store, rows_of(source, step_times=True))
+        taken = import_rows(store, rows_of(source, step_times=True, users_kernels=True))
     return Imported(redacted(other), taken, 0)
 
 

@@ -19,7 +19,7 @@ from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
-    from phasewise.serving.embedding.depth import LatencyLine
+    from phasewise.serving.embedding.depth import FoundDepth, LatencyLine
     from phasewise.serving.embedding.plan import EmbeddingPlan
     from phasewise.serving.embedding.worker_process import WorkerProcess
     from phasewise.serving.model import PackedModel
@@ -30,9 +30,9 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One way to cut the cores. `line`: of one instance, by tokens, while all work. `depth`: inputs of
-    all.
+class MeasuredCut:
+    """One way to cut the cores. `line`: of one instance, by tokens, while all work. `depth`: inputs of all,
+    by the line or by trying, whichever is fewer.
     """
 
     cores: tuple[tuple[int, ...], ...]
@@ -40,15 +40,15 @@ class Measured:
     depth: int
     predicted: int
     """Inputs of one instance that its line says are answered within the SLO."""
-    stress: int
-    """What trying finds: the most that were."""
+    tried: int
+    """The most that were."""
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedEmbedding:
     """What was measured, the plan of the best, and where it is kept."""
 
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredCut, ...]
     plan: EmbeddingPlan
     path: Path
 
@@ -60,7 +60,7 @@ def tune_embed(
     tokens: int,
     most_instances: int | None,
     report: Report = silent,
-) -> Tuned:
+) -> TunedEmbedding:
     """Measure, choose and keep a plan. WorkflowError where no instance answers one input within the SLO."""
     from phasewise.serving.embedding.depth import admission_depth
     from phasewise.serving.embedding.devices import instance_cores
@@ -81,19 +81,19 @@ def tune_embed(
         where = " and ".join(",".join(map(str, own)) for own in cores)
         report(
             f"{n} instances on cores {where}: {one.depth} inputs of {length} tokens within {slo_s:g} s"
-            f" (one: {one.predicted} by the line, {one.stress} tried)"
+            f" (one: {one.predicted} by the line, {one.tried} tried)"
         )
         found.append(one)
     best = max(found, key=lambda one: one.depth)
-    if best.predicted < 1:
+    if best.depth < 1:
         raise WorkflowError(f"no instance embeds one input of {length} tokens within {slo_s:g} s")
-    depth = admission_depth(best.line, slo_s, length, MARGIN)
+    depth = admission_depth(best.line, slo_s, length, MARGIN).scaled(min(1.0, best.tried / best.predicted))
     plan = EmbeddingPlan(
         tuple(Instance(f"cpu:{at}", own, depth) for at, own in enumerate(best.cores)), slo_s, "tune-embed"
     )
     path = plan_file(model.name, model.format, placement_signature(machine, machine.allowed_pus))
     save_plan(plan, path)
-    return Tuned(tuple(found), plan, path)
+    return TunedEmbedding(tuple(found), plan, path)
 
 
 def _counts(most: int) -> list[int]:
@@ -106,7 +106,8 @@ def _counts(most: int) -> list[int]:
 
 def _measure(
     model: PackedModel, ref: str, cores: Sequence[tuple[int, ...]], slo_s: float, length: int
-) -> Measured:
+) -> MeasuredCut:
+    from phasewise.serving.embedding.depth import LatencyLine
     from phasewise.serving.embedding.open_embedding import start_worker
     from phasewise.serving.embedding.worker import WorkerSpec
 
@@ -115,18 +116,18 @@ def _measure(
         workers = [
             start_worker(WorkerSpec(f"cpu:{at}", ref, model.format, own)) for at, own in enumerate(cores)
         ]
-        line, predicted, stress = asyncio.run(_probe(workers, slo_s, length))
+        found = asyncio.run(_probe(workers, slo_s, length))
     finally:
         for worker in workers:
             worker.close()
-    return Measured(tuple(cores), line, predicted * len(cores), predicted, stress)
+    depth = min(found.predicted, found.tried) * len(cores)
+    by_tokens = LatencyLine(found.line.alpha_s / length, found.line.beta_s)
+    return MeasuredCut(tuple(cores), by_tokens, depth, found.predicted, found.tried)
 
 
-async def _probe(workers: Sequence[WorkerProcess], slo_s: float, length: int) -> tuple[LatencyLine, int, int]:
-    """The line by tokens of one instance while all work, and the inputs that it promises and that were
-    found.
-    """
-    from phasewise.serving.embedding.depth import LatencyLine, fit, probe_sizes
+async def _probe(workers: Sequence[WorkerProcess], slo_s: float, length: int) -> FoundDepth:
+    """The depth of one instance while all work."""
+    from phasewise.serving.embedding.depth import predict_and_try
     from phasewise.serving.embedding.protocol import inputs_to_bytes
     from phasewise.serving.encoder.text import Tokens
 
@@ -143,21 +144,5 @@ async def _probe(workers: Sequence[WorkerProcess], slo_s: float, length: int) ->
             times.append(time.perf_counter() - began)
         return sorted(times)[len(times) // 2]
 
-    await seconds(4)
-    most = 8
-    while (took := await seconds(most)) < slo_s / 2 and most < 1 << 14:
-        most = max(2 * most, min(8 * most, int(most * slo_s / 2 / took)))
-    sizes = probe_sizes(most)
-    by_inputs = fit(sizes, [await seconds(size) for size in sizes])
-    predicted = by_inputs.largest_within(slo_s)
-    low, high = 0, max(2, 2 * predicted)
-    candidate = max(1, predicted)
-    while high - low > max(1, predicted // 40):
-        if await seconds(candidate) <= slo_s:
-            low = candidate
-        else:
-            high = candidate
-        candidate = (low + high) // 2
-        if candidate == low:
-            break
-    return LatencyLine(by_inputs.alpha_s / length, by_inputs.beta_s), predicted, low
+    await seconds(4)  # the first batches find nothing in the caches
+    return await predict_and_try(seconds, slo_s)

@@ -18,10 +18,12 @@ from phasewise.topology import Machine
 from phasewise.tuner.lookup import PhaseSchedules, ScheduleChoice, ScheduleTable
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.weights import format_name
+from phasewise.workflows.arithmetic_choice import PATHS, ArithmeticChoice
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.cython_kernels.packing import PackedWeight
+    from phasewise.serving.loaders.storage import StorageChoice
     from phasewise.serving.model import PackedModel
 
 Plans = Mapping[Phase, ServicePlan]
@@ -35,10 +37,12 @@ class KernelSchedules:
     found: PhaseSchedules
     in_tiles: bool = False
     """Quantised weights are multiplied as bf16 on the tile unit, where there is one."""
+    choice: ArithmeticChoice = "tuned"
     _known: dict[tuple[str, int, int, int], list[RowRange]] = field(default_factory=dict)
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
-        return self.found.arithmetic(weight)
+        path = _chosen_path(self.choice, weight)
+        return self.found.arithmetic(weight) if path is None else (path, 1)
 
     def own_path(self, weight: PackedWeight) -> str | None:
         has_tiles = weight.kind in ("f32", "bf16") or (weight.kind == "q8" and weight.group == 0)
@@ -48,11 +52,23 @@ class KernelSchedules:
         """The row ranges of this weight's shape; cached, since a model has many weights and few shapes."""
         key = (format_name(weight), weight.n, weight.k, max_m)
         if key not in self._known:
-            self._known[key] = _row_ranges(self.found.products(weight, max_m))
+            if _chosen_path(self.choice, weight) not in (None, self.found.arithmetic(weight)[0]):
+                self._known[key] = [RowRange(max_m, None, f"--arithmetic {self.choice}: the default")]
+            else:
+                self._known[key] = _row_ranges(self.found.products(weight, max_m))
         return self._known[key]
 
     def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
         return _row_ranges(self.found.attention(kv_format, n, k, max_m))
+
+
+def _chosen_path(choice: ArithmeticChoice, weight: PackedWeight) -> str | None:
+    """The path that was asked for; None where none was, or where the weight has no sub-scales."""
+    from phasewise.cython_kernels._native import compute_paths
+
+    path = PATHS.get(choice)
+    has_both = path is not None and PATHS["blocks"] in compute_paths(weight.kind, weight.group)
+    return path if has_both else None
 
 
 def _row_ranges(choices: Sequence[ScheduleChoice]) -> list[RowRange]:
@@ -74,17 +90,19 @@ def schedules_for(
     report: Report = silent,
     *,
     tile_prompts: bool = False,
+    arithmetic: ArithmeticChoice = "tuned",
 ) -> Mapping[Phase, KernelSchedules]:
     """The schedules in use on each plan's cores with this build of the kernels; none without a database.
 
     tile_prompts: prefill multiplies quantised weights as bf16 on the tile unit, where there is one.
+    arithmetic: of K-quants, for both phases.
     """
     absent = locate(db).is_absent
     tables: dict[Phase, ScheduleTable] = (
         {phase: ScheduleTable([]) for phase in plans} if absent else _tables(db, machine, plans, report)
     )
     return {
-        phase: KernelSchedules(PhaseSchedules(table), tile_prompts and phase == "prefill")
+        phase: KernelSchedules(PhaseSchedules(table), tile_prompts and phase == "prefill", arithmetic)
         for phase, table in tables.items()
     }
 
@@ -130,7 +148,8 @@ class ScheduleUse:
     schedule: Mapping[str, int] | None
     """None: attention's default, which looks at the whole step."""
     storage: str = "dense"
-    """Of the weight: `dense`, or `sparse` with the share that is kept."""
+    """`dense` or `sparse`, and the share that is kept, where it could be either."""
+    storage_why: str = ""
 
 
 def explain(
@@ -139,15 +158,18 @@ def explain(
     lookups: Mapping[Phase, KernelSchedules],
     most_rows: Mapping[Phase, int],
     kv_format: str,
+    storage: StorageChoice,
 ) -> list[ScheduleUse]:
     """One entry for every distinct shape of `model`, and for attention, up to `most_rows` of each phase.
 
-    Where a plan has several ranks, the entries are for the columns and heads that rank 0 computes.
+    Where a plan has several ranks, the entries are for the columns and heads that rank 0 computes. Density
+    is that of the first weight of a shape. storage: how the model's weights were to be stored.
     """
     uses: list[ScheduleUse] = []
+    shapes = [(names, whole, _storage_of(whole, storage)) for names, whole in _shapes(model)]
     for phase, plan in plans.items():
         threads = tuple(len(rank.cores) for rank in plan.ranks)
-        for names, whole in _shapes(model):
+        for names, whole, stored in shapes:
             arithmetic = lookups["prefill"].arithmetic(whole)
             weight = columns(whole, *share(whole.panels, threads, 0))
             if weight is None:
@@ -157,7 +179,8 @@ def explain(
                 arithmetic = (own_path, arithmetic[1])
                 ranges = [RowRange(most_rows[phase], None, "prompts in tiles: the default")]
             cut = _cut(ranges, most_rows[phase])
-            uses += [_product_use(phase, names, weight, arithmetic, threads[0], rows) for rows in cut]
+            found = [_product_use(phase, names, weight, arithmetic, threads[0], rows) for rows in cut]
+            uses += [replace(use, storage=stored[0], storage_why=stored[1]) for use in found]
         heads = share(model.config.n_kv_heads, threads, 0)[1]
         if heads:
             problem = attention_problem(model, heads, kv_format)
@@ -181,6 +204,21 @@ def _shapes(model: PackedModel) -> Iterator[tuple[str, PackedWeight]]:
         yield " ".join(names[key]), weight
 
 
+def _storage_of(weight: PackedWeight, storage: StorageChoice) -> tuple[str, str]:
+    """Storage and density of a weight, and why it is stored so; reads all of it."""
+    from phasewise.cython_kernels import sparse
+    from phasewise.serving.loaders.forms import WeightForm
+
+    if not sparse.can_be_sparse(weight.kind, weight.mins is not None):
+        return "dense", ""
+    scale_dtype = None if weight.scales is None else str(weight.scales.dtype)
+    form = WeightForm(weight.kind, weight.group, weight.zero_point, scale_dtype)
+    kept = sparse.kept(weight)
+    density = kept / (weight.n * weight.k)
+    name = "sparse" if weight.is_sparse else "dense"
+    return f"{name}, {density:.2f} kept", storage.decide(form, weight.n, weight.k, kept).why
+
+
 def _cut(ranges: Sequence[RowRange], most_rows: int) -> Iterator[tuple[int, RowRange]]:
     """The ranges up to `most_rows`, each with its first number of rows."""
     first_m = 1
@@ -200,7 +238,6 @@ def _product_use(
     found: tuple[int, RowRange],
 ) -> ScheduleUse:
     from phasewise.cython_kernels._native import compute_paths, default_schedule
-    from phasewise.cython_kernels.sparse import kept_share
 
     (path, k_parts), (first_m, rows), paths = arithmetic, found, compute_paths(weight.kind, weight.group)
     return ScheduleUse(
@@ -215,7 +252,6 @@ def _product_use(
         rows.last_m,
         rows.why,
         rows.schedule or default_schedule(weight, rows.last_m, threads, path, k_parts),
-        f"sparse, {kept_share(weight):.2f} kept" if weight.is_sparse else "dense",
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
 
 from phasewise._version import __version__
 from phasewise.cython_kernels import _native
-from phasewise.kerneldb.records import Problem, Schedule
+from phasewise.kerneldb.records import Origin, Problem, Schedule, StorageDuel
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.upkeep import Here, ScheduleVerdict, verify
 from phasewise.topology import Machine
@@ -16,7 +18,8 @@ from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import NativeEvaluator, paths_of
 from phasewise.tuner.plans import PHASES, default_plan, machine_key
 from phasewise.tuner.search.space import arithmetic_of
-from phasewise.tuner.weights import cold_bytes
+from phasewise.tuner.tuning_run import Duel
+from phasewise.tuner.weights import cold_bytes, split_format
 from phasewise.workflows.report import Report, silent
 
 FAMILIES = ("gemm", "attention")
@@ -65,6 +68,53 @@ def _attention_obstacle(problem: Problem, schedule: Schedule) -> str | None:
     return None
 
 
+class StorageBench(Protocol):
+    """What fights a duel between storages: `NativeBench`."""
+
+    def obstacle(self, problem: Problem, schedule: Schedule) -> str | None: ...
+
+    def duel_storages(self, problem: Problem, schedule: Schedule, dense_schedule: Schedule) -> Duel: ...
+
+
+def verify_storage_duels(
+    store: Store, here: Here, bench: StorageBench, report: Report
+) -> Iterator[StorageDuel]:
+    """Fight imported duels between storages again that no duel of this database has settled, and keep them.
+
+    Problems that cannot be timed here are reported.
+    """
+    abi = here.kernel_abis["gemm"]
+    settled = {duel.problem for duel in store.storage_duels(here.machine, abi)}
+    imported = {
+        duel.problem: duel
+        for duel in store.all_storage_duels()
+        if duel.origin.machine == here.machine and duel.kernel_abi == abi and duel.problem not in settled
+    }
+    for problem, duel in imported.items():
+        if obstacle := _storage_obstacle(duel, bench):
+            report(f"{problem.describe()}: storages are not compared: {obstacle}")
+            continue
+        fought = bench.duel_storages(problem, duel.schedule, duel.dense_schedule)
+        origin = Origin(here.machine, here.program_version, here.now_ms())
+        again = replace(duel, comparison=fought.comparison, origin=origin)
+        store.add_storage_duels([again])
+        yield again
+
+
+def _storage_obstacle(duel: StorageDuel, bench: StorageBench) -> str | None:
+    problem = duel.problem
+    try:
+        dense, density = split_format(problem.format)
+    except TunerError as error:
+        return str(error)
+    if problem.family != "gemm" or density is None:
+        return "its format names no sparse storage"
+    if arithmetic_of(duel.schedule) != arithmetic_of(duel.dense_schedule):
+        return "its schedules differ in their arithmetic"
+    of_dense = replace(problem, format=dense)
+    return bench.obstacle(of_dense, duel.dense_schedule) or bench.obstacle(problem, duel.schedule)
+
+
 def verdicts(
     store: Store,
     machine: Machine,
@@ -86,5 +136,9 @@ def verdicts(
         try:
             with lock.turn():
                 yield from verify(store, here, bench, top, report)
+                for duel in verify_storage_duels(store, here, bench, report):
+                    found = duel.comparison
+                    span = f"{found.gain_low:.3f} to {found.gain_high:.3f}"
+                    report(f"{duel.problem.describe()}: {found.gain:.3f} x as fast as dense ({span})")
         finally:
             bench.close()

@@ -1,14 +1,23 @@
-"""Rows 6, 7, 8 and 16: what a request may say, and what its answer tells or holds."""
+"""Rows 5, 6, 7, 8 and 16: what a request may say, and what its answer tells or holds."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import statistics
+import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from row_runner import Missed
+from served_process import TINY
 
-from hostile_rows.siege import Asked, Siege, attacking
+from hostile_rows.siege import HEALTH_S, Asked, Siege, attacking
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 KEYS = ("first-key", "second-key")
 _TRIES = 3
@@ -24,9 +33,18 @@ def huge_integers(siege: Siege) -> str:
             status, said = client.post("/v1/completions", body)
             if status != 400:
                 raise Missed(f"{field.decode()} of 4300 digits: {status} {said}")
+        others = {
+            "/v1/responses": b'"input":"a","max_output_tokens":%s',
+            "/v1/chat/completions": b'"messages":[{"role":"user","content":"a"}],"max_completion_tokens":%s',
+            "/detokenize": b'"tokens":[%s]',
+        }
+        for path, fields in others.items():
+            status, said = client.post(path, b'{"model":"%s",%s}' % (client.model.encode(), fields % digits))
+            if status != 400:
+                raise Missed(f"{path} with an integer of 4300 digits: {status} {said}")
         if any('status="500"' in name for name in server.metrics()):
             raise Missed("/metrics counts a 500")
-        return "five fields, each a 400"
+        return "eight fields, each a 400"
 
 
 def prompts_told_by_time(siege: Siege) -> str:
@@ -75,13 +93,94 @@ def many_choices(siege: Siege) -> str:
     return line
 
 
+def long_conversations(siege: Siege) -> str:
+    """Bodies of megabytes for /v1/responses and /tokenize: they are worked on beside the event loop."""
+    with siege.server("--api-key", KEYS[0], "--api-key", KEYS[1]) as server:
+        modest = siege.asked(server, KEYS[1])
+        return siege.under_attack(server, _long, siege.asked(server, KEYS[0]), well_behaved=modest.complete)
+
+
+def batches_of_inputs(siege: Siege) -> str:
+    """2,048 inputs in each request for vectors: another key's input waits for the batches in computation."""
+    model = _embedding_model(siege)
+    with siege.server("--api-key", KEYS[0], "--api-key", KEYS[1], model=model) as server:
+        greedy, modest = (siege.asked(server, key) for key in KEYS)
+        idle = [_embedded_s(modest) for _ in range(20)]
+        health_s: list[float] = []
+        with attacking(_batches, greedy):
+            time.sleep(1.0)
+            beside = []
+            end_s = time.monotonic() + siege.seconds
+            while time.monotonic() < end_s:
+                beside.append(_embedded_s(modest))
+                began = time.monotonic()
+                greedy.get("/health")
+                health_s.append(time.monotonic() - began)
+        line = (
+            f"median {statistics.median(beside) * 1e3:.0f} ms (idle {statistics.median(idle) * 1e3:.0f}), "
+            f"most {max(beside) * 1e3:.0f} ms, /health {max(health_s) * 1e3:.0f} ms"
+        )
+    if max(health_s) > HEALTH_S:
+        raise Missed(f"/health took more than {HEALTH_S * 1e3:g} ms: {line}")
+    return line
+
+
+def _embedding_model(siege: Siege) -> str:
+    if siege.model != TINY:
+        return "all-minilm-l6-v2"
+    from tests.support.encoder_models import write_encoder
+
+    return str(write_encoder(siege.folder / "encoder", "bert"))
+
+
+def _embedded_s(asked: Asked) -> float:
+    """Seconds until one short input has its vector."""
+    began = time.monotonic()
+    status, said = asked.post("/v1/embeddings", {"model": asked.model, "input": "a"})
+    if status != 200:
+        raise Missed(f"another key's input is answered {status}: {said}")
+    return time.monotonic() - began
+
+
+def _batches(asked: Asked) -> None:
+    def client() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                asked.post("/v1/embeddings", {"model": asked.model, "input": ["a"] * 2048}, 600.0)
+                time.sleep(0.1)
+
+    _all_at_once([client] * 4)
+
+
+def _long(asked: Asked) -> None:
+    items = [{"role": "user", "content": "x" * 300}] * 9999
+    calls = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * 9999
+    bodies: dict[str, object] = {
+        "/v1/responses": {"model": asked.model, "input": items},
+        "/v1/responses?calls": {"model": asked.model, "input": calls},
+        "/tokenize": {"model": asked.model, "prompt": "a b" * 100_000, "return_token_strs": True},
+    }
+
+    def client(path: str, body: object) -> None:
+        content = json.dumps(body).encode()
+        while True:
+            with contextlib.suppress(OSError):
+                asked.post(path, content)
+
+    _all_at_once([partial(client, path, body) for path, body in bodies.items()])
+
+
 def _choices(asked: Asked) -> None:
     def client(n: int) -> None:
         while True:
             with contextlib.suppress(OSError):
                 asked.complete("a", 64, n=n, logprobs=20, ignore_eos=True)
 
-    threads = [threading.Thread(target=client, args=(n,), daemon=True) for n in (128, 128, 8, 8)]
+    _all_at_once([partial(client, n) for n in (128, 128, 8, 8)])
+
+
+def _all_at_once(work: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=one, daemon=True) for one in work]
     for thread in threads:
         thread.start()
     for thread in threads:

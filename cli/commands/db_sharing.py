@@ -39,6 +39,13 @@ def export(
             help="also export the step times of `tune-config`; they contain the names of your models",
         ),
     ] = False,
+    users_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--user-kernels",
+            help="also export parameters of your own kernels; they contain the names of their functions",
+        ),
+    ] = False,
     db: DbOption = None,
 ) -> None:
     """Print all schedules, their timings and promotions as JSON lines, to be shared.
@@ -47,7 +54,7 @@ def export(
     """
     from phasewise.workflows.share_database import export_rows
 
-    found = export_rows(db, signature or (), step_times=step_times, report=note)
+    found = export_rows(db, signature or (), step_times=step_times, users_kernels=users_kernels, report=note)
     _write_out(found.lines)
     note(f"{found.n_rows} rows of {found.n_machines} kind{'s' if found.n_machines != 1 else ''} of machine")
 
@@ -183,5 +190,5 @@ def gc(
     if as_json:
         print_json({"dry_run": dry_run, "deleted": dict(deleted)})
     else:
-        counts = ", ".join(f"{count} {table.replace('_', ' ')}s" for table, count in deleted.items())
-        say(f"{'would delete' if dry_run else 'deleted'} {counts}")
+        counts = [f"{count} {table.replace('_', ' ')}s" for table, count in deleted.items() if count]
+        say(f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}")

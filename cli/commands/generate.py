@@ -11,6 +11,7 @@ import typer
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import (
     SAMPLING,
+    ArithmeticOption,
     DbOption,
     DraftOption,
     ExplainOption,
@@ -48,6 +49,7 @@ _SETTINGS = option_set(
     sparse=SparseOption,
     threads=ThreadsOption,
     tile_prompts=TilePromptsOption,
+    arithmetic=ArithmeticOption,
     draft=DraftOption,
 )
 

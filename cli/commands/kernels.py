@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from phasewise.cli.options import DbOption, JsonOption
+from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
 from phasewise.cli.present import note, print_json, say, write_atomically
 
 app = typer.Typer(help="Kernels written in C: raise, lower, check, emit.", no_args_is_help=True)
@@ -21,13 +21,6 @@ KernelArgument = Annotated[
 ]
 OutOption = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="write there [default: stdout]")
-]
-IncludeOption = Annotated[
-    list[Path] | None,
-    typer.Option("--include", "-I", metavar="DIR", help="folder with headers of the C file"),
-]
-DefineOption = Annotated[
-    list[str] | None, typer.Option("--define", "-D", metavar="NAME=TEXT", help="macro that the C file needs")
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -119,6 +112,12 @@ def emit(
     header: Annotated[
         Path | None, typer.Option(metavar="FILE.h", help="write a header too, which the C file includes")
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.c", help="the C file it was tuned against, where that is in use"),
+    ] = None,
+    include: IncludeOption = None,
+    define: DefineOption = None,
     db: DbOption = None,
 ) -> None:
     """Write one C file with the tuned variants and a choice among them by shape. It builds without phasewise.
@@ -132,8 +131,9 @@ def emit(
 
     with open_store(db, note) as store:
         text, header_text, n_shapes = emit_files(
-            kernel, store, core_signature(read_machine()), header.name if header else None
-        )
+            kernel, store, core_signature(read_machine()), header.name if header else None, against,
+            include or [], define or [],
+        )  # fmt: skip
     if header:
         write_atomically(header, header_text)
     _put(text, output)
@@ -164,13 +164,13 @@ def show(
 ) -> None:
     """Show the parameters in use for each shape of a kernel, and what they gained."""
     from phasewise.cli.render.user_kernels_text import shown_fields, shown_text
-    from phasewise.ir.errors import KernelError
+    from phasewise.ir.errors import UserKernelError
     from phasewise.kerneldb.store import open_store
 
     with open_store(db, note) as store:
         found = [one for one in store.user_promotions() if name in (one.problem.name, one.problem.kernel_abi)]
     if not found:
-        raise KernelError(
+        raise UserKernelError(
             f"the database has no parameters for a kernel `{name}`; see `phasewise kernels list`"
         )
     if as_json:

@@ -64,6 +64,12 @@ _EVAL = option_set(
     predictor=PredictorOption,
     model=TokensOption,
     split=opt("share of the prompts held out", min=0.05, max=0.9),
+    folds=opt(
+        "judge every prompt instead, by what the other N-1 of N parts of the prompts teach",
+        min=2,
+        max=20,
+        metavar="N",
+    ),
     overflow=opt("share of answers that may outgrow their block", min=0.0, max=0.9),
     drift=opt("train on the first log only, then replay the other logs in order", "--drift"),
     encoder=EncoderOption,
@@ -117,15 +123,15 @@ def train_command(
 ) -> None:
     """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`."""
     from phasewise.cli.render.predict_len_text import epoch_line
-    from phasewise.tuner.predictor.encoded import train_encoded
+    from phasewise.tuner.predictor.encoded import learnt_too_little, train_encoded
     from phasewise.tuner.predictor.facts import held_out
     from phasewise.tuner.predictor.files import AnyPredictor, save_predictor
     from phasewise.tuner.predictor.train import TrainOptions, train
     from phasewise.workflows.predict_len.compare import Split, with_split
-    from phasewise.workflows.predict_len.inputs import Tokens, predictor_file, read_logs
+    from phasewise.workflows.predict_len.inputs import ModelTokens, predictor_file, read_logs
     from phasewise.workflows.predict_len.prompt_vectors import find_encoder
 
-    tokens = Tokens(model, note) if model else None
+    tokens = ModelTokens(model, note) if model else None
     found, name = read_logs(logs, tokens)
     kept, _ = held_out([one for log in found for one in log.examples], split, seed)
     reader = find_encoder(encoder, note, None if tokens is None else tokens.text)
@@ -133,10 +139,7 @@ def train_command(
     if reader is not None:
         predictor = train_encoded(reader.read_all(kept), name, reader.ref, seed)
         if not predictor.is_useful:
-            note(
-                f"warning: on prompts that it had not seen it erred by {predictor.error_share:.2f} of what a"
-                " constant does: it learnt too little, and serve will not use it"
-            )
+            note(f"warning: {learnt_too_little(predictor)}")
     else:
         predictor = train(
             kept,
@@ -170,7 +173,8 @@ def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) ->
     judged = judge_predictions(logs, wish, note)
     if as_json:
         split = {"split": judged.split.share, "seed": judged.split.seed}
-        fields = {"model": judged.model_name, **split, "hold": 1 - wish.overflow, "drift": wish.drift}
+        asked = {"hold": 1 - wish.overflow, "drift": wish.drift, "folds": wish.folds}
+        fields = {"model": judged.model_name, **split, **asked}
         print_json({**fields, "logs": [report.fields() for report in judged.reports]})
     else:
         say("\n\n".join(map(report_text, judged.reports)))

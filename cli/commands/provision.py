@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from phasewise.cli.commands.bench.options import WideOption
 from phasewise.cli.commands.cluster_options import INPUTS, RoutingPolicy, TraceArgument
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import JsonOption
@@ -65,6 +66,7 @@ def provision(
         Path | None,
         typer.Option("--plot", metavar="FILE.svg", help="draw the frontiers of designs with two kinds"),
     ] = None,
+    wide: WideOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find the smallest cluster for a rate, or the fastest one for a budget, that keeps its promises.
@@ -81,7 +83,7 @@ def provision(
     if as_json:
         print_json(provision_fields(answers, slo))
     else:
-        say(provision_text(answers, slo))
+        say(provision_text(answers, slo, wide=wide))
     if all(answer.spec is None for answer in answers):
         fail(f"no design has an answer: {answers[0].reason}", EXIT_FAILURE)
     if plot is not None:

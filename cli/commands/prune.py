@@ -88,7 +88,8 @@ def prune(
     )
     found = run(settings, note)
     if as_json:
-        print_json({**asdict(found), "out": str(found.out), "decode_bound": found.decode_bound})
+        gains = {"decode_bound": found.decode_bound, "decode_gain_here": found.decode_gain_here}
+        print_json({**asdict(found), "out": str(found.out), **gains})
         return
     for line in pruned_lines(found):
         say(line)

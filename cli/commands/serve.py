@@ -10,6 +10,7 @@ import typer
 
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import (
+    ArithmeticOption,
     DbOption,
     DraftOption,
     ExplainOption,
@@ -24,9 +25,17 @@ from phasewise.cli.options import (
     sparse_option,
 )
 from phasewise.cli.present import note
-from phasewise.workflows.serve import Accepting, Answering, Listening, Logged, Running, serve_model
+from phasewise.workflows.serve import serve_model
 from phasewise.workflows.serve_embedding import Embeddings
 from phasewise.workflows.serve_pools import Pools
+from phasewise.workflows.serve_settings import (
+    Accepting,
+    Answering,
+    Listening,
+    Logged,
+    Running,
+    ServeSettings,
+)
 
 _ENGINE = "Engine and memory"
 
@@ -168,6 +177,7 @@ _RUNNING = option_set(
     weight_format=FormatOption,
     threads=ThreadsOption,
     tile_prompts=TilePromptsOption,
+    arithmetic=ArithmeticOption,
     context_tokens=opt(
         "most tokens of a prompt and its answer together [default: the model's]",
         "--context",
@@ -281,6 +291,11 @@ _POOLS = option_set(
         min=0,
         metavar="N",
     ),
+    repurpose_after=opt(
+        "an instance that is given N requests of the other pool's work in a row moves there; 0: never",
+        min=0,
+        metavar="N",
+    ),
     cluster=opt(
         "a Ray cluster whose nodes run the instances: its address, or auto",
         metavar="auto|ADDRESS",
@@ -369,15 +384,9 @@ def serve(
         )
     serve_model(
         model,
-        listening,
-        accepting,
-        running,
-        answering,
-        logged,
-        pools,
-        embeddings,
-        length_log=length_log,
-        db=db,
-        report=note,
+        ServeSettings(
+            listening, accepting, running, answering, logged, pools, embeddings, length_log=length_log, db=db
+        ),
+        note,
         explain=(lambda uses: note(uses_text(uses))) if explain else None,
     )

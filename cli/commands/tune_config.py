@@ -105,6 +105,9 @@ def tune_config(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show what would be searched; measure nothing")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="tell the trees of the search too (docs/guide/glossary.md)")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find on which cores, and in how many ranks, each phase runs best.
@@ -124,26 +127,28 @@ def tune_config(
     wish = wish_of(model, settings)
     if emit is not None and wish.resume and not dry_run and _emit_stored(wish, emit, as_json):
         return
+    if not dry_run:
+        note(f"searching for at most {wish.budget_s:g} s; Ctrl-C keeps what is found until then")
     subject = open_subject(wish, note)
     if dry_run:
         _print_dry_run(wish, subject, as_json)
         return
-    found = _run(wish, subject, started_s)
-    _print_found(found, emit, as_json)
+    found = _run(wish, subject, started_s, verbose=verbose)
+    _print_found(found, emit, as_json, verbose=verbose)
     if found.end == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _run(wish: Wish, subject: Subject, started_s: float) -> Found:
+def _run(wish: Wish, subject: Subject, started_s: float, *, verbose: bool) -> Found:
     from phasewise.cli.render.config_progress import progress_of_search
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_config.run import tune
 
-    with progress_of_search() as show:
+    with progress_of_search(verbose=verbose) as show:
         return tune(wish, subject, started_s, show, user_lock(show.say))
 
 
-def _print_found(found: Found, emit: EmitChoice | None, as_json: bool) -> None:
+def _print_found(found: Found, emit: EmitChoice | None, as_json: bool, *, verbose: bool) -> None:
     from phasewise.cli.render.config_text import found_text
     from phasewise.workflows.tune_config.found_json import found_fields
 
@@ -152,9 +157,9 @@ def _print_found(found: Found, emit: EmitChoice | None, as_json: bool) -> None:
         emitted = _emit_fields(emit, plans, found.subject.machine) if emit and plans else {}
         print_json({"dry_run": False, **found_fields(found), **emitted})
     elif emit is None:
-        say(found_text(found))
+        say(found_text(found, verbose=verbose))
     else:
-        note(found_text(found))
+        note(found_text(found, verbose=verbose))
         _print_emitted(emit, plans, found.subject.machine)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, WeightFormat, parse_budget
-from phasewise.cli.present import note, print_json, say
+from phasewise.cli.present import note, print_json, say_words
 
 
 def tune_embed(
@@ -42,5 +42,5 @@ def tune_embed(
             }
         )
         return
-    say(tuned.plan.describe())
+    say_words(tuned.plan.describe())
     note(f"kept in {tuned.path}")

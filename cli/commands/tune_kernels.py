@@ -11,6 +11,8 @@ import typer
 
 from phasewise.cli.options import (
     DbOption,
+    DefineOption,
+    IncludeOption,
     JsonOption,
     PhaseChoice,
     ThreadsOption,
@@ -50,6 +52,15 @@ def tune_kernels(
         str | None,
         typer.Option(help="with --kernel: instruction set [default: the widest of this machine]"),
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.c",
+            help="with --kernel: the C file that it was raised from, which stays in use where it is faster",
+        ),
+    ] = None,
+    include: IncludeOption = None,
+    define: DefineOption = None,
     phase: Annotated[
         PhaseChoice, typer.Option(help="phase whose cores and numbers of rows to tune for")
     ] = PhaseChoice.both,
@@ -84,10 +95,13 @@ def tune_kernels(
     faster than the one before.
 
     A MODEL's attention is tuned too, for the KV format that `--kv-format auto` means there; others run by
-    their defaults.
+    their defaults. Where a MODEL's weights hold zeros, sparse and dense storage are compared, and
+    `--sparse auto` then goes by the outcome.
 
     With --kernel, the parameters of a kernel that you brought are tuned for each of --shapes, such as
-    `n=64..4096;dim=64`: 64, 128, .. 4096. It needs a C compiler.
+    `n=64..4096;dim=64`: 64, 128, .. 4096. It needs a C compiler. With
+    --against its author's C takes part too: nothing that is slower than it
+    comes into use.
     """
     from phasewise.topology import read_machine
 
@@ -96,10 +110,13 @@ def tune_kernels(
     if kernel is not None:
         if model is not None or shapes is None or dry_run:
             raise typer.BadParameter("--kernel goes with --shapes, without a MODEL and without --dry-run")
-        _tune_user_kernel(kernel, shapes, isa, machine, db, budget_s, resume, as_json)
+        if (include or define) and against is None:
+            raise typer.BadParameter("--include and --define go with --against")
+        original = None if against is None else (against, include or [], define or [])
+        _tune_user_kernel(kernel, shapes, isa, original, machine, db, budget_s, resume, as_json)
         return
-    if isa is not None:
-        raise typer.BadParameter("--isa goes with --kernel")
+    if isa is not None or against is not None or include or define:
+        raise typer.BadParameter("--isa, --against, --include and --define go with --kernel")
     rounds, opened = _rounds(machine, model, shapes, weight_format, phases_of(phase), max_m, threads, db)
     if dry_run:
         _print_plan(rounds, as_json)
@@ -114,6 +131,7 @@ def _tune_user_kernel(
     kernel: Path,
     shapes: str,
     isa: str | None,
+    against: tuple[Path, list[Path], list[str]] | None,
     machine: Machine,
     db: str | None,
     budget_s: float,
@@ -122,20 +140,26 @@ def _tune_user_kernel(
 ) -> None:
     from phasewise.cli.render.user_kernels_text import tuned_fields, tuned_text
     from phasewise.ir.build import target_named
+    from phasewise.ir.original import original_of
     from phasewise.ir.reading import read
     from phasewise.kerneldb.store import open_store
     from phasewise.topology import core_signature
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.user_kernels.files import best_target, read_text
     from phasewise.workflows.user_kernels.shapes import parse_shapes as parse_kernel_shapes
-    from phasewise.workflows.user_kernels.tune import Setting, tune_user_kernel
+    from phasewise.workflows.user_kernels.tune import KernelSetting, tune_user_kernel
 
     text = read_text(kernel)
-    wanted = parse_kernel_shapes(shapes, read(text, str(kernel)))
+    function, target = read(text, str(kernel)), target_named(isa or best_target(text))
+    wanted = parse_kernel_shapes(shapes, function)
+    original = None
+    if against:
+        source, include, define = against
+        original = original_of(source, function, target, include, define)
     with open_store(db, note) as store:
-        setting = Setting(
-            text, str(kernel), target_named(isa or best_target(text)), core_signature(machine),
-            machine.allowed_cores()[-1][0], store, user_lock(note), note, budget_s, resume,
+        setting = KernelSetting(
+            text, str(kernel), target, core_signature(machine), machine.allowed_cores()[-1][0], store,
+            user_lock(note), note, budget_s, resume, original,
         )  # fmt: skip
         outcomes = tune_user_kernel(setting, wanted)
     if as_json:
@@ -200,7 +224,8 @@ def _tune(
 
     note("measuring the limits of these cores ...")
     with progress_on_stderr() as progress:
-        tuned = tune_rounds(rounds, machine, db, budget_s, resume, user_lock(note), note, progress)
+        model = None if opened is None else opened.model
+        tuned = tune_rounds(rounds, machine, db, budget_s, resume, user_lock(note), note, progress, model)
     if opened is None or tuned[-1].is_interrupted:
         return tuned, []
     return tuned, change_of_model(opened, tuned, machine, db, budget_s, user_lock(note), note)

@@ -20,15 +20,17 @@ def as_csv(rows: Sequence[AllReduceRow]) -> str:
     return row_forms.as_csv(scalars, ([getattr(row, name) for name in scalars] for row in rows))
 
 
-def as_md(rows: Sequence[AllReduceRow]) -> str:
+def as_md(rows: Sequence[AllReduceRow], *, wide: bool = False) -> str:
     """A line for each size: the first system, and every other one's time over its."""
     points = dict.fromkeys((row.ranks, row.message_bytes) for row in rows)
-    return row_forms.as_md(
-        [_md_row([row for row in rows if (row.ranks, row.message_bytes) == point]) for point in points]
-    )
+    lines = [_md_row([row for row in rows if (row.ranks, row.message_bytes) == point]) for point in points]
+    core = [name for name in lines[0] if name not in LAST] + list(LAST) if lines and not wide else ()
+    return row_forms.as_md(lines, core=core)
 
 
-FORMATS: dict[str, Callable[[Sequence[AllReduceRow]], str]] = {"md": as_md, "csv": as_csv, "json": as_json}
+LAST = ("GB/s", "spread")
+"""Columns that a narrow table does without."""
+FORMATS: dict[str, Callable[..., str]] = {"md": as_md, "csv": as_csv, "json": as_json}
 
 
 def _md_row(systems: Sequence[AllReduceRow]) -> Mapping[str, str]:

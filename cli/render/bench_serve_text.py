@@ -10,6 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from phasewise.cli.present import on_one_line
 from phasewise.loadtest.metrics import (
     GOAL,
     METRICS,
@@ -78,7 +79,7 @@ def _totals(report: LoadReport, fields: dict[str, Any]) -> str:
     ]
     if report.slo is not None:
         rows += _goodput(report, fields)
-    return _table(rows, [report.target.model, "measured"])
+    return _table(rows, [on_one_line(report.target.model), "measured"])
 
 
 def _goodput(report: LoadReport, fields: dict[str, Any]) -> list[tuple[str, str]]:
@@ -128,7 +129,9 @@ def _failures(report: LoadReport) -> str:
     for one in report.measured.outcomes:
         if one.failure is not None:
             reasons.setdefault(one.failure.value, []).append(one.error)
-    rows = [[kind, str(len(found)), found[0][:MOST_REASON_CHARS]] for kind, found in reasons.items()]
+    rows = [
+        [kind, str(len(found)), on_one_line(found[0])[:MOST_REASON_CHARS]] for kind, found in reasons.items()
+    ]
     return _table(rows, ["failure", "requests", "the first of them"], right=(1,))
 
 
@@ -174,7 +177,7 @@ def _scales_panel(report: LoadReport) -> Panel:
 
 def _short(report: LoadReport) -> str:
     """The model's name; some servers call it by its file's path."""
-    return report.target.model.rstrip("/").rpartition("/")[2]
+    return on_one_line(report.target.model.rstrip("/").rpartition("/")[2])
 
 
 def _goal(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

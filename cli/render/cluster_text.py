@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tabulate import tabulate
-
+from phasewise.cli.present import on_one_line
+from phasewise.cli.render.row_forms import WIDTH, as_columns
 from phasewise.cluster.metrics import METRICS, PERCENTILES, Slo, Summary, broken
 
 if TYPE_CHECKING:
@@ -23,25 +24,29 @@ def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> str
     tokens = summary.output_tokens / summary.duration_s if summary.duration_s else 0.0
     parts = [
         f"{summary.n_requests} requests in {summary.duration_s:.1f} s on {spec.n_machines} machines, policy "
-        f"{spec.policy}: {rate:.2f} requests/s, {tokens:.0f} tokens/s",
-        tabulate(_time_rows(summary), headers=["", *(f"P{one}" for one in PERCENTILES)], tablefmt="simple"),
-        tabulate(
+        f"{spec.policy}:",
+        f"{rate:.2f} requests/s, {tokens:.0f} tokens/s",
+        as_columns(["", *(f"P{one}" for one in PERCENTILES)], list(_time_rows(summary)), left=("",)),
+        as_columns(
+            ["pool", "machine", "count", "busy", *(f"<={mark}" for mark in OCCUPANCY_MARKS)],
             [
                 [use.role, use.machine, use.count, f"{use.utilisation:.0%}", *_occupancy_cells(use.occupancy)]
                 for use in summary.uses
             ],
-            headers=["pool", "machine", "count", "busy", *(f"<={mark}" for mark in OCCUPANCY_MARKS)],
-            tablefmt="simple",
+            left=("pool", "machine"),
         ),
         "(columns <=N: share of busy time in batches of at most N tokens)",
     ]
     if summary.n_transfers:
         waits = ", ".join(f"P{one} {seconds * 1000:.1f} ms" for one, seconds in summary.transfer_s.items())
-        parts.append(f"KV transfers: {summary.n_transfers}; from a prompt's end to arrival {waits}")
+        text = f"KV transfers: {summary.n_transfers}; from a prompt's end to arrival {waits}"
+        parts.append(textwrap.fill(text, WIDTH))
     if summary.n_unfinished:
         parts.append(f"{summary.n_unfinished} requests never ended: no memory ever became free for them")
     if summary.n_preemptions is not None:
         parts.append(f"preemptions: {summary.n_preemptions}")
+    if summary.n_repurposed:
+        parts.append(f"machines moved to another pool: {summary.n_repurposed}")
     parts += _slo_lines(summary, slo)
     return "\n".join(parts)
 
@@ -93,32 +98,38 @@ def occupancy_chart(summary: Summary) -> str:
     )
 
 
-def provision_text(answers: Sequence[Provisioned], slo: Slo) -> str:
+DESIGN_COLUMNS = ("design", "machines", "requests/s", "cost/h", "bound used")
+"""Columns of a narrow table; `--wide` prints the others too."""
+
+
+def provision_text(answers: Sequence[Provisioned], slo: Slo, *, wide: bool = False) -> str:
     """Each design's answer in a row, for people."""
     rows = [_provision_row(answer) for answer in answers]
-    headers = ["design", "machines", "requests/s", "total", "cost/h", "power, kW", "bound used", "runs"]
-    parts = [f"SLO {slo.name}", tabulate(rows, headers=headers, tablefmt="simple")]
+    names = list(rows[0]) if wide and rows else DESIGN_COLUMNS
+    cells = [[row[name] for name in names] for row in rows]
+    parts = [f"SLO {slo.name}", as_columns(names, cells, left=("design", "machines"))]
     for answer in answers:
+        name = on_one_line(answer.design.name)
+        if answer.spec is None and answer.reason:
+            parts.append(textwrap.fill(f"{name}: {answer.reason}", WIDTH))
         if len(answer.frontier) > 1:
-            cells = ", ".join("+".join(map(str, cell)) for cell in answer.frontier)
-            parts.append(f"frontier of {answer.design.name}: {cells}")
+            lines = ", ".join("+".join(map(str, cell)) for cell in answer.frontier)
+            parts.append(textwrap.fill(f"frontier of {name}: {lines}", WIDTH))
     return "\n".join(parts)
 
 
-def _provision_row(answer: Provisioned) -> list[str]:
-    if answer.spec is None:
-        return [answer.design.name, answer.reason or "-", "", "", "", "", "", str(answer.n_runs)]
+def _provision_row(answer: Provisioned) -> dict[str, str]:
     spec = answer.spec
-    return [
-        answer.design.name,
-        " + ".join(f"{pool.count} {pool.role}" for pool in spec.pools),
-        f"{answer.rate:g}",
-        str(spec.n_machines),
-        f"{spec.cost:.2f}",
-        f"{spec.power_w / 1000:.1f}",
-        f"{answer.tightness:.0%}",
-        str(answer.n_runs),
-    ]
+    return {
+        "design": on_one_line(answer.design.name),
+        "machines": "-" if spec is None else " + ".join(f"{pool.count} {pool.role}" for pool in spec.pools),
+        "requests/s": "-" if spec is None else f"{answer.rate:g}",
+        "total": "-" if spec is None else str(spec.n_machines),
+        "cost/h": "-" if spec is None else f"{spec.cost:.2f}",
+        "power, kW": "-" if spec is None else f"{spec.power_w / 1000:.1f}",
+        "bound used": "-" if spec is None else f"{answer.tightness:.0%}",
+        "runs": str(answer.n_runs),
+    }
 
 
 def frontier_chart(answers: Sequence[Provisioned]) -> str:

@@ -1,6 +1,7 @@
 """What `tune-config` tells on stderr while it searches: the trees as they are walked, and how long it takes.
 
-A tree gets a line when it is met and when it is cut; after some dozens only improvements do.
+Each improvement gets a line. With `--verbose` a tree gets one when it is met and when it is cut, too; after
+some dozens only improvements do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.tuning_run import TuningProgress
 
 MOST_TREE_LINES = 30
-"""Of a phase; a large machine has thousands of trees."""
+"""Lines per phase; a large machine has thousands of trees."""
 
 WIDTH = 79
 STEP = " | "
@@ -32,13 +33,14 @@ STEP = " | "
 class SearchProgress:
     """Where a run of `tune-config` is."""
 
-    def __init__(self, status: StatusLine) -> None:
+    def __init__(self, status: StatusLine, *, verbose: bool) -> None:
         self._status = status
+        self._verbose = verbose
         self.say = status.say
 
     def searching(self, phase: Phase, deadline_s: float) -> Callable[[Event], None]:
         """What a phase's search reports to."""
-        search = _Search(phase, deadline_s)
+        search = _Search(phase, deadline_s, verbose=self._verbose)
 
         def report(event: Event) -> None:
             line = search.line(event)
@@ -55,17 +57,18 @@ class SearchProgress:
 
 
 @contextmanager
-def progress_of_search() -> Iterator[SearchProgress]:
-    """Lines on stderr."""
+def progress_of_search(*, verbose: bool) -> Iterator[SearchProgress]:
+    """Lines on stderr. `verbose`: with the trees that are searched."""
     with status_line() as status:
-        yield SearchProgress(status)
+        yield SearchProgress(status, verbose=verbose)
 
 
 class _Search:
     """One phase: which trees were met, and the best so far."""
 
-    def __init__(self, phase: Phase, deadline_s: float) -> None:
+    def __init__(self, phase: Phase, deadline_s: float, *, verbose: bool) -> None:
         self._phase = phase
+        self._verbose = verbose
         self._deadline_s = deadline_s
         self._started_s = time.monotonic()
         self._trees: set[str] = set()
@@ -75,7 +78,9 @@ class _Search:
 
     def line(self, event: Event) -> str | None:
         """What an event is worth, None for nothing."""
-        return self._tried_line(event) if isinstance(event, Tried) else self._decision_line(event)
+        if isinstance(event, Tried):
+            return self._tried_line(event)
+        return self._decision_line(event) if self._verbose else None
 
     def _decision_line(self, event: PrunedTree | Stopped) -> str | None:
         """None also for what the last one said: trees of other groupings often fall for the same reason."""
@@ -110,10 +115,11 @@ class _Search:
         is_new = tree not in self._trees
         self._best_ms = best_ms
         self._trees.add(tree)
-        if not is_better and (not is_new or self._lines >= MOST_TREE_LINES):
+        if not is_better and (not self._verbose or not is_new or self._lines >= MOST_TREE_LINES):
             return None
         self._lines += 1
-        return f"{self._phase:8}{_drawn(tree)}  {_result(tried)}{', best so far' if is_better else ''}"
+        drawn = f"{_drawn(tree)}  " if self._verbose else ""
+        return f"{self._phase:8}{drawn}{_result(tried)}{', best so far' if is_better else ''}"
 
 
 def _cut_words(cut: PrunedTree) -> str:

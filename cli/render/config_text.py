@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from phasewise.cli.present import on_one_line
 from phasewise.tuner.config.references import PER_NODE, same_cores
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.plans import ServicePlan, list_cores
@@ -13,6 +14,7 @@ from phasewise.workflows.tune_config.found_json import dry_run_fields, plan_word
 from phasewise.workflows.tune_config.search import objective_words
 
 if TYPE_CHECKING:
+    from phasewise.tuner.config.simulate import Objective
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.search import Searched
     from phasewise.workflows.tune_config.subject import Subject, Wish
@@ -32,18 +34,29 @@ def milliseconds(value: float) -> str:
     return f"{value:.3g} ms" if value < 100 else f"{value:.0f} ms"
 
 
-def found_text(found: Found) -> str:
-    """What a run ends with, for people."""
+def found_text(found: Found, *, verbose: bool = False) -> str:
+    """What a run ends with, for people. `verbose`: with words of the search."""
     parts = ["\n".join(_heading(found))]
     parts += ["\n".join(_phase_lines(found, one)) for one in found.searched]
-    parts.append("\n".join(_run_lines(found)))
+    parts.append("\n".join(_run_lines(found, verbose=verbose)))
     return "\n\n".join(parts)
 
 
 def _heading(found: Found) -> Iterator[str]:
     subject = found.subject
-    yield f"{subject.model_key} on {subject.key.placement_sig}, {found.wish.evaluator}"
+    yield f"{on_one_line(subject.model_key)} on {subject.key.placement_sig}, {found.wish.evaluator}"
     yield f"{objective_words(subject.objective)}; {describe(subject.trace)}"
+    yield fill(covered_words(subject.objective), WIDTH)
+
+
+def covered_words(objective: Objective) -> str:
+    """What the milliseconds of a configuration cover, in the search as at the end."""
+    if objective.kind == "goodput":
+        return "ms: of a phase, over all requests, for each request that keeps the SLO"
+    mean = "mean of the requests, served one after another"
+    if objective.kind == "e2e":
+        return f"ms: a phase's part of a request's latency, {mean}"
+    return f"ms: time to the first token for prefill, per output token for decode; {mean}"
 
 
 def _phase_lines(found: Found, one: Searched) -> Iterator[str]:
@@ -125,7 +138,7 @@ def _verdict_line(verdict: PhaseVerdict, is_measured: bool) -> str:
 
 
 def _kept_name(verdict: PhaseVerdict) -> str:
-    """Of the reference that the plan is."""
+    """The name of the reference that the plan is."""
     names = [
         one.reference.name
         for one in verdict.against
@@ -134,14 +147,15 @@ def _kept_name(verdict: PhaseVerdict) -> str:
     return names[0] if names else "a reference"
 
 
-def _run_lines(found: Found) -> Iterator[str]:
+def _run_lines(found: Found, *, verbose: bool) -> Iterator[str]:
     sums = totals(found)
     minutes, seconds = divmod(round(found.elapsed_s), 60)
     yield (
         f"{sums['evaluations']} of {sums['configurations']} configurations evaluated, "
         f"{sums['replayed']} known before, {sums['failed']} failed,"
     )
-    yield f"{sums['pruned']} stopped early, {sums['trees_cut']} trees cut; {minutes}:{seconds:02}."
+    cut = f", {sums['trees_cut']} trees cut" if verbose else ""
+    yield f"{sums['pruned']} stopped early{cut}; {minutes}:{seconds:02}."
     if any(one.outcome.gains for one in found.kernels):
         tuned = sum(not gain.is_default for one in found.kernels for gain in one.outcome.gains)
         count = sum(len(one.outcome.gains) for one in found.kernels)
@@ -166,8 +180,15 @@ def _closing_lines(found: Found) -> Iterator[str]:
 def dry_run_text(wish: Wish, subject: Subject) -> str:
     """What would be searched and timed."""
     fields = dry_run_fields(wish, subject)
-    lines = [f"{subject.model_key} on {subject.key.placement_sig}", f"requests: {fields['requests']}"]
-    lines.append(f"{fields['configurations']} configurations, from the tree {fields['tree']}")
+    lines = [
+        f"{on_one_line(subject.model_key)} on {subject.key.placement_sig}",
+        f"requests: {fields['requests']}",
+    ]
+    n_each = fields["configurations"]
+    phases = " and ".join(wish.phases)
+    lines.append(f"{n_each * len(wish.phases)} configurations: {n_each} each for {phases}")
+    lines.append(f"the machine as a tree: {fields['tree']}")
+    lines.append(fill(covered_words(subject.objective), WIDTH))
     lines += [
         f"CPUs {one['pus']} are left to the operating system: {one['reason']}" for one in fields["left_out"]
     ]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from phasewise.cli.present import say
+from phasewise.cli.present import on_one_line, say
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import MachineKey
@@ -68,6 +68,7 @@ def _sections(schedules: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, A
 
 def _shortened(text: str, limit: int) -> str:
     """The end of a long name tells more than its beginning: a model's has the format."""
+    text = on_one_line(text)
     return text if len(text) <= limit else "..." + text[3 - limit :]
 
 
@@ -165,12 +166,15 @@ def print_stats(fields: dict[str, Any]) -> None:
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     from tabulate import tabulate
 
-    say(f"{title}: none" if not rows else f"{title}\n{tabulate(rows, headers='keys', disable_numparse=True)}")
+    cells = [{name: on_one_line(value) for name, value in row.items()} for row in rows]
+    say(
+        f"{title}: none" if not rows else f"{title}\n{tabulate(cells, headers='keys', disable_numparse=True)}"
+    )
     say("")
 
 
 def print_machines(machines: list[dict[str, str]]) -> None:
     for machine in machines:
         core = machine["core"].replace("+", " ")  # the list of instruction sets would not wrap
-        line = f"{machine['machine']}  {machine['placement']}; {core}"
+        line = on_one_line(f"{machine['machine']}  {machine['placement']}; {core}")
         say(textwrap.fill(line, WIDTH, subsequent_indent="    "))

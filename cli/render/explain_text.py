@@ -36,6 +36,9 @@ def uses_text(uses: Sequence[ScheduleUse]) -> str:
         ]
         headers = (phase, "format n x k", "rows", "computed by", "tile, grid", "schedule", "storage")
         tables.append(tabulate(rows, headers=headers, tablefmt="plain"))
+    tables += dict.fromkeys(
+        f"{_problem(use)}: {use.storage}\n  {use.storage_why}" for use in uses if use.storage_why
+    )
     return "\n".join(tables)
 
 

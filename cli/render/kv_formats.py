@@ -20,7 +20,7 @@ def as_csv(rows: Sequence[KvRow]) -> str:
     return row_forms.as_csv(names, ([getattr(row, name) for name in names] for row in rows))
 
 
-CORE = ("policy", "estimate", "live/reserved", "at once", "failed", "preemptions", "tokens/s")
+CORE = ("policy", "estimate", "at once", "failed", "preemptions", "tokens/s", "live/reserved")
 
 
 def as_md(rows: Sequence[KvRow], *, wide: bool = False) -> str:

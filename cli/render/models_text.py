@@ -61,7 +61,8 @@ def list_text(
         about = "about " if model["is_rounded"] else ""
         lines.append(f"  {model['name']}  {about}{size_text(model['file_bytes'])}, {model['licence']}")
         lines.append(f"    {model['about']}")
-        lines.append(f"    {model['path'] or 'not here yet: phasewise models pull ' + model['name']}")
+        path = model["path"] or f"not here yet: phasewise models pull {model['name']}"
+        lines.append(f"    {on_one_line(path)}")
     lines += ["", "models here"] if stored else []
     for model in stored:
         state = "" if model["is_whole"] else ", not whole: pull goes on"

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from phasewise.cli.present import on_one_line
+
 if TYPE_CHECKING:
     from phasewise.tuner.predictor.evaluate import Calibration
     from phasewise.tuner.predictor.train import Epoch
@@ -22,7 +24,7 @@ def epoch_line(epoch: Epoch) -> str:
 
 def report_text(report: LogReport) -> str:
     """One log's figures, to read."""
-    lines = [f"{report.name}: {report.n_answers} answers"]
+    lines = [f"{on_one_line(report.name)}: {report.n_answers} answers"]
     headers = ["accuracy", "overflow", "exact", "block", "used", "at limit"]
     for point, scores in report.scores.items():
         rows = [
@@ -54,8 +56,9 @@ def _calibration_text(found: Calibration) -> str:
     coverage = ", ".join(f"{share:.0%}" for share in found.coverage)
     return "\n".join(
         [
-            tabulate(rows, ["u, by deciles", "held", "room", "mean error"], disable_numparse=True),
-            f"answers within the forecast's 10 %, 20 %, .. 90 %: {coverage}",
+            tabulate(rows, ["uncertainty, by deciles", "held", "room", "mean error"], disable_numparse=True),
+            "answers within the forecast's 10 %, 20 %, .. 90 %:",
+            f"  {coverage}",
             f"mean error {found.mean_error_tokens:.0f} tokens; "
             f"of a constant {found.constant_error_tokens:.0f}",
         ]

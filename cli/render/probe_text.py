@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 MAX_COLUMNS = 12
-"""Of a whole matrix; a larger one is told by what its pairs share, and drawn by --svg."""
+"""Most columns of a whole matrix; a larger one is told by what its pairs share, and drawn by --svg."""
 
 SHARED_NAMES = ("cluster", "l2", "l3", "l4", "die", "numa", "package", "machine")
 LABELS = {"l2": "L2", "l3": "L3", "l4": "L4", "numa": "NUMA node", "machine": "the machine alone"}

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
-
 from phasewise._version import SCHEMA_VERSION
+from phasewise.cli.present import on_one_line
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+WIDTH = 80
+"""Characters of a terminal's line that tables fit into."""
+_NOTHING = ("", "-", "none")
 _SCALARS = frozenset({"str", "int", "float", "bool"})
 
 
@@ -47,20 +49,45 @@ def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: b
 def as_md(rows: Sequence[Mapping[str, str]], left: Sequence[str] = (), core: Sequence[str] = ()) -> str:
     """A table of rows with the same columns, those of `left` aligned to the left, the others to the right.
 
-    core: only these columns, which fit into 80 characters; empty for all.
+    core: only these columns, without those that say nothing in any row, and, from the first one on, as many
+    as fit into 80 characters; empty for all.
     """
+    if not rows:
+        return "\n"
+    names = list(rows[0])
     if core:
-        rows = [{name: row[name] for name in core if name in row} for row in rows]
-    return (
-        tabulate(
-            [list(row.values()) for row in rows],
-            headers=list(rows[0]) if rows else [],
-            tablefmt="github",
-            colalign=["left" if name in left else "right" for name in rows[0]] if rows else None,
-            disable_numparse=True,
-        )
-        + "\n"
-    )
+        said = [name for name in core if name in names and any(row[name] not in _NOTHING for row in rows)]
+        names = []
+        for name in said:
+            if len(_markdown(rows, [*names, name], left)[0]) <= WIDTH:
+                names.append(name)
+    return "\n".join(_markdown(rows, names, left)) + "\n"
+
+
+def _markdown(rows: Sequence[Mapping[str, str]], names: Sequence[str], left: Sequence[str]) -> list[str]:
+    head, *lines = padded(names, [[row[name] for name in names] for row in rows], left)
+    rule = "|".join("-" * (len(cell) + 2) for cell in head)
+    return [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)]
+
+
+def as_columns(headers: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[str] = ()) -> str:
+    """A table set apart by spaces, without a line end behind it."""
+    head, *lines = padded(headers, rows, left)
+    ruled = [head, ["-" * len(cell) for cell in head], *lines]
+    return "\n".join("  ".join(line).rstrip() for line in ruled)
+
+
+def padded(headers: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[str]) -> list[list[str]]:
+    """The headers and the rows as texts, those of a column of the same length, each on one line."""
+    cells = [[on_one_line(cell) for cell in line] for line in (headers, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        [
+            cell.ljust(width) if name in left else cell.rjust(width)
+            for name, cell, width in zip(headers, line, widths, strict=True)
+        ]
+        for line in cells
+    ]
 
 
 def written(forms: Mapping[str, Callable[..., str]], name: str, rows: Sequence[Any], *, wide: bool) -> str:

@@ -1,9 +1,11 @@
 """The one line that tells how far a command is: it changes in place on a terminal, and is printed now and
-then elsewhere. Drawn by no thread of its own: it would take a core from what is timed."""
+then elsewhere, and where NO_COLOR asks for plain text. Drawn by no thread of its own: it would take a core
+from what is timed."""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -56,7 +58,7 @@ class StatusLine:
 @contextmanager
 def status_line(line_every_s: float = LINE_EVERY_S) -> Iterator[StatusLine]:
     """A status line on stderr, removed at the end. `line_every_s`: off a terminal; infinite for no lines."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or os.environ.get("NO_COLOR"):
         yield StatusLine(None, line_every_s)
         return
     from rich.console import Console

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator
 
+from phasewise.cli.present import on_one_line
 from phasewise.topology import Machine, MemoryAccess, core_signature, placement_signature
 from phasewise.topology.cpusets import format_list
 from phasewise.topology.outline import Line, count_words, outline
@@ -41,7 +42,7 @@ def glyphs_for(encoding: str) -> tuple[str, ...]:
 def _heading(machine: Machine) -> str:
     cpu = machine.cpu
     known = " ".join(word for word in (cpu.name or cpu.vendor, cpu.architecture) if word)
-    return f"{machine.source}: {known}" if known else machine.source
+    return on_one_line(f"{machine.source}: {known}" if known else machine.source)
 
 
 def _tree_lines(lines: tuple[Line, ...], glyphs: tuple[str, ...], prefix: str) -> Iterator[str]:

@@ -59,7 +59,7 @@ def _round_name(one: Round) -> str:
 def tuned_text(tuned: TunedRound) -> str:
     """The tables of one round: each weight's products, then the sums."""
     tables = [_task_table(tuned, task) for task in tuned.round.tasks]
-    tables.append(_attention_table(tuned))
+    tables += [_attention_table(tuned), _storage_table(tuned)]
     parts = [_round_name(tuned.round), *(table for table in tables if table), *_closing_lines(tuned)]
     return "\n\n".join(parts)
 
@@ -93,6 +93,25 @@ def _attention_table(tuned: TunedRound) -> str | None:
     first = tuned.attention.gains[0].problem
     return f"attention {first.format} {first.n}x{first.k}\n" + tabulate(
         rows, headers="keys", disable_numparse=True, colalign=["right"] * 4 + ["left"]
+    )
+
+
+def _storage_table(tuned: TunedRound) -> str | None:
+    from tabulate import tabulate
+
+    if not tuned.storage:
+        return None
+    rows = [
+        {
+            "weight": f"{duel.problem.format} {duel.problem.n}x{duel.problem.k}",
+            "m": str(duel.problem.m),
+            "sparse": f"{duel.comparison.gain:.2f}x",
+            "between": f"{duel.comparison.gain_low:.2f} and {duel.comparison.gain_high:.2f}",
+        }
+        for duel in tuned.storage
+    ]
+    return "speed stored sparse, as against dense\n" + tabulate(
+        rows, headers="keys", disable_numparse=True, colalign=["left"] + ["right"] * 3
     )
 
 
@@ -182,10 +201,7 @@ def _verdict_line(gains: Sequence[Gain]) -> str:
 
 def _run_lines(tuned: TunedRound) -> Iterator[str]:
     outcome = tuned.outcome
-    yield (
-        f"{outcome.timed} schedules timed, {outcome.replayed} known before, {outcome.duels} duels, "
-        f"{_clock(outcome.elapsed_s)}."
-    )
+    yield f"{outcome.timed} schedules timed, {outcome.replayed} known before, {_clock(outcome.elapsed_s)}."
     if outcome.end != "complete":
         why = "The budget is used up" if outcome.end == "budget" else "Interrupted"
         settled = len(outcome.gains)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from phasewise.ir.original import is_original
 from phasewise.kerneldb.user_kernels import UserPromotion
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def listed_text(promotions: Sequence[UserPromotion]) -> str:
     """One line for each kernel and build."""
     rows = listed_fields(promotions)
     if not rows:
-        return "no kernels; tune one with `phasewise tune-kernels --kernel KERNEL.kir --shapes ..`"
+        return "no kernels; tune one: phasewise tune-kernels --kernel KERNEL.kir --shapes .."
     return "\n".join(f"{one['name']:20} {one['shapes']:3} shapes  {one['key']}" for one in rows)
 
 
@@ -110,4 +111,6 @@ def tuned_fields(one: ShapeOutcome) -> dict[str, Any]:
 
 
 def _numbers(choice: Sequence[tuple[str, int]]) -> str:
+    if is_original(dict(choice)):
+        return "the original"
     return " ".join(f"{name}={value}" for name, value in choice) or "no parameters"

@@ -3,7 +3,9 @@
 #include "families/gemm_f16.c"
 #include "families/gemm_quant.c"
 #include "families/gemm_blocks.c"
+#include "families/gemm_blockwise.c"
 #include "families/gemm_expand.c"
+#include "families/gemm_sparse.c"
 #include "families/quantise.c"
 #ifdef PW_AMX
 #include "families/gemm_amx.c"

@@ -14,7 +14,12 @@
  * int8: a key is scale * c, c integers up to 127, scale = max |k| / 127, and so is a value. The chain runs over c; scores
  * are multiplied by their key's scale and weights, once summed, by their value's. That rounds once more each: head_dim +
  * 5 and n + 1 above, for keys and values as they are stored. Those are off by up to e = 0.5001 scale in every element: a
- * score by d_k = e_k sum |q_i|, the result by (exp(2 max d_k) - 1) max |v_j| + max e_v. */
+ * score by d_k = e_k sum |q_i|, the result by (exp(2 max d_k) - 1) max |v_j| + max e_v.
+ *
+ * int4: 32 numbers are minimum + scale * c, c integers from 0 to 15, computed in float32 by one rounding (scale and
+ * minimum are bfloat16: the product is exact); then they are multiplied as float32 storage is, bit for bit. They are
+ * off by up to e = 0.5001 scale + 2^-23 max |x|, and scale <= (max x - min x + 2^-7 |min x|) / 15 * (1 + 2^-7),
+ * because the minimum is rounded down and the scale up; where that is below 2^-100, scale = 0 and e = 2^-100. */
 #include "families/attention_stored.h"
 
 /* Sums of at most 24 registers of 32, or 12 of 16: few rows take more panels at once, so that each score or weight that
@@ -91,7 +96,7 @@ PW_INLINE void attend_product(const int rows, const int panels, const int format
 #endif
 FOR_EACH_WIDE(WIDE)
 FOR_EACH_NARROW(NARROW)
-static const attend_function attend_tiles[ATTEND_ROWS][ATTEND_PANELS][PW_KV_FORMATS] = {
+static const attend_function attend_tiles[ATTEND_ROWS][ATTEND_PANELS][PW_KV_INT8 + 1] = { /* int4 is widened first */
     FOR_EACH_WIDE(WIDE_NAMES) FOR_EACH_NARROW(NARROW_NAMES)};
 
 static void attend_multiply(int rows, int64_t panels, int format, int64_t steps, const float *a, matrix b, float *c,
@@ -227,11 +232,47 @@ static void widen(int format, int64_t n, const void *from, float *to) {
     switch (format) { WIDEN(F16) WIDEN(BF16) WIDEN(INT8) }
 }
 
-/* Several tiles of rows read a chunk: what is no float32 is converted once. */
+/* Panels of keys in int4: words of 16 slots side by side. */
+static void widen_int4_keys(int64_t panels, int64_t head_dim, const uint32_t *from, float *to) {
+    for (int64_t panel = 0; panel < panels; ++panel)
+        for (int64_t i = 0; i < head_dim; from += PW_PANEL) {
+            int64_t end = i + PW_KV_GROUP < head_dim ? i + PW_KV_GROUP : head_dim;
+            const uint32_t *header = from;
+            for (; i < end; i += PW_KV_CODES_PER_WORD, to += PW_KV_CODES_PER_WORD * PW_PANEL) {
+                from += PW_PANEL;
+                for (int64_t lane = 0; lane < PW_PANEL; lane += LANES) {
+                    vf scale = v_low_bf16(header + lane), least = v_high_bf16(header + lane);
+                    PW_UNROLL for (int code = 0; code < PW_KV_CODES_PER_WORD; ++code)
+                        v_store(to + code * PW_PANEL + lane, v_fma(v_codes_of_words(from + lane, code), scale, least));
+                }
+            }
+            to -= (i - end) * PW_PANEL; /* the codes after the last dimension are overwritten by the next panel */
+            i = end;
+        }
+}
+
+/* Rows of values in int4. */
+static void widen_int4_values(int64_t slots, int64_t value_dim, const uint32_t *from, float *to) {
+    for (int64_t slot = 0; slot < slots; ++slot)
+        for (int64_t i = 0; i < value_dim; ) {
+            int64_t end = i + PW_KV_GROUP < value_dim ? i + PW_KV_GROUP : value_dim;
+            vf scale = v_set1(pw_from_bf16((uint16_t)*from)), least = v_set1(pw_from_bf16((uint16_t)(*from >> 16)));
+            for (++from; i < end; i += PW_PANEL, from += PW_PANEL / PW_KV_CODES_PER_WORD, to += PW_PANEL)
+                PW_UNROLL for (int first = 0; first < PW_PANEL; first += LANES)
+                    v_store(to + first, v_fma(v_codes(from, first), scale, least));
+        }
+}
+
+/* What is no float32 is converted, once for all tiles of rows that read the chunk. */
 static chunk_data widened(const pw_kv_head *head, chunk_data from, int64_t slots, float *keys, float *values) {
     int64_t lead = from.first_slot % PW_PANEL, panels = (lead + slots + PW_PANEL - 1) / PW_PANEL;
-    widen(from.format, panels * PW_PANEL * head->head_dim, from.keys.data, keys);
-    widen(from.format, slots * head->value_dim, from.values.data, values);
+    if (from.format == PW_KV_INT4) {
+        widen_int4_keys(panels, head->head_dim, from.keys.data, keys);
+        widen_int4_values(slots, head->value_dim, from.values.data, values);
+    } else {
+        widen(from.format, panels * PW_PANEL * head->head_dim, from.keys.data, keys);
+        widen(from.format, slots * head->value_dim, from.values.data, values);
+    }
     from.keys.data = keys;
     from.values.data = values;
     from.format = PW_KV_F32;
@@ -243,16 +284,18 @@ static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries,
     span all = NOTHING;
     int64_t bytes = pw_kv_element_bytes(head->format);
     for (int row = 0; row < queries->rows; ++row) all = seen_by_either(all, seen_by_row(queries, row, chunk));
-    int64_t slot = origin + all.begin;
+    int64_t slot = origin + all.begin, key_bytes = pw_kv_elements(head->format, head->head_dim) * bytes;
+    int64_t value_bytes = pw_kv_elements(head->format, head->value_dim) * bytes;
     chunk_data data = {
-        .keys = {(const char *)head->keys + slot / PW_PANEL * PW_PANEL * head->head_dim * bytes, PW_PANEL,
+        .keys = {(const char *)head->keys + slot / PW_PANEL * PW_PANEL * key_bytes, PW_PANEL,
                  (int64_t)PW_PANEL * head->head_dim, NULL},
-        .values = {(const char *)head->values + slot * head->value_dim * bytes, head->value_dim, PW_PANEL, NULL},
+        .values = {(const char *)head->values + slot * value_bytes, head->value_dim, PW_PANEL, NULL},
         .first_slot = slot,
         .format = head->format,
     };
     float *keys = scratch + ATTEND_ROWS * PW_ROW_STRIDE, *values = keys + (PW_CHUNK + PW_PANEL) * head->head_dim;
-    if (head->format != PW_KV_F32 && queries->rows > ATTEND_ROWS && all.begin < all.end)
+    int widens = head->format == PW_KV_INT4 || (head->format != PW_KV_F32 && queries->rows > ATTEND_ROWS);
+    if (widens && all.begin < all.end)
         data = widened(head, data, all.end - all.begin, keys, values);
     int most = queries->tile_rows > 0 && queries->tile_rows < ATTEND_ROWS ? queries->tile_rows : ATTEND_ROWS;
     for (int row = 0; row < queries->rows; row += most) {
@@ -308,6 +351,7 @@ PW_INLINE vf saturated(vf x) { return v_min(v_set1(65504.0f), v_max(v_set1(-6550
 /* One head's key or value of a slot, as it is stored but for the order of a key's elements. */
 typedef union {
     float f32[PW_MAX_HEAD_DIM];
+    uint32_t words[PW_MAX_HEAD_DIM / PW_KV_CODES_PER_WORD + PW_MAX_HEAD_DIM / PW_KV_GROUP];
     uint16_t half[PW_MAX_HEAD_DIM + LANES];
     int8_t bytes[PW_MAX_HEAD_DIM + LANES];
 } stored_row;
@@ -328,6 +372,58 @@ static float to_int8(int32_t n, const float *x, int8_t *out) {
     return s.scale;
 }
 
+/* bfloat16 that is not above x, and one that is not below x > 0; in the upper half of the word. */
+static uint32_t bf16_below(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits >> 31 ? bits + 0xFFFFu : bits) & 0xFFFF0000u;
+}
+
+static uint32_t bf16_above(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits + 0xFFFFu) & 0xFFFF0000u;
+}
+
+static float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* Up to 32 numbers as a header and `words` words of codes. */
+static void to_int4_group(int32_t n, const float *x, int32_t words, uint32_t *out) {
+    float least = x[0], most = x[0];
+    int finite = 1;
+    for (int32_t i = 0; i < n; ++i) {
+        finite &= fabsf(x[i]) <= 3.4028234664e38f;
+        least = x[i] < least ? x[i] : least;
+        most = x[i] > most ? x[i] : most;
+    }
+    uint32_t minimum = bf16_below(least), scale = 0;
+    float spread = most - float_of(minimum);
+    memset(out, 0, sizeof *out * (size_t)(words + 1));
+    if (!finite || !(spread <= 3.4028234664e38f)) minimum = 0x7FC00000u;
+    else if (spread >= 0x1p-100f) scale = bf16_above(spread / 15.0f);
+    out[0] = minimum | scale >> 16;
+    if (!scale) return;
+    float factor = 1.0f / float_of(scale);
+    for (int32_t i = 0; i < n; ++i) {
+        float code = rintf((x[i] - float_of(minimum)) * factor);
+        out[1 + i / PW_KV_CODES_PER_WORD] |= (uint32_t)(code > 15 ? 15 : code) << 4 * (i % PW_KV_CODES_PER_WORD);
+    }
+}
+
+/* codes: how many are kept, n and as many zeros as make values end with a panel. */
+static void to_int4(int32_t n, const float *x, int32_t codes, uint32_t *out) {
+    for (int32_t i = 0; i < n; i += PW_KV_GROUP) {
+        int32_t now = n - i < PW_KV_GROUP ? n - i : PW_KV_GROUP, kept = codes - i < PW_KV_GROUP ? codes - i : PW_KV_GROUP;
+        int32_t words = (kept + PW_KV_CODES_PER_WORD - 1) / PW_KV_CODES_PER_WORD;
+        to_int4_group(now, x + i, words, out);
+        out += words + 1;
+    }
+}
+
 /* Returns the scale of int8. */
 static float stored(int32_t format, int32_t n, const float *x, stored_row *out) {
     if (format == PW_KV_INT8) return to_int8(n, x, out->bytes);
@@ -340,6 +436,13 @@ static float stored(int32_t format, int32_t n, const float *x, stored_row *out) 
 
 static void ISA(store_key)(const pw_kv_head *head, int64_t slot, const float *key) {
     stored_row row;
+    if (head->format == PW_KV_INT4) {
+        int64_t words = pw_kv_elements(PW_KV_INT4, head->head_dim);
+        uint32_t *panel = (uint32_t *)head->keys + slot / PW_PANEL * PW_PANEL * words + slot % PW_PANEL;
+        to_int4(head->head_dim, key, head->head_dim, row.words);
+        for (int64_t i = 0; i < words; ++i) panel[i * PW_PANEL] = row.words[i];
+        return;
+    }
     float scale = stored(head->format, head->head_dim, key, &row);
     int64_t at = slot / PW_PANEL * PW_PANEL * head->head_dim + slot % PW_PANEL, n = head->head_dim;
     if (head->key_scales) {
@@ -354,6 +457,11 @@ static void ISA(store_key)(const pw_kv_head *head, int64_t slot, const float *ke
 
 static void ISA(store_value)(const pw_kv_head *head, int64_t slot, const float *value) {
     stored_row row;
+    if (head->format == PW_KV_INT4) {
+        int64_t words = pw_kv_elements(PW_KV_INT4, head->value_dim);
+        to_int4(head->head_dim, value, head->value_dim, (uint32_t *)head->values + slot * words);
+        return;
+    }
     float scale = stored(head->format, head->head_dim, value, &row);
     int64_t bytes = pw_kv_element_bytes(head->format);
     memcpy((char *)head->values + slot * head->value_dim * bytes, &row, (size_t)(head->head_dim * bytes));

@@ -6,7 +6,8 @@
  * and loading a float32 is exact, so passes do not change results. Error bounds: gemm_dense.c, gemm_quant.c. Sums of P
  * parts round P - 1 times more, 2^-24 of the sum each: within the same bounds, since the chains are shorter by as much.
  *
- * A pass over a sparse weight expands its panels first (gemm_expand.c): from there on they are dense.
+ * A sparse weight is expanded by the tile itself (gemm_sparse.c) where one tile has all rows and an instruction expands;
+ * otherwise a pass expands its panels first (gemm_expand.c): from there on they are dense.
  * Where many rows meet the same weights, a pass stages them (gemm_stage.c), once for all tiles of rows, to the same
  * bits. Meanwhile the kernels ask for what comes next (look_ahead). */
 #include "families/gemm.h"
@@ -17,7 +18,7 @@ enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 24, MOST_AHEAD_BYTES = 1 << 16 };
  * Blocks that are not unpacked have a table for each kind. */
 typedef enum {
     F32, BF16_FMA, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4,
-    IN_BLOCKS, ARITHMETICS,
+    IN_BLOCKS, BLOCKWISE, STAGED_BLOCKWISE, ARITHMETICS,
     QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE
 } arithmetic;
 
@@ -51,6 +52,25 @@ static const tile_table tiles[ARITHMETICS] = {
 #undef TILE
 };
 
+/* Of tiles that expand sparse panels as they read them; empty where none do. */
+static const tile_table sparse_tiles[ARITHMETICS] = {
+#ifdef PW_EXPAND_WORDS
+#define TILE(mr, np) [BF16_FMA][mr][np] = sparse_bf16_fma_##mr##x##np,
+    SPARSE_DENSE_TILES(TILE)
+#undef TILE
+#ifdef PW_BF16_DOT_WORDS
+#define TILE(mr, np) [BF16_DOT][mr][np] = sparse_bf16_dot_##mr##x##np,
+    SPARSE_DENSE_TILES(TILE)
+#undef TILE
+#endif
+#define TILE(mr, np)                                                                           \
+    [Q8_GROUP32][mr][np] = sparse_q8_##mr##x##np, [Q8_GROUP16][mr][np] = sparse_q8g16_##mr##x##np, \
+    [Q8_COLUMN][mr][np] = sparse_q8c_##mr##x##np,
+    SPARSE_QUANT_TILES(TILE)
+#undef TILE
+#endif
+};
+
 static const tile_table block_tiles[PW_KINDS] = {
 #define TILE(kind, mr, np) [PW_##kind][mr][np] = kind##_##mr##x##np,
 #define KIND(kind) BLOCK_TILES(TILE, kind)
@@ -58,6 +78,31 @@ static const tile_table block_tiles[PW_KINDS] = {
 #undef KIND
 #undef TILE
 };
+
+static const tile_table blockwise_tiles[PW_KINDS] = {
+#define TILE(kind, mr) [PW_##kind][mr][1] = blockwise_##kind##_##mr,
+#define KIND(kind) BLOCKWISE_TILES(TILE, kind)
+    BLOCKWISE_KINDS(KIND)
+#undef KIND
+#undef TILE
+};
+
+static const tile_table staged_blockwise_tiles[PW_KINDS] = {
+#define TILE(kind, mr) [PW_##kind][mr][1] = staged_blockwise_##kind##_##mr,
+#define KIND(kind) STAGED_BLOCKWISE_TILES(TILE, kind)
+    BLOCKWISE_KINDS(KIND)
+#undef KIND
+#undef TILE
+};
+
+static const tile_table *tiles_of(arithmetic kernels, const pw_weight *w) {
+    switch (kernels) {
+    case IN_BLOCKS: return &block_tiles[w->kind];
+    case BLOCKWISE: return &blockwise_tiles[w->kind];
+    case STAGED_BLOCKWISE: return &staged_blockwise_tiles[w->kind];
+    default: return &tiles[kernels];
+    }
+}
 
 /* The fastest on most cores that have the instruction set; the same on all of them, so that bits do not depend on the
  * vendor. Where bf16 dots are slow (Cooper Lake), tuning finds `fma`. */
@@ -83,6 +128,7 @@ int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path) {
     if (kind == PW_BF16 && path == PW_F16_FMA && tiles[BF16_AS_F16][1][1]) return path;
     if (has_dense_path(path)) return path;
     if (kind == PW_BF16) return default_bf16_path();
+    if (path == PW_INT8_BLOCK && pw_has_subs(kind)) return path;
     int has_tile = kind == PW_Q8 && group == 0 && tiles[Q8_COLUMN_TILE][1][1];
     return has_tile && path != PW_INT8_DOT ? PW_INT8_TILE : PW_INT8_DOT;
 }
@@ -93,6 +139,7 @@ static arithmetic quant_arithmetic(const pw_weight *w) {
     if (path == PW_BF16_DOT) return QUANT_AS_BF16_DOT;
     if (path == PW_BF16_TILE) return QUANT_AS_BF16_TILE;
     if (path == PW_INT8_TILE) return Q8_COLUMN_TILE;
+    if (path == PW_INT8_BLOCK) return BLOCKWISE;
     if (pw_in_blocks(w->kind)) return IN_BLOCKS;
     if (w->kind == PW_Q4) return Q4;
     return w->group == 16 ? Q8_GROUP16 : w->group ? Q8_GROUP32 : Q8_COLUMN;
@@ -116,11 +163,14 @@ static arithmetic staged_as(arithmetic a, const pw_weight *w) {
     case BF16_FMA: return F32;
     case BF16_AS_F16: return F16_FMA;
     case Q4: return stages_nibbles() ? Q8_GROUP32 : Q4;
+    case BLOCKWISE: return STAGED_BLOCKWISE;
     default: return a;
     }
 }
 
-static int is_grouped(arithmetic a) { return a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4 || a == IN_BLOCKS; }
+static int is_grouped(arithmetic a) {
+    return a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4 || (a >= IN_BLOCKS && a < ARITHMETICS);
+}
 
 /* Inputs and bytes of a prepared row that one step of a pass takes. */
 static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
@@ -131,6 +181,7 @@ static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
 }
 
 static int64_t row_bytes_of_step(arithmetic a, const pw_weight *w) {
+    if (a == BLOCKWISE) return BLOCKWISE_ROW_BYTES;
     if (a == IN_BLOCKS) return inputs_of_step(a, w) / w->group * group_block_bytes(pw_arithmetic_kind(w->kind), w->group);
     if (is_grouped(a)) return group_block_bytes(w->kind, w->group);
     if (a == Q8_COLUMN || a == Q8_COLUMN_TILE) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
@@ -157,7 +208,8 @@ typedef struct {
     arithmetic arithmetic, kernels; /* of the weight, of what a pass reads of it */
     const tile_table *tiles;        /* of these kernels */
     int staged;                     /* several tiles of rows meet the same panels, which are unpacked once for them */
-    int sparse;                     /* a pass expands its panels first (gemm_expand.c) */
+    int sparse;                     /* a pass expands its panels first (gemm_expand.c), */
+    int expands_in_tile;            /* or its tiles do */
 } walk;
 
 /* One pass over k, and where it lies in its part of k. */
@@ -307,6 +359,7 @@ static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
     case QUANT_AS_BF16_DOT: stage_widened(t, k->w, WIDEN_TO_PAIRS, bytes); break;
     case QUANT_AS_BF16_TILE: stage_widened(t, k->w, WIDEN_TO_BF16, bytes); break;
     case IN_BLOCKS: stage_blocks(t, k->w, bytes); break;
+    case BLOCKWISE: stage_blockwise(t, k->w, bytes); break;
     default: stage_groups(t, k->w, bytes);
     }
 }
@@ -349,6 +402,11 @@ static void expand(const walk *k, const strip *s, tile_call *t, uint8_t *bytes) 
 static void run_strip(const walk *k, const strip *s, tile_call *t) {
     uint8_t expanded[EXPANDED_BYTES] __attribute__((aligned(64)));
     first_call(k, s->panels, s->pass, t);
+    if (k->expands_in_tile) {
+        t->sparse = k->w;
+        t->first_panel = s->panels.begin;
+        t->first_row = s->pass->steps.begin * k->step_value_bytes / VECTOR_ROW_BYTES;
+    }
     if (k->sparse) expand(k, s, t, expanded);
     run_tiles(k, s, t);
 }
@@ -357,7 +415,7 @@ static void run_strip(const walk *k, const strip *s, tile_call *t) {
 static void block_pass(const walk *k, const pass *p, pw_range rows, pw_range panels, float *partial, float *total) {
     tile_call t = {.row_bytes = k->x->row_bytes, .ends_part = p->ends_part, .top_exponent = k->w->top_exponent};
     strip s = {.pass = p, .rows = rows, .count = pieces(panels.end - panels.begin, k->panels)};
-    if (!k->sparse) s.bytes_a_row = pieces((p->steps.end - p->steps.begin) * k->step_value_bytes, rows.end - rows.begin);
+    if (!k->sparse && !k->expands_in_tile) s.bytes_a_row = pieces((p->steps.end - p->steps.begin) * k->step_value_bytes, rows.end - rows.begin);
     for (int64_t panel = panels.begin; panel < panels.end; panel = s.panels.end, ++s.index) {
         int mr = 1, np = (int)at_most(k->panels, panels.end - panel);
         largest_tile(k->tiles, &mr, &np);
@@ -395,7 +453,7 @@ static int staging_pays(arithmetic a, int64_t rows, int64_t mr) {
     if (a >= ARITHMETICS) return 1;
     if (a == BF16_FMA) return rows >= STAGED_ROWS;
     if (a == BF16_AS_F16) return rows > 2 * mr; /* a second tile finds what the first has read in L1 */
-    if (a == IN_BLOCKS) return rows > BLOCK_MR;
+    if (a == IN_BLOCKS || a == BLOCKWISE) return rows > BLOCK_MR;
     return is_grouped(a) && rows > 2 * mr;
 }
 
@@ -404,6 +462,7 @@ static int64_t staged_step_bytes(arithmetic a, const pw_weight *w) {
     int64_t inputs = pw_in_blocks(w->kind) ? inputs_of_step(a, w) : PW_K_MULTIPLE;
     if (a == QUANT_AS_F32) return inputs * VECTOR_ROW_BYTES;
     if (a >= ARITHMETICS) return inputs * VECTOR_ROW_BYTES / 2;
+    if (a == BLOCKWISE) return staged_block_bytes(pw_block_format_of(w->kind));
     if (a == IN_BLOCKS) return inputs / w->group * 3 * VECTOR_ROW_BYTES + inputs * PW_PANEL;
     if (a == BF16_FMA) return 2 * VECTOR_ROW_BYTES;
     if (a == BF16_AS_F16) return VECTOR_ROW_BYTES;
@@ -419,6 +478,17 @@ static void fit_expansion(walk *k, int64_t rows) {
     if (streams) k->block_n = k->panels;
 }
 
+/* The tiles that expand, where one of them has all rows: all of its panels that it can, so that none is expanded twice. */
+static void expand_in_tiles(walk *k, int64_t rows) {
+    const tile_table *table = k->arithmetic < ARITHMETICS ? &sparse_tiles[k->arithmetic] : NULL;
+    if (!table || k->staged || rows > MAX_MR || !(*table)[rows][1] || !pw_cpu_expands()) return;
+    k->sparse = 0;
+    k->expands_in_tile = 1;
+    k->tiles = table;
+    k->mr = (int)rows;
+    while (!(*table)[rows][k->panels]) --k->panels;
+}
+
 static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, int64_t rows) {
     walk k = {.w = w, .mr = s->mr, .panels = s->panels, .first_part = part, .end_part = part + 1, .sparse = !!w->offsets};
     if (part < 0) k.first_part = 0, k.end_part = w->k_parts;
@@ -426,10 +496,11 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     k.block_m = clamp(s->block_m, 1, INT32_MAX);
     k.staged = staging_pays(k.arithmetic, at_most(k.block_m, rows), clamp(s->mr, 1, MAX_MR));
     k.kernels = k.staged ? staged_as(k.arithmetic, w) : k.arithmetic;
-    k.tiles = k.kernels == IN_BLOCKS ? &block_tiles[w->kind] : &tiles[k.kernels];
+    k.tiles = tiles_of(k.kernels, w);
     int64_t staged_bytes = staged_step_bytes(k.arithmetic, w);
     if (k.staged) k.panels = (int)clamp(k.panels, 1, STAGED_BYTES / staged_bytes);
     largest_tile(k.tiles, &k.mr, &k.panels);
+    if (k.sparse) expand_in_tiles(&k, at_most(k.block_m, rows));
     k.step_inputs = inputs_of_step(k.arithmetic, w);
     k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / k.step_inputs;
     k.step_row_bytes = row_bytes_of_step(k.arithmetic, w);
@@ -504,6 +575,7 @@ static tile_size dense_size(arithmetic a, int64_t m) {
 
 static tile_size size_for(arithmetic a, int64_t m) {
     if (a == BF16_TILE || a == QUANT_AS_BF16_TILE || a == Q8_COLUMN_TILE) return (tile_size){32, 2};
+    if (a == STAGED_BLOCKWISE) return (tile_size){BLOCKWISE_MOST_MR, 1};
     tile_size size = {COLUMN_MR, COLUMN_PANELS};
     if (a != Q8_COLUMN) size = is_grouped(a) ? quant_size(a, m) : dense_size(a, m);
     if (m <= 2) size.panels = STREAM_PANELS;
@@ -513,12 +585,12 @@ static tile_size size_for(arithmetic a, int64_t m) {
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = arithmetic_of(w);
-    tile_size size = size_for(a == IN_BLOCKS ? staged_as(a, w) : a, m);
+    tile_size size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
     *panels = size.panels;
     *mr = (int32_t)(m < 1 ? 1 : m <= 3 * size.rows ? pieces(m, pieces(m, size.rows)) : size.rows);
 }
 
 int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {
     arithmetic a = arithmetic_of(w), kernels = a >= IN_BLOCKS ? staged_as(a, w) : a;
-    return mr >= 1 && mr <= MAX_MR && panels >= 1 && panels <= MAX_TILE_PANELS && tiles[kernels][mr][panels];
+    return mr >= 1 && mr <= MAX_MR && panels >= 1 && panels <= MAX_TILE_PANELS && (*tiles_of(kernels, w))[mr][panels];
 }

@@ -35,6 +35,15 @@ PW_INLINE int64_t group_values_bytes(int kind, int group) {
 }
 PW_INLINE int64_t group_block_bytes(int kind, int group) { return group_values_bytes(kind, group) + 12; }
 
+/* A row of path int8_block, for each 256 inputs: bytes in the order of k; their sums, int16, of 16 and of 32 inputs;
+ * float scale. */
+enum {
+    BLOCKWISE_SUMS_AT = PW_BLOCK_INPUTS,
+    BLOCKWISE_SUMS_32_AT = BLOCKWISE_SUMS_AT + 2 * PW_BLOCK_INPUTS / 16,
+    BLOCKWISE_SCALE_AT = BLOCKWISE_SUMS_32_AT + 2 * PW_BLOCK_INPUTS / 32,
+    BLOCKWISE_ROW_BYTES = BLOCKWISE_SCALE_AT + 4,
+};
+
 /* A quantised row with one scale: its values, then its fields:
  * float scale; int32 (Q8_WEIGHT_OFFSET - zero_point) * sum(q of the first 32 i) for i = 0.. padded k / 32. */
 enum { COLUMN_SCALE_BYTES = 4 };
@@ -82,6 +91,8 @@ typedef struct {
     const uint8_t *row_scales;  /* group 0, f16_fma: of the first row */
     const uint8_t *row_biases;  /* group 0: of the first row, at the first step */
     int64_t steps;
+    const pw_weight *sparse;    /* a tile that expands (gemm_sparse.c): whose panels it reads, */
+    int64_t first_panel, first_row; /* from this panel, and this vector row of each panel, on */
     int64_t prefetch_bytes; /* ahead of each read of values; 0: they are in L1 */
     int64_t prefetch_jump;  /* more than that in the last prefetch_bytes of a panel, where the next panels follow */
     const float *partial;   /* [mr][partial_stride], NULL: nothing yet */

@@ -73,6 +73,15 @@ PW_INLINE void bf16_dot_step(const row_pointers *x, int offset, const vi *w, vf 
  * multiply-adds are. */
 enum { TALL_MR = 5, TALL_STEPS = 4 };
 
+/* Vector row `w` of each panel, step `step` from where the rows' pointers are. */
+PW_INLINE void dense_rows(dense_step kind, const vi *w, const row_pointers *x, int step, vf *acc, int mr, int np) {
+    if (kind == STEP_F32) f32_step(x, 4 * step, w, acc, mr, np * VECTORS);
+    if (kind == STEP_BF16_FMA) bf16_fma_step(x, 8 * step, w, acc, mr, np * VECTORS);
+#ifdef PW_BF16_DOT_WORDS
+    if (kind == STEP_BF16_DOT) bf16_dot_step(x, 4 * step, w, acc, mr, np * VECTORS);
+#endif
+}
+
 /* Step `step` from where the pointers are. */
 PW_INLINE void dense_one(const tile_call *t, dense_step kind, const uint8_t *values, const row_pointers *x, int step,
                          vf *acc, int mr, int np) {
@@ -80,11 +89,7 @@ PW_INLINE void dense_one(const tile_call *t, dense_step kind, const uint8_t *val
     PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
         w[c] = vi_load(values + c / VECTORS * t->panel_bytes + c % VECTORS * LANES * 4 + step * VECTOR_ROW_BYTES);
     }
-    if (kind == STEP_F32) f32_step(x, 4 * step, w, acc, mr, np * VECTORS);
-    if (kind == STEP_BF16_FMA) bf16_fma_step(x, 8 * step, w, acc, mr, np * VECTORS);
-#ifdef PW_BF16_DOT_WORDS
-    if (kind == STEP_BF16_DOT) bf16_dot_step(x, 4 * step, w, acc, mr, np * VECTORS);
-#endif
+    dense_rows(kind, w, x, step, acc, mr, np);
 }
 
 /* What TALL_STEPS steps ask for. */

@@ -58,19 +58,32 @@ PW_INLINE void expand_row_by_table(int kind, uint64_t mask, const uint8_t *value
     }
 }
 
+/* Where a slot of a panel is read: its masks, the values of its next vector row, and how far ahead to ask. */
+typedef struct {
+    const uint8_t *masks, *values;
+    int64_t ahead;
+} sparse_slot;
+
+/* Slot `slot` of a panel from vector row `row` of the slot on. */
+PW_INLINE sparse_slot sparse_slot_of(const sparse_panel *p, int kind, int64_t slot, int64_t row) {
+    int64_t inputs = p->padded_k - slot * PW_SLOT_INPUTS, at = (int64_t)p->offsets[slot] * PW_SLOT_UNIT;
+    int64_t rows = (inputs < PW_SLOT_INPUTS ? inputs : PW_SLOT_INPUTS) >> kind;
+    sparse_slot s = {.masks = p->stream + at, .ahead = p->ahead + (at + p->ahead >= p->end ? p->jump : 0)};
+    s.values = s.masks + rows * (kind == PW_BF16 ? 4 : 8);
+    for (int64_t before = 0; before < row; ++before) s.values += kept_bytes(kind, row_mask(kind, s.masks, before));
+    if (s.ahead && row == 0) {
+        __builtin_prefetch(s.masks + s.ahead);
+        __builtin_prefetch(s.masks + s.ahead + VECTOR_ROW_BYTES);
+    }
+    return s;
+}
+
 /* Vector rows `row` to `end` of one slot. */
 PW_INLINE uint8_t *expand_slot(const sparse_panel *p, int kind, int native, int64_t slot, int64_t row, int64_t end,
                                uint8_t *out) {
-    int64_t rows = pw_padded_k(p->padded_k - slot * PW_SLOT_INPUTS);
-    rows = (rows < PW_SLOT_INPUTS ? rows : PW_SLOT_INPUTS) >> kind;
-    int64_t at = (int64_t)p->offsets[slot] * PW_SLOT_UNIT;
-    const uint8_t *masks = p->stream + at, *values = masks + rows * (kind == PW_BF16 ? 4 : 8);
-    int64_t ahead = p->ahead + (at + p->ahead >= p->end ? p->jump : 0);
-    for (int64_t before = 0; before < row; ++before) values += kept_bytes(kind, row_mask(kind, masks, before));
-    if (ahead && row == 0) {
-        __builtin_prefetch(masks + ahead);
-        __builtin_prefetch(masks + ahead + VECTOR_ROW_BYTES);
-    }
+    sparse_slot from = sparse_slot_of(p, kind, slot, row);
+    const uint8_t *masks = from.masks, *values = from.values;
+    int64_t ahead = from.ahead;
 #ifdef PW_EXPAND_WORDS
     vi zero = vi_set1(kind == PW_BF16 ? 0 : (int32_t)((unsigned)p->zero_point * 0x01010101u));
 #endif

@@ -65,17 +65,21 @@ PW_INLINE void q4_row(vi *dot, const vi *w, const uint8_t *row, int i, int vecto
     PW_UNROLL for (int c = 0; c < vectors; ++c) dot[c] = q4_dot(dot[c], vi_and(vi_shr(w[c], 4), nibble), high);
 }
 
-/* Vector row i of each panel: four inputs of q8, or twice four of q4. */
+/* Vector row i of each panel, `w`: four inputs of q8, or twice four of q4. */
+PW_INLINE void quant_rows(int_sums dot, const vi *w, const group_place *at, int mr, int np, int i) {
+    PW_UNROLL for (int r = 0; r < mr; ++r) {
+        if (at->kind == PW_Q8) q8_row(dot[r], w, at->rows[r], i, np * VECTORS, broadcasts(r, np));
+        else q4_row(dot[r], w, at->rows[r], i, np * VECTORS, broadcasts(r, np));
+    }
+}
+
 PW_INLINE void quant_step(const tile_call *t, int_sums dot, const group_place *at, int mr, int np, int i) {
     vi w[MAX_TILE_PANELS * VECTORS];
     PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
         int64_t offset = (c / VECTORS) * t->panel_bytes + (c % VECTORS) * LANES * 4;
         w[c] = vi_load(at->values + offset + i * VECTOR_ROW_BYTES);
     }
-    PW_UNROLL for (int r = 0; r < mr; ++r) {
-        if (at->kind == PW_Q8) q8_row(dot[r], w, at->rows[r], i, np * VECTORS, broadcasts(r, np));
-        else q4_row(dot[r], w, at->rows[r], i, np * VECTORS, broadcasts(r, np));
-    }
+    quant_rows(dot, w, at, mr, np, i);
 }
 
 PW_INLINE void load_scales(const tile_call *t, const uint8_t *scales, int64_t at, int vectors, vf *out) {
@@ -147,15 +151,19 @@ PW_INLINE void prefetch_group(const tile_call *t, const group_place *at, int ste
     }
 }
 
-PW_INLINE void quant_group(const tile_call *t, vf *acc, const group_place *at, int mr, int np, int64_t ahead) {
-    int steps = at->group / inputs_per_vector_row(at->kind);
-    int_sums dot;
+PW_INLINE void begin_dots(int_sums dot, const group_place *at, int mr, int np) {
     PW_UNROLL for (int r = 0; r < mr; ++r) {
         int32_t bias = int_at(at->rows[r] + at->fields_at + 4);
         PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
             dot[r][c] = at->kind == PW_Q8 ? q8_begin(bias) : q4_begin(bias);
         }
     }
+}
+
+PW_INLINE void quant_group(const tile_call *t, vf *acc, const group_place *at, int mr, int np, int64_t ahead) {
+    int steps = at->group / inputs_per_vector_row(at->kind);
+    int_sums dot;
+    begin_dots(dot, at, mr, np);
     if (ahead) prefetch_group(t, at, steps, np, ahead);
     PW_UNROLL for (int i = 0; i < steps; ++i) quant_step(t, dot, at, mr, np, i);
     scale_group(t, acc, dot, at, mr, np * VECTORS);
@@ -208,9 +216,7 @@ PW_INLINE vi column_bias(const tile_call *t, int r) {
     return vi_set1((int32_t)((uint32_t)int_at(biases + 4 * t->steps) - (uint32_t)int_at(biases)));
 }
 
-/* Group 0: partial + D of these steps. Each part of k adds up in int32, y = (a s) D: D is exact, and rounds when it
- * becomes a float32, as do a s and the product: |y - exact| <= gamma_(2 + parts) sum over parts |a s D|. */
-PW_INLINE void column_sums(const tile_call *t, int_sums dot, int mr, int np) {
+PW_INLINE void begin_columns(const tile_call *t, int_sums dot, int mr, int np) {
     PW_UNROLL for (int r = 0; r < mr; ++r) {
         vi bias = column_bias(t, r);
         PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
@@ -218,6 +224,12 @@ PW_INLINE void column_sums(const tile_call *t, int_sums dot, int mr, int np) {
             dot[r][c] = t->partial ? vi_add(vi_load(before), bias) : bias;
         }
     }
+}
+
+/* Group 0: partial + D of these steps. Each part of k adds up in int32, y = (a s) D: D is exact, and rounds when it
+ * becomes a float32, as do a s and the product: |y - exact| <= gamma_(2 + parts) sum over parts |a s D|. */
+PW_INLINE void column_sums(const tile_call *t, int_sums dot, int mr, int np) {
+    begin_columns(t, dot, mr, np);
     const uint8_t *rows[MAX_MR];
     point_to_blocks(t, rows, mr);
     ask_for_out(t, mr, np);
@@ -248,11 +260,15 @@ PW_INLINE void scale_columns(const tile_call *t, int_sums dot, int mr, int vecto
     }
 }
 
+PW_INLINE void end_columns(const tile_call *t, int_sums dot, int mr, int np) {
+    if (t->ends_part) scale_columns(t, dot, mr, np * VECTORS);
+    else store_column_sums(t, dot, mr, np * VECTORS);
+}
+
 PW_INLINE void column_tile(const tile_call *t, int mr, int np) {
     int_sums dot;
     column_sums(t, dot, mr, np);
-    if (t->ends_part) scale_columns(t, dot, mr, np * VECTORS);
-    else store_column_sums(t, dot, mr, np * VECTORS);
+    end_columns(t, dot, mr, np);
 }
 
 #define TILE(mr, np) static void q8c_##mr##x##np(const tile_call *t) { column_tile(t, mr, np); }

@@ -1,16 +1,17 @@
 /* families/quantise.c: puts rows of x into the form that GEMM kernels read, and weights back into float32.
  *
  * bf16: round to nearest even, kept as float32 where the path is `fma`. q8, q4 by int8 paths: per group of k (group 0:
- * the whole row), a = max|x| / 127, q = rint(x * (127 / max|x|)): within a/2 (1 + 2^-14) of x. A group whose largest
+ * the whole row; path int8_block: 256), a = max|x| / 127, q = rint(x * (127 / max|x|)): within a/2 (1 + 2^-14) of x. A group whose largest
  * magnitude is below 2^-100 counts as zeros; one that holds an infinity or a NaN gets a = NaN, which every product with
  * it inherits. All ISAs write the same a and q. By dense paths, x itself or its bf16. */
 #include "families/gemm.h"
 
 int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path);
 
-typedef enum { ROW_F32, ROW_PADDED_F32, ROW_ROUNDED_F32, ROW_F16, ROW_BF16, ROW_GROUPS, ROW_BYTES } row_layout;
+typedef enum { ROW_F32, ROW_PADDED_F32, ROW_ROUNDED_F32, ROW_F16, ROW_BF16, ROW_GROUPS, ROW_BLOCKS, ROW_BYTES } row_layout;
 
 static row_layout layout_of(const pw_form *form) {
+    if (form->group == PW_BLOCK_INPUTS) return ROW_BLOCKS;
     int32_t path = ISA(path_of)(form->kind, form->group, form->path);
     if (form->kind == PW_F32) return ROW_F32;
     if (path == PW_FMA) return form->kind == PW_BF16 ? ROW_ROUNDED_F32 : ROW_PADDED_F32;
@@ -31,6 +32,7 @@ int64_t ISA(row_bytes)(const pw_form *form, int64_t k) {
     case ROW_F16: return spread(2 * padded + F16_FIELD_BYTES);
     case ROW_BF16: return spread(2 * padded);
     case ROW_GROUPS: return spread(padded / form->group * group_block_bytes(form->kind, form->group));
+    case ROW_BLOCKS: return spread(k / PW_BLOCK_INPUTS * BLOCKWISE_ROW_BYTES);
     default: return spread(column_values_bytes(k) + COLUMN_SCALE_BYTES + 4 * (padded / PW_K_MULTIPLE + 1));
     }
 }
@@ -189,6 +191,23 @@ static void quantise_column_row(int32_t zero_point, int64_t k, const float *x, u
     }
 }
 
+/* x[k] to bytes with a scale for every 256, and their sums (gemm.h). k is whole blocks. */
+static void quantise_block_row(int64_t k, const float *x, uint8_t *out) {
+    for (int64_t b = 0; b < k; b += PW_BLOCK_INPUTS, x += PW_BLOCK_INPUTS, out += BLOCKWISE_ROW_BYTES) {
+        vi magnitude = vi_set1(0);
+        for (int i = 0; i < PW_BLOCK_INPUTS; i += LANES) magnitude = vi_max(magnitude, magnitudes(x + i));
+        byte_scale s = byte_scale_of((uint32_t)vi_max_all(magnitude));
+        int16_t sums[PW_BLOCK_INPUTS / 16], sums_32[PW_BLOCK_INPUTS / 32];
+        for (int i = 0; i < PW_BLOCK_INPUTS / 16; ++i) {
+            sums[i] = (int16_t)quantise_values(16, x + 16 * i, s, (int8_t *)out + 16 * i);
+        }
+        for (int i = 0; i < PW_BLOCK_INPUTS / 32; ++i) sums_32[i] = (int16_t)(sums[2 * i] + sums[2 * i + 1]);
+        memcpy(out + BLOCKWISE_SUMS_AT, sums, sizeof sums);
+        memcpy(out + BLOCKWISE_SUMS_32_AT, sums_32, sizeof sums_32);
+        memcpy(out + BLOCKWISE_SCALE_AT, &s.scale, 4);
+    }
+}
+
 static void prepare_row(const pw_form *form, row_layout layout, int64_t k, const float *x, uint8_t *row) {
     switch (layout) {
     case ROW_F32: memcpy(row, x, 4 * (size_t)k); break;
@@ -196,6 +215,7 @@ static void prepare_row(const pw_form *form, row_layout layout, int64_t k, const
     case ROW_ROUNDED_F32: rounded_f32_row(k, x, (float *)(void *)row); break;
     case ROW_F16: f16_row(k, x, row); break;
     case ROW_BF16: bf16_row(k, x, (uint16_t *)(void *)row); break;
+    case ROW_BLOCKS: quantise_block_row(k, x, row); break;
     case ROW_BYTES: quantise_column_row(form->zero_point, k, x, row); break;
     default:
         if (form->kind == PW_Q4) quantise_row(PW_Q4, 32, form->zero_point, k, x, row);

@@ -122,6 +122,24 @@ PW_INLINE vi q4_end(vi acc, int32_t bias) {
 }
 #endif
 
+/* Dots of blocks (gemm_blockwise.c): of codes above 128 less WIDE_DOT_OFFSET; dots times the words of sub-scales; int16 pairs.
+ * Where PW_DOT_HALVES, a lane's dots are two sums of sixteen bits. */
+PW_INLINE vi pair_dot(vi acc, vi w, vi a) { return vi_add(acc, _mm256_madd_epi16(w, a)); }
+#ifdef __AVXVNNI__
+#define PW_DOT_HALVES 0
+enum { WIDE_DOT_OFFSET = 0 };
+PW_INLINE vi wide_dot(vi acc, vi w, va4 a) { return q8_dot(acc, w, a); }
+PW_INLINE vi add_scaled(vi acc, vi dots, vi words) { return vi_add(acc, _mm256_mullo_epi32(dots, words)); }
+#else
+#define PW_DOT_HALVES 1
+enum { WIDE_DOT_OFFSET = 128 };
+PW_INLINE vi wide_dot(vi acc, vi w, va4 a) { /* |w| <= 127 once 128 is off: one quad fits */
+    vi signs = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    return _mm256_add_epi16(acc, _mm256_maddubs_epi16(_mm256_abs_epi8(signs), _mm256_sign_epi8(a, signs)));
+}
+PW_INLINE vi add_scaled(vi acc, vi dots, vi words) { return pair_dot(acc, dots, words); }
+#endif
+
 #include "simd/x86_shuffle.h"
 
 /* Micro-kernels (rows x panels) that fit sixteen registers; quant tiles keep float sums in memory between groups. */

@@ -114,12 +114,32 @@ PW_INLINE vi q4_end(vi acc, int32_t bias) {
 }
 #endif
 
+/* Dots of blocks (gemm_blockwise.c), as in avx2.h. */
+PW_INLINE vi pair_dot(vi acc, vi w, vi a) { return vi_add(acc, _mm512_madd_epi16(w, a)); }
+#ifdef __AVX512VNNI__
+#define PW_DOT_HALVES 0
+enum { WIDE_DOT_OFFSET = 0 };
+PW_INLINE vi wide_dot(vi acc, vi w, va4 a) { return q8_dot(acc, w, a); }
+PW_INLINE vi add_scaled(vi acc, vi dots, vi words) { return vi_add(acc, _mm512_mullo_epi32(dots, words)); }
+#else
+#define PW_DOT_HALVES 1
+enum { WIDE_DOT_OFFSET = 128 };
+PW_INLINE vi wide_dot(vi acc, vi w, va4 a) {
+    vi signs = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
+    vi turned = _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(signs), _mm512_setzero_si512(), a);
+    return _mm512_add_epi16(acc, _mm512_maddubs_epi16(_mm512_abs_epi8(signs), turned));
+}
+PW_INLINE vi add_scaled(vi acc, vi dots, vi words) { return pair_dot(acc, dots, words); }
+#endif
+
 /* Expansion (gemm_expand.c): where `mask` has bits, the values one after another; elsewhere `zero` stays. Only for cores
  * with VBMI2 (pw_cpu_expands), which no flag of the compiler tells: assembly. `zero` is merged, because zeroing waits for
  * the register's old value on some cores. */
 #define PW_EXPAND_WORDS 1
 PW_INLINE vi expand_words(vi zero, uint32_t mask, const void *values) {
-    __asm__("vpexpandw %1, %0%{%2%}" : "+v"(zero) : "v"(vi_load(values)), "Yk"((__mmask32)mask));
+    __mmask32 kept;
+    __asm__("kmovd %1, %0" : "=Yk"(kept) : "r"(mask)); /* half the cycles of kmovq, which gcc would take */
+    __asm__("vpexpandw %1, %0%{%2%}" : "+v"(zero) : "v"(vi_load(values)), "Yk"(kept));
     return zero;
 }
 PW_INLINE vi expand_bytes(vi zero, uint64_t mask, const void *values) {

@@ -128,6 +128,25 @@ PW_INLINE vi q4_dot(vi acc, vi w, va4 a) {
 PW_INLINE vi q4_end(vi acc, int32_t bias) { return vpadalq_s16(vi_set1(bias), vreinterpretq_s16_s32(acc)); }
 #endif
 
+/* Dots of blocks (gemm_blockwise.c), as in avx2.h. */
+enum { WIDE_DOT_OFFSET = 128 };
+PW_INLINE vi pair_dot(vi acc, vi w, vi a) {
+    int16x8_t u = vreinterpretq_s16_s32(w), v = vreinterpretq_s16_s32(a);
+    return vaddq_s32(acc, vpaddq_s32(vmull_s16(vget_low_s16(u), vget_low_s16(v)), vmull_high_s16(u, v)));
+}
+#ifdef __ARM_FEATURE_DOTPROD
+#define PW_DOT_HALVES 0
+PW_INLINE vi wide_dot(vi acc, vi w, va4 a) { return vdotq_s32(acc, less_128(w), as_bytes(a)); }
+PW_INLINE vi add_scaled(vi acc, vi dots, vi words) { return vmlaq_s32(acc, dots, words); }
+#else
+#define PW_DOT_HALVES 1
+PW_INLINE vi wide_dot(vi acc, vi w, va4 a) {
+    int16x8_t sums = vaddq_s16(vreinterpretq_s16_s32(acc), pair_products(less_128(w), as_bytes(a)));
+    return vreinterpretq_s32_s16(sums);
+}
+PW_INLINE vi add_scaled(vi acc, vi dots, vi words) { return pair_dot(acc, dots, words); }
+#endif
+
 /* The bf16 dot (gemm_dense.c): pairs of weights times pairs of activations. */
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 #define PW_BF16_DOT_WORDS 1

@@ -80,6 +80,15 @@ PW_INLINE vi q4_begin(int32_t bias) { return vi_set1(bias); }
 PW_INLINE vi q4_dot(vi acc, vi w, va4 a) { return q8_dot(acc, w, a); }
 PW_INLINE vi q4_end(vi acc, int32_t bias) { (void)bias; return acc; }
 
+/* Dots of blocks (gemm_blockwise.c): of codes above 128 less WIDE_DOT_OFFSET; dots times the words of sub-scales; int16 pairs. */
+#define PW_DOT_HALVES 0
+enum { WIDE_DOT_OFFSET = 0 };
+PW_INLINE vi wide_dot(vi acc, vi w, va4 a) { return q8_dot(acc, w, a); }
+PW_INLINE vi add_scaled(vi acc, vi dots, vi words) { return acc + dots * words; }
+PW_INLINE vi pair_dot(vi acc, vi w, vi a) {
+    return acc + ((vi)((vu)w << 16) >> 16) * ((vi)((vu)a << 16) >> 16) + (w >> 16) * (a >> 16);
+}
+
 /* Micro-kernels (rows x panels) that are worth having with these registers. */
 #define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2)
 #define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1)

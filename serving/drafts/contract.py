@@ -28,7 +28,7 @@ class Drafter(Protocol):
     """A source of drafts. It reads of a sequence what it has not read yet; one thread calls all of it."""
 
     def observe(self, n_rows: int, duration_ns: int) -> None:
-        """A decode step of so many rows took so long, drafting excluded."""
+        """What a decode step took, by its number of rows, drafting excluded."""
         ...
 
     def computed(self, batch: Batch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
 LEAST_GAIN = 1.02
-"""Drafts are checked where they promise at least so many times the tokens of a step without them."""
+"""Drafts are checked where they promise at least this multiple of the tokens of a step without them."""
 
 
 def choose_lengths(
@@ -15,8 +15,9 @@ def choose_lengths(
     """How many of its drafts each sequence takes along.
 
     chances: for each sequence and draft the probability that it and all before it are right, never rising.
-    cost_ns: of a step of so many rows. The likeliest drafts go first; of all numbers of them the one counts
-    that gives the most expected tokens in a nanosecond. All zeros where that is hardly more than without.
+    cost_ns: of a step, by its number of rows. The likeliest drafts go first; of all numbers of them the one
+    counts that gives the most expected tokens in a nanosecond. All zeros where that is hardly more than
+    without.
     """
     n_plain = len(chances)
     lengths = [0] * n_plain

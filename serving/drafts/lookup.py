@@ -47,7 +47,7 @@ class _Known:
             repeats.push(token_id)
 
     def chances(self, most: int) -> list[float]:
-        """Of the next drafts, each with all before it."""
+        """Chances of the next drafts, each with all before it."""
         n_matched, chance, found = self.repeats.n_matched, 1.0, []
         if n_matched:
             rate = self.agreement.rate

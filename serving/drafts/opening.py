@@ -24,7 +24,7 @@ LEAST_STEP_TOKENS = 1 + MOST_DRAFTED
 class DraftSource:
     """Where drafts come from. `model`: a small model of the same vocabulary; None: lookup in the sequence.
 
-    recorded_ns: what decode steps of so many rows took, as far as the database knows.
+    recorded_ns: what decode steps took by their number of rows, as far as the database knows.
     """
 
     model: PackedModel | None = None

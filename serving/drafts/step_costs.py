@@ -51,7 +51,7 @@ class StepCosts:
             self._forget_old()
 
     def cost_ns(self, n_rows: int) -> float:
-        """Expected nanoseconds of a step of so many rows, at least one step having been seen.
+        """Expected nanoseconds of a step of `n_rows` rows, at least one step having been seen.
 
         Between numbers of rows that were seen: linear. Beyond them: in proportion to the recorded times, else
         as the last two numbers of rows differ, else by a guess at what a row costs.

@@ -1,9 +1,9 @@
 """Requests for vectors through the queues of all devices. Everything here runs on one event loop.
 
-A request is placed whole, or refused (`queues`). Each device has a line of inputs that wait and sends its
-worker batches of them, two at a time, so that the worker never waits for the front. When a worker dies, the
-inputs of its batches wait again, once; what fails a second time is an error. The process is started again,
-as often as `Restarts` allows.
+A request is placed whole, or refused (`queues`). Each device has a line of inputs that wait, in which clients
+take turns (`turns`), and sends its worker batches of them, two at a time, so that the worker never waits for
+the front. When a worker dies, the inputs of its batches wait again, once; what fails a second time is an
+error. The process is started again, as often as `Restarts` allows.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from phasewise.serving.embedding.pace import DevicePace
 from phasewise.serving.embedding.protocol import Floats, inputs_to_bytes
-from phasewise.serving.embedding.queues import DeviceQueue, QueueManager
+from phasewise.serving.embedding.queues import Depth, DeviceQueue, QueueManager
+from phasewise.serving.embedding.turns import InputTurns
+from phasewise.serving.encoder.pooling import check_numbers
 from phasewise.serving.encoder.text import Tokens
 from phasewise.serving.engine_host import EngineState
-from phasewise.serving.errors import QueueFull, RanksError, ServingError, Stopping
+from phasewise.serving.errors import QueueFull, RanksError, ServingError, StepFailed, Stopping
 from phasewise.serving.restarts import Restarts
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,8 @@ BATCHES_AHEAD = 2
 BATCH_TOKENS = 2048
 BATCH_INPUTS = 64
 MOST_TRIES = 2
+WRITING = 0.2
+"""The share of the promised time that is kept for reading and writing, and for batches that take longer."""
 _LONGEST_RETRY_S = 60
 _RATE_OF_LAST = 64
 
@@ -55,6 +60,10 @@ class _Input:
 
     tokens: Tokens
     answer: asyncio.Future[Floats]
+    owner: str = ""
+    """The client that it came from."""
+    end_s: float = math.inf
+    """When its answer would be later than promised; what a lost worker had is answered at any time."""
     tries: int = 0
 
     @property
@@ -73,9 +82,14 @@ class _Lane:
     queue: DeviceQueue
     start: Start
     worker: Worker
-    waiting: deque[_Input] = field(default_factory=deque)
+    waiting: InputTurns[_Input] = field(default_factory=InputTurns)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: Restarts = field(default_factory=Restarts)
+    pace: DevicePace | None = None
+    computing_tokens: int = 0
+    """Tokens of the batches that the worker has."""
+    free_at_s: float = 0.0
+    """When the worker was last known to have ended a batch."""
     n_batches: int = 0
     n_inputs: int = 0
     n_restarts: int = 0
@@ -95,18 +109,26 @@ class LaneState:
 
 
 class EmbeddingClient:
-    """`workers`: for each queue what starts its worker, and the worker that has been started."""
+    """`workers`: for each queue what starts its worker, and the worker that has been started.
 
-    def __init__(self, manager: QueueManager, workers: Sequence[tuple[Start, Worker]]) -> None:
+    `slo_s`: what the queues' depths promise. Where devices are slower than that, less is held (`pace`).
+    """
+
+    def __init__(
+        self, manager: QueueManager, workers: Sequence[tuple[Start, Worker]], slo_s: float | None = None
+    ) -> None:
         self._manager = manager
         self._lanes = [
-            _Lane(queue, start, worker)
+            _Lane(queue, start, worker, pace=None if slo_s is None else DevicePace(slo_s, queue.depth.tokens))
             for queue, (start, worker) in zip(manager.queues, workers, strict=True)
         ]
         self._tasks: list[asyncio.Task[None]] = []
         self._live: set[_Input] = set()
+        self._held: dict[str, Depth] = {}
+        """What each client has in progress."""
         self._n_answers = 0
         self._ends: deque[tuple[float, int]] = deque(maxlen=_RATE_OF_LAST)
+        self._promised_s = math.inf if slo_s is None else slo_s * (1 - WRITING)
         self._stopping = False
         self.on_lost: Callable[[], None] = lambda: None
         """Called once no device can embed any more."""
@@ -170,30 +192,43 @@ class EmbeddingClient:
 
     # ---- requests ----------------------------------------------------------------------------------------
 
-    def refuse_if_full(self) -> None:
+    def refuse_if_full(self, owner: str = "") -> None:
         """QueueFull where not even an input of one token has room now: nothing need be cut into tokens
         first.
         """
-        if not any(queue.has_room(1) for queue in self._manager.queues):
-            raise self._full()
+        if any(queue.has_room(1) for queue in self._manager.queues) or self._is_owed(owner, Depth(1, 1)):
+            return
+        raise self._full()
 
-    async def embed(self, inputs: Sequence[Tokens]) -> list[Floats]:
-        """A vector for each input. QueueFull: busy, for one input as for many; RanksError, StepFailed,
-        Stopping.
+    async def embed(
+        self, inputs: Sequence[Tokens], owner: str = "", arrived_s: float | None = None
+    ) -> list[Floats]:
+        """A vector for each input. QueueFull: busy, for one input as for many, also where the device has
+        become so slow that what has been accepted would be late; RanksError, StepFailed, Stopping.
+
+        owner: the client that they come from. Clients take turns, and each may have an equal part of all
+        depths in progress, whatever the others have. arrived_s: when the request did (`time.monotonic`);
+        None: now.
         """
         if self._stopping:
             raise Stopping("the server is stopping")
         if self.state == "lost":
             raise RanksError("no device can embed any more; start the server again")
-        places = self._manager.place([len(one.ids) for one in inputs])
+        sizes = [len(one.ids) for one in inputs]
+        wanted = Depth(len(sizes), sum(sizes))
+        places = self._manager.place(sizes, is_owed=self._is_owed(owner, wanted))
         if places is None:
             raise self._full()
         loop = asyncio.get_running_loop()
-        placed = [_Input(one, loop.create_future()) for one in inputs]
+        end_s = (time.monotonic() if arrived_s is None else arrived_s) + self._promised_s
+        if not self._manager.are_within_depths(places):
+            end_s = math.inf
+        placed = [_Input(one, loop.create_future(), owner, end_s) for one in inputs]
         self._live.update(placed)
+        self._held[owner] = self._held.get(owner, Depth(0, 0)) + wanted
         self._n_answers += 1
         for one, at in zip(placed, places, strict=True):
-            self._lanes[at].waiting.append(one)
+            self._lanes[at].waiting.join(one)
             one.answer.add_done_callback(self._forgetting(one))
         for at in set(places):
             self._lanes[at].news.set()
@@ -226,8 +261,17 @@ class EmbeddingClient:
     def _forgetting(self, one: _Input) -> Callable[[asyncio.Future[Floats]], None]:
         def forget(_answer: asyncio.Future[Floats]) -> None:
             self._live.discard(one)
+            self._held[one.owner] -= Depth(1, one.size)
+            if not self._held[one.owner].inputs:
+                del self._held[one.owner]
 
         return forget
+
+    def _is_owed(self, owner: str, wanted: Depth) -> bool:
+        """Whether a client has less in progress than its part, where others have something too."""
+        n_clients = len(self._held.keys() | {owner})
+        held = self._held.get(owner, Depth(0, 0)) + wanted
+        return n_clients > 1 and self._manager.holds(held, n_clients)
 
     # ---- one device --------------------------------------------------------------------------------------
 
@@ -262,7 +306,7 @@ class EmbeddingClient:
         try:
             while not lost.done():
                 while len(batches) < BATCHES_AHEAD and (batch := self._next_batch(at)):
-                    batches.add(asyncio.ensure_future(self._compute(at, batch)))
+                    batches.add(self._begin(at, batch))
                 news = asyncio.ensure_future(lane.news.wait())
                 waited = {lost, news, *batches} if len(batches) < BATCHES_AHEAD else {lost, *batches}
                 done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -280,10 +324,12 @@ class EmbeddingClient:
         batch: list[_Input] = []
         tokens = 0
         while lane.waiting and len(batch) < BATCH_INPUTS:
-            one = lane.waiting[0]
+            one = lane.waiting.head
             if batch and tokens + one.size > BATCH_TOKENS:
                 break
-            lane.waiting.popleft()
+            lane.waiting.take()
+            if one.wanted and not one.tries and self._is_late(lane, tokens + one.size, one.end_s):
+                one.answer.set_exception(self._full())
             if not one.wanted:
                 self._manager.release(at, one.size)
                 continue
@@ -291,9 +337,27 @@ class EmbeddingClient:
             tokens += one.size
         return batch
 
-    async def _compute(self, at: int, batch: list[_Input]) -> None:
+    def _is_late(self, lane: _Lane, tokens: int, end_s: float) -> bool:
+        """Whether a batch of so many tokens ends after `end_s`. A worker that is idle takes anything."""
+        if lane.pace is None or not lane.computing_tokens:
+            return False
+        return time.monotonic() + lane.pace.s_per_token * (lane.computing_tokens + tokens) > end_s
+
+    def _begin(self, at: int, batch: list[_Input]) -> asyncio.Task[None]:
+        lane, n_tokens = self._lanes[at], sum(one.size for one in batch)
+        lane.computing_tokens += n_tokens
+
+        def ended(_task: asyncio.Task[None]) -> None:
+            lane.computing_tokens -= n_tokens
+
+        task = asyncio.ensure_future(self._compute(at, batch, n_tokens))
+        task.add_done_callback(ended)
+        return task
+
+    async def _compute(self, at: int, batch: list[_Input], n_tokens: int) -> None:
         lane = self._lanes[at]
         lane.n_batches += 1
+        sent_s = time.monotonic()
         try:
             vectors = await lane.worker.embed(inputs_to_bytes([one.tokens for one in batch]))
             if len(vectors) != len(batch):
@@ -305,11 +369,14 @@ class EmbeddingClient:
             self._fail(batch, at, error)
             return
         lane.n_inputs += len(batch)
+        began_s, lane.free_at_s = max(sent_s, lane.free_at_s), time.monotonic()
+        if lane.pace is not None:
+            lane.queue.share = lane.pace.computed(n_tokens, lane.free_at_s - began_s)
         for one, vector in zip(batch, vectors, strict=True):
             self._manager.release(at, one.size)
             self._ends.append((time.monotonic(), one.size))
             if one.wanted:
-                one.answer.set_result(vector)
+                _answer(one, vector)
 
     def _again(self, at: int, batch: list[_Input], error: RanksError) -> None:
         """Inputs of a lost batch wait again, in front and once; what was lost twice is an error."""
@@ -319,18 +386,18 @@ class EmbeddingClient:
             if one.wanted and one.tries >= MOST_TRIES:
                 self._fail([one], at, error)
             else:
-                lane.waiting.appendleft(one)
+                lane.waiting.rejoin(one)
 
     def _move_waiting(self, at: int) -> None:
         """What waits for a device that is down goes to others with room; the rest waits for it."""
-        lane, staying = self._lanes[at], deque[_Input]()
+        lane, staying = self._lanes[at], InputTurns[_Input]()
         while lane.waiting:
-            one = lane.waiting.popleft()
+            one = lane.waiting.take()
             place = self._manager.move(at, one.size)
             if place is None:
-                staying.append(one)
+                staying.join(one)
             else:
-                self._lanes[place].waiting.append(one)
+                self._lanes[place].waiting.join(one)
                 self._lanes[place].news.set()
         lane.waiting = staying
 
@@ -340,7 +407,7 @@ class EmbeddingClient:
             if one.wanted:
                 one.answer.set_exception(error)
         if inputs is self._lanes[at].waiting:
-            self._lanes[at].waiting.clear()
+            self._lanes[at].waiting = InputTurns()
 
     async def _start_again(self, lane: _Lane) -> bool:
         loop = asyncio.get_running_loop()
@@ -356,3 +423,13 @@ class EmbeddingClient:
             lane.n_restarts += 1
             return True
         return False
+
+
+def _answer(one: _Input, vector: Floats) -> None:
+    """Other inputs of the batch have vectors of their own: one that has none fails alone."""
+    try:
+        check_numbers(vector)
+    except StepFailed as error:
+        one.answer.set_exception(error)
+    else:
+        one.answer.set_result(vector)

@@ -8,10 +8,14 @@ inputs of one length, or tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from phasewise.serving.embedding.queues import Depth
+
+MOST_LOAD = 1 << 14
+Measure = Callable[[int], Awaitable[float]]
+"""Inputs at once to the seconds until the last is answered."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,60 @@ def probe_sizes(largest: int) -> list[int]:
     return sorted({1, *(max(1, round(largest * share)) for share in (0.25, 0.5, 0.75, 1.0))})
 
 
-def stress(measure: Callable[[int], float], slo_s: float, guess: int) -> int:
-    """The largest load that `measure` (load to seconds) finds within `slo_s`, by halving around a guess; 0:
-    none.
+@dataclass(frozen=True)
+class FoundDepth:
+    """`line`: by inputs. `predicted`: the most that end within the SLO by the line; `tried`: that did."""
+
+    line: LatencyLine
+    predicted: int
+    tried: int
+
+
+async def predict_and_try(seconds: Measure, slo_s: float) -> FoundDepth:
+    """A depth by a line through five loads, the largest near the SLO, and by trying loads around it."""
+    known: dict[int, float] = {}
+
+    async def once(n: int) -> float:
+        if n not in known:
+            known[n] = await seconds(n)
+        return known[n]
+
+    sizes = probe_sizes(max(4, await _load_near(once, slo_s)))
+    line = fit(sizes, [await once(size) for size in sizes])
+    predicted = line.largest_within(slo_s)
+    return FoundDepth(line, predicted, await stress(once, slo_s, predicted))
+
+
+async def _load_near(seconds: Measure, slo_s: float) -> int:
+    """A load that takes most of the SLO: a line through much smaller ones would err by what they err, times
+    how much smaller they are.
     """
-    if measure(1) > slo_s:
+    load = 2
+    while (took := await seconds(load)) < 0.7 * slo_s and load < MOST_LOAD:
+        load = max(load + 1, min(8 * load, int(load * 0.9 * slo_s / took)))
+    return load
+
+
+async def stress(seconds: Measure, slo_s: float, guess: int) -> int:
+    """A load within `slo_s` of which one larger by a fortieth of the guess is not; 0: none. Steps from the
+    guess double until the depth lies between two loads, whose distance is then halved.
+    """
+    if await seconds(1) > slo_s:
         return 0
-    low, high = 1, max(2, guess)
-    while measure(high) <= slo_s:
-        low, high = high, 2 * high
-    while high - low > 1:
+    exact = max(1, guess // 40)
+    low, high, step = 1, max(1, guess), exact
+    if await seconds(high) <= slo_s:
+        low, high = high, high + step
+        while await seconds(high) <= slo_s:
+            step *= 2
+            low, high = high, high + step
+    else:
+        while (at := max(1, high - step)) > 1 and await seconds(at) > slo_s:
+            high, step = at, 2 * step
+        low = at
+    while high - low > exact:
         middle = (low + high) // 2
-        if measure(middle) <= slo_s:
+        if await seconds(middle) <= slo_s:
             low = middle
         else:
             high = middle

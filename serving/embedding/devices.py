@@ -58,16 +58,22 @@ def accelerators(root: Path = Path("/"), count_cuda: Callable[[], int] = cuda_de
     return found + [Device("ascend", at) for at in range(len(ascend))]
 
 
-def instance_cores(machine: Machine, n_instances: int, front_cores: int = 0) -> list[tuple[int, ...]]:
+def instance_cores(
+    machine: Machine, n_instances: int, front_cores: int = 0, n_cores: int | None = None
+) -> list[tuple[int, ...]]:
     """Cores for each CPU instance: from the high end, none across NUMA nodes where that can be, none of the
     front's.
 
     The paper's section IV-D: frameworks run on cores with low numbers, and an instance should not cross
-    nodes. front_cores: the lowest cores, which are left to the front. ValueError where there are fewer cores
-    than instances.
+    nodes. front_cores: the lowest cores, which are left to the front. n_cores: of all instances, the highest
+    ones; None: all that are left. ValueError where there are fewer cores than instances, or than asked for.
     """
     cores = sorted(core[0] for core in machine.allowed_cores()) or sorted(machine.allowed_pus)
     usable = cores[front_cores:] if front_cores < len(cores) else []
+    if n_cores is not None:
+        if n_cores > len(usable):
+            raise ValueError(f"{n_cores} cores for embeddings: {len(usable)} are there for them")
+        usable = usable[-n_cores:]
     if not 1 <= n_instances <= len(usable):
         raise ValueError(
             f"{n_instances} instances of at least one core each: {len(usable)} cores are there for them"

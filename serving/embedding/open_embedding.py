@@ -67,7 +67,7 @@ def open_embedding(
         raise
     starts: Sequence[Start] = [partial(start_worker, spec) for spec in specs]
     queues = [DeviceQueue(one.device, _rank_of(one.device), one.depth) for one in plan.instances]
-    client = EmbeddingClient(QueueManager(queues), list(zip(starts, workers, strict=True)))
+    client = EmbeddingClient(QueueManager(queues), list(zip(starts, workers, strict=True)), plan.slo_s)
     return OpenEmbedding(model, EncoderText(model), plan, client)
 
 

@@ -28,7 +28,7 @@ _ONE_TEXT = 0xFFFFFFFF
 MAX_FRAME_BYTES = 1 << 30
 
 
-class Kind(IntEnum):
+class WorkerFrameKind(IntEnum):
     """What a frame is."""
 
     EMBED = 1
@@ -37,8 +37,8 @@ class Kind(IntEnum):
     READY = 4
 
 
-class Frame(NamedTuple):
-    kind: Kind
+class WorkerFrame(NamedTuple):
+    kind: WorkerFrameKind
     batch: int
     body: bytes
 
@@ -47,19 +47,19 @@ class ProtocolError(Exception):
     """The other end says something else than the protocol."""
 
 
-def frame(kind: Kind, batch: int, body: bytes) -> bytes:
+def frame(kind: WorkerFrameKind, batch: int, body: bytes) -> bytes:
     return HEAD.pack(len(body), kind, batch) + body
 
 
-def head_of(raw: bytes) -> tuple[int, Kind, int]:
+def head_of(raw: bytes) -> tuple[int, WorkerFrameKind, int]:
     """(bytes of the body, kind, batch)."""
     n_bytes, kind, batch = HEAD.unpack(raw)
-    if n_bytes > MAX_FRAME_BYTES or kind not in tuple(Kind):
+    if n_bytes > MAX_FRAME_BYTES or kind not in tuple(WorkerFrameKind):
         raise ProtocolError(f"a frame of kind {kind} with {n_bytes} bytes")
-    return n_bytes, Kind(kind), batch
+    return n_bytes, WorkerFrameKind(kind), batch
 
 
-def read_frame(read: Callable[[int], bytes]) -> Frame | None:
+def read_frame(read: Callable[[int], bytes]) -> WorkerFrame | None:
     """The next frame; None at the end. `read(n)` gives exactly n bytes, or fewer at the end."""
     raw = read(HEAD.size)
     if not raw:
@@ -70,7 +70,7 @@ def read_frame(read: Callable[[int], bytes]) -> Frame | None:
     body = read(n_bytes)
     if len(body) < n_bytes:
         raise ProtocolError("a frame is cut short")
-    return Frame(kind, batch, body)
+    return WorkerFrame(kind, batch, body)
 
 
 def inputs_to_bytes(inputs: Sequence[Tokens]) -> bytes:

@@ -21,6 +21,16 @@ class Depth:
     inputs: int
     tokens: int
 
+    def __add__(self, other: Depth) -> Depth:
+        return Depth(self.inputs + other.inputs, self.tokens + other.tokens)
+
+    def __sub__(self, other: Depth) -> Depth:
+        return Depth(self.inputs - other.inputs, self.tokens - other.tokens)
+
+    def scaled(self, share: float) -> Depth:
+        """That share of it, at least one of each."""
+        return Depth(max(1, int(self.inputs * share)), max(1, int(self.tokens * share)))
+
 
 UNLIMITED = Depth(1 << 30, 1 << 40)
 
@@ -36,14 +46,19 @@ class DeviceQueue:
     """Whether its worker computes. Where none does, inputs wait for one that is started again."""
     is_gone: bool = False
     """Whether there is no hope for another worker."""
+    share: float = 1.0
+    """The part of its depth that may be used now (`pace`)."""
     inputs: int = 0
     tokens: int = 0
 
     def has_room(self, tokens: int) -> bool:
-        """For one more input of so many tokens. An input longer than the depth has room in an empty queue."""
-        if self.is_gone or self.inputs + 1 > self.depth.inputs:
+        """For one more input of `tokens` tokens. One longer than the depth has room in an empty queue."""
+        if self.is_gone:
             return False
-        return self.tokens + tokens <= self.depth.tokens or self.inputs == 0
+        if self.inputs == 0:
+            return True
+        fits = self.inputs + 1 <= self.depth.inputs * self.share
+        return fits and self.tokens + tokens <= self.depth.tokens * self.share
 
     @property
     def load(self) -> float:
@@ -60,11 +75,12 @@ class QueueManager:
     n_refused: int = 0
     n_placed: int = 0
 
-    def place(self, sizes: Sequence[int]) -> list[int] | None:
+    def place(self, sizes: Sequence[int], *, is_owed: bool = False) -> list[int] | None:
         """A device for each input of a request, by its tokens; None: busy, and nothing is placed.
 
         A request is placed whole or not at all. One that is larger than all depths together is placed on idle
-        devices alone, where it takes as long as it takes.
+        devices alone, where it takes as long as it takes. is_owed: where the depths are full it is placed
+        beyond them, with the devices that have least to do.
         """
         places: list[int] = []
         for tokens in sizes:
@@ -78,10 +94,15 @@ class QueueManager:
             return places
         for at, tokens in zip(places, sizes, strict=False):
             self.release(at, tokens)
-        if self.inputs == 0 and not all(queue.is_gone for queue in self.queues):
+        if (self.inputs == 0 or is_owed) and not all(queue.is_gone for queue in self.queues):
             return self._spread(sizes)
         self.n_refused += len(sizes)
         return None
+
+    def are_within_depths(self, places: Sequence[int]) -> bool:
+        """Whether these queues hold no more than they should."""
+        own = [self.queues[at] for at in set(places)]
+        return all(one.inputs <= one.depth.inputs and one.tokens <= one.depth.tokens for one in own)
 
     def release(self, at: int, tokens: int) -> None:
         """An input of this device has been answered, or is no longer wanted."""
@@ -98,6 +119,13 @@ class QueueManager:
         self.release(at, tokens)
         self._take(found, tokens)
         return found
+
+    def holds(self, wanted: Depth, n_clients: int) -> bool:
+        """Whether `wanted` is at most one client's equal part of all depths."""
+        depths = [queue.depth for queue in self.queues if not queue.is_gone]
+        return wanted.inputs * n_clients <= sum(
+            depth.inputs for depth in depths
+        ) and wanted.tokens * n_clients <= sum(depth.tokens for depth in depths)
 
     @property
     def inputs(self) -> int:

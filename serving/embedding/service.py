@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.open_embedding import OpenEmbedding
 from phasewise.serving.errors import EngineLost
 from phasewise.serving.headroom import allocator_headroom
-from phasewise.serving.http.app import ServedEmbeddings, create_embedding_app
+from phasewise.serving.http.access_log import NOT_LOGGED, Logging, open_log
+from phasewise.serving.http.app import ServedEmbeddings, Surroundings, create_embedding_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connections import Connections
 from phasewise.serving.http.embeddings import EmbeddingModel
@@ -24,6 +26,17 @@ from phasewise.serving.http.metrics import Gauges, Metrics
 from phasewise.serving.http.server import HttpServer, Service
 
 _SWITCH_INTERVAL_S = 0.0005
+
+
+@dataclass(frozen=True)
+class EmbeddingSettings:
+    """How an embedding model is served. `names`: what requests may call it, its id first."""
+
+    names: tuple[str, ...]
+    limits: HttpLimits
+    tls: ssl.SSLContext | None = None
+    cors_origins: tuple[str, ...] = ()
+    logging: Logging = NOT_LOGGED
 
 
 class BothClients:
@@ -57,12 +70,7 @@ def served(opened: OpenEmbedding, names: tuple[str, ...]) -> ServedEmbeddings:
 
 
 def run_embedding_service(
-    opened: OpenEmbedding,
-    names: tuple[str, ...],
-    limits: HttpLimits,
-    address: Address,
-    report: Callable[[str], None],
-    tls: ssl.SSLContext | None = None,
+    opened: OpenEmbedding, settings: EmbeddingSettings, address: Address, report: Callable[[str], None]
 ) -> None:
     """Serve until a signal ends it. EngineLost where every worker was lost for good."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -70,9 +78,14 @@ def run_embedding_service(
         client = opened.client
         life = Lifecycle(client)
         metrics = Metrics(Gauges(n_connections=lambda: len(connections.open), is_ready=lambda: life.is_ready))
-        connections = Connections(limits, metrics)
-        app = create_embedding_app(served(opened, names), limits, life, metrics)
-        server = HttpServer(Service(app, client, life, connections, report), address, tls)
+        connections = Connections(settings.limits, metrics)
+        lines, log = stack.enter_context(open_log(settings.logging))
+        surroundings = Surroundings(settings.cors_origins, log)
+        app = create_embedding_app(
+            served(opened, settings.names), settings.limits, life, metrics, surroundings
+        )
+        on_hangup = lines.reopen if settings.logging.path else None
+        server = HttpServer(Service(app, client, life, connections, report, on_hangup), address, settings.tls)
         client.on_lost = lambda: server.end(at_once=True)
         stack.enter_context(allocator_headroom())
         server.run()

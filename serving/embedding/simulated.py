@@ -24,7 +24,7 @@ class ModelledDevice:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedOutcome:
     """Seconds from arrival to answer of what was accepted, in order of answers; and how much was refused."""
 
     latencies_s: tuple[float, ...]
@@ -36,7 +36,9 @@ class Outcome:
         return max(self.latencies_s, default=0.0)
 
 
-def simulate(devices: Sequence[ModelledDevice], arrivals_s: Sequence[float], tokens: int = 75) -> Outcome:
+def simulate(
+    devices: Sequence[ModelledDevice], arrivals_s: Sequence[float], tokens: int = 75
+) -> SimulatedOutcome:
     """Arrivals (ascending) through the production queues; a device computes all that waits for it as one
     batch.
     """
@@ -83,7 +85,7 @@ def simulate(devices: Sequence[ModelledDevice], arrivals_s: Sequence[float], tok
         for at in range(len(devices)):
             begin(at, now_s)
     finish(float("inf"))
-    return Outcome(tuple(latencies), refused, by_device)
+    return SimulatedOutcome(tuple(latencies), refused, by_device)
 
 
 def largest_concurrency(devices: Sequence[ModelledDevice], slo_s: float, most: int = 4096) -> int:

@@ -8,6 +8,7 @@ accelerator's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,13 +20,18 @@ from typing import Any, Protocol
 
 from phasewise.serving.embedding.protocol import (
     Floats,
-    Kind,
+    WorkerFrameKind,
     frame,
     inputs_from_bytes,
     read_frame,
     vectors_to_bytes,
 )
 from phasewise.serving.encoder.text import Tokens
+
+NICENESS = 10
+WARMING_TOKENS = 512
+FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What terminals and service managers send to every process; where the front ends, it closes the socket."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +63,21 @@ class Backend(Protocol):
 def serve(sock: socket.socket, backend: Backend, facts: dict[str, Any]) -> None:
     """Until the other end closes. A batch that fails is answered with one line."""
     file = sock.makefile("rb", buffering=1 << 20)
-    sock.sendall(frame(Kind.READY, 0, json.dumps(facts).encode()))
+    sock.sendall(frame(WorkerFrameKind.READY, 0, json.dumps(facts).encode()))
     while (got := read_frame(file.read)) is not None:
         try:
-            answer = Kind.VECTORS, vectors_to_bytes(backend.embed(inputs_from_bytes(got.body)))
+            answer = WorkerFrameKind.VECTORS, vectors_to_bytes(backend.embed(inputs_from_bytes(got.body)))
         except Exception as error:  # of this batch; the front tells those who wait for it
-            answer = Kind.FAILED, f"{type(error).__name__}: {error}".encode()
+            answer = WorkerFrameKind.FAILED, f"{type(error).__name__}: {error}".encode()
         sock.sendall(frame(answer[0], got.batch, answer[1]))
+
+
+def yield_to_the_front() -> None:
+    """The front comes first where both want a core. While it waits, no request is refused or answered; a
+    worker that gets less of a core only holds less (`pace`).
+    """
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
 
 
 def _cpu_backend(spec: WorkerSpec) -> Backend:
@@ -72,8 +86,12 @@ def _cpu_backend(spec: WorkerSpec) -> Backend:
     from phasewise.serving.encoder.embedder import Embedder
     from phasewise.serving.loaders import load_model
 
+    yield_to_the_front()
     model = load_model(spec.model, spec.weight_format, Path(spec.cache) if spec.cache else None)
-    return Embedder(model, spec.cores)
+    embedder = Embedder(model, spec.cores)
+    n_tokens = min(WARMING_TOKENS, embedder.embedding.max_tokens)
+    embedder.embed([Tokens([0] * n_tokens)])  # the first batch brings in the weights
+    return embedder
 
 
 def _backend(spec: WorkerSpec) -> Backend:
@@ -87,13 +105,14 @@ def _backend(spec: WorkerSpec) -> Backend:
 
 def main(arguments: Sequence[str], make: Callable[[WorkerSpec], Backend] = _backend) -> None:
     """Run the worker that the front has started."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the front, which closes the socket
+    for one in FOR_THE_FRONT:
+        signal.signal(one, signal.SIG_IGN)
     sock = socket.socket(fileno=int(arguments[0]))
     spec = WorkerSpec.from_json(arguments[1])
     try:
         backend = make(spec)
     except Exception as error:
-        sock.sendall(frame(Kind.FAILED, 0, f"{error}".encode()))
+        sock.sendall(frame(WorkerFrameKind.FAILED, 0, f"{error}".encode()))
         return
     try:
         serve(sock, backend, {"pid": os.getpid(), "device": spec.device})

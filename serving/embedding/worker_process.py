@@ -16,9 +16,9 @@ from typing import Any
 from phasewise.serving.embedding.protocol import (
     HEAD,
     Floats,
-    Frame,
-    Kind,
     ProtocolError,
+    WorkerFrame,
+    WorkerFrameKind,
     frame,
     head_of,
     read_frame,
@@ -70,7 +70,7 @@ class WorkerProcess:
             got, reason = None, f"{error}"
         else:
             reason = "its process has ended"
-        if got is None or got.kind is not Kind.READY:
+        if got is None or got.kind is not WorkerFrameKind.READY:
             said = got.body.decode(errors="replace") if got is not None else reason
             self.kill()
             raise RanksError(f"the embedding worker of {self.spec.device} cannot start: {said}")
@@ -91,7 +91,7 @@ class WorkerProcess:
         batch, self._next_batch = self._next_batch, self._next_batch + 1
         answer: asyncio.Future[Floats] = asyncio.get_running_loop().create_future()
         self._answers[batch] = answer
-        self._writer.write(frame(Kind.EMBED, batch, body))
+        self._writer.write(frame(WorkerFrameKind.EMBED, batch, body))
         return await answer
 
     async def lost(self) -> None:
@@ -125,7 +125,7 @@ class WorkerProcess:
         try:
             while True:
                 n_bytes, kind, batch = head_of(await reader.readexactly(HEAD.size))
-                self._deliver(Frame(kind, batch, await reader.readexactly(n_bytes)))
+                self._deliver(WorkerFrame(kind, batch, await reader.readexactly(n_bytes)))
         except (asyncio.IncompleteReadError, OSError, ProtocolError):
             pass
         finally:
@@ -135,11 +135,11 @@ class WorkerProcess:
                     answer.set_exception(loss)
             self._answers.clear()
 
-    def _deliver(self, got: Frame) -> None:
+    def _deliver(self, got: WorkerFrame) -> None:
         answer = self._answers.pop(got.batch, None)
         if answer is None or answer.done():
             return
-        if got.kind is Kind.VECTORS:
+        if got.kind is WorkerFrameKind.VECTORS:
             answer.set_result(vectors_from_bytes(got.body))
         else:
             answer.set_exception(StepFailed(f"{self.spec.device}: {got.body.decode(errors='replace')}"))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.errors import TeamError
-from phasewise.serving.encoder.arithmetic import EncoderDefaults
+from phasewise.serving.encoder.arithmetic import FASTEST, NEAREST, SHORT_TOKENS, quantises_rows
 from phasewise.serving.encoder.pooling import pooled, score
 from phasewise.serving.encoder.program import build_row_program
 from phasewise.serving.encoder.text import Tokens
@@ -27,7 +27,6 @@ Floats = npt.NDArray[np.float32]
 STEP_TOKENS = 512
 """Rows that pass through the model at once, or as many as its longest input has."""
 MOST_SEQUENCES = 128
-_DEFAULTS: tuple[ScheduleLookup, ...] = (EncoderDefaults(),)
 _PANEL = 16  # slots of keys that lie together
 
 
@@ -45,6 +44,15 @@ class _Slice:
     ring: None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A program, what it leaves, and how many tokens it takes at once."""
+
+    program: Program
+    rows: Floats
+    step_tokens: int
+
+
 class Embedder:
     """Calls are for one thread at a time; that thread is pinned only while one lasts."""
 
@@ -55,9 +63,10 @@ class Embedder:
         *,
         pinned: bool = True,
         step_tokens: int = STEP_TOKENS,
-        schedules: tuple[ScheduleLookup, ...] = _DEFAULTS,
+        schedules: tuple[ScheduleLookup, ...] | None = None,
     ) -> None:
-        """cores: of its threads; not pinned, as many threads that the system may move.
+        """cores: of its threads; not pinned, as many threads that the system may move. schedules: None for
+        those of `arithmetic`.
 
         ModelError for a model that makes no vectors or does not fit, RanksError where a core cannot be had.
         """
@@ -68,21 +77,26 @@ class Embedder:
         self.model = model
         self.embedding: Embedding = model.embedding
         self._every_row = self.embedding.pooling == "mean"
-        self._step_tokens = max(step_tokens, self.embedding.max_tokens)
         try:
             self._team = Team(tuple(cores)) if pinned else Team(None, len(cores))
         except TeamError as error:
             raise RanksError(str(error)) from error
+        most = self.embedding.max_tokens
         try:
-            self._program: Program = build_row_program(model, self._capacity(len(cores)), schedules)
+            self._way = self._build(schedules or (FASTEST,), max(step_tokens, most), len(cores))
+            self._short: _Way | None = None
+            if schedules is None and quantises_rows(model.weights.values()):
+                self._short = self._build((NEAREST,), min(most, SHORT_TOKENS) * MOST_SEQUENCES, len(cores))
         except BaseException:
             self._team.close()
             raise
-        self._rows: Floats = np.asarray(self._program)
 
-    def _capacity(self, threads: int) -> Capacity:
+    def _build(self, schedules: tuple[ScheduleLookup, ...], step_tokens: int, threads: int) -> _Way:
+        program = build_row_program(self.model, self._capacity(step_tokens, threads), schedules)
+        return _Way(program, np.asarray(program), step_tokens)
+
+    def _capacity(self, tokens: int, threads: int) -> Capacity:
         """Every input begins at a panel of keys of its own."""
-        tokens = self._step_tokens
         return Capacity(
             kv_slots=tokens + _PANEL * MOST_SEQUENCES,
             step_tokens=tokens,
@@ -113,29 +127,25 @@ class Embedder:
                 )
         out = np.empty((len(inputs), self.width), np.float32)
         with keeping_affinity():
-            for step in self._steps(inputs):
-                self._run([inputs[at] for at in step], step, out)
+            for way, places in self._ways(inputs):
+                for step in _steps(inputs, places, way.step_tokens):
+                    self._run(way, [inputs[at] for at in step], step, out)
         return out
 
-    def _steps(self, inputs: Sequence[Tokens]) -> Iterator[list[int]]:
-        """Places of inputs that go through the model together: as many as fit, in their order."""
-        step: list[int] = []
-        used = 0
-        for at, one in enumerate(inputs):
-            if step and (used + len(one.ids) > self._step_tokens or len(step) == MOST_SEQUENCES):
-                yield step
-                step, used = [], 0
-            step.append(at)
-            used += len(one.ids)
-        if step:
-            yield step
+    def _ways(self, inputs: Sequence[Tokens]) -> list[tuple[_Way, Sequence[int]]]:
+        """Which inputs go which way: by its own length alone, so that company changes no bits."""
+        if self._short is None:
+            return [(self._way, range(len(inputs)))]
+        short = [at for at, one in enumerate(inputs) if len(one.ids) <= SHORT_TOKENS]
+        others = [at for at, one in enumerate(inputs) if len(one.ids) > SHORT_TOKENS]
+        return [(self._short, short), (self._way, others)]
 
-    def _run(self, inputs: Sequence[Tokens], places: Sequence[int], out: Floats) -> None:
+    def _run(self, way: _Way, inputs: Sequence[Tokens], places: Sequence[int], out: Floats) -> None:
         slices, base = [], 0
         for one in inputs:
             slices.append(_Slice(one.ids, base, one.second))
             base += -(-len(one.ids) // _PANEL) * _PANEL
-        self._program.run(
+        way.program.run(
             self._team,
             slices,
             every_row=self._every_row,
@@ -145,7 +155,7 @@ class Embedder:
         row = 0
         for one, place in zip(inputs, places, strict=True):
             n_rows = len(one.ids) if self._every_row else 1
-            rows = self._rows[row : row + n_rows]
+            rows = way.rows[row : row + n_rows]
             out[place] = score(rows[0], self.model) if self.scores else pooled(rows, self.embedding)
             row += n_rows
 
@@ -160,3 +170,18 @@ class Embedder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _steps(inputs: Sequence[Tokens], places: Sequence[int], step_tokens: int) -> Iterator[list[int]]:
+    """Places of inputs that go through the model together: as many as fit, in their order."""
+    step: list[int] = []
+    used = 0
+    for at in places:
+        size = len(inputs[at].ids)
+        if step and (used + size > step_tokens or len(step) == MOST_SEQUENCES):
+            yield step
+            step, used = [], 0
+        step.append(at)
+        used += size
+    if step:
+        yield step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from phasewise.serving.errors import StepFailed
 from phasewise.serving.model import Embedding, PackedModel
 
 Floats = npt.NDArray[np.float32]
@@ -31,6 +32,12 @@ def unit(vector: npt.NDArray[np.floating]) -> Floats:
 def truncated(vector: Floats, dimensions: int) -> Floats:
     """Its first numbers, with length 1 again (Matryoshka embeddings: Kusupati et al. 2022)."""
     return unit(vector[:dimensions])
+
+
+def check_numbers(vector: Floats) -> None:
+    """StepFailed where a vector, or one of several, is not finite: no client may take it for one."""
+    if not np.isfinite(vector).all():
+        raise StepFailed("the model gave values that are not numbers: its weights are damaged, or overflow")
 
 
 def score(row: Floats, model: PackedModel) -> float:

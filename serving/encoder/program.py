@@ -58,7 +58,7 @@ class _Arena:
     """Offsets and row strides, in floats. Attention and feed-forward take turns in one place."""
 
     stride: int
-    """Of hidden rows, which begin at 0."""
+    """Stride of hidden rows, which begin at 0."""
     inner: int
     """Queries, keys and values, then what attention gives; or rows within the feed-forward layer."""
     qkv_stride: int
@@ -108,7 +108,11 @@ class _Layer:
         self._add_attention(after, gathered=last)
         self._normalise("attn_norm", "o_bias", after, after, rows)
         inner = arena.inner, arena.up_stride
-        up = gate_up_parts(self.model, self.name) if self.encoder.gated else self._part("up")
+        up = (
+            gate_up_parts(self.model, self.name, self.model.config.ffn)
+            if self.encoder.gated
+            else self._part("up")
+        )
         self.linears.add(up, {"source": "rows"}, after, inner, rows=rows)
         self.linears.add(self._part("down"), self._reads_inner(), inner, after, add=True, rows=rows)
         whole = (arena.out, self.model.config.hidden) if last else after

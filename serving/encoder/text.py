@@ -32,7 +32,7 @@ class EncoderText:
         self._most_characters = self.max_tokens * self._cutter.longest_token
 
     def tokens(self, texts: Sequence[Text], *, truncate: bool = False) -> list[Tokens]:
-        """Of every input, with the tokens that the model wants around it.
+        """Tokens of every input, with those that the model wants around it.
 
         ContextLengthExceeded for the first that is too long, unless it is to be truncated: then the longer
         of a pair loses tokens at its end until both fit.

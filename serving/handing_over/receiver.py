@@ -28,11 +28,11 @@ class _Awaited:
     n_prompt: int
     placement: Placement
     stored: list[int] = field(default_factory=list)
-    """Of each layer, how many positions from the first on are here."""
+    """For each layer: the number of positions, from the first on, that are here."""
     n_frames: int = 0
 
 
-class Failed(Exception):
+class ReceiveFailed(Exception):
     """A hand-over that cannot go on: the request and the attempt, and one word for a counter."""
 
     def __init__(self, request_id: str, epoch: int, reason: str, message: str) -> None:
@@ -67,7 +67,7 @@ class Receiver:
             self._awaited.pop(request_id, None)
 
     def take(self, parts: Sequence[bytes | memoryview]) -> Arrived | None:
-        """Take one message; what it completes. Failed where it ends the hand-over it belongs to.
+        """Take one message; what it completes. ReceiveFailed where it ends the hand-over it belongs to.
 
         A message that belongs to none is counted and thrown away.
         """
@@ -86,7 +86,7 @@ class Receiver:
             except FrameError as error:
                 self.refused[error.reason] += 1
                 del self._awaited[frame.request_id]
-                raise Failed(frame.request_id, frame.epoch, error.reason, str(error)) from error
+                raise ReceiveFailed(frame.request_id, frame.epoch, error.reason, str(error)) from error
 
     def _take(self, frame: Frame, awaited: _Awaited, data: bytes | memoryview) -> Arrived | None:
         if frame.sequence != awaited.n_frames:

@@ -29,7 +29,7 @@ LAYERWISE_ABOVE_TOKENS = 256
 """Shorter prompts are sent when they are computed. Chosen, not measured yet."""
 
 
-class Link(Protocol):
+class BlockLink(Protocol):
     """The way to one request's block on another instance. Called on the sender's thread."""
 
     def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
@@ -53,7 +53,7 @@ class _Job:
     n_prompt: int = 0
     source: Placement | None = None
     """None: not begun."""
-    link: Link | None = None
+    link: BlockLink | None = None
     """None: the other side has no block yet."""
     ready: int = 0
     """Positions that are stored in every layer."""
@@ -140,7 +140,7 @@ class Sender:
 
     # ---- on the thread that hears of the other side ------------------------------------------------------
 
-    def aim(self, request_id: str, link: Link) -> None:
+    def aim(self, request_id: str, link: BlockLink) -> None:
         """The other side has a block, behind `link`."""
         with self._changed:
             self._jobs.setdefault(request_id, _Job(request_id)).link = link

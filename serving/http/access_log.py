@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +37,18 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/live"})
 _GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _MOST_WAITING = 8192
 _END_S = 2.0
+
+
+@dataclass(frozen=True)
+class Logging:
+    """Where the line of each request goes: `path`, or stderr."""
+
+    path: Path | None = None
+    level: Level = "off"
+    as_json: bool = False
+
+
+NOT_LOGGED = Logging()
 
 
 @dataclass(slots=True)
@@ -251,6 +264,14 @@ class LineWriter:
             )
         except OSError as error:
             raise ServingError(f"the access log {self._path} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def open_log(settings: Logging) -> Iterator[tuple[LineWriter, AccessLog | None]]:
+    """What writes the lines, and the log; no log where nothing is logged."""
+    with LineWriter(settings.path) as lines:
+        is_logged = settings.level != "off"
+        yield lines, AccessLog(lines, settings.level, as_json=settings.as_json) if is_logged else None
 
 
 def _as_text(fields: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,7 +102,7 @@ def create_app(
     _add_tokens(app, service)
     cards = [(one.names, _card(one)) for one in (model, *others)]
     if embeddings is not None:
-        cards.append(_add_embeddings(app, embeddings, life, metrics))
+        cards.append(_add_embeddings(app, embeddings, limits, life, metrics))
     _add_models(app, cards)
     if surroundings.page is not None:
         add_page(app, client, life, surroundings.page)
@@ -118,7 +119,7 @@ def create_embedding_app(
 ) -> FastAPI:
     """The application that embeds, and does nothing else."""
     app = _new_app(limits, life, metrics, surroundings)
-    _add_models(app, [_add_embeddings(app, embeddings, life, metrics)])
+    _add_models(app, [_add_embeddings(app, embeddings, limits, life, metrics)])
     openapi.describe(app, generates=False, embeds=True)
     return app
 
@@ -139,11 +140,13 @@ def _new_app(limits: HttpLimits, life: Lifecycle, metrics: Metrics, surroundings
 
 
 def _add_embeddings(
-    app: FastAPI, embeddings: ServedEmbeddings, life: Lifecycle, metrics: Metrics
+    app: FastAPI, embeddings: ServedEmbeddings, limits: HttpLimits, life: Lifecycle, metrics: Metrics
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The model's names and card."""
     metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
-    routes = EmbeddingRoutes(embeddings.model, embeddings.client, app.state.bodies, life)
+    routes = EmbeddingRoutes(
+        embeddings.model, embeddings.client, app.state.bodies, life, limits.max_response_bytes
+    )
     add_embedding_routes(app, routes)
     return embeddings.model.names, embeddings.model.card()
 
@@ -184,10 +187,14 @@ def _add_health(app: FastAPI, life: Lifecycle, metrics: Metrics) -> None:
         """200 while requests should be sent here; 503 while starting, stopping, or replacing ranks."""
         return JSONResponse({"status": life.state}, 200 if life.is_ready else 503)
 
+    one_at_a_time = asyncio.Lock()
+
     @app.get("/metrics")
     async def prometheus() -> Response:
         """Metrics in Prometheus's text format."""
-        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        async with one_at_a_time:
+            await asyncio.sleep(0)  # it takes milliseconds: what others ask is answered between two of them
+            return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
@@ -283,7 +290,7 @@ def _add_chat(app: FastAPI, service: _Service) -> None:
         body = await service.read(request, ChatRequest)
         model = service.model_of(body.model)
         requests, facts = await service.preparation.prepare(request, body, chat_requests, model)
-        reading = reading_of(body, model, requests[0].prompt_token_ids)
+        reading = reading_of(body, model, requests[0])
         rendering = ChatRendering(_response_id(requests), model, reading)
         return await service.answer(_reply(body, requests, facts, rendering), request, body.ignored())
 
@@ -298,7 +305,7 @@ def _add_responses(app: FastAPI, service: _Service) -> None:
         client = client_of(request.scope).name
         previous = body.previous_response_id
         before = [] if previous is None else store.get(client, previous)
-        chat = chat_of(body, before)
+        chat = await service.bodies.convert(request, lambda: chat_of(body, before))
         model = service.model_of(body.model)
         requests, facts = await service.preparation.prepare(request, chat, chat_requests, model)
         (one,) = requests
@@ -314,7 +321,7 @@ def _add_responses(app: FastAPI, service: _Service) -> None:
             model.model_id,
             {"temperature": one.sampling.temperature, "top_p": one.sampling.top_p},
             len(one.prompt_token_ids),
-            reading_of(chat, model, one.prompt_token_ids),
+            reading_of(chat, model, one),
             lambda text: len(model.encode(text, False)),
             keep,
         )
@@ -325,15 +332,12 @@ def _add_responses(app: FastAPI, service: _Service) -> None:
 
 def _add_tokens(app: FastAPI, service: _Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         """The tokens of a text, or of a conversation as the model's template writes it out."""
         body = await service.read(request, TokenizeRequest)
         model = service.model_of(body.model)
-        ids = await service.preparation.tokens(request, body, model)
-        out = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids}
-        if body.return_token_strs:
-            out["token_strs"] = [model.piece(one).decode("utf-8", "replace") for one in ids]
-        return out
+        tokens = await service.preparation.tokenized(request, body, model)
+        return Response(tokens, media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:

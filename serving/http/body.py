@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi import Request
@@ -11,9 +11,14 @@ from starlette.requests import ClientDisconnect
 
 from phasewise.serving.http.connection import connection_of
 from phasewise.serving.http.errors import ApiError, bad_request, from_validation
+from phasewise.serving.http.rested_thread import RestedThread
 from phasewise.serving.http.unfinished import UnfinishedBodies, UnfinishedBody
 
 Body = TypeVar("Body", bound=BaseModel)
+Made = TypeVar("Made")
+
+_N_BYTES = "phasewise.body_bytes"
+"""The place in an ASGI scope that says how long the body was."""
 
 _DISCARD_UP_TO_BYTES = (
     64 * 1024 * 1024
@@ -33,7 +38,7 @@ class BodyReader:
     def __init__(self, max_bytes: int, max_unfinished_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.unfinished = UnfinishedBodies(max(max_bytes, max_unfinished_bytes))
-        self._large = asyncio.Semaphore(1)  # of many threads that want Python's lock the loop is but one
+        self._large = RestedThread()  # of many threads that want Python's lock the loop is but one
 
     async def read(self, request: Request, model: type[Body]) -> Body:
         """The body as `model`, or an ApiError: 415 or 400 where not what `model` says, 413 where too large,
@@ -43,13 +48,28 @@ class BodyReader:
         body = self.unfinished.begin(self._max_bytes, connection.wake_reader if connection else _no_one)
         try:
             await self._read_limited(request, body)
+            request.scope[_N_BYTES] = body.n_bytes
             if body.n_bytes <= _WORTH_A_THREAD_BYTES:
                 return _checked(body.whole(), model)
-            async with self._large:
-                _refuse_ended(body)
-                return await asyncio.to_thread(_checked, body.whole(), model)
+            return await self._checked_beside(body, model)
         finally:
             body.end()
+
+    async def convert(self, request: Request, convert: Callable[[], Made]) -> Made:
+        """What `convert` makes of the body of `request`, on a thread where the body is large."""
+        if n_bytes_of(request) <= _WORTH_A_THREAD_BYTES:
+            return convert()
+        return await self._large.run(convert)
+
+    async def _checked_beside(self, body: UnfinishedBody, model: type[Body]) -> Body:
+        raw = b""
+
+        def take() -> None:
+            nonlocal raw
+            _refuse_ended(body)
+            raw = body.whole()  # its memory goes when its client does
+
+        return await self._large.run(lambda: _checked(raw, model), before=take)
 
     async def _read_limited(self, request: Request, body: UnfinishedBody) -> None:
         n_read = 0
@@ -69,6 +89,11 @@ class BodyReader:
                 body.end()
         if n_read > self._max_bytes:
             raise ApiError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")
+
+
+def n_bytes_of(request: Request) -> int:
+    """The bytes of the body that was read of `request`."""
+    return int(request.scope.get(_N_BYTES, 0))
 
 
 def _checked(raw: bytes, model: type[Body]) -> Body:

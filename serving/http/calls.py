@@ -13,6 +13,7 @@ from phasewise.serving.http.errors import bad_request
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.render import AnswerReading
 from phasewise.serving.http.schemas import ChatMessage, ChatRequest, NamedChoice, Tool
+from phasewise.serving.messages import Submit
 from phasewise.serving.tools.dialect import Dialect
 from phasewise.serving.tools.parts import parsed
 from phasewise.serving.tools.tool_format import MOST_CALLS, Function, Wanted
@@ -86,16 +87,17 @@ def is_read(body: ChatRequest, model: ServedModel) -> bool:
     return bool(_shown_tools(body)) or not model.dialect.is_plain
 
 
-def reading_of(body: ChatRequest, model: ServedModel, prompt: Sequence[int]) -> AnswerReading | None:
-    """How its answers are read; None where they are text."""
+def reading_of(body: ChatRequest, model: ServedModel, request: Submit) -> AnswerReading | None:
+    """How the answers to one of its requests are read; None where they are text."""
     if not is_read(body, model):
         return None
     dialect = model.dialect
     tools = _shown_tools(body)
     names = frozenset(tool.function.name for tool in tools) if tools else None
-    in_thought = dialect.opens_thought(prompt, model.piece)
+    in_thought = dialect.opens_thought(request.prompt_token_ids, model.piece)
+    calls_are_held = bool(tools) and request.guide is not None
     return AnswerReading(
-        lambda: dialect.reader(names, in_thought=in_thought),
+        lambda: dialect.reader(names, in_thought=in_thought, calls_are_held=calls_are_held),
         lambda: dialect.format.call_id(uuid.uuid4().hex),
     )
 

@@ -47,7 +47,7 @@ class AnswerStream:
         self.has_begun = False
         """Whether a piece of it has come, or it has ended."""
         self.n_bytes = 0
-        """Of memory, more or less: pieces that wait here, and all pieces of an answer that is sent whole."""
+        """Memory, approximately: pieces that wait here, and all pieces of an answer that is sent whole."""
         self._client = client
         self._index = {request.request_id: index for index, request in enumerate(requests)}
         self._open = set(self._index)

@@ -12,6 +12,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import h11
@@ -26,6 +27,7 @@ from phasewise.serving.http.connections import Connections
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.framing import Framing
 from phasewise.serving.http.loop_share import BYTE_S, REQUEST_S
+from phasewise.serving.http.timed_steps import timed_steps
 from phasewise.serving.http.uvicorn_parts import ASGI_SPEC_VERSION, Flow, Outlet, scope_of
 
 EXTENSION = "phasewise.connection"
@@ -67,6 +69,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._linger: asyncio.TimerHandle | None = None
         self._n_discarded = 0
         """Bytes of a body that is not wanted."""
+        self._vouched: RequestResponseCycle | None = None
+        """The last request that the engine has answered."""
         self._clocks = ConnectionClocks(self.loop)
 
     @property
@@ -108,6 +112,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def vouch(self) -> None:
         """The engine has answered a request of this connection: it may use more of the loop's time."""
         self._allowance.vouch()
+        self._vouched = self.cycle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -279,9 +284,15 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             message_event=asyncio.Event(),
             on_response=self.on_response_complete,
         )
-        task = self.loop.create_task(self.cycle.run_asgi(self.app))
+        spent = partial(self._has_spent, self.cycle)
+        task = self.loop.create_task(timed_steps(self.cycle.run_asgi(self.app), spent))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
+
+    def _has_spent(self, request: RequestResponseCycle, seconds: float) -> None:
+        """A request has ended, after `seconds` of the loop's time."""
+        if request is not self._vouched:
+            self._allowance.spend(max(0.0, seconds - REQUEST_S))
 
     def _flow_changed(self) -> None:
         """A body in progress is to wait, or may be read on."""

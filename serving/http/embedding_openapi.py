@@ -10,7 +10,7 @@ _TEXT, _COUNT, _NUMBER = {"type": "string"}, {"type": "integer", "minimum": 0}, 
 
 
 def embedding_paths(refusals: Json) -> Json:
-    """Of an application that embeds. refusals: answers other than 200, by status."""
+    """Paths of an application that embeds. refusals: answers other than 200, by status."""
     return {
         "/v1/embeddings": _post("embeddings", "Vectors of texts", "EmbeddingRequest", "Embeddings", refusals),
         "/v1/rerank": _post("rerank", "Documents by a query", "RerankRequest", "Ranking", refusals),

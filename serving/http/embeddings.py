@@ -4,8 +4,10 @@ vectors out.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,7 +22,8 @@ from pydantic_core import to_json
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.encoder.pooling import truncated
 from phasewise.serving.encoder.text import EncoderText, Text, Tokens, too_long
-from phasewise.serving.errors import ServingError
+from phasewise.serving.errors import QueueFull, ServingError
+from phasewise.serving.http.access_log import record_of
 from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.connection import connection_of
 from phasewise.serving.http.errors import bad_request, from_engine, unknown_model
@@ -28,7 +31,7 @@ from phasewise.serving.http.fair_lane import FairLane
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.middleware import client_of
 from phasewise.serving.http.preparation import while_there
-from phasewise.serving.http.schemas import Strict, kind_of
+from phasewise.serving.http.schemas import MOST_INT, Strict, kind_of
 
 Floats = npt.NDArray[np.float32]
 
@@ -38,6 +41,9 @@ _LONG_CHARACTERS = 256 * 1024
 _N_ORDINARY = 2
 _MOST_ORDINARY = 256
 _MOST_LONG = 16
+_NUMBER_BYTES = 24
+"""The most that a float32 takes in JSON."""
+_BASE64_BYTES = 6
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
@@ -58,7 +64,7 @@ class EmbeddingRequest(Strict):
     model: str
     input: Input
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
     truncate: bool = Field(False, description="cut inputs that are too long; else they are refused")
 
 
@@ -78,7 +84,7 @@ class RerankRequest(Strict):
         ],
         Discriminator(kind_of),
     ]
-    top_n: Annotated[int, Field(ge=1)] | None = None
+    top_n: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
     return_documents: bool = False
     truncate: bool = Field(True, description="cut documents that are too long; else they are refused")
 
@@ -123,9 +129,15 @@ class EmbeddingRoutes:
     """What the routes need; on one event loop."""
 
     def __init__(
-        self, model: EmbeddingModel, client: EmbeddingClient, bodies: BodyReader, life: Lifecycle
+        self,
+        model: EmbeddingModel,
+        client: EmbeddingClient,
+        bodies: BodyReader,
+        life: Lifecycle,
+        max_response_bytes: int,
     ) -> None:
         self.model = model
+        self._max_response_bytes = max_response_bytes
         self._client = client
         self._bodies = bodies
         self._life = life
@@ -134,6 +146,7 @@ class EmbeddingRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts or of token ids."""
+        arrived_s = time.monotonic()
         body = await self._read(request, EmbeddingRequest)
         self._check_model(body.model)
         if self.model.scores:
@@ -143,6 +156,7 @@ class EmbeddingRoutes:
                 f"dimensions is {body.dimensions}; this model's vectors have {self.model.width}", "dimensions"
             )
         given = body.input
+        self._refuse_too_large(body)
 
         def cut() -> list[Tokens]:
             if isinstance(given, str):
@@ -153,23 +167,14 @@ class EmbeddingRoutes:
             return [self._token_ids(at, one, truncate=body.truncate) for at, one in enumerate(ids)]
 
         inputs = await self._prepared(request, _characters(given), cut)
-        vectors = await self._vectors(request, inputs)
+        vectors = await self._vectors(request, inputs, arrived_s)
         if body.dimensions is not None:
             vectors = [truncated(vector, body.dimensions) for vector in vectors]
         n_tokens = sum(len(one.ids) for one in inputs)
-        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         write = _base64 if body.encoding_format == "base64" else _numbers
-        return _json(
-            {
-                "object": "list",
-                "data": [
-                    {"object": "embedding", "index": at, "embedding": write(vector)}
-                    for at, vector in enumerate(vectors)
-                ],
-                "model": self.model.model_id,
-                "usage": usage,
-            }
-        )
+        model_id = self.model.model_id
+        written = await asyncio.to_thread(_written, vectors, write, model_id, n_tokens)
+        return Response(written, media_type="application/json")
 
     async def rerank(self, request: Request) -> Response:
         """Scores from 0 to 1 of documents for a query, the best first."""
@@ -203,6 +208,17 @@ class EmbeddingRoutes:
             ]
         )
 
+    def _refuse_too_large(self, body: EmbeddingRequest) -> None:
+        """Before anything of it is computed: the answer is made as a whole."""
+        per_number = _BASE64_BYTES if body.encoding_format == "base64" else _NUMBER_BYTES
+        n_bytes = _n_inputs(body.input) * (body.dimensions or self.model.width) * per_number
+        if n_bytes > self._max_response_bytes:
+            raise bad_request(
+                f"the answer takes more than {self._max_response_bytes} bytes; send fewer inputs, "
+                "or ask for fewer dimensions or base64",
+                "input",
+            )
+
     # ---- steps -------------------------------------------------------------------------------------------
 
     async def _read(self, request: Request, kind: Any) -> Any:
@@ -232,20 +248,27 @@ class EmbeddingRoutes:
     ) -> list[Tokens]:
         lane = self._long if n_characters > _LONG_CHARACTERS else self._texts
         try:
-            self._client.refuse_if_full()
-            return await while_there(request, lane.run(client_of(request.scope).name, cut))
+            client = client_of(request.scope).name
+            self._client.refuse_if_full(client)
+            return await while_there(request, lane.run(client, cut))
         except ServingError as error:
+            _vouch_if_busy(request, error)
             raise from_engine(error) from error
 
-    async def _vectors(self, request: Request, inputs: Sequence[Tokens]) -> list[Floats]:
+    async def _vectors(
+        self, request: Request, inputs: Sequence[Tokens], arrived_s: float | None = None
+    ) -> list[Floats]:
         self._refuse_unless_open()
+        record = record_of(request.scope)
+        if record is not None:
+            record.n_prompt = sum(len(one.ids) for one in inputs)
         try:
-            vectors = await while_there(request, self._client.embed(inputs))
+            computed = self._client.embed(inputs, client_of(request.scope).name, arrived_s)
+            vectors = await while_there(request, computed)
         except ServingError as error:
+            _vouch_if_busy(request, error)
             raise from_engine(error) from error
-        connection = connection_of(request.scope)
-        if connection is not None:
-            connection.vouch()
+        _vouch(request)
         return vectors
 
     async def _scores(
@@ -283,11 +306,41 @@ def add_routes(app: FastAPI, routes: EmbeddingRoutes) -> None:
         return await routes.tei_rerank(request)
 
 
+def _vouch(request: Request) -> None:
+    connection = connection_of(request.scope)
+    if connection is not None:
+        connection.vouch()
+
+
+def _vouch_if_busy(request: Request, error: ServingError) -> None:
+    """A request that would be answered at another time is worth as much of the loop as one that is: else
+    connections of clients that came while the server was full would hardly be read, and answered late.
+    """
+    if isinstance(error, QueueFull):
+        _vouch(request)
+
+
+def _n_inputs(given: str | Sequence[Any]) -> int:
+    return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
+
+
 def _characters(given: str | Sequence[Any]) -> int:
     """How long an input is, more or less: a token counts as one character."""
     if isinstance(given, str):
         return len(given)
     return len(given) if isinstance(given[0], int) else sum(map(len, given))
+
+
+def _written(
+    vectors: Sequence[Floats], write: Callable[[Floats], Any], model_id: str, n_tokens: int
+) -> bytes:
+    """The answer with these vectors. One is written at a time: while it is, Python's other threads wait."""
+    parts = (
+        to_json({"object": "embedding", "index": at, "embedding": write(vector)})
+        for at, vector in enumerate(vectors)
+    )
+    rest = to_json({"model": model_id, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}})
+    return b'{"object":"list","data":[' + b",".join(parts) + b"]," + rest[1:]
 
 
 def _base64(vector: Floats) -> str:

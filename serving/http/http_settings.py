@@ -79,7 +79,7 @@ class HttpLimits:
     max_live_requests: int = 256
     """Answers in progress or waiting, each of the `n` choices counted; a request beyond it gets 429."""
     max_sequences_per_key: int = 192
-    """Of these, from one client: an API key, or an address where no key is asked for."""
+    """Most of these from one client: an API key, or an address where no key is asked for."""
     max_response_bytes: int = 64 * 1024 * 1024
     """Memory of an answer that is sent whole, or of what a stream's reader has not read; of all: 8 times."""
     max_waiting_requests: int = 224

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 REQUEST_S = 0.0003
-"""What a request is charged beside the time to parse it: routing, checks and a short answer."""
+"""What a request is charged beside the time to parse it: routing, checks and a short answer. What it takes
+beyond that is charged when it ends, unless the engine has answered it."""
 BYTE_S = 3e-9
 """What a byte is charged beside that: to read it, and to hand it on to what waits for it."""
 _MIN_BURST_S = 0.0005
@@ -118,6 +119,10 @@ class Allowance:
             return 0.0
         self._share.wait(self)
         return -self._balance_s / rate
+
+    def spend(self, cost_s: float) -> None:
+        """Take `cost_s` before the next `charge`, which says how long to wait for it."""
+        self._balance_s -= cost_s
 
     def end(self) -> None:
         """The connection has."""

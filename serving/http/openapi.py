@@ -182,8 +182,8 @@ def _answers() -> Json:
         created=_COUNT,
         owned_by=_TEXT,
         max_model_len=_COUNT,
-        default_sampling=sampling,
     )
+    card["properties"]["default_sampling"] = sampling  # of models that generate text
     usage = _object(
         prompt_tokens=_COUNT,
         completion_tokens=_COUNT,

@@ -16,6 +16,7 @@ from fastapi import Request
 from phasewise.serving.confined import Abandoned, Patience
 from phasewise.serving.errors import ServingError
 from phasewise.serving.guides import Guide, GuideCompiler
+from phasewise.serving.http.body import n_bytes_of
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.fair_lane import FairLane
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
@@ -28,7 +29,7 @@ from phasewise.serving.http.prepare import (
     compiled,
     held_to,
     n_characters,
-    tokens_of,
+    tokenized,
 )
 from phasewise.serving.http.schemas import ChatRequest, GenerationRequest, TokenizeRequest
 from phasewise.serving.messages import Submit
@@ -70,7 +71,7 @@ class Preparation:
             facts = facts_of(requests, body)
             return estimated(requests, facts, model), facts, held_to(body, model)
 
-        lane = self._lane_of(body)
+        lane = self._lane_of(request, body)
         try:
             requests, facts, wanted = await while_there(request, lane.run(client.name, work), patience)
             if wanted is not None:
@@ -85,13 +86,14 @@ class Preparation:
             raise from_engine(error) from error
         return requests, facts
 
-    async def tokens(self, request: Request, body: TokenizeRequest, model: ServedModel) -> list[int]:
-        """Token ids of a text or a conversation, in the lanes of prompts. ApiError, or ClientLeft."""
-        n_long = len(body.prompt or "") + sum(len(message.text) for message in body.messages or ())
+    async def tokenized(self, request: Request, body: TokenizeRequest, model: ServedModel) -> bytes:
+        """The answer with the tokens of a text or a conversation, made in the lanes of prompts. ApiError, or
+        ClientLeft.
+        """
         lane = self._texts if body.messages is None else self._conversations
-        lane = self._long if n_long > _LONG_CHARACTERS else lane
+        lane = self._long if n_bytes_of(request) > _LONG_CHARACTERS else lane
         patience = Patience()
-        work = lane.run(client_of(request.scope).name, lambda: tokens_of(body, model, patience))
+        work = lane.run(client_of(request.scope).name, lambda: tokenized(body, model, patience))
         try:
             return await while_there(request, work, patience)
         except Abandoned as error:
@@ -99,7 +101,10 @@ class Preparation:
         except ServingError as error:
             raise from_engine(error) from error
 
-    def _lane_of(self, body: GenerationRequest) -> FairLane:
+    def _lane_of(self, request: Request, body: GenerationRequest) -> FairLane:
+        """A chat is as long as its body: templates get fields that this server does not know."""
+        if isinstance(body, ChatRequest) and n_bytes_of(request) > _LONG_CHARACTERS:
+            return self._long
         if n_characters(body) > _LONG_CHARACTERS:
             return self._long
         return self._conversations if isinstance(body, ChatRequest) else self._texts

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from pydantic_core import to_json
+
 from phasewise.serving.confined import Abandoned, Patience
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
 from phasewise.serving.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler
@@ -174,8 +176,16 @@ def check_token_ids(ids: Sequence[int], model: ServedModel, param: str = "tokens
         raise bad_request(f"token ids must be 0 to {model.vocab_size - 1}", param)
 
 
-def tokens_of(body: TokenizeRequest, model: ServedModel, patience: Patience) -> list[int]:
-    """Token ids of a text or a conversation, which is written until `patience` ends."""
+def tokenized(body: TokenizeRequest, model: ServedModel, patience: Patience) -> bytes:
+    """JSON with the tokens of a text or a conversation, which is written until `patience` ends."""
+    ids = _tokens_of(body, model, patience)
+    out: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids}
+    if body.return_token_strs:
+        out["token_strs"] = [model.piece(one).decode("utf-8", "replace") for one in ids]
+    return to_json(out)
+
+
+def _tokens_of(body: TokenizeRequest, model: ServedModel, patience: Patience) -> list[int]:
     if body.model is not None and body.model not in model.names:
         raise unknown_model(body.model, model.model_id)
     if body.messages is None:

@@ -12,7 +12,7 @@ from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.messages import Answer, DraftCounts, Failure, Submit
 from phasewise.serving.sampling import SampledToken
-from phasewise.serving.tools.parts import Call, Reader, Reasoning, Text
+from phasewise.serving.tools.parts import Begun, Call, Piece, Reader, Reasoning, Text
 
 Json = dict[str, Any]
 
@@ -76,7 +76,7 @@ class EventWriter(Protocol):
         ...
 
     def of(self, pieces: Iterable[tuple[int, Answer]]) -> bytes:
-        """Of pieces, each with the index of its request."""
+        """The answer's parts from pieces, each with the index of its request."""
         ...
 
     def of_text(self, outs: Iterable[Answer | Failure]) -> bytes | None:
@@ -153,7 +153,10 @@ class _ReadChoice:
         self._n_calls = 0
 
     def delta(self, text: str, *, is_last: bool) -> Json:
-        """What is new: `content`, `reasoning_content` and whole `tool_calls`, each where there is any."""
+        """What is new: `content`, `reasoning_content` and `tool_calls`, each where there is any.
+
+        A call comes with its name and id at once, and its arguments with it or in pieces of the same index.
+        """
         parts = self._reader.feed(text)
         if is_last:
             parts += self._reader.finish()
@@ -164,22 +167,32 @@ class _ReadChoice:
                     said["reasoning_content"] = said.get("reasoning_content", "") + thought
                 case Text(text=words):
                     said["content"] = said.get("content", "") + words
-                case Call():
-                    said.setdefault("tool_calls", []).append(self._called(part))
+                case Call(name=name, arguments=arguments):
+                    said.setdefault("tool_calls", []).append(self._called(name, arguments))
+                case Begun(name=name):
+                    said.setdefault("tool_calls", []).append(self._called(name, ""))
+                case Piece(text=piece):
+                    self._add_arguments(said.setdefault("tool_calls", []), piece)
         return said
 
     def reason(self, reason: str | None) -> str | None:
         """Why the choice ended: with calls, where it ended by itself and has some."""
         return "tool_calls" if reason == "stop" and self._n_calls else reason
 
-    def _called(self, call: Call) -> Json:
+    def _called(self, name: str, arguments: str) -> Json:
         self._n_calls += 1
         return {
             "index": self._n_calls - 1,
             "id": self._call_id(),
             "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
+            "function": {"name": name, "arguments": arguments},
         }
+
+    def _add_arguments(self, calls: list[Json], piece: str) -> None:
+        """To the call that has begun last, which another delta may have begun."""
+        if not calls:
+            calls.append({"index": self._n_calls - 1, "function": {"arguments": ""}})
+        calls[-1]["function"]["arguments"] += piece
 
 
 class _Fixed:

@@ -13,7 +13,9 @@ from phasewise.serving.http.events import encode
 from phasewise.serving.http.render import AnswerReading, Choice, Json
 from phasewise.serving.http.response_schemas import ResponsesRequest
 from phasewise.serving.messages import Answer, Failure
-from phasewise.serving.tools.parts import Call, Part, PlainReader, Reader, Reasoning, Text
+from phasewise.serving.tools.parts import Begun, Call, Part, Piece, PlainReader, Reader, Reasoning, Text
+
+_ARGUMENTS = "response.function_call_arguments"
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,16 @@ class _Output:
     def add(self, part: Part) -> tuple[_Item, bool]:
         """The item that the part belongs to, and whether it is new."""
         if isinstance(part, Call):
-            item = _Item(Call, f"fc_{uuid.uuid4().hex}", self.call_id(), part.name, part.arguments)
-            self.items.append(item)
+            item = self._begin(part.name)
+            item.text = part.arguments
             return item, True
+        if isinstance(part, Begun):
+            return self._begin(part.name), True
         last = self.items[-1] if self.items else None
+        if isinstance(part, Piece):
+            assert last is not None
+            last.text += part.text
+            return last, False
         if last is not None and last.kind is type(part):
             last.text += part.text
             return last, False
@@ -96,6 +104,11 @@ class _Output:
         item = _Item(type(part), f"{prefix}_{uuid.uuid4().hex}", text=part.text)
         self.items.append(item)
         return item, True
+
+    def _begin(self, name: str) -> _Item:
+        item = _Item(Call, f"fc_{uuid.uuid4().hex}", self.call_id(), name)
+        self.items.append(item)
+        return item
 
     def as_message(self) -> Json:
         """For the conversation that the next response continues."""
@@ -192,11 +205,8 @@ class ResponseEvents:
             if item.kind is not Call:
                 out.append(self._event("response.content_part.added", **self._place(), part=_part(item, "")))
         match part:
-            case Call():
-                where = {"item_id": item.item_id, "output_index": len(self._output.items) - 1}
-                event = "response.function_call_arguments"
-                out.append(self._event(f"{event}.delta", **where, delta=part.arguments))
-                out.append(self._event(f"{event}.done", **where, name=item.name, arguments=part.arguments))
+            case Call(arguments=piece) | Piece(text=piece):
+                out.append(self._event(f"{_ARGUMENTS}.delta", **self._called_at(item), delta=piece))
             case Reasoning():
                 out.append(self._event("response.reasoning_text.delta", **self._place(), delta=part.text))
             case Text():
@@ -214,6 +224,9 @@ class ResponseEvents:
             out.append(
                 self._event("response.output_text.done", **self._place(item), text=item.text, logprobs=[])
             )
+        if item.kind is Call:
+            where = self._called_at(item)
+            out.append(self._event(f"{_ARGUMENTS}.done", **where, name=item.name, arguments=item.text))
         if item.kind is Reasoning:
             out.append(self._event("response.reasoning_text.done", **self._place(item), text=item.text))
         if item.kind is not Call:
@@ -224,6 +237,9 @@ class ResponseEvents:
         out.append(self._event("response.output_item.done", output_index=place, item=done))
         self._open = None
         return out
+
+    def _called_at(self, item: _Item) -> dict[str, Any]:
+        return {"item_id": item.item_id, "output_index": self._output.items.index(item)}
 
     def _place(self, item: _Item | None = None) -> dict[str, Any]:
         item = item or self._output.items[-1]

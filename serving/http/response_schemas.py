@@ -6,18 +6,18 @@ background work and templates stored elsewhere are refused by name.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from phasewise.serving.http.errors import bad_request, from_validation
 from phasewise.serving.http.schemas import (
     AnswerTokens,
+    CacheSalt,
     ChatRequest,
     FunctionName,
     JsonObjectFormat,
@@ -157,6 +157,7 @@ class ResponsesRequest(Strict):
     previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     reasoning: ReasoningSettings | None = None
     text: TextSettings | None = None
+    cache_salt: CacheSalt | None = None
     truncation: Literal["disabled", "auto"] | None = Field(None, description="auto is the same as disabled")
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
@@ -189,10 +190,10 @@ def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "response_format": _format(body.text),
+        "cache_salt": body.cache_salt,
     }
     try:
-        given = {name: value for name, value in out.items() if value is not None}
-        return ChatRequest.model_validate_json(json.dumps(given))
+        return ChatRequest.model_validate({name: value for name, value in out.items() if value is not None})
     except ValidationError as error:
         raise from_validation(error) from error
 
@@ -218,10 +219,10 @@ def _merged(items: Sequence[Any]) -> Iterator[Json]:
             yield _whole(answer)
             answer = None
         answer = answer or {"role": "assistant"}
-        calls = [*answer.get("tool_calls", ()), *said.get("tool_calls", ())]
-        answer |= said
-        if calls:
-            answer["tool_calls"] = calls
+        if "tool_calls" in answer and "tool_calls" in said:
+            answer["tool_calls"] += said["tool_calls"]
+        else:
+            answer |= said
     if answer is not None:
         yield _whole(answer)
 
@@ -270,26 +271,40 @@ def _format(text: TextSettings | None) -> Json | None:
             return None
 
 
+class _Stored(NamedTuple):
+    """The conversation of one response."""
+
+    at_s: float
+    n_characters: int
+    messages: list[Json]
+
+
 class ResponseStore:
     """Conversations of the last responses, in memory. A client sees its own alone. On the event loop."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], tuple[float, int, list[Json]]] = OrderedDict()
+        self._kept: dict[str, OrderedDict[str, _Stored]] = {}
+        """By client; each client's in order of age."""
+        self._n_stored = 0
         self._n_characters = 0
 
     def put(self, client: str, response_id: str, messages: list[Json]) -> None:
-        """The oldest give way."""
+        """Where there is no room, the oldest of the client that holds most give way."""
+        self._forget_old()
         size = _ENTRY_CHARACTERS + sum(_size(message) for message in messages)
-        self._kept[client, response_id] = time.monotonic(), size, messages
+        self._kept.setdefault(client, OrderedDict())[response_id] = _Stored(time.monotonic(), size, messages)
+        self._n_stored += 1
         self._n_characters += size
-        while len(self._kept) > MOST_STORED or self._n_characters > MOST_STORED_CHARACTERS:
-            self._drop()
+        while self._n_stored > MOST_STORED:
+            self._drop(max(self._kept, key=lambda one: len(self._kept[one])))
+        while self._n_characters > MOST_STORED_CHARACTERS:
+            self._drop(max(self._kept, key=self._characters_of))
 
     def get(self, client: str, response_id: str) -> list[Json]:
         """The conversation up to and with this response. ApiError where it is not, or no longer, known."""
-        while self._kept and next(iter(self._kept.values()))[0] < time.monotonic() - STORED_S:
-            self._drop()
-        found = self._kept.get((client, response_id))
+        self._forget_old()
+        kept = self._kept.get(client)
+        found = None if kept is None else kept.get(response_id)
         if found is None:
             raise bad_request(
                 "previous_response_id names a response that is not stored (any more); send the whole "
@@ -297,11 +312,24 @@ class ResponseStore:
                 "previous_response_id",
                 "previous_response_not_found",
             )
-        return found[2]
+        return found.messages
 
-    def _drop(self) -> None:
-        _, (_, size, _) = self._kept.popitem(last=False)
-        self._n_characters -= size
+    def _forget_old(self) -> None:
+        too_old_s = time.monotonic() - STORED_S
+        for client in list(self._kept):
+            while client in self._kept and next(iter(self._kept[client].values())).at_s < too_old_s:
+                self._drop(client)
+
+    def _characters_of(self, client: str) -> int:
+        return sum(one.n_characters for one in self._kept[client].values())
+
+    def _drop(self, client: str) -> None:
+        """The oldest response of a client."""
+        _, oldest = self._kept[client].popitem(last=False)
+        if not self._kept[client]:
+            del self._kept[client]
+        self._n_stored -= 1
+        self._n_characters -= oldest.n_characters
 
 
 def _size(message: Json) -> int:

@@ -32,7 +32,7 @@ _MOST_PARTS = 1024
 _MOST_BIASES = 4096
 _MOST_TOOLS = 128
 _MOST_CALLS = 128
-_MOST_INT = 2**31 - 1
+MOST_INT = 2**31 - 1
 
 
 def kind_of(value: object) -> str:
@@ -59,13 +59,21 @@ def _biases(given: dict[str, Any]) -> dict[int, float]:
 
 
 # Python cannot even write an integer of thousands of digits: its limit for that raises ValueError.
-AnswerTokens = Annotated[int, Field(ge=1, le=_MOST_INT)]
+AnswerTokens = Annotated[int, Field(ge=1, le=MOST_INT)]
 ChoiceText = Annotated[str, Field(min_length=1, max_length=MOST_TEXT_CHARACTERS)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = Annotated[
     Annotated[StopText, Tag("str")]
     | Annotated[list[StopText], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("list of str")],
     Discriminator(kind_of),
+]
+CacheSalt = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=256,
+        description="keys and values of the prompt are reused only by requests with the same salt",
+    ),
 ]
 TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 Prompt = Annotated[
@@ -186,13 +194,11 @@ class GenerationRequest(Strict):
     logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_MOST_INT)] | None = Field(None, description="0 and -1: no limit")
+    top_k: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = Field(None, description="0 and -1: no limit")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool = False
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        None, description="keys and values of the prompt are reused only by requests with the same salt"
-    )
+    cache_salt: CacheSalt | None = None
 
     def unsupported(self) -> str | None:
         """The name of a field that asks for what is not offered."""

@@ -16,7 +16,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.packed_file import read_packed, versions, write_packed
 from phasewise.serving.loaders.resolve import Located, cache_root, locate
 from phasewise.serving.loaders.source import ModelSource
-from phasewise.serving.loaders.storage import StorageChoice
+from phasewise.serving.loaders.storage import FILE_SUFFIXES, StorageChoice
 from phasewise.serving.model import FORMATS, PackedModel
 
 Report = Callable[[str], None]
@@ -57,6 +57,24 @@ def load_model(
     if model is None:
         raise ModelError(f"the packed model {target} does not read back as written: is the disk failing?")
     return model
+
+
+def is_made_for_embedding(
+    ref: str, format: str, cache_dir: Path | None = None, report: Report | None = None
+) -> bool:
+    """Whether the model that `ref` names gives vectors. Packs nothing: a packed file tells it, or the source.
+
+    ref, cache_dir, report: as for `load_model`. Raises ModelError.
+    """
+    root = cache_root(cache_dir)
+    located = locate(ref, root, report or _silent)
+    identity = _identity(located, format)
+    for suffix in FILE_SUFFIXES:
+        model = read_packed(root / "packed" / _file_name(located, format + suffix), identity, located.path)
+        if model is not None:
+            return model.embedding is not None
+    with open_source(located) as source:
+        return source.embedding is not None
 
 
 def open_source(located: Located) -> ModelSource:

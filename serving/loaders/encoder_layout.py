@@ -15,7 +15,7 @@ SEGMENTS = 2
 
 
 def layer_weights(config: ModelConfig, encoder: Encoder) -> dict[str, tuple[int, int]]:
-    """Of one layer, before fusing, as (outputs, inputs)."""
+    """Weights of one layer, before fusing, as (outputs, inputs)."""
     shapes = {
         "q": (config.q_rows, config.hidden),
         "k": (config.kv_rows, config.hidden),
@@ -28,7 +28,7 @@ def layer_weights(config: ModelConfig, encoder: Encoder) -> dict[str, tuple[int,
 
 
 def fused_names(encoder: Encoder) -> tuple[str, ...]:
-    """Of one layer's weights, in the order in which a pass reads them."""
+    """Names of one layer's weights, in the order in which a pass reads them."""
     return ("qkv", "o", "gate_up", "down") if encoder.gated else ("qkv", "o", "up", "down")
 
 

@@ -26,7 +26,7 @@ DEFAULT_TAGS = ("Q4_K_M", "Q4_0", "Q8_0", "Q5_K_M", "Q6_K", "BF16", "F16")
 MOST_LISTING_BYTES = 16 << 20
 MOST_FILES = 10_000
 SPARE_BYTES = 1 << 30
-"""Of the disk, left free."""
+"""Bytes of the disk that are left free."""
 
 HUB_NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::(?P<tag>[A-Za-z0-9][\w.-]{0,63}))?",

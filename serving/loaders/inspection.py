@@ -77,7 +77,7 @@ class WeightDensity:
 
 
 def densities(source: ModelSource, weight_format: str) -> list[WeightDensity]:
-    """Of every weight that can be stored sparse under a format. Reads all of them."""
+    """Density of every weight that can be stored sparse under a format. Reads all of them."""
     found = []
     for plan in plan_weights(source, weight_format):
         if not can_be_sparse(plan.form):

@@ -76,18 +76,21 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def _feed_forward(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The feed-forward weights of a layer: one set, or a router and a set for each expert."""
-    one = {
-        "gate": (config.ffn, config.hidden),
-        "up": (config.ffn, config.hidden),
-        "down": (config.hidden, config.ffn),
-    }
+    """The feed-forward weights of a layer: one set, or a router and a set for each expert and for the shared
+    one.
+    """
+    one = _gated(config.ffn, config.hidden)
     if config.experts is None:
         return one
     of_experts = {
         f"experts.{e}.{name}": shape for e in range(config.experts.count) for name, shape in one.items()
     }
-    return {"router": (config.experts.count, config.hidden), **of_experts}
+    shared = _gated(config.experts.shared_ffn, config.hidden) if config.experts.shared_ffn else {}
+    return {"router": (config.experts.count, config.hidden), **of_experts, **shared}
+
+
+def _gated(width: int, hidden: int) -> dict[str, tuple[int, int]]:
+    return {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
 
 
 def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
@@ -199,10 +202,11 @@ def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
 
 
 def _fused_names(config: ModelConfig) -> tuple[str, ...]:
-    """Of a layer's weights, experts' apart."""
+    """Names of a layer's fused weights, experts' apart."""
     if config.encoder is not None:
         return encoder_layout.fused_names(config.encoder)
-    return ("qkv", "o") if config.experts else ("qkv", "o", "gate_up", "down")
+    has_experts_alone = config.experts is not None and not config.experts.shared_ffn
+    return ("qkv", "o") if has_experts_alone else ("qkv", "o", "gate_up", "down")
 
 
 def _plans_for(name: str, tensors: Mapping[str, SourceTensor], weight_format: str) -> list[WeightPlan]:

@@ -95,7 +95,7 @@ class _Slot:
 
     @property
     def sizes(self) -> list[int]:
-        """Of each of its arrays, in bytes."""
+        """Size of each of its arrays, in bytes."""
         return [4 * self.n] if self.form is None else [size for _, _, size in self.arrays]
 
 
@@ -460,7 +460,7 @@ def _checksum(slots: list[_Slot], mapped: mmap.mmap) -> str:
 
 
 def _rows_at_once(k: int) -> int:
-    """Of a weight, in whole panels."""
+    """Rows of a weight that are read at once, in whole panels."""
     return max(CHUNK_VALUES // k // PANEL, 1) * PANEL
 
 

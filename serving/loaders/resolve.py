@@ -96,8 +96,10 @@ def _in_tenths(ref: str, report: Report) -> DownloadProgress:
 
 
 def _unknown(ref: str) -> ModelError:
+    is_path = ref.endswith(".gguf") or ref.startswith(("/", "./", "../", "~"))
+    missing = "there is no file or folder" if is_path else "no model"
     return ModelError(
-        f"no model {ref!r:.200}: give a known name ({', '.join([*KNOWN, *KNOWN_ON_HUB])}), a .gguf file,"
+        f"{missing} {ref!r:.200}: give a known name ({', '.join([*KNOWN, *KNOWN_ON_HUB])}), a .gguf file,"
         " a Hugging Face directory or a hub name such as org/name or org/name-GGUF:Q4_K_M"
     )
 

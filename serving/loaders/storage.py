@@ -13,52 +13,76 @@ from phasewise.cython_kernels.packing import COLUMN_GROUP
 from phasewise.serving.loaders.forms import WeightForm
 from phasewise.serving.sparse_mode import SparseMode
 
-WORTH_BYTES = {"bf16": 0.45, "q8": 0.7, "q8 column": 0.3}
+WORTH_BYTES = {"bf16": 0.9, "q8": 0.7, "q8 column": 0.3}
 """Where nothing was measured, a sparse weight takes at most this share of the dense one's bytes.
 
-Bytes alone would say 0.9, but expanding takes time beside reading: benchmarks/notes/0009-sparsity.md.
+So no weight is stored sparse that one row or eight would wait longer for: benchmarks/notes/0009-sparsity.md.
 """
 
 NEARLY_DENSE = 0.95
 """The kept share of a weight's first rows from which on `auto` looks at no others."""
 
-Measured = Callable[[WeightForm, int, int, float], bool | None]
-"""Whether sparse is faster for a form, outputs, inputs and kept share; None where nothing was measured."""
+
+_AUTO, _SPARSE, _DENSE = FILE_SUFFIXES = ("", "-sparse", "-dense")
+"""Suffixes of packed files, by how their weights are stored."""
 
 
-def _nothing_measured(form: WeightForm, n: int, k: int, density: float) -> None:
-    del form, n, k, density
+@dataclass(frozen=True)
+class StorageDecision:
+    """Whether a weight is stored sparse."""
+
+    is_sparse: bool
+    why: str
+    """For people, e.g. `bytes: 0.38 of dense`."""
+
+
+Measured = Callable[[WeightForm, int, int, float], StorageDecision | None]
+"""What comparisons say of a form, outputs, inputs and kept share; None where none was made."""
 
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """How storage is chosen. measured: what a tuning database says, asked under `auto`."""
+    """How storage is chosen. measured: what a tuning database says, asked under `auto`; None: nothing."""
 
     mode: SparseMode = "auto"
-    measured: Measured = _nothing_measured
+    measured: Measured | None = None
 
     @property
     def wants_sparse(self) -> bool:
         """Whether any weight may be stored sparse on this CPU."""
-        return self.mode == "always" or (self.mode == "auto" and expands_here())
+        return self.mode == "always" or (
+            self.mode == "auto" and (expands_here() or self.measured is not None)
+        )
 
     @property
     def file_suffix(self) -> str:
-        """Of packed files: those of one choice do not replace those of another."""
+        """Suffix of packed files: those of one choice do not replace those of another."""
         if self.mode == "always":
-            return "-sparse"
-        return "" if self.wants_sparse else "-dense"
+            return _SPARSE
+        return _AUTO if self.wants_sparse else _DENSE
 
     def is_sparse(self, form: WeightForm, n: int, k: int, kept: int | None) -> bool:
         """Whether such a weight is stored sparse. kept: how many numbers are not zero; None: nearly all."""
-        if not self.wants_sparse or not can_be_sparse(form):
-            return False
-        if self.mode == "always":
-            return True
-        if kept is None:
-            return False
-        faster = self.measured(form, n, k, kept / (n * k))
-        return bytes_share(form, n, k, kept / (n * k)) <= worth_bytes(form) if faster is None else faster
+        return self.decide(form, n, k, kept).is_sparse
+
+    def decide(self, form: WeightForm, n: int, k: int, kept: int | None) -> StorageDecision:
+        """`is_sparse`, and why."""
+        if not can_be_sparse(form):
+            return StorageDecision(False, f"there is no sparse storage of {form.kind} weights of this kind")
+        if self.mode != "auto":
+            return StorageDecision(self.mode == "always", f"--sparse {self.mode}")
+        if not self.wants_sparse:
+            return StorageDecision(False, "no instruction expands sparse weights here, nothing was measured")
+        if kept is None or kept > NEARLY_DENSE * n * k:
+            return StorageDecision(False, "nearly all weights are kept")
+        density = kept / (n * k)
+        found = None if self.measured is None else self.measured(form, n, k, density)
+        if found is not None:
+            return found
+        if not expands_here():
+            return StorageDecision(False, "nothing was measured at this shape and density")
+        share, most = bytes_share(form, n, k, density), worth_bytes(form)
+        return StorageDecision(share <= most, f"bytes: {share:.2f} of dense, sparse up to {most:.2f}")
 
 
 def expands_here() -> bool:
@@ -72,7 +96,7 @@ def can_be_sparse(form: WeightForm) -> bool:
 
 
 def worth_bytes(form: WeightForm) -> float:
-    """Of a form that can be sparse: see WORTH_BYTES."""
+    """Bytes above which a sparse form is worth it: see WORTH_BYTES."""
     has_one_scale = form.kind == "q8" and form.group == COLUMN_GROUP
     return WORTH_BYTES["q8 column" if has_one_scale else form.kind]
 

@@ -57,11 +57,16 @@ class Dialect:
         end = b"".join(map(piece, prompt[-_LOOKED_AT_TOKENS:]))
         return self.thinks and end.rstrip().endswith(thinking.OPENING.encode())
 
-    def reader(self, names: frozenset[str] | None, *, in_thought: bool) -> Reader:
-        """Of one answer; `names`: functions that it may call, None: calls are text."""
+    def reader(
+        self, names: frozenset[str] | None, *, in_thought: bool, calls_are_held: bool = False
+    ) -> Reader:
+        """The reader of one answer; `names`: functions that it may call, None: calls are text.
+
+        calls_are_held: a grammar holds every call, so that arguments are given out as they come.
+        """
         reader: Reader = PlainReader()
         if names is not None or self.is_channelled:
-            reader = self.format.reader(names or frozenset())
+            reader = self.format.reader(names or frozenset(), is_held=calls_are_held)
         if self.thinks:
             reader = ThinkingReader(reader, is_open=in_thought)
         return Trimmed(reader)

@@ -9,7 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from phasewise.serving.tools.parts import Call, Part, Reader, Reasoning, Text, call, n_begun, parsed
+from phasewise.serving.tools.parts import (
+    Begun,
+    Call,
+    NamedArguments,
+    Part,
+    Reader,
+    Reasoning,
+    Text,
+    call,
+    n_begun,
+    parsed,
+)
 from phasewise.serving.tools.tool_format import Function, Wanted, arguments_rule, grammar_of, literal, mark
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
@@ -33,8 +44,8 @@ class GptOss:
     def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
         return (f"{CHANNEL}commentary {_CALLED}",)
 
-    def reader(self, names: frozenset[str]) -> Reader:
-        return _ChannelReader(names)
+    def reader(self, names: frozenset[str], *, is_held: bool = False) -> Reader:
+        return _ChannelReader(names, is_held=is_held)
 
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
         """One call: its end ends the turn."""
@@ -61,8 +72,10 @@ class GptOss:
 class _ChannelReader:
     """`_kind`: what the message at hand is; None within its header."""
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
+    def __init__(self, names: frozenset[str], *, is_held: bool) -> None:
+        self._names, self._is_held = names, is_held
+        self._coming: NamedArguments | None = None
+        """While the arguments of a call are given out as they come."""
         self._buffer = ""
         self._kind: type[Text] | type[Reasoning] | type[Call] | None = None
         self._called = ""
@@ -117,16 +130,26 @@ class _ChannelReader:
             at = len(self._buffer) - n_kept
         said, self._buffer = self._buffer[:at], self._buffer[at + len(end) :]
         if self._kind is Call:
-            self._body += said
-            if end or final:
-                found = _call(self._called, self._body, self._names)
-                parts.append(found or Text(self._body))
-                self._kind = None
+            self._read_call(said, parts, is_over=bool(end) or final)
         elif said:
             parts.append(Reasoning(said) if self._kind is Reasoning else Text(said))
         if end:
             self._kind = None
         return bool(end)
+
+    def _read_call(self, said: str, parts: list[Part], *, is_over: bool) -> None:
+        if self._coming is None:
+            self._body += said
+            if self._is_held and self._called in self._names and self._body.startswith("{"):
+                parts.append(Begun(self._called))
+                self._coming, said = NamedArguments(), self._body
+        if self._coming is not None:
+            parts += self._coming.feed(said)[0]
+        elif is_over:
+            found = _call(self._called, self._body, self._names)
+            parts.append(found or Text(self._body))
+        if is_over:
+            self._kind = self._coming = None
 
 
 def _may_be_header(text: str) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phasewise.serving.tools.parts import Call, MarkedReader, Reader, call_of
+from phasewise.serving.tools.parts import Call, MarkedReader, Reader, call_of, held_begins
 from phasewise.serving.tools.tool_format import (
     Function,
     Wanted,
@@ -33,12 +33,13 @@ class Hermes:
     def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
         return (OPENING,)
 
-    def reader(self, names: frozenset[str]) -> Reader:
+    def reader(self, names: frozenset[str], *, is_held: bool = False) -> Reader:
         def calls_of(_head: str, value: Any) -> list[Call]:
             found = call_of(value, names)
             return [] if found is None else [found]
 
-        return MarkedReader(OPENING, CLOSING, re.compile(r"\s*"), calls_of)
+        begins = held_begins(names) if is_held else None
+        return MarkedReader(OPENING, CLOSING, re.compile(r"\s*"), calls_of, begins)
 
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
         opening, closing = mark(OPENING, control), mark(CLOSING, control)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from phasewise.serving.tools.parts import JsonEnd, Part, Reader, Text, call_of, parsed
+from phasewise.serving.tools.parts import Coming, JsonEnd, Part, Reader, Text, call_of, held_begins, parsed
 from phasewise.serving.tools.tool_format import (
     Function,
     Wanted,
@@ -36,8 +36,8 @@ class LlamaJson:
     def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
         return ('{"name":', f'{PYTHON_TAG}{{"name":')
 
-    def reader(self, names: frozenset[str]) -> Reader:
-        return _JsonAnswerReader(names)
+    def reader(self, names: frozenset[str], *, is_held: bool = False) -> Reader:
+        return _JsonAnswerReader(names, is_held=is_held)
 
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
         rules = [("call", " | ".join(f"call_{at}" for at in range(len(wanted.functions))))]
@@ -56,8 +56,10 @@ class LlamaJson:
 
 
 class _JsonAnswerReader:
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str], *, is_held: bool) -> None:
         self._names = names
+        self._begins = held_begins(names, "parameters") if is_held else None
+        self._coming: Coming | None = None
         self._buffer = ""
         self._gap = _BEFORE
         self._json = JsonEnd()
@@ -73,6 +75,12 @@ class _JsonAnswerReader:
     def _drain(self, *, final: bool) -> list[Part]:
         parts: list[Part] = []
         while self._buffer and not self._is_text:
+            if self._coming is not None:
+                more, n_read = self._coming.feed(self._buffer)
+                parts += more
+                self._buffer = "" if n_read is None else self._buffer[n_read:]
+                self._coming = self._coming if n_read is None else None
+                continue
             gap = self._gap.match(self._buffer)
             assert gap is not None
             start = gap.end()
@@ -84,6 +92,12 @@ class _JsonAnswerReader:
                     self._buffer = ""  # signs between calls that do not come
                 self._is_text = True
                 break
+            begun = self._begins("", self._buffer, start) if self._begins else None
+            if begun is not None:
+                call_begun, at, self._coming = begun
+                parts.append(call_begun)
+                self._buffer, self._gap, self._json = self._buffer[at:], _BETWEEN, JsonEnd()
+                continue
             end = self._json.find(self._buffer, start)
             if end is None:
                 if final:

@@ -7,7 +7,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phasewise.serving.tools.parts import Call, MarkedReader, Reader, call, call_of
+from phasewise.serving.tools.parts import (
+    Beginning,
+    Begun,
+    Call,
+    MarkedReader,
+    NamedArguments,
+    Reader,
+    call,
+    call_of,
+    held_begins,
+)
 from phasewise.serving.tools.tool_format import (
     Function,
     Wanted,
@@ -40,7 +50,7 @@ class Mistral:
     def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
         return (OPENING,)
 
-    def reader(self, names: frozenset[str]) -> Reader:
+    def reader(self, names: frozenset[str], *, is_held: bool = False) -> Reader:
         def calls_of(head: str, value: Any) -> list[Call]:
             found = _HEAD.fullmatch(head)
             assert found is not None
@@ -51,7 +61,16 @@ class Mistral:
             calls = [call_of(one, names) for one in listed]
             return [one for one in calls if one is not None] if all(calls) else []
 
-        return MarkedReader(OPENING, "", _HEAD, calls_of)
+        listed_begins = held_begins(names)
+
+        def begins(head: str, text: str, at: int) -> Beginning | None:
+            found = _HEAD.fullmatch(head)
+            if found is None or found[1] is None:
+                return listed_begins(head, text, at)
+            is_one = found[1] in names and text.startswith("{", at)
+            return (Begun(found[1]), at, NamedArguments()) if is_one else None
+
+        return MarkedReader(OPENING, "", _HEAD, calls_of, begins if is_held else None)
 
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
         opening, functions = mark(OPENING, control), wanted.functions

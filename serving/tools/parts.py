@@ -2,7 +2,8 @@
 
 A reader is fed the text of an answer as it comes and gives out parts. How the text was cut makes no
 difference: the same calls come out, and the same text once adjacent pieces are joined. What cannot be read
-as a call is given out as the text that it is.
+as a call is given out as the text that it is. Where a grammar holds a call from its beginning on, it cannot
+become text any more, and its arguments are given out as they come: `Begun`, then `Piece`s.
 """
 
 from __future__ import annotations
@@ -33,7 +34,19 @@ class Call(NamedTuple):
     arguments: str
 
 
-Part = Text | Reasoning | Call
+class Begun(NamedTuple):
+    """The beginning of a call whose arguments come in pieces."""
+
+    name: str
+
+
+class Piece(NamedTuple):
+    """A piece of the arguments of the call that has begun last, as the model wrote it."""
+
+    text: str
+
+
+Part = Text | Reasoning | Call | Begun | Piece
 
 
 class Reader(Protocol):
@@ -83,7 +96,7 @@ class Trimmed:
     def _trimmed(self, parts: Iterable[Part]) -> list[Part]:
         out: list[Part] = []
         for part in parts:
-            if isinstance(part, Call):
+            if isinstance(part, Call | Begun | Piece):
                 self._change(Call)
                 out.append(part)
                 continue
@@ -107,47 +120,140 @@ class Trimmed:
 
 
 class JsonEnd:
-    """Finds the end of a JSON object or list in a text that grows. Linear in the text, however it is cut."""
+    """Finds the end of a JSON object or list in a text that grows. Linear in the text, however it is cut.
 
-    def __init__(self) -> None:
+    depth: brackets that are open at its beginning.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
         self._at = 0
-        self._depth = 0
-        self._in_string = False
+        self._depth = depth
+        self._in_string = self._is_escaped = False
         self._end: int | None = None
 
     def find(self, text: str, start: int) -> int | None:
         """Behind the bracket that closes the one at `start`; None: it has not come. `text` only grows."""
-        if self._end is not None:
-            return self._end
-        at = max(self._at, start)
+        if self._end is None:
+            at = max(self._at, start)
+            end = self.push(text[at:])
+            self._at = len(text)
+            self._end = None if end is None else at + end
+        return self._end
+
+    def push(self, text: str, depth: int = 0, stops: str = "") -> int | None:
+        """Goes on in `text`, up to where no more than `depth` brackets are open; None: that is not in it.
+
+        The place behind the bracket that closes them, or, with none open yet, of one of `stops`.
+        """
+        at = 0
         while at < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                at += 1
+                continue
             found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
             if found is None:
-                at = len(text)
-                break
+                return None
             sign, at = found[0], found.end()
             if sign == "\\":
-                if at == len(text):  # what it escapes has not come
-                    at -= 1
-                    break
-                at += 1
+                self._is_escaped = self._in_string
             elif sign == '"':
                 self._in_string = not self._in_string
+            elif self._depth == depth and sign in stops:
+                return at - 1
             elif sign in "{[":
                 self._depth += 1
-            else:
+            elif sign in "}]":
                 self._depth -= 1
-                if self._depth <= 0:
-                    self._end = at
+                if self._depth <= depth:
                     return at
-        self._at = at
         return None
 
 
 _MOST_DIGITS = 1000
 """Python refuses to read integers of some thousands of digits."""
-_OUTSIDE = re.compile(r'["{}\[\]]')
+_OUTSIDE = re.compile(r'["{}\[\],)]')
 _IN_STRING = re.compile(r'["\\]')
+
+
+class HeldCalls:
+    """The calls in one JSON value whose form a grammar holds: their arguments are given out as they come.
+
+    The value is an object `{"name": "f", KEY: {...}}`, or a list of such. What else stands in it is left out.
+    head: an object's text up to its arguments. depth: brackets around the arguments of the first call, which
+    has begun.
+    """
+
+    def __init__(self, head: re.Pattern[str], depth: int) -> None:
+        self._head, self._depth = head, depth
+        self._json = JsonEnd(depth)
+        self._gap: str | None = None
+        """Between two calls, or behind the last one; None within arguments."""
+
+    def feed(self, text: str) -> tuple[list[Part], int | None]:
+        """Parts, and how much of `text` belongs to the value; None: all of it, and more must come."""
+        parts: list[Part] = []
+        at = 0
+        while at < len(text):
+            if self._gap is None:
+                end = self._json.push(text[at:], self._depth)
+                parts.append(Piece(text[at:] if end is None else text[at : at + end]))
+                at = len(text) if end is None else at + end
+                self._gap = None if end is None else ""
+                continue
+            n_before = len(self._gap)
+            self._gap += text[at:]
+            end = JsonEnd(self._depth).push(self._gap)
+            found = self._head.search(self._gap, 0, len(self._gap) if end is None else end)
+            if found is not None:
+                at += found.end() - n_before
+                parts.append(Begun(found[1]))
+                self._json, self._gap = JsonEnd(self._depth), None
+            elif end is not None:
+                return parts, at + end - n_before
+            elif len(self._gap) > _LONGEST_HEAD:
+                return parts, len(text)
+            else:
+                return parts, None
+        return parts, None
+
+
+class NamedArguments:
+    """The arguments of a call whose name has been read, as they come: an object alone."""
+
+    def __init__(self) -> None:
+        self._json = JsonEnd()
+
+    def feed(self, text: str) -> tuple[list[Part], int | None]:
+        """Parts, and how much of `text` belongs to them; None: all of it, and more must come."""
+        end = self._json.push(text)
+        piece = text if end is None else text[:end]
+        return [Piece(piece)] if piece else [], end
+
+
+class Coming(Protocol):
+    """Gives out the arguments of calls as they come."""
+
+    def feed(self, text: str) -> tuple[list[Part], int | None]:
+        """Parts, and how much of `text` belongs to the calls; None: all of it, and more must come."""
+        ...
+
+
+Beginning = tuple[Begun, int, Coming]
+"""A call, where its arguments begin, and what reads them."""
+
+
+def held_begins(names: frozenset[str], key: str = "arguments") -> Callable[[str, str, int], Beginning | None]:
+    """Finds a call of one of `names` with its arguments under `key`, for `MarkedReader`."""
+    options = "|".join(map(re.escape, sorted(names)))
+    head = re.compile(rf'\{{"name": "({options})", "{key}": (?=\{{)')
+
+    def begins(_head: str, text: str, at: int) -> Beginning | None:
+        is_list = text.startswith("[", at)
+        found = head.match(text, at + is_list)
+        return None if found is None else (Begun(found[1]), found.end(), HeldCalls(head, 1 + is_list))
+
+    return begins
 
 
 class MarkedReader:
@@ -155,6 +261,8 @@ class MarkedReader:
 
     `opening` begins one and `closing`, which may be left out, ends it. `head`: reads what stands between the
     mark and the JSON. `calls_of`: the calls that the head and the JSON's value mean; none: it is text.
+    `begins`: the call that begins with the JSON at a place, after a head, where a grammar holds it and its
+    arguments are given out as they come; None where calls are given out whole.
     """
 
     def __init__(
@@ -163,11 +271,17 @@ class MarkedReader:
         closing: str,
         head: re.Pattern[str],
         calls_of: Callable[[str, Any], list[Call]],
+        begins: Callable[[str, str, int], Beginning | None] | None = None,
     ) -> None:
         self._opening, self._closing, self._head, self._calls_of = opening, closing, head, calls_of
+        self._begins = begins
         self._buffer = ""
         self._json: JsonEnd | None = None
         """While a call is read; the buffer begins with its mark then."""
+        self._coming: Coming | None = None
+        """While the arguments of a call are given out; the buffer begins within them then."""
+        self._may_close = False
+        """Whether a call has just ended."""
 
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
@@ -178,58 +292,82 @@ class MarkedReader:
 
     def _drain(self, *, final: bool) -> list[Part]:
         parts: list[Part] = []
-        while self._buffer:
-            if self._json is None:
-                at = self._buffer.find(self._opening)
-                if at < 0:
-                    n_kept = 0 if final else n_begun(self._buffer, self._opening)
-                    self._take(len(self._buffer) - n_kept, parts)
-                    break
-                self._take(at, parts)
-                self._json = JsonEnd()
-            read = self._read(self._json, final=final)
-            if read is None and not final:
-                break
-            n_read, calls = read or (len(self._opening), [])
-            self._json = None
-            if calls:
-                self._buffer = self._buffer[n_read:]
-                parts += calls
-            else:
-                self._take(n_read, parts)
+        while self._buffer and self._step(parts, final=final):
+            pass
         return parts
+
+    def _step(self, parts: list[Part], *, final: bool) -> bool:
+        """Reads the buffer's beginning; False: more must come."""
+        if self._coming is not None:
+            return self._go_on(self._coming, parts)
+        if self._may_close and not self._close(final=final):
+            return False
+        if self._json is None:
+            at = self._buffer.find(self._opening)
+            if at < 0:
+                n_kept = 0 if final else n_begun(self._buffer, self._opening)
+                self._take(len(self._buffer) - n_kept, parts)
+                return False
+            self._take(at, parts)
+            self._json = JsonEnd()
+        return self._read(self._json, parts, final=final)
+
+    def _go_on(self, coming: Coming, parts: list[Part]) -> bool:
+        more, end = coming.feed(self._buffer)
+        parts += more
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is not None:
+            self._coming, self._may_close = None, True
+        return end is not None
+
+    def _close(self, *, final: bool) -> bool:
+        """Leaves the closing mark out. False: it may be coming."""
+        rest = self._buffer.lstrip()
+        if rest.startswith(self._closing):
+            self._buffer = rest.removeprefix(self._closing)
+        elif self._closing.startswith(rest) and not final:
+            return False
+        self._may_close = False
+        return bool(self._buffer)
 
     def _take(self, n_characters: int, parts: list[Part]) -> None:
         if n_characters:
             parts.append(Text(self._buffer[:n_characters]))
             self._buffer = self._buffer[n_characters:]
 
-    def _read(self, end_of_json: JsonEnd, *, final: bool) -> tuple[int, list[Call]] | None:
-        """(Characters read, calls) of the call at the buffer's start; None: more must come."""
+    def _read(self, end_of_json: JsonEnd, parts: list[Part], *, final: bool) -> bool:
+        """Reads the call at the buffer's start, if it is one. False: more must come."""
         text, begin = self._buffer, len(self._opening)
         start = _first_bracket(text, begin)
         if start is None:
-            return None if len(text) - begin <= _LONGEST_HEAD else (begin, [])
+            return (final or len(text) - begin > _LONGEST_HEAD) and self._is_text(begin, parts)
         if self._head.fullmatch(text, begin, start) is None:
-            return begin, []
+            return self._is_text(begin, parts)
+        begun = self._begins(text[begin:start], text, start) if self._begins else None
+        if begun is not None:
+            call_begun, at, self._coming = begun
+            parts.append(call_begun)
+            self._json, self._buffer = None, text[at:]
+            return True
         end = end_of_json.find(text, start)
         if end is None:
-            return None
+            return final and self._is_text(begin, parts)
         value = parsed(text[start:end])
         calls = [] if value is None else self._calls_of(text[begin:start], value)
         if not calls:
-            return end, []
-        rest = _SPACE.match(text, end)
-        assert rest is not None
-        after = rest.end()
-        if text.startswith(self._closing, after):
-            return after + len(self._closing), calls
-        is_open = len(text) - after < len(self._closing) and self._closing.startswith(text[after:])
-        return None if is_open and not final else (end, calls)
+            return self._is_text(end, parts)
+        parts += calls
+        self._json, self._may_close, self._buffer = None, True, text[end:]
+        return True
+
+    def _is_text(self, n_characters: int, parts: list[Part]) -> bool:
+        """What was read is no call."""
+        self._json = None
+        self._take(n_characters, parts)
+        return True
 
 
 _LONGEST_HEAD = 512
-_SPACE = re.compile(r"\s*")
 _BRACKET = re.compile(r"[{\[](?!ARGS\]|CALL_ID\])")
 _MAYBE_MARK = re.compile(r"\[[A-Z_]{0,8}\Z")
 

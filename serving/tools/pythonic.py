@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phasewise.serving.tools.parts import Call, Part, Reader, Text, call
+from phasewise.serving.tools.parts import Begun, Call, JsonEnd, Part, Piece, Reader, Text, call
 from phasewise.serving.tools.tool_format import Function, Wanted, grammar_of, json_rule, literal, repeated
 
 START, END = "<|python_start|>", "<|python_end|>"
 _BEFORE = re.compile(r"\s*(?:<\|python_start\|>)?\s*")
 _AFTER = re.compile(r"\s*(?:<\|python_end\|>)?")
 _NAME = re.compile(r"\s*([A-Za-z0-9_.-]{1,128})\s*\(")
+_FIRST_CALL = re.compile(r"\[([A-Za-z0-9_.-]{1,128})\(")
 _COMMA = re.compile(r"\s*(,|\])")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _DEFINITIONS = ("$defs", "definitions")
@@ -32,8 +34,8 @@ class Pythonic:
     def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
         return tuple(f"[{function.name}(" for function in functions)
 
-    def reader(self, names: frozenset[str]) -> Reader:
-        return _PythonReader(names)
+    def reader(self, names: frozenset[str], *, is_held: bool = False) -> Reader:
+        return _PythonReader(names, is_held=is_held)
 
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
         rules = [("call", " | ".join(f"call_{at}" for at in range(len(wanted.functions))))]
@@ -94,8 +96,9 @@ def _first(name: str, keys: list[str], needed: set[str]) -> str:
 
 
 class _PythonReader:
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
+    def __init__(self, names: frozenset[str], *, is_held: bool) -> None:
+        self._names, self._is_held = names, is_held
+        self._coming: _HeldList | None = None
         self._buffer = ""
         self._scan = _ListEnd()
         self._is_text = False
@@ -109,6 +112,16 @@ class _PythonReader:
 
     def _drain(self, *, final: bool) -> list[Part]:
         parts: list[Part] = []
+        if self._is_held and self._coming is None and not self._is_text:
+            self._begin()
+        if self._coming is not None:
+            self._buffer = self._coming.feed(self._buffer, parts)
+            if not self._coming.is_over:
+                return parts
+            rest = self._buffer.lstrip()
+            if END.startswith(rest) and not final:
+                return parts
+            self._buffer, self._coming, self._is_text = rest.removeprefix(END), None, True
         if self._buffer and not self._is_text:
             read = self._read(final=final)
             if read is None:
@@ -121,6 +134,14 @@ class _PythonReader:
             parts.append(Text(self._buffer))
             self._buffer = ""
         return parts
+
+    def _begin(self) -> None:
+        """Give calls out as they come where the first one has begun."""
+        gap = _BEFORE.match(self._buffer)
+        assert gap is not None
+        begun = _FIRST_CALL.match(self._buffer, gap.end())
+        if begun is not None and begun[1] in self._names:
+            self._coming, self._buffer = _HeldList(self._names), self._buffer[gap.end() + 1 :]
 
     def _read(self, *, final: bool) -> tuple[int, list[Call]] | None:
         """(Characters, calls); None: more must come."""
@@ -143,6 +164,66 @@ class _PythonReader:
         if not final and len(tail) < len(END) and END.startswith(tail):
             return None
         return after.end(), calls
+
+
+class _HeldList:
+    """Calls that keep the grammar, from behind the list's bracket on: names, and values that are JSON.
+
+    They are written as JSON objects as they come.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._value: JsonEnd | None = None
+        """While a value is given out."""
+        self._is_called = False
+        """Between the brackets of a call."""
+        self._n_values = 0
+        self.is_over = False
+
+    def feed(self, text: str, parts: list[Part]) -> str:
+        """Adds to `parts`; gives back what is not read yet."""
+        while text and not self.is_over:
+            n_read = self._step(text, parts)
+            if n_read is None:
+                break
+            text = text[n_read:]
+        return text
+
+    def _step(self, text: str, parts: list[Part]) -> int | None:
+        """How much of the text's beginning was read; None: more must come."""
+        if self._value is not None:
+            end = self._value.push(text, stops=",)")
+            n_read = len(text) if end is None else end
+            if n_read:
+                parts.append(Piece(text[:n_read]))
+            self._value = self._value if end is None else None
+            return n_read
+        if not self._is_called:
+            return self._between_calls(text, parts)
+        if text.startswith(")"):
+            parts.append(Piece("}" if self._n_values else "{}"))
+            self._is_called = False
+            return 1
+        at = text.find("=")
+        if at < 0:
+            return None
+        key = json.dumps(text[:at].lstrip(", "), ensure_ascii=False)
+        parts.append(Piece(f"{', ' if self._n_values else '{'}{key}: "))
+        self._n_values += 1
+        self._value = JsonEnd()
+        return at + 1
+
+    def _between_calls(self, text: str, parts: list[Part]) -> int | None:
+        if text.startswith("]"):
+            self.is_over = True
+            return 1
+        found = _NAME.match(text, len(text) - len(text.lstrip(", ")))
+        if found is None:
+            return None
+        parts.append(Begun(found[1]))
+        self._is_called, self._n_values = True, 0
+        return found.end()
 
 
 class _ListEnd:
@@ -181,7 +262,7 @@ class _ListEnd:
 
 
 def _calls_in(text: str, names: frozenset[str]) -> list[Call]:
-    """Of `[f(...), g(...)]`; none where any of it is not a call of `names` with plain values."""
+    """The calls of `[f(...), g(...)]`; none where any of it is not a call of `names` with plain values."""
     calls, at = [], 1
     while True:
         found = _NAME.match(text, at)

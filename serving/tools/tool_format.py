@@ -11,7 +11,7 @@ from phasewise.serving.grammar_limits import checked_schema
 from phasewise.serving.tools.parts import Reader
 
 MOST_CALLS = 16
-"""Of one answer that must call: a small model may else begin new calls until its tokens end."""
+"""Most calls of one answer that must call: a small model may else begin new calls until its tokens end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,15 @@ class ToolFormat(Protocol):
         """Texts of which each begins a call."""
         ...
 
-    def reader(self, names: frozenset[str]) -> Reader:
-        """A reader of calls of functions with these names."""
+    def reader(self, names: frozenset[str], *, is_held: bool = False) -> Reader:
+        """A reader of calls of functions with these names.
+
+        is_held: calls keep `grammar`, so that their arguments are given out as they come.
+        """
         ...
 
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
-        """Of answers that consist of calls, from the trigger on, in llguidance's Lark.
+        """The grammar of answers that consist of calls, from the trigger on, in llguidance's Lark.
 
         `control`: ids of control tokens by their texts. RequestError where a schema is too large.
         """

@@ -54,10 +54,10 @@ def test_the_forms_hold_the_same_rows() -> None:
         "2",
         "4 KiB",
         "1.00",
-        "15%",
-        "4.10",
         "50%",
         "2.50x",
+        "4.10",
+        "15%",
     ]
 
 

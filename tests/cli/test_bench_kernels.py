@@ -196,6 +196,14 @@ def test_every_form_has_every_row() -> None:
     assert as_md(rows, wide=True).count("default: 1x32") == 3
     assert "2.00x" in as_md(rows)
     assert "0.50x" in as_md(rows)
+    assert "worst point" in as_md(rows)
+
+
+def test_without_peers_there_is_no_table_of_them() -> None:
+    table = as_md([kernel_row(m=1), kernel_row(m=8)])
+
+    assert "worst point" not in table
+    assert "\n\n" not in table
 
 
 def test_the_plot_has_a_line_for_each_system_and_the_limit(tmp_path: Path) -> None:

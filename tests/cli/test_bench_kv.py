@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import lzma
 from itertools import product
 from pathlib import Path
 
@@ -55,6 +56,18 @@ def test_requests_come_by_arrival(tmp_path: Path) -> None:
 
     assert (alone["peak_running"], alone["decode_steps"]) == (1, 72)
     assert together["peak_running"] == 8
+
+
+def test_a_trace_may_be_packed(tmp_path: Path) -> None:
+    rows = [{"timestamp": 0, "input_length": 20, "output_length": 10 + at} for at in range(8)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    plain, packed = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.xz"
+    plain.write_text(text)
+    packed.write_bytes(lzma.compress(text.encode()))
+
+    as_plain, as_packed = (rows_of(str(path), "--policies", "odma") for path in (plain, packed))
+
+    assert [{**row, "trace": ""} for row in as_plain] == [{**row, "trace": ""} for row in as_packed]
 
 
 def test_forms_hold_the_same_rows() -> None:
@@ -133,9 +146,11 @@ def test_memory_and_a_model_give_slots_and_speeds(tmp_path: Path) -> None:
     small = CliRunner().invoke(app, [*options, "--memory", "64M"])
     large = CliRunner().invoke(app, [*options, "--memory", "128M"])
     none = CliRunner().invoke(app, [*options, "--memory", "1M"])
+    in_4_bits = CliRunner().invoke(app, [*options, "--memory", "64M", "--kv-format", "int4"])
 
-    rows = [json.loads(one.stdout)[0] for one in (small, large)]
+    rows = [json.loads(one.stdout)[0] for one in (small, large, in_4_bits)]
     assert 0 < rows[0]["n_slots"] < rows[1]["n_slots"]
+    assert rows[2]["n_slots"] == pytest.approx(16 / 5 * rows[0]["n_slots"], rel=0.02)
     assert all(row["tokens_per_s"] > 0 and row["failed"] == 0 for row in rows)
     assert none.exit_code == 2
     assert "--memory" in none.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,15 @@ SHARED = Path(
 SLO = LatencySlo(200.0, 50.0)
 
 
-def report(**more: Any) -> LoadReport:
-    found = [
-        RequestOutcome(0.0, 128, 3, 0.1, 0.18, [0.04, 0.04], text="a b c"),
-        RequestOutcome(0.5, 128, 3, 0.3, 0.5, [0.1, 0.1], text="d e f"),
-        RequestOutcome(1.0, 128, failure=FailureKind.overloaded, error="status 429: full"),
-    ]
+OUTCOMES = (
+    RequestOutcome(0.0, 128, 3, 0.1, 0.18, [0.04, 0.04], text="a b c"),
+    RequestOutcome(0.5, 128, 3, 0.3, 0.5, [0.1, 0.1], text="d e f"),
+    RequestOutcome(1.0, 128, failure=FailureKind.overloaded, error="status 429: full"),
+)
+
+
+def report(found: Sequence[RequestOutcome] = OUTCOMES, **more: Any) -> LoadReport:
+    found = list(found)
     probes = (
         RateProbe(2.0, Measured(found[:1], 1.0, 0.0), 1.0, True),
         RateProbe(4.0, Measured(found, 1, 0), 0.3, False),
@@ -109,3 +113,18 @@ def test_the_picture_has_both_curves_and_the_goal() -> None:
         ">tiny<",
     ):
         assert said in picture
+
+
+def test_answers_of_one_token_have_no_time_per_token() -> None:
+    """The first token's time is all that there is."""
+    one = RequestOutcome(0.0, 128, 1, 0.1, 0.1, [], text="a")
+
+    alone, beside = (FORMATS["md"](report(found)) for found in ([one], [one, OUTCOMES[0]]))
+
+    assert "TTFT" in alone
+    assert "TPOT" not in alone
+    assert "TPOT" in beside
+    assert (
+        fields_of(report([one, OUTCOMES[0]]))["mean_tpot_ms"]
+        == fields_of(report([OUTCOMES[0]]))["mean_tpot_ms"]
+    )

@@ -134,6 +134,12 @@ def test_a_machine_is_modelled_from_its_xml(tmp_path: Path) -> None:
     assert 0 < times["tbt"]["p50"] < times["ttft"]["p50"]
     assert run(*options, "--machine-from-xml", "only.xml").exit_code == 2
     assert fails(*options, "--machine-from-xml", "absent.xml:absent.json")
+    whole = (data / "topology" / "lstopo_v2.xml").read_text(encoding="utf-8")
+    for text in ("", "no XML", '<svg xmlns="http://www.w3.org/2000/svg"/>', whole[: len(whole) // 2]):
+        (tmp_path / "other.xml").write_text(text, encoding="utf-8")
+        said = fails(*options, "--machine-from-xml", f"{tmp_path}/other.xml:{data}/guide/llama-3-8b.json")
+        assert "other.xml" in said
+        assert len(said.splitlines()) == 1
 
 
 def test_the_cheapest_cluster_for_a_rate(tmp_path: Path) -> None:

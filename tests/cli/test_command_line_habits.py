@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from phasewise.cli.main import app
+from phasewise.serving.loaders.hub import folder_of
 
 
 def phasewise(*arguments: str, config: Path | None = None, stdout: int = subprocess.PIPE) -> tuple[int, str]:
@@ -41,6 +42,78 @@ def test_a_full_disk_is_one_line() -> None:
         code, said = phasewise("topo", stdout=full.fileno())
 
     assert (code, said) == (1, "phasewise: the results cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (
+            ("models", "pull", "/nonexistent/x.gguf"),
+            1,
+            "there is no file or folder '/nonexistent/x.gguf': give",
+        ),
+        (("generate", "./x.gguf", "-p", "x"), 1, "there is no file or folder './x.gguf': give"),
+        (
+            ("bench", "serve", "http://127.0.0.1:9", "--requests", "1"),
+            1,
+            "does not answer: connection refused; start",
+        ),
+        (
+            ("serve", "x.gguf", "--api-key-file", "/no/keys"),
+            1,
+            "/no/keys cannot be read: No such file or directory\n",
+        ),
+        (("generate", "x.gguf", "-p", "x", "--top-p", "3"), 2, "--top-p"),
+        (("bench", "serve", "http://127.0.0.1:9", "--slo", "foo"), 2, "--slo"),
+        (("bench", "run", "x.gguf", "-p", "abc"), 2, "-p"),
+        (("serve", "x.gguf", "--kv-budget", "foo"), 2, "--kv-budget"),
+    ],
+)
+def test_the_reason_is_named_and_the_thing_that_it_concerns(
+    arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    found, told = phasewise(*arguments)
+
+    assert found == code
+    assert said in told
+    assert not any(word in told for word in ("Errno", "Traceback", "ssl:default"))
+
+
+@pytest.mark.parametrize(
+    ("begun", "offered"),
+    [
+        ("smol", ["smollm2-135m-instruct"]),
+        ("./m", ["./m.gguf", "./models/"]),
+        ("org/", ["org/own-GGUF:Q4_K_M"]),
+        ("nothing-", []),
+    ],
+)
+def test_the_shell_completes_names_of_models_and_files(
+    tmp_path: Path, begun: str, offered: list[str]
+) -> None:
+    """Known names, what is in the cache, and files that could be models."""
+    (tmp_path / "m.gguf").touch()
+    (tmp_path / "m.txt").touch()
+    (tmp_path / "models").mkdir()
+    stored = folder_of("org/own-GGUF:Q4_K_M", tmp_path / "cache" / "phasewise")
+    stored.mkdir(parents=True)
+    (stored / "own.Q4_K_M.gguf").touch()
+    completed = subprocess.run(
+        [Path(sys.executable).parent / "phasewise"],
+        env={
+            **os.environ,
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "_PHASEWISE_COMPLETE": "complete_bash",
+            "COMP_WORDS": f"phasewise generate {begun}",
+            "COMP_CWORD": "2",
+        },
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+
+    assert completed.stdout.split() == offered
 
 
 @pytest.mark.parametrize(

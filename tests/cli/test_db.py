@@ -90,6 +90,17 @@ def test_a_password_is_never_printed(db: Path) -> None:
     assert "secret" not in shown.stdout + shown.stderr
 
 
+def test_a_machine_has_one_label_in_every_listing(db: Path) -> None:
+    """Whatever a listing shows of it: plans, schedules or measurements alone."""
+    fill(db)
+    run("set-plan", "m", "--phase", "prefill", "--cores", CORE)
+
+    listings = [run_json("show"), run_json("show", "--phase", "prefill"), run_json("stats")]
+
+    assert len(listings[0]["machines"]) == 2
+    assert all(one["machines"] == listings[0]["machines"] for one in listings)
+
+
 @pytest.mark.parametrize("command", ["show", "stats"])
 def test_looking_creates_nothing(db: Path, command: str) -> None:
     """No database yet is a state, not a failure."""
@@ -156,7 +167,13 @@ def test_stats_count_rows_by_machine(db: Path) -> None:
     fields = run_json("stats")
 
     counts = {"measurement": 1, "problem": 1, "promotion": 0, "schedule": 1}
-    counts |= {"service_plan": 1, "step_time": 0, "user_kernel_timing": 0, "user_kernel_promotion": 0}
+    counts |= {
+        "service_plan": 1,
+        "storage_duel": 0,
+        "step_time": 0,
+        "user_kernel_timing": 0,
+        "user_kernel_promotion": 0,
+    }
     assert fields["rows"] == counts
     assert fields["by_machine"] == [{"machine": "#1", "measurements": 1, "service_plans": 1, "step_times": 0}]
     assert fields["machines"] == [{"machine": "#1", "core": FAR.core_sig, "placement": FAR.placement_sig}]

@@ -331,13 +331,18 @@ def test_what_cannot_be_computed_here_is_an_obstacle(
 
 
 def test_collecting_garbage_says_what_goes_and_what_went(tuned: Path) -> None:
-    deleted = {"promotion": 0, "measurement": 1, "step_time": 0, "problem": 0, "schedule": 0}
+    deleted = {
+        "promotion": 0,
+        "storage_duel": 0,
+        "measurement": 1,
+        "step_time": 0,
+        "problem": 0,
+        "schedule": 0,
+    }
     assert run_json("gc", "--dry-run") == {"dry_run": True, "deleted": deleted}
-    assert (
-        run("gc", "--dry-run")
-        == "would delete 0 promotions, 1 measurements, 0 step times, 0 problems, 0 schedules\n"
-    )
+    assert run("gc", "--dry-run") == "would delete 1 measurements\n"
     assert run_json("gc") == {"dry_run": False, "deleted": deleted}
+    assert run("gc") == "deleted nothing\n"
     assert run_json("gc", "--keep", "1")["deleted"]["measurement"] == 0, "one is fast, one in use"
     assert {one["standing"] for one in run_json("show")["schedules"]} == {"in use", "measured"}
 

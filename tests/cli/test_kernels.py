@@ -32,8 +32,8 @@ def test_raise_prints_a_text_and_lower_takes_it(tmp_path: Path) -> None:
     text = _run("raise", str(path_of("dot_f32")), "--function", "dot_f32", "--tunable", "--reassociate")
     kernel.write_text(text)
 
-    assert "widen(WIDEN_1), unroll(UNROLL_1)" in text
-    assert "__m512" in _run("lower", str(kernel), "--isa", "avx512", "--set", "WIDEN_1=2")
+    assert "(i + LANES) <= n, LANES, widen(WIDEN), apart(UNROLL)" in text
+    assert "__m512" in _run("lower", str(kernel), "--isa", "avx512", "--set", "WIDEN=2")
     assert "vfmaq_f32" in _run("lower", str(kernel), "--isa", "neon")
 
 
@@ -91,3 +91,28 @@ def test_a_kernel_is_tuned_once_and_emitted_as_c_that_builds_alone(tmp_path: Pat
     kernel.write_text(kernel.read_text().replace("87.0", "86.0"))
     changed = runner.invoke(app, ["kernels", "emit", str(kernel)], env={"PHASEWISE_DB": str(db)})
     assert "has not been tuned here as it is now" in str(changed.exception)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not(HOME) is not None, reason=str(why_not(HOME)))
+def test_headers_and_macros_of_a_c_file_are_named_alike_wherever_it_is_read(tmp_path: Path) -> None:
+    source, kernel, db = tmp_path / "f.c", tmp_path / "f.kir", tmp_path / "db"
+    headers = tmp_path / "headers"
+    headers.mkdir()
+    (headers / "times.h").write_text("#define TIMES(x) ((x) * FACTOR)\n")
+    source.write_text(
+        "/* @arg x count=n\n * @arg y count=n\n * @arg n least=0 most=64 */\n"
+        '#include "times.h"\n'
+        "void f(const float *x, float *y, int n) { for (int i = 0; i < n; ++i) y[i] = TIMES(x[i]); }\n"
+    )
+    given = ("-I", str(headers), "-D", "FACTOR=3.0f")
+    tune = ("tune-kernels", "--kernel", str(kernel), "--shapes", "n=32", "--budget", "20s")
+
+    _run("raise", str(source), "--function", "f", "-o", str(kernel), *given)
+    _run("check", str(kernel), "--against", str(source), "--isa", "portable", "--cases", "20", *given)
+    _run(*tune, "--against", str(source), *given, db=db)
+    _run("emit", str(kernel), "--against", str(source), *given, db=db)
+
+    refused = runner.invoke(app, [*tune, "-D", "FACTOR=3.0f"], env={"PHASEWISE_DB": str(db)})
+    assert refused.exit_code == 2
+    assert "go with --against" in " ".join(refused.output.split())

@@ -35,8 +35,9 @@ def _reference_pages() -> object:
     return module
 
 
-def test_version_is_the_package_version() -> None:
-    assert phasewise("--version").stdout == f"phasewise {__version__}\n"
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version_is_the_package_version(flag: str) -> None:
+    assert phasewise(flag).stdout == f"phasewise {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [["no-such-command"], ["topo", "--no-such-option"], ["bench", "run"]])

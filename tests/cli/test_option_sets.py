@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import pytest
 import typer
@@ -47,6 +48,34 @@ def test_without_options_the_command_gets_the_dataclass_s_own_defaults() -> None
 def test_each_option_reaches_its_field() -> None:
     code, output = _run("it", "--size", "1k", "--open-lid", "--name", "a", "--name", "b", "--loud")
     assert (code, output) == (0, f"it {Tank(1024, True, ['a', 'b'])} True\n")
+
+
+class Shape(Enum):
+    round = "round"
+    square = "square"
+
+
+@dataclass(frozen=True)
+class Lid:
+    own: Shape = Shape.round
+    text: str = "round"
+
+
+def test_a_choice_reaches_its_field_as_the_field_is_declared() -> None:
+    """An enumeration where the dataclass names it, its text where the dataclass has a string."""
+    options = option_set(Lid, own=opt("own"), text=opt("text", kind=Shape))
+    reached: list[Lid] = []
+
+    @spread(lid=options)
+    def command(lid: Lid) -> None:
+        reached.append(lid)
+
+    app = typer.Typer()
+    app.command()(command)
+    for arguments in ([], ["--own", "square", "--text", "square"]):
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+
+    assert reached == [Lid(), Lid(Shape.square, "square")]
 
 
 def test_a_value_that_cannot_be_read_names_its_option() -> None:

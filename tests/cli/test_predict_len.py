@@ -15,8 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from phasewise.cli.main import app
-from phasewise.tuner.predictor.facts import Example
-from tests.support.length_examples import made_up
+from tests.support.length_examples import made_up, write_log
 from tests.support.tiers import first_is_smoke
 from tests.support.tiny_models import tiny_gguf
 
@@ -49,23 +48,6 @@ def run_json(*arguments: object) -> dict[str, Any]:
     fields = dict(json.loads(result.stdout))
     assert fields["schema_version"] == 1
     return fields
-
-
-def write_log(path: Path, examples: list[Example], model_name: str = "tiny") -> Path:
-    lines = [
-        {
-            "schema_version": 1,
-            "model": model_name,
-            "prompt_token_ids": list(one.facts.token_ids),
-            "temperature": one.facts.temperature,
-            "max_tokens": one.facts.max_tokens,
-            "output_tokens": one.output_tokens,
-            "finish_reason": "length" if one.was_cut else "stop",
-        }
-        for one in examples
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def lines_of(log: Path) -> list[dict[str, Any]]:
@@ -135,6 +117,16 @@ def test_the_same_log_gives_the_same_file(log: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+def test_eval_by_folds_judges_every_answer_once(log: Path) -> None:
+    found = run_json("eval", log, "--folds", 3)
+
+    assert (found["folds"], found["logs"][0]["answers"]) == (3, 150)
+    methods = {one["method"]: one for one in found["logs"][0]["points"]["memory of S3"]["methods"]}
+    assert methods["ours"]["block_tokens"] <= methods["S3"]["block_tokens"]
+    assert len(found["logs"][0]["calibration"]["coverage"]) == 9
+    assert invoke("eval", log, "--folds", 3, "--drift").exit_code in (1, 2)
+
+
 def test_eval_compares_methods_at_their_own_points_and_at_equal_memory(log: Path) -> None:
     found = run_json("eval", log)["logs"][0]
 
@@ -196,7 +188,10 @@ def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None
             (["collect", "MODEL", "few.jsonl", "-o", "log"], "line 1"),
             (["collect", "MODEL", "a.txt", "-o", "others.jsonl"], "give another file"),
             (["collect", "MODEL", "a.txt", "-o", "no/such/folder/log"], "cannot be written"),
-            (["predict", "MODEL", "-p", "hello", "--predictor", "absent"], "absent cannot be read"),
+            (
+                ["predict", "MODEL", "-p", "hello", "--predictor", "absent"],
+                "no predictor absent: make one with",
+            ),
         ]
     ),
 )

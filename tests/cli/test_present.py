@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -102,3 +103,25 @@ def test_a_models_name_does_not_steer_the_terminal(tmp_path: Path) -> None:
     assert found.exit_code == 0
     assert "\\u001b[31mb" in found.stdout
     assert not steers(found.stdout)
+
+
+def test_a_terminal_gets_remarks_broken_between_words_and_a_pipe_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every word arrives, in order; a long word stays whole; lines that fit stay as they are."""
+    monkeypatch.setenv("COLUMNS", "40")
+    path = "/" + "x" * 60
+    remark = f"| a   table |\nseveral words that do not fit on a line of forty, of {path}, which is long"
+
+    shown = {}
+    for is_terminal in (True, False):
+        screen = io.StringIO()
+        monkeypatch.setattr(screen, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(sys, "stderr", screen)
+        note(remark)
+        shown[is_terminal] = screen.getvalue()
+
+    assert shown[False] == remark + "\n"
+    assert shown[True].split() == remark.split()
+    assert shown[True].startswith("| a   table |\n")
+    assert [line for line in shown[True].splitlines() if len(line) > 40] == [f"{path},"]

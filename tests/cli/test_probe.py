@@ -101,6 +101,7 @@ def test_the_picture_is_sound_svg_of_moderate_size(machine: Machine) -> None:
     assert float(root.get("width", "0")) >= float(inner.get("x", "0")) + float(inner.get("width", "0"))
     assert float(root.get("height", "0")) >= float(inner.get("height", "0"))
     assert len(picture) < 4 << 20
+    assert {"from CPU", "to CPU"} <= {element.text for element in root.iter()}
 
 
 def test_the_picture_of_one_core_has_no_scale() -> None:

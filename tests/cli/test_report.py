@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from phasewise.cli.main import app
-from phasewise.cli.render.report_html import page
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
@@ -23,6 +22,7 @@ from phasewise.tuner.plans import machine_key
 from phasewise.tuner.roofline import Roofline
 from phasewise.workflows.database_report import report_of
 from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.report_page import page
 from tests.support.kerneldb_examples import MEASUREMENT, ORIGIN, OTHER_MACHINE, PLAN, PROMOTION
 
 HERE = machine_key(read_machine())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -12,10 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -23,11 +19,11 @@ import pytest
 import typer
 
 from phasewise.cli.options import parse_bytes
+from tests.support.served_command import own_places, serving
+from tests.support.tiers import first_is_smoke
 from tests.support.tiny_models import TinyShape, tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
-
-LONG = {"max_tokens": 50_000, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
@@ -37,83 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@dataclass
-class Server:
-    """A running `phasewise serve`."""
-
-    process: subprocess.Popen[str]
-    url: str
-    lines: list[str]
-
-    @property
-    def port(self) -> int:
-        return int(self.url.rsplit(":", 1)[1])
-
-    def api(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=30)
-
-    def stream(self) -> Any:
-        """A stream that goes on and on, its first piece read."""
-        stream = self.api().completions.create(model="tiny", prompt="a", stream=True, **LONG)  # type: ignore[call-overload]
-        next(iter(stream))
-        return stream
-
-    def end(self, number: int) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(timeout=20)
-
-
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    home = tmp_path_factory.mktemp("home")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PHASEWISE_")}
-    return inherited | {
-        "XDG_CACHE_HOME": str(home / "cache"),
-        "XDG_DATA_HOME": str(home / "data"),
-        "PHASEWISE_CONFIG": "/dev/null",
-        "PHASEWISE_LOG_LEVEL": "off",  # what the server itself says is looked at
-    }
-
-
-@contextlib.contextmanager
-def serving(
-    model: Path, environment: dict[str, str], *arguments: object, preexec_fn: Callable[[], None] | None = None
-) -> Iterator[Server]:
-    command = [
-        sys.executable,
-        "-m",
-        "phasewise",
-        "serve",
-        str(model),
-        "--kv-budget",
-        "256M",
-        *map(str, arguments),
-    ]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=preexec_fn
-    )
-    lines: list[str] = []
-    ready = threading.Event()
-
-    def read() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line.rstrip("\n"))
-            if line.startswith("listening on"):
-                ready.set()
-        ready.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        assert ready.wait(60), lines
-        found = re.match(r"listening on (\S+)", lines[-1])
-        assert found, lines
-        yield Server(process, found[1], lines)
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
+    return own_places(tmp_path_factory.mktemp("home"))
 
 
 def refused(model: object, environment: dict[str, str], *arguments: object) -> str:
@@ -218,7 +140,8 @@ def test_a_second_signal_ends_a_stream_with_an_error(
     assert [line for line in server.lines if line.startswith("stopping")] == server.lines[-1:]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", first_is_smoke([signal.SIGINT, signal.SIGTERM]))
 def test_one_signal_lets_answers_in_progress_end(
     model: Path, environment: dict[str, str], number: int
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -252,7 +253,30 @@ def test_the_report_fits_eighty_columns_and_says_that_nothing_was_timed(
     assert "one per NUMA node" in result.stdout
     assert "Not stored: only plans that were measured" in result.stdout
     assert "\x1b" not in result.output
-    assert "fundamental" in result.stderr
+    assert result.stderr.startswith("searching for at most ")  # before a model or a machine is looked at
+
+
+@pytest.mark.parametrize("flags", [[], ["--verbose"]])
+def test_words_of_the_search_are_told_where_they_are_asked_for(
+    db: Path, llama: str, tmp_path: Path, flags: list[str]
+) -> None:
+    result = modelled(llama, write_machine(tmp_path / "machine.xml", 4, 16), *flags)
+
+    assert result.exit_code == 0, result.output
+    for word in ("fundamental", "remove(", "trees cut"):
+        assert (word in result.output) == bool(flags), word
+
+
+def test_the_dry_run_and_the_end_count_the_same_and_say_what_milliseconds_cover(db: Path, llama: str) -> None:
+    before, after = modelled(llama, EIGHT, "--dry-run").stdout, modelled(llama, EIGHT).stdout
+
+    counted = re.search(r"^(\d+) configurations: (\d+) each for prefill and decode$", before, flags=re.M)
+    assert counted is not None
+    assert int(counted[1]) == 2 * int(counted[2])
+    assert f" of {counted[1]} configurations evaluated" in after
+    (covered,) = re.findall(r"^ms: .*\n.*$", before, flags=re.M)
+    assert covered.startswith("ms: a phase's part of a request's latency, mean of the requests")
+    assert covered.split("\n")[0] in after
 
 
 def test_a_dry_run_names_what_would_be_searched(db: Path, llama: str) -> None:
@@ -466,7 +490,7 @@ def test_ctrl_c_on_real_cores_keeps_what_was_learned(db: Path, tiny: str) -> Non
     process = shell(tiny, "--budget", "60s", "--lengths", "fixed:200/50")
     assert process.stderr is not None
     for line in process.stderr:
-        if "fundamental" in line:
+        if "best so far" in line:
             break
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

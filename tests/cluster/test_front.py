@@ -9,15 +9,17 @@ import pytest
 
 pytest.importorskip("phasewise.serving.instance", reason="the kernels are not built", exc_type=ImportError)
 from phasewise.serving.errors import EngineLost, RankLost, StepFailed
+from phasewise.serving.http.metrics import Gauges, Metrics
 from phasewise.serving.instance_messages import (
     Aim,
+    Beat,
     CannotStart,
     Drop,
     Dropped,
     HandOverFailed,
     Take,
 )
-from phasewise.serving.messages import Abort, Answer, Failure, Submit
+from phasewise.serving.messages import Abort, Answer, EngineLoad, Failure, Submit
 from tests.support.scripted_instances import (
     IDENTITY,
     ScriptedInstance,
@@ -137,6 +139,34 @@ def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:
         assert server.front.counts.failed == {"sequence": 1}
 
 
+def has_failed(load: EngineLoad | None) -> bool:
+    return load is not None and load.hand_overs is not None and bool(load.hand_overs.failed)
+
+
+def test_hand_overs_are_counted_where_prometheus_reads_them() -> None:
+    """Divided requests, failures by reason, and frames that running instances threw away."""
+    with scripted_front() as server:
+        prompt, token = running(server)
+        attempt = divided(server, prompt, token)
+        token.place(attempt)
+        prompt.hear(Aim)
+        token.say(Beat(1, False, 0, {"stale": 3}))
+        token.say(HandOverFailed(attempt, "range", "position 900 of a prompt of 100 tokens"))
+        prompt.hear(Drop)
+        token.hear(Take)
+        token.tell()
+        server.wait_until(lambda: has_failed(server.load))
+
+        text = Metrics(Gauges(load=lambda: server.load)).exposition().decode()
+
+    for line in (
+        "phasewise_hand_overs_total 1.0",
+        'phasewise_hand_overs_failed_total{reason="range"} 1.0',
+        'phasewise_kv_frames_refused_total{reason="stale"} 3.0',
+    ):
+        assert line in text.splitlines()
+
+
 def test_a_prompt_that_is_computed_and_never_arrives_is_given_up_in_time() -> None:
     with scripted_front(hand_over_s=0.2) as server:
         prompt, token = running(server)
@@ -148,6 +178,20 @@ def test_a_prompt_that_is_computed_and_never_arrives_is_given_up_in_time() -> No
         assert prompt.hear(Drop).request_id == attempt
         assert token.hear(Take).part == "whole"
         assert server.front.counts.failed == {"timeout": 1}
+
+
+def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() -> None:
+    """It lives, has nothing to do, and says nothing of the prompt. One that is busy is waited for."""
+    with scripted_front(hand_over_s=0.3) as server:
+        prompt, token = running(server)
+        divided(server, prompt, token)
+        prompt.say(Beat(1, True, 0))
+        assert token.hears_nothing(0.7)
+        prompt.say(Beat(1, False, 0))
+
+        prompt.hear(Drop)
+        assert token.hear(Take).part == "whole"
+        assert server.front.counts.failed == {"unreported": 1}
 
 
 def test_a_request_that_fails_again_and_again_ends() -> None:

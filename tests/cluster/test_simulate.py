@@ -87,7 +87,7 @@ def test_short_prompts_are_not_split_where_that_is_asked() -> None:
 
 
 def test_prefixes_are_reused_and_routed_to() -> None:
-    """Of equal machines the one that has computed a prompt's beginning gets it, and skips that part."""
+    """Among equal machines the one that has computed a prompt's beginning gets it, and skips that part."""
     n_tokens = 4 * PREFIX_BLOCK_TOKENS
     arrivals = [
         Arrival(0, 0.0, n_tokens, 2, (1, 2, 3, 4)),

@@ -103,7 +103,8 @@ static void turns(const pw_op_kernels *ops, int64_t half) {
 }
 
 /* Rows of queries over one chunk; row r sees positions up to r * 5. Keys and values are multiples of 2^-6, the largest of
- * each 127 / 64: every format holds them exactly, int8 with a scale of 2^-6. */
+ * each 127 / 64: every format but int4 holds them exactly, int8 with a scale of 2^-6. For int4 they are 16 values from -1
+ * to 7/8, both ends in every group of 32: it holds them with a scale of 1/8. */
 static void attends(const pw_op_kernels *ops, int32_t head_dim, int32_t format, int32_t rows) {
     enum { POSITIONS = PW_CHUNK };
     int32_t value_dim = (int32_t)pw_value_dim(head_dim);
@@ -115,6 +116,11 @@ static void attends(const pw_op_kernels *ops, int32_t head_dim, int32_t format, 
     for (int64_t i = 0; i < (int64_t)POSITIONS * head_dim; ++i) {
         keys[i] = i % head_dim ? (float)(rand() % 128 - 64) / 64.0f : 127.0f / 64.0f;
         values[i] = i % head_dim ? (float)(rand() % 128 - 64) / 64.0f : 127.0f / 64.0f;
+    }
+    for (int64_t i = 0; format == PW_KV_INT4 && i < (int64_t)POSITIONS * head_dim; ++i) {
+        int64_t place = i % head_dim % PW_KV_GROUP;
+        keys[i] = place < 2 ? (place ? 0.875f : -1.0f) : (float)(rand() % 16 - 8) / 8.0f;
+        values[i] = place < 2 ? (place ? 0.875f : -1.0f) : (float)(rand() % 16 - 8) / 8.0f;
     }
     for (int64_t p = 0; p < POSITIONS; ++p) {
         ops->store_key(&head, p, keys + p * head_dim);

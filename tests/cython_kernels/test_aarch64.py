@@ -13,10 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phasewise.cython_kernels import packing, sparse
+from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels.blocks import BLOCKS
 from tests.support.cross import HERE, KERNELS, Walk, common_sources, compile_all, isa_flags, link, product
-from tests.support.gemm_reference import FORMATS, expected, make_weight, random_blocks
+from tests.support.gemm_reference import (
+    DENSITIES,
+    FORMATS,
+    expected,
+    make_weight,
+    pruned,
+    random_blocks,
+)
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 RUNGS = isa_flags("aarch64")
@@ -95,18 +102,24 @@ def test_products_keep_their_bound(one_product: str, isa: str, fmt: str) -> None
 
 
 @needs_emulator
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [(kind, path) for kind in BLOCKS for path in (None, "int8_block") if not path or BLOCKS[kind].has_subs],
+)
 @pytest.mark.parametrize("isa", RUNGS)
-def test_blocks_keep_their_bound_and_their_bits(one_product: str, isa: str, kind: str) -> None:
+def test_blocks_keep_their_bound_and_their_bits(
+    one_product: str, isa: str, kind: str, path: str | None
+) -> None:
     """A few rows meet the blocks in registers, more are unpacked for."""
     rng = np.random.default_rng(11)
     w = packing.pack_blocks(random_blocks(kind, 37, 512, rng))
     x = rng.standard_normal((9, 512), dtype=np.float32)
-    exact, bound = expected(x, w)
+    exact, bound = expected(x, w, path=path)
     command = [EMULATOR, "-cpu", "max", one_product, isa]
+    number = -1 if path is None else _native.path_names().index(path)
 
-    many = product(command, w, x, Walk())
-    few = np.concatenate([product(command, w, rows, Walk(mr=3)) for rows in np.split(x, 3)])
+    many = product(command, w, x, Walk(), path=number)
+    few = np.concatenate([product(command, w, rows, Walk(mr=3), path=number) for rows in np.split(x, 3)])
 
     assert (np.abs(many - exact) <= bound).all()
     assert np.array_equal(many, few)
@@ -146,17 +159,17 @@ def test_the_walk_changes_no_bit(one_product: str, isa: str, fmt: str) -> None:
 @pytest.mark.parametrize("fmt", ["bf16", "q8", "q8 column"])
 @pytest.mark.parametrize("isa", RUNGS)
 def test_sparse_storage_changes_no_bit(one_product: str, isa: str, fmt: str) -> None:
-    """Expanded by shuffles, a weight is what it was."""
+    """Expanded by shuffles, a weight is what it was: at any density, and where x is not finite."""
     rng = np.random.default_rng(12)
-    w = make_weight(fmt, 50, 352, rng)
-    zero = w.zero_point if w.kind == "q8" else 0
-    w.values[rng.random(w.values.shape) < 0.5] = zero
-    x = rng.standard_normal((9, 352), dtype=np.float32)
     command = [EMULATOR, "-cpu", "max", one_product, isa]
-
-    for walk in (Walk(), Walk(mr=3, panels=2, block_k=96)):
-        wanted = product(command, w, x, walk)
-        assert np.array_equal(product(command, sparse.to_sparse(w), x, walk), wanted)
+    for density, special in zip(DENSITIES, (1.0, np.nan, np.inf, 1.0), strict=True):
+        w = pruned(make_weight(fmt, 50, 352, rng), density, rng)
+        x = rng.standard_normal((9, 352), dtype=np.float32)
+        x[3, 7] = special
+        for walk in (Walk(), Walk(mr=3, panels=2, block_k=96)):
+            wanted = product(command, w, x, walk)
+            found = product(command, sparse.to_sparse(w), x, walk)
+            assert np.array_equal(found, wanted, equal_nan=True)
 
 
 @needs_emulator

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phasewise.cython_kernels import _native, isa
+from phasewise.cython_kernels import _native, isa, sparse
 from phasewise.cython_kernels.packing import PackedWeight
 from tests.support.cross import Walk, link_emulated, product
-from tests.support.gemm_reference import FORMATS, Array, expected, make_weight
+from tests.support.gemm_reference import DENSITIES, FORMATS, Array, expected, make_weight, pruned
 
 Product = Callable[..., Array]
 TILED = ("bf16", "q8 column")
@@ -102,6 +102,21 @@ def test_int8_tiles_and_dots_give_the_same_bits(multiply: Product, k_parts: int)
 
         assert np.array_equal(multiply(w, x, walk, k_parts=k_parts), tiles)  # the default
         assert np.array_equal(multiply(w, x, walk, path=INT8_DOT, k_parts=k_parts), tiles)
+
+
+@pytest.mark.parametrize("fmt", TILED)
+def test_sparse_storage_changes_no_bit(multiply: Product, fmt: str) -> None:
+    """A pass expands its panels into L1 for the tile unit: at any density, and where x is not finite."""
+    rng = np.random.default_rng(6)
+    walks = (Walk(mr=1), Walk(mr=32, panels=2, block_k=96))
+    for density, special in zip(DENSITIES, (1.0, np.nan, np.inf, 1.0), strict=True):
+        w = pruned(make_weight(fmt, 75, 352, rng), density, rng)
+        for m, walk in ((1, walks[0]), (19, walks[0]), (33, walks[1])):
+            x = rng.standard_normal((m, 352), dtype=np.float32)
+            x[m // 2, 7] = special
+            wanted = multiply(w, x, walk, k_parts=2)
+            found = multiply(sparse.to_sparse(w), x, walk, k_parts=2)
+            assert np.array_equal(found, wanted, equal_nan=True)
 
 
 @pytest.mark.slow

@@ -63,6 +63,9 @@ def stored(rows: np.ndarray, kv_format: str) -> np.ndarray:
     if kv_format == "int8":
         codes, scales = quantised(rows)
         return codes * scales.astype(np.float64)
+    if kv_format == "int4":
+        codes, scales, least = quantised_groups(rows)
+        return (codes * scales + least).reshape(rows.shape).astype(np.float64)
     return rows.astype(np.float64)
 
 
@@ -71,6 +74,30 @@ def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     largest = np.abs(rows).max(axis=1, keepdims=True)
     codes = np.rint(rows * (np.float32(127) / largest))
     return codes, largest / np.float32(127)
+
+
+def quantised_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes up to 15, and the scale and minimum of each: the float32 steps of families/attention.c."""
+    found: list[list[np.ndarray]] = [[], [], []]
+    for start in range(0, rows.shape[1], 32):
+        group = rows[:, start : start + 32]
+        least = rounded_to_bf16(group.min(axis=1, keepdims=True), downwards=True)
+        spread = group.max(axis=1, keepdims=True) - least
+        scale = rounded_to_bf16(spread / np.float32(15), downwards=False) * (spread >= 2.0**-100)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            codes = np.rint((group - least) * (np.float32(1) / scale))
+        codes = np.where(scale > 0, np.minimum(codes, 15), 0)
+        for into, array in zip(found, (codes, scale, least), strict=True):
+            into.append(np.broadcast_to(array, group.shape).astype(np.float32))
+    codes, scales, least = (np.concatenate(arrays, axis=1) for arrays in found)
+    return codes, scales, least
+
+
+def rounded_to_bf16(x: np.ndarray, *, downwards: bool) -> np.ndarray:
+    """The nearest bfloat16 that is not above (or not below) x."""
+    bits = x.astype(np.float32).view(np.uint32)
+    away = bits + np.where((bits >> 31 == 1) == downwards, np.uint32(0xFFFF), np.uint32(0))
+    return (away & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def problem(rows: int, dim: int, positions: int, window: int | None = None, seed: int = 0) -> Problem:
@@ -115,7 +142,7 @@ def test_a_window_hides_what_lies_before_it(window: int) -> None:
     assert (np.abs(p.run() - want) <= bound).all()
 
 
-@pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8"])
+@pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("dim", [2, 40, 64, 128, 256])
 def test_storage_is_the_only_loss(dim: int, kv_format: str) -> None:
     """Against the rounded keys and values the bound is that of float32, or of int8."""
@@ -156,8 +183,42 @@ def test_an_int8_row_of_nothing_is_nothing() -> None:
     assert (out == 0).all()
 
 
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_int8_hides_no_infinity(bad: float) -> None:
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("positions", [1, 16, 129, 300])
+@pytest.mark.parametrize("dim", [8, 40, 64])
+def test_int4_keeps_the_bound_of_its_scales(positions: int, window: int | None, dim: int) -> None:
+    """Against keys and values before they were rounded, of very different sizes and offsets."""
+    p = problem(14, dim, positions, window, seed=positions)
+    rng = np.random.default_rng(3)
+    sizes = np.float32(2.0) ** rng.integers(-20, 3, (positions, 1)).astype(np.float32)
+    offsets = rng.integers(-3, 4, (positions, 1)).astype(np.float32)
+    p = replace(p, keys=p.keys / 8 + offsets / 8, values=(p.values + offsets) * sizes)
+    want, _ = expected(p)
+    _, bound = expected(p.as_stored("int4"))
+    errors = []
+    for rows in (p.keys, p.values):
+        scale, spread = quantised_groups(rows)[1].max(), np.ptp(rows, axis=1).max()
+        assert scale <= (spread + 2.0**-7 * np.abs(rows).max()) / 15 * (1 + 2.0**-7)
+        errors.append(0.5001 * scale + 2.0**-23 * np.abs(rows).max())
+    score_error = errors[0] * np.abs(p.q).sum(axis=1, keepdims=True)
+    rounding = (np.exp(2 * score_error) - 1) * np.abs(p.values).max() + errors[1]
+
+    assert (np.abs(p.run(kv_format="int4") - want) <= bound + rounding).all()
+
+
+@pytest.mark.parametrize("dim", [2, 40, 64])
+def test_an_int4_row_that_is_constant_is_itself(dim: int) -> None:
+    """Zero, a bfloat16, and what is too small for a scale."""
+    p = problem(3, dim, 20)
+    for value in (0.0, -1.5, 1e-40):
+        out = replace(p, values=np.full_like(p.values, value)).run(kv_format="int4")
+
+        assert np.allclose(out, value, rtol=1e-5, atol=2.0**-100)
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "int4"])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_quantised_rows_hide_no_infinity(bad: float, kv_format: str) -> None:
     """Rows that see it get NaN; rows that do not get what there was without it."""
     p = problem(2, 16, 20)
     values = p.values.copy()
@@ -165,8 +226,19 @@ def test_int8_hides_no_infinity(bad: float) -> None:
     alone, spoilt = p.rows(slice(0, 1)), replace(p, values=values)
     assert alone.last[0] < 19
 
-    assert (spoilt.rows(slice(0, 1)).run(kv_format="int8") == alone.run(kv_format="int8")).all()
-    assert np.isnan(spoilt.rows(slice(1, 2)).run(kv_format="int8")).all()
+    assert (spoilt.rows(slice(0, 1)).run(kv_format=kv_format) == alone.run(kv_format=kv_format)).all()
+    assert np.isnan(spoilt.rows(slice(1, 2)).run(kv_format=kv_format)).all()
+
+
+def test_a_spread_beyond_float32_is_nan() -> None:
+    p = problem(1, 64, 1)
+    values = p.values.copy()
+    values[0, :2] = 3e38, -3e38
+
+    out = replace(p, values=values).run(kv_format="int4")
+
+    assert np.isnan(out[0, :32]).all()
+    assert np.isfinite(out[0, 32:]).all()
 
 
 @pytest.mark.parametrize("kv_format", ["f32", "f16", "bf16", "int8"])
@@ -175,6 +247,16 @@ def test_what_a_slot_takes(kv_format: str) -> None:
     element = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}[kv_format]
 
     assert kv_slot_bytes(kv_format, 40) == (40 + 48) * element + 8 * (kv_format == "int8")
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_int4_takes_half_a_byte_and_four_bytes_for_every_group(dim: int) -> None:
+    """Keys in words of eight codes, values in panels of 16: five bits a number of whole groups."""
+    wide, groups = -(-dim // 16) * 16, -(-dim // 32)
+
+    assert kv_slot_bytes("int4", dim) == 4 * -(-dim // 8) + wide // 2 + 8 * groups
+    if dim % 32 == 0:
+        assert 8 * kv_slot_bytes("int4", dim) == 5 * 2 * dim
 
 
 def test_float16_saturates_instead_of_overflowing() -> None:

@@ -1,5 +1,5 @@
-/* What every vocabulary must mean by its words (simd/<name>.h, named by -include), but for the dots, which products
- * test. Exit status 0, or a broken law on stderr. */
+/* What every vocabulary must mean by its words (simd/<name>.h, named by -include), but for the dots of groups, which
+ * products test. Exit status 0, or a broken law on stderr. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -140,6 +140,55 @@ static void rounding_is_to_nearest_even(void) {
     MUST(!memcmp(bytes, expected, LANES) && bytes[LANES] == 99);
 }
 
+/* Of codes up to `most`, as many quads as sixteen bits hold where PW_DOT_HALVES; scaled like a group of a block. */
+static void dots_of_small_codes_are_exact(int most) {
+    int quads = PW_DOT_HALVES ? 32767 / (2 * 127 * most) : 8, extreme = rand() % 2;
+    uint8_t w[8][4 * MOST];
+    int8_t a[8][4];
+    int32_t before[MOST], subs[MOST], words[MOST], out[MOST];
+    if (quads > 8) quads = 8;
+    for (int q = 0; q < quads; ++q) {
+        for (int i = 0; i < 4 * LANES; ++i) w[q][i] = (uint8_t)(extreme ? most : rand() % (most + 1));
+        for (int i = 0; i < 4; ++i) a[q][i] = (int8_t)(extreme ? 127 : rand() % 255 - 127);
+    }
+    for (int i = 0; i < LANES; ++i) before[i] = rand() % 1000, subs[i] = rand() % 256 - 128;
+    for (int i = 0; i < LANES; ++i) words[i] = PW_DOT_HALVES ? (subs[i] & 0xFFFF) | (int32_t)((uint32_t)subs[i] << 16) : subs[i];
+    vi dots = vi_set1(0);
+    for (int q = 0; q < quads; ++q) dots = q4_dot(dots, vi_load(w[q]), va4_load((const uint8_t *)a[q], 0));
+    vi_store(out, add_scaled(vi_load(before), dots, vi_load(words)));
+    for (int i = 0; i < LANES; ++i) {
+        int32_t dot = 0;
+        for (int q = 0; q < quads; ++q) {
+            for (int j = 0; j < 4; ++j) dot += w[q][4 * i + j] * a[q][j];
+        }
+        MUST(out[i] == before[i] + subs[i] * dot);
+    }
+}
+
+static void dots_of_wide_codes_are_exact(void) {
+    uint8_t w[4 * MOST];
+    int8_t a[4];
+    int32_t out[MOST], one = PW_DOT_HALVES ? 0x10001 : 1;
+    int extreme = rand() % 2;
+    for (int i = 0; i < 4 * LANES; ++i) w[i] = (uint8_t)(extreme ? (rand() % 2 ? 1 : 255) : 1 + rand() % 255);
+    for (int i = 0; i < 4; ++i) a[i] = (int8_t)(extreme ? (rand() % 2 ? 127 : -127) : rand() % 255 - 127);
+    vi dots = wide_dot(vi_set1(0), vi_load(w), va4_load((const uint8_t *)a, 0));
+    vi_store(out, add_scaled(vi_set1(5), dots, vi_set1(one)));
+    for (int i = 0; i < LANES; ++i) {
+        int32_t dot = 5;
+        for (int j = 0; j < 4; ++j) dot += (w[4 * i + j] - WIDE_DOT_OFFSET) * a[j];
+        MUST(out[i] == dot);
+    }
+}
+
+static void pairs_are_multiplied_by_halves(void) {
+    int16_t a[2 * MOST], b[2 * MOST];
+    int32_t out[MOST];
+    for (int i = 0; i < 2 * LANES; ++i) a[i] = (int16_t)(rand() % 8129 - 4064), b[i] = (int16_t)(rand() % 512 - 256);
+    vi_store(out, pair_dot(vi_set1(-3), vi_load(a), vi_load(b)));
+    for (int i = 0; i < LANES; ++i) MUST(out[i] == -3 + a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1]);
+}
+
 int main(void) {
     halves_are_those_of_common_h();
     the_first_n_touch_no_other();
@@ -148,6 +197,9 @@ int main(void) {
         the_second_survives_a_nan();
         integers_are_by_lane();
         rounding_is_to_nearest_even();
+        for (int bits = 2; bits <= 6; ++bits) dots_of_small_codes_are_exact((1 << bits) - 1);
+        dots_of_wide_codes_are_exact();
+        pairs_are_multiplied_by_halves();
     }
     return 0;
 }

@@ -140,16 +140,18 @@ def make_tiny() -> None:
     np.savez_compressed(layout.FIXTURES / "tiny_models.npz", **arrays)
 
 
-def make_families() -> None:
-    """families.npz: per family and prompt the greedy tokens, their margins, logits of some steps."""
+def make_families(only: str) -> None:
+    """families.npz: per family and prompt the greedy tokens, their margins, logits of some steps. Families
+    whose names lack `only` stay as they are."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from tests.support import family_models as families
 
-    arrays: dict[str, np.ndarray] = {}
+    file = layout.FIXTURES / "families.npz"
+    arrays: dict[str, np.ndarray] = dict(np.load(file)) if only else {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in families.FAMILY_CASES:
+        for name in (name for name in families.FAMILY_CASES if only in name):
             path = families.write_family_hf(Path(folder) / name, name)
             model, loading = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -165,7 +167,7 @@ def make_families() -> None:
                 print(
                     name, len(prompt), "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr
                 )
-    np.savez_compressed(layout.FIXTURES / "families.npz", **arrays)
+    np.savez_compressed(file, **arrays)
 
 
 def make_long_context() -> None:
@@ -257,6 +259,7 @@ def main() -> None:
     parser.add_argument(
         "--gguf", type=Path, help="the default model; tiny, families, long and chats do without"
     )
+    parser.add_argument("--only", default="", help="families whose names contain this text")
     options = parser.parse_args()
     layout.FIXTURES.mkdir(parents=True, exist_ok=True)
     if options.what in ("all", "tokens"):
@@ -264,7 +267,7 @@ def main() -> None:
     if options.what in ("all", "tiny"):
         make_tiny()
     if options.what in ("all", "families"):
-        make_families()
+        make_families(options.only)
     if options.what in ("all", "long"):
         make_long_context()
     if options.what in ("all", "chats"):

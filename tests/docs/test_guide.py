@@ -2,8 +2,9 @@
 
 Three things differ from a reader's terminal: directories of its own for cache, data and configuration; a
 free port in place of 8000; and a configuration file that cuts the tuning budgets to seconds. An HTML comment
-before a block may say `<!-- not run: REASON -->`, or `<!-- test: COMMAND -->` for what a reader would have at
-hand (a file from elsewhere).
+before a block may say `<!-- not run: REASON -->`, `<!-- test: COMMAND -->` for what a reader would have at
+hand (a file from elsewhere), or `<!-- file: NAME -->` for a block that a reader saves under that name. Where
+text after a block begins with "It shows", its code spans are words that the output of that section contains.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide"
 FIXTURES = ROOT / "tests" / "data"
 MODEL = Path("models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
+EMBEDDING_MODEL = "all-minilm-l6-v2"
 CONFIG = '[tune-kernels]\nbudget = "2s"\n[tune-config]\nbudget = "12s"\n'
-PAGE_TIMEOUT_S = 240
+PAGE_TIMEOUT_S = 400
+MARK = "-- the end of a section --"
 
 BLOCK = re.compile(
-    r"(?:<!-- (?P<directive>not run|test): (?P<value>.*?) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)```", re.S
+    r"(?:<!-- (?P<directive>not run|test|file): (?P<value>.*?) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)```",
+    re.S,
 )
 
 
@@ -40,12 +44,33 @@ def pages() -> list[Path]:
 def commands(page: str) -> Iterator[str]:
     """The shell lines of a page, in order; a command that goes on after a backslash is one item."""
     for block in BLOCK.finditer(page):
+        if block["directive"] == "file":
+            yield f"cat > {block['value']} <<'END OF FILE'\n{block['body']}END OF FILE"
         if block["language"] != "console" or block["directive"] == "not run":
             continue
         if block["directive"] == "test":
             yield block["value"]
         for command in re.split(r"^\$ ", block["body"], flags=re.M)[1:]:
             yield command.rstrip("\n")
+
+
+def sections(page: str) -> list[tuple[str, list[str]]]:
+    """The text of each section, and the words that its output contains."""
+    found = []
+    for text in re.split(r"^(?=## )", page, flags=re.M):
+        said = re.search(r"```\nIt shows (.*?)(?:\n\n|\Z)", text, flags=re.S)
+        found.append(
+            (text, re.findall(r"`([^`]+)`", re.split(r"[.:;](?:\s|\Z)", said[1])[0]) if said else [])
+        )
+    return found
+
+
+def test_the_first_tasks_are_twenty_and_each_says_what_it_shows() -> None:
+    tasks = sections((GUIDE / "twenty-tasks.md").read_text())[1:]
+
+    numbers = [text.split(".")[0] for text, _ in tasks]
+    assert numbers == [f"## {number}" for number in range(1, 21)]
+    assert all(list(commands(text)) and words for text, words in tasks)
 
 
 def test_every_line_of_a_console_block_belongs_to_a_command() -> None:
@@ -65,19 +90,20 @@ def test_every_link_of_a_page_leads_to_a_file() -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+MARKS = {"planning-capacity": [pytest.mark.smoke]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(
-            path, marks=[pytest.mark.smoke] if path.stem == "planning-capacity" else (), id=path.stem
-        )
-        for path in pages()
-    ],
+    [pytest.param(path, marks=MARKS.get(path.stem, ()), id=path.stem) for path in pages()],
 )
 def test_a_page_works_as_written(path: Path, tmp_path: Path, guide_cache: Path) -> None:
-    script = "\n".join(commands(path.read_text()))
-    if not script:
+    parts = sections(path.read_text())
+    script = "\n".join(
+        "\n".join([*commands(text), f"{{ echo; echo {MARK}; }} 2> /dev/null"]) for text, _ in parts
+    )
+    if not any(list(commands(text)) for text, _ in parts):
         pytest.skip(f"{path.name} has no commands of its own")
     script = script.replace("8000", str(_free_port()))
     config = tmp_path / "config" / "phasewise" / "config.toml"
@@ -95,6 +121,10 @@ def test_a_page_works_as_written(path: Path, tmp_path: Path, guide_cache: Path) 
     code, said = _run(f"set -em -o pipefail\n{script}\n", tmp_path, environment)
 
     assert code == 0, said[-3000:]
+    for (text, words), shown in zip(parts, re.split(f"^{MARK}$", said, flags=re.M), strict=False):
+        output = re.sub(r"^\++ .*$", "", shown, flags=re.M)
+        for word in words:
+            assert word in output, f"{text.splitlines()[0]}: {word!r} is not in\n{output[-2000:]}"
 
 
 def _run(script: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
@@ -113,7 +143,7 @@ def _run(script: str, folder: Path, environment: dict[str, str]) -> tuple[int, s
     try:
         said, _ = process.communicate(timeout=PAGE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()
+        _end_session(process.pid)  # a server in the background holds the pipe open, too
         said, _ = process.communicate()
     finally:
         _end_session(process.pid)
@@ -148,4 +178,7 @@ def guide_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("cache")
     (cache / "phasewise" / MODEL).parent.mkdir(parents=True)
     shutil.copy(fetched, cache / "phasewise" / MODEL)
+    embeds = fetched.parents[1] / EMBEDDING_MODEL
+    if embeds.is_dir():  # else its page fetches it
+        shutil.copytree(embeds, cache / "phasewise" / "models" / EMBEDDING_MODEL)
     return cache

@@ -9,7 +9,7 @@ from phasewise.ir.build import built, chosen
 from phasewise.ir.checking import REASSOCIATED_BOUND, Program, Verdict, check
 from phasewise.ir.compiling import compile_c, missing_tool
 from phasewise.ir.raise_file import raise_file
-from phasewise.ir.targets import TARGETS, Target, cpu_flags, runs_here
+from phasewise.ir.targets import TARGETS, IsaTarget, cpu_flags, runs_here
 
 FOLDER = Path(phasewise.ir.__file__).parent / "samples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.c"))
@@ -25,7 +25,7 @@ def text_of(name: str, reassociate: bool = False) -> str:
     return raise_file(path_of(name), name, reassociate=reassociate)
 
 
-def why_not(target: Target) -> str | None:
+def why_not(target: IsaTarget) -> str | None:
     """Why kernels of a target cannot run here; None: they can."""
     if target.family == "x86" and not runs_here(target.name, cpu_flags()):
         return f"needs a machine with {target.name}"
@@ -37,7 +37,7 @@ def original(text: str, name: str, folder: Path) -> Program:
 
 
 def verdict(
-    text: str, name: str, target: Target, folder: Path, choice: dict[str, int], n_cases: int = 100
+    text: str, name: str, target: IsaTarget, folder: Path, choice: dict[str, int], n_cases: int = 100
 ) -> Verdict:
     """The lowered kernel, compiled without a warning, held against its C."""
     source = folder / f"{name}-{target.name}.c"

@@ -9,8 +9,8 @@ import pytest
 from phasewise.ir import checking
 from phasewise.ir.cases import draw
 from phasewise.ir.checking import Program
-from phasewise.ir.errors import CheckError, KernelError, SourceError
-from phasewise.ir.limited import Limits
+from phasewise.ir.errors import CheckError, SourceError, UserKernelError
+from phasewise.ir.limited import ChildLimits
 from phasewise.ir.raise_file import raise_file
 from phasewise.ir.reading import read
 from phasewise.ir.targets import TARGETS
@@ -161,7 +161,7 @@ def test_a_kernel_that_leaves_its_buffers_is_stopped(
 ) -> None:
     import numpy as np
 
-    monkeypatch.setattr(checking, "RUN_LIMITS", Limits(seconds=1))
+    monkeypatch.setattr(checking, "RUN_LIMITS", ChildLimits(seconds=1))
     body, reason = OUTSIDE[case]
     source = tmp_path / "bad.c"
     source.write_text(f"#include <stdint.h>\nvoid f(const float *x, float *y, int32_t n) {{ {body} }}\n")
@@ -178,5 +178,5 @@ def test_a_buffer_without_a_description_is_never_guessed() -> None:
 
     text = KERNEL.replace('    describe("y", count=n)\n', "")
 
-    with pytest.raises(KernelError, match="`y` is not described"):
+    with pytest.raises(UserKernelError, match="`y` is not described"):
         draw(read(text), np.random.default_rng(0))

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from phasewise.ir import cases as drawing
 from phasewise.ir.build import built, chosen
 from phasewise.ir.cases import Case
-from phasewise.ir.checking import Outputs, in_folder
+from phasewise.ir.checking import KernelOutputs, in_folder
 from phasewise.ir.compiling import compile_c
 from phasewise.ir.errors import SourceError
 from phasewise.ir.harness import check_program
 from phasewise.ir.interpreter import interpreted
-from phasewise.ir.limited import Limits, run
-from phasewise.ir.nodes import Function
+from phasewise.ir.limited import ChildLimits, run
+from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.parse import parse_all
 from phasewise.ir.preprocess import preprocess
 from phasewise.ir.raising import raised
@@ -70,6 +70,7 @@ def _check_batch(seed: int) -> None:
             functions[one] = chosen(text, {})
         case = drawing.draw(functions["f0"], np.random.default_rng(seed))
         compiled = _compiled(folder, source, functions, case)
+    assert sum(" apart(" in text for text in kernels.values()) > BATCH // 20, "runs of copies are rolled up"
     for one, function in functions.items():
         assert _same(interpreted(function, case), compiled[one]), texts[one]
 
@@ -79,7 +80,9 @@ def _described(text: str) -> str:
     return printed(read(text[:at] + "".join(f"    {line}\n" for line in DESCRIBED.values()) + text[at:]))
 
 
-def _compiled(folder: Path, source: Path, functions: dict[str, Function], case: Case) -> dict[str, Outputs]:
+def _compiled(
+    folder: Path, source: Path, functions: dict[str, FunctionDefinition], case: Case
+) -> dict[str, KernelOutputs]:
     """What each function of one file leaves, called with the same arguments in one process."""
     first = functions["f0"]
     main = (
@@ -96,16 +99,16 @@ def _compiled(folder: Path, source: Path, functions: dict[str, Function], case: 
     compile_c([folder / "main.c", source], folder / "program", HOME, ("-O1",))
     data = b"".join(case.encoded(first, is_at_end=True) for _ in functions)
     (folder / "in").write_bytes(data)
-    done = run([str(folder / "program"), str(folder / "in"), str(folder / "out")], Limits())
+    done = run([str(folder / "program"), str(folder / "in"), str(folder / "out")], ChildLimits())
     assert done.code == 0, done.output + done.errors
     out, size = (folder / "out").read_bytes(), 8 + 4 * 64
     return {
-        one: Outputs(out[i * size : i * size + 8], (out[i * size + 8 : (i + 1) * size],))
+        one: KernelOutputs(out[i * size : i * size + 8], (out[i * size + 8 : (i + 1) * size],))
         for i, one in enumerate(functions)
     }
 
 
-def _same(a: Outputs, b: Outputs) -> bool:
+def _same(a: KernelOutputs, b: KernelOutputs) -> bool:
     """Bit for bit, but for which NaN."""
     for one, other in ((a.result[:4], b.result[:4]), (a.buffers[0], b.buffers[0])):
         x, y = np.frombuffer(one, "<u4"), np.frombuffer(other, "<u4")
@@ -132,7 +135,7 @@ def test_a_transformed_program_computes_the_same(seed: int, n: int, how: str) ->
     plain = chosen(text, {})
     case = drawing.draw(plain, np.random.default_rng(seed))
     argument = "" if how == "pipeline" else str(n)
-    for loop in innermost(plain.body):
+    for loop in innermost(read(text).body):
         line = next(one for one in text.splitlines() if f'steps("{loop.name}"' in one)
         changed = text.replace(line, line.removesuffix("):") + f", {how}({argument})):")
         try:

@@ -9,7 +9,7 @@ from phasewise.ir.build import chosen
 from phasewise.ir.cases import draw
 from phasewise.ir.errors import SourceError
 from phasewise.ir.interpreter import interpreted
-from phasewise.ir.nodes import Call, Steps, walk_body
+from phasewise.ir.nodes import CallExpression, Steps, walk_body
 
 GRID = """# phasewise kernel 1
 def grid(y: ptr[f32], x: ptr[const[f32]], m: i32, n: i32):
@@ -98,7 +98,7 @@ def test_with_reassociate_an_unrolled_sum_has_accumulators_of_its_own() -> None:
 
 def test_a_widened_loop_reads_neighbouring_places_at_once() -> None:
     found = chosen(GRID.format(outer="", inner=", widen(4)"), {})
-    loads = [one for one in walk_body(found.body) if isinstance(one, Call) and one.name == "load"]
+    loads = [one for one in walk_body(found.body) if isinstance(one, CallExpression) and one.name == "load"]
 
     assert sorted({one.type.lanes for one in loads}) == [8, 32]  # type: ignore[union-attr]
 

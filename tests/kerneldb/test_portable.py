@@ -32,6 +32,7 @@ from phasewise.kerneldb.records import (
     Promotion,
     Schedule,
     ServedStep,
+    StorageDuel,
 )
 from phasewise.kerneldb.store import Store, open_store
 from tests.support.kerneldb_examples import (
@@ -47,6 +48,9 @@ from tests.support.kerneldb_examples import (
     SAMPLE,
     SCHEDULE,
     STEP_TIME,
+    STORAGE_DUEL,
+    USER_PROMOTION,
+    USER_TIMING,
     measured,
 )
 from tests.support.tiers import examples
@@ -59,6 +63,7 @@ ROWS: list[Row] = [
     measured(700, origin=ELSEWHERE),
     PROMOTION,
     dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE, incumbent=SCHEDULE),
+    STORAGE_DUEL,
 ]
 
 
@@ -121,13 +126,13 @@ def test_what_goes_out_comes_in_unverified() -> None:
 def test_an_export_of_an_import_is_the_same_bytes(store: Store) -> None:
     """Through a database with other rows' order, and twice over."""
     content = export(ROWS)
-    assert import_into(store, content) == (Taken(5, 5), {})
+    assert import_into(store, content) == (Taken(len(ROWS), len(ROWS)), {})
     assert export(rows_of(store)) == content
-    assert import_into(store, content) == (Taken(5, 0), {})
+    assert import_into(store, content) == (Taken(len(ROWS), 0), {})
     assert export(rows_of(store)) == content
 
 
-@given(st.permutations(ROWS), st.lists(st.booleans(), min_size=5, max_size=5))
+@given(st.permutations(ROWS), st.lists(st.booleans(), min_size=len(ROWS), max_size=len(ROWS)))
 def test_order_and_trust_change_no_byte(rows: list[Row], trusted: list[bool]) -> None:
     known = [row if seen else unverified(row) for row, seen in zip(rows, trusted, strict=True)]
 
@@ -190,6 +195,7 @@ step_times = st.builds(
 any_row: st.SearchStrategy[Row] = (
     st.builds(Measurement, problems, samples, texts, st.just(ORIGIN))
     | st.builds(Promotion, problems, schedules, st.none() | schedules, comparisons, texts, st.just(ORIGIN))
+    | st.builds(StorageDuel, problems, schedules, schedules, comparisons, texts, st.just(ORIGIN))
     | step_times
 )
 
@@ -252,6 +258,47 @@ def test_a_hostile_step_time_is_refused_by_name(changes: dict[str, Any], reason:
     assert refused[2].isprintable()
 
 
+def test_users_kernels_go_out_where_they_are_asked_for_and_come_in_unverified(store: Store) -> None:
+    store.add_user_timings([USER_TIMING])
+    store.add_user_promotion(USER_PROMOTION)
+    assert [*rows_of(store)] == []
+    content = export(rows_of(store, users_kernels=True))
+    rows, refused = read(content)
+
+    assert refused == {}
+    assert set(rows) == {unverified(USER_TIMING), unverified(USER_PROMOTION)}
+    assert export(rows) == content
+    with open_store(":memory:") as other:
+        assert import_into(other, content) == (Taken(2, 2), {})
+        assert import_into(other, content) == (Taken(2, 0), {})
+        assert other.user_promotions() == []
+        assert other.user_promotions(verified=False) == [unverified(USER_PROMOTION)]
+        assert export(rows_of(other, users_kernels=True)) == content
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        ("user_timing", {"choice": 3}, "choice must be a list of pairs"),
+        ("user_timing", {"choice": [["UNROLL", "2"]]}, "UNROLL"),
+        ("user_timing", {"problem": {"name": "a\nb", "shape": []}}, "name of a kernel"),
+        ("user_timing", {"samples_ns": []}, "samples"),
+        ("user_timing", {"machine": {"core_sig": "x", "placement_sig": "2 cores"}}, "runs on 1 core"),
+        ("user_promotion", {"incumbent": [["UNROLL"]]}, "names"),
+        ("user_promotion", {"comparison": {}}, "has no"),
+    ],
+)
+def test_a_hostile_row_of_a_users_kernel_is_refused_by_name(
+    kind: str, change: dict[str, Any], reason: str
+) -> None:
+    rows = [json.loads(line) for line in export([USER_TIMING, USER_PROMOTION]).splitlines()[1:-1]]
+    row = next(one for one in rows if kind in one)
+    row[kind].update(change)
+    del row["sha256"]
+    _, refused = read(one_row_file(line_of(row)))
+    assert reason in refused[2]
+
+
 def test_machines_can_be_chosen(store: Store) -> None:
     store.add_missing(ROWS)
     chosen = [*rows_of(store, lambda machine: machine == OTHER_MACHINE)]
@@ -263,7 +310,7 @@ def test_merging_takes_what_is_missing_from_another_database(store: Store) -> No
     store.add_measurements([NOTED])
     with open_store(":memory:") as other:
         other.add_missing(ROWS)
-        assert import_rows(store, rows_of(other)) == Taken(5, 4)
+        assert import_rows(store, rows_of(other)) == Taken(len(ROWS), len(ROWS) - 1)
         assert export(rows_of(store)) == export(rows_of(other))
 
     assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi)[0].origin.verified
@@ -323,8 +370,8 @@ def test_a_value_that_no_record_holds_is_refused_by_name(changes: dict[str, Any]
         (b'{"measurement":{"n":' + b"9" * 5000 + b"}}", "not JSON"),
         (b'{"measurement":{},"sha256":"0000000000000000"}', "does not fit its checksum"),
         (b'{"measurement":{}}', "does not fit its checksum"),
-        (line_of({"measurement": {}, "promotion": {}})[:-1], "neither"),
-        (line_of({"service_plan": {}})[:-1], "neither"),
+        (line_of({"measurement": {}, "promotion": {}})[:-1], "no row of a kind"),
+        (line_of({"service_plan": {}})[:-1], "no row of a kind"),
         (line_of({"measurement": []})[:-1], "must be a JSON object"),
         (line_of({"promotion": {}})[:-1], "a promotion has no"),
         (b'{"measurement":{"n":1e999}}', "Out of range"),
@@ -355,7 +402,7 @@ def test_more_rows_than_a_file_may_hold_are_not_read(monkeypatch: pytest.MonkeyP
 
     assert len(rows) == 3
     assert "more than 3 rows" in refused[5]
-    with pytest.raises(ExportFileError, match="5 rows are too many"):
+    with pytest.raises(ExportFileError, match=f"{len(ROWS)} rows are too many"):
         export(ROWS)
 
 
@@ -377,9 +424,9 @@ def test_a_row_that_was_taken_out_is_noticed(lost: int) -> None:
     lines = export(ROWS).splitlines(keepends=True)
     rows, refused = read(b"".join(line for at, line in enumerate(lines) if at != lost))
 
-    assert len(rows) == 4
-    assert [*refused] == [6]
-    assert "the closing line does not fit" in refused[6]
+    assert len(rows) == len(ROWS) - 1
+    assert [*refused] == [len(ROWS) + 1]
+    assert "the closing line does not fit" in refused[len(ROWS) + 1]
 
 
 def test_what_follows_the_closing_line_is_not_read() -> None:

@@ -25,6 +25,7 @@ from tests.support.kerneldb_examples import (
     PROBLEM,
     PROMOTION,
     STEP_TIME,
+    STORAGE_DUEL,
     USER_PROMOTION,
 )
 
@@ -130,6 +131,7 @@ def test_every_released_schema_upgrades_and_keeps_its_rows(revision: str, tmp_pa
         assert opened.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
         assert opened.plans() == [PLAN]
         assert [*opened.all_promotions()] == ([] if revision == "0001" else [PROMOTION])
+        assert [*opened.all_storage_duels()] == ([STORAGE_DUEL] if revision >= "0005" else [])
         assert [*opened.all_step_times()] == ([STEP_TIME] if revision >= "0003" else [])
         assert opened.user_promotions() == ([USER_PROMOTION] if revision >= "0004" else [])
 

@@ -44,6 +44,7 @@ from tests.support.kerneldb_examples import (
     SAMPLE,
     SCHEDULE,
     STEP_TIME,
+    STORAGE_DUEL,
     USER_PROBLEM,
     USER_PROMOTION,
     USER_TIMING,
@@ -119,7 +120,7 @@ class TestStoreContract:
         assert store.measurements_of_every_m(dataclasses.replace(PROBLEM, m=3), MACHINE, ABI) == ms
 
     def test_a_weight_was_begun_with_its_oldest_row(self, store: Store) -> None:
-        """Of the problems asked for, this build and machine; neither older than asked nor unverified."""
+        """Only the problems asked for, this build and machine; neither older than asked nor unverified."""
         rows = [
             dataclasses.replace(
                 MEASUREMENT,
@@ -264,6 +265,32 @@ class TestStoreContract:
         assert store.step_times(OTHER_MACHINE, STEP_TIME.model_key, "decode") == [elsewhere]
         assert [*store.all_step_times()] == rows
 
+    def test_storage_duels_come_back_by_machine_and_build_where_they_are_verified(self, store: Store) -> None:
+        again = dataclasses.replace(STORAGE_DUEL, schedule=OTHER_SCHEDULE, dense_schedule=SCHEDULE)
+        other_build = dataclasses.replace(STORAGE_DUEL, kernel_abi="gemm-other")
+        elsewhere = dataclasses.replace(
+            STORAGE_DUEL, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
+        )
+        imported = dataclasses.replace(STORAGE_DUEL, origin=dataclasses.replace(ORIGIN, verified=False))
+        rows = [STORAGE_DUEL, other_build, elsewhere, again, imported]
+        store.add_storage_duels(rows)
+
+        assert store.storage_duels(MACHINE, STORAGE_DUEL.kernel_abi) == [STORAGE_DUEL, again]
+        assert [*store.all_storage_duels()] == rows
+
+    def test_storage_duels_of_another_database_are_taken_once(self, store: Store) -> None:
+        assert store.add_missing([STORAGE_DUEL, dataclasses.replace(STORAGE_DUEL)]) == 1
+        assert store.add_missing([STORAGE_DUEL]) == 0
+
+    def test_storage_duels_keep_their_problem_until_their_build_is_garbage(self, store: Store) -> None:
+        store.add_storage_duels([STORAGE_DUEL])
+        store.collect_garbage([], None, dry_run=False)
+        assert store.stats().rows == table_rows(storage_duel=1, problem=1, schedule=2)
+
+        deleted = store.collect_garbage([STORAGE_DUEL.kernel_abi], None, dry_run=False)
+
+        assert (deleted["storage_duel"], deleted["problem"], deleted["schedule"]) == (1, 1, 2)
+
     def test_step_times_of_another_database_are_taken_once(self, store: Store) -> None:
         twice = dataclasses.replace(STEP_TIME, step=dataclasses.replace(STEP_TIME.step, context=1024))
 
@@ -319,11 +346,14 @@ class TestStoreContract:
 
         assert difference == []
 
-    @pytest.mark.parametrize("table", ["measurement", "promotion", "service_plan", "step_time"])
+    @pytest.mark.parametrize(
+        "table", ["measurement", "promotion", "storage_duel", "service_plan", "step_time"]
+    )
     def test_a_row_cannot_be_edited_but_can_be_deleted(self, store: Store, table: str) -> None:
         """Not even by another program; deleting whole rows is what a clean-up does."""
         store.add_measurements([MEASUREMENT])
         store.add_promotions([PROMOTION])
+        store.add_storage_duels([STORAGE_DUEL])
         store.add_plan(PLAN)
         store.add_step_times([STEP_TIME])
         with pytest.raises(DBAPIError, match="appended, never edited"), store._engine.begin() as connection:

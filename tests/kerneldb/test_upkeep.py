@@ -178,7 +178,14 @@ class TestGarbage:
         store.add_promotions(
             [dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00", problem=stale.problem)]
         )
-        expected = {"measurement": 1, "promotion": 1, "step_time": 0, "problem": 1, "schedule": 1}
+        expected = {
+            "measurement": 1,
+            "promotion": 1,
+            "storage_duel": 0,
+            "step_time": 0,
+            "problem": 1,
+            "schedule": 1,
+        }
 
         assert collect_garbage(store, self.CURRENT, None, dry_run=True) == expected
         assert len([*store.all_measurements()]) == 3

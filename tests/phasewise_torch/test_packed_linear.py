@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
-from phasewise.torch import PackedLinear, replace_linear  # noqa: E402
+from phasewise.torch import PackedLinear, packed_linear, replace_linear  # noqa: E402
 from phasewise.torch.packed_linear import unpacked  # noqa: E402
 
 
@@ -42,6 +44,69 @@ def test_a_packed_layer_gives_what_torch_gives(dtype: Any, storage: str, shape: 
     assert torch.allclose(y.float(), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 33), (17, 1), (15, 31), (16, 32), (17, 65), (130, 257)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_odd_sizes_with_and_without_bias(n: int, k: int, bias: bool) -> None:
+    """Against float64: sums of k products in float32, and bf16 where the weights are."""
+    for dtype, storage in ((torch.float32, "dense"), (torch.bfloat16, "sparse")):
+        layer = linear(n, k, 0.5, dtype, bias)
+        packed = PackedLinear.from_linear(layer, storage)
+        x = torch.randn(4, k).to(dtype)
+
+        y = packed(x)
+
+        exact = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
+        size = (x.double().abs() @ layer.weight.double().abs().T).max() + 1
+        assert (packed.in_features, packed.out_features, packed.bias is None) == (k, n, not bias)
+        rounding = 2**-8 if dtype == torch.bfloat16 else k * 2**-23
+        assert float((y.double() - exact).detach().abs().max()) <= size * rounding
+
+
+def test_other_threads_run_while_a_layer_multiplies() -> None:
+    """The GIL is released: a thread counts on while products are made in this one."""
+    layer = PackedLinear.from_linear(linear(2048, 2048, 0.5, torch.bfloat16), "sparse")
+    x, ends, counted = torch.randn(256, 2048), threading.Event(), 0
+
+    def count() -> None:
+        nonlocal counted
+        while not ends.wait(0.0001):
+            counted += 1
+
+    before, thread = torch.get_num_threads(), threading.Thread(target=count)
+    thread.start()
+    try:
+        torch.set_num_threads(1)
+        at_first = counted
+        layer(x)
+        during = counted - at_first
+    finally:
+        torch.set_num_threads(before)
+        ends.set()
+        thread.join()
+
+    assert during > 0
+
+
+def test_as_many_threads_work_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = PackedLinear.from_linear(linear(256, 64, 0.5, torch.bfloat16))
+    real, seen = packed_linear.multiply, []
+
+    def multiply(x: Any, weight: Any, threads: int) -> Any:
+        seen.append(threads)
+        return real(x, weight, threads)
+
+    monkeypatch.setattr(packed_linear, "multiply", multiply)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            layer(torch.randn(2, 64))
+    finally:
+        torch.set_num_threads(before)
+
+    assert seen == [1, 3]
+
+
 def test_storages_and_threads_give_the_same_bits() -> None:
     layer = linear(200, 320, 0.5, torch.bfloat16)
     dense, stored = (PackedLinear.from_linear(layer, storage) for storage in ("dense", "sparse"))
@@ -66,6 +131,12 @@ def test_a_state_dict_comes_back() -> None:
     x = torch.randn(3, 70)
     assert other.is_sparse
     assert torch.equal(other(x), layer(x))
+    written = io.BytesIO()
+    torch.save(layer.state_dict(), written)
+    written.seek(0)
+    another = PackedLinear.from_linear(linear(40, 70, 0.0, torch.bfloat16), "dense")
+    another.load_state_dict(torch.load(written, weights_only=True))
+    assert torch.equal(another(x), layer(x))
     broken = layer.get_extra_state()
     broken["values"][:64] = 255
     with pytest.raises(Exception, match="sparse"):

@@ -18,7 +18,7 @@ from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.division import Division, Teams
 from phasewise.cython_kernels.errors import GroupFailed
 from phasewise.serving.batch import SequenceSlice
-from phasewise.serving.forward import Capacity, build_program
+from phasewise.serving.forward import AUTO, Capacity, build_program
 from phasewise.serving.model import PackedModel
 from phasewise.serving.schedules import ScheduleLookup
 from tests.serving.test_forward import (
@@ -39,9 +39,15 @@ class Ranks:
     """Every rank's program over one memory; those from 1 on serve in threads of their own."""
 
     def __init__(
-        self, model: PackedModel, teams: Teams, schedules: Sequence[Sequence[ScheduleLookup]] = ()
+        self,
+        model: PackedModel,
+        teams: Teams,
+        schedules: Sequence[Sequence[ScheduleLookup]] = (),
+        ring_slots: int = 0,
+        kv_format: str = AUTO,
     ) -> None:
-        self.teams = teams
+        self.teams, self.kv_format = teams, kv_format
+        self.ring_slots = ring_slots
         self.endings: dict[int, BaseException | None] = {}
         self._memory: mmap.mmap | None = None
         n_ranks = max(map(len, teams))
@@ -56,7 +62,9 @@ class Ranks:
 
     def _build(self, model: PackedModel, rank: int, schedules: Sequence[ScheduleLookup]) -> Program:
         own = max(team[rank] for team in self.teams if rank < len(team))
-        capacity = Capacity(SLOTS, STEP_TOKENS, 16, STEP_TOKENS, own)
+        capacity = Capacity(
+            SLOTS, STEP_TOKENS, 16, STEP_TOKENS, own, self.kv_format, ring_slots=self.ring_slots
+        )
         division = Division(self.teams, rank)
         return build_program(model, capacity, None, schedules, division, self._share)
 
@@ -96,9 +104,12 @@ def ranks(*arguments: Any) -> Iterator[Ranks]:
 
 
 class OneRank:
-    def __init__(self, model: PackedModel, schedules: Sequence[ScheduleLookup] = ()) -> None:
+    def __init__(
+        self, model: PackedModel, schedules: Sequence[ScheduleLookup] = (), kv_format: str = AUTO
+    ) -> None:
         self.team = Team(None, members=1)
-        self.program = build_program(model, Capacity(SLOTS, STEP_TOKENS, 16, STEP_TOKENS, 1), None, schedules)
+        capacity = Capacity(SLOTS, STEP_TOKENS, 16, STEP_TOKENS, 1, kv_format)
+        self.program = build_program(model, capacity, None, schedules)
         self.logits = np.asarray(self.program)
 
     def run(self, slices: Sequence[SequenceSlice], every_row: bool = False) -> np.ndarray:
@@ -134,6 +145,16 @@ def test_ranks_give_the_bits_of_one(teams: Teams, kind: str) -> None:
     with ranks(model, teams) as many:
         assert (many.run(prompts(model), 0) == one.run(prompts(model))).all()
         for step in decode_steps(model, 4):
+            assert (many.run(step, 1) == one.run(step)).all()
+
+
+@pytest.mark.parametrize("kv_format", ["f16", "int8", "int4"])
+def test_ranks_give_the_bits_of_one_in_every_format_of_keys_and_values(kv_format: str) -> None:
+    model = make_model("llama")
+    one = OneRank(model, (), kv_format)
+    with ranks(model, ((2, 1), (1, 1, 1)), (), 0, kv_format) as many:
+        assert (many.run(prompts(model), 0) == one.run(prompts(model))).all()
+        for step in decode_steps(model, 2):
             assert (many.run(step, 1) == one.run(step)).all()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,9 +13,11 @@ import pytest
 from phasewise.serving.guides import GuideCompiler, TokenView
 from tests.support.api_bombs import Bomb, bombs
 from tests.support.api_fuzz import drop, generate
+from tests.support.encoder_models import write_encoder
+from tests.support.fake_embedding import embedding_server
 from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.fake_server import FakeServer, fake_server
-from tests.support.tiers import n_examples
+from tests.support.tiers import first_is_smoke, n_examples
 
 BOUND_S = 30.0  # against hanging; the longest take part of a second
 
@@ -35,7 +38,8 @@ def kinds() -> dict[str, list[Bomb]]:
     return found
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", first_is_smoke(kinds()))
 def test_no_bomb_hangs_breaks_or_surprises_the_server(server: FakeServer, kind: str) -> None:
     drop(server.url, kinds()[kind], BOUND_S)
     server.wait_until_idle()
@@ -57,3 +61,12 @@ def test_the_document_is_valid_and_names_every_route(server: FakeServer) -> None
         for name in ("get", "post"):
             for status, answer in path.get(name, {"responses": {}})["responses"].items():
                 assert answer["description"], status
+
+
+def test_generated_requests_for_vectors_get_only_what_the_document_states(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert", "bert")
+    with embedding_server(folder) as server:
+        tally = generate(server.url, n_examples(40), BOUND_S)
+
+        assert tally.statuses["200"] > 0
+        assert server.client.n_live == 0

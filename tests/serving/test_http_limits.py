@@ -69,6 +69,7 @@ def test_a_wrong_key_before_a_large_body_is_told(locked: FakeServer) -> None:
     answer = httpx.post(f"{locked.url}/v1/completions", json=LARGE, headers={"Authorization": "Bearer wrong"})
 
     assert answer.status_code == 401
+    assert "the API key is wrong" in answer.json()["error"]["message"]
     assert answer.headers["connection"] == "close"
 
 
@@ -87,6 +88,21 @@ def test_over_tls_a_client_that_still_sends_reads_its_refusal_and_the_connection
                 time.sleep(0.01)
             assert raw.recv(65536).startswith(b"HTTP/1.1 401")
         until(lambda: not server.connections.open, "a connection that was refused stays open")
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
+def test_half_a_handshake_ends_its_connection_and_others_are_answered(sent: bytes) -> None:
+    context = tls_context(TLS / "cert.pem", TLS / "key.pem")
+    place = TcpAddress("127.0.0.1", 0, secure=True)
+    trusting = ssl.create_default_context(cafile=TLS / "cert.pem")
+    with (
+        fake_server(HttpLimits(header_s=0.5), address=place, tls=context) as server,
+        httpx.Client(verify=trusting) as client,
+        connect(server.url) as raw,
+    ):
+        raw.sendall(sent)
+        assert client.get(f"{server.url.replace('127.0.0.1', 'localhost')}/health").status_code == 200
+        assert read_to_end(raw) == b""
 
 
 def test_requests_without_pause_are_read_in_turns(server: FakeServer) -> None:

@@ -73,6 +73,39 @@ def test_calls_come_as_tool_calls_whole_and_streamed(api: openai.OpenAI, ranks: 
     assert [call.function.arguments for call in streamed] == [call.function.arguments for call in calls]
 
 
+def test_arguments_come_in_pieces_that_join_to_those_of_the_whole_answer(
+    api: openai.OpenAI, ranks: ScriptedRanks
+) -> None:
+    ranks.script = lambda _prompt: f"{CALL}\n{CALL.replace('Paris', 'Rome')}"
+    fields: Any = {"model": "fake", "messages": HELLO, "tools": TOOLS, "temperature": 0}
+
+    whole: Any = api.chat.completions.create(**fields).choices[0].message.tool_calls
+    deltas: list[Any] = [
+        call
+        for chunk in api.chat.completions.create(stream=True, **fields)
+        for call in chunk.choices[0].delta.tool_calls or ()
+    ]
+
+    for index, call in enumerate(whole):
+        first, *rest = [delta for delta in deltas if delta.index == index]
+        assert (first.function.name, first.type) == (call.function.name, "function")
+        assert first.id
+        assert len(rest) >= len("Paris")  # the model's tokens are bytes
+        assert all(delta.function.name is None and delta.id is None for delta in rest)
+        pieces = [delta.function.arguments for delta in (first, *rest)]
+        assert "".join(pieces) == call.function.arguments
+
+
+def test_a_call_cut_off_within_its_arguments_stays_a_call(
+    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
+) -> None:
+    ranks.script = lambda _prompt: CALL
+    n_tokens = CALL.index("Paris") + 2
+    choice = asked(running, tools=TOOLS, max_tokens=n_tokens).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["arguments"], choice["finish_reason"]) == ('{"city": "Pa', "length")
+
+
 def test_thoughts_come_apart(api: openai.OpenAI, ranks: ScriptedRanks) -> None:
     ranks.script = lambda _prompt: f"<think>\nHm, {CALL}\n</think>\n\nYes."
     fields: Any = {"model": "fake", "messages": HELLO, "tools": TOOLS, "temperature": 0}
@@ -112,7 +145,9 @@ def test_a_call_that_is_required_comes_whatever_the_model_wants_to_say(
     assert response.status_code == 200
     if stream:
         events = [json.loads(line[6:]) for line in response.text.splitlines() if line[6:7] == "{"]
-        (call,) = [call for one in events for call in one["choices"][0]["delta"].get("tool_calls", ())]
+        deltas = [call for one in events for call in one["choices"][0]["delta"].get("tool_calls", ())]
+        call = deltas[0]
+        call["function"]["arguments"] = "".join(one["function"]["arguments"] for one in deltas)
         reason = events[-1]["choices"][0]["finish_reason"]
     else:
         choice_ = response.json()["choices"][0]
@@ -153,7 +188,9 @@ def test_an_answer_in_json_may_take_the_place_of_a_call(
     assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
 
 
-def test_a_call_cut_short_is_text(running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks) -> None:
+def test_a_call_cut_short_before_its_arguments_is_text(
+    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
+) -> None:
     ranks.script = lambda _prompt: CALL
     choice = asked(running, tools=TOOLS, max_tokens=30).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (CALL[:30], "length")

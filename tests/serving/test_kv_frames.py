@@ -15,7 +15,7 @@ from phasewise.cython_kernels._native import KvMemory
 from phasewise.cython_kernels.kv_formats import KV_FORMATS, kv_slot_bytes
 from phasewise.serving.handing_over.frames import HEADER_BYTES, Codec, Frame, FrameKind, runs_of
 from phasewise.serving.handing_over.links import StreamLink
-from phasewise.serving.handing_over.receiver import Failed, Receiver
+from phasewise.serving.handing_over.receiver import ReceiveFailed, Receiver
 from phasewise.serving.kv_share import KvShape
 from phasewise.serving.pools.contract import Placement
 
@@ -93,7 +93,7 @@ def test_frames_out_of_order_end_the_hand_over(spoil: str) -> None:
         end = Frame(FrameKind.END, "r@7", 7, 2, 0, 0, 200)
         frames[2:] = [[given.codec.header(end, 4 * VOCAB), b"r@7", LOGITS.tobytes()]]
 
-    with pytest.raises(Failed) as failure:
+    with pytest.raises(ReceiveFailed) as failure:
         _ = [taken.receiver.take(parts) for parts in frames]
 
     assert failure.value.reason == ("incomplete" if spoil == "end early" else "sequence")
@@ -172,7 +172,7 @@ def test_ten_thousand_spoiled_frames_change_nothing_outside_the_block_that_is_aw
             taken.receiver.await_kv("r@7", 7, 200, CONTIGUOUS)
         try:
             taken.receiver.take(_spoiled(draw, draw.choice(whole)))
-        except Failed:
+        except ReceiveFailed:
             n_failed += 1
 
     assert np.array_equal(taken.raw[outside], kept)

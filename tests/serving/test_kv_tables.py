@@ -184,7 +184,7 @@ wild_starts = st.one_of(st.integers(-2, 300), st.sampled_from((0, 127, 128, SLOT
 def test_hostile_tables_either_run_or_are_refused() -> None:
     """Run it under AddressSanitizer too: nothing may read or write outside."""
     model = make_model("llama", "q8")
-    machines = [Machine(model, threads=2, kv_format=kv_format) for kv_format in ("f16", "int8")]
+    machines = [Machine(model, threads=2, kv_format=kv_format) for kv_format in ("f16", "int8", "int4")]
 
     @examples(200)
     @given(

@@ -20,7 +20,7 @@ from tests.support import family_models as families
 from tests.support import reference_models as layout
 
 BOUND = 1e-3
-"""Of the largest logit of the row."""
+"""Largest difference, as a share of the row's largest logit."""
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -186,8 +187,12 @@ def test_killed_while_it_starts_again_is_an_error_and_not_the_end(two: ProcessRa
 
 
 def children() -> list[int]:
-    own = Path("/proc/self/task")
-    return [int(pid) for task in own.iterdir() for pid in (task / "children").read_text().split()]
+    """Processes that this one has started. A thread may end while its folder is read."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def test_whoever_watches_is_told_once_for_each_death(two: ProcessRanks) -> None:

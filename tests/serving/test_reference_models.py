@@ -27,7 +27,7 @@ from phasewise.serving.ranks import LocalRanks, RankOptions
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 BOUND = 1e-3
-"""Of the largest logit of the row: what the issue allows. We measure about 1e-5."""
+"""Largest difference, as a share of the row's largest logit. About 1e-5 is measured."""
 
 
 class Decoder:

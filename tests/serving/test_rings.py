@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.cython_kernels.division import Teams
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
-from phasewise.serving.batch import Batch, KvCopy
+from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.forward import Capacity, build_program, kv_bytes_by_reach
 from phasewise.serving.loaders import load_model
 from phasewise.serving.messages import Answer, Submit
@@ -20,7 +23,9 @@ from phasewise.serving.pools.contract import Demand, Placement, Rings
 from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.pools.rings import RingedPool
 from phasewise.serving.prefixes import copies_between
+from phasewise.serving.ranks import RankOptions, Ranks, open_ranks
 from phasewise.serving.sampling import GREEDY
+from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.serving.test_forward import SLOTS, Machine, make_model, random_ids, random_steps, sliced
 from tests.serving.test_forward_ranks import ranks
 from tests.serving.test_scheduler_laws import requests_of, submit
@@ -31,6 +36,8 @@ from tests.support.scheduled import any_pool
 from tests.support.tiers import examples
 
 RING = 384  # a window of 33 and steps of up to 256 rows
+ONE_RANK = (RankCores((0,)),)
+TWO_RANKS = (RankCores((0,)), RankCores((1,)))
 
 
 class RingMachine(Machine):
@@ -74,17 +81,55 @@ def test_rings_give_the_bits_of_layers_that_keep_everything(
     assert machine.program.kv_bytes() < machine.plain_kv_bytes
 
 
-def test_ranks_keep_rings_together() -> None:
+@pytest.mark.parametrize("teams", [((1, 1), (1, 1)), ((1, 1), (2,)), ((2,), (1, 1))], ids=str)
+def test_ranks_keep_rings_together(teams: Teams) -> None:
+    """Two sequences round their rings, prompts in pieces and then token by token, divided otherwise in
+    decode."""
     model = window_model()
-    ids = random_ids(300, model)
-    want = Machine(model, 1, 512).every_row(sliced(ids))[-1]
-    machine = RingMachine(model, 1, 2)
-    for at in range(0, 300, 100):
-        rows = machine.last_rows(sliced(ids[at : at + 100], at)._replace(ring=(SLOTS, RING)))
+    sequences = [random_ids(700, model), random_ids(430, model, 1)]
+    plain = Machine(model, 1, 1024)
+    want = [plain.every_row(sliced(ids, base=0)) for ids in sequences]
+    slots = [(0, (SLOTS, RING)), (512, (SLOTS + RING, RING))]
+    with ranks(model, teams, (), 2 * RING) as two:
+        for i, (base, ring) in enumerate(slots):
+            for at in range(0, 420, 105):
+                piece = sliced(sequences[i][at : at + 105], at, base)._replace(ring=ring)
+                assert (two.run([piece], 0)[0] == want[i][at + 104]).all()
+        for at in range(420, 430):
+            step = [
+                sliced([sequences[i][at]], at, base)._replace(ring=ring)
+                for i, (base, ring) in enumerate(slots)
+            ]
+            assert (two.run(step, 1) == [rows[at] for rows in want]).all()
+        for at in range(430, 500, 10):  # the longer one goes round again
+            piece = sliced(sequences[0][at : at + 10], at, 0)._replace(ring=slots[0][1])
+            assert (two.run([piece], at // 10 % 2)[0] == want[0][at + 9]).all()
 
-    assert (rows[0] == want).all()
-    with ranks(model, [(1, 1), (1, 1)]) as two:  # without rings, a slice's ring is not read
-        assert two.run([sliced(ids[:50])._replace(ring=(0, 0))]).shape[0] == 1
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_rank_processes_keep_rings_together(name: str, windowed: Callable[[str], PackedModel]) -> None:
+    """Beside sinks and caps; one rank that keeps everything gives the same bits."""
+    model = windowed(name)
+    ids = random_ids(500, model)
+    one, two = ({phase: ServicePlan(phase, cores) for phase in PHASES} for cores in (ONE_RANK, TWO_RANKS))
+    plain = RankOptions(512, 128, 1, pinned=False)
+
+    def rows_of(ranks: Ranks, ring: tuple[int, int] | None) -> np.ndarray:
+        rows = []
+        for at in range(0, 480, 96):
+            piece = SequenceSlice(ids[at : at + 96], at, 0, True, None, 0, ring)
+            rows.append(ranks.forward(Batch("prefill", (piece,))).copy())
+        for at in range(480, 500):
+            step = SequenceSlice([ids[at]], at, 0, True, None, 0, ring)
+            rows.append(ranks.forward(Batch("decode", (step,))).copy())
+        return np.concatenate(rows)
+
+    with closing(open_ranks(model, one, plain)) as alone:
+        expected = rows_of(alone, None)
+    with closing(open_ranks(model, two, replace(plain, ring_slots=256))) as divided:
+        found = rows_of(divided, (512, 256))
+
+    assert (found == expected).all()
 
 
 @pytest.mark.parametrize(

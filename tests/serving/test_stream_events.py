@@ -122,7 +122,7 @@ def test_a_stream_is_in_chunks_for_those_who_know_them(version: str) -> None:
 
 
 def chunks(rest: bytes) -> Iterable[bytes]:
-    """Of a chunked body that is whole (RFC 9112, 7.1)."""
+    """The chunks of a body that is whole (RFC 9112, 7.1)."""
     while True:
         size, _, rest = rest.partition(b"\r\n")
         n = int(size, 16)

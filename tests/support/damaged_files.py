@@ -14,14 +14,20 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.encoder.embedder import Embedder
+from phasewise.serving.encoder.pooling import check_numbers
+from phasewise.serving.encoder.text import Tokens
 from phasewise.serving.errors import ModelError, ServingError, StepFailed
 from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.model import PackedModel
 from phasewise.serving.ranks import RankOptions, open_ranks
 from phasewise.serving.sampling import GREEDY, Sampler
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from phasewise.workflows.prune.masks import Pattern
+from phasewise.workflows.prune.run import PruneSettings, prune
 from tests.support import encoder_models, family_models
-from tests.support.tiny_models import TinyShape, tiny_gguf
+from tests.support.tiny_models import TinyShape, tiny_gguf, write_tiny_hf
 
 NUMBERS = (
     0,
@@ -88,7 +94,11 @@ DAMAGES: tuple[Damage, ...] = (flip_bits, overwrite_bytes, cut_short, plant_numb
 
 BLOCK_TYPES = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
 BLOCKS = TinyShape(n_layers=1, hidden=256, ffn=256, n_heads=4, n_kv_heads=1, head_dim=64, vocab_size=261)
+TINY = TinyShape(n_layers=1, hidden=64, ffn=96, n_heads=2, n_kv_heads=1, head_dim=32, vocab_size=261)
 ENCODERS = ("bert", "xlm-roberta", "nomic-bert", "cross-bert")
+MXFP4 = "gpt-oss-mxfp4"
+BITMASKS = {"bitmask": Pattern(0.5), "bitmask-24": Pattern(0.5, 2, 4)}
+"""Directories whose linear layers are sparse matrices of compressed-tensors."""
 _HEADER_BYTES = 12_000
 _RUN_IDS = (1, 2, 3, 5, 8)
 
@@ -105,18 +115,25 @@ class Target(NamedTuple):
 
 
 def targets() -> list[str]:
-    """Every block type in a GGUF file; files of every family and of encoders."""
+    """Every block type in a GGUF file; files of families and encoders; sparse matrices; a packed file."""
     families = [
         f"{name} {victim}"
         for name in family_models.FAMILY_CASES
         for victim in ("gguf", "config.json", "model.safetensors")
     ]
+    sparse = [*(f"{one} model.safetensors" for one in BITMASKS), "sparse packed"]
     encoders = [
         f"{name} encoder-{victim}"
         for name in ENCODERS
         for victim in ("gguf", "config.json", "tokenizer.json", "model.safetensors")
     ]
-    return [*(f"{one} blocks" for one in BLOCK_TYPES), *families, *encoders]
+    return [
+        *(f"{one} blocks" for one in BLOCK_TYPES),
+        *families,
+        f"{MXFP4} model.safetensors",
+        *encoders,
+        *sparse,
+    ]
 
 
 def open_target(name: str, folder: Path) -> Target:
@@ -133,11 +150,28 @@ def open_target(name: str, folder: Path) -> Target:
     if kind.startswith("encoder-"):
         load = encoder_models.write_encoder(folder / "fuzz", subject)
         return Target(name, load / kind.removeprefix("encoder-"), load, _HEADER_BYTES)
+    if kind == "packed":
+        return _packed_target(name, folder)
     if kind == "gguf":
         path = family_models.write_family_gguf(folder / "fuzz.gguf", subject)
         return Target(name, path, path, _HEADER_BYTES)
-    load = family_models.write_family_hf(folder / "fuzz", subject)
+    load = folder / "fuzz"
+    if subject in BITMASKS:
+        whole = write_tiny_hf(folder / "whole", "llama", shape=TINY)
+        prune(PruneSettings(str(whole), load, BITMASKS[subject], storage="bitmask"))
+    elif subject == MXFP4:
+        family_models.write_mxfp4_hf(load)
+    else:
+        family_models.write_family_hf(load, subject)
     return Target(name, load / kind, load, _HEADER_BYTES)
+
+
+def _packed_target(name: str, folder: Path) -> Target:
+    """The packed file of a model whose weights are stored sparse, in the cache that `folder` is."""
+    source = write_tiny_hf(folder / "fuzz", "llama", "bfloat16", shape=TINY)
+    load_model(str(source), "native", folder, storage=StorageChoice("always"))
+    (packed,) = (folder / "packed").iterdir()
+    return Target(name, packed, source, packed.stat().st_size)
 
 
 @dataclass(frozen=True)
@@ -168,6 +202,8 @@ def damaged(target: Target, numbers: range, cache: Path, *, run_one_in: int = 4)
         target.victim.write_bytes(raw)
         os.utime(target.victim, ns=(number, number))  # two cases within one tick must not look alike
         weight_format = rng.choice(["native", "native", "int8", "bf16"])
+        if target.name.endswith(" packed"):
+            weight_format = "native"  # the one that the file is of
         began_s = time.monotonic()
         outcome, problem = _outcome(target.load, weight_format, cache, runs=rng.randrange(run_one_in) == 0)
         if problem is not None:
@@ -177,9 +213,17 @@ def damaged(target: Target, numbers: range, cache: Path, *, run_one_in: int = 4)
     target.victim.write_bytes(healthy)
 
 
+def _embed(model: PackedModel) -> None:
+    assert model.embedding is not None
+    ids = [one % model.config.vocab_size for one in _RUN_IDS][: model.embedding.max_tokens]
+    with Embedder(model, (0,), pinned=False) as embedder:
+        check_numbers(embedder.embed([Tokens(ids), Tokens(ids[:1])]))
+
+
 def _outcome(path: Path, weight_format: str, cache: Path, *, runs: bool) -> tuple[Outcome, str | None]:
+    """Whatever can be is stored sparse, so that damaged streams meet kernels too."""
     try:
-        model = load_model(str(path), weight_format, cache)
+        model = load_model(str(path), weight_format, cache, storage=StorageChoice("always"))
         assert isinstance(model, PackedModel)
         assert model.weight_bytes > 0
     except ModelError as error:
@@ -194,7 +238,12 @@ def _outcome(path: Path, weight_format: str, cache: Path, *, runs: bool) -> tupl
 
 
 def _run(model: PackedModel) -> None:
-    """A prompt and two tokens after it, on one thread. Weights that are no numbers give StepFailed."""
+    """A prompt and two tokens after it, or one input of an encoder, on one thread. Weights that are no
+    numbers give StepFailed.
+    """
+    if model.embedding is not None:
+        _embed(model)
+        return
     plans = {phase: ServicePlan(phase, (RankCores((0,)),)) for phase in PHASES}
     ids = [one % model.config.vocab_size for one in _RUN_IDS]
     sampler = Sampler(GREEDY, ids, model.config.vocab_size)

@@ -411,3 +411,12 @@ def _gguf_tensor(name: str, theirs: str, values: np.ndarray) -> tuple[str, np.nd
         "norm2": "layer_output_norm",
     }
     return f"blk.{layer}.{of[stem]}.{part}", values
+
+
+def poison_weights(folder: Path) -> None:
+    """Make half of the weights of a directory NaN."""
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    n_values = len(raw) // 8
+    raw[-4 * n_values :] = b"\xff\xff\xff\x7f" * n_values
+    path.write_bytes(raw)

@@ -15,7 +15,8 @@ EXPECTED_SKIPS = (
     r"reference (data|machines|traces)|lists? of .* fields|no machines in|the authors' figures",
     # Other programs and libraries, which are found where their variables name them.
     r"PHASEWISE_(PEERS_PYTHON|LLAMA_BIN|LLAMA_MODEL)",
-    r"could not import '(torch|transformers)'|is not in the cache",
+    r"could not import '(torch|transformers|compressed_tensors)'|is not in the cache",
+    r"network namespaces need root",
     r"Ray is not installed|no Chromium is installed",
     r"PHASEWISE_AXE does not name|PHASEWISE_NODE_MODULES names no folder|node is not installed",
     r"Ray is installed here",

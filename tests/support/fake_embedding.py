@@ -31,12 +31,17 @@ from phasewise.serving.model import PackedModel
 WIDTH = 8
 POISON = 66
 """An input of this token alone makes its batch fail."""
+OVERFLOW = 1 << 20
+"""An input that begins with this token has a vector that is not finite."""
 
 
 def vector_of(one: Tokens, width: int = WIDTH) -> Floats:
     """The vector that every fake worker gives an input."""
     seed = sum((at + 1) * token for at, token in enumerate(one.ids)) + 7 * (one.second or 0)
-    return np.random.default_rng(seed).standard_normal(width).astype(np.float32)
+    vector = np.random.default_rng(seed).standard_normal(width).astype(np.float32)
+    if one.ids[0] == OVERFLOW:
+        vector[-1] = np.nan
+    return vector
 
 
 @dataclass(eq=False)
@@ -90,10 +95,11 @@ def client_over(
     workers: Sequence[FakeWorker],
     depths: Sequence[tuple[int, int]] = ((100, 10_000),),
     next_worker: Callable[[], FakeWorker] = FakeWorker,
+    slo_s: float | None = None,
 ) -> EmbeddingClient:
     """A client over these workers; those that die are replaced by `next_worker`'s."""
     queues = [DeviceQueue(f"cpu:{at}", 1, Depth(*depths[at % len(depths)])) for at in range(len(workers))]
-    return EmbeddingClient(QueueManager(queues), [(next_worker, worker) for worker in workers])
+    return EmbeddingClient(QueueManager(queues), [(next_worker, worker) for worker in workers], slo_s)
 
 
 @dataclass

@@ -69,7 +69,7 @@ class FakeRanks:
         self.lost: str | None = None
         self.on_loss: Callable[[], object] = lambda: None
         self.reopen_errors: list[Exception] = []
-        """Of the next attempts to reopen, which fail."""
+        """Errors of the next attempts to reopen, which fail."""
         self.n_reopened = 0
         self.kv = np.full(kv_slots, -1, dtype=np.int64)
         self.before_step: Callable[[], object] = lambda: None

@@ -142,6 +142,10 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 32, "num_key_value_heads": 4},
     ),
     "granitemoe": FamilyCase("granitemoe", "granitemoe", {**_GRANITE, **_EXPERTS}, interleaved=True),
+    "granitemoe-shared": FamilyCase(
+        "granitemoeshared", "granitemoe", {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 80},
+        interleaved=True,
+    ),
     "gpt-oss": FamilyCase(
         "gpt_oss",
         "gpt-oss",
@@ -240,12 +244,16 @@ def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int
     n = f.get("num_experts", f.get("num_local_experts", 0))
     if kind == "phi3":
         return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
-    if kind == "granitemoe":
-        return {
+    if kind in ("granitemoe", "granitemoeshared"):
+        shapes = {
             "block_sparse_moe.router.layer.weight": (n, hidden),
             "block_sparse_moe.input_linear.weight": (n, 2 * ffn, hidden),
             "block_sparse_moe.output_linear.weight": (n, hidden, ffn),
         }
+        if shared := f.get("shared_intermediate_size"):
+            shapes["shared_mlp.input_linear.weight"] = (2 * shared, hidden)
+            shapes["shared_mlp.output_linear.weight"] = (hidden, shared)
+        return shapes
     if kind == "gpt_oss":
         return {
             "mlp.router.weight": (n, hidden),
@@ -257,8 +265,7 @@ def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int
         }
     if kind == "mixtral":
         of_one = {"w1": (ffn, hidden), "w3": (ffn, hidden), "w2": (hidden, ffn)}
-        shapes = {"block_sparse_moe.gate.weight": (n, hidden)}
-        return shapes | {
+        return {"block_sparse_moe.gate.weight": (n, hidden)} | {
             f"block_sparse_moe.experts.{e}.{name}.weight": shape
             for e in range(n)
             for name, shape in of_one.items()
@@ -287,6 +294,34 @@ def write_family_hf(folder: Path, name: str, changes: Mapping[str, Any] | None =
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(tiny_models.safetensors_bytes(family_weights(name)))
     return folder
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The numbers of MXFP4's codes (OCP Microscaling Formats 1.0, section 5.3.3)."""
+
+
+def write_mxfp4_hf(folder: Path) -> Arrays:
+    """A gpt-oss whose experts are in MXFP4, as published; what they mean, by "layer.part"."""
+    from safetensors.numpy import save_file
+
+    write_family_hf(folder, "gpt-oss", {"hidden_size": 64, "intermediate_size": 64})
+    rng = np.random.default_rng(5)
+    n_experts, shapes = 8, {"gate_up_proj": (128, 64), "down_proj": (64, 64)}
+    weights, drawn = family_weights("gpt-oss"), {}
+    for layer in range(4):
+        stem = f"model.layers.{layer}.mlp.experts."
+        for part, (n, k) in shapes.items():
+            del weights[f"{stem}{part}"]
+            codes = rng.integers(0, 16, (n_experts, n, k), dtype=np.uint8)
+            exponents = rng.integers(120, 126, (n_experts, n, k // 32), dtype=np.uint8)
+            weights[f"{stem}{part}_bias"] = rng.standard_normal((n_experts, n)).astype(np.float32)
+            weights[f"{stem}{part}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(
+                n_experts, n, k // 32, 16
+            )
+            weights[f"{stem}{part}_scales"] = exponents
+            drawn[f"{layer}.{part}"] = E2M1[codes] * np.repeat(2.0 ** (exponents - 127.0), 32, axis=2)
+    save_file(weights, folder / "model.safetensors")
+    return drawn
 
 
 # ---- GGUF
@@ -335,6 +370,8 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
     if n_experts := f.get("num_experts", f.get("num_local_experts")):
         writer.add_expert_count(n_experts)
         writer.add_expert_used_count(f["num_experts_per_tok"])
+    if shared := f.get("shared_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(shared)
     if case.model_type in ("qwen3_moe", "gpt_oss"):
         writer.add_expert_feed_forward_length(f.get("moe_intermediate_size", f["intermediate_size"]))
     if case.model_type == "gemma2":
@@ -391,9 +428,10 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
             out[f"{name}.weight"] = values
         elif case.model_type == "gpt_oss" and ".experts." in name:
             out |= _gpt_oss_experts(name, values)
-        elif case.model_type == "granitemoe" and "input_linear" in name:
-            mlp = name.replace("block_sparse_moe.input_linear.weight", "mlp.experts")
-            gate, up = np.split(values, 2, axis=1)
+        elif case.gguf == "granitemoe" and "input_linear" in name:
+            part = "shared_expert" if "shared_mlp" in name else "experts"
+            mlp = f"{name.rpartition('.input_linear')[0].rpartition('.')[0]}.mlp.{part}"
+            gate, up = np.split(values, 2, axis=-2)
             out[f"{mlp}.gate_proj.weight"], out[f"{mlp}.up_proj.weight"] = gate, up
         elif (parts := name.split(".experts."))[0] != name:
             rest = parts[1].split(".", 1)[1]

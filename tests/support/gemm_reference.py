@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,19 @@ def make_weight(fmt: str, n: int, k: int, rng: np.random.Generator) -> PackedWei
     mins = rng.standard_normal((n, groups)).astype(dtype) if "min" in fmt else None
     zero_point = 0 if mins is not None else int(rng.choice([1 << (bits - 1), 1, 255 if bits == 8 else 15]))
     return packing.pack_quant(QuantRows(q, scales, mins, zero_point, group, bits))
+
+
+DENSITIES = (0.0, 1 / 64, 0.5, 1.0)
+"""Kept shares at which sparse storage is tested."""
+
+
+def pruned(w: PackedWeight, density: float, rng: np.random.Generator) -> PackedWeight:
+    """The weight with about `density` of its numbers left; below 1 its second panel has none."""
+    zero = w.zero_point if w.kind == "q8" else 0
+    values = np.where(rng.random(w.values.shape) < density, w.values, w.values.dtype.type(zero))
+    if density < 1:
+        values[1:2] = zero
+    return replace(w, values=values)
 
 
 def random_blocks(kind: str, n: int, k: int, rng: np.random.Generator) -> BlockRows:
@@ -88,6 +102,8 @@ def expected(x: Array, w: PackedWeight, k_parts: int = 1, path: str | None = Non
         return _expected_dense(x, packing.unpack(w))
     if path in ("bf16_dot", "bf16_tile"):
         return _expected_dense(rounded(x), rounded(packing.unpack(w)))
+    if path == "int8_block" and w.kind in BLOCKS and BLOCKS[w.kind].has_subs:
+        return _expected_blocks(x, w)
     return _expected_columns(x, w, k_parts) if w.group == packing.COLUMN_GROUP else _expected_groups(x, w)
 
 
@@ -127,6 +143,27 @@ def _expected_groups(x: Array, w: PackedWeight) -> tuple[Array, Array]:
             )
             y, size = y + low, size + np.abs(low)
     return y, gamma(2 * groups + 2) * size + 1e-40
+
+
+def _expected_blocks(x: Array, w: PackedWeight) -> tuple[Array, Array]:
+    """families/gemm_blockwise.c: the minima of a block are a term of their own."""
+    form, rows = BLOCKS[w.kind], packing.unpack_blocks(w)
+    q, a = quantise_rows(x, form.inputs)
+    levels = (rows.codes if form.table is None else np.array(form.table)[rows.codes]).astype(np.int64)
+    assert rows.sub_scales is not None
+    steps = levels - (form.zero_point if form.table is None else 0)
+    factors = rows.sub_scales.astype(np.int64) - form.sub_zero
+    y, size = np.zeros((2, x.shape[0], w.n))
+    for b in range(a.shape[1]):
+        k, groups = slice(b * 256, (b + 1) * 256), slice(b * form.groups, (b + 1) * form.groups)
+        scaled = steps[:, k] * np.repeat(factors[:, groups], form.group, axis=1)
+        scale = a[:, b, None].astype(np.float64)
+        terms = [scale * rows.scales[:, b].astype(np.float64) * (q[:, k] @ scaled.T)]
+        if rows.mins is not None and rows.sub_mins is not None:
+            lowest = np.repeat(rows.sub_mins[:, groups].astype(np.int64), form.group, axis=1)
+            terms.append(-scale * rows.mins[:, b].astype(np.float64) * (q[:, k] @ lowest.T))
+        y, size = y + sum(terms), size + sum(np.abs(term) for term in terms)
+    return y, gamma(2 * a.shape[1] + 3) * size + 1e-40
 
 
 def k_part_ends(k: int, k_parts: int) -> list[int]:

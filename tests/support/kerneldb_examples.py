@@ -20,6 +20,7 @@ from phasewise.kerneldb.records import (
     Schedule,
     ServedStep,
     StepTime,
+    StorageDuel,
 )
 from phasewise.kerneldb.user_kernels import SINGLE_CORE, UserProblem, UserPromotion, UserTiming
 
@@ -33,6 +34,10 @@ SAMPLE = Sample(SCHEDULE, (1200, 1180, 1950), 1200, 0.00025, 81_000)
 MEASUREMENT = Measurement(PROBLEM, SAMPLE, "gemm-5f1c9e", ORIGIN)
 NOTICED = {"steal_share": 0.015625, "mhz": 2900.0}
 PROMOTION = Promotion(PROBLEM, SCHEDULE, None, Comparison(1.25, 1.125, 1.5, 0.95, 40), "gemm-5f1c9e", ORIGIN)
+STORAGE_DUEL = StorageDuel(
+    Problem("gemm", "bf16s8", 1536, 576, 1),
+    *(SCHEDULE, OTHER_SCHEDULE, Comparison(1.5, 1.25, 1.75, 0.99, 15), "gemm-5f1c9e", ORIGIN),
+)
 PLAN = PlanRecord(
     "tinyllama@int4",
     "decode",

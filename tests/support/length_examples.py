@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 from phasewise.tuner.predictor.facts import Example, PromptFacts
 
@@ -26,3 +28,21 @@ def made_up(
         length = max(1, round(medians[kind] * rng.lognormvariate(0, spread)))
         examples.append(Example(facts, min(length, limit), length > limit))
     return examples
+
+
+def write_log(path: Path, examples: list[Example], model_name: str = "tiny") -> Path:
+    """`examples` as `predict-len collect` logs them."""
+    lines = [
+        {
+            "schema_version": 1,
+            "model": model_name,
+            "prompt_token_ids": list(one.facts.token_ids),
+            "temperature": one.facts.temperature,
+            "max_tokens": one.facts.max_tokens,
+            "output_tokens": one.output_tokens,
+            "finish_reason": "length" if one.was_cut else "stop",
+        }
+        for one in examples
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path

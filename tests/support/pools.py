@@ -6,7 +6,7 @@ import contextlib
 import queue
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -168,6 +168,11 @@ def run_alone(opened: OpenEngine, requests: Sequence[Submit]) -> dict[str, Told]
                 raise out.error
             told[out.request_id].append((out.text, out.tokens, out.finish_reason))
     return told
+
+
+def texts(told: Mapping[str, Told]) -> dict[str, str]:
+    """The answers' texts, however they were cut into pieces."""
+    return {name: "".join(text for text, _, _ in pieces) for name, pieces in told.items()}
 
 
 def prompt(n_tokens: int, salt: int = 0) -> tuple[int, ...]:

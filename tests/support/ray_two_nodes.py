@@ -50,7 +50,7 @@ def main(model: Path) -> dict[str, object]:
 def refusal() -> dict[str, object]:
     ray_cluster.PLACED_S = 1.0
     try:
-        ray_cluster.RayInstances("none", [ray_cluster.Wanted("mixed", 64)], spread=False)
+        ray_cluster.RayInstances("none", [ray_cluster.WantedInstance("mixed", 64)], spread=False)
     except ClusterError as error:
         return {"refusal": str(error)}
     finally:
@@ -61,7 +61,7 @@ def refusal() -> dict[str, object]:
 def run(model: Path, cluster: str, address: str, whole: list[object]) -> dict[str, object]:
     requests = mixed_requests(guides_of(model))
     spec = InstanceSpec(str(model), "native", size_of(model), None, pinned=False, cores=1)
-    wanted = [ray_cluster.Wanted("prompt", 2), ray_cluster.Wanted("token", 2)]
+    wanted = [ray_cluster.WantedInstance("prompt", 2), ray_cluster.WantedInstance("token", 2)]
     launcher = ray_cluster.RayInstances(MODULE, wanted, spread=True)
     launcher.tell_with([spec.tell] * 2)
     settings = FrontSettings(

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import zmq
@@ -122,9 +122,11 @@ class ScriptedServer:
     def __init__(self, front: Front, launcher: ScriptedLauncher) -> None:
         self.front, self.launcher = front, launcher
         self.outs: queue.Queue[Answer | Failure] = queue.Queue()
+        self.load: EngineLoad | None = None
         self.is_lost = False
 
     def deliver(self, delivery: Delivery) -> None:
+        self.load = delivery.load
         for out in delivery.outs:
             self.outs.put(out)
 
@@ -132,8 +134,11 @@ class ScriptedServer:
         return self.outs.get(timeout=PATIENCE_S)
 
     def wait_until_state(self, state: str) -> None:
+        self.wait_until(lambda: self.front.state == state)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while self.front.state != state:
+        while not holds():
             assert time.monotonic() < deadline, self.front.state
             time.sleep(0.005)
 

@@ -25,9 +25,12 @@ def test_heads_divide_what_all_heads_have(n: int, k: int, head_dim: int) -> None
     assert head_dim_of(n, k) == head_dim
 
 
-@pytest.mark.parametrize("m", [1, 40, 128])
-def test_no_candidate_changes_a_bit(m: int) -> None:
-    attention = TeamAttention(_native.Team(None, members=2), Problem("attention", "f16", 64, 32, m), 1 << 16)
+@pytest.mark.parametrize(
+    ("kv_format", "m"), [("f16", 1), ("f16", 40), ("f16", 128), ("int4", 1), ("int4", 40)]
+)
+def test_no_candidate_changes_a_bit(kv_format: str, m: int) -> None:
+    problem = Problem("attention", kv_format, 64, 32, m)
+    attention = TeamAttention(_native.Team(None, members=2), problem, 1 << 16)
 
     for schedule in candidates(default_attention(64, 32, m, 2), m):
         assert attention.run(kernel_fields(schedule), 2).min() > 0

@@ -242,7 +242,7 @@ def test_a_launcher_takes_its_flags(tool: str, last: bool) -> None:
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA")
 @pytest.mark.skipif(0 not in os.sched_getaffinity(0), reason="CPU 0 may not be used here")
 def test_numactl_binds_memory_where_there_are_several_nodes() -> None:
-    """Of another machine's plan, whose first core and node this one has as well."""
+    """The plan is another machine's, whose first core and node this one has as well."""
     plan = ServicePlan("decode", (RankCores((0,)),))
     launcher = emit("numactl", {"decode": plan}, xeon()).text
 

@@ -131,7 +131,7 @@ def test_every_micro_kernel_and_arithmetic_of_a_group_can_be_measured(evaluator:
 
 def test_products_of_one_race_begin_at_distant_copies() -> None:
     """Else the second would read what the first one has just brought into the cache."""
-    weights = _Weights(("f32", 16, 32), 100 * 16 * 32 * 4)
+    weights = _Weights.of(random_weight("f32", 16, 32), 100 * 16 * 32 * 4)
     turns = [weights.turns() for _ in range(4)]
     places = {id(copy): place for place, copy in enumerate(turns[0])}
     firsts = sorted(places[id(turn[0])] for turn in turns)

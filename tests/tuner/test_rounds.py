@@ -72,7 +72,7 @@ def test_the_pace_of_a_round_cancels(seed: int, factor: float) -> None:
 
 
 def test_halving_keeps_one_of_the_best_of_many() -> None:
-    """Of 128 that lie within 13 % of each other, one within a per cent of the best comes first."""
+    """128 lie within 13 % of each other; one within a per cent of the best comes first."""
     dice = np.random.default_rng(3)
     true = [1.0 + 0.001 * i for i in range(128)]
 

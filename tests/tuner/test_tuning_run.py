@@ -346,7 +346,7 @@ class OtherRun(NoLock):
 
 
 def test_a_weight_that_another_run_has_claimed_is_left_to_it(database: str) -> None:
-    """Of the others, the one that takes longest is begun first."""
+    """The one of the others that takes longest is begun first."""
     machine, other = SyntheticMachine(), OtherRun(database)
     with open_store(database) as store:
         ledger = synthetic_machine.Ledger(store, SCOPE)

@@ -61,10 +61,13 @@ class LengthDistribution:
 
     def share_within(self, output_tokens: float) -> float:
         """P(length <= output_tokens), bins being even."""
-        if output_tokens >= self.limit:
-            return 1.0
+        return float(self.shares_within(np.array([output_tokens]))[0])
+
+    def shares_within(self, output_tokens: npt.NDArray[Any]) -> Array:
+        """The same of each of several lengths."""
         lengths = np.concatenate([[0.0], self.bounds])
-        return float(np.interp(output_tokens, lengths, np.concatenate([[0.0], np.cumsum(self.shares[:-1])])))
+        reached = np.interp(output_tokens, lengths, np.concatenate([[0.0], np.cumsum(self.shares[:-1])]))
+        return np.where(output_tokens >= self.limit, 1.0, reached)
 
     @property
     def mean(self) -> float:

@@ -31,9 +31,9 @@ FOLDS = 5
 FEWEST_EXAMPLES = 100
 MOST_EXAMPLES = 2048
 LEVELS = (*(at / 40 for at in range(1, 40)), 0.985, 0.99, 0.995, 0.998)
-"""Of the residuals that are kept: closer in the tail, where room is dear."""
+"""Levels of the residuals that are kept: closer in the tail, where room is dear."""
 WIDTHS = (0.1, 0.2, 0.3, 0.5)
-"""Of the kernel: K = exp(-w |x - y|^2)."""
+"""Widths of the kernel: K = exp(-w |x - y|^2)."""
 RIDGES = (0.1, 0.3, 1.0, 3.0)
 VECTOR_SCALE = (
     1.96  # the vector's length among the features; that of a prompt ten times as long differs by 2.3
@@ -136,6 +136,14 @@ def kernel(one: Doubles | Floats, other: Doubles | Floats, width: float) -> Doub
     return found
 
 
+def learnt_too_little(predictor: EncodedPredictor) -> str:
+    """Why a predictor that is not useful is not used, in one line."""
+    return (
+        f"on prompts that it had not seen the predictor erred by {predictor.error_share:.2f} of what a"
+        f" constant does (at most {USEFUL:g} is useful): it learnt too little, and serve does not use it"
+    )
+
+
 def train_encoded(
     examples: Sequence[Example], model_name: str, encoder: str, seed: int = 0
 ) -> EncodedPredictor:
@@ -212,7 +220,7 @@ def _solve(x: Doubles, y: Doubles, width: float, ridge: float) -> Doubles:
 
 
 def _constant_error(tokens: Doubles, folds: npt.NDArray[np.int64]) -> float:
-    """Of the median of the other folds."""
+    """Error of the median of the other folds."""
     errors = [np.abs(np.median(tokens[folds != fold]) - tokens[folds == fold]) for fold in range(FOLDS)]
     return float(np.concatenate(errors).mean())
 

@@ -44,6 +44,12 @@ class Given(NamedTuple):
     def mean(self) -> float:
         return float(self.blocks.mean())
 
+    @staticmethod
+    def together(parts: Sequence[Given]) -> Given:
+        """Blocks of one run behind those of another."""
+        own = [one.is_bucket for one in parts if one.is_bucket is not None]
+        return Given(np.concatenate([one.blocks for one in parts]), np.concatenate(own) if own else None)
+
 
 @dataclass(frozen=True)
 class Score:
@@ -134,17 +140,22 @@ class LearntBuckets:
         return self._replay(examples, self._thoughts(examples), running, adaptive)
 
     def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
-        """Blocks that hold the most answers within a mean block. Only forecasts are looked at to find the
-        price."""
-        thoughts = self._thoughts(examples)
-        low, high = 0.0, 1.0
-        for _ in range(PRICE_STEPS):
-            middle = (low + high) / 2
-            if self._replay(examples, thoughts, _FixedPrice(middle), False).mean > block_tokens:
-                low = middle
-            else:
-                high = middle
-        return self._replay(examples, thoughts, _FixedPrice(high), False)
+        """Blocks that hold the most answers within a mean block, by their forecasts alone: learnt buckets, a
+        bucket of the mean block itself, or the limit.
+        """
+        buckets = sorted({*self.learn(deque(self.first_lengths, WINDOW)), max(1, int(block_tokens))})
+        limits = np.array([one.facts.limit for one in examples])
+        rooms = np.minimum(np.append(buckets, limits.max()), limits[:, np.newaxis])
+        reached = np.array(
+            [
+                thought.shares_within(own)
+                for thought, own in zip(self._thoughts(examples), rooms, strict=True)
+            ],
+            np.float64,
+        )
+        taken = _within_mean(rooms, reached, block_tokens)
+        fits = (rooms < _lengths(examples)[:, np.newaxis]).sum(axis=1)
+        return Given(rooms[np.arange(len(rooms)), taken], taken == fits)
 
     def _thoughts(self, examples: Sequence[Example]) -> list[LengthDistribution]:
         return [self.predictor.distribution(one.facts) for one in examples]
@@ -153,7 +164,7 @@ class LearntBuckets:
         self,
         examples: Sequence[Example],
         thoughts: Sequence[LengthDistribution],
-        running: RunningPrice | _FixedPrice,
+        running: RunningPrice,
         adaptive: bool,
     ) -> Given:
         recent = deque(self.first_lengths, WINDOW)
@@ -172,11 +183,28 @@ class LearntBuckets:
         return Given(np.array(blocks), np.array(is_bucket))
 
 
-class _FixedPrice(NamedTuple):
-    price: float
+def _within_mean(rooms: Ints, reached: npt.NDArray[np.float64], mean_tokens: float) -> Ints:
+    """For each row the column of its room: those that reach the most, within a mean room. At a price for each
+    token each row takes its best; the price is as low as the mean allows. What is then left lets rows, the
+    first ones first, take what they would at a price just lower.
+    """
+    low, high = 0.0, 1.0
 
-    def observe(self, price: float) -> None:
-        """Nothing is learnt."""
+    def taken(price: float) -> Ints:
+        return np.asarray((reached - price * rooms).argmax(axis=1))
+
+    def sizes(columns: Ints) -> Ints:
+        return np.asarray(rooms[np.arange(len(rooms)), columns])
+
+    for _ in range(PRICE_STEPS):
+        middle = (low + high) / 2
+        if sizes(taken(middle)).mean() > mean_tokens:
+            low = middle
+        else:
+            high = middle
+    least, more = taken(high), taken(low)
+    spent = sizes(least).sum() + np.cumsum(sizes(more) - sizes(least))
+    return np.where(spent <= mean_tokens * len(rooms), more, least)
 
 
 @dataclass(frozen=True)
@@ -202,32 +230,54 @@ class Calibration:
     """Mean error of predicting the training median for every answer."""
 
 
-def calibration(
+class Foretold(NamedTuple):
+    """What a predictor said of each answer, and what came of it. `reached`: where in its forecast the answer
+    lies, from 0 to 1. `constant_error`: of the training median.
+    """
+
+    unsure: npt.NDArray[np.float64]
+    held: npt.NDArray[np.bool_]
+    room: Ints
+    error: npt.NDArray[np.float64]
+    constant_error: npt.NDArray[np.float64]
+    reached: npt.NDArray[np.float64]
+
+
+def told(
     predictor: AnyPredictor,
     examples: Sequence[Example],
     hold: float,
     first_lengths: Sequence[int],
     seed: int = 0,
-) -> Calibration:
-    """Whether uncertain forecasts err more, and whether shares are what they say."""
+) -> Foretold:
+    """By a predictor that learnt from none of these answers. first_lengths: those it learnt from."""
     price = predictor.price(hold)
     forecasts = [predictor.forecast(one.facts, price) for one in examples]
-    unsure = np.array([one.uncertainty for one in forecasts])
     room = np.array([one.room_tokens for one in forecasts])
     lengths = _lengths(examples)
-    error = np.abs(np.array([one.likely_tokens for one in forecasts]) - lengths)
+    return Foretold(
+        np.array([one.uncertainty for one in forecasts]),
+        lengths <= room,
+        room,
+        np.abs(np.array([one.likely_tokens for one in forecasts], np.float64) - lengths),
+        np.abs(float(np.median(first_lengths)) - lengths),
+        _reached(predictor, examples, seed),
+    )
+
+
+def calibration(parts: Sequence[Foretold]) -> Calibration:
+    """Whether uncertain forecasts err more, and whether shares are what they say."""
+    unsure, held, room, error, constant_error, reached = map(np.concatenate, zip(*parts, strict=True))
     deciles = [
-        Decile(*(float(x[part].mean()) for x in (unsure, lengths <= room, room, error)))
+        Decile(*(float(x[part].mean()) for x in (unsure, held, room, error)))
         for part in np.array_split(np.argsort(unsure, kind="stable"), 10)
         if len(part)
     ]
-    reached = _reached(predictor, examples, seed)
-    median = float(np.median(first_lengths))
     return Calibration(
         tuple(deciles),
         tuple(float((reached <= tenth / 10).mean()) for tenth in range(1, 10)),
         float(error.mean()),
-        float(np.abs(median - lengths).mean()),
+        float(constant_error.mean()),
     )
 
 

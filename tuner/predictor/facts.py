@@ -63,6 +63,17 @@ def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list
     return kept, out
 
 
+def part_of_folds(
+    examples: Sequence[Example], at: int, folds: int, seed: int
+) -> tuple[list[Example], list[Example]]:
+    """(all others, those of fold `at`): a prompt is in one part of `folds`, chosen by it alone."""
+    kept: list[Example] = []
+    out: list[Example] = []
+    for one in examples:
+        (out if int(place_of(one, seed, b"folds") * folds) == at else kept).append(one)
+    return kept, out
+
+
 def place_of(example: Example, seed: int, purpose: bytes) -> float:
     """From 0 to below 1, evenly over prompts, the same for the same prompt; another for another purpose."""
     salt = seed.to_bytes(8, "little")

@@ -74,6 +74,8 @@ def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
             about = _about(file.metadata())
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
         return _encoded(about, arrays) if "encoder" in about else _predictor(about, arrays)
+    except FileNotFoundError:
+        raise PredictorError(f"no predictor {path}: make one with `phasewise predict-len train`") from None
     except OSError as error:
         raise PredictorError(f"predictor {path} cannot be read: {error.strerror or error}") from None
     except (SafetensorError, TypeError, AttributeError) as error:

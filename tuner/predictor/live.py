@@ -83,5 +83,5 @@ class LiveEstimator:
 
 
 def _key(facts: PromptFacts) -> int:
-    """Of a prompt in progress; two that share it share their text."""
+    """Key of a prompt in progress; two that share it share their text."""
     return hash((facts.text, tuple(facts.token_ids)))

@@ -21,7 +21,7 @@ PointSearch: TypeAlias = Generator[list[Point], list[int], Point]
 """Asks for points, is sent nanoseconds for each in the same order, returns the best point."""
 
 SHARE = 0.15
-"""Of all points, how many are asked for at most; the leader's repeats are not counted."""
+"""Share of all points that is asked for at most; the leader's repeats are not counted."""
 FEWEST = 8
 BATCH = 6
 GAIN = 0.005

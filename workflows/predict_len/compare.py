@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from phasewise.tuner.predictor.evaluate import (
     calibration,
     constant,
     score,
+    told,
 )
 from phasewise.tuner.predictor.facts import Example, held_out
 from phasewise.tuner.predictor.files import AnyPredictor
@@ -148,21 +149,38 @@ def _learn(lengths: Sequence[int]) -> Sequence[int]:
     return learnt(tuple(sorted(lengths)), settings.n_buckets, settings.top_level).buckets
 
 
-def report_log(name: str, examples: Sequence[Example], rivals: Rivals) -> LogReport:
-    """All comparisons on one log's held-out answers."""
+class Fold(NamedTuple):
+    """Answers of one log, and methods that learnt from none of their prompts."""
+
+    examples: Sequence[Example]
+    rivals: Rivals
+
+
+def report_log(name: str, folds: Sequence[Fold]) -> LogReport:
+    """All comparisons on one log's answers, those of all folds together."""
+    points = [_points(*fold) for fold in folds]
+    examples = [one for fold in folds for one in fold.examples]
+    scores = {
+        point: tuple(
+            score(method, examples, Given.together([one[point][method] for one in points]))
+            for method in methods
+        )
+        for point, methods in points[0].items()
+    }
+    parts = [
+        told(rivals.ours.predictor, own, rivals.hold, rivals.ours.first_lengths) for own, rivals in folds
+    ]
+    return LogReport(name, len(examples), scores, calibration(parts))
+
+
+def _points(examples: Sequence[Example], rivals: Rivals) -> dict[str, dict[str, Given]]:
     own = rivals.own_points(examples)
-    points = {
+    return {
         "own point": own,
         "memory of ours": rivals.at_ours(examples, own[OURS]),
         "memory between": rivals.between(examples, own[OURS], own[S3]),
         "memory of S3": rivals.at_s3(examples, own[S3]),
     }
-    scores = {
-        point: tuple(score(method, examples, given) for method, given in methods.items())
-        for point, methods in points.items()
-    }
-    quality = calibration(rivals.ours.predictor, examples, rivals.hold, rivals.ours.first_lengths)
-    return LogReport(name, len(examples), scores, quality)
 
 
 def report_drift(name: str, before: Sequence[Example], after: Sequence[Example], rivals: Rivals) -> LogReport:

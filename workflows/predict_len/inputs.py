@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PROMPT_FIELDS = ("prompt", "instruction", "question")
 
 
-class Tokens:
+class ModelTokens:
     """The tokenizer of a model, which is loaded at its first use."""
 
     def __init__(self, ref: str, report: Report = silent) -> None:
@@ -41,6 +41,10 @@ class Tokens:
     def prompt(self, message: str) -> list[int]:
         """The token ids of a prompt with one user's message."""
         return message_prompt(self._loaded[1], message)
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without marks around it."""
+        return self._loaded[1].encode(text, False)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt's tokens, marks of the template left out."""
@@ -76,7 +80,7 @@ def _prompt_of(line: str, where: str) -> str:
     raise PredictorError(f"{where}: none of the fields {', '.join(PROMPT_FIELDS)} is a text")
 
 
-def read_logs(paths: Sequence[Path], tokens: Tokens | None) -> tuple[list[Log], str]:
+def read_logs(paths: Sequence[Path], tokens: ModelTokens | None) -> tuple[list[Log], str]:
     """The logs, and the model whose answers they hold: the one they name, or that of `tokens`."""
     logs = [read_log(path, tokens.prompt if tokens else None) for path in paths]
     names = sorted(frozenset().union(*(log.model_names for log in logs)))

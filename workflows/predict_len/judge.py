@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phasewise.tuner.predictor.encoded import EncodedPredictor
-from phasewise.tuner.predictor.facts import PromptFacts
+from phasewise.tuner.errors import PredictorError
+from phasewise.tuner.predictor.encoded import EncodedPredictor, learnt_too_little
+from phasewise.tuner.predictor.facts import Example, PromptFacts, part_of_folds
 from phasewise.tuner.predictor.files import AnyPredictor, load_predictor
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.predict_len.compare import (
+    Fold,
     LogReport,
+    Rivals,
     Split,
     report_drift,
     report_log,
     rivals_of,
     strangers,
 )
-from phasewise.workflows.predict_len.inputs import Tokens, predictor_file, read_logs
+from phasewise.workflows.predict_len.inputs import ModelTokens, predictor_file, read_logs
 from phasewise.workflows.predict_len.prompt_vectors import NONE, PromptEncoder, find_encoder
 from phasewise.workflows.predict_len.settings import TIMED_CALLS, EvalWish
 from phasewise.workflows.report import Report, silent
@@ -40,18 +43,23 @@ class Judged:
 
 def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = silent) -> Judged:
     """Every method learnt from the same answers, judged by others. PredictorError, UsageError."""
-    tokens = Tokens(wish.model, report) if wish.model else None
+    tokens = ModelTokens(wish.model, report) if wish.model else None
     found, name = read_logs(logs, tokens)
     ours = None if wish.predictor is None else load_predictor(wish.predictor)
     encoder = _encoder_of(ours, wish, tokens, report)
     if encoder is not None:
         found = [log._replace(examples=encoder.read_all(log.examples)) for log in found]
+    reads = None if encoder is None else encoder.ref
+    if wish.folds is not None:
+        if ours is not None or wish.drift:
+            raise UsageError("--folds trains anew for each fold: leave --predictor and --drift out")
+        examples = {str(path): log.examples for path, log in zip(logs, found, strict=True)}
+        reports = judge_by_folds(examples, name, wish, reads, report)
+        return Judged(name, Split(1 / wish.folds, wish.seed), reports)
     chosen = Split(wish.split, wish.seed) if ours is None else _split_of(ours, wish, report)
     halves = [chosen.of(log.examples) for log in found]
     learnt = halves[0][0] if wish.drift else [one for kept, _ in halves for one in kept]
-    rivals = rivals_of(
-        learnt, name, 1 - wish.overflow, wish.seed, ours, None if encoder is None else encoder.ref
-    )
+    rivals = _rivals(learnt, name, wish, ours, reads, report)
     if wish.drift:
         if len(found) < 2:
             raise UsageError("--drift needs two logs or more")
@@ -59,12 +67,51 @@ def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = sil
         title = f"{', '.join(map(str, logs[1:]))} after {logs[0]}"
         return Judged(name, chosen, [report_drift(title, halves[0][1], after, rivals)])
     outs = [strangers(learnt, out) for _, out in halves]
-    reports = [report_log(str(path), out, rivals) for path, out in zip(logs, outs, strict=True)]
+    reports = [report_log(str(path), [Fold(out, rivals)]) for path, out in zip(logs, outs, strict=True)]
     return Judged(name, chosen, reports)
 
 
+def judge_by_folds(
+    logs: Mapping[str, Sequence[Example]],
+    model_name: str,
+    wish: EvalWish,
+    encoder: str | None,
+    report: Report = silent,
+) -> list[LogReport]:
+    """Each answer is judged once, by methods that learnt from the prompts of all other folds.
+
+    logs: answers by the name of their log, with the vectors of `encoder` where it is not None.
+    """
+    assert wish.folds is not None
+    folds: dict[str, list[Fold]] = {name: [] for name in logs}
+    for at in range(wish.folds):
+        parts = {name: part_of_folds(own, at, wish.folds, wish.seed) for name, own in logs.items()}
+        if not all(kept and out for kept, out in parts.values()):
+            raise PredictorError(f"a log does not divide into {wish.folds} folds of prompts: collect more")
+        learnt = [one for kept, _ in parts.values() for one in kept]
+        rivals = _rivals(learnt, model_name, wish, None, encoder, report)
+        for name, (_, out) in parts.items():
+            folds[name].append(Fold(out, rivals))
+    return [report_log(name, own) for name, own in folds.items()]
+
+
+def _rivals(
+    examples: Sequence[Example],
+    model_name: str,
+    wish: EvalWish,
+    ours: AnyPredictor | None,
+    encoder: str | None,
+    report: Report,
+) -> Rivals:
+    found = rivals_of(examples, model_name, 1 - wish.overflow, wish.seed, ours, encoder)
+    predictor = found.ours.predictor
+    if isinstance(predictor, EncodedPredictor) and not predictor.is_useful:
+        report(f"warning: {learnt_too_little(predictor)}")
+    return found
+
+
 def _encoder_of(
-    ours: AnyPredictor | None, wish: EvalWish, tokens: Tokens | None, report: Report
+    ours: AnyPredictor | None, wish: EvalWish, tokens: ModelTokens | None, report: Report
 ) -> PromptEncoder | None:
     """The one that the predictor needs, or that a new one is to have."""
     wanted = wish.encoder if ours is None else ours.encoder if isinstance(ours, EncodedPredictor) else NONE
@@ -93,8 +140,10 @@ def predict_length(
     report: Report = silent,
 ) -> dict[str, Any]:
     """The length of `model`'s answer to a user's message, in tokens. ModelError, PredictorError."""
-    tokens = Tokens(model, report)
+    tokens = ModelTokens(model, report)
     known = load_predictor(predictor_file(predictor, tokens.model_name))
+    if isinstance(known, EncodedPredictor) and not known.is_useful:
+        report(f"warning: {learnt_too_little(known)}")
     facts = PromptFacts(tokens.prompt(message), temperature, max_tokens, text=message)
     encoder = find_encoder(known.encoder, report) if isinstance(known, EncodedPredictor) else None
     if encoder is not None:

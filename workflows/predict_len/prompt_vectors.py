@@ -46,10 +46,14 @@ class PromptEncoder:
         return EncoderText(model), Embedder(model, (0,), pinned=False)
 
     def vectors(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """float32 [texts, width]; long texts by their beginnings."""
+        """float32 [texts, width]; long texts by their beginnings. ModelError, RanksError, StepFailed."""
+        from phasewise.serving.encoder.pooling import check_numbers
+
         with self._lock:
             text, embedder = self._loaded
-            return embedder.embed(text.tokens(texts, truncate=True))
+            found = embedder.embed(text.tokens(texts, truncate=True))
+        check_numbers(found)
+        return found
 
     def read(self, facts: PromptFacts) -> PromptFacts:
         """The facts with their vector. PredictorError where nothing tells the text."""

@@ -27,12 +27,14 @@ class EvalWish:
     """How predictions are judged.
 
     `split`: share of the prompts held out. `overflow`: share of answers that may outgrow their block.
-    `drift`: train on the first log only. `encoder`: what reads prompts, `prompt_vectors.find_encoder`.
+    `folds`: judge every prompt, by what the other folds teach. `drift`: train on the first log only.
+    `encoder`: what reads prompts, `prompt_vectors.find_encoder`.
     """
 
     predictor: Path | None = None
     model: str | None = None
     split: float = 0.3
+    folds: int | None = None
     overflow: float = 0.005
     drift: bool = False
     encoder: str = "auto"

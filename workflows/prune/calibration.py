@@ -53,7 +53,7 @@ def gather(model: PackedModel, pieces: list[list[int]], wanted: Wanted, report: 
     """Run the model over all windows. It keeps one row of every product for each token of a window."""
     squares: dict[tuple[int, str], Array] = {}
     hessians: dict[tuple[int, str], Array] = {}
-    for number, (rows, n) in enumerate(_tapped(model, pieces)):
+    for number, (rows, n) in enumerate(tapped(model, pieces)):
         for key, taken in rows.items():
             x = taken[:n]
             added = np.einsum("ij,ij->j", x, x, dtype=np.float64)
@@ -68,9 +68,7 @@ def gather(model: PackedModel, pieces: list[list[int]], wanted: Wanted, report: 
     return Activations(squares, hessians, sum(map(len, pieces)))
 
 
-def _tapped(
-    model: PackedModel, pieces: list[list[int]]
-) -> Iterator[tuple[dict[tuple[int, str], Array], int]]:
+def tapped(model: PackedModel, pieces: list[list[int]]) -> Iterator[tuple[dict[tuple[int, str], Array], int]]:
     """After every window: the rows that each reader has multiplied, and how many they are."""
     from phasewise.cython_kernels._native import Team
     from phasewise.serving.batch import SequenceSlice

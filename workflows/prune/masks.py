@@ -21,7 +21,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 BLOCK_COLUMNS = 128
 DAMPING = 0.01
-"""Of the mean of the Hessian's diagonal (SparseGPT)."""
+"""Share of the mean of the Hessian's diagonal that is added to it (SparseGPT)."""
 OUTLIER = 5.0
 """A score this many times the mean of its matrix is an outlier (OWL)."""
 SPREAD = 0.08
@@ -69,7 +69,7 @@ def _keep_of_all(scores: Array, share: float) -> Array:
 
 
 def _keep_rows(scores: Array, pattern: Pattern) -> Array:
-    """Of each row, or of every group in it, the largest scores; of equal ones the later."""
+    """Keep the largest scores of each row, or of every group in it; of equal scores the later."""
     n, k = scores.shape
     keep = np.ones_like(scores, dtype=bool)
     if not pattern.is_structured:

@@ -15,7 +15,7 @@ from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.serving.loaders.forms import BF16, INT8
 from phasewise.serving.loaders.hf_model import GLOBAL_NAMES, LAYER_NAMES
-from phasewise.serving.loaders.storage import bytes_share
+from phasewise.serving.loaders.storage import StorageChoice, bytes_share
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.prune import masks
 from phasewise.workflows.prune.calibration import READERS, Activations, gather, windows
@@ -83,8 +83,10 @@ class Pruned:
     sparse_bytes: int
     int8_bytes: int
     read_dense_bytes: int
-    """Of weights that a token of decoding reads, stored dense."""
+    """Bytes of the weights that a token of decoding reads, stored dense."""
     read_sparse_bytes: int
+    read_chosen_bytes: int
+    """The same, stored as `--sparse auto` chooses on this CPU."""
     perplexity_before: float | None
     perplexity_after: float | None
 
@@ -92,6 +94,11 @@ class Pruned:
     def decode_bound(self) -> float:
         """How much faster decoding may become, where memory alone limits it."""
         return self.read_dense_bytes / self.read_sparse_bytes
+
+    @property
+    def decode_gain_here(self) -> float:
+        """The same with the storage that `--sparse auto` chooses on this CPU."""
+        return self.read_dense_bytes / self.read_chosen_bytes
 
 
 def parse_pattern(text: str) -> Pattern:
@@ -129,10 +136,9 @@ def prune(settings: PruneSettings, report: Report = silent) -> Pruned:
 
 
 def _calibrate(settings: PruneSettings, report: Report) -> Activations | None:
-    if settings.calibration is None:
+    if settings.calibration is None or (settings.method == "magnitude" and settings.allocation == "uniform"):
         return None
     from phasewise.serving.loaders import load_model
-    from phasewise.serving.loaders.storage import StorageChoice
 
     model = load_model(settings.model, "bf16", report=report, storage=StorageChoice("never"))
     pieces = windows(model, _read(settings.calibration), settings.calibration_tokens)
@@ -216,6 +222,7 @@ class _Tally:
     int8_bytes: int = 0
     read_dense_bytes: int = 0
     read_sparse_bytes: int = 0
+    read_chosen_bytes: int = 0
 
     def add(self, name: str, bits: Array, is_read: bool) -> None:
         n, k = bits.shape
@@ -230,6 +237,8 @@ class _Tally:
         self.int8_bytes += INT8.nbytes(n, k)
         self.read_dense_bytes += dense if is_read else 0
         self.read_sparse_bytes += int(dense * least) if is_read else 0
+        chosen = share if StorageChoice().is_sparse(BF16, n, k, kept) else 1.0
+        self.read_chosen_bytes += int(dense * chosen) if is_read else 0
 
 
 def _write(
@@ -295,7 +304,7 @@ _LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
 def _perplexity(model: str, text: Path, report: Report) -> float:
-    """Of a model as bf16 over the first tokens of a text, in windows that do not overlap."""
+    """Perplexity of a model as bf16 over the first tokens of a text, in windows that do not overlap."""
     from phasewise.serving.batch import Batch, SequenceSlice
     from phasewise.serving.loaders import load_model
     from phasewise.serving.ranks import LocalRanks, RankOptions

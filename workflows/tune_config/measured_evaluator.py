@@ -49,7 +49,7 @@ MOST_TURNS = 25
 """A short step is repeated until LEAST_NS_A_STEP or MOST_TURNS. A step of which `timing.ROUNDS` turns would
 last longer than MOST_NS_A_STEP is repeated fewer times, but at least twice."""
 SETTLE_NS = 1_000_000
-"""Of uncounted work at the beginning of a turn: the other contestant's threads have gone to sleep by then."""
+"""Uncounted work at the beginning of a turn: the other contestant's threads have gone to sleep by then."""
 FILLED_AT_FIRST = 16
 """Slots that get real keys and values; the rest are copies of them."""
 

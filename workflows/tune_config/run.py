@@ -55,17 +55,17 @@ if TYPE_CHECKING:
 
 SEARCH_SHARE = 0.5
 LAST_RUN_SHARE, MOST_LAST_RUN_SHARE = 0.2, 0.4
-"""Of a measured run's budget."""
+"""Shares of a measured run's budget."""
 
 LEAST_LAST_RUN_S = 0.1
 LEAST_TIMED_SHARE = 0.3
-"""Of a phase's last run; what timing the finalists leaves is for comparisons."""
+"""Share of a phase's last run; what timing the finalists leaves is for comparisons."""
 
 LEAST_KERNEL_S = 5.0
 """Less is not enough to measure the limits of some cores."""
 
 LAST_RUN = "last run"
-"""Of a study: what is claimed, and under which name its verdict is told."""
+"""Part of a study that is claimed, and under whose name its verdict is told."""
 
 End = Literal["complete", "budget", "interrupted"]
 
@@ -249,7 +249,7 @@ def _run_measured(run: Run, plain: MeasuredEvaluator, store: Store) -> None:
 
 
 def _last_runs(run: Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, float], store: Store) -> None:
-    """Of each phase, by this process or by another that has the same study at the same time."""
+    """The last run of each phase, by this process or by another that has the same study at the same time."""
     waiting: dict[Phase, Searched] = {one.phase: one for one in run.searched}
     location = study_location(run.wish)
     while waiting:

@@ -120,7 +120,7 @@ def search(
 
 
 def _answers_digest(subject: Subject, wish: Wish) -> str:
-    """Of what an evaluator's answers depend on besides machine, model and requests."""
+    """Digest of all that an evaluator's answers depend on besides machine, model and requests."""
     from phasewise.cython_kernels._native import kernel_abi
 
     hidden = wish.hidden_file.read_bytes() if wish.hidden_file else b""

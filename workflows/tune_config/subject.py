@@ -76,11 +76,11 @@ class Subject:
     machine: Machine
     """As much of it as plans may use."""
     key: MachineKey
-    """Of the whole machine: under what plans are kept and found again."""
+    """Key of the whole machine, under which plans are kept and found again."""
     shape: ModelShape
     model_key: str
     limits: OperatorLimits
-    """Of the model."""
+    """Limits of the model's operators."""
     ranks: int | None
     """How many a plan must have; None: as many as is best."""
     hints: tuple[TopoTree, ...]
@@ -101,7 +101,7 @@ class Subject:
 
     @property
     def trace_digest(self) -> str:
-        """Of the requests; part of a study's name."""
+        """Digest of the requests; part of a study's name."""
         lines = (f"{one.prompt_tokens} {one.output_tokens} {one.arrival_s}" for one in self.trace)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 

@@ -132,7 +132,7 @@ class MeasuredJury:
 
 
 class CalculatedJury:
-    """Of an evaluator that always gives the same answer."""
+    """The jury of an evaluator that always gives the same answer."""
 
     is_timed = False
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
 from phasewise.cython_kernels._native import kernel_abi
-from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule
+from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule, StorageDuel
 from phasewise.kerneldb.store import Store
 from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.ranks import ALL_LOGITS_ROWS
@@ -117,6 +117,8 @@ class TunedRound:
     roofline: Roofline
     outcome: TuningOutcome
     attention: TuningOutcome | None = None
+    storage: tuple[StorageDuel, ...] = ()
+    """Duels between sparse and dense storage of a model's weights, of this run or an older one."""
 
     @property
     def is_interrupted(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phasewise.kerneldb.store import open_store
@@ -23,9 +24,15 @@ from phasewise.workflows.tune_kernels.rounds import (
     tune_round,
 )
 from phasewise.workflows.tune_kernels.speed_change import BUDGET_SHARE, SpeedChange, measured_change
+from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels, storage_problems
 
 if TYPE_CHECKING:
+    from phasewise.serving.model import PackedModel
     from phasewise.workflows.open_model import OpenModel
+
+
+STORAGE_SHARE = 0.25
+"""Part of a round's share of the budget that duels between storages get, where there are some."""
 
 
 def rounds_of_model(opened: OpenModel, machine: Machine, phases: Sequence[Phase], max_m: int) -> list[Round]:
@@ -56,19 +63,27 @@ def tune_rounds(
     lock: MeasurementLock,
     report: Report,
     progress: Callable[[TuningProgress], None],
+    model: PackedModel | None = None,
 ) -> list[TunedRound]:
     """Tune each round within its share of the budget that is left. An interrupted round ends the run.
 
-    A part of the budget is kept back for `change_of_model`.
+    A part of the budget is kept back for `change_of_model`. model: whose weights, where some are zero, are
+    compared stored sparse and dense at the end of each round.
     """
     deadline_s = time.monotonic() + budget_s * (1 - BUDGET_SHARE)
     done: list[TunedRound] = []
     with open_store(db, report) as store, lock.working(budget_s):
         for number, one in enumerate(rounds):
             share_s = (deadline_s - time.monotonic()) / (len(rounds) - number)
-            done.append(tune_round(one, machine, store, share_s, resume, progress, lock))
+            problems = [] if model is None else storage_problems(model, one)
+            duels_s = STORAGE_SHARE * share_s if problems else 0.0
+            done.append(tune_round(one, machine, store, share_s - duels_s, resume, progress, lock))
             if done[-1].is_interrupted:
                 break
+            if problems:
+                report(f"comparing sparse and dense storage: {len(problems)} products ...")
+                duels = fight_storage_duels(problems, one, machine, store, duels_s, resume, lock)
+                done[-1] = replace(done[-1], storage=tuple(duels))
     return done
 
 

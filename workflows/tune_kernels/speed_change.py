@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = 512
 DECODE_TOKENS = 32
 BUDGET_SHARE = 0.1
-"""Of a tuning run's budget."""
+"""Share of a tuning run's budget."""
 
 LEAST_PAIRS = 3
 MOST_PAIRS = 15
@@ -36,7 +36,7 @@ class SpeedChange:
 
     phase: Phase
     n_tokens: int
-    """Of a turn: a prompt of so many, or so many decoded ones."""
+    """Tokens of a turn: those of a prompt, or those decoded."""
     before_tokens_per_s: float
     after_tokens_per_s: float
     comparison: Comparison

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from phasewise.tuner.task_division import Task
-    from phasewise.tuner.tuning_run import Gain
-    from phasewise.workflows.tune_kernels.rounds import TunedRound
-
-
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from phasewise.kerneldb.records import StorageDuel
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain
     from phasewise.workflows.tune_kernels.rounds import Shape, TunedRound
@@ -61,6 +54,7 @@ def tuned_fields(tuned: TunedRound) -> dict[str, Any]:
         },
         "mean_gain": mean_gain(outcome.gains) if outcome.gains else None,
         "gains": [_gain_fields(tuned, gain) for gain in outcome.gains],
+        "storage": [storage_fields(duel) for duel in tuned.storage],
         "attention": [_verdict_fields(gain) for gain in tuned.attention.gains] if tuned.attention else [],
     }
 
@@ -83,6 +77,12 @@ def _verdict_fields(gain: Gain) -> dict[str, Any]:
         "schedule": asdict(gain.schedule),
         "last_duel": asdict(gain.comparison),
     }
+
+
+def storage_fields(duel: StorageDuel) -> dict[str, Any]:
+    """A duel between storages; its gain is dense's time / sparse's time."""
+    schedules = {"schedule": asdict(duel.schedule), "dense_schedule": asdict(duel.dense_schedule)}
+    return {**asdict(duel.problem), **asdict(duel.comparison), **schedules}
 
 
 def task_name(task: Task) -> str:

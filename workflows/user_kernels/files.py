@@ -10,11 +10,12 @@ from phasewise._version import __version__
 from phasewise.ir.build import built, chosen, kernel_abi, target_named
 from phasewise.ir.checking import REASSOCIATED_BOUND, Program, Verdict, check, in_folder
 from phasewise.ir.compiling import compiler_for, missing_tool
-from phasewise.ir.emit import Tuned, emitted, emitted_header
-from phasewise.ir.errors import KernelError
+from phasewise.ir.emit import TunedTarget, emitted, emitted_header
+from phasewise.ir.errors import UserKernelError
+from phasewise.ir.original import original_of
 from phasewise.ir.preprocess import guess_isa
 from phasewise.ir.reading import read
-from phasewise.ir.targets import TARGETS, Target, cpu_flags, runs_here
+from phasewise.ir.targets import TARGETS, IsaTarget, cpu_flags, runs_here
 from phasewise.kerneldb.store import Store
 
 MAX_TEXT_BYTES = 4 << 20
@@ -30,22 +31,22 @@ class Checked:
 
 
 def read_text(path: Path) -> str:
-    """A kernel's file. KernelError where it cannot be read."""
+    """A kernel's file. UserKernelError where it cannot be read."""
     try:
         if path.stat().st_size > MAX_TEXT_BYTES:
-            raise KernelError(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MiB; it is no kernel's text")
+            raise UserKernelError(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MiB; it is no kernel's text")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise KernelError(f"{path} is not UTF-8 text") from None
+        raise UserKernelError(f"{path} is not UTF-8 text") from None
     except OSError as error:
-        raise KernelError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserKernelError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def best_target(text: str) -> str:
     """The widest instruction set of this machine that changes how a kernel is lowered."""
     flags = cpu_flags()
     usable = [name for name in TARGETS if runs_here(name, flags)]
-    return usable[-2] if usable[-1] == "avx512_vnni" and "dot_u8i8(" not in text else usable[-1]
+    return usable[-2] if usable[-1] == "avx512_vnni" and "dot_u8i8" not in text else usable[-1]
 
 
 def lowered(path: Path, isa: str, choice: Mapping[str, int]) -> str:
@@ -84,21 +85,28 @@ def checked(
     return found
 
 
-def _home_of(text: str, against: Path) -> Target:
+def _home_of(text: str, against: Path) -> IsaTarget:
     isa = read(text).source_isa or guess_isa(against.read_text(encoding="utf-8", errors="replace"))
     return TARGETS.get(isa, TARGETS["avx2"])
 
 
-def _not_here(target: Target) -> str:
+def _not_here(target: IsaTarget) -> str:
     if target.family == "x86" and not runs_here(target.name, cpu_flags()):
         return f"this machine has no {target.name}"
     return ""
 
 
-def emit(path: Path, store: Store, core_sig: str, header: str | None) -> tuple[str, str, int]:
-    """C file, header, and how many shapes the database has for them. KernelError where it has none."""
+def emit(
+    path: Path, store: Store, core_sig: str, header: str | None, against: Path | None = None,
+    include: Sequence[Path] = (), define: Sequence[str] = (),
+) -> tuple[str, str, int]:  # fmt: skip
+    """C file, header, and how many shapes the database has for them.
+
+    against: the C file that the kernel was tuned against, with folders of its headers and macros.
+    UserKernelError where the database has no shapes, or where that file is in use for one and is not given.
+    """
     text = read_text(path)
-    read(text, str(path))
+    kernel = read(text, str(path))
     tuned, n_shapes = [], 0
     for target in reversed(TARGETS.values()):
         if missing_tool(target):
@@ -106,9 +114,10 @@ def emit(path: Path, store: Store, core_sig: str, header: str | None) -> tuple[s
         abi = kernel_abi(text, target, compiler_for(target))
         by_shape = {one.problem.shape: dict(one.choice) for one in store.user_promotions(abi, core_sig)}
         n_shapes += len(by_shape)
-        tuned.append(Tuned(target, by_shape, core_sig))
+        original = original_of(against, kernel, target, include, define) if against and by_shape else None
+        tuned.append(TunedTarget(target, by_shape, core_sig, original))
     if not n_shapes:
-        raise KernelError(
+        raise UserKernelError(
             f"{path} has not been tuned here as it is now; run "
             f"`phasewise tune-kernels --kernel {path} --shapes ..`"
         )

@@ -6,40 +6,42 @@ import itertools
 import re
 
 from phasewise.ir.cases import sizes
-from phasewise.ir.errors import KernelError
-from phasewise.ir.nodes import Function
+from phasewise.ir.errors import UserKernelError
+from phasewise.ir.nodes import FunctionDefinition
 
 Shape = tuple[tuple[str, int], ...]
 MAX_SHAPES = 64
 
 
-def parse_shapes(text: str, function: Function) -> list[Shape]:
+def parse_shapes(text: str, function: FunctionDefinition) -> list[Shape]:
     """All combinations. `64..4096` doubles from one to the other. KernelError for what is not understood."""
     known = sizes(function)
     found: dict[str, list[int]] = {}
     for part in text.split(";"):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*([\d.,\s]+?)\s*", part)
         if match is None:
-            raise KernelError(f"shapes are written like n=64..4096 or n=64,256;dim=64, not {part!r:.40}")
+            raise UserKernelError(f"shapes are written like n=64..4096 or n=64,256;dim=64, not {part!r:.40}")
         name, values = match[1], match[2]
         if name not in known:
-            raise KernelError(
+            raise UserKernelError(
                 f"{function.name} has no whole number `{name}`; it has {', '.join(known) or 'none'}"
             )
         found[name] = [value for one in values.split(",") for value in _values(one.strip())]
     missing = [name for name in known if name not in found]
     if missing:
-        raise KernelError(f"shapes of {function.name} need `{missing[0]}` too, e.g. {missing[0]}=64..4096")
+        raise UserKernelError(
+            f"shapes of {function.name} need `{missing[0]}` too, e.g. {missing[0]}=64..4096"
+        )
     shapes = [tuple(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
     if len(shapes) > MAX_SHAPES:
-        raise KernelError(f"{len(shapes)} shapes are more than {MAX_SHAPES}")
+        raise UserKernelError(f"{len(shapes)} shapes are more than {MAX_SHAPES}")
     return list(dict.fromkeys(shapes))
 
 
 def _values(text: str) -> list[int]:
     match = re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9}))?", text)
     if match is None:
-        raise KernelError(f"{text!r:.40} is neither a whole number nor a range such as 64..4096")
+        raise UserKernelError(f"{text!r:.40} is neither a whole number nor a range such as 64..4096")
     first, last = int(match[1]), int(match[2] or match[1])
     found, value = [], first
     while value < last:

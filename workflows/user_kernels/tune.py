@@ -19,10 +19,11 @@ from phasewise.ir import cases as drawing
 from phasewise.ir.build import built, chosen, kernel_abi
 from phasewise.ir.checking import REASSOCIATED_BOUND, Program, check, in_folder
 from phasewise.ir.compiling import compiler_for, emulator_for
-from phasewise.ir.errors import KernelError, SourceError
-from phasewise.ir.nodes import Function
+from phasewise.ir.errors import SourceError, UserKernelError
+from phasewise.ir.nodes import FunctionDefinition
+from phasewise.ir.original import Original, is_original
 from phasewise.ir.reading import read
-from phasewise.ir.targets import Target
+from phasewise.ir.targets import IsaTarget
 from phasewise.ir.timing import TimingProcess, library_of
 from phasewise.kerneldb.records import MachineKey, Origin
 from phasewise.kerneldb.store import Store
@@ -37,7 +38,7 @@ from phasewise.workflows.user_kernels.shapes import Shape
 
 CHECKED_CASES = 200
 HOPELESS_NS = 10**15
-"""Of parameters that do not fit each other."""
+"""Time that stands for parameters that do not fit each other."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class ShapeOutcome:
     problem: UserProblem
     choice: Choice
     gain: float
-    """Of the last duel: how many times as fast as what it was compared with."""
+    """Gain of the last duel: how many times as fast as what it was compared with."""
     gain_low: float
     timed: int
     replayed: int
@@ -57,12 +58,12 @@ class ShapeOutcome:
 
 
 @dataclass(frozen=True)
-class Setting:
+class KernelSetting:
     """On what a kernel is tuned."""
 
     text: str
     where: str
-    target: Target
+    target: IsaTarget
     core_sig: str
     core: int
     store: Store
@@ -70,16 +71,18 @@ class Setting:
     report: Report
     budget_s: float
     resume: bool = True
+    original: Original | None = None
+    """The author's own function: it stays in use where no parameters are proven faster."""
 
 
-def tune_user_kernel(setting: Setting, shapes: Sequence[Shape]) -> list[ShapeOutcome]:
+def tune_user_kernel(setting: KernelSetting, shapes: Sequence[Shape]) -> list[ShapeOutcome]:
     """Tune each shape in turn, each within its share of the time that is left.
 
-    Raises KernelError where the kernel cannot be read, compiled or run here, and CheckError where parameters
-    change a result that they must not change.
+    Raises UserKernelError where the kernel cannot be read, compiled or run here, and CheckError where
+    parameters change a result that they must not change.
     """
     if emulator_for(setting.target):
-        raise KernelError(
+        raise UserKernelError(
             f"kernels for {setting.target.name} run under an emulator here; times there mean nothing"
         )
     function = read(setting.text, setting.where)
@@ -96,7 +99,12 @@ def tune_user_kernel(setting: Setting, shapes: Sequence[Shape]) -> list[ShapeOut
 
 class _Run:
     def __init__(
-        self, setting: Setting, function: Function, abi: str, folder: Path, shapes: Sequence[Shape]
+        self,
+        setting: KernelSetting,
+        function: FunctionDefinition,
+        abi: str,
+        folder: Path,
+        shapes: Sequence[Shape],
     ) -> None:
         self._setting = setting
         self._function = function
@@ -107,8 +115,8 @@ class _Run:
         self._began_ms = 0 if setting.resume else time.time_ns() // 1_000_000
         self._first = tuple(one.values[0] for one in function.parameters)
         self._fits: dict[Point, bool] = {}
-        self._kernels: dict[Point, int] = {}
-        self._programs: dict[Point, Program] = {}
+        self._kernels: dict[Choice, int] = {}
+        self._programs: dict[Choice, Program] = {}
         self._watch = Watch([setting.core])
         rng = np.random.default_rng(0)
         default = chosen(setting.text, {}, setting.where)
@@ -147,7 +155,9 @@ class _Run:
         except _OutOfTime:
             is_complete = False
             best = min(known, key=lambda one: known[one][-1], default=first)
-        found = self._settle(problem, first, best)
+        for choice in self._imported(problem):
+            self._settle(problem, self._named(first), choice)
+        found = self._settle(problem, self._named(first), self._named(best))
         return ShapeOutcome(
             problem, found.choice, found.comparison.gain, found.comparison.gain_low, counts["timed"],
             counts["replayed"], known[first][-1], known[best][-1], is_complete,
@@ -166,7 +176,7 @@ class _Run:
     def _time(self, problem: UserProblem, asked: Sequence[Point], known: dict[Point, list[int]]) -> int:
         """Time points side by side, but those that do not fit. Returns how many were timed."""
         usable = [one for one in asked if self._kernel_fits(one)]
-        takes = [self._take(one) for one in usable]
+        takes = [self._take(self._named(one)) for one in usable]
         with self._setting.lock.turn():
             self._watch.begin()
             taken = timing.race(takes)
@@ -198,18 +208,22 @@ class _Run:
                 self._fits[point] = True
         return self._fits[point]
 
-    def _kernel(self, point: Point) -> int:
-        """Number in the timing process."""
-        if point not in self._kernels:
-            setting = self._setting
-            lowered = built(setting.text, dict(self._named(point)), setting.target, setting.where)
-            name = f"k{len(self._kernels)}"
-            path = library_of(lowered.file(setting.target), name, self._folder, setting.target)
-            self._kernels[point] = self.process.load(path)
-        return self._kernels[point]
+    def _source(self, choice: Choice) -> str:
+        setting = self._setting
+        if setting.original and choice == setting.original.choice:
+            return setting.original.file()
+        return built(setting.text, dict(choice), setting.target, setting.where).file(setting.target)
 
-    def _take(self, point: Point) -> timing.Take:
-        kernel = self._kernel(point)
+    def _kernel(self, choice: Choice) -> int:
+        """Number in the timing process."""
+        if choice not in self._kernels:
+            name = f"k{len(self._kernels)}"
+            path = library_of(self._source(choice), name, self._folder, self._setting.target)
+            self._kernels[choice] = self.process.load(path)
+        return self._kernels[choice]
+
+    def _take(self, choice: Choice) -> timing.Take:
+        kernel = self._kernel(choice)
         first = max(1, min(self.process.call_ns(kernel, 3, 1)))
         turn = timing.plan_turn(first)
         if turn.calls_a_loop > 1:
@@ -222,57 +236,76 @@ class _Run:
 
         return take
 
-    def _settle(self, problem: UserProblem, default: Point, best: Point) -> UserPromotion:
-        """What is in use after a duel of the best with what was in use; no duel is fought twice."""
+    def _imported(self, problem: UserProblem) -> list[Choice]:
+        """What other databases have in use for the shape, on this kind of core: each gets a duel here."""
+        setting = self._setting
+        found = setting.store.user_promotions(problem.kernel_abi, setting.core_sig, verified=False)
+        usable = (one.choice for one in found if one.problem == problem and self._is_offered(one.choice))
+        return [*dict.fromkeys(one for one in usable if is_original(dict(one)) or self._fit(one))][-1:]
+
+    def _fit(self, choice: Choice) -> bool:
+        return self._kernel_fits(tuple(dict(choice).values()))
+
+    def _settle(self, problem: UserProblem, default: Choice, best: Choice) -> UserPromotion:
+        """What is in use after a duel of the best with what was in use; no duel is fought twice.
+
+        An original is what was in use at the beginning: what is to replace it, now or from an earlier run
+        without it, has to be proven faster.
+        """
         setting = self._setting
         promotions = setting.store.user_promotions(problem.kernel_abi, setting.core_sig)
         earlier = [one for one in promotions if one.problem == problem and self._is_offered(one.choice)]
-        incumbent = tuple(dict(earlier[-1].choice).values()) if earlier else default
-        judged = any(self._named(best) in (one.choice, one.incumbent) for one in earlier)
-        if earlier and (judged or best == incumbent):
+        original = setting.original.choice if setting.original else None
+        met = {one for found in earlier for one in (found.choice, found.incumbent)}
+        if original and earlier and original not in met:
+            earlier.append(self._duel(problem, original, earlier[-1].choice))
+            met.add(original)
+        if earlier and best in met:
             return earlier[-1]
-        if best != incumbent:
-            self._check(default, best)
-        takes = self._take(incumbent), self._take(best)
+        return self._duel(problem, earlier[-1].choice if earlier else original or default, best)
+
+    def _duel(self, problem: UserProblem, incumbent: Choice, challenger: Choice) -> UserPromotion:
+        """The challenger comes into use where it is proven faster and keeps the incumbent's results."""
+        setting = self._setting
+        if challenger != incumbent:
+            self._check(incumbent, challenger)
+        takes = self._take(incumbent), self._take(challenger)
         with setting.lock.turn():
             found = timing.compare(timing.duel(*takes))
-        if best != incumbent and timing.proves_faster(found):
-            promotion = UserPromotion(
-                problem, self._named(best), self._named(incumbent), found, self._origin()
-            )
+        if challenger != incumbent and timing.proves_faster(found):
+            promotion = UserPromotion(problem, challenger, incumbent, found, self._origin())
         else:
-            promotion = UserPromotion(
-                problem, self._named(incumbent), self._named(best), reversed_comparison(found), self._origin()
-            )
+            reverse = reversed_comparison(found)
+            promotion = UserPromotion(problem, incumbent, challenger, reverse, self._origin())
         setting.store.add_user_promotion(promotion)
         return promotion
 
     def _is_offered(self, choice: Choice) -> bool:
+        if is_original(dict(choice)):
+            return self._setting.original is not None and choice == self._setting.original.choice
         values = {one.name: one.values for one in self._function.parameters}
         return [name for name, _ in choice] == self._names and all(
             value in values[name] for name, value in choice
         )
 
-    def _check(self, default: Point, best: Point) -> None:
-        """The parameters give the default's bits, or stay within the bound where sums may be reordered."""
+    def _check(self, incumbent: Choice, challenger: Choice) -> None:
+        """The same bits, or within the bound where sums may be reordered."""
         bound = REASSOCIATED_BOUND if self._function.reassociate else None
         check(
-            self._program(default),
-            self._program(best),
+            self._program(incumbent),
+            self._program(challenger),
             self._default,
             CHECKED_CASES,
             bound,
             where=self._setting.where,
         )
 
-    def _program(self, point: Point) -> Program:
-        if point not in self._programs:
-            setting = self._setting
+    def _program(self, choice: Choice) -> Program:
+        if choice not in self._programs:
             source = self._folder / f"check{len(self._programs)}.c"
-            lowered = built(setting.text, dict(self._named(point)), setting.target, setting.where)
-            source.write_text(lowered.file(setting.target))
-            self._programs[point] = Program(self._default, [source], self._folder, setting.target)
-        return self._programs[point]
+            source.write_text(self._source(choice))
+            self._programs[choice] = Program(self._default, [source], self._folder, self._setting.target)
+        return self._programs[choice]
 
     def _named(self, point: Point) -> Choice:
         return tuple(zip(self._names, point, strict=True))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phasewise.cli.commands.bench.options import Table, counts
+from phasewise.cli.commands.bench.options import Table, WideOption, counts
 from phasewise.cli.options import ThreadsOption
 from phasewise.cli.present import note, say
 
@@ -28,6 +28,7 @@ def allreduce(
     threads: ThreadsOption = None,
     rounds: Annotated[int, typer.Option("-r", "--rounds", min=1, max=1000)] = 15,
     output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
+    wide: WideOption = False,
 ) -> None:
     """Time the all-reduces over shared memory beside plain copying by the same cores, in turns.
 
@@ -36,6 +37,7 @@ def allreduce(
     message.
     """
     from phasewise.cli.render.all_reduce_formats import FORMATS
+    from phasewise.cli.render.row_forms import written
     from phasewise.topology import read_machine
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.tuner.plans import default_plan
@@ -45,7 +47,7 @@ def allreduce(
     grid = AllReduceGrid(cores, _rank_counts(ranks, len(cores)), _sizes(sizes), _kinds(kinds), rounds)
     with user_lock(note).turn():
         rows = list(all_reduce_rows(grid, report=note))
-    say(FORMATS[output.value](rows), end="")
+    say(written(FORMATS, output.value, rows, wide=wide), end="")
 
 
 def _rank_counts(text: str, n_cores: int) -> Sequence[int]:

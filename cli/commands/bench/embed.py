@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise.cli.options import JsonOption, parse_budget
-from phasewise.cli.present import note, print_json, say, write_atomically
+from phasewise.cli.present import note, print_json, say, say_words, write_atomically
 
 if TYPE_CHECKING:
     from phasewise.loadtest.embed import EmbedClient, EmbedFigures
@@ -70,6 +70,8 @@ def embed(
     slo_s = None if slo is None else parse_budget(slo)
     if find and slo_s is None:
         raise typer.BadParameter("--find needs --slo")
+    if find and plot is not None:
+        raise typer.BadParameter("--find draws nothing: leave --plot out")
     if encoding not in ("float", "base64"):
         raise typer.BadParameter("--encoding is float or base64")
     base = base_of(url)
@@ -114,7 +116,7 @@ def embed(
     if "highest_concurrency" in found:
         say(f"{found['highest_concurrency']} queries at once within {slo_s:g} s")
     for load in found["loads"]:
-        say(_line(load))
+        say_words(_line(load))
 
 
 def _fields(of: EmbedFigures) -> dict[str, Any]:

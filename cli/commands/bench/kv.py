@@ -9,7 +9,7 @@ import typer
 
 from phasewise.cli.commands.bench.options import Table, WideOption
 from phasewise.cli.option_sets import opt, option_set, spread
-from phasewise.cli.options import parse_bytes
+from phasewise.cli.options import KvFormat, parse_bytes
 from phasewise.cli.present import note, say
 from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
 
@@ -52,6 +52,9 @@ _WISH = option_set(
         "--memory",
         parser=parse_bytes,
         metavar="BYTES",
+    ),
+    kv_format=opt(
+        "format of the keys and values of --model; auto: f16, or f32 beside f32 weights", kind=KvFormat
     ),
     max_sequences=opt("most running requests", min=1),
     step_ms=opt("replay arrivals; each step lasts this long [default: all requests wait]", min=0.001),

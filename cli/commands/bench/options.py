@@ -19,20 +19,20 @@ class Table(StrEnum):
 WideOption = Annotated[bool, typer.Option("--wide", help="print all columns of the table")]
 
 
-class Counts(tuple[int, ...]):
+class CountsValue(tuple[int, ...]):
     """Positive whole numbers, as an option's value."""
 
     __slots__ = ()
 
 
-def counts(text: str) -> Counts:
+def counts(text: str) -> CountsValue:
     """`128,512` as integers; `0` or an empty text is none. Raises BadParameter for anything else."""
     if text.strip() in ("", "0"):
-        return Counts()
+        return CountsValue()
     try:
         values = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         values = []
     if not values or not all(1 <= value <= 1 << 20 for value in values):
         raise typer.BadParameter(f"{text!r} is not a list of positive whole numbers such as 128,512")
-    return Counts(values)
+    return CountsValue(values)

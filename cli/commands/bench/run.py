@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
-from phasewise.cli.commands.bench.options import Counts, WideOption, counts
+from phasewise.cli.commands.bench.options import CountsValue, WideOption, counts
 from phasewise.cli.options import (
+    ArithmeticOption,
     DbOption,
     ExplainOption,
     FormatOption,
+    KQuantArithmetic,
     KvFormat,
     KvFormatOption,
     ModelArgument,
@@ -40,11 +42,11 @@ class Output(StrEnum):
 def run(
     model: ModelArgument,
     prompts: Annotated[
-        Counts, _counts("-p", "--n-prompt", help="prompt lengths in tokens, e.g. 128,512; 0: none")
+        CountsValue, _counts("-p", "--n-prompt", help="prompt lengths in tokens, e.g. 128,512; 0: none")
     ] = "512",  # type: ignore[assignment]
-    n_gen: Annotated[Counts, _counts("-n", "--n-gen", help="decode lengths in tokens; 0: none")] = "128",  # type: ignore[assignment]
+    n_gen: Annotated[CountsValue, _counts("-n", "--n-gen", help="decode lengths in tokens; 0: none")] = "128",  # type: ignore[assignment]
     sequences: Annotated[
-        Counts, _counts("-b", "--n-sequences", help="numbers of sequences in a batch")
+        CountsValue, _counts("-b", "--n-sequences", help="numbers of sequences in a batch")
     ] = "1",  # type: ignore[assignment]
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000)] = 5,
     output: Annotated[Output, typer.Option("-o", "--output", help="form of the rows")] = Output.md,
@@ -54,6 +56,7 @@ def run(
     sparse: SparseOption = Sparse.auto,
     threads: ThreadsOption = None,
     tile_prompts: TilePromptsOption = False,
+    arithmetic: ArithmeticOption = KQuantArithmetic.tuned,
     db: DbOption = None,
     explain: ExplainOption = False,
 ) -> None:
@@ -75,7 +78,14 @@ def run(
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
     found = open_model(
-        model, weight_format, threads, db, note, sparse=sparse.value, tile_prompts=tile_prompts
+        model,
+        weight_format,
+        threads,
+        db,
+        note,
+        sparse=sparse.value,
+        tile_prompts=tile_prompts,
+        arithmetic=arithmetic.value,
     )
     note_plans(found.plans)
     check_context(workloads, found.model.config.context_length)

@@ -1,5 +1,5 @@
 """Granite 3: a Llama whose embeddings, scores, halves of layers and logits have multipliers; and its
-mixtures.
+mixtures, with or without an expert that all tokens share.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ def _scaled(
 
 
 def _moe(get: Get, config: ModelConfig) -> ModelConfig:
-    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True)
+    shared = get("shared_intermediate_size", int, 0)
+    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, shared_ffn=shared)
     return replace(_granite(get, config), experts=experts)
 
 
 def _moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    experts = experts_of(get, "expert_count", "expert_used_count", normalised=True)
+    shared = get("expert_shared_feed_forward_length", int, 0)
+    experts = experts_of(get, "expert_count", "expert_used_count", normalised=True, shared_ffn=shared)
     return replace(_granite_gguf(get, config), experts=experts)
 
 
@@ -58,7 +60,7 @@ GRANITE = Family(
 )
 GRANITE_MOE = Family(
     "granitemoe",
-    hf=("granitemoe",),
+    hf=("granitemoe", "granitemoeshared"),
     gguf=("granitemoe",),
     from_hf=_moe,
     from_gguf=_moe_gguf,
@@ -67,7 +69,14 @@ GRANITE_MOE = Family(
         "block_sparse_moe.router.layer.weight": "router",
         "block_sparse_moe.input_linear.weight": TensorCut(("gate", "up"), of_experts=True),
         "block_sparse_moe.output_linear.weight": TensorCut(("down",), of_experts=True),
+        "shared_mlp.input_linear.weight": TensorCut(("gate", "up")),
+        "shared_mlp.output_linear.weight": "down",
     },
-    gguf_names=GGUF_EXPERTS,
+    gguf_names={
+        **GGUF_EXPERTS,
+        "ffn_gate_shexp.weight": "gate",
+        "ffn_up_shexp.weight": "up",
+        "ffn_down_shexp.weight": "down",
+    },
     gguf_interleaved_heads=True,
 )

@@ -12,7 +12,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def layer_types(get: Get, config: ModelConfig, period: int) -> list[bool]:
-    """Of config.json: which layers have a window; all but every `period`-th where the file does not say."""
+    """Which layers have a window, by config.json; all but every `period`-th where the file does not say."""
     named = get("layer_types", list)
     if named is None:
         return all_but_every(period, config.n_layers)
@@ -54,13 +54,15 @@ def positive(get: Get, key: str, default: float) -> float:
     return value
 
 
-def experts_of(get: Get, count: str, chosen: str, normalised: bool, biases: bool = False) -> Experts:
+def experts_of(
+    get: Get, count: str, chosen: str, normalised: bool, biases: bool = False, shared_ffn: int = 0
+) -> Experts:
     """The mixture whose numbers the file gives under these keys."""
     found = get(count, int), get(chosen, int)
     for key, value in zip((count, chosen), found, strict=True):
         if value is None:
             raise ModelError(f"a mixture of experts without {key}")
-    return Experts(*found, normalised, biases)
+    return Experts(*found, normalised, biases, shared_ffn)
 
 
 def must_be_off(get: Get, *keys: str) -> None:

@@ -19,6 +19,7 @@ from tests.support.kerneldb_examples import (  # noqa: E402
     PLAN,
     PROMOTION,
     STEP_TIME,
+    STORAGE_DUEL,
     USER_PROMOTION,
     USER_TIMING,
 )
@@ -31,6 +32,7 @@ def main() -> None:
     with open_store(file) as store:
         store.add_measurements([MEASUREMENT])
         store.add_promotions([PROMOTION])
+        store.add_storage_duels([STORAGE_DUEL])
         store.add_plan(PLAN)
         store.add_step_times([STEP_TIME])
         store.add_user_timings([USER_TIMING])

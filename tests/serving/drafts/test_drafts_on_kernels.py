@@ -19,9 +19,10 @@ from phasewise.serving.model import PackedModel
 from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
 from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.sampling import GREEDY, SamplingParams
-from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from phasewise.serving.schedules import ScheduleLookup
+from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.serving.test_engine_kernels import plans, tokens
-from tests.serving.test_forward import Machine, make_model, random_ids, sliced
+from tests.serving.test_forward import DefaultSchedules, Machine, OwnPath, make_model, random_ids, sliced
 from tests.serving.test_forward_ranks import ranks
 from tests.support.fake_engine import run_all
 from tests.support.guessing import GuessingDrafter
@@ -116,6 +117,24 @@ def answers(
         got = {name: tokens(outs) for name, outs in run_all(opened.engine, *asked).items()}
         counts = opened.engine.load().drafts
     return got, counts.accepted if counts else 0
+
+
+@pytest.mark.parametrize("n_slots", [1024, 192])
+def test_answers_are_the_same_where_prompts_have_a_path_of_their_own(
+    models: Callable[..., PackedModel], n_slots: int
+) -> None:
+    """As under --tile-prompts (decision 0055): drafts are checked in decode steps, whose path is the one of
+    tokens without drafts. With few slots requests wait for each other, and none is preempted."""
+    model, size = models(seed=3, types="Q8_0"), EngineSize(192, n_slots, 4, kv_policy="static")
+    schedules: dict[Phase, ScheduleLookup] = {"prefill": OwnPath(1), "decode": DefaultSchedules(1)}
+    found = []
+    for guess in (None, 0.8):
+        with open_engine(model, plans(), size, schedules=schedules) as opened:
+            if guess is not None:
+                opened.engine.drafter = GuessingDrafter(found[0], guess, model.config.vocab_size)
+            found.append({name: tokens(outs) for name, outs in run_all(opened.engine, *requests()).items()})
+
+    assert found[0] == found[1]
 
 
 @pytest.fixture(scope="module")

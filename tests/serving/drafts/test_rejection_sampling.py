@@ -18,7 +18,7 @@ def logits_of(seed: int, n: int = VOCAB, spread: float = 1.5) -> np.ndarray:
 
 
 def chi_square(counts: np.ndarray, odds: np.ndarray) -> float:
-    """Of counts against a distribution; cells that cannot come must be empty."""
+    """The statistic of counts against a distribution; cells that cannot come must be empty."""
     possible = odds > 0
     assert not counts[~possible].any()
     expected = odds[possible] * counts.sum()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from phasewise.serving.embedding.depth import (
     admission_depth,
     fit,
     line_through,
+    predict_and_try,
     probe_sizes,
     stress,
 )
@@ -63,13 +66,31 @@ def test_neither_part_of_a_line_is_negative() -> None:
 
 
 @examples(40)
-@given(alpha=st.floats(0.001, 0.5), beta=st.floats(0, 0.9), guess=st.integers(1, 200))
+@given(alpha=st.floats(0.001, 0.5), beta=st.floats(0, 0.9), guess=st.integers(0, 200))
 def test_a_stress_test_finds_the_depth_of_the_line(alpha: float, beta: float, guess: int) -> None:
     line = LatencyLine(alpha, beta)
 
-    assert stress(lambda load: line.seconds(load), 1.0, guess) == pytest.approx(
-        line.largest_within(1.0), abs=1
-    )
+    async def seconds(load: int) -> float:
+        return line.seconds(load)
+
+    found = asyncio.run(stress(seconds, 1.0, guess))
+
+    depth = line.largest_within(1.0)
+    assert depth - max(1, guess // 40) <= found <= depth
+
+
+@examples(40)
+@given(alpha=st.floats(0.001, 0.4), beta=st.floats(0, 0.5), bend=st.floats(-0.02, 0.02))
+def test_the_depth_by_the_line_is_the_depth_by_trying(alpha: float, beta: float, bend: float) -> None:
+    """Also of a device that is not quite a line: within 5 % or one input."""
+    line = LatencyLine(alpha, beta)
+
+    async def seconds(load: int) -> float:
+        return line.seconds(load) * (1 + bend * load * alpha)
+
+    found = asyncio.run(predict_and_try(seconds, 1.0))
+
+    assert found.predicted == pytest.approx(found.tried, rel=0.05, abs=1)
 
 
 def test_a_server_holds_less_because_an_input_may_find_a_batch_begun() -> None:

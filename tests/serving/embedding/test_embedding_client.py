@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.encoder.text import Tokens
 from phasewise.serving.errors import QueueFull, RanksError, StepFailed, Stopping
-from tests.support.fake_embedding import POISON, FakeWorker, client_over, vector_of
+from tests.support.fake_embedding import OVERFLOW, POISON, FakeWorker, client_over, vector_of
 
 
 def inputs(n: int, first: int = 100) -> list[Tokens]:
@@ -120,6 +121,24 @@ def test_a_batch_that_fails_fails_alone() -> None:
     run(use)
 
 
+def test_a_vector_that_is_not_finite_fails_its_own_request_alone() -> None:
+    """Weights that overflow for one input: others of the same batch have their vectors."""
+
+    async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
+        gate = workers[0].gate = asyncio.Event()
+        first = asyncio.ensure_future(client.embed(inputs(1)))
+        await asyncio.sleep(0.01)
+        bad = asyncio.ensure_future(client.embed([Tokens([OVERFLOW, 1])]))
+        good = asyncio.ensure_future(client.embed(inputs(3)))
+        gate.set()
+        assert len(await first) == 1
+        with pytest.raises(StepFailed, match="not numbers"):
+            await bad
+        assert len(await good) == 3
+
+    run(use)
+
+
 def test_busy_is_told_whole_and_at_once() -> None:
     async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
         gate = workers[0].gate = asyncio.Event()
@@ -139,6 +158,43 @@ def test_busy_is_told_whole_and_at_once() -> None:
         assert len(await last) == 1
 
     run(use, depths=[(4, 1000)])
+
+
+def test_devices_that_are_slower_than_promised_hold_less_and_more_again() -> None:
+    """A batch of 64 inputs takes 0.2 s where the promise is 0.1 s for 1000: soon few have room at a time."""
+
+    async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
+        workers[0].delay_s = 0.2
+        for at in range(3):
+            await client.embed(inputs(64, 100 * at))
+        with pytest.raises(QueueFull):
+            await asyncio.gather(*(client.embed(inputs(1, 100 * at)) for at in range(100)))
+        await asyncio.sleep(0.5)
+        workers[0].delay_s = 0.0
+        for at in range(40):
+            await client.embed(inputs(20, 100 * at))
+        answers = await asyncio.gather(*(client.embed(inputs(1, 100 * at)) for at in range(100)))
+        assert len(answers) == 100
+
+    run(use, depths=[(1000, 2000)], slo_s=0.1)
+
+
+def test_what_would_be_late_is_busy_and_a_request_alone_takes_its_time() -> None:
+    """Accepted by the depth, while the worker has become slow: 0.2 s for a batch where 0.3 s are promised."""
+
+    async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
+        await client.embed(inputs(64))
+        workers[0].delay_s = 0.2
+        began_s = time.monotonic()
+        asked = [asyncio.ensure_future(client.embed(inputs(1, 100 * at), "", began_s)) for at in range(400)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [one for one in answers if isinstance(one, BaseException)]
+        assert all(isinstance(one, QueueFull) for one in refused)
+        assert 64 <= len(answers) - len(refused) <= 5 * 64
+        workers[0].delay_s = 0.5
+        assert len(await client.embed(inputs(1))) == 1
+
+    run(use, depths=[(1000, 100_000)], slo_s=0.3)
 
 
 def test_a_client_that_leaves_frees_its_places() -> None:
@@ -169,3 +225,29 @@ def test_at_the_end_everything_is_told_so() -> None:
             await client.embed(inputs(1))
 
     run(use)
+
+
+def test_a_client_with_many_inputs_keeps_no_other_one_out() -> None:
+    """The first has all places and 400 inputs more; the other's input is computed with the next batch."""
+
+    async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
+        gate = workers[0].gate = asyncio.Event()
+        greedy = asyncio.ensure_future(client.embed(inputs(500), "greedy"))
+        await asyncio.sleep(0.01)
+        with pytest.raises(QueueFull):
+            await client.embed(inputs(1), "greedy")
+        with pytest.raises(QueueFull):
+            client.refuse_if_full("greedy")
+        client.refuse_if_full("modest")
+        with pytest.raises(QueueFull):
+            await client.embed(inputs(60), "modest")  # more than half of 100 places
+        modest = asyncio.ensure_future(client.embed(inputs(1, 5000), "modest"))
+        await asyncio.sleep(0.01)
+        n_before = workers[0].n_batches
+        gate.set()
+        await modest
+        assert not greedy.done()
+        assert workers[0].n_batches <= n_before + 2
+        assert len(await greedy) == 500
+
+    run(use, depths=[(100, 10_000)])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import math
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,19 @@ import pytest
 
 from phasewise.serving.encoder.pooling import truncated
 from phasewise.serving.encoder.text import Tokens
+from phasewise.serving.http import embeddings
+from phasewise.serving.http.connection import Connection
+from phasewise.serving.http.http_settings import HttpLimits
 from tests.support.encoder_models import MAX_TOKENS, write_encoder
-from tests.support.fake_embedding import POISON, WIDTH, EmbeddingServer, embedding_server, vector_of
+from tests.support.fake_embedding import (
+    POISON,
+    WIDTH,
+    EmbeddingServer,
+    FakeWorker,
+    embedding_server,
+    vector_of,
+)
+from tests.support.rude_clients import until
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +216,51 @@ def test_busy_is_429_with_retry_after_for_one_input_as_for_many(tmp_path: Path) 
         )  # larger than the depth, but alone
 
 
+def test_a_client_that_comes_while_all_is_full_is_read_as_one_that_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its next request, which is accepted, would be read late."""
+    vouched: list[Connection] = []
+
+    def vouch(connection: Connection) -> None:
+        vouched.append(connection)
+
+    monkeypatch.setattr(Connection, "vouch", vouch)
+    folder = write_encoder(tmp_path / "bert", "bert")
+    with (
+        embedding_server(folder, depths=[(2, 1000)]) as running,
+        httpx.Client(timeout=20) as client,
+        ThreadPoolExecutor(1) as other,
+    ):
+        running.workers[0].delay_s = 1.0
+        first = other.submit(post, running, input=["a", "b"])
+        until(lambda: running.client.n_live == 2, "the first request is in progress")
+        url = f"{running.url}/v1/embeddings"
+        assert client.post(url, json={"model": "none", "input": "c"}).status_code == 404
+        assert len(vouched) == 0
+        assert client.post(url, json={"model": "tiny", "input": "c"}).status_code == 429
+        assert len(vouched) == 1
+        assert first.result().status_code == 200
+
+
+def test_a_client_that_leaves_frees_its_places(tmp_path: Path) -> None:
+    """Its request is forgotten, and the next one is answered."""
+    folder = write_encoder(tmp_path / "bert", "bert")
+    with embedding_server(folder, depths=[(2, 1000)]) as running:
+        running.workers[0].delay_s = 0.6
+        body = {"model": "tiny", "input": ["a", "b"]}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{running.url}/v1/embeddings", json=body, timeout=0.3)
+        deadline = time.monotonic() + 20
+        while running.client.n_live and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert running.client.n_live == 0
+        running.workers[0].delay_s = 0.0
+        while post(running, input=["c", "d"]).status_code == 429:
+            assert time.monotonic() < deadline
+        assert running.client.lanes()[0].inputs == 0
+
+
 def test_documents_come_back_by_their_scores(reranker: EmbeddingServer) -> None:
     documents = ["a dog", "the cat sat", "one two"]
     tokens = reranker.text.tokens([("cat", text) for text in documents])
@@ -222,3 +281,72 @@ def test_documents_come_back_by_their_scores(reranker: EmbeddingServer) -> None:
     assert [one["index"] for one in objects.json()["results"]] == order
     assert post(reranker, input="a").status_code == 400
     assert post(reranker, "/rerank", query="cat", texts=[]).status_code == 400
+
+
+@pytest.mark.parametrize("digits", [10, 4299, 4300])
+@pytest.mark.parametrize("body", ['"dimensions":N', '"input":[N]', '"input":[[N]]'])
+def test_integers_of_thousands_of_digits_are_mistakes(
+    server: EmbeddingServer, body: str, digits: int
+) -> None:
+    text = f'{{"model":"tiny","input":"a",{body.replace("N", "9" * digits)}}}'
+    answer = httpx.post(
+        f"{server.url}/v1/embeddings", content=text, headers={"Content-Type": "application/json"}
+    )
+
+    assert answer.status_code == 400
+    assert len(answer.text) < 500
+
+
+def test_vectors_are_written_beside_the_loop(
+    server: EmbeddingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = embeddings._written
+    seen: set[str] = set()
+
+    def noted(*arguments: Any) -> bytes:
+        seen.add(threading.current_thread().name)
+        return written(*arguments)
+
+    monkeypatch.setattr(embeddings, "_written", noted)
+    assert vectors(post(server, input=["a", "b"])).shape == (2, WIDTH)
+    assert all(name.startswith("asyncio_") for name in seen)
+    assert seen
+
+
+def test_an_answer_that_takes_too_much_memory_is_refused_before_it_is_computed(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert", "bert")
+    most = 10 * WIDTH * 24
+    with embedding_server(folder, limits=HttpLimits(max_response_bytes=most)) as small:
+        fits, refused, coded = (
+            post(small, input=["a"] * n, encoding_format=kind)
+            for n, kind in ((10, "float"), (11, "float"), (40, "base64"))
+        )
+        n_seen = sum(len(worker.seen) for worker in small.workers)
+
+    assert (fits.status_code, refused.status_code, coded.status_code) == (200, 400, 200)
+    assert n_seen == 50
+    assert "more than" in error_of(refused)["message"]
+
+
+def test_a_key_with_many_inputs_waits_for_itself(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert", "bert")
+    slow = FakeWorker(delay_s=0.05)
+    keys = {name: {"Authorization": f"Bearer {name}"} for name in ("greedy", "modest")}
+    ended: list[str] = []
+
+    def ask(name: str, n: int) -> int:
+        body = {"model": "tiny", "input": ["a"] * n}
+        answer = httpx.post(f"{small.url}/v1/embeddings", json=body, headers=keys[name], timeout=60)
+        ended.append(name)
+        return answer.status_code
+
+    limits = HttpLimits(api_keys=tuple(keys))
+    with (
+        embedding_server(folder, workers=[slow], depths=[(8, 10_000)], limits=limits) as small,
+        ThreadPoolExecutor() as clients,
+    ):
+        greedy = clients.submit(ask, "greedy", 2000)
+        until(lambda: small.client.n_live == 2000, "the greedy key holds every place")
+        assert ask("modest", 1) == 200
+        assert greedy.result() == 200
+    assert ended == ["modest", "greedy"]

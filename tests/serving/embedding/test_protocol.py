@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.embedding.protocol import (
-    Frame,
-    Kind,
     ProtocolError,
+    WorkerFrame,
+    WorkerFrameKind,
     frame,
     inputs_from_bytes,
     inputs_to_bytes,
@@ -44,10 +44,10 @@ def test_vectors_come_through() -> None:
 
 
 def test_frames_follow_each_other_until_the_end() -> None:
-    stream = io.BytesIO(frame(Kind.EMBED, 7, b"abc") + frame(Kind.FAILED, 8, b""))
+    stream = io.BytesIO(frame(WorkerFrameKind.EMBED, 7, b"abc") + frame(WorkerFrameKind.FAILED, 8, b""))
 
-    assert read_frame(stream.read) == Frame(Kind.EMBED, 7, b"abc")
-    assert read_frame(stream.read) == Frame(Kind.FAILED, 8, b"")
+    assert read_frame(stream.read) == WorkerFrame(WorkerFrameKind.EMBED, 7, b"abc")
+    assert read_frame(stream.read) == WorkerFrame(WorkerFrameKind.FAILED, 8, b"")
     assert read_frame(stream.read) is None
 
 
@@ -62,7 +62,7 @@ def test_what_is_no_frame_is_refused_or_read_as_one(raw: bytes) -> None:
 
 
 def test_a_frame_that_is_cut_short_is_an_error() -> None:
-    whole = frame(Kind.EMBED, 1, b"abc")
+    whole = frame(WorkerFrameKind.EMBED, 1, b"abc")
     for cut in (whole[:5], whole[:-1]):
         with pytest.raises(ProtocolError, match="cut short"):
             read_frame(io.BytesIO(cut).read)

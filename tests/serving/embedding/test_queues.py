@@ -74,7 +74,7 @@ def test_a_request_is_placed_whole_within_depths_or_not_at_all(
             assert before == [(queue.inputs, queue.tokens) for queue in queues.queues]
             continue
         placed.append(list(zip(places, step, strict=True)))
-        for queue in queues.queues:
+        for queue in (queues.queues[at] for at in set(places)):
             within = queue.inputs <= queue.depth.inputs
             assert within or was_idle
             assert queue.tokens <= queue.depth.tokens or queue.inputs == 1 or was_idle
@@ -133,3 +133,30 @@ def test_tokens_are_a_depth_of_their_own() -> None:
     assert queues.place([101]) is None
     assert queues.place([100]) == [0]
     assert UNLIMITED.tokens > 1 << 39
+
+
+def test_what_is_owed_is_placed_beyond_full_depths_and_nothing_else_is() -> None:
+    queues = manager((1, 4))
+    assert queues.place([75] * 4) == [0] * 4
+    assert queues.place([75]) is None
+
+    assert queues.place([75, 75], is_owed=True) == [0, 0]
+    assert queues.place([75]) is None
+    assert queues.inputs == 6
+
+
+@examples(60)
+@given(
+    depths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 900)), min_size=1, max_size=3),
+    n_clients=st.integers(1, 9),
+)
+def test_equal_parts_of_all_clients_are_at_most_the_whole(
+    depths: list[tuple[int, int]], n_clients: int
+) -> None:
+    queues = QueueManager([DeviceQueue(f"device {at}", 1, Depth(*one)) for at, one in enumerate(depths)])
+    whole = Depth(sum(one[0] for one in depths), sum(one[1] for one in depths))
+    part = Depth(whole.inputs // n_clients, whole.tokens // n_clients)
+
+    assert queues.holds(part, n_clients)
+    assert not queues.holds(part + Depth(1, 0), n_clients)
+    assert not queues.holds(part + Depth(0, 1), n_clients)

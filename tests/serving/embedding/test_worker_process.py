@@ -44,6 +44,7 @@ def own_vectors(directory: Path) -> np.ndarray:
         return embedder.embed(EncoderText(model).tokens(TEXTS))
 
 
+@pytest.mark.smoke
 def test_a_worker_gives_the_vectors_of_the_engine_and_says_when_it_is_killed(directory: Path) -> None:
     worker = WorkerProcess(spec(directory))
     worker.wait_until_ready()
@@ -66,8 +67,27 @@ def test_a_worker_gives_the_vectors_of_the_engine_and_says_when_it_is_killed(dir
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RanksError, match="no model"):
+    with pytest.raises(RanksError, match="there is no file or folder"):
         start_worker(WorkerSpec("cpu:0", str(tmp_path / "none"), "f32", CORE))
+
+
+def test_signals_that_all_of_a_service_get_are_for_the_front(directory: Path) -> None:
+    """Ctrl-C, or a service manager's SIGTERM: the front still answers what is in progress."""
+    worker = start_worker(spec(directory))
+    tokens = EncoderText(load_model(str(directory), "f32", directory.parent / "cache")).tokens(TEXTS)
+
+    async def use() -> np.ndarray:
+        await worker.attach()
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(worker.pid, one)
+        return await asyncio.wait_for(worker.embed(inputs_to_bytes(tokens)), 60)
+
+    try:
+        got = asyncio.run(use())
+    finally:
+        worker.close()
+
+    assert got.tobytes() == own_vectors(directory).tobytes()
 
 
 @pytest.mark.parametrize("when", ["idle", "computing", "stopped"])

@@ -94,7 +94,7 @@ def test_a_gguf_file_and_a_directory_of_one_model_are_equal(tmp_path: Path, weig
 IN_BLOCKS = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
 TYPES = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", *IN_BLOCKS]
 FILE_SHARE = {"Q3_K": 1.04}
-"""Of a packed weight in its tensor's bytes, at most; of all other types 1.03."""
+"""Most bytes of a packed weight over its tensor's bytes; of all other types 1.03."""
 
 
 @pytest.mark.parametrize("type_name", TYPES)

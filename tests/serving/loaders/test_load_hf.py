@@ -161,6 +161,18 @@ BAD_CONFIGS = {
     "heads that do not divide": ({"num_key_value_heads": 3}, "do not divide"),
     "a billion layers": ({"num_hidden_layers": 10**9}, "n_layers"),
     "more layers than there are": ({"num_hidden_layers": 3}, "lacks"),
+    "a shared expert of less than nothing": (
+        {"model_type": "granitemoeshared", "shared_intermediate_size": -80},
+        "shared expert is -80 wide",
+    ),
+    "a shared expert of text": (
+        {"model_type": "granitemoeshared", "shared_intermediate_size": "80"},
+        "int expected",
+    ),
+    "a shared expert as wide as the sea": (
+        {"model_type": "granitemoeshared", "shared_intermediate_size": 10**9},
+        "shared expert is 1000000000 wide",
+    ),
     "negative heads": ({"num_attention_heads": -4, "head_dim": None}, "n_heads is -4"),
     "odd head": ({"head_dim": 15}, "head dimensions"),
     "odd rotation": ({"partial_rotary_factor": 0.32}, "RoPE over 5"),

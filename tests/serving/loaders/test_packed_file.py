@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,10 +19,13 @@ from hypothesis import strategies as st
 
 from phasewise.cython_kernels.packing import unpack
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders import is_made_for_embedding, load_model
 from phasewise.serving.loaders.packed_file import PREFIX
+from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.model import PackedModel
-from tests.support.tiers import examples
+from phasewise.serving.sparse_mode import SparseMode
+from tests.support.encoder_models import write_encoder
+from tests.support.tiers import examples, first_is_smoke
 from tests.support.tiny_models import TinyShape, tiny_gguf, write_tiny_gguf, write_tiny_hf
 
 
@@ -67,8 +70,24 @@ def test_a_second_start_reads_only_the_packed_file(tmp_path: Path, kind: str) ->
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert result.returncode == 0, result.stderr
-    assert eval(result.stdout) == [str(packed_path(tmp_path))]
+    opened = [path for path in eval(result.stdout) if Path(path).exists()]  # other storages are looked for
+    assert opened == [str(packed_path(tmp_path))]
     assert_same(first, load_model(str(tmp_path / kind), "native", tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["generates", "embeds"])
+def test_what_a_model_is_made_for_is_known_before_and_after_it_is_packed(tmp_path: Path, kind: str) -> None:
+    """By any choice of storage; asking packs nothing."""
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    write_tiny_hf(model) if kind == "generates" else write_encoder(model, "bert")
+
+    assert is_made_for_embedding(str(model), "native", cache) == (kind == "embeds")
+    assert not list(cache.rglob("*.packed"))
+    for mode in get_args(SparseMode):
+        folder = cache / mode
+        load_model(str(model), "native", folder, storage=StorageChoice(mode))
+        assert is_made_for_embedding(str(model), "native", folder) == (kind == "embeds")
+        assert len(list(folder.rglob("*.packed"))) == 1
 
 
 def test_arrays_are_aligned_read_only_views(tmp_path: Path) -> None:
@@ -209,6 +228,51 @@ def test_progress_is_told_only_while_packing(tmp_path: Path) -> None:
     assert first
     assert not second
     assert not any("\n" in line for line in first)
+
+
+PACK_AND_WATCH = """
+import sys, threading
+from pathlib import Path
+from phasewise.serving.loaders import load_model
+
+def own_kib():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+def packed(path):
+    def watch():
+        while not done.wait(0.002):
+            seen.append(own_kib())
+
+    done, seen, before = threading.Event(), [], own_kib()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    load_model(path, "native", Path(sys.argv[1]))
+    done.set()
+    watcher.join()
+    return max(seen, default=before)
+
+print(*[packed(path) for path in sys.argv[2:]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_layers", first_is_smoke([2, 6]))
+def test_packing_takes_a_few_rows_of_memory_at_a_time(tmp_path: Path, n_layers: int) -> None:
+    """The process's own memory does not grow with the file: 50 MB a layer."""
+    files = []
+    for n in (1, n_layers):
+        shape = TinyShape(n_layers=n, hidden=512, ffn=8192, n_heads=4, n_kv_heads=2, head_dim=128)
+        files.append(write_tiny_gguf(tmp_path / f"{n}.gguf", types="F32", shape=shape))
+
+    result = subprocess.run(
+        [sys.executable, "-c", PACK_AND_WATCH, str(tmp_path), *map(str, files)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+    assert files[1].stat().st_size > n_layers * 50_000_000
+    one, several = (int(kib) << 10 for kib in result.stdout.split())
+    assert several <= one + (16 << 20)
 
 
 def rewrite_head(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

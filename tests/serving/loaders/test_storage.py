@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from phasewise.cython_kernels import _native, isa, packing, sparse
-from phasewise.serving.batch import SequenceSlice
+from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.forward import Capacity, build_program
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.forms import BF16, INT4, INT8, WeightForm
-from phasewise.serving.loaders.storage import StorageChoice, break_even, bytes_share, worth_bytes
+from phasewise.serving.loaders.storage import (
+    StorageChoice,
+    StorageDecision,
+    break_even,
+    bytes_share,
+    worth_bytes,
+)
 from phasewise.serving.model import PackedModel
+from phasewise.serving.ranks import RankOptions, open_ranks
 from phasewise.serving.sparse_mode import SPARSE_MODES
+from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support.tiny_models import TinyShape, hf_config, safetensors_bytes, tiny_weights, write_tiny_hf
 
 SHAPE = TinyShape(n_layers=2, hidden=128, ffn=256, head_dim=32)
@@ -78,18 +87,50 @@ def test_a_dense_model_has_one_packed_file_for_auto_and_never(tmp_path: Path) ->
 def test_a_measured_preference_overrules_bytes(pruned: Path) -> None:
     asked = []
 
-    def measured(form: WeightForm, n: int, k: int, density: float) -> bool:
+    def measured(form: WeightForm, n: int, k: int, density: float) -> StorageDecision:
         asked.append((form.kind, n, k, round(density, 1)))
-        return False
+        return StorageDecision(False, "measured")
 
-    if not StorageChoice().wants_sparse:
-        pytest.skip("this CPU does not expand: auto asks for no measurement")
     model = load_model(
         str(pruned), "native", pruned.parent / "cache", storage=StorageChoice("auto", measured)
     )
 
     assert not any(weight.is_sparse for weight in model.weights.values())
     assert ("bf16", 128, 256, 0.2) in asked
+
+
+def test_a_measured_preference_makes_auto_sparse_where_nothing_expands(pruned: Path) -> None:
+    """What was not compared stays dense there; packed files of the one choice do not serve the other."""
+
+    def measured(form: WeightForm, n: int, k: int, density: float) -> StorageDecision | None:
+        del form, density
+        return StorageDecision(True, "measured") if (n, k) == (128, 256) else None
+
+    cache = pruned.parent / "cache"
+    with isa.using("portable"):
+        plain = load_model(str(pruned), "native", cache, storage=StorageChoice())
+        told = load_model(str(pruned), "native", cache, storage=StorageChoice("auto", measured))
+        again = load_model(str(pruned), "native", cache, storage=StorageChoice())
+
+    assert not any(weight.is_sparse for weight in (plain.weights | again.weights).values())
+    assert {name for name, weight in told.weights.items() if weight.is_sparse} == {
+        "layers.0.down",
+        "layers.1.down",
+    }
+
+
+@pytest.mark.parametrize(
+    ("choice", "kept", "why"),
+    [
+        (StorageChoice("always"), 1, "--sparse always"),
+        (StorageChoice("never"), 1, "--sparse never"),
+        (StorageChoice("auto", lambda *_: None), 64 * 64, "nearly all weights are kept"),
+        (StorageChoice("auto", lambda *_: StorageDecision(True, "measured")), 2048, "measured"),
+    ],
+)
+def test_a_decision_says_why(choice: StorageChoice, kept: int, why: str) -> None:
+    assert choice.decide(BF16, 64, 64, kept).why == why
+    assert not choice.decide(INT4, 64, 64, kept).is_sparse
 
 
 def test_a_changed_stream_is_packed_anew(pruned: Path) -> None:
@@ -147,3 +188,26 @@ def test_a_model_gives_the_same_logits_by_either_storage(pruned: Path) -> None:
 
     for dense, stored in zip(*found, strict=True):
         assert np.array_equal(dense, stored)
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "int8"])
+def test_two_ranks_share_out_sparse_weights(pruned: Path, weight_format: str) -> None:
+    """Panels and parts of k of a sparse weight, by two processes: the bits of the dense one by one or two."""
+    prompt = list(range(5, 25))
+    found: dict[tuple[str, int], np.ndarray] = {}
+    for mode in ("never", "always"):
+        for n_ranks in (1, 2):
+            ranks = tuple(RankCores((core,)) for core in range(n_ranks))
+            plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, ranks) for phase in PHASES}
+            options = RankOptions(64, 32, 1, pinned=False)
+            with closing(open_ranks(load(pruned, mode, weight_format), plans, options)) as opened:
+                slices = (SequenceSlice(prompt, 0, 0, True), SequenceSlice([7], len(prompt), 0, True))
+                rows = [
+                    opened.forward(Batch(phase, (one,))).copy()
+                    for phase, one in zip(PHASES, slices, strict=True)
+                ]
+            found[mode, n_ranks] = np.concatenate(rows)
+
+    assert np.isfinite(found["never", 1]).all()
+    for logits in found.values():
+        assert np.array_equal(logits, found["never", 1])

@@ -32,7 +32,7 @@ def test_bounds_are_few_aligned_and_ascend(lengths: list[int], n_buckets: int, t
 
 
 def test_buckets_are_equally_full() -> None:
-    """Of lengths far apart, so that the alignment does not blur them."""
+    """The lengths are far apart, so that the alignment does not blur them."""
     rng = random.Random(1)
     lengths = sorted(rng.randrange(1, 100_000) for _ in range(1000))
 

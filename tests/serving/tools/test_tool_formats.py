@@ -10,7 +10,7 @@ import pytest
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.tools.dialect import FORMATS, Dialect, dialect_of
-from phasewise.serving.tools.parts import Call, Part, Reader, Reasoning, Text
+from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reader, Reasoning, Text
 from tests.support.tool_templates import NAMES, TEMPLATES, Pair, pairs
 
 PAIRS = pairs()
@@ -30,6 +30,21 @@ def read(reader: Reader, pieces: Iterable[str]) -> list[Part]:
     return out
 
 
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """The same with calls put together that came in pieces."""
+    out: list[Part] = []
+    for part in parts:
+        if isinstance(part, Begun):
+            out.append(Call(part.name, ""))
+        elif isinstance(part, Piece):
+            begun = out.pop()
+            assert isinstance(begun, Call)
+            out.append(Call(begun.name, begun.arguments + part.text))
+        else:
+            out.append(part)
+    return out
+
+
 def in_bytes(text: str, n_bytes: int) -> list[str]:
     """The text as a decoder gives it out that is fed so many bytes at a time: whole characters."""
     raw, out, pending = text.encode(), [], b""
@@ -43,8 +58,8 @@ def in_bytes(text: str, n_bytes: int) -> list[str]:
     return out
 
 
-def fresh(pair: Pair) -> Reader:
-    return dialect(pair.format).reader(NAMES, in_thought=False)
+def fresh(pair: Pair, *, calls_are_held: bool = False) -> Reader:
+    return dialect(pair.format).reader(NAMES, in_thought=False, calls_are_held=calls_are_held)
 
 
 def test_there_are_two_hundred_pairs_of_all_formats() -> None:
@@ -76,6 +91,48 @@ def test_every_pair_is_read_whole_and_cut_at_every_byte(pair: Pair) -> None:
         assert read(fresh(pair), in_bytes(pair.answer, n_bytes)) == pair.parts
     for at in range(len(pair.answer) + 1):
         assert read(fresh(pair), [pair.answer[:at], pair.answer[at:]]) == pair.parts
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.format)
+def test_arguments_that_come_in_pieces_are_those_of_the_whole_answer(pair: Pair) -> None:
+    """However the answer is cut. Templates write calls as the grammars do."""
+    assert joined(read(fresh(pair, calls_are_held=True), [pair.answer])) == pair.parts
+    for n_bytes in (1, 2, 3, 5, 8, 13):
+        pieces = in_bytes(pair.answer, n_bytes)
+        assert joined(read(fresh(pair, calls_are_held=True), pieces)) == pair.parts
+    for at in range(len(pair.answer) + 1):
+        cut = [pair.answer[:at], pair.answer[at:]]
+        assert joined(read(fresh(pair, calls_are_held=True), cut)) == pair.parts
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_arguments_are_given_out_while_they_come(name: str) -> None:
+    """No more than a bracket of them is held back, once the call has begun."""
+    pair = next(one for one in PAIRS if one.format == name and "São Paulo" in one.answer)
+    reader, n_pieces, given = fresh(pair, calls_are_held=True), 0, ""
+    place = pair.answer.index("São Paulo")
+    for part in reader.feed(pair.answer[:place]):
+        given += part.text if isinstance(part, Piece) else ""
+    for sign in "São Paulo":
+        (part,) = reader.feed(sign)
+        assert part == Piece(sign)
+        n_pieces += 1
+    assert given == '{"city": "'
+    assert n_pieces == len("São Paulo")
+
+
+@pytest.mark.parametrize("pair", PAIRS[::7], ids=lambda pair: pair.format)
+def test_a_held_call_that_is_cut_short_keeps_what_has_come(pair: Pair) -> None:
+    whole = joined(pair.parts)
+    for at in range(len(pair.answer)):
+        calls = [
+            one
+            for one in joined(read(fresh(pair, calls_are_held=True), [pair.answer[:at]]))
+            if isinstance(one, Call)
+        ]
+        for found, expected in zip(calls, (one for one in whole if isinstance(one, Call)), strict=False):
+            assert found.name == expected.name
+            assert expected.arguments.startswith(found.arguments)
 
 
 @pytest.mark.parametrize("pair", PAIRS[::7], ids=lambda pair: pair.format)
@@ -118,6 +175,10 @@ def test_garbage_is_read_without_an_error_and_the_same_however_it_is_cut() -> No
         found = dialect(name, "<think>" if name != "gpt-oss" and number % 2 else "")
         whole = read(found.reader(NAMES, in_thought=False), [text])
         assert read(found.reader(NAMES, in_thought=False), text) == whole, text
+        held = [
+            read(found.reader(NAMES, in_thought=False, calls_are_held=True), cut) for cut in ([text], text)
+        ]
+        assert joined(held[0]) == joined(held[1]), text
         for part in whole:
             if isinstance(part, Call):
                 assert isinstance(json.loads(part.arguments), dict)

@@ -15,7 +15,7 @@ from phasewise.serving.errors import RequestError
 from phasewise.serving.guides import Grammar, Guide, GuideCompiler, TokenView
 from phasewise.serving.late_guides import CallGuide, ThoughtGuide
 from phasewise.serving.tools.dialect import Dialect, dialect_of
-from phasewise.serving.tools.parts import Call
+from phasewise.serving.tools.parts import Begun, Call, Piece, Reasoning, parsed
 from phasewise.serving.tools.tool_format import Function, Wanted
 from tests.support.tiers import n_examples
 from tests.support.tool_templates import TEMPLATES
@@ -94,7 +94,7 @@ def held(name: str, functions: list[Function], compiler: GuideCompiler, most_cal
 
 
 def test_required_calls_keep_drawn_schemas(compiler: GuideCompiler) -> None:
-    """Of every format; every answer that ends is calls alone, and valid."""
+    """For every format: every answer that ends is calls alone, and valid."""
     draw, rows, n_ended = random.Random(3), np.random.default_rng(3), 0
     names = list(TEMPLATES)
     n_schemas = n_examples(300)
@@ -112,6 +112,13 @@ def test_required_calls_keep_drawn_schemas(compiler: GuideCompiler) -> None:
         assert len(calls) == 1, (name, said)
         if calls[0].name == "f" and b"\xef\xbf\xbd" not in said:
             jsonschema_rs.validate(wanted, json.loads(calls[0].arguments))
+        streamed = dialect(name).reader(frozenset({"f", "g.h-i"}), in_thought=False, calls_are_held=True)
+        given = [*streamed.feed(said.decode("utf-8", "replace")), *streamed.finish()]
+        begun, *pieces = [part for part in given if not isinstance(part, Reasoning)]
+        assert isinstance(begun, Begun)
+        arguments = "".join(part.text for part in pieces if isinstance(part, Piece))
+        assert (begun.name, parsed(arguments)) == (calls[0].name, json.loads(calls[0].arguments))
+        assert {type(part) for part in pieces} == {Piece}, (name, said)
     assert n_ended > n_schemas * 0.6
 
 

@@ -49,7 +49,7 @@ def test_a_model_that_cannot_be_split_so_often_has_the_reason_instead() -> None:
 
 
 def test_only_what_the_process_may_use_counts() -> None:
-    """Of two nodes of 20 cores, the first three cores of one and the last of the other."""
+    """The process may use the first three cores of one node of 20 and the last of the other."""
     found = of(replace(xeon(), allowed_pus=(0, 1, 2, 39)))
     plans = [one.plan for one in found.values()]
 

@@ -53,7 +53,7 @@ def test_errors_are_smaller_than_a_constants_and_it_says_so(trained: EncodedPred
 
 @pytest.mark.slow
 def test_stated_quantiles_hold() -> None:
-    """Of each quantile within 4 points, on 2000 answers that it never saw."""
+    """Each quantile holds within 4 points, on 2000 answers that it never saw."""
     trained = train_encoded(examples(1200, 1), "m", "encoder")
     unseen = examples(2000, 3)
     within = np.array([trained.distribution(one.facts).share_within(one.output_tokens) for one in unseen])

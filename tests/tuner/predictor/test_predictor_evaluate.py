@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.evaluate import FixedBuckets, LearntBuckets, calibration, constant, score
-from phasewise.tuner.predictor.facts import Example, held_out
+from phasewise.tuner.predictor.evaluate import FixedBuckets, LearntBuckets, calibration, constant, score, told
+from phasewise.tuner.predictor.facts import Example, held_out, part_of_folds
 from phasewise.tuner.predictor.log import read_log
 from phasewise.tuner.predictor.train import TrainOptions, train
 from tests.support.length_examples import made_up
@@ -164,9 +164,24 @@ def test_learnt_buckets_follow_a_drift_that_fixed_ones_do_not(
 
 def test_forecasts_of_a_known_world_are_calibrated(rivals: tuple[LearntBuckets, FixedBuckets]) -> None:
     ours, _ = rivals
-    found = calibration(ours.predictor, made_up(1500, seed=8), 0.9, ours.first_lengths)
+    found = calibration([told(ours.predictor, made_up(1500, seed=8), 0.9, ours.first_lengths)])
 
     assert len(found.deciles) == 10
     assert list(found.coverage) == sorted(found.coverage)
     assert max(abs(share - tenth / 10) for tenth, share in enumerate(found.coverage, 1)) < 0.15
     assert found.mean_error_tokens < found.constant_error_tokens / 2
+
+
+@given(n_folds=st.integers(2, 9), seed=st.integers(0, 99))
+@examples(20)
+def test_every_prompt_is_in_one_fold_alone(n_folds: int, seed: int) -> None:
+    """Whatever else was asked of it; and what is judged was not learnt from."""
+    asked = made_up(120, seed=seed) * 2
+    outs = []
+    for at in range(n_folds):
+        kept, out = part_of_folds(asked, at, n_folds, seed)
+        assert len(kept) + len(out) == len(asked)
+        assert not {one.prompt_key for one in kept} & {one.prompt_key for one in out}
+        outs += out
+
+    assert sorted(one.prompt_key for one in outs) == sorted(one.prompt_key for one in asked)

@@ -88,7 +88,7 @@ def test_what_is_no_safetensors_file_is_one_line(tmp_path: Path, file: Path) -> 
 
 def test_a_missing_file_and_a_folder_are_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path):
-        with pytest.raises(PredictorError, match=r"cannot be read|no safetensors"):
+        with pytest.raises(PredictorError, match=r"no predictor|cannot be read|no safetensors"):
             load_predictor(path)
 
 

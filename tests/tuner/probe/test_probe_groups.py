@@ -73,7 +73,7 @@ def test_one_pu_of_each_core_is_enough_on_a_machine_with_smt() -> None:
 
 
 def test_interference_shows_pairs_that_share_a_port() -> None:
-    """Of a Xeon's 20 cores, neighbours with even and odd numbers share what limits their reads."""
+    """Among a Xeon's 20 cores, neighbours with even and odd numbers share what limits their reads."""
     machine = xeon()
     node = machine.nodes(Kind.NUMA)[0].cpus
     lost = np.full((20, 20), 0.03)

@@ -191,7 +191,7 @@ def test_luck_does_not_lengthen_a_search() -> None:
 
 
 def test_a_lucky_first_sample_makes_no_finalist() -> None:
-    """Of twice as many as there are finals, new samples choose."""
+    """New samples choose among twice as many as there are finals."""
     space = space_of(16)
     ranked = list(itertools.islice(space.schedules(), 3 * OPTIONS.finals))
     unlucky = ranked[OPTIONS.finals : 2 * OPTIONS.finals]

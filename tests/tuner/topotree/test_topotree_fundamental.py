@@ -45,7 +45,7 @@ def test_only_allowed_pus_are_in_the_tree() -> None:
 
 
 def test_the_largest_part_may_cut_every_node() -> None:
-    """Of (4, 4, 3, 3) cores, three of each are more than all of two."""
+    """Three cores of each node of (4, 4, 3, 3) are more than all cores of two nodes."""
     machine = replace(machine_of((4, 4)), allowed_pus=(*range(11), 12, 13, 14))
     found = fundamental(machine)
 

@@ -197,9 +197,9 @@ def _length(text: str | None, where: str) -> int:
 
 
 def _logged(path: str, model: str | None, report: Report) -> TraceRequests:
-    from phasewise.workflows.predict_len.inputs import Tokens, read_logs
+    from phasewise.workflows.predict_len.inputs import ModelTokens, read_logs
 
-    logs, _ = read_logs([Path(path)], None if model is None else Tokens(model, report))
+    logs, _ = read_logs([Path(path)], None if model is None else ModelTokens(model, report))
     return tuple(
         TraceRequest(RequestLengths(len(one.facts.token_ids), one.output_tokens), one.facts)
         for log in logs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phasewise.tuner.config.steps import ModelShape
 from phasewise.workflows.bench.kv.step_times import Speeds
 from phasewise.workflows.errors import UsageError
@@ -13,14 +15,20 @@ DECODE_SEQUENCES = (1, 8, 32, 128)
 DECODE_CONTEXT = 512
 
 
-def slots_and_speeds(model: str, memory_bytes: int, report: Report = silent) -> tuple[int, Speeds]:
+def slots_and_speeds(
+    model: str, memory_bytes: int, kv_format: str = "auto", report: Report = silent
+) -> tuple[int, Speeds]:
     """KV slots beside the weights of `model` in `memory_bytes`, and modelled speeds of this machine.
 
     Raises ModelError and EvaluationError for the model, UsageError where the weights leave no room.
     """
+    from phasewise.cython_kernels.kv_formats import kv_slot_bytes
     from phasewise.workflows.model_shape import shape_of_reference
 
     shape = shape_of_reference(model, "native", report)
+    if kv_format != "auto":
+        per_head = kv_slot_bytes(kv_format, shape.head_dim)
+        shape = replace(shape, kv_bytes_per_slot=shape.n_layers * shape.n_kv_heads * per_head)
     free_bytes = memory_bytes - shape.weight_bytes
     n_slots = free_bytes // shape.kv_bytes_per_slot // KV_CHUNK_SLOTS * KV_CHUNK_SLOTS
     if n_slots < KV_CHUNK_SLOTS:

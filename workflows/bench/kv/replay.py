@@ -106,7 +106,7 @@ def replay_policies(
     if wish.memory_bytes is not None:
         if selection.model is None:
             raise UsageError("--memory needs --model")
-        n_slots, speeds = slots_and_speeds(selection.model, wish.memory_bytes, report)
+        n_slots, speeds = slots_and_speeds(selection.model, wish.memory_bytes, wish.kv_format, report)
     if wish.speeds is not None:
         speeds = speeds_of(wish.speeds)
     estimates = [text.strip() for text in wish.estimate.split(",")]

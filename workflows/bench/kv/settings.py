@@ -33,6 +33,8 @@ class ReplayWish:
     slots: int = 8192
     memory_bytes: int | None = None
     """Memory for weights and KV of the selection's model, in place of `slots`."""
+    kv_format: str = "auto"
+    """How that model's keys and values are stored."""
     max_sequences: int = 256
     step_ms: float | None = None
     speeds: str | None = None

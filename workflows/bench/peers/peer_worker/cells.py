@@ -59,7 +59,7 @@ def bf16(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1)
 def eight_bits(n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of the random weight, kept for the next cell: q int8 [n, k], scales float32 [n, 1], w = q * scale."""
+    """The random weight, kept for the next cell: q int8 [n, k], scales float32 [n, 1], w = q * scale."""
     w = random_weight(n, k)
     scales = np.abs(w).max(axis=1, keepdims=True) / np.float32(127)
     return np.rint(w / scales).astype(np.int8), scales

@@ -1,0 +1,97 @@
+"""How many inputs at once a host embeds within an SLO: by WindVE's line, and by trying.
+
+    python benchmarks/embedding_depths.py MODEL WAY [WAY ..] [--format int8] [--tokens 75] [--slo 1 2]
+
+WAY: cores of each instance, `0,1` for one instance of two cores, `0+1` for two of one core each. For every
+way a line is fitted through the times of five loads, and loads around its depth are tried (the best of three
+rounds of each). Inputs go through the production queues to worker processes, without HTTP. At the end: what
+the queues' own decision costs an input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from phasewise.serving.embedding.client import EmbeddingClient
+from phasewise.serving.embedding.depth import predict_and_try
+from phasewise.serving.embedding.open_embedding import open_embedding
+from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
+from phasewise.serving.embedding.queues import Depth, DeviceQueue, QueueManager
+from phasewise.serving.encoder.text import Tokens
+from phasewise.serving.loaders import load_model
+from phasewise.serving.model import PackedModel
+
+ROUNDS = 3
+
+
+def plan_of(way: str) -> EmbeddingPlan:
+    cores = [tuple(map(int, own.split(","))) for own in way.split("+")]
+    return EmbeddingPlan(tuple(Instance(f"cpu:{at}", own) for at, own in enumerate(cores)))
+
+
+async def depths(client: EmbeddingClient, tokens: int, slos_s: list[float]) -> list[tuple[int, int]]:
+    """(predicted, tried) for each SLO."""
+    client.attach(asyncio.get_running_loop())
+
+    async def once(n: int) -> float:
+        inputs = [Tokens([1000 + (at + j) % 20000 for j in range(tokens)]) for at in range(n)]
+        began = time.perf_counter()
+        await asyncio.gather(*(client.embed([one]) for one in inputs))
+        return time.perf_counter() - began
+
+    async def seconds(n: int) -> float:
+        return min([await once(n) for _ in range(ROUNDS)])
+
+    await once(2)
+    found = [await predict_and_try(seconds, slo_s) for slo_s in slos_s]
+    return [(one.predicted, one.tried) for one in found]
+
+
+def dispatch_us(devices: int = 2, n: int = 20_000) -> float:
+    """What placing an input and letting it go again costs, with queues half full."""
+    manager = QueueManager([DeviceQueue(f"cpu:{at}", 1, Depth(100, 10_000)) for at in range(devices)])
+    for _ in range(50 * devices):
+        manager.place([75])
+    began = time.perf_counter()
+    for _ in range(n):
+        places = manager.place([75])
+        assert places is not None
+        manager.release(places[0], 75)
+    return 1e6 * (time.perf_counter() - began) / n
+
+
+def measure(model: PackedModel, ref: str, way: str, tokens: int, slos_s: list[float]) -> None:
+    with open_embedding(model, ref, model.format, plan_of(way)) as opened:
+        found = asyncio.run(depths(opened.client, tokens, slos_s))
+    for slo_s, (predicted, tried) in zip(slos_s, found, strict=True):
+        print(
+            f"{model.name} {model.format} on {way:6} {slo_s:g} s, {tokens} tokens: {predicted} by the line,"
+            f" {tried} tried",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("ways", nargs="+", metavar="WAY")
+    parser.add_argument("--format", default="int8")
+    parser.add_argument("--tokens", type=int, default=75)
+    parser.add_argument("--slo", type=float, nargs="+", default=[1.0, 2.0])
+    options = parser.parse_args()
+    model = load_model(options.model, options.format)
+    for way in options.ways:
+        measure(model, options.model, way, options.tokens, options.slo)
+    print(f"a decision of the queues: {dispatch_us():.1f} us an input")
+
+
+if __name__ == "__main__":
+    main()

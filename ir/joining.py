@@ -1,0 +1,112 @@
+"""Products of bytes whose pairs cannot overflow, as the one instruction that some processors have for them.
+
+`dot_i16(dot_u8i8_sat(a, b), ones)` adds pairs in 16 bits, which saturates, and these in 32. Where every lane
+of `a` is seen to be at most 128, no pair leaves 16 bits (2 * 128 * -128 is the least), and `dot_u8i8` gives
+the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phasewise.ir.nodes import (
+    Assign,
+    Binary,
+    CallExpression,
+    Const,
+    Declare,
+    Expr,
+    FunctionDefinition,
+    Index,
+    Member,
+    Rewriter,
+    Var,
+    integer,
+    used,
+    walk,
+    walk_body,
+)
+from phasewise.ir.operations import call
+from phasewise.ir.reductions import without_unused
+from phasewise.ir.types import I32, Vec
+
+MOST = 128
+"""Most that a lane may hold for a pair of products to fit 16 bits."""
+
+
+def joined(function: FunctionDefinition) -> FunctionDefinition:
+    """The function with four products in one operation, where that changes no bit."""
+    body = _Joiner(function).body(function.body)
+    return function if body == function.body else without_unused(replace(function, body=body))
+
+
+class _Joiner(Rewriter):
+    def __init__(self, function: FunctionDefinition) -> None:
+        nodes = walk_body(function.body)
+        targets = [node.target for node in nodes if isinstance(node, Assign)]
+        self._changing = {one.name for one in targets if isinstance(one, Var)}
+        self._values: dict[str, Expr] = {}
+        for node in nodes:
+            if isinstance(node, Declare):
+                if node.name in self._values or node.value is None:
+                    self._changing.add(node.name)
+                else:
+                    self._values[node.name] = node.value
+
+    def leave(self, e: Expr) -> Expr:
+        if not (isinstance(e, CallExpression) and e.name == "dot_i16" and _is_one(self._known(e.args[1]))):
+            return e
+        pairs = self._known(e.args[0])
+        if not isinstance(pairs, CallExpression) or pairs.name != "dot_u8i8_sat":
+            return e
+        a, b = pairs.args
+        is_later = isinstance(e.args[0], Var) and (used(pairs) & self._changing or _reads_memory(pairs))
+        if is_later or self._most(a) > MOST:
+            return e
+        assert isinstance(e.type, Vec)
+        zero = call("splat", (Const(I32, 0),), (integer(e.type.lanes),))
+        return call("dot_u8i8", (zero, a, b))
+
+    def _known(self, e: Expr) -> Expr:
+        """What a name stands for that has one value."""
+        while isinstance(e, Var) and e.name in self._values and e.name not in self._changing:
+            e = self._values[e.name]
+        return e
+
+    def _most(self, e: Expr) -> int:
+        """No lane of bytes is larger, read without a sign."""
+        e = self._known(e)
+        match e:
+            case CallExpression(name="bits", args=(inner,)) if isinstance(inner.type, Vec):
+                return self._most(inner) if inner.type.elem.size == 1 else 255
+            case CallExpression(name="splat", args=(Const(value=int(value)),)):
+                return value & 255
+            case CallExpression(name="abs"):
+                return 128
+            case CallExpression(name="sign", args=(a, b)) if a == b:
+                return 128
+            case CallExpression(name="concat", args=(a, b)):
+                return max(self._most(a), self._most(b))
+            case CallExpression(name="lo" | "hi", args=(a,)):
+                return self._most(a)
+            case Binary(op="&", a=a, b=b):
+                return min(self._most(a), self._most(b))
+        return 255
+
+
+def _reads_memory(e: Expr) -> bool:
+    return any(
+        isinstance(node, Index | Member) or (isinstance(node, CallExpression) and node.name == "load")
+        for node in walk(e)
+    )
+
+
+def _is_one(e: Expr) -> bool:
+    match e:
+        case CallExpression(name="splat", args=(Const(value=1),)):
+            return True
+        case CallExpression(name="bits", args=(inner,)) if isinstance(inner.type, Vec):
+            return isinstance(e.type, Vec) and inner.type.elem.size == e.type.elem.size and _is_one(inner)
+        case CallExpression(name="concat", args=(a, b)):
+            return _is_one(a) and _is_one(b)
+    return False

@@ -1,0 +1,126 @@
+"""Names from files, databases and servers are parts of lines, in every table and picture."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.cli.present import on_one_line
+from phasewise.cli.render import cluster_text, config_text, db_text, models_text, predict_len_text, row_forms
+from phasewise.cli.render.topo_text import topo_lines
+from phasewise.topology.picture import draw_svg
+from phasewise.topology.svg import escaped
+from phasewise.tuner.plans import Phase, ServicePlan, default_plan
+from phasewise.workflows.database_report import DatabaseReport
+from phasewise.workflows.line_chart import Chart, Panel, draw_chart
+from phasewise.workflows.report_page import page
+from tests.support import machine_shapes
+
+HOSTILE = "a\nb\tc\x1b]0;owned\x07\x00\x9b31m\u202e\u2028</text><script>x|\ufffe\ud800"
+
+
+def is_tame(text: str, n_lines: int) -> None:
+    assert text.count("\n") == n_lines
+    assert not any(ord(one) < 32 and one != "\n" for one in text)
+    assert not any(one in text for one in "\x9b\u202e\u2028")
+
+
+def shown(printed: Any, name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    out = printed(name)
+    return capsys.readouterr().out if out is None else str(out)
+
+
+def plan_of(name: str) -> dict[str, Any]:
+    return {
+        "model": name,
+        "phase": "prefill",
+        "ranks": None,
+        "machine": name,
+        "in_use": True,
+        "created_at_ms": 0,
+    }
+
+
+def contents(name: str) -> dict[str, Any]:
+    one = {"family": name, "format": name, "n": 1, "k": 1, "m": 1, "mr": 1, "panels": 1, "compute_path": name}
+    one |= {"threads_m": 1, "threads_n": 1, "threads_k": 1, "estimate_ns": 1, "machine": name, "stale": False}
+    machines = [{"machine": "A", "placement": name, "core": name}]
+    return {"plans": [plan_of(name)], "schedules": [one | {"standing": "in use"}], "machines": machines}
+
+
+def subject(name: str) -> Any:
+    return SimpleNamespace(
+        subject=SimpleNamespace(
+            model_key=name, key=SimpleNamespace(placement_sig="1"), objective=None, trace=None
+        ),
+        wish=SimpleNamespace(evaluator="measured"),
+    )
+
+
+STORED = {"n_bytes": 1, "format": "gguf", "is_whole": True}
+PACKED = {"file_bytes": 1, "format": "q4", "is_orphan": False}
+KNOWN = {"name": "m", "file_bytes": 1, "licence": "x", "about": "x", "is_rounded": False}
+TEXTS = {
+    "db show": lambda name: db_text.print_contents(contents(name)),
+    "db stats": lambda name: db_text.print_table("t", [{"machine": name, "rows": 1}]),
+    "bench": lambda name: row_forms.as_md([{"model": name, "t/s": "1"}]),
+    "models list": lambda name: models_text.list_text(
+        [{**KNOWN, "path": name}], [{**STORED, "name": name}], [{**PACKED, "name": name}]
+    ),
+    "tune-config": lambda name: next(config_text._heading(subject(name))),
+    "predict-len": lambda name: predict_len_text.report_text(
+        SimpleNamespace(name=name, n_answers=1, scores={}, calibration=None)  # type: ignore[arg-type]
+    ),
+    "provision": lambda name: cluster_text._provision_row(
+        SimpleNamespace(design=SimpleNamespace(name=name), spec=None, reason=None, n_runs=1)  # type: ignore[arg-type]
+    )["design"],
+    "topo": lambda name: "\n".join(topo_lines(machine_of(name), "utf-8")),
+}
+
+
+def machine_of(name: str) -> Any:
+    machine = machine_shapes.machine_of((1, 2))
+    return replace(machine, source=name, cpu=replace(machine.cpu, name=name, vendor=name))
+
+
+@pytest.mark.parametrize("command", TEXTS)
+def test_a_name_makes_no_lines_and_gives_no_orders(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = shown(TEXTS[command], "a" * len(on_one_line(HOSTILE)), capsys)
+    is_tame(shown(TEXTS[command], HOSTILE, capsys), plain.count("\n"))
+
+
+@given(st.text())
+def test_words_of_a_picture_come_back_but_for_what_xml_forbids(words: str) -> None:
+    found = ET.fromstring(f"<t>{escaped(words)}</t>").text or ""
+
+    read = words.replace("\r\n", "\n").replace("\r", "\n")  # as XML reads the ends of lines
+    assert len(found) == len(read)
+    assert all(one in (other, "\ufffd") for one, other in zip(found, read, strict=True))
+
+
+def test_pictures_of_hostile_names_are_documents_without_elements_of_theirs() -> None:
+    chart = Chart(
+        title=HOSTILE,
+        caption=HOSTILE,
+        x_name=HOSTILE,
+        y_name=HOSTILE,
+        limit_name=HOSTILE,
+        emphasised=HOSTILE,
+        panels=[Panel(HOSTILE, {HOSTILE: [(1.0, 1.0), (2.0, 2.0)]}, ())],
+    )
+    for picture in (draw_chart(chart), draw_svg(machine_of(HOSTILE))):
+        names = {one.tag.rpartition("}")[2] for one in ET.fromstring(picture).iter()}
+        assert "script" not in names
+
+
+def test_the_report_has_no_elements_of_a_models_name() -> None:
+    machine = machine_of(HOSTILE)
+    plans: dict[str, dict[Phase, ServicePlan]] = {HOSTILE: {"decode": default_plan(machine, "decode")}}
+    found = DatabaseReport(machine, plans, {HOSTILE: {}}, (), (), (), 0, None)
+    assert "<script" not in page(found, HOSTILE, 0.0)

@@ -1,0 +1,92 @@
+"""Loops that count a size in bytes down to nothing, and ends that are stored in parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phasewise.ir.build import built, chosen
+from phasewise.ir.checking import Program, check
+from phasewise.ir.raise_file import raise_file
+from phasewise.ir.reading import read
+from phasewise.ir.targets import TARGETS
+from phasewise.ir.text import printed
+from tests.ir.samples import why_not
+
+DESCRIBED = """/* @arg n_bytes least=4 most=200 multiple=4
+ * @arg x count=(n_bytes//4)+4
+ * @arg y count=n_bytes//4 */
+#include <stddef.h>
+"""
+SSE = (
+    DESCRIBED
+    + """#include <immintrin.h>
+void doubled(size_t n_bytes, const float *x, float *y) {
+    for (; n_bytes >= 4 * sizeof(float); n_bytes -= 4 * sizeof(float)) {
+        __m128 v = _mm_loadu_ps(x);
+        x += 4;
+        _mm_storeu_ps(y, _mm_add_ps(v, v));
+        y += 4;
+    }
+    if (n_bytes != 0) {
+        __m128 v = _mm_loadu_ps(x);
+        v = _mm_add_ps(v, v);
+        if (n_bytes & (2 * sizeof(float))) {
+            _mm_storel_pi((__m64 *) y, v);
+            v = _mm_movehl_ps(v, v);
+            y += 2;
+        }
+        if (n_bytes & sizeof(float)) _mm_store_ss(y, v);
+    }
+}
+"""
+)
+NEON = (
+    DESCRIBED
+    + """#include <arm_neon.h>
+void doubled(size_t n_bytes, const float *x, float *y) {
+    for (; n_bytes >= 4 * sizeof(float); n_bytes -= 4 * sizeof(float)) {
+        float32x4_t v = vld1q_f32(x);
+        x += 4;
+        vst1q_f32(y, vaddq_f32(v, v));
+        y += 4;
+    }
+    float32x4_t v = vld1q_f32(x);
+    v = vaddq_f32(v, v);
+    for (; n_bytes >= sizeof(float); n_bytes -= sizeof(float)) {
+        vst1q_lane_f32(y, v, 0);
+        v = vextq_f32(v, v, 1);
+        y += 1;
+    }
+}
+"""
+)
+
+
+@pytest.mark.parametrize("source", [SSE, NEON])
+def test_a_size_that_is_counted_down_is_asked_before_each_turn(source: str, tmp_path: Path) -> None:
+    """As a loop of steps its copies would ask behind zero, where a size without a sign is large."""
+    path = tmp_path / "doubled.c"
+    path.write_text(source)
+
+    text = raise_file(path, "doubled")
+
+    assert "while n_bytes >=" in text
+    assert printed(read(text)) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "home"), [(SSE, "avx2"), (NEON, "neon")])
+def test_ends_in_parts_keep_every_bit(source: str, home: str, tmp_path: Path) -> None:
+    if why_not(TARGETS[home]):
+        pytest.skip(why_not(TARGETS[home]) or "")
+    path, lowered = tmp_path / "doubled.c", tmp_path / "lowered.c"
+    path.write_text(source)
+    text = raise_file(path, "doubled")
+    function, portable = chosen(text, {}), TARGETS["portable"]
+    lowered.write_text(built(text, {}, portable).file(portable))
+
+    original = Program(function, [path], tmp_path, TARGETS[home])
+
+    assert check(original, Program(function, [lowered], tmp_path, portable), function, 60).is_exact

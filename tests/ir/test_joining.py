@@ -1,0 +1,74 @@
+"""Four products of bytes in one operation: only where pairs cannot overflow, with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phasewise.ir.build import built, chosen
+from phasewise.ir.cases import draw
+from phasewise.ir.interpreter import interpreted
+from phasewise.ir.joining import joined
+from phasewise.ir.nodes import CallExpression, walk_body
+from phasewise.ir.targets import TARGETS
+from tests.ir.samples import HOME, text_of, verdict, why_not
+
+TEXT = """# phasewise kernel 1
+def dots(x: ptr[const[i8]], y: ptr[const[i8]], z: ptr[i32]):
+    describe("x", count=16, low=-128, high=127)
+    describe("y", count=16, low=-128, high=127)
+    describe("z", count=4, out=True)
+    ones = splat(i16(1), 8)
+    v = load(x, 16)
+    w = load(y, 16)
+    pairs = dot_u8i8_sat(bits({first}, u8), w)
+    {between}
+    store(z, dot_i16(pairs, {ones}))
+"""
+
+
+def _text(first: str = "sign(v, v)", between: str = "pass", ones: str = "ones") -> str:
+    return TEXT.format(first=first, between=between, ones=ones)
+
+
+def _is_joined(text: str) -> bool:
+    nodes = walk_body(joined(chosen(text, {})).body)
+    return any(isinstance(node, CallExpression) and node.name == "dot_u8i8" for node in nodes)
+
+
+@pytest.mark.parametrize("first", ["sign(v, v)", "abs(v)", "v & splat(i8(15), 16)", "splat(i8(8), 16)"])
+def test_pairs_that_fit_sixteen_bits_are_joined_and_keep_every_bit(first: str) -> None:
+    function = chosen(_text(first), {})
+    rng = np.random.default_rng(0)
+    least = (bytes([0x80] * 16), bytes([0x80] * 16), bytes(16))
+
+    assert _is_joined(_text(first))
+    cases = [draw(function, rng) for _ in range(30)]
+    for case in (*cases, type(cases[0])(least), type(cases[0])((least[0], bytes([0x7F] * 16), bytes(16)))):
+        assert interpreted(function, case) == interpreted(joined(function), case)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (_text("v"), "bytes up to 255"),
+        (_text("v & splat(i8(-1), 16)"), "bytes up to 255"),
+        (_text("sign(v, w)"), "another sign"),
+        (_text(ones="splat(i16(2), 8)"), "twice the sum"),
+        (_text(between="w = v"), "a factor has another value by then"),
+        (_text("abs(load(x, 16))", between="z[0] = 1"), "memory may have another value by then"),
+    ],
+)
+def test_what_may_saturate_or_change_is_left(text: str, why: str) -> None:
+    assert not _is_joined(text), why
+
+
+@pytest.mark.parametrize("name", ["dot_q8", "dot_q4"])
+def test_samples_use_the_instruction_where_there_is_one(name: str, tmp_path: Path) -> None:
+    target = TARGETS["avx512_vnni"]
+    assert "dpbusd" in built(text_of(name), {}, target).file(target)
+    assert "dpbusd" not in built(text_of(name), {}, HOME).file(HOME)
+    if not why_not(target):
+        assert verdict(text_of(name), name, target, tmp_path, {}, 40).is_exact

@@ -1,0 +1,142 @@
+"""The accelerator's worker: what it hands to torch, by a stand-in on numpy; and a host that cannot have it.
+
+tests/serving/embedding/test_worker_process.py holds it against our engine where torch is installed. No
+accelerator takes part in either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phasewise.serving.embedding.open_embedding import start_worker
+from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
+from phasewise.serving.embedding.torch_worker import TorchEmbedder
+from phasewise.serving.embedding.worker import WorkerSpec
+from phasewise.serving.encoder.text import Tokens
+from phasewise.serving.errors import ModelError, RanksError
+from phasewise.serving.loaders import load_model
+from phasewise.topology import read_machine
+from phasewise.workflows.serve_embedding import open_for
+from tests.support.encoder_models import HIDDEN, write_encoder
+
+CORE = (min(read_machine().allowed_pus),)
+
+
+class Array(np.ndarray[Any, Any]):
+    """What torch's tensors can that numpy's arrays cannot. `to` keeps the device."""
+
+    device = "cpu"
+
+    def to(self, device: str) -> Array:
+        moved = self.copy()
+        moved.device = device
+        return moved
+
+    def float(self) -> Array:
+        return self.astype(np.float32)
+
+    def cpu(self) -> Array:
+        return self
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        return np.asarray(self)
+
+
+class FakeModel:
+    """Hidden rows that tell each token, its position, and its segment; where masked, a number that must not
+    be seen.
+    """
+
+    def __init__(self) -> None:
+        self.config = types.SimpleNamespace(pad_token_id=0)
+        self.device = "none"
+        self.seen: list[dict[str, Array]] = []
+
+    def to(self, device: str) -> FakeModel:
+        self.device = device
+        return self
+
+    def eval(self) -> FakeModel:
+        return self
+
+    def forward(self, input_ids: Array, attention_mask: Array, token_type_ids: Array) -> Any:
+        assert {input_ids.device, attention_mask.device, token_type_ids.device} == {self.device}
+        self.seen.append({"ids": input_ids, "mask": attention_mask, "segments": token_type_ids})
+        rows = np.zeros((*input_ids.shape, HIDDEN), np.float32)
+        rows[..., 0], rows[..., 1], rows[..., 2] = input_ids, np.arange(input_ids.shape[1]), token_type_ids
+        rows[np.asarray(attention_mask) == 0] = 1e9
+        return types.SimpleNamespace(last_hidden_state=rows.view(Array))
+
+    __call__ = forward
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
+    """`torch` and `transformers` that compute nothing."""
+    model = FakeModel()
+    torch: Any = types.ModuleType("torch")
+    torch.long, torch.float32 = np.int64, np.float32
+    torch.full = lambda shape, value, dtype: np.full(shape, value, dtype).view(Array)
+    torch.zeros = lambda shape, dtype: np.zeros(shape, dtype).view(Array)
+    torch.tensor = np.array
+    torch.inference_mode = contextlib.nullcontext
+    transformers: Any = types.ModuleType("transformers")
+    kind = types.SimpleNamespace(from_pretrained=lambda _path, **_options: model)
+    transformers.AutoModel = transformers.AutoModelForSequenceClassification = kind
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    return model
+
+
+def unit(rows: Sequence[Sequence[float]]) -> np.ndarray[Any, Any]:
+    mean = np.zeros(HIDDEN)
+    mean[:3] = np.mean(rows, axis=0)
+    return mean / np.linalg.norm(mean)
+
+
+def test_inputs_are_padded_masked_and_pooled_without_their_padding(tmp_path: Path, fake: FakeModel) -> None:
+    folder = write_encoder(tmp_path / "bert", "bert")
+    backend = TorchEmbedder(str(folder), "cuda:1")
+
+    got = backend.embed([Tokens([7, 8, 9], 2), Tokens([5])])
+
+    assert fake.device == "cuda:1"
+    (seen,) = fake.seen
+    assert seen["ids"].tolist() == [[7, 8, 9], [5, 0, 0]]
+    assert seen["mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert seen["segments"].tolist() == [[0, 0, 1], [0, 0, 0]]
+    assert np.allclose(got[0], unit([[7, 0, 0], [8, 1, 0], [9, 2, 1]]), atol=1e-6)
+    assert np.allclose(got[1], unit([[5, 0, 0]]), atol=1e-6)
+
+
+def test_a_model_that_generates_text_and_a_file_are_refused(tmp_path: Path, fake: FakeModel) -> None:
+    del fake
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF")
+
+    with pytest.raises(ModelError, match="Hugging Face directory"):
+        TorchEmbedder(str(path), "cuda:0")
+
+
+@pytest.mark.slow
+def test_a_host_without_the_accelerators_library_embeds_on_the_cpu_and_says_so(tmp_path: Path) -> None:
+    """Without torch, or with a torch that has no such device."""
+    folder = write_encoder(tmp_path / "bert", "bert")
+    model = load_model(str(folder), "f32", tmp_path / "cache")
+    plan = EmbeddingPlan((Instance("cuda:0", CORE), Instance("cpu:0", CORE)))
+    said: list[str] = []
+
+    with pytest.raises(RanksError, match="cuda:0"):
+        start_worker(WorkerSpec("cuda:0", str(folder), "f32", CORE))
+    with open_for(model, str(folder), plan, said.append) as opened:
+        assert [lane.name for lane in opened.client.lanes()] == ["cpu:0"]
+
+    assert any("the CPU embeds alone" in line for line in said)

@@ -1,0 +1,96 @@
+"""`phasewise serve` as a process that a test talks to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+
+LONG = {"max_tokens": 50_000, "extra_body": {"ignore_eos": True}}
+
+
+@dataclass
+class Server:
+    """A running `phasewise serve`."""
+
+    process: subprocess.Popen[str]
+    url: str
+    lines: list[str]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def api(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=30)
+
+    def stream(self) -> Any:
+        """A stream that goes on and on, its first piece read."""
+        stream = self.api().completions.create(model="tiny", prompt="a", stream=True, **LONG)  # type: ignore[call-overload]
+        next(iter(stream))
+        return stream
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=20)
+
+
+def own_places(home: Path) -> dict[str, str]:
+    """An environment with nothing of the user's, in which only what the server itself says is on stderr."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PHASEWISE_")}
+    return inherited | {
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "XDG_DATA_HOME": str(home / "data"),
+        "PHASEWISE_CONFIG": "/dev/null",
+        "PHASEWISE_LOG_LEVEL": "off",
+    }
+
+
+@contextlib.contextmanager
+def serving(
+    model: Path, environment: dict[str, str], *arguments: object, preexec_fn: Callable[[], None] | None = None
+) -> Iterator[Server]:
+    command = [
+        sys.executable,
+        "-m",
+        "phasewise",
+        "serve",
+        str(model),
+        "--kv-budget",
+        "256M",
+        *map(str, arguments),
+    ]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=preexec_fn
+    )
+    lines: list[str] = []
+    ready = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line.rstrip("\n"))
+            if line.startswith("listening on"):
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert ready.wait(60), lines
+        found = re.match(r"listening on (\S+)", lines[-1])
+        assert found, lines
+        yield Server(process, found[1], lines)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()

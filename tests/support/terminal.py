@@ -1,0 +1,101 @@
+"""Commands of ours under a terminal of 80 columns, and what such a terminal shows."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+COLUMNS, LINES = 80, 24
+_SEQUENCE = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where commands run: their folder and their environment."""
+
+    folder: Path
+    environment: Mapping[str, str]
+
+    def _command(self, arguments: Sequence[str]) -> list[str]:
+        return [sys.executable, "-m", "phasewise", *arguments]
+
+    def in_terminal(
+        self, arguments: Sequence[str], *, until: str = "", no_color: bool = False, limit_s: float = 120.0
+    ) -> tuple[int, str]:
+        """Exit code, and all that the terminal got. `until`: the command is interrupted once this is said."""
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", LINES, COLUMNS, 0, 0))
+        process = subprocess.Popen(
+            self._command(arguments),
+            cwd=self.folder,
+            env={**self.environment, "TERM": "xterm-256color"} | ({"NO_COLOR": "1"} if no_color else {}),
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        said, end_s = b"", time.monotonic() + limit_s
+        try:
+            while data := _read(ours, end_s):
+                said += data
+                if until and until.encode() in said:
+                    process.send_signal(signal.SIGINT)
+                    until = ""
+            return process.wait(30), said.decode("utf-8", "replace")
+        finally:
+            process.kill()
+            process.wait()
+            os.close(ours)
+
+    def in_pipe(self, arguments: Sequence[str], limit_s: float = 120.0) -> tuple[int, str]:
+        """Exit code, and what came on stdout and stderr."""
+        done = subprocess.run(
+            self._command(arguments),
+            cwd=self.folder,
+            env=dict(self.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=limit_s,
+            check=False,
+        )
+        return done.returncode, done.stdout.decode("utf-8", "replace")
+
+
+def _read(descriptor: int, end_s: float) -> bytes:
+    """What comes next; nothing at the end, or at a time of the monotonic clock."""
+    if not select.select([descriptor], [], [], max(0.0, end_s - time.monotonic()))[0]:
+        return b""
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:  # the other side is closed
+        return b""
+
+
+def too_wide(said: str) -> list[str]:
+    """Lines that a terminal would have to wrap."""
+    return [
+        shown
+        for line in _SEQUENCE.sub("", said).replace("\r", "\n").split("\n")
+        if sum(map(_width, shown := line)) > COLUMNS
+    ]
+
+
+def _width(sign: str) -> int:
+    if unicodedata.combining(sign) or unicodedata.category(sign) in ("Cf", "Mn"):
+        return 0
+    return 2 if unicodedata.east_asian_width(sign) in "WF" else 1

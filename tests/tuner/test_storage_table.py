@@ -1,0 +1,96 @@
+"""What duels between storages say: sparse where it is proven for decode and costs no other number of rows."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from phasewise.kerneldb.records import Comparison, Problem, StorageDuel
+from phasewise.kerneldb.store import open_store
+from phasewise.tuner.native import NativeEvaluator, default_schedule
+from phasewise.tuner.search.space import Arithmetic
+from phasewise.tuner.storage import StorageTable, read_storage_table
+from phasewise.tuner.weights import blank_weight, format_name, random_weight
+from tests.support.kerneldb_examples import MACHINE, OTHER_MACHINE, STORAGE_DUEL
+
+WIN, TIE, LOSS = Comparison(1.5, 1.4, 1.6, 0.99, 15), Comparison(0.99, 0.9, 1.1, 0.99, 15), Comparison(
+    0.9, 0.8, 1.2, 0.99, 15
+)  # fmt: skip
+
+
+def duel(m: int, comparison: Comparison, weight_format: str = "bf16s8") -> StorageDuel:
+    return replace(STORAGE_DUEL, problem=Problem("gemm", weight_format, 64, 96, m), comparison=comparison)
+
+
+@pytest.mark.parametrize(
+    ("at", "is_sparse"),
+    [
+        ({1: WIN}, True),
+        ({1: WIN, 8: TIE, 512: TIE}, True),
+        ({1: TIE}, False),
+        ({1: LOSS, 512: WIN}, False),
+        ({1: WIN, 512: LOSS}, False),
+    ],
+)
+def test_sparse_is_chosen_where_it_is_proven_and_costs_nowhere(
+    at: dict[int, Comparison], is_sparse: bool
+) -> None:
+    found = StorageTable(duel(m, one) for m, one in at.items()).verdict("bf16", 64, 96, 0.5)
+
+    assert found is not None
+    assert found.is_sparse == is_sparse
+    assert all(f"m={m}" in found.why for m in at)
+
+
+def test_only_the_shape_and_sixteenth_that_was_compared_is_known() -> None:
+    table = StorageTable([duel(1, WIN)])
+
+    assert table.verdict("bf16", 64, 96, 0.51)
+    assert table.verdict("bf16", 64, 96, 0.56) is None
+    assert table.verdict("bf16", 64, 64, 0.5) is None
+    assert table.verdict("int8", 64, 96, 0.5) is None
+    assert table.verdict("int4", 64, 96, 0.5) is None
+    assert not StorageTable()
+
+
+def test_the_newest_duel_of_these_cores_counts() -> None:
+    with open_store(":memory:") as store:
+        store.add_storage_duels([duel(1, WIN), duel(1, LOSS)])
+        here = read_storage_table(store, [MACHINE, MACHINE], STORAGE_DUEL.kernel_abi)
+        elsewhere = read_storage_table(store, [OTHER_MACHINE], STORAGE_DUEL.kernel_abi)
+
+    verdict = here.verdict("bf16", 64, 96, 0.5)
+    assert verdict is not None
+    assert not verdict.is_sparse
+    assert not elsewhere
+
+
+@pytest.mark.parametrize("weight_format", ["bf16s8", "int8s3", "int8cs12"])
+def test_a_blank_sparse_weight_is_as_large_as_a_real_one(weight_format: str) -> None:
+    """So its limits and its default schedule are those of the real one."""
+    blank, real = blank_weight(weight_format, 256, 512), random_weight(weight_format, 256, 512)
+
+    assert format_name(blank) == weight_format
+    assert blank.nbytes == pytest.approx(real.nbytes, rel=0.02)
+    way = Arithmetic("fma" if weight_format.startswith("bf16") else "int8_dot")
+    assert default_schedule(blank, 1, 1, way) == default_schedule(real, 1, 1, way)
+
+
+def test_a_duel_between_storages_times_both() -> None:
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    evaluator = NativeEvaluator(cores, total_bytes=1 << 18)
+    problem = Problem("gemm", "bf16s8", 64, 96, 1)
+    own = {
+        name: default_schedule(blank_weight(name, 64, 96), 1, 1, Arithmetic("fma"))
+        for name in ("bf16", "bf16s8")
+    }
+    try:
+        fought = evaluator.duel_storages(problem, own["bf16s8"], own["bf16"])
+    finally:
+        evaluator.close()
+
+    assert fought.candidate.schedule == own["bf16s8"]
+    assert fought.incumbent.schedule == own["bf16"]
+    assert fought.comparison.gain > 0

@@ -1,0 +1,48 @@
+"""Completion of a MODEL: names and files that begin with what was typed, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phasewise.serving.loaders.registry import KNOWN, KNOWN_ON_HUB
+from phasewise.workflows.model_names import completions
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "here" / "smaller").mkdir(parents=True)
+    for name in ("small.gguf", "smell.txt", ".hidden.gguf", "smaller/one.gguf"):
+        (tmp_path / "here" / name).touch()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def test_names_come_before_files_and_other_files_do_not_come() -> None:
+    names = sorted(name for name in {*KNOWN, *KNOWN_ON_HUB} if name.startswith("sm"))
+
+    assert completions("sm") == [*names, "small.gguf", "smaller/"]
+    assert completions("smaller/") == ["smaller/one.gguf"]
+    assert completions("./sma") == ["./small.gguf", "./smaller/"]
+    assert completions(".h") == [".hidden.gguf"]
+    assert set(completions("")) == {*KNOWN, *KNOWN_ON_HUB, "small.gguf", "smaller/"}
+
+
+@pytest.mark.parametrize("begun", ["no-such-folder/", "no-such-model", "small.gguf/x", "\x00/"])
+def test_what_nothing_begins_with_has_no_completion(begun: str) -> None:
+    assert completions(begun) == []
+
+
+def test_the_shell_is_told_names_and_files(tmp_path: Path) -> None:
+    asked = {"_PHASEWISE_COMPLETE": "complete_bash", "COMP_WORDS": "phasewise generate sm", "COMP_CWORD": "2"}
+    program = "from phasewise.cli.main import app; app(prog_name='phasewise')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | asked, capture_output=True, text=True, check=False
+    )
+
+    assert "smollm2-135m-instruct" in done.stdout.split()
+    assert "small.gguf" in done.stdout.split()

@@ -1,0 +1,133 @@
+"""Duels between storages, from a model with zeros to what `--sparse auto` stores; no speed is asserted."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phasewise.cython_kernels._native import kernel_abi
+from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule, StorageDuel
+from phasewise.kerneldb.store import open_store
+from phasewise.kerneldb.upkeep import Here
+from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.storage import StorageChoice
+from phasewise.serving.model import PackedModel
+from phasewise.topology import Machine, read_machine
+from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
+from phasewise.tuner.tuning_run import Duel
+from phasewise.workflows import tuned_schedules
+from phasewise.workflows.storage_choice import storage_choice
+from phasewise.workflows.tune_kernels.rounds import Round, plan_rounds, shapes_of
+from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels, storage_problems
+from phasewise.workflows.verify_schedules import verify_storage_duels
+from tests.support.kerneldb_examples import MACHINE, OTHER_SCHEDULE, SCHEDULE, STORAGE_DUEL
+from tests.support.tiny_models import TinyShape, safetensors_bytes, tiny_weights, write_tiny_hf
+
+SHAPE = TinyShape(n_layers=1, hidden=64, ffn=96, head_dim=32)
+CORE = sorted(os.sched_getaffinity(0))[:1]
+PHASES: dict[Phase, tuple[int, ...]] = {"prefill": tuple(CORE), "decode": tuple(CORE)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> PackedModel:
+    """Half of the weights of its layers are zero."""
+    directory = write_tiny_hf(tmp_path / "model", "llama", shape=SHAPE)
+    rng = np.random.default_rng(0)
+    weights = tiny_weights("llama", SHAPE)
+    for name, w in weights.items():
+        if "proj" in name:
+            w[rng.random(w.shape) < 0.5] = 0
+    (directory / "model.safetensors").write_bytes(safetensors_bytes(weights, "bfloat16"))
+    return load_model(str(directory), "native", tmp_path / "cache", storage=StorageChoice("never"))
+
+
+def round_of(model: PackedModel, machine: Machine) -> Round:
+    (one,) = plan_rounds(machine, PHASES, shapes_of(model), 16)
+    return one
+
+
+def test_a_model_is_compared_by_its_shapes_densities_and_phases(model: PackedModel) -> None:
+    """Weights that keep nearly everything are not."""
+    found = storage_problems(model, round_of(model, read_machine()))
+
+    assert {problem.m for problem in found} == {1, 8, 16}
+    assert {problem.format for problem in found} == {"bf16s8"}
+    assert {(problem.n, problem.k) for problem in found} == {
+        (weight.n, weight.k) for name, weight in model.weights.items() if name.startswith("layers.")
+    }
+
+
+def test_auto_goes_by_the_duels_that_were_fought_here(model: PackedModel, tmp_path: Path) -> None:
+    """Stored ones are not fought again; the reason names them."""
+    machine, db = read_machine(), str(tmp_path / "tuned.db")
+    one = round_of(model, machine)
+    problems = storage_problems(model, one)[:3]
+    with open_store(db) as store:
+        fought = fight_storage_duels(problems, one, machine, store, 60.0, True, NoLock())
+        again = fight_storage_duels(problems, one, machine, store, 0.0, True, NoLock())
+    plans = {phase: ServicePlan(phase, (rank_on(machine, CORE),), "default") for phase in PHASES}
+    choice = storage_choice("auto", db, machine, plans)
+
+    assert [duel.problem for duel in fought] == problems
+    assert again == fought
+    assert choice.wants_sparse
+    first = next(weight for weight in model.weights.values() if weight.n == problems[0].n)
+    storage, why = tuned_schedules._storage_of(first, choice)
+    assert storage.endswith("kept")
+    assert why.startswith("measured: sparse against dense")
+    assert storage_choice("auto", str(tmp_path / "none.db"), machine, plans) == StorageChoice("auto")
+    assert storage_choice("never", db, machine, plans) == StorageChoice("never")
+
+
+class FakeBench:
+    """Finds sparse storage twice as fast; cannot time more than 100 rows."""
+
+    def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
+        return "too many rows" if problem.m > 100 else None
+
+    def duel_storages(self, problem: Problem, schedule: Schedule, dense_schedule: Schedule) -> Duel:
+        samples = (Sample(one, (9,), 9, None, 1) for one in (dense_schedule, schedule))
+        return Duel(Comparison(2.0, 1.9, 2.1, 0.99, 15), *samples)
+
+
+def test_imported_duels_are_fought_again_once_and_only_possible_ones() -> None:
+    imported = replace(
+        STORAGE_DUEL,
+        dense_schedule=replace(SCHEDULE, loop_order="mn"),
+        origin=replace(STORAGE_DUEL.origin, verified=False),
+    )
+    bad = {
+        "100 rows": replace(imported, problem=replace(imported.problem, m=101)),
+        "dense": replace(imported, problem=replace(imported.problem, format="bf16")),
+        "17 sixteenths": replace(imported, problem=replace(imported.problem, format="bf16s17")),
+        "arithmetic": replace(
+            imported, problem=replace(imported.problem, n=2), dense_schedule=OTHER_SCHEDULE
+        ),
+    }
+    here = Here(MACHINE, {"gemm": STORAGE_DUEL.kernel_abi}, "0.1.0", lambda: 5)
+    said: list[str] = []
+    with open_store(":memory:") as store:
+        store.add_storage_duels([imported, *bad.values()])
+        first: list[StorageDuel] = [*verify_storage_duels(store, here, FakeBench(), said.append)]
+        second = [*verify_storage_duels(store, here, FakeBench(), said.append)]
+        kept = store.storage_duels(MACHINE, STORAGE_DUEL.kernel_abi)
+
+    assert [duel.comparison.gain for duel in first] == [2.0]
+    assert second == []
+    assert kept == first
+    assert len(said) == 2 * len(bad)
+
+
+def test_duels_are_kept_under_the_cores_they_were_fought_on(model: PackedModel, tmp_path: Path) -> None:
+    machine = read_machine()
+    one = round_of(model, machine)
+    with open_store(tmp_path / "tuned.db") as store:
+        fight_storage_duels(storage_problems(model, one)[:1], one, machine, store, 60.0, True, NoLock())
+
+        (kept,) = store.storage_duels(machine_key(machine, CORE), kernel_abi("gemm"))
+    assert kept.origin.verified

@@ -1,0 +1,12 @@
+"""By which arithmetic K-quants are multiplied, where the user says so; light enough for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+ArithmeticChoice = Literal["tuned", "groups", "blocks"]
+"""Sub-scales apply in float32 for every 16 or 32 inputs (`groups`), or in integers for 256 (`blocks`);
+`tuned`: as `tune-kernels` found faster, and `groups` where it has not run."""
+
+PATHS: Mapping[ArithmeticChoice, str] = {"groups": "int8_dot", "blocks": "int8_block"}

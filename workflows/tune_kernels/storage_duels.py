@@ -1,0 +1,123 @@
+"""Duels between sparse and dense storage of a model's weights: what `--sparse auto` goes by afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from phasewise._version import __version__
+from phasewise.cython_kernels import sparse
+from phasewise.cython_kernels._native import kernel_abi
+from phasewise.kerneldb.records import Measurement, Origin, Problem, Schedule, StorageDuel
+from phasewise.serving.rank_teams import keeping_affinity
+from phasewise.serving.ranks import ALL_LOGITS_ROWS
+from phasewise.tuner.lookup import ScheduleTable, read_table
+from phasewise.tuner.measurement_lock import MeasurementLock
+from phasewise.tuner.native import NativeEvaluator, default_schedule, is_default_for, paths_of
+from phasewise.tuner.plans import machine_key
+from phasewise.tuner.search.space import Arithmetic, arithmetic_of
+from phasewise.tuner.weights import (
+    SIXTEENTHS,
+    blank_weight,
+    cold_bytes,
+    dense_format,
+    sparse_format,
+    split_format,
+)
+from phasewise.workflows.tune_kernels.rounds import HEADS, Round
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.store import Store
+    from phasewise.serving.model import PackedModel
+    from phasewise.topology import Machine
+
+DECODE_ROWS = (1, 8)
+"""Rows of the products that decode's duels compare: one sequence, and several."""
+
+MOST_KEPT = 15
+"""Sixteenths: of a weight that keeps more, sparse storage saves nothing worth a comparison."""
+
+
+def storage_problems(model: PackedModel, one: Round) -> list[Problem]:
+    """The duels of a round: each shape and density of the model's weights, by the rows of its phases."""
+    head = next(name for name in HEADS if name in model.weights)
+    found: dict[Problem, None] = {}
+    for name, weight in model.products().items():
+        if (name in HEADS and name != head) or not sparse.can_be_sparse(weight.kind, weight.mins is not None):
+            continue
+        density = sparse.density(weight)
+        if round(SIXTEENTHS * density) > MOST_KEPT:
+            continue
+        kept = sparse_format(dense_format(weight), density)
+        for m in _rows(one, name == head):
+            found[Problem("gemm", kept, weight.n, weight.k, m)] = None
+    return list(found)
+
+
+def _rows(one: Round, is_head: bool) -> Iterator[int]:
+    """The head computes logits of few rows alone."""
+    most = max(task.ms[-1] for task in one.tasks)
+    if "decode" in one.phases:
+        yield from (m for m in DECODE_ROWS if m <= most)
+    if "prefill" in one.phases:
+        yield min(most, ALL_LOGITS_ROWS) if is_head else most
+
+
+@keeping_affinity()
+def fight_storage_duels(
+    problems: Sequence[Problem],
+    one: Round,
+    machine: Machine,
+    store: Store,
+    budget_s: float,
+    resume: bool,
+    lock: MeasurementLock,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[StorageDuel]:
+    """Those of `problems` that the budget allows, each kept at once.
+
+    resume: stored ones are not repeated.
+    """
+    deadline_s, key, abi = clock() + budget_s, machine_key(machine, one.cores), kernel_abi("gemm")
+    threads = len(one.cores)
+    table = read_table(store, key, kernel_abi, is_default_for(threads))
+    known = {duel.problem: duel for duel in store.storage_duels(key, abi)} if resume else {}
+    found: list[StorageDuel] = []
+    with closing(NativeEvaluator(one.cores, cold_bytes(machine))) as evaluator:
+        for problem in problems:
+            if problem in known:
+                found.append(known[problem])
+                continue
+            if clock() >= deadline_s:
+                break
+            schedule, dense = schedules_of_duel(problem, table, threads)
+            with lock.turn(deadline_s - clock()) as is_alone:
+                if not is_alone:
+                    break
+                fought = evaluator.duel_storages(problem, schedule, dense)
+            origin = Origin(key, __version__, time.time_ns() // 1_000_000)
+            duel = StorageDuel(problem, schedule, dense, fought.comparison, abi, origin)
+            of_dense = Problem("gemm", split_format(problem.format)[0], problem.n, problem.k, problem.m)
+            samples = [(of_dense, fought.incumbent), (problem, fought.candidate)]
+            store.add_measurements(Measurement(what, sample, abi, origin) for what, sample in samples)
+            store.add_storage_duels([duel])
+            found.append(duel)
+    return found
+
+
+def schedules_of_duel(problem: Problem, table: ScheduleTable, threads: int) -> tuple[Schedule, Schedule]:
+    """What each storage would run with, sparse first, in the arithmetic of the dense weight."""
+    dense = split_format(problem.format)[0]
+    of_dense = table.arithmetic(("gemm", dense, problem.n, problem.k))
+    arithmetic = of_dense or Arithmetic(paths_of(dense)[0])
+
+    def schedule(weight_format: str) -> Schedule:
+        tuned = table.choice(("gemm", weight_format, problem.n, problem.k), problem.m).schedule
+        if tuned is not None and arithmetic_of(tuned) == arithmetic:
+            return tuned
+        weight = blank_weight(weight_format, problem.n, problem.k)
+        return default_schedule(weight, problem.m, threads, arithmetic)
+
+    return schedule(problem.format), schedule(dense)
