@@ -116,6 +116,11 @@ class PrefixIndex:
         self._stamp(source)
         self._enter(source, 0)
 
+    def overwritten(self, placement: Placement) -> None:
+        """A block is written from elsewhere, by an owner that is not known here: what was there is gone."""
+        self._serial += 1
+        self._stamp(_Source(self._serial, "", (), (), placement, 0))
+
     def moved(self, owner: str, placement: Placement) -> None:
         """`owner` has a larger block; its keys and values are in it, or will be before they are read."""
         source = self._live.get(owner)

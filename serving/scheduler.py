@@ -392,6 +392,8 @@ class Scheduler:
             self._accept(sequence, grant)
             if sequence.awaits_kv:
                 self._pin(sequence)
+                if self._prefixes is not None:
+                    self._prefixes.overwritten(grant.placement)
             self._waiting.take()
             if sequence.admission is None:
                 self._n_admitted += 1

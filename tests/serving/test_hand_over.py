@@ -3,11 +3,14 @@ has two owners, and every token of an answer comes once, whatever the order of e
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.pools.contract import Demand
+from phasewise.serving.batch import Batch, KvCopy
+from phasewise.serving.pools.contract import Demand, Placement
 from phasewise.serving.request import Request
 from phasewise.serving.scheduler import Scheduler, SchedulerError, SchedulerLimits
 from tests.support.scheduled import POLICIES, any_pool, make, request, turn
@@ -210,3 +213,64 @@ def test_blocks_in_flight_are_conserved(
     assert got == {one.request_id: one.max_tokens for one in requests}
     for side in sides:
         assert side.pool.stats().slots_used == 0
+
+
+class Slots:
+    """What each slot holds, as the batches, copies and hand-overs that are told write it."""
+
+    def __init__(self, n_slots: int) -> None:
+        self._held: list[int | None] = [None] * n_slots
+
+    def compute(self, batch: Batch, tokens: Mapping[str, Sequence[int]]) -> None:
+        """Do a batch, after looking at what its tokens attend to. tokens: each request's, from the first."""
+        self.copy(batch.copies)
+        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+            where = Placement(piece.slot_base, 0, piece.table)
+            before = [self._held[where.slot(at)] for at in range(piece.start)]
+            assert before == list(tokens[name][: piece.start]), f"{name} reads what others have written"
+            self.write(where, piece.start, piece.token_ids)
+
+    def copy(self, copies: Iterable[KvCopy]) -> None:
+        for source, target, n_slots in copies:
+            self._held[target : target + n_slots] = self._held[source : source + n_slots]
+
+    def write(self, where: Placement, begin: int, token_ids: Sequence[int]) -> None:
+        for at, token_id in enumerate(token_ids, begin):
+            self._held[where.slot(at)] = token_id
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@examples(100)
+@given(data=st.data())
+def test_no_request_reads_a_block_that_a_hand_over_was_writing(policy: str, data: st.DataObject) -> None:
+    """Prompts that come again, computed here or handed over, some of them given up half-way: whatever a
+    request attends to is of its own tokens."""
+    scheduler = Scheduler(any_pool(policy, 384, 192), SchedulerLimits(192, 64, 4))
+    slots = Slots(scheduler.pool.n_slots)
+    tokens: dict[str, list[int]] = {}
+    for name in map(str, range(data.draw(st.integers(2, 12)))):
+        of, n_prompt = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 100)))
+        one = Request(name, tuple(1000 * of + at for at in range(n_prompt)), data.draw(st.integers(1, 30)))
+        tokens[name] = list(one.prompt_token_ids)
+        is_expected = data.draw(st.booleans())
+        (scheduler.expect if is_expected else scheduler.add)(one)
+        for _ in range(data.draw(st.integers(1, 6))):
+            batch = scheduler.next_batch(data.draw(st.integers(1, 64)))
+            if batch is None:
+                slots.copy(scheduler.take_copies())
+            else:
+                slots.compute(batch, tokens)
+                for out in scheduler.commit(batch, range(batch.n_logits)):
+                    tokens[out.request_id].append(out.token_id)
+            scheduler.check()
+            for other, where in list(scheduler.expected.items()):
+                what = data.draw(st.sampled_from(["nothing", "half", "all", "gives up"]))
+                if what == "nothing":
+                    continue
+                came = tokens[other][: None if what == "all" else len(tokens[other]) // 2]
+                slots.write(where, 0, came)
+                if what == "all":
+                    scheduler.arrived(other, 7)
+                    tokens[other].append(7)
+                elif what == "gives up":
+                    scheduler.abort(other)
