@@ -29,6 +29,7 @@ MODEL = Path("models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
 EMBEDDING_MODEL = "all-minilm-l6-v2"
 CONFIG = '[tune-kernels]\nbudget = "2s"\n[tune-config]\nbudget = "12s"\n'
 PAGE_TIMEOUT_S = 400
+TIMED_OUT = 124
 MARK = "-- the end of a section --"
 
 BLOCK = re.compile(
@@ -129,25 +130,25 @@ def test_a_page_works_as_written(path: Path, tmp_path: Path, guide_cache: Path) 
 
 def _run(script: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
     """Exit code and output of a bash script; nothing that it started outlives it."""
-    process = subprocess.Popen(
-        ["bash", "-xc", script],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=PAGE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        _end_session(process.pid)  # a server in the background holds the pipe open, too
-        said, _ = process.communicate()
-    finally:
-        _end_session(process.pid)
-    return process.returncode, said
+    output = folder / "output.txt"  # a file: a pipe stays open while a server in the background has it
+    with output.open("wb") as written:
+        process = subprocess.Popen(
+            ["bash", "-xc", script],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=PAGE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = TIMED_OUT
+        finally:
+            _end_session(process.pid)
+            process.wait()
+    return code, output.read_text(errors="replace")
 
 
 def _end_session(session: int) -> None:
