@@ -68,6 +68,10 @@ static const tile_table sparse_tiles[ARITHMETICS] = {
     [Q8_COLUMN][mr][np] = sparse_q8c_##mr##x##np,
     SPARSE_QUANT_TILES(TILE)
 #undef TILE
+#ifdef PW_AMX
+    [BF16_TILE] = {[1 ... 32] = {[1 ... 2] = sparse_amx_bf16}},
+    [Q8_COLUMN_TILE] = {[1 ... 32] = {[1 ... 2] = sparse_amx_int8_column}},
+#endif
 #endif
 };
 

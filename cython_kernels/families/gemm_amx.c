@@ -105,6 +105,49 @@ PW_INLINE void tile_steps(const tile_call *t, int kind, int lower, int np) {
     if (kind == PW_Q8 && t->steps % 2) half_step(t, &o, lower, np);
 }
 
+#ifdef PW_EXPAND_WORDS
+/* A tile of each panel, which is expanded while the tile unit multiplies the one before it. */
+typedef struct {
+    sparse_reader in;
+    int64_t row; /* vector row of the panels that is read next */
+    int is_begun;
+    uint8_t tiles[2][2][TILE_BYTES] __attribute__((aligned(64))); /* [turn][panel] */
+} expanding;
+
+/* `count` vector rows of each panel, to the tiles of this turn. A part of k may begin in the middle of a slot. */
+PW_INLINE void expand_next(expanding *e, int kind, int turn, int count, int np) {
+    enum { TOGETHER = PW_K_MULTIPLE / 4 };
+    int64_t slot_rows = PW_SLOT_INPUTS >> kind;
+    vi w[MAX_TILE_PANELS];
+    for (int done = 0; done < count; done += TOGETHER, e->row += TOGETHER) {
+        int64_t row = e->row % slot_rows;
+        if (row == 0 || !e->is_begun) read_slot(&e->in, kind, np, e->row / slot_rows, row);
+        e->is_begun = 1;
+        PW_UNROLL for (int i = 0; i < TOGETHER; ++i) {
+            read_vector_rows(&e->in, kind, np, row + i, w);
+            PW_UNROLL for (int p = 0; p < np; ++p) vi_store(e->tiles[turn][p] + (done + i) * VECTOR_ROW_BYTES, w[p]);
+        }
+    }
+}
+
+PW_INLINE void sparse_tile_steps(const tile_call *t, int kind, int lower, int np) {
+    expanding e = {.row = t->first_row};
+    int64_t whole = kind == PW_Q8 ? t->steps / 2 : t->steps;
+    tile_operands o = {.rows = t->rows, .row_bytes = t->row_bytes, .panel_bytes = TILE_BYTES};
+    begin_reading(t, &e.in, kind, np);
+    if (whole) expand_next(&e, kind, 0, TILE_ROWS, np);
+    for (int64_t step = 0; step < whole; ++step, o.rows += TILE_ROW_BYTES) {
+        if (step + 1 < whole) expand_next(&e, kind, (int)((step + 1) % 2), TILE_ROWS, np);
+        o.panels = e.tiles[step % 2][0];
+        tile_step(kind, &o, 0, lower, np);
+    }
+    if (kind == PW_BF16 || t->steps % 2 == 0) return;
+    expand_next(&e, kind, 0, TILE_ROWS / 2, np);
+    o.panels = e.tiles[0][0];
+    half_step(t, &o, lower, np);
+}
+#endif
+
 /* Sums go in and out as they are, float32 or int32. */
 PW_INLINE void tiles_from_partial(const tile_call *t, int lower, int np) {
     int64_t stride = 4 * t->partial_stride;
@@ -157,22 +200,31 @@ PW_INLINE void finish_column(const tile_call *t, int lower, int np) {
     }
 }
 
-PW_INLINE void amx_tile_sized(const tile_call *t, int kind, int lower, int np) {
+PW_INLINE void amx_tile_sized(const tile_call *t, int kind, int sparse, int lower, int np) {
     tiles_from_partial(t, lower, np);
-    tile_steps(t, kind, lower, np);
+#ifdef PW_EXPAND_WORDS
+    if (sparse) sparse_tile_steps(t, kind, lower, np);
+    else
+#endif
+        tile_steps(t, kind, lower, np);
+    (void)sparse;
     if (kind == PW_BF16) finish_bf16(t, lower, np);
     else finish_column(t, lower, np);
 }
 
 /* Up to 32 rows x 2 panels. */
-PW_INLINE void amx_tile(const tile_call *t, int kind) {
+PW_INLINE void amx_tile(const tile_call *t, int kind, int sparse) {
     int lower = t->mr > TILE_ROWS;
     tiles_begin(lower ? TILE_ROWS : t->mr, lower ? t->mr - TILE_ROWS : 1);
-    if (lower && t->panels == 2) amx_tile_sized(t, kind, 1, 2);
-    else if (lower) amx_tile_sized(t, kind, 1, 1);
-    else if (t->panels == 2) amx_tile_sized(t, kind, 0, 2);
-    else amx_tile_sized(t, kind, 0, 1);
+    if (lower && t->panels == 2) amx_tile_sized(t, kind, sparse, 1, 2);
+    else if (lower) amx_tile_sized(t, kind, sparse, 1, 1);
+    else if (t->panels == 2) amx_tile_sized(t, kind, sparse, 0, 2);
+    else amx_tile_sized(t, kind, sparse, 0, 1);
 }
 
-static void amx_bf16(const tile_call *t) { amx_tile(t, PW_BF16); }
-static void amx_int8_column(const tile_call *t) { amx_tile(t, PW_Q8); }
+static void amx_bf16(const tile_call *t) { amx_tile(t, PW_BF16, 0); }
+static void amx_int8_column(const tile_call *t) { amx_tile(t, PW_Q8, 0); }
+#ifdef PW_EXPAND_WORDS
+static void sparse_amx_bf16(const tile_call *t) { amx_tile(t, PW_BF16, 1); }
+static void sparse_amx_int8_column(const tile_call *t) { amx_tile(t, PW_Q8, 1); }
+#endif
