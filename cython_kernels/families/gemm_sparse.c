@@ -3,7 +3,7 @@
  * The next vector row of each panel goes from the stream into a register and from there into the dots or multiply-adds of
  * every row of the tile: nothing passes through L1, and while a core multiplies, lines further on are on their way. What is
  * added, and in which order, is what the dense tile adds (gemm_dense.c, gemm_quant.c): the same bits, and the same bounds.
- * Only for cores whose instruction expands a vector row (pw_cpu_expands). */
+ * Only for cores whose instruction expands a vector row (pw_cpu_expands). Tiles of the tile unit: gemm_amx.c. */
 #include "families/gemm.h"
 #include "sparse.h"
 
