@@ -18,7 +18,7 @@ import httpx
 
 _CLIENTS = 8
 _TOKENS = 768
-"""Of one answer: a load takes some seconds, in which the view asks several times."""
+"""Tokens of each answer. A load then takes seconds, and the view asks several times during it."""
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"enum": [1, 2, 3]}},

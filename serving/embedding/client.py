@@ -338,7 +338,7 @@ class EmbeddingClient:
         return batch
 
     def _is_late(self, lane: _Lane, tokens: int, end_s: float) -> bool:
-        """Whether a batch of so many tokens ends after `end_s`. A worker that is idle takes anything."""
+        """Whether a batch of `tokens` tokens would end after `end_s`. False for an idle worker."""
         if lane.pace is None or not lane.computing_tokens:
             return False
         return time.monotonic() + lane.pace.s_per_token * (lane.computing_tokens + tokens) > end_s

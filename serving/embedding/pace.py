@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 RECENT_BATCHES = 16
 LAST_BATCHES = 3
-"""A device that has become slower holds less after so many batches; one that has become faster, more after
-`RECENT_BATCHES`.
+"""A device that has become slower holds less after `LAST_BATCHES` batches; one that has become faster holds
+more after `RECENT_BATCHES`.
 """
 LEAST_TOKENS = 512
-"""A batch of fewer counts as so many: what it takes says little of batches under load."""
+"""A batch of fewer tokens counts as this many: its time says little of batches under load."""
 MARGIN = 0.3
 """The share of the SLO that is kept for HTTP, text and the batch that is under way."""
 LEAST_SHARE = 0.02
@@ -31,7 +31,7 @@ class DevicePace:
         self._depth_tokens = depth_tokens
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_BATCHES)
         self.s_per_token = 0.0
-        """How long it takes of late; 0 before its first batch."""
+        """Recent time per token, in seconds; 0 before the first batch."""
 
     def computed(self, tokens: int, seconds: float) -> float:
         """The share of the depth to use from now on, after a batch that took `seconds` by itself."""

@@ -89,7 +89,7 @@ def displaced(n_requests: int, after: int = 5, **limits: int) -> Router:
 
 
 def test_a_machine_that_stays_in_the_mixed_pool_is_moved_for_good() -> None:
-    """After so many requests, not before; it ends what it had."""
+    """A machine changes its pool after N requests, not before, and still ends the requests it had."""
     assert displaced(5).n_repurposed == 0
     route = displaced(6)
     assert route.n_repurposed == 1
