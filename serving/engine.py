@@ -86,7 +86,14 @@ class Outbox(Protocol):
     """Takes keys and values of prompts that are answered elsewhere. Called on the engine's thread."""
 
     def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
-        """Its block stays where it is from now on, and `n_computed` of its tokens are in it."""
+        """Its block stays where it is, until `drop` or `rests`, and `n_computed` of its tokens are in it."""
+        ...
+
+    def rests(self, request_id: str) -> bool:
+        """Between two steps its block may move again, unless the other engine wants what is in it (True).
+
+        False: nothing is read from it once this returns, until it `starts` again.
+        """
         ...
 
     def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> None:
@@ -218,7 +225,7 @@ class Engine:
         try:
             for copy in batch.copies:
                 self.ranks.copy_kv(*copy)
-            self._start_prompts(batch)  # what the copies bring counts as computed
+            passing = self._start_prompts(batch)  # what the copies bring counts as computed
             drafts = self._drafts(batch)
             if any(draft.token_ids for draft in drafts):
                 batch = self.scheduler.extend(batch, [draft.token_ids for draft in drafts])
@@ -231,6 +238,7 @@ class Engine:
             outs, computed = self._fail(batch, error), ()
         else:
             outs = self._commit(batch, runs)
+            self._rest_prompts(passing)
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
         if self.pacing is not None:
             self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns)
@@ -291,10 +299,30 @@ class Engine:
         if self.drafter is not None:
             self.drafter.lost()
 
-    def _start_prompts(self, batch: Batch) -> None:
-        for request_id in batch.request_ids if self._aimed else ():
-            if request_id in self._aimed:
-                self._start_prompt(request_id)
+    def _start_prompts(self, batch: Batch) -> list[str]:
+        """Tell the outbox where the prompts of a step lie. Those that no engine has a block for yet lie there
+        for this step: they are returned, and may leave as soon as one has."""
+        if not self._prompts:
+            return []
+        assert self.outbox is not None
+        passing = []
+        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+            if name in self._aimed:
+                self._start_prompt(name)
+            elif name in self._prompts:
+                placement = self.scheduler.placement(name)
+                self.outbox.starts(name, placement, len(self._prompts[name].prompt_token_ids), piece.start)
+                passing.append(name)
+        return passing
+
+    def _rest_prompts(self, passing: Sequence[str]) -> None:
+        """After their step: pin those that an engine has a block for by now."""
+        for request_id in passing:
+            assert self.outbox is not None
+            if self.outbox.rests(request_id):
+                self._aimed.add(request_id)
+                self._started.add(request_id)
+                self.scheduler.hand_over(request_id)
 
     def _start_prompt(self, request_id: str) -> None:
         """Tell the outbox where it lies, unless it waits for a block of its own."""

@@ -186,6 +186,12 @@ class Scheduler:
         self._pin(sequence)
         return sequence.placement
 
+    def placement(self, request_id: str) -> Placement:
+        """Where a request of the batch under way lies."""
+        placement = self._live[request_id].placement
+        assert placement is not None, f"{request_id!r} waits"
+        return placement
+
     def n_computed(self, request_id: str) -> int:
         """Tokens of a request that have keys and values; 0 where it waits or is gone."""
         sequence = self._live.get(request_id)

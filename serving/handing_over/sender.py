@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -127,6 +126,18 @@ class Sender:
                     job.ready, job.step, job.coming = piece.start, step, piece.start + len(piece.token_ids)
             self._changed.notify()
 
+    def rests(self, request_id: str) -> bool:
+        """`Outbox.rests`."""
+        with self._changed:
+            job = self._jobs.get(request_id)
+            if job is None or job.source is None:
+                return False
+            if job.link is not None:
+                return True
+            del self._by_block[job.source.base, job.source.table]
+            job.source, job.step = None, -1
+            return False
+
     def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> None:
         """`Outbox.computed`."""
         with self._changed:
@@ -166,7 +177,8 @@ class Sender:
                     continue
             n_sent = sum(self._send(job) for job in jobs)
             if n_sent == 0:
-                time.sleep(POLL_S)
+                with self._changed:
+                    self._changed.wait(POLL_S)
 
     def _is_sendable(self, job: _Job) -> bool:
         """Whether the job has something to send, or will have during the step under way."""
