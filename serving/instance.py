@@ -273,7 +273,7 @@ class _Instance:
         self._put(told)
 
     def _broken(self, request_id: str, reason: str) -> None:
-        """On the sender's thread."""
+        """On the sender's thread or the engine's."""
         self._put(HandOverFailed(request_id, "link", reason))
 
     def _lost(self) -> None:
@@ -306,8 +306,8 @@ class _Instance:
 
 
 class _Posts:
-    """Sockets to other instances, and their memory where it is mapped. Used on the sender's thread, but for
-    what is made on the first use."""
+    """Sockets to other instances, and their memory where it is mapped. A socket is used by one thread at a
+    time: under the sender's lock."""
 
     def __init__(self, sockets: Sockets) -> None:
         self._sockets = sockets
