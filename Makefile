@@ -95,7 +95,7 @@ compare: build     ## beside other engines: make compare ARGS="MODEL.gguf --peer
 
 test-asan:         ## kernels, loaders and parsers under AddressSanitizer, in a copy of the tree
 	rm -rf build/asan && git clone -q . build/asan
-	CFLAGS="-g -fsanitize=address -fno-omit-frame-pointer -O1" $(MAKE) -C build/asan VENV=.venv build
+	CFLAGS="-g -fsanitize=address -fno-omit-frame-pointer" $(MAKE) -C build/asan VENV=.venv build
 	cd build/asan && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(gcc -print-file-name=libasan.so) \
 		.venv/bin/python -m pytest tests/cython_kernels tests/serving/loaders tests/topology $(ARGS)
 

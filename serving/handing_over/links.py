@@ -51,7 +51,7 @@ class SharedLink(_Address):
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
         """`Link.finish`."""
         end = Frame(FrameKind.END_SHARED, self.request_id, self.epoch, 0, 0, 0, self.n_prompt)
-        return _post(self.post, self.codec, end, logits.astype("<f4").tobytes())
+        return _post(self.post, self.codec, end, _wire(logits))
 
 
 @dataclass(slots=True)
@@ -78,13 +78,18 @@ class StreamLink(_Address):
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
         """`Link.finish`."""
         end = Frame(FrameKind.END, self.request_id, self.epoch, self.n_frames, 0, 0, self.n_prompt)
-        return self._posted(end, logits.astype("<f4").tobytes())
+        return self._posted(end, _wire(logits))
 
-    def _posted(self, frame: Frame, data: bytes | bytearray) -> bool:
+    def _posted(self, frame: Frame, data: bytearray | memoryview) -> bool:
         is_sent = _post(self.post, self.codec, frame, data)
         self.n_frames += is_sent
         return is_sent
 
 
-def _post(post: Post, codec: Codec, frame: Frame, data: bytes | bytearray) -> bool:
+def _wire(logits: npt.NDArray[np.float32]) -> memoryview:
+    """Little-endian float32, in place where they are."""
+    return logits.astype("<f4", copy=False).data.cast("B")
+
+
+def _post(post: Post, codec: Codec, frame: Frame, data: bytearray | memoryview) -> bool:
     return post([codec.header(frame, len(data)), frame.request_id.encode(), data])  # type: ignore[list-item]

@@ -37,7 +37,7 @@ class BlockLink(Protocol):
         ...
 
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        """All layers are there. False: this cannot be told now."""
+        """All layers are there. False: this cannot be told now. The logits are not written to afterwards."""
         ...
 
 
