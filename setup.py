@@ -29,8 +29,8 @@ if "-g" not in ASKED_FLAGS:
     COMMON_FLAGS.append("-g0")  # Python's own flags ask for debug tables, ten times the code's size
 
 # isa/<name>.c includes every family; the flags are what that source may assume of the CPU, those of
-# `portable` what everything else may. On aarch64, where NEON is always there, `portable` is a reference only: at
-# -O3 gcc 12 spends more than 8 minutes on it, at -O2 one and a half.
+# `portable` what everything else may. On aarch64, where NEON is always there, `portable` is a reference only:
+# at -O3 gcc 12 spends more than 8 minutes on it, at -O2 one and a half.
 ISA_FLAGS: dict[str, list[str]] = {
     isa: flags.split()
     for isa, flags in json.loads((KERNELS / "isa" / "flags.json").read_text())
