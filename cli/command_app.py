@@ -34,7 +34,13 @@ class GroupedCommand(TyperCommand):
             args = _replaced(args, {"-o": {"json": ["--json"], "text": []}})
         elif "-o" in flags and "--json" not in flags:
             args = [part for one in args for part in (["-o", "json"] if one == "--json" else [one])]
-        return list(super().parse_args(ctx, args))
+        try:
+            return list(super().parse_args(ctx, args))
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix(
+                "Value error, "
+            )  # the validator's words, not the user's
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         """An error that carries `exit_code` 2 is told as wrong usage of the command."""

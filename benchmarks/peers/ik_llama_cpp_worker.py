@@ -6,12 +6,13 @@ sequence: steps of several end in an assertion of its attention (0.1.5, AVX2).
 """
 
 import ctypes
-import json
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from ik_llama_cpp import _ctypes_api as ik
+from worker_loop import answer
 
 N_CONTEXT = 4096
 
@@ -62,11 +63,7 @@ def run(context: Any, phase: str, n: int, sequences: int) -> int:
 
 def main() -> None:
     context = open_context(sys.argv[1], int(sys.argv[2]))
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        ns = run(context, request["phase"], request["n"], request["sequences"])
-        print(json.dumps({"ns": ns}), flush=True)
+    answer(partial(run, context))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ to llama.cpp's C interface as llama-bench does, without the wrapper's copies of 
 """
 
 import ctypes
-import json
 import sys
 import time
+from functools import partial
 
 import llama_cpp
+from worker_loop import answer
 
 MAX_SEQUENCES = 8
 N_CONTEXT = 4096
@@ -62,11 +63,7 @@ def run(context: llama_cpp.llama_context_p, phase: str, n: int, sequences: int) 
 
 def main() -> None:
     context = open_context(sys.argv[1], int(sys.argv[2]))
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        ns = run(context, request["phase"], request["n"], request["sequences"])
-        print(json.dumps({"ns": ns}), flush=True)
+    answer(partial(run, context))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ Run as `python openvino_worker.py MODEL THREADS [PRECISION]` by an interpreter t
 is a GGUF file (not BF16) or a folder that optimum-intel exported, PRECISION what it computes in (f32, bf16).
 """
 
-import json
 import sys
 import time
 
 import numpy as np
 import openvino
 import openvino_genai
+from worker_loop import answer
 
 RANDOM = np.random.default_rng(0)
 
@@ -41,14 +41,13 @@ def generate_ns(
 def main() -> None:
     precision = sys.argv[3] if len(sys.argv) > 3 else None
     pipeline = open_pipeline(sys.argv[1], int(sys.argv[2]), precision)
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if request["phase"] == "prefill":
-            ns, _ = generate_ns(pipeline, request["n"], 1, request["sequences"])
-        else:
-            _, ns = generate_ns(pipeline, 1, request["n"] + 1, request["sequences"])
-        print(json.dumps({"ns": ns}), flush=True)
+
+    def run(phase: str, n: int, sequences: int) -> int:
+        if phase == "prefill":
+            return generate_ns(pipeline, n, 1, sequences)[0]
+        return generate_ns(pipeline, 1, n + 1, sequences)[1]
+
+    answer(run)
 
 
 if __name__ == "__main__":

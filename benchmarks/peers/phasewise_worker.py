@@ -3,8 +3,9 @@
 Run as `python phasewise_worker.py MODEL THREADS [FORMAT]`.
 """
 
-import json
 import sys
+
+from worker_loop import answer
 
 from phasewise.serving.forward import AUTO
 from phasewise.serving.throughput import Workload, measure
@@ -18,14 +19,14 @@ def main() -> None:
     model, threads = sys.argv[1], int(sys.argv[2])
     weight_format = sys.argv[3] if len(sys.argv) > 3 else "native"
     with open_ranks(open_model(model, weight_format, threads, None), LARGEST, AUTO) as opened:
-        print(json.dumps({"ready": True}), flush=True)
-        for line in sys.stdin:
-            request = json.loads(line)
-            prompt, decoded = (request["n"], 0) if request["phase"] == "prefill" else (0, request["n"])
-            workload = Workload(prompt, decoded, request["sequences"])
+
+        def run(phase: str, n: int, sequences: int) -> int:
+            workload = Workload(n, 0, sequences) if phase == "prefill" else Workload(0, n, sequences)
             vocab_size = opened.model.config.vocab_size
             timed = measure(opened.ranks, workload, vocab_size, MAX_BATCH_TOKENS, repetitions=1, warm_ups=0)
-            print(json.dumps({"ns": timed.samples_ns[0]}), flush=True)
+            return timed.samples_ns[0]
+
+        answer(run)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ time of a decode is that of a whole generation less that of its first token, whi
 """
 
 import contextlib
-import json
 import os
 import sys
 import time
 from typing import Any
+
+from worker_loop import answer
 
 N_CONTEXT = 2048
 
@@ -48,16 +49,14 @@ def main() -> None:
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # vLLM writes its log there
         engine = open_engine(sys.argv[1], int(sys.argv[2]), dtype)
-        print(json.dumps({"ready": True}), file=answers, flush=True)
-        for line in sys.stdin:
-            request = json.loads(line)
-            sequences = request["sequences"]
-            if request["phase"] == "prefill":
-                ns = generate_ns(engine, request["n"], 1, sequences)
-            else:
-                first_ns = generate_ns(engine, 1, 1, sequences)
-                ns = generate_ns(engine, 1, request["n"] + 1, sequences) - first_ns
-            print(json.dumps({"ns": ns}), file=answers, flush=True)
+
+        def run(phase: str, n: int, sequences: int) -> int:
+            if phase == "prefill":
+                return generate_ns(engine, n, 1, sequences)
+            first_ns = generate_ns(engine, 1, 1, sequences)
+            return generate_ns(engine, 1, n + 1, sequences) - first_ns
+
+        answer(run, answers)
 
 
 if __name__ == "__main__":
