@@ -37,9 +37,7 @@ class GroupedCommand(TyperCommand):
         try:
             return list(super().parse_args(ctx, args))
         except typer.BadParameter as error:
-            error.message = error.message.removeprefix(
-                "Value error, "
-            )  # the validator's words, not the user's
+            error.message = error.message.removeprefix("Value error, ")  # Typer's validator's words
             raise
 
     def invoke(self, ctx: Any) -> Any:
