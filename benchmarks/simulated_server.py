@@ -40,7 +40,8 @@ PREFILL_TOKENS = (16, 32, 64, 128, 256, 512)
 LONG_PROMPT = 1500
 DECODE = ((1, 32), (1, 1200), (2, 200), (4, 200), (8, 100), (8, 400), (16, 60))
 """Sequences, and tokens of each one's prompt."""
-DECODE_STEPS = 8
+DECODE_STEPS = 32
+"""As long as answers are: the first few after a prompt take up to twice as long as the others."""
 REPEATS = 2
 LENGTHS = [(64, 24), (160, 48), (300, 16), (480, 64), (700, 32), (1100, 40), (96, 120), (220, 12)]
 """Prompt and answer tokens that requests are drawn from."""
@@ -124,8 +125,9 @@ def _run(
             timed.append(TimedStep("prefill", stats.n_tokens, 1, n_before if sequences == 1 else 0, seconds))
             n_before += stats.n_tokens
         else:
+            context = n_prompt + n_decoded + 1
+            timed.append(TimedStep("decode", 1, stats.n_sequences, context, seconds, n_decoded))
             n_decoded += 1
-            timed.append(TimedStep("decode", 1, stats.n_sequences, n_prompt + n_decoded, seconds))
     return timed
 
 

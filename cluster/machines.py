@@ -81,6 +81,8 @@ class ProductionMachine:
         self._is_computing = False
         self._granted: set[str] = set()
         self._refreshed_s = 0.0
+        self._since_prefill: int | None = None
+        """Decode steps since the last prefill step; None: there was none."""
 
     def submit(self, request: Request) -> None:
         """RequestError if it can never run here."""
@@ -130,7 +132,7 @@ class ProductionMachine:
             pairs = sum(len(piece.token_ids) * piece.start for piece in batch.slices)
             return self._steps.prefill_s(batch.n_tokens, pairs)
         context = sum(piece.start + 1 for piece in batch.slices)
-        return self._steps.decode_s(len(batch.slices), context)
+        return self._steps.decode_s(len(batch.slices), context, self._since_prefill)
 
     def _end(self, batch: Batch, cost_s: float) -> None:
         self._is_computing = False
@@ -138,6 +140,10 @@ class ProductionMachine:
         self.occupancy_s[batch.n_tokens] += cost_s
         outs = self.scheduler.commit(batch, [TOKEN] * batch.n_logits)
         self._pacing.observe(batch.phase, batch.n_tokens, round(cost_s * 1e9))
+        if batch.phase == "prefill":
+            self._since_prefill = 0
+        elif self._since_prefill is not None:
+            self._since_prefill += 1
         if batch.phase == "prefill":
             for name, piece in zip(batch.request_ids, batch.slices, strict=True):
                 if piece.wants_logits:

@@ -71,14 +71,18 @@ class StepTimes:
     prefill_context_s: float = 0.0
     """For each pair of a prompt token and a token before the step that it attends to."""
     mixed_factor: float = MIXED_FACTOR
+    after_prefill_s: tuple[float, ...] = ()
+    """What the first decode steps after a prefill step take longer: weights are no longer in the caches."""
 
     def prefill_s(self, n_tokens: int, n_pairs: int = 0) -> float:
         """A prefill step. n_pairs: sum over its slices of tokens times tokens computed before."""
         return _positive(self.prefill.at(n_tokens) + self.prefill_context_s * n_pairs)
 
-    def decode_s(self, n_sequences: int, context_tokens: int) -> float:
-        """A decode step."""
+    def decode_s(self, n_sequences: int, context_tokens: int, since_prefill: int | None = None) -> float:
+        """A decode step. since_prefill: decode steps between the last prefill step and it; None: many."""
         extra = self.decode_sequences.at(n_sequences) if self.decode_sequences is not None else 0.0
+        if since_prefill is not None and since_prefill < len(self.after_prefill_s):
+            extra += self.after_prefill_s[since_prefill]
         return _positive(self.decode.at(context_tokens) + extra)
 
     def iteration_s(self, prompt_tokens: int, n_tokens: int) -> float:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import fmean, median
 from typing import NamedTuple
 
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.steps import Curve, StepTimes
+
+SETTLED = 8
+"""Decode steps after a prefill step from which on they take what all later ones take."""
 
 
 class TimedStep(NamedTuple):
@@ -19,13 +23,16 @@ class TimedStep(NamedTuple):
     sequences: int
     context: int
     seconds: float
+    since_prefill: int = SETTLED
+    """Decode steps between the last prefill step and this one."""
 
 
 def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
     """Curves through timed steps of both phases. ClusterError where a phase has none.
 
     A prefill step costs by its tokens, and by pairs of a token and a token of context. A decode step costs by
-    its sequences, and by the context that they read together.
+    its sequences, and by the context that they read together; the first ones after a prefill step cost more,
+    where such were timed.
     """
     rows = list(timed)
     prefill = [row for row in rows if row.phase == "prefill"]
@@ -39,16 +46,19 @@ def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
         for row in prefill
         if row.context
     )
-    context_s = _context_s(decode)
+    early = [row for row in decode if row.since_prefill < SETTLED]
+    settled = [row for row in decode if row.since_prefill >= SETTLED] or decode
+    context_s = _context_s(settled)
     by_sequences: dict[int, list[float]] = defaultdict(list)
-    for row in decode:
+    for row in settled:
         by_sequences[row.sequences].append(row.seconds - context_s * row.sequences * row.context)
-    return StepTimes(
+    steps = StepTimes(
         prefill=by_tokens,
         decode=Curve([(0, 0.0), (1, context_s)]),
         decode_sequences=Curve((n, max(0.0, median(values))) for n, values in by_sequences.items()),
         prefill_context_s=pair_s,
     )
+    return replace(steps, after_prefill_s=_after_prefill_s(early, steps))
 
 
 def _prefill_curve(rows: Sequence[TimedStep]) -> Curve:
@@ -75,6 +85,15 @@ def _context_s(rows: Sequence[TimedStep]) -> float:
         products += sum(sequences * (row.context - tokens) * (row.seconds - seconds) for row in same)
         squares += sum((sequences * (row.context - tokens)) ** 2 for row in same)
     return max(0.0, products / squares) if squares else 0.0
+
+
+def _after_prefill_s(rows: Sequence[TimedStep], settled: StepTimes) -> tuple[float, ...]:
+    """For each of the first decode steps after a prefill step: seconds beyond what a settled one takes."""
+    beyond: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        usual_s = settled.decode_s(row.sequences, row.sequences * row.context)
+        beyond[row.since_prefill].append(row.seconds - usual_s)
+    return tuple(_positive_median(beyond[since]) for since in range(SETTLED)) if rows else ()
 
 
 def _positive_median(values: Iterable[float]) -> float:

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.001
 """How often a step under way is asked for the layers it has stored."""
 
-LAYERWISE_ABOVE_TOKENS = 256
-"""Shorter prompts are sent when they are computed. Chosen, not measured yet."""
+LAYERWISE_ABOVE_TOKENS = 32
+"""Shorter prompts are sent when they are computed: layer by layer is no faster (benchmarks/notes/0007)."""
 
 
 class BlockLink(Protocol):

@@ -108,6 +108,25 @@ def test_timed_steps_give_back_the_machine_that_was_timed() -> None:
     assert steps.prefill_s(100) == pytest.approx(0.102)
     assert steps.prefill_s(512, 512 * 300) == pytest.approx(0.002 + 0.512 + 0.1536)
     assert steps.decode_s(8, 8 * 500) == pytest.approx(0.005 + 0.008 + 0.008)
+    assert steps.after_prefill_s == (), "none of the first steps was timed"
     for phase in ("prefill", "decode"):
         with pytest.raises(ClusterError, match=r"no .* step was timed"):
             steps_of([one for one in timed if one.phase == phase])
+
+
+def test_the_first_decode_steps_after_a_prompt_are_told_apart() -> None:
+    """5 ms + 1 us of context; of the steps after a prompt, the first takes 3 ms longer, the second 1 ms."""
+    late_s = {0: 0.003, 1: 0.001}
+    timed = [TimedStep("prefill", 64, 1, 0, 0.064)]
+    timed += [
+        TimedStep("decode", 1, 1, base + since, 0.005 + 1e-6 * (base + since) + late_s.get(since, 0.0), since)
+        for base in (64, 1024)
+        for since in range(32)
+    ]
+
+    steps = steps_of(timed)
+
+    assert steps.after_prefill_s[:3] == pytest.approx((0.003, 0.001, 0.0), abs=1e-9)
+    assert steps.decode_s(1, 500) == pytest.approx(0.0055)
+    assert steps.decode_s(1, 500, 0) == pytest.approx(0.0085)
+    assert steps.decode_s(1, 500, 31) == pytest.approx(0.0055)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from phasewise.cluster.links import Link
 from phasewise.cluster.requests import PREFIX_BLOCK_TOKENS, Arrival
 from phasewise.cluster.routing import Limits
 from phasewise.cluster.simulate import POLICY_NAMES, ClusterSpec, Pool, simulate
-from tests.support.clusters import KV_BYTES, assert_lawful, machine, mixed, split
+from tests.support.clusters import KV_BYTES, STEPS, assert_lawful, machine, mixed, split
 from tests.support.tiers import examples
 
 
@@ -24,6 +26,16 @@ def test_one_request_alone_takes_its_steps() -> None:
     assert life.tbt_s == pytest.approx(0.010)
     assert life.e2e_s == pytest.approx(0.3 + 4 * 0.010)
     assert result.machines[0].busy_s == pytest.approx(0.34)
+
+
+def test_decode_steps_after_a_prompt_may_take_longer() -> None:
+    """Two prompts, the second while the first one's answer runs: after each, a step takes 5 ms more."""
+    kind = replace(machine(), steps=replace(STEPS, after_prefill_s=(0.005,)))
+
+    lives = simulate(mixed(1, kind), [Arrival(0, 0.0, 100, 9), Arrival(1, 0.12, 100, 5)]).lives
+
+    assert lives[0].e2e_s == pytest.approx(0.1 + 8 * 0.010 + 0.1 + 2 * 0.005)
+    assert lives[1].end_s == pytest.approx(0.125 + 0.1 + 4 * 0.010 + 0.005)
 
 
 def test_a_serial_transfer_follows_the_prompt() -> None:
