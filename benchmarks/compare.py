@@ -148,6 +148,10 @@ def main() -> None:
     parser.add_argument("--format", default="native", help="ours")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    known = [test.name for test in TESTS]
+    wanted = arguments.tests.split(",") if arguments.tests else known
+    if unknown := [name for name in wanted if name not in known]:
+        parser.error(f"there is no test {unknown[0]!r}: {', '.join(known)}")
     tail = [arguments.model, str(arguments.threads)]
     commands = {"phasewise": [sys.executable, str(PEERS / "phasewise_worker.py"), *tail, arguments.format]}
     if arguments.before is not None:
@@ -156,7 +160,6 @@ def main() -> None:
         label, command = peer_command(text, arguments.model, arguments.threads)
         commands[label] = command
     workers = {name: Worker(command) for name, command in commands.items()}
-    wanted = arguments.tests.split(",") if arguments.tests else [test.name for test in TESTS]
     comparisons = [compare(workers, test, arguments.rounds) for test in TESTS if test.name in wanted]
     for worker in workers.values():
         worker.close()

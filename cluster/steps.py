@@ -72,7 +72,7 @@ class StepTimes:
     """For each pair of a prompt token and a token before the step that it attends to."""
     mixed_factor: float = MIXED_FACTOR
     after_prefill_s: tuple[float, ...] = ()
-    """What the first decode steps after a prefill step take longer: weights are no longer in the caches."""
+    """What the first decode steps after a prefill step take longer, by their number since it."""
 
     def prefill_s(self, n_tokens: int, n_pairs: int = 0) -> float:
         """A prefill step. n_pairs: sum over its slices of tokens times tokens computed before."""
