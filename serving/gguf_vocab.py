@@ -129,7 +129,7 @@ class _Vocabulary:
         found = self.metadata[key]
         if not isinstance(found, int) or not 0 <= found < len(self.tokens):
             raise ModelError(
-                f"{key} is {found!r}, but the vocabulary has {len(self.tokens)} tokens; "
+                f"{key} is {found!r:.80}, but the vocabulary has {len(self.tokens)} tokens; "
                 "the file is damaged, fetch it again"
             )
         return int(found)
@@ -168,7 +168,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> str:
         scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.tokens), 0.0)
         return gguf_encoder_vocab.unigram(vocabulary.tokens, scores, special, metadata)
     raise ModelError(
-        f"tokenizer.ggml.model is {model!r}; phasewise reads 'gpt2' (byte-level BPE), 'llama' "
+        f"tokenizer.ggml.model is {model!r:.80}; phasewise reads 'gpt2' (byte-level BPE), 'llama' "
         "(SentencePiece-style), 'bert' (WordPiece) and 't5' (Unigram) vocabularies: convert the model with"
         " one of these"
     )
@@ -182,7 +182,9 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
             "tokenizer.ggml.tokens is empty, so no text can be read or written; fetch the file again"
         )
     if len(set(named)) != len(named):
-        raise ModelError(f"tokenizer.ggml.tokens lists {_first_repeat(named)!r} twice; fetch the file again")
+        raise ModelError(
+            f"tokenizer.ggml.tokens lists {_first_repeat(named)!r:.80} twice; fetch the file again"
+        )
     kinds = [
         int(kind) for kind in _numbers(metadata, "tokenizer.ggml.token_type", len(named), TokenKind.NORMAL)
     ]
@@ -226,8 +228,8 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> dict[str, Json]:
     pre = PRE_TOKENIZERS.get(str(name))
     if pre is None:
         raise ModelError(
-            f"the pre-tokenizer {name!r} (tokenizer.ggml.pre) is not known, and another would give wrong "
-            f"tokens; known are {', '.join(sorted(PRE_TOKENIZERS))}"
+            f"the pre-tokenizer {name!r:.80} (tokenizer.ggml.pre) is not known, and another would give "
+            f"wrong tokens; known are {', '.join(sorted(PRE_TOKENIZERS))}"
         )
     splits: list[Json] = [_split(pattern, "Isolated") for pattern in pre.patterns]
     byte_level: dict[str, Json] = {
@@ -264,7 +266,7 @@ def _merges(vocabulary: _Vocabulary) -> list[Json]:
         left, right = line[: max(cut, 0)], line[cut + 1 :]
         if cut < 0 or left not in known or right not in known or left + right not in known:
             raise ModelError(
-                f"merge {rank} of tokenizer.ggml.merges, {line!r}, does not name two tokens that make a "
+                f"merge {rank} of tokenizer.ggml.merges, {line!r:.80}, does not name two tokens that make a "
                 "third; the file is damaged, fetch it again"
             )
         pairs.setdefault((left, right))

@@ -279,14 +279,14 @@ class ModelConfig:
         for name, largest in LARGEST.items():
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= largest:
-                raise ModelError(f"{name} is {value!r}: a whole number from 1 to {largest} expected")
+                raise ModelError(f"{name} is {value!r:.80}: a whole number from 1 to {largest} expected")
         if self.n_heads % self.n_kv_heads:
             raise ModelError(f"{self.n_heads} attention heads do not divide into {self.n_kv_heads} KV heads")
         if not 0 < self.norm_eps < 1:
-            raise ModelError(f"the norm epsilon is {self.norm_eps!r}: a number between 0 and 1 expected")
+            raise ModelError(f"the norm epsilon is {self.norm_eps!r:.80}: a number between 0 and 1 expected")
         known = PLAIN_ACTIVATIONS if self.encoder and not self.encoder.gated else ACTIVATIONS
         if self.activation not in known:
-            raise ModelError(f"activation {self.activation!r} is not one of {', '.join(known)}")
+            raise ModelError(f"activation {self.activation!r:.80} is not one of {', '.join(known)}")
         if len(self.layer_kinds) not in (0, self.n_layers):
             raise ModelError(
                 f"{len(self.layer_kinds)} kinds of attention are given for {self.n_layers} layers"
@@ -303,7 +303,7 @@ class ModelConfig:
 
     def _check_kind(self, kind: LayerKind) -> None:
         if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
-            raise ModelError(f"the sliding window is {kind.window!r} tokens")
+            raise ModelError(f"the sliding window is {kind.window!r:.80} tokens")
         if kind.rope is not None:
             self._check_rope(kind.rope)
 
@@ -325,7 +325,7 @@ class ModelConfig:
                 raise ModelError(f"these RoPE parameters give no usable frequencies: {_brief(rope)}")
         if not 0 < rope.magnitude < 1e3:
             raise ModelError(
-                f"the RoPE scaling multiplies by {rope.magnitude!r}: a number from 0 to 1000 expected"
+                f"the RoPE scaling multiplies by {rope.magnitude!r:.80}: a number from 0 to 1000 expected"
             )
 
     def _check_scales(self) -> None:
@@ -340,7 +340,7 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not 1e-6 <= value <= 1e6:
                 raise ModelError(
-                    f"the {name.replace('_', ' ')} is {value!r}: a number from 1e-6 to 1e6 expected"
+                    f"the {name.replace('_', ' ')} is {value!r:.80}: a number from 1e-6 to 1e6 expected"
                 )
         if self.norm_eps / self.residual_scale**2 >= 1:
             raise ModelError(
@@ -353,16 +353,18 @@ class ModelConfig:
         count, chosen = self.experts.count, self.experts.chosen
         if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
             raise ModelError(
-                f"the model has {count!r} experts: a whole number from 1 to {MOST_EXPERTS} expected"
+                f"the model has {count!r:.80} experts: a whole number from 1 to {MOST_EXPERTS} expected"
             )
         if type(chosen) is not int or not 1 <= chosen <= min(count, MOST_CHOSEN):
             raise ModelError(
-                f"{chosen!r} of {count} experts compute a token: from 1 to {min(count, MOST_CHOSEN)} expected"
+                f"{chosen!r:.80} of {count} experts compute a token: "
+                f"from 1 to {min(count, MOST_CHOSEN)} expected"
             )
         shared = self.experts.shared_ffn
         if type(shared) is not int or not 0 <= shared <= LARGEST["ffn"]:
             raise ModelError(
-                f"the shared expert is {shared!r} wide: a whole number from 0 to {LARGEST['ffn']} expected"
+                f"the shared expert is {shared!r:.80} wide: "
+                f"a whole number from 0 to {LARGEST['ffn']} expected"
             )
 
     def _check_tokens(self) -> None:

@@ -40,7 +40,7 @@ def load_model(
     storage: which weights are stored sparse; None: `auto`. Raises ModelError.
     """
     if format not in FORMATS:
-        raise ModelError(f"weight format {format!r} is not one of {', '.join(FORMATS)}")
+        raise ModelError(f"weight format {format!r:.80} is not one of {', '.join(FORMATS)}")
     report, storage = report or _silent, storage or StorageChoice()
     root = cache_root(cache_dir)
     located = locate(ref, root, report)

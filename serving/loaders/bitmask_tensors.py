@@ -34,10 +34,10 @@ def part_of(name: str) -> tuple[str, str] | None:
 
 def bitmask_tensor(name: str, parts: Mapping[str, Found]) -> SourceTensor:
     """The matrix `name` from its parts. ModelError where they do not fit together."""
-    what = f"the sparse tensor {name!r:.100}"
+    what = f"the sparse tensor {name!r:.80}"
     for part in PARTS[:3]:
         if part not in parts:
-            raise ModelError(f"{what} lacks its {part!r}: the file is damaged")
+            raise ModelError(f"{what} lacks its {part!r:.80}: the file is damaged")
     n, k = _shape(what, *parts[".shape"])
     (_, mask), (_, values) = parts[".bitmask"], parts[".compressed"]
     if values.dtype not in READABLE:

@@ -82,7 +82,7 @@ def config_of(family: EncoderFamily, given: Mapping[str, Any]) -> ModelConfig:
 def _theta(get: Callable[..., Any]) -> float:
     share = get("rotary_emb_fraction", float, 1.0)
     if share != 1.0:
-        raise ModelError(f"config.json rotates {share!r} of each head: all of it can run")
+        raise ModelError(f"config.json rotates {share!r:.80} of each head: all of it can run")
     rope = get("rope_parameters", dict) or {}
     if rope.get("rope_type", "default") != "default":
         raise ModelError(f"config.json asks for RoPE scaling {rope.get('rope_type')!r:.60}, which cannot run")

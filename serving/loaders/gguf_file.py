@@ -101,7 +101,7 @@ class _Parser:
         for _ in range(n_pairs):
             key = self._string(MAX_NAME_BYTES)
             if key in metadata:
-                raise self._bad(f"has the metadata key {key!r} twice")
+                raise self._bad(f"has the metadata key {key!r:.80} twice")
             metadata[key] = self._value(self._scalar("<u4"), key)
         infos = [self._tensor_info() for _ in range(n_tensors)]
         return GgufHeader(metadata, self._placed(infos, metadata))
@@ -138,7 +138,7 @@ class _Parser:
         if type_id == _ARRAY:
             return self._array(key)
         if type_id not in _SCALARS:
-            raise self._bad(f"has metadata {key!r} of unknown type {type_id}")
+            raise self._bad(f"has metadata {key!r:.80} of unknown type {type_id}")
         value = self._scalar(_SCALARS[type_id])
         return bool(value) if type_id == _BOOL else value
 
@@ -146,11 +146,11 @@ class _Parser:
         type_id, count = self._scalar("<u4"), self._scalar("<u8")
         self.values_left -= count
         if self.values_left < 0:
-            raise self._bad(f"claims {count} values in metadata {key!r}, more than {MAX_VALUES} in all")
+            raise self._bad(f"claims {count} values in metadata {key!r:.80}, more than {MAX_VALUES} in all")
         if type_id == _STRING:
             return self._strings(count)
         if type_id not in _SCALARS:
-            raise self._bad(f"has metadata {key!r}, an array of unsupported type {type_id}")
+            raise self._bad(f"has metadata {key!r:.80}, an array of unsupported type {type_id}")
         dtype = np.dtype(_SCALARS[type_id])
         values = np.frombuffer(self._take(count * dtype.itemsize), dtype)
         return list((values.astype(bool) if type_id == _BOOL else values).tolist())
@@ -178,38 +178,46 @@ class _Parser:
         name = self._string(MAX_NAME_BYTES)
         n_dims = self._scalar("<u4")
         if not 1 <= n_dims <= MAX_DIMS:
-            raise self._bad(f"gives tensor {name!r} {n_dims} dimensions")
+            raise self._bad(f"gives tensor {name!r:.80} {n_dims} dimensions")
         shape = tuple(self._scalar("<u8") for _ in range(n_dims))[::-1]
         type_id, offset = self._scalar("<u4"), self._scalar("<u8")
         try:
             ggml_type = GGMLQuantizationType(type_id)
         except ValueError:
-            raise self._bad(f"gives tensor {name!r} the unknown type {type_id}") from None
+            raise self._bad(f"gives tensor {name!r:.80} the unknown type {type_id}") from None
         block, block_bytes = GGML_QUANT_SIZES[ggml_type]
         n_values = 1
         for size in shape:
             n_values *= size
         if n_values == 0 or shape[-1] % block:
-            raise self._bad(f"gives tensor {name!r} the shape {shape}, not whole blocks of {block} values")
+            raise self._bad(
+                f"gives tensor {name!r:.80} the shape {shape}, not whole blocks of {block} values"
+            )
         return TensorInfo(name, shape, ggml_type.name, offset, n_values // block * block_bytes)
 
     def _placed(self, infos: list[TensorInfo], metadata: dict[str, Any]) -> dict[str, TensorInfo]:
         """Absolute offsets, checked: aligned, inside the file, apart from each other."""
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise self._bad(f"has alignment {alignment!r}: a power of two from 8 to {MAX_ALIGNMENT} expected")
+            raise self._bad(
+                f"has alignment {alignment!r:.80}: a power of two from 8 to {MAX_ALIGNMENT} expected"
+            )
         start = -(-self.at // alignment) * alignment
         placed: dict[str, TensorInfo] = {}
         end, before = start, ""
         for info in sorted(infos, key=lambda info: info.offset):
             offset = start + info.offset
             if info.name in placed:
-                raise self._bad(f"has tensor {info.name!r} twice")
+                raise self._bad(f"has tensor {info.name!r:.80} twice")
             if info.offset % alignment or offset < end:
-                raise self._bad(f"places tensor {info.name!r} at {offset}, misaligned or inside {before!r}")
+                raise self._bad(
+                    f"places tensor {info.name!r:.80} at {offset}, misaligned or inside {before!r:.80}"
+                )
             end, before = offset + info.n_bytes, info.name
             if end > self.file_bytes:
-                raise self._bad(f"is cut short: tensor {info.name!r} ends at byte {end} of {self.file_bytes}")
+                raise self._bad(
+                    f"is cut short: tensor {info.name!r:.80} ends at byte {end} of {self.file_bytes}"
+                )
             placed[info.name] = TensorInfo(info.name, info.shape, info.type_name, offset, info.n_bytes)
         return placed
 

@@ -125,7 +125,7 @@ def field(metadata: Mapping[str, Any], key: str, kind: type[T], default: T | Non
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        raise ModelError(f"the GGUF metadata {key!r} is {value!r:.60}: {kind.__name__} expected")
+        raise ModelError(f"the GGUF metadata {key!r:.80} is {value!r:.60}: {kind.__name__} expected")
     return value
 
 
@@ -206,7 +206,9 @@ def _config(
 def _scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) -> Scaling | None:
     kind = get("rope.scaling.type", str)
     if kind not in (None, "none", "linear", "yarn", "longrope"):
-        raise ModelError(f"RoPE scaling {kind!r} is not supported; linear, Llama 3's, yarn and longrope are")
+        raise ModelError(
+            f"RoPE scaling {kind!r:.80} is not supported; linear, Llama 3's, yarn and longrope are"
+        )
     if "short_factors" in factors and "long_factors" in factors:
         return _long_scaling(get, factors)
     older = get("rope.scale_linear", float)  # what files of 2023 say

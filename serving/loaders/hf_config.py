@@ -58,7 +58,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     rope_fields = _rope_fields(fields)
     share = field(rope_fields, "partial_rotary_factor", float, get("partial_rotary_factor", float, 1.0))
     if not 0 < share <= 1:
-        raise ModelError(f"config.json rotates {share!r} of each head: a number from 0 to 1 expected")
+        raise ModelError(f"config.json rotates {share!r:.80} of each head: a number from 0 to 1 expected")
     rope_dim = head_dim and int(head_dim * share)
     rope = RopeSpec(_theta(get, rope_fields), rope_dim, _scaling(get, rope_fields))
     plain = ModelConfig(
@@ -110,7 +110,8 @@ def _refuse_what_cannot_run(get: Callable[..., Any], activation: str) -> None:
     name = get("hidden_activation", str) or get("hidden_act", str, ACTIVATION_NAMES[activation][0])
     if name not in ACTIVATION_NAMES[activation]:
         raise ModelError(
-            f"config.json asks for the activation {name!r}; {ACTIVATION_NAMES[activation][0]} can run here"
+            f"config.json asks for the activation {name!r:.80}; "
+            f"{ACTIVATION_NAMES[activation][0]} can run here"
         )
 
 
@@ -142,7 +143,7 @@ def _scaling(get: Callable[..., Any], rope_fields: Fields) -> Scaling | None:
     def need(key: str, number: type[T]) -> Any:
         value = field(rope_fields, key, number)
         if value is None:
-            raise ModelError(f"config.json has RoPE scaling {kind!r} without {key}")
+            raise ModelError(f"config.json has RoPE scaling {kind!r:.80} without {key}")
         return value
 
     if kind == "default":
@@ -156,10 +157,14 @@ def _scaling(get: Callable[..., Any], rope_fields: Fields) -> Scaling | None:
     if kind == "llama3":
         low, high = need("low_freq_factor", float), need("high_freq_factor", float)
         if not low < high:
-            raise ModelError(f"config.json has RoPE scaling from {low!r} to {high!r}: low < high expected")
+            raise ModelError(
+                f"config.json has RoPE scaling from {low!r:.80} to {high!r:.80}: low < high expected"
+            )
         context = need("original_max_position_embeddings", int)
         return Llama3Scaling(need("factor", float), low, high, context)
-    raise ModelError(f"config.json asks for RoPE scaling {kind!r}; linear, llama3, yarn and longrope can run")
+    raise ModelError(
+        f"config.json asks for RoPE scaling {kind!r:.80}; linear, llama3, yarn and longrope can run"
+    )
 
 
 def _original_context(get: Callable[..., Any], rope_fields: Fields) -> int:

@@ -153,7 +153,7 @@ def _our_tensors(
         for ours, one in found:
             ours = ours.replace("{e}", expert)
             if ours in tensors:
-                raise ModelError(f"{directory} has the tensor {theirs!r} twice")
+                raise ModelError(f"{directory} has the tensor {theirs!r:.80} twice")
             unit = family.hf_unit_norms and ours.endswith("norm")
             tensors[ours] = one_more(one) if unit else one
     return tensors

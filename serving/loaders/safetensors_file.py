@@ -57,7 +57,9 @@ def read_entries(file: SourceFile) -> dict[str, TensorEntry]:
     header = parse_json_object(file.read(8, length), f"the header of {file.path}")
     header.pop(METADATA_KEY, None)
     start = 8 + length
-    entries = {name: _entry(fields, start, f"{file.path} tensor {name!r}") for name, fields in header.items()}
+    entries = {
+        name: _entry(fields, start, f"{file.path} tensor {name!r:.80}") for name, fields in header.items()
+    }
     _check_places(file, start, entries)
     return entries
 
@@ -89,10 +91,10 @@ def _check_places(file: SourceFile, start: int, entries: dict[str, TensorEntry])
     end, before = start, ""
     for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
         if entry.offset < end:
-            raise ModelError(f"{file.path} places tensor {name!r} inside {before!r}")
+            raise ModelError(f"{file.path} places tensor {name!r:.80} inside {before!r:.80}")
         end, before = entry.offset + entry.n_bytes, name
         if end > file.size:
-            raise ModelError(f"{file.path} is cut short: {name!r} ends at byte {end} of {file.size}")
+            raise ModelError(f"{file.path} is cut short: {name!r:.80} ends at byte {end} of {file.size}")
 
 
 def tensor_of(file: SourceFile, name: str, entry: TensorEntry) -> SourceTensor:

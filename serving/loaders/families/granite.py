@@ -28,7 +28,7 @@ def _scaled(
 ) -> ModelConfig:
     divisor = positive(get, logits, 1.0)
     if not 1e-6 <= divisor <= 1e6:
-        raise ModelError(f"the config has {logits} = {divisor!r}: a number from 1e-6 to 1e6 expected")
+        raise ModelError(f"the config has {logits} = {divisor!r:.80}: a number from 1e-6 to 1e6 expected")
     return replace(
         config,
         embed_scale=positive(get, embed, 1.0),

@@ -50,7 +50,7 @@ def positive(get: Get, key: str, default: float) -> float:
     """A number that must be above zero."""
     value: float = get(key, float, default)
     if not 0 < value < float("inf"):
-        raise ModelError(f"the config has {key} = {value!r}: a number above 0 expected")
+        raise ModelError(f"the config has {key} = {value!r:.80}: a number above 0 expected")
     return value
 
 

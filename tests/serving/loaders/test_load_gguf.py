@@ -330,3 +330,16 @@ def test_a_type_we_do_not_read_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match="in TQ1_0; readable are"):
         load_model(str(tmp_path / "tiny.gguf"), "native", tmp_path)
+
+
+def test_an_error_quotes_the_beginning_of_a_long_name(tmp_path: Path) -> None:
+    """A damaged length makes a name of kilobytes: the line that tells of it stays one that can be read."""
+    gguf = tiny_gguf()
+    gguf.metadata["k" * 60_000] = (99, b"")
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(gguf.to_bytes())
+
+    with pytest.raises(ModelError, match=r"has metadata 'kkk.* of unknown type 99") as error:
+        load_model(str(path), "native")
+
+    assert len(str(error.value)) < 200 + len(str(path))
