@@ -259,7 +259,8 @@ print(*[packed(path) for path in sys.argv[2:]])
 @pytest.mark.slow
 @pytest.mark.parametrize("n_layers", first_is_smoke([2, 6]))
 def test_packing_takes_a_few_rows_of_memory_at_a_time(tmp_path: Path, n_layers: int) -> None:
-    """The process's own memory does not grow with the file: 50 MB a layer."""
+    """The process's own memory does not grow with the file, 50 MB a layer: by less than half a layer, since
+    memory is looked at every 2 ms and a peak may be missed."""
     files = []
     for n in (1, n_layers):
         shape = TinyShape(n_layers=n, hidden=512, ffn=8192, n_heads=4, n_kv_heads=2, head_dim=128)
@@ -272,7 +273,7 @@ def test_packing_takes_a_few_rows_of_memory_at_a_time(tmp_path: Path, n_layers: 
 
     assert files[1].stat().st_size > n_layers * 50_000_000
     one, several = (int(kib) << 10 for kib in result.stdout.split())
-    assert several <= one + (16 << 20)
+    assert several <= one + 25_000_000
 
 
 def rewrite_head(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
