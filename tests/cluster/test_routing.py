@@ -172,7 +172,8 @@ def test_what_is_known_is_bounded_by_the_slots() -> None:
 def test_counts_are_those_of_the_requests_that_are_there(
     homes: list[Role], policy: str, asks: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """Whatever comes and ends in whatever order; when all has ended every machine is in its own pool."""
+    """Whatever comes and ends in whatever order; when all has ended every machine is in its own pool, or in
+    the one that it moved to."""
     machines = [(home, 4000) for home in homes]
     after = data.draw(st.sampled_from([0, 1, 4]))
     try:
@@ -199,7 +200,7 @@ def test_counts_are_those_of_the_requests_that_are_there(
     if route.n_repurposed == 0:
         assert list(route.roles) == homes
     else:
-        assert set(route.roles) == set(homes)
+        assert set(route.roles) >= set(homes), "a kind has lost its last machine"
 
 
 def test_a_request_is_assigned_once() -> None:
