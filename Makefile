@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# The instruction sets to compile: native (portable C and the highest that this machine runs), all, or names.
+ISA ?= native
+export PHASEWISE_ISA_BUILD := $(ISA)
 TIER ?= all
 # Tests run in two processes; each file stays in one of them. WORKERS= runs them all in this one.
 WORKERS ?= -n 2 --dist loadfile
@@ -20,44 +23,54 @@ KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
 
-$(VENV)/.setup: setup.py setup.cfg pyproject.toml
+# The compiler's cache, where it is installed, is asked first.
+export PATH := $(if $(wildcard /usr/lib/ccache/gcc),/usr/lib/ccache:)$(PATH)
+
+$(VENV)/.tools: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "setuptools>=77" "cython>=3.0.11" "numpy>=1.26"
-	$(BIN)/pip install -q --no-build-isolation -e ".[test,lint]"
-	touch $@
-
-setup: $(VENV)/.setup  ## a virtual environment with phasewise, built from this tree
-
-build: $(VENV)/.built  ## compile the kernels again after a change
-
-# The set-up has just compiled them; only what changed since needs a build of its own.
-$(VENV)/.built: $(VENV)/.setup $(KERNEL_SOURCES)
-	@if [ -n "$$(find $(KERNEL_SOURCES) -newer $(VENV)/.setup)" ]; then \
-		echo compiling the kernels; $(BIN)/python setup.py -q build_ext --inplace; fi
 	@touch $@
 
-test: build        ## the quick tier of the tests: make test ARGS="-k rmsnorm"
+# The kernels are compiled in place, beside this.
+$(VENV)/.installed: $(VENV)/.tools setup.cfg
+	PHASEWISE_ISA_BUILD=none $(BIN)/pip install -q --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.built-$(ISA): $(VENV)/.tools setup.py $(KERNEL_SOURCES)
+	$(BIN)/python setup.py -q build_ext --inplace
+	@rm -f $(VENV)/.built-* && touch $@
+
+$(VENV)/.checks: $(VENV)/.installed
+	PHASEWISE_ISA_BUILD=none $(BIN)/pip install -q --no-build-isolation -e ".[test,lint]"
+	@touch $@
+
+setup: $(VENV)/.checks  ## a virtual environment with phasewise from this tree, its tests' and checks' tools
+
+build:             ## phasewise from this tree, kernels compiled for this machine; ISA=all for every instruction set
+	@$(MAKE) -s -j2 $(VENV)/.installed $(VENV)/.built-$(ISA)
+
+test: build setup  ## the quick tier of the tests: make test ARGS="-k rmsnorm"
 	$(BIN)/python -m pytest --tier=quick $(WORKERS) $(ARGS)
 
-test-all: build    ## all tests but the soak; with TIER=rest what `make test` has left out
+test-all: build setup    ## all tests but the soak; with TIER=rest what `make test` has left out
 	$(BIN)/python -m pytest --tier=$(TIER) $(WORKERS) $(ARGS)
 
-test-lowest: build ## what meets other libraries, with the lowest version of each that setup.cfg allows
+test-lowest: build setup ## what meets other libraries, with the lowest version of each that setup.cfg allows
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/pip install -q "setuptools>=77" "cython>=3.0.11" \
 		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai
-	$(VENV)-lowest/bin/pip install -q --no-deps --no-build-isolation -e .
+	PHASEWISE_ISA_BUILD=none $(VENV)-lowest/bin/pip install -q --no-deps --no-build-isolation -e .
 	$(VENV)-lowest/bin/python -m pytest --tier=quick $(WORKERS) $(MEETS_OUTSIDE) $(ARGS)
 
-test-torch: build  ## phasewise.torch and what is compared with torch, on PyTorch's CPU wheel
+test-torch: build setup  ## phasewise.torch and what is compared with torch, on PyTorch's CPU wheel
 	$(BIN)/pip install -q --target $(VENV)/torch torch==2.13.0 compressed-tensors==0.10.2
 	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest tests/phasewise_torch $(ARGS)
 
-test-ray: build    ## instances on two nodes of a Ray cluster of this machine
+test-ray: build setup    ## instances on two nodes of a Ray cluster of this machine
 	$(BIN)/pip install -q --target $(VENV)/ray "ray>=2.52"
 	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/test_ray_cluster.py $(ARGS)
 
-test-soak: build test-asan  ## hours: twenty times the examples, ASan, fuzzing, faults; a soak with TRACE=CSV
+test-soak: build setup test-asan  ## hours: twenty times the examples, ASan, fuzzing, faults; a soak with TRACE=CSV
 	$(BIN)/python -m pytest --tier=soak $(ARGS)
 	$(BIN)/python benchmarks/fuzz_api.py --cases 10000
 	$(BIN)/python benchmarks/fuzz_http.py --inputs 100000
@@ -66,12 +79,12 @@ test-soak: build test-asan  ## hours: twenty times the examples, ASan, fuzzing, 
 	$(BIN)/python benchmarks/faults.py
 	$(if $(TRACE),$(BIN)/python benchmarks/soak.py --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
 
-test-cores: build  ## the kernels by the defaults of every kind of core (PHASEWISE_CORE), one after the other
+test-cores: build setup  ## the kernels by the defaults of every kind of core (PHASEWISE_CORE), one after the other
 	for core in $$($(BIN)/python -c "from phasewise.cython_kernels import core; print(*core.names())"); do \
 		echo "cores treated as $$core"; \
 		PHASEWISE_CORE=$$core $(BIN)/python -m pytest -q tests/cython_kernels $(ARGS) || exit 1; done
 
-test-arm: build    ## the Arm kernels, cross-compiled and emulated
+test-arm: build setup    ## the Arm kernels, cross-compiled and emulated
 	@command -v aarch64-linux-gnu-gcc qemu-aarch64 >/dev/null || \
 		{ echo "needs aarch64-linux-gnu-gcc and qemu-aarch64 (Debian: gcc-aarch64-linux-gnu qemu-user)"; exit 1; }
 	$(BIN)/python -m pytest tests/cython_kernels/test_aarch64.py tests/cython_kernels/test_words.py $(ARGS)

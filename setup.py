@@ -1,11 +1,14 @@
-"""The compiled extension: Cython doors over C kernels, each kernel source compiled once per ISA.
+"""The compiled extension: Cython doors over C kernels, each kernel source compiled once per instruction set.
 
-Everything else about the package is in setup.cfg.
+PHASEWISE_ISA_BUILD chooses the instruction sets: `all` (the default), `native` (portable C and the highest that
+this machine runs), names separated by commas, or `none` (an editable install, whose extension is compiled in place
+on its own). Everything else about the package is in setup.cfg.
 """
 
 import json
 import os
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from runpy import run_path
@@ -21,6 +24,7 @@ BUILT_FOR = get_platform().rpartition("-")[2].lower()  # another machine than th
 MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(BUILT_FOR, BUILT_FOR)
 abi_macros = run_path(str(KERNELS / "abi.py"))["abi_macros"]
 
+ISA_BUILD = os.environ.get("PHASEWISE_ISA_BUILD", "all")
 ASKED_FLAGS = os.environ.get("CFLAGS", "").split()
 # Code that AddressSanitizer checks has many more instructions: at -O3 a source takes gcc 15 minutes.
 LEVEL = "-O1" if "-fsanitize=address" in ASKED_FLAGS else "-O3"
@@ -41,38 +45,93 @@ ISA_FLAGS: dict[str, list[str]] = {
 LATE = {"avx512_fp16"}  # gcc 12, clang 14: without them dispatch.c finds no such table
 
 
+RUNGS_HERE = """
+#include <stdio.h>
+#include "dispatch.h"
+int main(void) {
+    for (int i = 0; pw_isa_name(i); ++i) if (pw_isa_runs_here(i)) puts(pw_isa_name(i));
+    return 0;
+}
+"""
+
+
 class build_kernels(build_ext):
-    """Compiles the per-ISA sources, each with its own flags, side by side; links them into the extension."""
+    """Compiles all sources side by side, each instruction set's with its own flags; links the extension."""
 
     def build_extension(self, ext: Extension) -> None:
-        if not self.force and not newer_group([*ext.sources, *ext.depends], self.get_ext_fullpath(ext.name)):
+        isas = self.chosen_isas()
+        built = Path(self.build_temp, "instruction_sets")
+        is_same_choice = built.exists() and built.read_text().split() == isas
+        target = self.get_ext_fullpath(ext.name)
+        if is_same_choice and not self.force and not newer_group([*ext.sources, *ext.depends], target):
             return
-
-        def is_understood(isa: str) -> bool:
-            command = [*self.compiler.compiler_so, *ISA_FLAGS[isa], "-fsyntax-only", "-x", "c", os.devnull]
-            return subprocess.run(command, capture_output=True).returncode == 0
-
-        def compile_isa(isa: str) -> list[str]:
-            if isa in LATE and not is_understood(isa):
-                print(f"{isa}: {self.compiler.compiler_so[0]} does not know its flags; built without")
-                return []
-            source = str(KERNELS / "isa" / f"{isa}.c")
-            objects = self.compiler.object_filenames([source], output_dir=self.build_temp)
-            if self.force or newer_group([source, *ISA_DEPENDS], objects[0]):
-                flags = [*COMMON_FLAGS, *ISA_FLAGS[isa]]
-                self.compiler.compile(
-                    [source],
-                    output_dir=self.build_temp,
-                    macros=abi_macros(KERNELS, isa, self.compiler.compiler_so, flags),
-                    include_dirs=ext.include_dirs,
-                    extra_postargs=flags,
-                )
-            return objects
-
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            for objects in pool.map(compile_isa, reversed(ISA_FLAGS)):  # the longest first
-                ext.extra_objects += objects
-        super().build_extension(ext)
+            kernels = [pool.submit(self.compile_isa, ext, isa) for isa in reversed(isas)]  # the longest first
+            others = [pool.submit(self.compile_source, ext, source) for source in ext.sources]
+            objects = [done.result() for done in [*kernels, *others]]
+        self.compiler.link_shared_object(
+            objects, target, libraries=self.get_libraries(ext), extra_postargs=ext.extra_link_args, target_lang="c"
+        )
+        built.write_text(" ".join(isas))
+
+    def chosen_isas(self) -> list[str]:
+        """The instruction sets of PHASEWISE_ISA_BUILD, lowest first; portable C is always among them."""
+        if ISA_BUILD == "native":
+            chosen = self.isas_of_this_machine()[-1:]
+        else:
+            chosen = list(ISA_FLAGS) if ISA_BUILD == "all" else ISA_BUILD.split(",")
+        if unknown := set(chosen) - set(ISA_FLAGS):
+            raise SystemExit(
+                f"PHASEWISE_ISA_BUILD: {MACHINE} has no instruction set {', '.join(sorted(unknown))};"
+                f" choose all, native, none, or of {', '.join(ISA_FLAGS)}"
+            )
+        return [isa for isa in ISA_FLAGS if isa == "portable" or (isa in chosen and self.is_understood(isa))]
+
+    def isas_of_this_machine(self) -> list[str]:
+        """The names of the ladder that run here, lowest first, by the code that chooses one at import."""
+        with tempfile.TemporaryDirectory() as folder:
+            main, program = Path(folder, "rungs.c"), Path(folder, "rungs")
+            main.write_text(RUNGS_HERE)
+            sources = [main, KERNELS / "dispatch.c", KERNELS / "cpu.c"]
+            compiler = self.compiler.compiler_so[0]
+            subprocess.run([compiler, "-std=gnu11", f"-I{KERNELS}", *sources, "-o", program], check=True)
+            runs_here = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+        return [isa for isa in runs_here if isa in ISA_FLAGS and self.is_understood(isa)]
+
+    def is_understood(self, isa: str) -> bool:
+        """Whether the compiler has the flags of an instruction set that not every compiler knows."""
+        if isa not in LATE:
+            return True
+        command = [*self.compiler.compiler_so, *ISA_FLAGS[isa], "-fsyntax-only", "-x", "c", os.devnull]
+        if subprocess.run(command, capture_output=True).returncode == 0:
+            return True
+        print(f"{isa}: {self.compiler.compiler_so[0]} does not know its flags; built without")
+        return False
+
+    def compile_isa(self, ext: Extension, isa: str) -> str:
+        source, flags = str(KERNELS / "isa" / f"{isa}.c"), [*COMMON_FLAGS, *ISA_FLAGS[isa]]
+        return self.compile_with(ext, source, ISA_DEPENDS, flags, isa)
+
+    def compile_source(self, ext: Extension, source: str) -> str:
+        # The doors check and call: at -O3 gcc spends twice the time on them, and no call is faster.
+        level = ["-O1"] if source.endswith("_native.c") else []
+        return self.compile_with(ext, source, ext.depends, [*ext.extra_compile_args, *level], None)
+
+    def compile_with(
+        self, ext: Extension, source: str, depends: list[str], flags: list[str], isa: str | None
+    ) -> str:
+        """The object file of a source, compiled anew where something that it is made of has changed."""
+        (target,) = self.compiler.object_filenames([source], output_dir=self.build_temp)
+        if self.force or newer_group([source, *depends], target):
+            named = abi_macros(KERNELS, isa, self.compiler.compiler_so, flags) if isa else []
+            self.compiler.compile(
+                [source],
+                output_dir=self.build_temp,
+                macros=[*ext.define_macros, *named],
+                include_dirs=ext.include_dirs,
+                extra_postargs=flags,
+            )
+        return target
 
 
 def files_like(*patterns: str) -> list[str]:
@@ -96,7 +155,8 @@ native = Extension(
     libraries=["m"],
 )
 
+extensions = [] if ISA_BUILD == "none" else [native]
 setup(
-    ext_modules=cythonize([native], language_level=3, compiler_directives={"binding": True}),
+    ext_modules=cythonize(extensions, language_level=3, compiler_directives={"binding": True}),
     cmdclass={"build_ext": build_kernels},
 )

@@ -6,21 +6,17 @@
 #include <stddef.h>
 #include <string.h>
 
-extern const pw_kernels pw_portable_kernels, pw_avx2_kernels, pw_avx_vnni_kernels, pw_avx512_kernels,
-    pw_avx512_vnni_kernels, pw_avx512_bf16_kernels, pw_amx_kernels, pw_neon_kernels, pw_neon_dotprod_kernels,
-    pw_neon_bf16_i8mm_kernels;
-extern __attribute__((weak)) const pw_kernels pw_avx512_fp16_kernels; /* setup.py: not every compiler knows it */
+/* Weak: a build has the tables that setup.py compiles, and dispatch alone has none. */
+extern __attribute__((weak)) const pw_kernels pw_portable_kernels, pw_avx2_kernels, pw_avx_vnni_kernels,
+    pw_avx512_kernels, pw_avx512_vnni_kernels, pw_avx512_bf16_kernels, pw_avx512_fp16_kernels, pw_amx_kernels,
+    pw_neon_kernels, pw_neon_dotprod_kernels, pw_neon_bf16_i8mm_kernels;
 
-/* Tables of another architecture are named, and not built. */
 #if defined(__x86_64__)
-#define X86(table) &table
-#define ARM(table) NULL
+enum { IS_X86 = 1, IS_ARM = 0 };
 #elif defined(__aarch64__)
-#define X86(table) NULL
-#define ARM(table) &table
+enum { IS_X86 = 0, IS_ARM = 1 };
 #else
-#define X86(table) NULL
-#define ARM(table) NULL
+enum { IS_X86 = 0, IS_ARM = 0 };
 #endif
 
 enum {
@@ -33,18 +29,19 @@ static const struct {
     const char *isa;
     const pw_kernels *kernels;
     unsigned needs; /* pw_cpu_feature bits */
+    int can_run;    /* 0: of another architecture */
 } LADDER[] = {
-    {"portable", &pw_portable_kernels, 0},
-    {"avx2", X86(pw_avx2_kernels), PW_CPU_AVX2},
-    {"avx_vnni", X86(pw_avx_vnni_kernels), PW_CPU_AVX2 | PW_CPU_AVX_VNNI},
-    {"avx512", X86(pw_avx512_kernels), PW_CPU_AVX2 | PW_CPU_AVX512},
-    {"avx512_vnni", X86(pw_avx512_vnni_kernels), AVX512_DOTS},
-    {"avx512_bf16", X86(pw_avx512_bf16_kernels), AVX512_DOTS | PW_CPU_AVX512_BF16},
-    {"avx512_fp16", X86(pw_avx512_fp16_kernels), AVX512_DOTS | PW_CPU_AVX512_BF16 | PW_CPU_AVX512_FP16},
-    {"amx", X86(pw_amx_kernels), AVX512_DOTS | PW_CPU_AVX512_BF16 | PW_CPU_AMX},
-    {"neon", ARM(pw_neon_kernels), PW_CPU_NEON},
-    {"neon_dotprod", ARM(pw_neon_dotprod_kernels), NEON_DOTS},
-    {"neon_bf16_i8mm", ARM(pw_neon_bf16_i8mm_kernels), NEON_DOTS | PW_CPU_NEON_BF16 | PW_CPU_NEON_I8MM},
+    {"portable", &pw_portable_kernels, 0, 1},
+    {"avx2", &pw_avx2_kernels, PW_CPU_AVX2, IS_X86},
+    {"avx_vnni", &pw_avx_vnni_kernels, PW_CPU_AVX2 | PW_CPU_AVX_VNNI, IS_X86},
+    {"avx512", &pw_avx512_kernels, PW_CPU_AVX2 | PW_CPU_AVX512, IS_X86},
+    {"avx512_vnni", &pw_avx512_vnni_kernels, AVX512_DOTS, IS_X86},
+    {"avx512_bf16", &pw_avx512_bf16_kernels, AVX512_DOTS | PW_CPU_AVX512_BF16, IS_X86},
+    {"avx512_fp16", &pw_avx512_fp16_kernels, AVX512_DOTS | PW_CPU_AVX512_BF16 | PW_CPU_AVX512_FP16, IS_X86},
+    {"amx", &pw_amx_kernels, AVX512_DOTS | PW_CPU_AVX512_BF16 | PW_CPU_AMX, IS_X86},
+    {"neon", &pw_neon_kernels, PW_CPU_NEON, IS_ARM},
+    {"neon_dotprod", &pw_neon_dotprod_kernels, NEON_DOTS, IS_ARM},
+    {"neon_bf16_i8mm", &pw_neon_bf16_i8mm_kernels, NEON_DOTS | PW_CPU_NEON_BF16 | PW_CPU_NEON_I8MM, IS_ARM},
 };
 enum { RUNGS = sizeof LADDER / sizeof LADDER[0] };
 
@@ -53,15 +50,16 @@ static const pw_kernels *usable[RUNGS];
 static int usable_count;
 
 /* Tiles are asked for last: a process that uses a lower rung never asks for them. */
-static int runs_here(unsigned needs, unsigned features) {
-    return (needs & features) == needs && (!(needs & PW_CPU_AMX) || pw_cpu_request_tiles());
+int pw_isa_runs_here(int index) {
+    unsigned needs = LADDER[index].needs;
+    return LADDER[index].can_run && (needs & pw_cpu_features()) == needs &&
+           (!(needs & PW_CPU_AMX) || pw_cpu_request_tiles());
 }
 
 int pw_usable_count(void) {
     if (usable_count) return usable_count;
-    unsigned features = pw_cpu_features();
     for (int i = 0; i < RUNGS; ++i) {
-        if (LADDER[i].kernels && runs_here(LADDER[i].needs, features)) usable[usable_count++] = LADDER[i].kernels;
+        if (LADDER[i].kernels && pw_isa_runs_here(i)) usable[usable_count++] = LADDER[i].kernels;
     }
     return usable_count;
 }
@@ -80,7 +78,8 @@ const char *pw_select(const char *isa) {
         }
     }
     for (int i = 0; i < RUNGS; ++i) {
-        if (!strcmp(LADDER[i].isa, isa)) return "this machine cannot run it";
+        if (strcmp(LADDER[i].isa, isa)) continue;
+        return pw_isa_runs_here(i) ? "this build lacks it (make build ISA=all)" : "this machine cannot run it";
     }
     return "there is no such instruction set";
 }

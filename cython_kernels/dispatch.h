@@ -53,7 +53,7 @@ typedef struct {
     pw_op_kernels ops;
 } pw_kernels;
 
-/* The tables of this machine, lowest first; every one of them runs here. */
+/* The tables of this build that run on this machine, lowest first. */
 int pw_usable_count(void);
 const pw_kernels *pw_usable(int index);
 
@@ -65,5 +65,8 @@ const char *pw_select(const char *isa);
 
 /* Every name in ladder order, usable here or not; NULL past the end. */
 const char *pw_isa_name(int index);
+
+/* Whether the CPU and the system have what a name of the ladder needs, built or not. */
+int pw_isa_runs_here(int index);
 
 #endif
