@@ -111,7 +111,7 @@ ASAN_FLAGS := -g1 -fsanitize=address -fno-omit-frame-pointer --param=asan-instru
 
 test-asan:         ## kernels, loaders and parsers under AddressSanitizer, in a copy of the tree
 	rm -rf build/asan && git clone -q . build/asan
-	CFLAGS="$(ASAN_FLAGS)" $(MAKE) -C build/asan VENV=.venv build
+	CFLAGS="$(ASAN_FLAGS)" $(MAKE) -C build/asan VENV=.venv build setup
 	cd build/asan && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(gcc -print-file-name=libasan.so) \
 		.venv/bin/python -m pytest tests/cython_kernels tests/serving/loaders tests/topology $(ARGS)
 
