@@ -1,4 +1,4 @@
-"""What can go wrong in planning a cluster: one clear line each, exit code 1."""
+"""Errors in planning a cluster: one clear line each, exit code 1."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ from phasewise.serving.sampling import GREEDY
 from phasewise.serving.sockets import Keys, Sockets, has_input
 
 TICK_S = 0.1
-"""How often the instances' processes are looked at."""
+"""The interval at which the instances' processes are looked at."""
 MOST_RERUNS = 2
 DEFAULT_ANSWER_TOKENS = 256
 """Expected of an answer of which nothing is known, for routing alone."""
@@ -94,7 +94,7 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """How a front works. Times in seconds.
+    """Settings of a front. Times in seconds.
 
     endpoint: where instances reach it; listen: where each of them takes keys and values. keys: needed
     wherever these are not on this host.
@@ -145,7 +145,7 @@ class _Member:
 
     @property
     def has_nothing(self) -> bool:
-        """Whether it says that it holds no request."""
+        """True if it says that it holds no request."""
         return not self.is_busy and (self.load is None or not any(self.load[:3]))
 
 
@@ -169,13 +169,13 @@ class _Attempt:
 
     @property
     def is_divided(self) -> bool:
-        """Whether an instance computes the prompt and another one waits for it."""
+        """True if an instance computes the prompt and another one waits for it."""
         return self.assignment.prompt != self.assignment.token and not self.is_arrived
 
 
 @dataclass(slots=True)
 class FrontCounts:
-    """What has happened since the start. They never fall."""
+    """Counts since the start. They never fall."""
 
     divided: int = 0
     """Requests whose prompts were computed on one instance and answered by another."""
@@ -245,7 +245,7 @@ class Front:
         return sum((Counter(member.refused) for member in self._members), Counter())
 
     def members(self) -> list[dict[str, object]]:
-        """What is known of every place, for people and scripts."""
+        """The facts of every place, for people and scripts."""
         return [
             {
                 "index": one.index,

@@ -1,4 +1,4 @@
-"""How long keys and values take from one machine to another (Splitwise IV-C, Fig. 11)."""
+"""Time that keys and values take from one machine to another (Splitwise IV-C, Fig. 11)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What leaves a machine. Transfers follow one another; each has the whole bandwidth."""
+    """The outgoing link of a machine. Transfers follow one another; each has the whole bandwidth."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -25,7 +25,7 @@ class Link:
 
 
 class Prompt(NamedTuple):
-    """What is sent, and when it was computed."""
+    """The prompt that is sent, and when it was computed."""
 
     n_tokens: int
     n_bytes: int

@@ -16,7 +16,7 @@ END_S = 3.0
 """An instance that was told to stop and has not ended by then is killed."""
 
 Tell = Callable[[Orders], bytes]
-"""What one instance is told on its standard input."""
+"""The line that one instance is told on its standard input."""
 
 
 class LocalInstances:

@@ -40,7 +40,7 @@ class EngineSettings:
 
 
 class Listener(Protocol):
-    """What a machine tells of its requests, at the simulated instant at which it happens."""
+    """Events of a machine's requests, at the simulated instant at which they happen."""
 
     def prompt_step_begins(self, request_id: str) -> None:
         """A step with a part of its prompt, or of what a preemption undid."""
@@ -103,7 +103,7 @@ class ProductionMachine:
         self._wake()
 
     def acknowledge(self, request_id: str) -> None:
-        """What it handed over has arrived elsewhere."""
+        """Note that a request that was handed over has arrived elsewhere."""
         self.scheduler.acknowledge(request_id)
         self._wake()
 

@@ -1,4 +1,4 @@
-"""What a simulation was like for its requests and for its machines, and whether it kept its promises."""
+"""Metrics of a simulation for its requests and for its machines, and whether it kept its promises."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def parse_slo(text: str) -> Slo:
 
 @dataclass(frozen=True)
 class RoleUse:
-    """What the machines of one role did."""
+    """The use of the machines of one role."""
 
     role: Role
     machine: str
@@ -105,7 +105,7 @@ class Summary:
     uses: tuple[RoleUse, ...]
     n_transfers: int
     transfer_s: Mapping[int, float]
-    """What a transfer adds between the end of a prompt and the arrival of its keys and values."""
+    """The time that a transfer adds between the end of a prompt and the arrival of its keys and values."""
     n_preemptions: int | None
     n_repurposed: int
     """Moves of machines between the prompt and the token pool."""

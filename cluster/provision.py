@@ -1,4 +1,4 @@
-"""How many machines of each kind a load needs (Splitwise IV-D), without running the whole grid.
+"""The number of machines of each kind that a load needs (Splitwise IV-D), without running the whole grid.
 
 A design has one axis (mixed machines) or two (prompt and token machines); a cell is a number of machines on
 each. More machines keep more promises, so the feasible cells lie behind a frontier. The search finds one

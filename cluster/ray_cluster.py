@@ -160,7 +160,7 @@ class RayInstances:
         self._tells: Sequence[Tell] = ()
 
     def tell_with(self, tells: Sequence[Tell]) -> None:
-        """What each instance is told on its standard input."""
+        """The line that each instance is told on its standard input."""
         self._tells = tells
 
     def _place(self, spread: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What arrives at a cluster, and the instants of each request's life. Metrics are differences of instants."""
+"""Arrivals at a cluster, and the instants of each request's life. Metrics are differences of instants."""
 
 from __future__ import annotations
 

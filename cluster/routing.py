@@ -1,5 +1,5 @@
-"""Which machine computes a request's prompt and which its answer (Splitwise IV-A). Pure: integers in, an
-`Assignment` out; no clock, no sockets. A front over real instances and the simulator run the same code.
+"""Choice of the machines that compute a request's prompt and its answer (Splitwise IV-A). Pure: integers in,
+an `Assignment` out; no clock, no sockets. A front over real instances and the simulator run the same code.
 
 A router is told when a prompt is done and when a request has ended; from that alone it knows every queue.
 Pools are never stored. A machine is in the mixed pool while it holds work of the kind that is not its own,
@@ -29,7 +29,7 @@ class Assignment(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What a router must know of a request."""
+    """The facts of a request that a router must know."""
 
     request_id: str
     prompt_tokens: int
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Machine:
-    """What a router knows of one machine."""
+    """A router's view of one machine."""
 
     index: int
     home: Role
@@ -80,7 +80,7 @@ class _Machine:
 
     @property
     def is_displaced(self) -> bool:
-        """Whether it is in the mixed pool and belongs to another one."""
+        """True if it is in the mixed pool and belongs to another one."""
         return self.role != self.home
 
     @property
@@ -133,7 +133,7 @@ class Router:
 
     @property
     def has_machines(self) -> bool:
-        """Whether any machine can be given requests."""
+        """True if any machine can be given requests."""
         return any(machine.is_here for machine in self._machines)
 
     def leave(self, index: int) -> None:
@@ -190,7 +190,7 @@ class Router:
             self.n_repurposed += 1
 
     def _choose(self, ask: Ask, here: Sequence[_Machine]) -> Assignment:
-        """Where one kind of machine is missing for now, the others do both phases."""
+        """Choose a machine; where one kind is missing for now, the others do both phases."""
         if len(here) == len(self._machines) or _can_divide({machine.home for machine in here}):
             return self._policy.choose(ask, here)
         least = min(here, key=_pending_tokens)

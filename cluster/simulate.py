@@ -74,7 +74,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """What is simulated. `policy` is one of `POLICY_NAMES`."""
+    """The settings of a simulation. `policy` is one of `POLICY_NAMES`."""
 
     pools: tuple[Pool, ...]
     policy: str = "splitwise"
@@ -100,7 +100,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class MachineUse:
-    """What one machine did."""
+    """The work of one machine."""
 
     role: Role
     machine: str
@@ -111,7 +111,7 @@ class MachineUse:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What became of a trace. `lives` in the order of the trace."""
+    """The outcome of a trace. `lives` in the order of the trace."""
 
     spec: ClusterSpec
     lives: list[Life]
@@ -171,7 +171,7 @@ class _Going:
         self.life = life
         self.granted_s = math.nan
         self.is_computed = False
-        """Whether its prompt's keys and values are all there: a preemption undoes it."""
+        """True if its prompt's keys and values are all there: a preemption undoes it."""
         self.is_sending = False
 
 

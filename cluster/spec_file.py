@@ -31,7 +31,7 @@ Profile = Mapping[ProfileKey, StepTimes]
 
 @dataclass(frozen=True)
 class StepSources:
-    """Where step times come from, besides the machine types' own: a profile, and types timed elsewhere."""
+    """The source of step times, besides the machine types' own: a profile, and types timed elsewhere."""
 
     profile: Profile | None = None
     timed: Mapping[str, StepTimes] | None = None
@@ -288,5 +288,5 @@ def _is_point(value: Any) -> bool:
 
 
 def names_a_file(path: str) -> bool:
-    """Whether `path` is meant as a file rather than as pools in a line."""
+    """True if `path` is meant as a file rather than as pools in a line."""
     return Path(path).suffix == ".toml" or "=" not in path

@@ -43,7 +43,7 @@ class PaperLimits:
 
 @dataclass(frozen=True)
 class PaperMachineType:
-    """What the paper's machine needs to know of itself."""
+    """The paper's machine's view of itself."""
 
     steps: StepTimes
     memory_bytes: int

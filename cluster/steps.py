@@ -1,4 +1,4 @@
-"""How long one step of a machine takes: piecewise linear curves, as in the paper's performance model
+"""The time of one step of a machine: piecewise linear curves, as in the paper's performance model
 (Splitwise V-B), from the authors' profile, from a table of one's own, or from timed steps.
 
 `StepTimes` is read in two ways. The production scheduler's machine says how many sequences a decode step has
@@ -72,7 +72,7 @@ class StepTimes:
     """For each pair of a prompt token and a token before the step that it attends to."""
     mixed_factor: float = MIXED_FACTOR
     after_prefill_s: tuple[float, ...] = ()
-    """What the first decode steps after a prefill step take longer, by their number since it."""
+    """The extra time of the first decode steps after a prefill step, by their number since it."""
 
     def prefill_s(self, n_tokens: int, n_pairs: int = 0) -> float:
         """A prefill step. n_pairs: sum over its slices of tokens times tokens computed before."""
@@ -103,7 +103,7 @@ def _positive(seconds: float) -> float:
 
 
 class ProfileKey(NamedTuple):
-    """Which rows of a profile."""
+    """The rows of a profile that belong together."""
 
     model: str
     hardware: str

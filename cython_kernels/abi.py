@@ -69,7 +69,9 @@ def essence(text: str) -> str:
 def abi_macros(
     kernels: Path, isa: str, compiler: Sequence[str], flags: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """What setup.py defines while it compiles isa/<isa>.c: `PW_GEMM_ABI` and its like, as C strings."""
+    """Macros that setup.py defines while it compiles isa/<isa>.c: `PW_GEMM_ABI` and its like, as C
+    strings.
+    """
     sources = _sources(kernels, isa, compiler, flags)
     all_flags = [*flags, *os.environ.get("CFLAGS", "").split()]
     version = _run([*compiler, "-E", "-P", "-x", "c", "-"], "__VERSION__\n").strip()

@@ -39,7 +39,7 @@ FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # double
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """How a kind of block lies in memory, and what its numbers mean."""
+    """The layout of a kind of block in memory, and the meaning of its numbers."""
 
     inputs: int
     group: int
@@ -47,10 +47,10 @@ class BlockFormat:
     low_bits: int
     high_bits: int
     zero_point: int
-    """What stands for zero among codes, or among looked-up values."""
+    """The code that stands for zero, or its place among looked-up values."""
     scaling: Scaling
     sub_zero: int = 0
-    """What stands for zero among sub-scales."""
+    """The sub-scale that stands for zero."""
     table: tuple[int, ...] | None = None
 
     @property
@@ -127,7 +127,7 @@ class BlockRows:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every scale and minimum is a number."""
+        """True if every scale and minimum is a number."""
         if self.format.scaling == "exponent":
             return bool((self.scales != NOT_A_NUMBER).all())
         return all(bool(np.isfinite(array).all()) for array in (self.scales, self.mins) if array is not None)

@@ -1,5 +1,5 @@
-"""How ranks divide a program: each has a contiguous range of panels of every weight, and of the KV heads.
-
+"""The division of a program between ranks: each has a contiguous range of panels of every weight, and of the
+KV heads.
 No sum over inputs is ever cut, so that a step's result does not depend on the division, bit for bit. Ranks
 with more threads get more; C (pw_share_of in program.h) divides KV heads by the same rule.
 """
@@ -22,7 +22,7 @@ class Division:
     rank: int
 
     def panels(self, packed: PackedWeight, table: int) -> tuple[int, int]:
-        """Which panels of a weight this rank computes."""
+        """The panels of a weight that this rank computes."""
         return share(packed.panels, self.teams[table], self.rank)
 
     def weight(self, packed: PackedWeight, table: int) -> PackedWeight | None:
@@ -30,13 +30,13 @@ class Division:
         return columns(packed, *self.panels(packed, table))
 
     def heads(self, n_kv_heads: int, table: int) -> int:
-        """How many KV heads this rank attends to."""
+        """The number of KV heads that this rank attends to."""
         begin, end = share(n_kv_heads, self.teams[table], self.rank)
         return end - begin
 
 
 def share(count: int, teams: Sequence[int], rank: int) -> tuple[int, int]:
-    """What a rank gets of `count` panels or heads: (begin, end), empty for a rank that takes no part."""
+    """The share of a rank in `count` panels or heads: (begin, end), empty for a rank that takes no part."""
     total, before = sum(teams), sum(teams[:rank])
     if rank >= len(teams):
         return 0, 0

@@ -1,4 +1,4 @@
-"""What can go wrong below Python: a kernel that this machine cannot run, a weight that no kernel reads."""
+"""Errors below Python: a kernel that this machine cannot run, a weight that no kernel reads."""
 
 from __future__ import annotations
 

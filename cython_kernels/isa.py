@@ -1,4 +1,4 @@
-"""Which instruction set the kernels use: the highest that this machine runs, or what PHASEWISE_ISA names.
+"""The instruction set that the kernels use: the highest that this machine runs, or what PHASEWISE_ISA names.
 
 The ladder, by speed: portable, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16, avx512_fp16,
 amx; on Arm portable, neon, neon_dotprod, neon_bf16_i8mm.

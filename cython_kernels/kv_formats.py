@@ -1,4 +1,6 @@
-"""How keys and values may be stored: by name, and what one position of one KV head then takes."""
+"""Formats in which keys and values may be stored: by name, and what one position of one KV head then
+takes.
+"""
 
 from __future__ import annotations
 

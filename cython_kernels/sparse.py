@@ -18,7 +18,7 @@ OFFSET_BYTES = 4
 
 
 def can_be_sparse(kind: str, has_mins: bool) -> bool:
-    """Whether there is a sparse storage of such weights: bf16, and q8 whose zero is exact."""
+    """True if there is a sparse storage of such weights: bf16, and q8 whose zero is exact."""
     return kind == "bf16" or (kind == "q8" and not has_mins)
 
 

@@ -40,8 +40,8 @@ def built(
 
 
 def kernel_abi(text: str, target: IsaTarget, compiler: str) -> str:
-    """What must be the same for stored parameters to be used: the kernel, how it is lowered, and the
-    compiler.
+    """The parts that must be the same for stored parameters to be used: the kernel, how it is lowered, and
+    the compiler.
 
     Neither the values that are offered to the search nor the description of arguments are part of it.
     """

@@ -31,7 +31,7 @@ Twice 2^-24 for each of the at most 512 additions that one lane of a sum of 4096
 
 @dataclass(frozen=True)
 class KernelOutputs:
-    """What one call left: the result's bits, and the buffers that are not const, in the order of
+    """The results of one call: the result's bits, and the buffers that are not const, in the order of
     arguments.
     """
 
@@ -41,7 +41,7 @@ class KernelOutputs:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How many calls agreed, and how far any result was from the original's."""
+    """The number of calls that agreed, and the largest distance of a result from the original's."""
 
     cases: int
     worst: float

@@ -28,7 +28,7 @@ def compiler_for(target: IsaTarget) -> str:
 
 
 def emulator_for(target: IsaTarget) -> list[str]:
-    """What a program of the target is started with here: nothing, or an emulator. ToolError where it is
+    """The command that starts a program of the target: nothing, or an emulator. ToolError where it is
     missing.
     """
     if compiler_for(target) != ARM_COMPILER:

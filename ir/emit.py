@@ -29,7 +29,7 @@ _PLAIN = """/* The order of roundings is part of the kernel: compilers must not 
 
 @dataclass(frozen=True)
 class TunedTarget:
-    """What is in use for a target: parameters by shape."""
+    """The parameters in use for a target, by shape."""
 
     target: IsaTarget
     by_shape: Mapping[Shape, Mapping[str, int]]

@@ -1,4 +1,4 @@
-"""What can be wrong with a kernel that a user brings. One line each, with file and line where there is
+"""Errors of a kernel that a user brings. One line each, with file and line where there is
 one.
 """
 

@@ -231,7 +231,7 @@ def _signature(function: FunctionDefinition, name: str) -> str:
 
 
 def _arguments(function: FunctionDefinition) -> str:
-    """How the arguments are read, and how a kernel is called with them."""
+    """The C that reads the arguments, and the call of a kernel with them."""
     structs = "\n".join(struct_text(one) for one in function.structs)
     reads, values = [], []
     for i, (_, of) in enumerate(function.args):

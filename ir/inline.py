@@ -190,7 +190,7 @@ class _Inliner(Rewriter):
 
 
 def _is_place(e: Expr) -> bool:
-    """Whether an expression is an address that is computed without reading memory."""
+    """True if an expression is an address that is computed without reading memory."""
     if not isinstance(e.type, Pointer):
         return False
     parts = [node for node in walk(e) if node is not e]

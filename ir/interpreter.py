@@ -83,7 +83,7 @@ class _Left(Exception):
 
 
 def interpreted(function: FunctionDefinition, case: Case) -> KernelOutputs:
-    """What a call leaves, as a compiled kernel leaves it. KernelError for a touch outside a buffer."""
+    """The state after a call, as a compiled kernel leaves it. KernelError for a touch outside a buffer."""
     names: dict[str, Value] = {}
     out = []
     for value, (name, of) in zip(case.values, function.args, strict=True):

@@ -1,4 +1,4 @@
-"""What intrinsics mean: the type of each result, and the operation of the high level that says the same.
+"""Meaning of intrinsics: the type of each result, and the operation of the high level that says the same.
 
 One table for an instruction set, made when it is first asked for. An intrinsic that is not in the table is
 refused by name; none is approximated.
@@ -559,7 +559,7 @@ def _neighbours(a: Sequence[Expr], elem: Scalar) -> Expr:
 
 
 def _x86_halves(table: Table) -> None:
-    """What takes a register apart, or makes one of two."""
+    """Intrinsics that take a register apart, or join two into one."""
     for suffix, elem in (("ps", F32), ("pd", F64), ("si256", BITS)):
         small, big = Vec(elem, 16 // elem.size), Vec(elem, 32 // elem.size)
         table[f"_mm256_extractf128_{suffix}"] = Intrinsic(small, lambda a: _part(a[0], number(a[1]), 16))
@@ -626,7 +626,7 @@ def _x86_halves(table: Table) -> None:
 
 
 def element(p: Expr) -> Expr:
-    """What a pointer points to."""
+    """The type that a pointer points to."""
     from phasewise.ir.nodes import Index
 
     of = _target(p)
@@ -673,7 +673,7 @@ def _places(e: Expr) -> list[int]:
 
 
 def _x86_scalars(table: Table) -> None:
-    """What goes between vectors and numbers, and the lowest lane alone."""
+    """Intrinsics between vectors and numbers, and those of the lowest lane alone."""
 
     def lane(elem: Scalar, at: int = 0) -> Build:
         return lambda a: call("lane", (as_elem(a[0], elem),), (integer(at),))
@@ -954,7 +954,7 @@ def _created(elem: Scalar) -> Build:
 
 
 def is_below_16(e: Expr) -> bool:
-    """Whether a mask, or a shift of bytes, keeps every lane below 16."""
+    """True if a mask, or a shift of bytes, keeps every lane below 16."""
     if isinstance(e, Binary) and e.op == "&":
         return any(_is_small_splat(one) for one in (e.a, e.b))
     if isinstance(e, Binary) and e.op == ">>" and isinstance(e.type, Vec):

@@ -68,7 +68,7 @@ class _Joiner(Rewriter):
         return call("dot_u8i8", (zero, a, b))
 
     def _known(self, e: Expr) -> Expr:
-        """What a name stands for that has one value."""
+        """The value of a name that has only one."""
         while isinstance(e, Var) and e.name in self._values and e.name not in self._changing:
             e = self._values[e.name]
         return e

@@ -79,7 +79,7 @@ def _one_number(function: FunctionDefinition) -> int | None:
 
 
 def _is_free(body: Body, lanes: int) -> bool:
-    """Whether every use of vectors in a body holds for any number of lanes."""
+    """True if every use of vectors in a body holds for any number of lanes."""
     sums: set[str] = set()
     for at, one in enumerate(body):
         if not _has_vectors(one):
@@ -119,7 +119,7 @@ def _is_uniform_or_reduced(one: Stmt, sums: set[str]) -> bool:
 
 
 def _is_uniform(e: Expr) -> bool:
-    """Whether all lanes hold one value, whatever their number."""
+    """True if all lanes hold one value, whatever their number."""
     leaves = [node for node in walk(e) if isinstance(getattr(node, "type", None), Vec)]
     return not any(isinstance(node, Var) or getattr(node, "name", "") == "load" for node in leaves)
 
@@ -156,7 +156,7 @@ class _Places(Rewriter):
         self._places: list[Expr] = []
 
     def are_all_neighbours(self) -> bool:
-        """Whether the variable gives addresses alone, each of which moves on by one when it does."""
+        """True if the variable gives addresses alone, each of which moves on by one when it does."""
         left = self.body(self._loop.body)
         changing, variable = assigned(self._loop.body), self._loop.variable
         return variable not in used_in(left) and all(
@@ -171,7 +171,7 @@ class _Places(Rewriter):
 
 
 def _is_sum(before: Body, after: Body, one: Accumulator) -> bool:
-    """Whether more lanes of a sum change nothing: it begins neutral, and only its reduction is used."""
+    """True if more lanes of a sum change nothing: it begins neutral, and only its reduction is used."""
     uses = [node for node in walk_body(before) if isinstance(node, Var | Declare) and node.name == one.name]
     if len(uses) != 1 or not isinstance(uses[0], Declare) or uses[0].value is None:
         return False

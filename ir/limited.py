@@ -28,7 +28,7 @@ class ChildLimits:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a command ended. A negative code is the signal that ended it."""
+    """The end of a command. A negative code is the signal that ended it."""
 
     code: int
     output: str

@@ -1,5 +1,5 @@
-"""What transformations ask about a loop: what it carries from one turn to the next, how addresses move, what
-it touches.
+"""Questions of transformations about a loop: what it carries from one turn to the next, how addresses move,
+what it touches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from phasewise.ir.types import Array, Pointer, Scalar, Type, Vec
 WHOLE = "whole"
 """Word of `unroll` and `apart`: turns that fill no group of n are not the loop's."""
 SUM_ORDERS = ("pairs", "halves", "in_turn")
-"""How sums of turns are added: neighbours; the upper half upon the lower; one after another."""
+"""The order in which sums of turns are added: neighbours; the upper half upon the lower; one after
+another.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,11 @@ class Accumulator:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the order of turns changes no bit. Of floats min and max are not, for NaN and zeros."""
+        """True if the order of turns changes no bit. Of floats min and max are not, for NaN and zeros."""
         return not _elem(self.type).is_float
 
     def identity(self, value: Expr) -> Expr:
-        """What a second accumulator begins with; `value`: the first one's."""
+        """The first value of a second accumulator; `value`: the first one's."""
         if self.op != "+":
             return value
         elem = _elem(self.type)
@@ -105,7 +107,7 @@ def accumulators(loop: Steps) -> tuple[list[Accumulator], list[str]]:
 
 
 def _is_read_first(body: Body, name: str) -> bool:
-    """Whether a variable that a body declares without a value may still have one of the turn before."""
+    """True if a variable that a body declares without a value may still have one of the turn before."""
     for one in body:
         if isinstance(one, Declare) and one.name == name:
             return (
@@ -212,7 +214,7 @@ def times(step: Expr, n: int) -> Expr:
 
 
 def trip_count(loop: Steps) -> int | None:
-    """How often a loop between known numbers turns."""
+    """The number of turns of a loop between known numbers."""
     match loop.condition:
         case Binary(op="<" | "<=" as op, a=Var(name=name), b=Const(value=end)) if name == loop.variable:
             if isinstance(loop.start, Const) and isinstance(loop.step, Const) and int(loop.step.value) > 0:
@@ -238,7 +240,7 @@ def continued(body: Body, at: int) -> Steps | None:
 
 
 def leaves_early(body: Body) -> bool:
-    """Whether a turn may end the loop, or skip its rest."""
+    """True if a turn may end the loop, or skip its rest."""
     for one in body:
         if isinstance(one, Leave | Return):
             return True

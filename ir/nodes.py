@@ -217,7 +217,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """What callers pass for one argument: how many elements, of which values. Counts are over other
+    """The values that callers pass for one argument: how many elements, of which kind. Counts are over other
     arguments.
     """
 
@@ -290,7 +290,7 @@ class Rewriter:
         return self.leave(self.inside(e))
 
     def leave(self, e: Expr) -> Expr:
-        """What an expression becomes, its parts being rewritten."""
+        """The expression after its parts were rewritten."""
         return e
 
     def inside(self, e: Expr) -> Expr:
@@ -321,7 +321,7 @@ class Rewriter:
         return tuple(new for statement in body for new in self.statement(statement))
 
     def statement(self, statement: Stmt) -> Body:
-        """What a statement becomes: none, one or several."""
+        """The statements that replace a statement: none, one or several."""
         return (self.statement_inside(statement),)
 
     def statement_inside(self, statement: Stmt) -> Stmt:

@@ -49,7 +49,7 @@ ALIKE = ("min", "max", "avg", "sign", "mulhi", "add_sat", "sub_sat", "andnot")
 rounds up."""
 REDUCTIONS = ("reduce_add", "reduce_max", "reduce_min")
 ORDERS = ("halves", "pairs", "halves_pairs")
-"""How a reduction halves: the upper half upon the lower, or neighbours; `halves_pairs`: halves down to
+"""The halving of a reduction: the upper half upon the lower, or neighbours; `halves_pairs`: halves down to
 sixteen bytes, then neighbours."""
 
 DOTS = {
@@ -314,7 +314,7 @@ def binary_type(op: str, a: Type, b: Type, right: Expr | None = None) -> Type:
 
 
 def mask_of(elem: Scalar) -> Scalar:
-    """What a comparison gives in each lane: all bits set, or none."""
+    """The result of a comparison in each lane: all bits set, or none."""
     return SCALARS[f"i{8 * elem.size}"]
 
 

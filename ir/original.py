@@ -31,7 +31,7 @@ class Original:
 
     @property
     def choice(self) -> tuple[tuple[str, int], ...]:
-        """What stands for it among choices of parameters."""
+        """The entry that stands for it among choices of parameters."""
         return ((NAME, self.digest),)
 
     def file(self) -> str:
@@ -64,5 +64,5 @@ def original_of(
 
 
 def is_original(choice: Mapping[str, int]) -> bool:
-    """Whether a choice names an original instead of parameters."""
+    """True if a choice names an original instead of parameters."""
     return NAME in choice

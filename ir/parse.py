@@ -92,7 +92,7 @@ NAMED_TYPES: dict[str, Type] = {
 
 @dataclass(frozen=True)
 class _Value:
-    """What a name stands for: a variable, or a number (an enumerator)."""
+    """The referent of a name: a variable, or a number (an enumerator)."""
 
     type: Type
     number: int | None = None
@@ -168,7 +168,7 @@ class _Source:
         return "" if node is None else self.bytes[node.start_byte : node.end_byte].decode(errors="replace")
 
     def first_error(self) -> SourceError | None:
-        """Where the text stops being C, if it does."""
+        """The place where the text stops being C, if it does."""
         waiting = [self.root]
         while waiting:
             node = waiting.pop()
@@ -427,7 +427,7 @@ class _Body:
         self.tables: dict[str, Declare] = {}
         self.result: Type = VOID
         self._after: list[Stmt] | None = None
-        """Where `i++` within the statement at hand goes; None: it may not be there."""
+        """The list that takes `i++` within the statement at hand; None: it may not be there."""
 
     # ---- the function ----
 
@@ -650,7 +650,7 @@ class _Body:
         return found
 
     def _listed(self, node: Node, of: Array) -> list[Expr]:
-        """What stands in a list of registers; `{0}` is zero everywhere."""
+        """The elements of a list of registers; `{0}` is zero everywhere."""
         inner = [one for one in node.named_children if one.type != "comment"]
         if len(inner) == 1 and inner[0].type == "initializer_list":
             return self._listed(inner[0], of)
@@ -1113,7 +1113,7 @@ def _identifiers(node: Node, source: _Source) -> list[str]:
 
 
 def _is_lazy(node: Node, whole: Node) -> bool:
-    """Whether a part of a statement may not be evaluated."""
+    """True if a part of a statement may not be evaluated."""
     while node.parent is not None and node != whole:
         node = node.parent
         is_logical = node.type == "binary_expression" and any(
@@ -1155,7 +1155,7 @@ def _as_pointer(e: Expr) -> Expr:
 
 
 def _pointee(e: Expr) -> Index | Var | Member | None:
-    """What an address is of."""
+    """The type of what an address points to."""
     while isinstance(e, Cast):
         e = e.a
     if isinstance(e, AddressOf) and isinstance(e.a, Index | Var | Member):

@@ -34,7 +34,7 @@ MACROS: dict[str, tuple[str, ...]] = {
     "neon": _NEON,
     "neon_dotprod": (*_NEON, "__ARM_FEATURE_DOTPROD"),
 }
-"""What a compiler for the instruction set defines."""
+"""Macros that a compiler for the instruction set defines."""
 
 ALWAYS = (
     "__STDC__=1", "__STDC_VERSION__=201112L", "__GNUC__=12", "__linux__=1", "__LP64__=1", "__CHAR_BIT__=8",
@@ -157,7 +157,7 @@ _X86_HEADERS = [
 
 @dataclass(frozen=True, slots=True)
 class SourcePlace:
-    """Where a line of the expanded text came from."""
+    """The file and line that a line of the expanded text came from."""
 
     file: str
     line: int

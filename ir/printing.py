@@ -47,7 +47,7 @@ def printed_c(function: FunctionDefinition) -> str:
 
 
 def printed_parts(function: FunctionDefinition, is_static: bool = False) -> tuple[dict[str, str], str]:
-    """What the function needs but structs and headers, by name, and the function."""
+    """Declarations that the function needs but structs and headers, by name, and the function."""
     printer = _Printer(function.source_isa)
     tables = {one.name: one for part in (*function.helpers, function) for one in part.tables}
     helpers = {one.name: printer.function(one, is_static=True) for one in function.helpers}

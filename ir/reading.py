@@ -300,7 +300,7 @@ class _Reader:
         )
 
     def _is_header(self, node: ast.stmt) -> bool:
-        """Whether a line says something about the kernel and computes nothing; if so it is noted."""
+        """True if a line says something about the kernel and computes nothing; if so it is noted."""
         match node:
             case ast.Expr(value=ast.Constant(value=str())) | ast.Pass():
                 return True

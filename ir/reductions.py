@@ -124,7 +124,7 @@ class _Recogniser(Rewriter):
         return None
 
     def _lanes(self, e: Expr) -> list[Tree] | None:
-        """What each lane is made of; None: something that no reduction does."""
+        """The source of each lane; None: something that no reduction does."""
         match e:
             case Var(type=Vec() as of, name=name):
                 own = [(name, self._versions.get(name, 0), lane, of) for lane in range(of.lanes)]
@@ -208,7 +208,7 @@ class _Recogniser(Rewriter):
 
 
 def _is_lane_by_lane(lanes: list[Tree]) -> bool:
-    """Whether each lane is made of the same lane of other vectors: then trees begin with this one."""
+    """True if each lane is made of the same lane of other vectors: then trees begin with this one."""
     return all(
         leaf[2] == lane and leaf[3].lanes == len(lanes)
         for lane, tree in enumerate(lanes)

@@ -129,7 +129,9 @@ def _side_by_side(body: Body, n: int) -> list[Body]:
 
 @dataclass(frozen=True)
 class _Turns:
-    """What the copies of a turn carry: names of the first one's variables in each of them."""
+    """Variables that correspond in each unrolled iteration (loop rerolling): the first turn's names in each
+    copy.
+    """
 
     carried: dict[str, tuple[str, ...]]
 
@@ -226,7 +228,9 @@ def _mentions(body: Body, names: set[str]) -> int:
 
 
 def _sums_apart(before: Body, one: Steps, after: Body, turns: _Turns) -> tuple[Body, Body, str] | None:
-    """What is before and behind the loop without the copies of its sums, and the order of their total."""
+    """The statements before and behind the loop without the copies of its sums, and the order of their
+    total.
+    """
     sums, others = accumulators(one)
     if others or {each.name for each in sums} != set(turns.carried):
         return None
@@ -259,7 +263,7 @@ def _without_beginnings(before: Body, each: Accumulator, copies: Sequence[str]) 
 
 
 def _without_ending(after: Body, each: Accumulator, copies: Sequence[str]) -> tuple[Body, str] | None:
-    """What is behind the loop, the first sum in place of the total of all, and the order of that."""
+    """The statements behind the loop, the first sum in place of the total of all, and the order of that."""
     names = set(copies)
     at = next((i for i, one in enumerate(after) if _mentions((one,), names)), None)
     if at is None:
@@ -287,7 +291,7 @@ def _without_ending(after: Body, each: Accumulator, copies: Sequence[str]) -> tu
 
 
 def _added_up(after: Body, at: int, each: Accumulator, names: set[str]) -> tuple[Expr | None, int]:
-    """What the first sum is after statements that add sums to sums, and where these end."""
+    """The value of the first sum after statements that add sums to sums, and where these end."""
     made: dict[str, Expr] = {name: Var(each.type, name) for name in names}
     while at < len(after):
         match after[at]:
@@ -322,7 +326,7 @@ class _Replace(Rewriter):
 
 
 def _is_rest(one: Steps, other: Stmt) -> bool:
-    """Whether a loop takes the turns that one leaves."""
+    """True if a loop takes the turns that one leaves."""
     if not isinstance(other, Steps) or other.how or len(other.body) != len(one.body):
         return False
     mine, theirs = _targets(one.body), _targets(other.body)

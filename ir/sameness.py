@@ -1,4 +1,4 @@
-"""Whether two pieces of a kernel compute the same up to a step of an index and the names of variables.
+"""Comparison of two pieces of a kernel, up to a step of an index and the names of variables.
 
 Addresses are compared as sums: what they begin with, how far each variable moves them, and a number. Whole
 numbers are summed so only where C's arithmetic cannot wrap around (signed, where that has no meaning, and 64
@@ -35,7 +35,7 @@ SUMMED = (I32, I64, U64)
 
 @dataclass(frozen=True)
 class View:
-    """How one side is read: names that stand for others, and a variable that is ahead."""
+    """The reading of one side: names that stand for others, and a variable that is ahead."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     variable: str = ""
@@ -129,7 +129,7 @@ class View:
         return _plus(left, _scaled(right, 1 if op == "+" else -1))
 
     def _place(self, e: Expr) -> tuple[dict[Key, int], int]:
-        """Where an element or a field lies."""
+        """The address of an element or a field."""
         match e:
             case Index(of, base, index):
                 inner = self._place(base) if isinstance(base, Index | Member) else self.sum_of(base)

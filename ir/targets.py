@@ -24,7 +24,7 @@ class IsaTarget:
     register_bytes: int
     flags: tuple[str, ...]
     macros: tuple[str, ...]
-    """What an emitted file asks for before it uses this set."""
+    """Macros that an emitted file asks for before it uses this set."""
 
     @property
     def has_vnni(self) -> bool:
@@ -64,7 +64,7 @@ CPU_WORDS = {
 
 
 def runs_here(name: str, cpu_flags: frozenset[str]) -> bool:
-    """Whether an x86 machine with these flags executes the set."""
+    """True if an x86 machine with these flags executes the set."""
     return name in CPU_WORDS and set(CPU_WORDS[name]) <= cpu_flags
 
 

@@ -109,7 +109,7 @@ class _Transformer(Rewriter):
         return value.value
 
     def split_sums(self, loop: Steps, how: str) -> list[Accumulator]:
-        """What may have a second accumulator."""
+        """The sums that may have a second accumulator."""
         sums, _ = accumulators(loop)
         return [one for one in sums if one.is_exact or self._reassociate]
 

@@ -27,7 +27,7 @@ from phasewise.ir.types import Vec
 WIDEN, UNROLL = (1, 2, 4), (1, 2, 4, 8)
 MAX_CHOICES = 500
 COPYING = ("unroll", "apart")
-"""What a loop may have behind `widen`."""
+"""Widths that a loop may have behind `widen`."""
 
 
 def with_parameters(text: str, where: str = "kernel") -> str:
@@ -64,7 +64,7 @@ class _Change:
     """A transformation that the line has already, whose number the parameter replaces."""
 
     def is_given(self, value: int) -> bool:
-        """Whether a value leaves the loop as it is."""
+        """True if a value leaves the loop as it is."""
         return value == self.values[0]
 
     def in_text(self, text: str, value: str) -> str:
@@ -84,7 +84,7 @@ class _Change:
         )
 
     def may(self, text: str, value: int, where: str) -> bool:
-        """Whether the loop takes it."""
+        """True if the loop takes it."""
         try:
             transformed(read(self.in_text(text, str(value)), where, {}), where)
         except SourceError:

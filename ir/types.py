@@ -94,7 +94,7 @@ class Struct:
 
 @dataclass(frozen=True, slots=True)
 class Void:
-    """What a function without a result returns, and what a pointer without a type points to."""
+    """The type of a function without a result, and the target of a pointer without a type."""
 
     @property
     def size(self) -> int:

@@ -55,8 +55,8 @@ class _Long:
 
 
 def widened(loop: Steps, sums: list[Accumulator], n: int, suffix: str) -> tuple[Body, Steps, Body]:
-    """What comes before, the loop of n turns at once, and what comes after it. ValueError: why that cannot
-    be.
+    """The statements before, the loop of n turns at once, and the statements after it. ValueError: why that
+    cannot be.
     """
     if leaves_early(loop.body):
         raise ValueError("the loop may end within a turn")

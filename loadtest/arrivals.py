@@ -18,7 +18,7 @@ from phasewise.tuner.errors import TraceError
 
 
 class Arrivals(StrEnum):
-    """How the gaps between requests are drawn."""
+    """The distribution of the gaps between requests."""
 
     poisson = "poisson"
     constant = "constant"

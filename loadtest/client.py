@@ -26,7 +26,7 @@ CONNECT_S = 10.0
 KEEP_ALIVE_S = 3.0
 """Less than servers keep an idle connection: a reused one must not close under a request."""
 STALE_CONNECTIONS = 8
-"""How many kept connections may prove closed before a request counts as failed."""
+"""The number of kept connections that may prove closed before a request counts as failed."""
 
 MAX_BODY_BYTES = 4 << 20
 MAX_RETRY_AFTER_S = 3600.0
@@ -42,7 +42,7 @@ class LoadTestError(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go and what they have in common. `base`: the server's address without /v1."""
+    """The server of all requests, and their common settings. `base`: the server's address without /v1."""
 
     base: str
     model: str = ""
@@ -145,7 +145,7 @@ class LoadClient:
         )
 
     async def models(self) -> list[dict[str, Any]]:
-        """What /v1/models lists. LoadTestError where there is no such list."""
+        """The models of /v1/models. LoadTestError where there is no such list."""
         where = f"{self.target.base}/v1/models"
         try:
             async with self._session.get(where, timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as response:

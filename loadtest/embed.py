@@ -52,7 +52,7 @@ class EmbedOutcome:
 
 @dataclass(frozen=True)
 class EmbedFigures:
-    """What a load came to. Latencies are those of answers with vectors."""
+    """The figures of a load. Latencies are those of answers with vectors."""
 
     requests: int
     ok: int
@@ -130,7 +130,7 @@ def _tokens_in(raw: bytes) -> int:
 
 
 async def with_client(target: EmbedTarget, use: Callable[[EmbedClient], Awaitable[Any]]) -> Any:
-    """What `use` makes of an open client without a limit on connections."""
+    """The result of `use` with an open client that has no limit on connections."""
     headers = {"Content-Type": "application/json"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"

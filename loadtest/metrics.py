@@ -86,12 +86,12 @@ def _statistics(name: str, samples: Sequence[float]) -> dict[str, float]:
 
 
 def keeps(outcome: RequestOutcome, slo: LatencySlo) -> bool:
-    """Whether the answer is complete and within every bound. An answer of one token keeps any TPOT."""
+    """True if the answer is complete and within every bound. An answer of one token keeps any TPOT."""
     return outcome.is_complete and all(kept_promises(outcome, slo).values())
 
 
 def kept_promises(outcome: RequestOutcome, slo: LatencySlo) -> dict[str, bool]:
-    """Which bounds a request kept; a failed request keeps none."""
+    """The bounds that a request kept; a failed request keeps none."""
     found_s = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.latency_s}
     return {
         name: outcome.is_complete and 1e3 * found_s[name] <= most_ms
@@ -110,14 +110,14 @@ def attainment_by_scale(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> 
 
 
 def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencySlo, goal: float = GOAL) -> bool:
-    """Whether each promise by itself was kept by `goal` of all requests: P90 of TTFT, and P90 of TPOT."""
+    """True if each promise by itself was kept by `goal` of all requests: P90 of TTFT, and P90 of TPOT."""
     missed = Counter(name for one in outcomes for name, kept in kept_promises(one, slo).items() if not kept)
     most = most_missed(len(outcomes), goal)
     return bool(outcomes) and all(missed[name] <= most for name in slo.promises())
 
 
 def most_missed(count: int, goal: float = GOAL) -> int:
-    """How many of `count` requests may miss one promise."""
+    """The number of `count` requests that may miss one promise."""
     return math.floor(count * (1 - goal) + 1e-9)
 
 

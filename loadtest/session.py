@@ -41,7 +41,9 @@ OpenProgress: TypeAlias = Callable[[int], AbstractContextManager[Observe]]
 
 @dataclass(frozen=True)
 class LoadTest:
-    """What to measure: the server, the requests, when they are sent, and whether to search for a rate."""
+    """The settings of a measurement: the server, the requests, when they are sent, and whether to search for
+    a rate.
+    """
 
     target: Target
     requests: Trace
@@ -75,7 +77,9 @@ class RateProbe:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was measured. After a search `measured` is the probe of the highest rate that was kept."""
+    """The results of a measurement. After a search `measured` is the probe of the highest rate that was
+    kept.
+    """
 
     target: Target
     date: datetime

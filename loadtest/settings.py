@@ -23,7 +23,9 @@ class SendingTimes:
 
 @dataclass(frozen=True)
 class SentLengths:
-    """How many requests, and their lengths in tokens: fixed, drawn from a distribution, or the trace's."""
+    """The number of requests, and their lengths in tokens: fixed, drawn from a distribution, or the
+    trace's.
+    """
 
     requests: int | None = None
     input_len: int | None = None
@@ -36,7 +38,7 @@ class SentLengths:
 
 @dataclass(frozen=True)
 class Asking:
-    """How a request is made. `endpoint`: completions or chat. `extra_body`: a JSON object as text."""
+    """The form of a request. `endpoint`: completions or chat. `extra_body`: a JSON object as text."""
 
     endpoint: str = "completions"
     ignore_eos: bool = False

@@ -42,7 +42,7 @@ class StreamReader:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer came to its end."""
+        """True if the answer came to its end."""
         return self._is_done or self._has_finish
 
     def close(self) -> None:

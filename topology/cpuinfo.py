@@ -1,4 +1,4 @@
-"""What kind of CPU `/proc/cpuinfo` describes: x86, Arm and POWER write it differently."""
+"""The kind of CPU that `/proc/cpuinfo` describes: x86, Arm and POWER write it differently."""
 
 from __future__ import annotations
 

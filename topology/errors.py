@@ -1,4 +1,4 @@
-"""What can go wrong while the machine is read."""
+"""Errors while the machine is read."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class _Collector:
         self.memory.end(tag)
 
     def machine(self, source: str) -> Machine:
-        """What was collected, as a tree."""
+        """The tree of the parts that were collected."""
         if not self.online:
             raise TopologyError("no processing unit (an object of type PU) is described")
         parts = self.parts

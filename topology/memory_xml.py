@@ -1,4 +1,4 @@
-"""What lstopo XML says of NUMA nodes beside the tree: distances, bandwidths, latencies. All is optional.
+"""NUMA facts that lstopo XML has beside the tree: distances, bandwidths, latencies. All is optional.
 
 The elements, by version: `distances` with `latency` children (1), `distances2` with lists of numbers (2, 3),
 `memattr` with `memattr_value` children (from 2.3). Texts and counts are bounded before they are used.

@@ -37,7 +37,7 @@ class Line:
 
 
 def outline(machine: Machine) -> tuple[Line, ...]:
-    """What is inside the machine, outermost parts first."""
+    """The parts inside the machine, outermost first."""
     return _lines(machine.tree.children, _Labels(machine))
 
 
@@ -72,7 +72,7 @@ def describe(node: Node) -> str:
 
 
 class _Labels:
-    """What a line says of one part, apart from what is inside it."""
+    """The text of one part's line, apart from what is inside it."""
 
     def __init__(self, machine: Machine) -> None:
         self._allowed = frozenset(machine.allowed_pus)
@@ -86,7 +86,7 @@ class _Labels:
         return f"{describe(node)}{f', {kind}' if kind else ''}, {pus}"
 
     def pattern(self, node: Node) -> tuple[bool, ...]:
-        """Which of a core's PUs are allowed."""
+        """The pattern of a core's allowed PUs."""
         return tuple(cpu in self._allowed for cpu in node.cpus)
 
     def n_barred(self, node: Node) -> int:

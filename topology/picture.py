@@ -270,7 +270,7 @@ def _emptiness(packing: _Packing) -> float:
 
 
 def _ugliness(width: float, height: float, used: float) -> float:
-    """How far an outline is from the wanted aspect, and how much of it is empty; the weight is by eye."""
+    """The distance of an outline from the wanted aspect, and its empty share; the weight is by eye."""
     return abs(math.log(width / height / ASPECT)) + 4.0 * (1.0 - used / (width * height))
 
 

@@ -53,7 +53,7 @@ def core_signature(machine: Machine) -> str:
 
 
 def placement_signature(machine: Machine, cores: Sequence[int]) -> str:
-    """How many threads, and the shape of what they share, e.g. `32 threads: 2 nodes x 4 L3 x 4 cores`.
+    """The number of threads, and the shape of what they share, e.g. `32 threads: 2 nodes x 4 L3 x 4 cores`.
 
     `cores` are the PUs that threads are pinned to, one thread each. The same shape elsewhere on the machine
     gives the same signature. TopologyError if a PU is named twice or does not exist.

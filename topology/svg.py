@@ -1,4 +1,4 @@
-"""What all SVG pictures share: the palette, the font, and the elements they are made of.
+"""Parts that all SVG pictures share: the palette, the font, and the elements they are made of.
 
 A picture brings its own background, so that it is legible in light and dark pages.
 """

@@ -28,13 +28,13 @@ MAX_FILE_BYTES = 4 << 20
 """More than any file read here holds; a snapshot may hold anything."""
 
 UNKNOWN_IDS = {None, -1, 65_535}
-"""What the kernel writes as package, die or cluster number where the firmware gives none."""
+"""The number that the kernel writes as package, die or cluster where the firmware gives none."""
 
 MEGABYTE = 1_000_000
 """The unit of HMAT bandwidths; latencies are nanoseconds."""
 
 ACCESS_CLASSES = ("access1", "access0")
-"""What the CPUs nearest to a node's memory reach; the older kernel's class counts other devices too."""
+"""Access of the CPUs nearest to a node's memory; the older kernel's class counts other devices too."""
 
 HYBRID_UNITS = (("low-power", "cpu_lowpower"), ("efficiency", "cpu_atom"), ("performance", "cpu_core"))
 """Names and PMU devices of Intel's core kinds, slowest first."""
@@ -208,7 +208,7 @@ def _distances(nodes: Path) -> NumaDistances | None:
 
 
 def _memory_access(nodes: Path, online: int) -> tuple[MemoryAccess, ...]:
-    """What the firmware's HMAT says of each node, by its nearest initiators."""
+    """Bandwidths and latencies of each node in the firmware's HMAT, by its nearest initiators."""
     folders = _node_folders(nodes)
     found = []
     for number, folder in folders.items():

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a node is. The order is the order of nesting where two nodes hold the same CPUs."""
+    """Kinds of nodes. The order is the order of nesting where two nodes hold the same CPUs."""
 
     MACHINE = "machine"
     PACKAGE = "package"
@@ -53,7 +53,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Cpu:
-    """What kind of CPU it is, in the kernel's words; None where the source does not say."""
+    """The kind of CPU, in the kernel's words; None where the source does not say."""
 
     architecture: str | None = None
     vendor: str | None = None
@@ -75,7 +75,7 @@ class CpuKind:
 
 @dataclass(frozen=True)
 class NumaDistances:
-    """How far NUMA nodes are from each other by the firmware's rating: 10 is local, 20 twice as slow.
+    """Distances between NUMA nodes by the firmware's rating: 10 is local, 20 twice as slow.
 
     `rows[i][j]` is from `nodes[i]` to `nodes[j]`. Ratings rank nodes; they are no measurements.
     """
@@ -92,7 +92,7 @@ class NumaDistances:
 
 @dataclass(frozen=True)
 class MemoryAccess:
-    """What the firmware says of a NUMA node's memory, as `initiators` reach it; None where it does not say.
+    """The firmware's figures of a NUMA node's memory, as `initiators` reach it; None where it does not say.
 
     `initiators` are PUs, ascending. A node may have several entries, one for each set of PUs.
     """
@@ -107,7 +107,9 @@ class MemoryAccess:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many of each. `numa_nodes` includes memory without CPUs; `pus` are the online ones."""
+    """The number of parts of each kind. `numa_nodes` includes memory without CPUs; `pus` are the online
+    ones.
+    """
 
     packages: int
     numa_nodes: int

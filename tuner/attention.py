@@ -34,7 +34,7 @@ def head_dim_of(n: int, k: int) -> int:
 
 
 def attention_group(kv_format: str, n: int, k: int, threads: int, caches: Caches) -> Group:
-    """What a search needs to know about the attention of a model on a team of `threads`."""
+    """The search's view of the attention of a model on a team of `threads`."""
     return Group(
         format=kv_format,
         n=n,
@@ -128,7 +128,7 @@ class TeamAttention:
         return taken
 
     def is_right(self) -> bool:
-        """Whether the last call gave what the default gives."""
+        """True if the last call gave what the default gives."""
         return np.array_equal(self._out, self._expected)
 
 

@@ -1,4 +1,4 @@
-"""What else the machine did while something was timed: steal, other processes, the clock's frequency.
+"""The other load of the machine while something was timed: steal, other processes, the clock's frequency.
 
 Two looks at /proc, before and after, and the difference between them. What a platform does not say is left
 out. Ticks are 10 ms, so a span of a tenth of a second is known to a tenth.
@@ -87,7 +87,7 @@ def parse_mhz(cpuinfo: str, cpus: Sequence[int]) -> float | None:
 
 
 def between(before: Look, after: Look, ticks_a_second: int) -> Conditions:
-    """What happened from one look to the next; no time between them counts as undisturbed."""
+    """The load from one look to the next; no time between them counts as undisturbed."""
     total = after.ticks.total - before.ticks.total
     if total <= 0:
         return Conditions(0.0, 0.0, after.mhz)
@@ -141,7 +141,7 @@ def _text(file: Path) -> str:
 
 
 def is_disturbed(conditions: Mapping[str, float]) -> bool:
-    """Whether processes or guests took a noticeable share of the cores, or only the yardstick felt something.
+    """True if processes or guests took a noticeable share of the cores, or only the yardstick felt something.
 
     Takes `Conditions.fields`.
     """

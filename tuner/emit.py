@@ -27,7 +27,7 @@ LLAMA_CPP_MAX_CPUS = 512
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """What to give the tool, and what of the plan it cannot express, a line each."""
+    """The flags for the tool, and what of the plan it cannot express, a line each."""
 
     text: str
     notes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What can go wrong in the tuner.
+"""Errors of the tuner.
 
 TunerError
 ├── PlanError          a service plan that cannot run on this machine, or that makes no sense

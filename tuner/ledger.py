@@ -1,4 +1,4 @@
-"""What is known about the products of one kind of machine: the database's rows, and those that a run adds.
+"""The ledger of products of one kind of machine: the database's rows, and those that a run adds.
 
 A timing that was paid for is never paid for again: the i-th stored sample of a schedule answers the i-th
 time that a search asks for it. So a run resumes by asking again, and runs that share a database share work.

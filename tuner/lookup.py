@@ -1,5 +1,5 @@
-"""Which schedule a product runs with: the one tuned for it, else a near neighbour's, else the kernels'
-default.
+"""Choice of the schedule that a product runs with: the one tuned for it, else a near neighbour's, else the
+kernels' default.
 
 Only what is in use counts: schedules that won a duel against the one before them, the default included.
 Results must not depend on how many rows are computed at once, so that all schedules of a weight share one
@@ -31,7 +31,7 @@ Kind = Literal["exact", "neighbour", "default"]
 WeightKey: TypeAlias = tuple[str, str, int, int]
 """Family, format, n and k."""
 IsDefault: TypeAlias = Callable[[Problem, Schedule], bool]
-"""Whether a schedule is the kernels' own for a problem; `native.is_default_for` knows."""
+"""True if a schedule is the kernels' own for a problem; `native.is_default_for` knows."""
 
 NEAR = 1.05
 """The largest ratio of an m and its neighbour's. Farther off, schedules have been seen to lose."""
@@ -44,7 +44,7 @@ MOST_CHOICES = 64
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """What products of one weight run with, from the choice before up to `last_m` rows.
+    """The schedules of products of one weight, from the choice before up to `last_m` rows.
 
     A range is exact if it holds the m at which its schedule was tuned.
     """
@@ -59,7 +59,7 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class _Weight:
-    """What is in use for one weight, by m."""
+    """The schedules in use for one weight, by m."""
 
     arithmetic: Arithmetic
     tuned: dict[int, Schedule]
@@ -137,7 +137,7 @@ class ScheduleTable:
 
 
 class ScheduleStore(Protocol):
-    """What `read_table` needs of a store."""
+    """The part of a store that `read_table` needs."""
 
     def promoted_measurements(self, machine: MachineKey) -> list[Measurement]: ...
 
@@ -148,14 +148,14 @@ def read_table(
     abi_of: Callable[[str], str],
     is_default: IsDefault = lambda *_: False,
 ) -> ScheduleTable:
-    """What a store knows for this kind of machine and this build; `abi_of` is `_native.kernel_abi`."""
+    """The schedules of a store for this kind of machine and this build; `abi_of` is `_native.kernel_abi`."""
     rows = store.promoted_measurements(machine)
     return ScheduleTable((row for row in rows if row.kernel_abi == abi_of(row.problem.family)), is_default)
 
 
 @dataclass(frozen=True)
 class PhaseSchedules:
-    """What serving asks for its weights, of the table of one phase's cores."""
+    """The schedules of serving's weights, from the table of one phase's cores."""
 
     table: ScheduleTable
 

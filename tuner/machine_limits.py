@@ -28,7 +28,7 @@ LEAST_READ_BYTES = 512 << 20  # beside other timings: the start of a few threads
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What a set of cores reaches when nothing but the limit stands in the way."""
+    """The rates that a set of cores reaches when nothing but the limit stands in the way."""
 
     cores: tuple[int, ...]
     isa: str

@@ -54,7 +54,7 @@ class CannotLockError(TunerError):
 
 
 class MeasurementLock(Protocol):
-    """What a process that measures knows of the others of this user on this machine.
+    """A measuring process's lock against the others of this user on this machine.
 
     Times are in seconds from the call; `math.inf` waits for as long as it takes.
     """
@@ -268,7 +268,7 @@ class _TimeIsUpError(Exception):
 
 
 class _Notice:
-    """What is told of one wait: for which process, once it has lasted TELL_AFTER_S, and how long it was."""
+    """The notice of one wait: for which process, once it has lasted TELL_AFTER_S, and how long it was."""
 
     def __init__(
         self, report: Callable[[str], None], holder: Callable[[], int | None], deadline_s: float
@@ -315,7 +315,7 @@ def _described(pid: int | None) -> str:
 
 @contextmanager
 def _alarm(notice: _Notice) -> Iterator[None]:
-    """What waits inside is told of after a while, and ends with _TimeIsUpError at the deadline."""
+    """Report a wait inside after a while, and end it with _TimeIsUpError at the deadline."""
     is_waiting = True
 
     def set_timer() -> None:

@@ -76,7 +76,7 @@ def kernel_fields(schedule: Schedule) -> dict[str, int]:
 
 
 def is_default_for(threads: int) -> Callable[[Problem, Schedule], bool]:
-    """Whether a schedule of a product is the kernels' own; False for attention."""
+    """True if a schedule of a product is the kernels' own; False for attention."""
 
     def is_default(problem: Problem, schedule: Schedule) -> bool:
         if problem.family != "gemm":
@@ -149,7 +149,7 @@ def micro_kernels(weight: PackedWeight, path: str) -> tuple[MicroKernel, ...]:
 
 
 def core_caches(machine: Machine, cores: Sequence[int]) -> Caches:
-    """What the smallest of these cores has for itself; 32 KiB and 512 KiB where the machine does not say."""
+    """The caches of the smallest of these cores; 32 KiB and 512 KiB where the machine does not say."""
     chosen = set(cores)
     l1 = [core.l1d_bytes for core in machine.nodes(Kind.CORE) if chosen & set(core.cpus) and core.l1d_bytes]
     l2 = [
@@ -251,7 +251,7 @@ class NativeEvaluator:
         return shuffled_rounds([*(one.take for one in contestants), *beside], count)
 
     def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
-        """What a duel with the incumbent says; None: with the kernels' own schedule."""
+        """The verdict of a duel with the incumbent; None: with the kernels' own schedule."""
         if incumbent is None and problem.family == "attention":
             incumbent = default_attention(problem.n, problem.k, problem.m, self._team.size)
         elif incumbent is None:

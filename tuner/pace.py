@@ -1,4 +1,4 @@
-"""How much of a tuning run's work is done, and how long the rest may take."""
+"""The share of a tuning run's work that is done, and the time that the rest may take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHORTEST_TIMING_S = 0.008
 
 
 class Pace:
-    """How much of the work is done, by the weight of its products; replayed ones count as no work."""
+    """The share of the work that is done, by the weight of its products; replayed ones count as no work."""
 
     def __init__(self, tasks: Sequence[Task], call_s: Callable[[Problem], float]) -> None:
         """call_s: about how long a product takes."""

@@ -57,7 +57,7 @@ class RankCores:
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """How one phase runs. Ranks never share a PU."""
+    """The way in which one phase runs. Ranks never share a PU."""
 
     phase: Phase
     ranks: tuple[RankCores, ...]
@@ -117,7 +117,7 @@ def _check_object(fields: Any, names: set[str], what: str) -> None:
 
 
 class PlanSource(Protocol):
-    """What `resolve_plans` needs of a store."""
+    """The part of a store that `resolve_plans` needs."""
 
     def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None: ...
 

@@ -1,4 +1,4 @@
-"""How fast a product could be at best: bound by arithmetic, or by reading its operands once."""
+"""The roofline of a product: bound by arithmetic, or by reading its operands once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def peak_kinds(weight_format: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What some cores reach, operations and bytes a second; operations by kind (`limits.KINDS`)."""
+    """The rates that some cores reach, operations and bytes a second; operations by kind (`limits.KINDS`)."""
 
     peak_flops: Mapping[str, float]
     read_bytes_per_s: float

@@ -1,4 +1,4 @@
-"""Who is fastest, and by how much, where timings scatter by more than the contestants differ?
+"""Comparison in rounds of contestants whose timings scatter by more than they differ.
 
 Contestants take short turns in many rounds, each round in another order. A machine changes its pace for
 seconds at a time, a round takes a few dozen milliseconds: within a round all meet the same machine, so only
@@ -36,7 +36,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long one takes as another: the median over rounds, and its interval."""
+    """The time of one contestant as a multiple of another's: the median over rounds, and its interval."""
 
     middle: float
     low: float
@@ -63,12 +63,12 @@ def standing(times: Times) -> npt.NDArray[np.float64]:
 
 
 def ratio(times: Times, of: int, to: int, seed: int = 0) -> Ratio:
-    """How many times as long one contestant takes as another one that was named beforehand."""
+    """The time of one contestant as a multiple of another's that was named beforehand."""
     return _of_rounds(times[:, of] / times[:, to], seed)
 
 
 def against_best(times: Times, of: int, among: Sequence[int], seed: int = 0) -> Ratio:
-    """How many times as long a contestant takes as the best of `among`; no round both chooses and judges.
+    """The time of a contestant as a multiple of the best of `among`; no round both chooses and judges.
 
     Needs two rounds. The other half may choose one that is not quite the best: then this is low by as much as
     that one is slower, which rounds make as small as one likes; it is never high by the luck of the chosen.

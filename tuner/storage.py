@@ -1,4 +1,4 @@
-"""Which storage of a weight is faster, by the duels between sparse and dense that a database holds.
+"""The choice of a weight's storage, by the duels between sparse and dense that a database holds.
 
 A weight has one copy for both phases, so sparse storage is chosen where it is proven faster for the fewest
 rows that were compared (a decode step's) and costs next to nothing for any other number of rows. Duels are
@@ -23,7 +23,7 @@ LEAST_GAIN = 0.98
 
 @dataclass(frozen=True)
 class StorageVerdict:
-    """What a database says about a weight's storage."""
+    """The verdict of a database about a weight's storage."""
 
     is_sparse: bool
     why: str
@@ -41,7 +41,7 @@ class StorageTable:
             self._by_weight.setdefault((problem.format, problem.n, problem.k), {})[problem.m] = duel
 
     def __bool__(self) -> bool:
-        """Whether anything was measured."""
+        """True if anything was measured."""
         return bool(self._by_weight)
 
     def verdict(self, dense_format: str, n: int, k: int, density: float) -> StorageVerdict | None:
@@ -63,7 +63,7 @@ def _verdict(duels: Mapping[int, StorageDuel]) -> StorageVerdict:
 
 
 class StorageDuelStore(Protocol):
-    """What `read_storage_table` needs of a store."""
+    """The part of a store that `read_storage_table` needs."""
 
     def storage_duels(self, machine: MachineKey, kernel_abi: str) -> list[StorageDuel]: ...
 
@@ -71,7 +71,7 @@ class StorageDuelStore(Protocol):
 def read_storage_table(
     store: StorageDuelStore, machines: Iterable[MachineKey], kernel_abi: str
 ) -> StorageTable:
-    """What a store knows for these cores and this build of the kernels."""
+    """The verdicts of a store for these cores and this build of the kernels."""
     return StorageTable(_duels(store, machines, kernel_abi))
 
 

@@ -44,7 +44,7 @@ class Task:
 
 
 class TaskDivision:
-    """Which of its tasks a run takes next, and what others make of them."""
+    """The tasks that a run takes next, and the claims of other runs."""
 
     def __init__(
         self, tasks: Sequence[Task], ledger: Ledger, lock: MeasurementLock, work_of: Callable[[Task], float]
@@ -54,10 +54,10 @@ class TaskDivision:
         self._lock = lock
         self._work_of = work_of
         self._elsewhere: set[str] = set()
-        """What others had claimed at some time."""
+        """The claims of others at some time."""
         self._looked_at: set[str] = set()
         self._own: set[str] = set()
-        """What this run has worked at."""
+        """The tasks that this run has worked at."""
         self._began_ms = time.time_ns() // 1_000_000
 
     @contextmanager
@@ -95,14 +95,14 @@ class TaskDivision:
         return self._work_of(task) / whole if task in ours else 1 / len(waiting)
 
     def is_settled_elsewhere(self, task: Task) -> bool:
-        """Whether another run had it since this one began, and has come to a verdict for all its rows."""
+        """True if another run had it since this one began, and has come to a verdict for all its rows."""
         settled_ms = self._ledger.settled_ms(task.problems)
         if self._name(task) in self._elsewhere:
             return settled_ms < math.inf
         return self._name(task) not in self._own and self._began_ms <= settled_ms < math.inf
 
     def known(self, task: Task) -> ScheduleCache:
-        """What its search may learn from other weights."""
+        """The results of other weights that its search may learn from."""
         begun_ms = self._begun_ms(task)
         others = [one for one in self._tasks if one.problems != task.problems]
         settled = [(self._ledger.settled_ms(one.problems), one) for one in others]

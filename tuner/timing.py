@@ -1,4 +1,4 @@
-"""How long does a product take, on a machine that others use too?
+"""The time of a product, on a machine that others use too.
 
 A kernel clocks its own calls; this module decides how often it is called and what the nanoseconds mean.
 Everything is a pure function, or calls a `Take` that was handed in.
@@ -42,7 +42,7 @@ Take: TypeAlias = Callable[[], Samples]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How often to call in one turn: `loops` samples of `calls_a_loop` calls each."""
+    """The number of calls in one turn: `loops` samples of `calls_a_loop` calls each."""
 
     loops: int
     calls_a_loop: int
@@ -112,7 +112,7 @@ def duel(incumbent: Take, candidate: Take, pairs: int = PAIRS) -> list[tuple[Sam
 
 
 def compare(taken: Sequence[tuple[Samples, Samples]], confidence: float = CONFIDENCE) -> Comparison:
-    """What a duel says: the median over its pairs of incumbent / candidate.
+    """The verdict of a duel: the median over its pairs of incumbent / candidate.
 
     The interval comes from the sign test, so no shape of the noise is assumed.
     """

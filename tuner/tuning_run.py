@@ -55,7 +55,7 @@ class Duel:
 
 
 class ScheduleEvaluator(Protocol):
-    """What times schedules; `tuner.native` is the real one."""
+    """The evaluator that times schedules; `tuner.native` is the real one."""
 
     def prepare(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
         """Whatever can be done before these are timed, and without being alone on the machine."""
@@ -72,7 +72,7 @@ class ScheduleEvaluator(Protocol):
 
 @dataclass(frozen=True)
 class TuningProgress:
-    """Where a run is."""
+    """The progress of a run."""
 
     task: Task
     task_number: int
@@ -88,7 +88,7 @@ class TuningProgress:
 
 @dataclass(frozen=True)
 class Gain:
-    """What is in use for a problem, and the kernels' own schedule beside it."""
+    """The schedule in use for a problem, and the kernels' own schedule beside it."""
 
     problem: Problem
     schedule: Schedule
@@ -109,7 +109,7 @@ class TuningOutcome:
     gains: tuple[Gain, ...]
     """Gains of the problems that have a verdict, from this run or an older one."""
     products: int
-    """How many the run was asked to tune."""
+    """The number of rows that the run was asked to tune."""
     timed: int
     replayed: int
     """Answers that came from the database."""
@@ -125,7 +125,7 @@ class TuningOutcome:
 
 @dataclass(frozen=True)
 class Tools:
-    """What a run works with."""
+    """The tools that a run works with."""
 
     evaluator: ScheduleEvaluator
     ledger: Ledger
@@ -135,7 +135,7 @@ class Tools:
     """About how long a product takes: what the estimate of the time left goes by."""
     clock: Callable[[], float] = time.monotonic
     worth: Callable[[Task], float] | None = None
-    """What share of the budget a task deserves, in any unit; None: as much as it takes."""
+    """The share of the budget that a task deserves, in any unit; None: as much as it takes."""
     lock: MeasurementLock = field(default_factory=NoLock)
 
 
@@ -352,7 +352,7 @@ class _Run:
         return True
 
     def _switch(self, task: Task, best: Mapping[int, Schedule], deadline_s: float) -> bool:
-        """Whether the weight now uses the arithmetic of `best`: it does if that gains over all m together."""
+        """True if the weight now uses the arithmetic of `best`: it does if that gains over all m together."""
         ledger = self._tools.ledger
         if all(_is_judged(task.problem(m), schedule, ledger) for m, schedule in best.items()):
             return False
@@ -391,7 +391,7 @@ class _Run:
 
 
 def gains_of(task: Task, ledger: Ledger) -> list[Gain]:
-    """What is in use for each m that has a verdict, beside the default; the newest samples of both."""
+    """The schedule in use for each m that has a verdict, beside the default; the newest samples of both."""
     gains = []
     for m in task.ms:
         problem = task.problem(m)
@@ -439,5 +439,5 @@ def _arithmetic_in_use(task: Task, ledger: Ledger) -> Arithmetic:
 
 
 def _is_judged(problem: Problem, candidate: Schedule, ledger: Ledger) -> bool:
-    """Whether a duel of this schedule with what is in use, or was, has been fought."""
+    """True if a duel of this schedule with what is in use, or was, has been fought."""
     return any(candidate in (one.schedule, one.incumbent) for one in ledger.verdicts(problem))

@@ -29,7 +29,7 @@ SIXTEENTHS = 16
 
 
 def format_name(weight: PackedWeight) -> str:
-    """What the database calls a weight's format and storage.
+    """The database's name for a weight's format and storage.
 
     `dense_format`, and behind it the share that a sparse weight keeps, in sixteenths: bf16s8 keeps half.
     """
@@ -38,7 +38,7 @@ def format_name(weight: PackedWeight) -> str:
 
 
 def dense_format(weight: PackedWeight) -> str:
-    """What the database calls a weight's format, whatever its storage.
+    """The database's name for a weight's format, whatever its storage.
 
     f32, bf16, int8, int8m, int8g16, int8c, int4, int4m, or a kind in blocks, such as q4_k.
     """
@@ -201,6 +201,6 @@ def _lined(size_bytes: int) -> int:
 
 
 def cold_bytes(machine: Machine) -> int:
-    """How much memory must be read before a weight's turn comes again, for no cache to hold it."""
+    """The bytes that must be read before a weight's turn comes again, for no cache to hold it."""
     caches = [node.size_bytes or 0 for kind in (Kind.L2, Kind.L3, Kind.L4) for node in machine.nodes(kind)]
     return min(MOST_COLD_BYTES, max(LEAST_COLD_BYTES, 2 * max(caches, default=0)))

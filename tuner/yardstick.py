@@ -31,7 +31,7 @@ Work = Callable[[], Sequence[float]]
 
 
 class Yardstick:
-    """How fast every core is now, as a share of the fastest that it was seen."""
+    """The speed of every core now, as a share of the fastest that it was seen."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -46,7 +46,7 @@ class Yardstick:
 
 
 def steadily(take: Callable[[], T], yardstick: Yardstick, pause_s: float = PAUSE_S) -> tuple[T, float]:
-    """What `take` gives while the host is not slow, or after RETRIES more attempts; and the pace then."""
+    """The result of `take` while the host is not slow, or after RETRIES more attempts; and the pace then."""
     before = yardstick.pace()
     attempts_left = RETRIES
     while True:

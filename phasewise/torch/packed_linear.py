@@ -68,7 +68,7 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the weight is stored without its zeros."""
+        """True if the weight is stored without its zeros."""
         return self._weight.is_sparse
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

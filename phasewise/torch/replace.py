@@ -13,7 +13,7 @@ from phasewise.torch.packed_linear import PackedLinear, Storage
 
 @dataclass(frozen=True)
 class Replacement:
-    """What became of one linear layer."""
+    """The outcome of one linear layer."""
 
     name: str
     replaced: bool

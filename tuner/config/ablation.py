@@ -1,4 +1,4 @@
-"""What the rules of a walk save, and what they cost, on costs that are known for every configuration.
+"""Savings of a walk's rules, and their cost, on costs that are known for every configuration.
 
 After Tables 2 and 3 of the paper: each rule off in turn, and how many of the best to hand on. Brute force
 over the whole space is the oracle.

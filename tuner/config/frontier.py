@@ -1,4 +1,6 @@
-"""What a walk knows, and what it could ask for next (see `walk.py` for the rules and the order)."""
+"""The state of a walk, and the configurations that it could ask for next (`walk.py` has the rules and the
+order).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ Group: TypeAlias = tuple[int, tuple[int | None, ...]]
 
 @dataclass(frozen=True)
 class Rules:
-    """What keeps the walk from asking for everything, and in which order equals come."""
+    """Rules that keep the walk from asking for everything, and the order of equals."""
 
     pruning: bool = True
     hashing: bool = True
@@ -86,7 +88,7 @@ Decision: TypeAlias = PrunedTree | Stopped
 
 
 class Interest(IntEnum):
-    """How soon a strand is asked for."""
+    """The priority of a strand."""
 
     SURVEY = 0
     HOPEFUL = 1
@@ -109,7 +111,7 @@ class _Strand:
 
 @dataclass
 class _Patience:
-    """How a group is doing."""
+    """The patience left for a group."""
 
     best_ms: float = math.inf
     misses: int = 0
@@ -158,7 +160,7 @@ class Frontier:
                 self._consider(_Strand(root, depth, partition, place, interest), (0, 0))
 
     def next_batch(self, least: Interest) -> list[Candidate]:
-        """What to evaluate next, of at least this interest; nothing when all of that is done.
+        """The next configurations to evaluate, of at least this interest; nothing when all of that is done.
 
         Without hashing, what was met again since the last batch is asked for once more behind it.
         """
@@ -269,7 +271,7 @@ class Frontier:
                 self._consider(child, removal)
 
     def _is_surveyed(self, strand: _Strand, depth: int) -> bool:
-        """Whether a removal at this depth is of the survey: just below what the grouping guesses at."""
+        """True if a removal at this depth is of the survey: just below what the grouping guesses at."""
         if strand.interest is not Interest.SURVEY or strand.parent is not None:
             return False
         kinds = strand.tree.kinds

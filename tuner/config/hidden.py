@@ -30,7 +30,7 @@ FIELDS = frozenset({"pus", "read_gbps", "lost_per_extra_pu"})
 
 @dataclass(frozen=True, slots=True)
 class HiddenResource:
-    """What some PUs share although the tree does not show it."""
+    """A resource that some PUs share although the tree does not show it."""
 
     pus: tuple[int, ...]
     read_gbps: float
@@ -44,7 +44,7 @@ class HiddenResource:
             raise EvaluationError("read_gbps must be more than 0")
 
     def capacity_gbps(self, active: int, asked_gbps: float) -> float:
-        """What it serves to `active` PUs that ask for that rate together."""
+        """The rate that it serves to `active` PUs that ask for it together."""
         if asked_gbps <= self.read_gbps:
             return self.read_gbps
         saturating = math.ceil(self.read_gbps / (asked_gbps / active))

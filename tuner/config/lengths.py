@@ -1,4 +1,4 @@
-"""How long requests are: one request's lengths, and distributions of them.
+"""Lengths of requests: one request's lengths, and distributions of them.
 
 A distribution is written KIND:PROMPT/OUTPUT, in tokens: `fixed:512/64`, `uniform:1-1024/16-256` (ends may
 come up), `lognormal:500,0.9/120,0.7` (median, and sigma of the logarithm).

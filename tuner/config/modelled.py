@@ -1,4 +1,4 @@
-"""How long steps would take on a machine that is only described: a roofline of every rank, and what ranks
+"""Step times on a machine that is only described: a roofline of every rank, and what ranks
 and threads wait for.
 
 A layer is two segments, attention and feed-forward, that each end in an all-reduce. A segment lasts as long
@@ -90,7 +90,7 @@ class ModelledEvaluator:
 
 @dataclass(frozen=True, slots=True)
 class _RankLimits:
-    """What a rank reaches, and the share of each part of a model that it computes."""
+    """The limits of a rank, and the share of each part of a model that it computes."""
 
     flops_per_s: float
     read_bytes_per_s: float
@@ -104,7 +104,7 @@ class _RankLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """What threads and ranks wait for each other."""
+    """The time that threads and ranks wait for each other."""
 
     barrier_ns: float
     all_reduce_ns: float

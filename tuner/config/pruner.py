@@ -22,7 +22,7 @@ HOPELESS = 1.1
 
 
 def is_hopeless(own: Mapping[int, float], rival: Mapping[int, float]) -> bool:
-    """Whether the newest running mean of `own`, by slice number, is far above the rival's at that slice."""
+    """True if the newest running mean of `own`, by slice number, is far above the rival's at that slice."""
     newest = max(own, default=-1)
     return len(own) >= MIN_SLICES and newest in rival and own[newest] > HOPELESS * rival[newest]
 

@@ -1,4 +1,4 @@
-"""What the cores, caches and memories of a machine reach: the figures behind a modelled evaluator.
+"""Rates of the cores, caches and memories of a machine: the figures behind a modelled evaluator.
 
 They come from the machine's measured limits, or they are the stated defaults: round figures of server
 processors of the years 2017 to 2023, good enough to rank configurations and no prediction of a speed.
@@ -30,13 +30,15 @@ class MachineRates:
 
     flops_per_core: float
     core_read_bytes_per_s: float
-    """What one core reads from the memory of its own node, however many of its PUs are active."""
+    """The rate at which one core reads from the memory of its own node, however many of its PUs are
+    active.
+    """
     l3_read_bytes_per_s: float | None
-    """What the cores of one L3 read together."""
+    """The rate at which the cores of one L3 read together."""
     numa_read_bytes_per_s: float | None
-    """What the memory of one NUMA node serves."""
+    """The rate that the memory of one NUMA node serves."""
     link_read_bytes_per_s: float | None = 40e9
-    """What the cores of one NUMA node read from all other nodes together."""
+    """The rate at which the cores of one NUMA node read from all other nodes together."""
     remote_node_share: float = 0.7
     """Share of `core_read_bytes_per_s` that a core reaches in another node of its package, where the
     firmware rates no distances.

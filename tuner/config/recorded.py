@@ -48,7 +48,7 @@ class StepTiming(Protocol):
 
 
 class StepStore(Protocol):
-    """What this module needs of a store."""
+    """The part of a store that this module needs."""
 
     def add_step_times(self, timings: list[StepTime]) -> None: ...
 
@@ -119,7 +119,7 @@ class RecordedEvaluator:
         yield timer
 
     def _read(self, phase: Phase) -> Times:
-        """What is trusted comes last and stays; of equals the newest."""
+        """Keep one reading per key: verified before imported, then newest."""
         rows = self._store.step_times(self._machine, self._model_key, phase)
         times: Times = {}
         for row in sorted(rows, key=lambda row: (row.origin.verified, row.origin.created_at_ms)):

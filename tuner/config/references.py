@@ -1,4 +1,4 @@
-"""What people run by default, and what a tuned plan is held against.
+"""Reference plans: what people run by default, and what a tuned plan is held against.
 
 Three habits: every CPU that the system shows; every physical core once; a process on each NUMA node. On a
 small machine several of them are the same plan.
@@ -41,7 +41,7 @@ def references(machine: Machine, phase: Phase, refusal: Callable[[int], str | No
 
 
 def same_cores(one: ServicePlan, other: ServicePlan) -> bool:
-    """Whether two plans of one phase are the same to a machine: source and order of PUs aside."""
+    """True if two plans of one phase are the same to a machine: source and order of PUs aside."""
     return _as_sets(one) == _as_sets(other)
 
 

@@ -1,4 +1,4 @@
-"""How fast do the cores of a configuration read, all at once?
+"""The rate at which the cores of a configuration read, all at once.
 
 Every active PU wants what its core can read; cores, L3s, memories, links between NUMA nodes and hidden
 resources each serve a bounded rate. The rates of all PUs rise together until something is full; those behind
@@ -48,7 +48,7 @@ def fair_rates(demand: Vector, use: Matrix, capacity: Vector) -> Vector:
 
 
 class Neighbourhood:
-    """Which PU lies where: the parts of a machine that limit reading, as sets of PUs."""
+    """The place of each PU: the parts of a machine that limit reading, as sets of PUs."""
 
     def __init__(self, machine: Machine) -> None:
         self._core_of = _holders(machine, Kind.CORE)
@@ -73,24 +73,24 @@ class Neighbourhood:
         return {self.node_of(pu) for pu in pus}
 
     def share_l3(self, pus: Sequence[int]) -> bool:
-        """Whether one L3 holds them all."""
+        """True if one L3 holds them all."""
         l3s = set(self.l3s_of(pus))
         return len(l3s) == 1 and None not in l3s
 
     def share_package(self, pus: Sequence[int]) -> bool:
-        """Whether one package holds them all."""
+        """True if one package holds them all."""
         return len({self._package_of.get(pu, 0) for pu in pus}) == 1
 
     def are_neighbours(self, first: int, second: int) -> bool:
-        """Whether two NUMA nodes lie in one package."""
+        """True if two NUMA nodes lie in one package."""
         return self._package_of_node.get(first, 0) == self._package_of_node.get(second, 0)
 
     def rating(self, first: int, second: int) -> int | None:
-        """How far the firmware says that two NUMA nodes are, 10 for one node; None where it does not say."""
+        """The firmware's distance between two NUMA nodes, 10 for one node; None where it does not say."""
         return None if self._distances is None else self._distances.between(first, second)
 
     def core_shares(self, pus: Sequence[int]) -> list[float]:
-        """How much of its core each of these PUs has when all of them are active."""
+        """The share of its core that each of these PUs has when all of them are active."""
         cores = [self._core_of.get(pu, -1 - pu) for pu in pus]
         active = Counter(cores)
         return [1 / active[core] for core in cores]
@@ -120,7 +120,7 @@ class ReadSharing:
             row[[self._column[pu] for pu in resource.pus if pu in self._column]] = 1.0
 
     def rank_bytes_per_s(self, ranks: Sequence[RankCores]) -> list[float]:
-        """What each rank reads while all of them do."""
+        """The rate at which each rank reads while all of them do."""
         pus = [pu for rank in ranks for pu in rank.cores]
         memories = [memory for rank in ranks for memory in [self.where.memory_of(rank)] * len(rank.cores)]
         demand = np.array([one for rank in ranks for one in self._demands(rank)])

@@ -1,4 +1,4 @@
-"""What a trace of requests costs on a configuration, from the times of a few steps.
+"""The cost of a trace of requests on a configuration, from the times of a few steps.
 
 Requests are served one after another, as in the Sandwich paper (section 8.1): a prompt in chunks of at most
 CHUNK_TOKENS, then a decode step for each further token; nothing queues. With a `concurrency` of c, every
@@ -39,7 +39,7 @@ EXACT_LENGTHS = 3
 """A trace with no more lengths than this is timed at exactly those."""
 
 NO_GOOD_REQUEST = 0.5
-"""Where no request meets the SLO, the slower of two configurations still costs more."""
+"""The penalty by which, where no request meets the SLO, the slower of two configurations still costs more."""
 
 ObjectiveKind = Literal["ttft", "tpot", "e2e", "goodput"]
 OBJECTIVES: tuple[ObjectiveKind, ...] = get_args(ObjectiveKind)
@@ -49,7 +49,7 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LatencyBounds:
-    """What a request must keep to count as good; None: no bound."""
+    """Bounds that a request must keep to count as good; None: no bound."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -71,7 +71,7 @@ def parse_slo(text: str) -> LatencyBounds:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What to minimise. A phase has one time of its own: prefill TTFT, decode TPOT.
+    """The quantity to minimise. A phase has one time of its own: prefill TTFT, decode TPOT.
 
     ttft, tpot: that time, mean over requests; where the named one belongs to the other phase, a phase is
     judged by its own. e2e: the phase's part of a request's latency. goodput: milliseconds of the phase for
@@ -145,7 +145,7 @@ class StepGrid:
         return np.interp(np.asarray(lengths, dtype=np.int64), points, timed)
 
     def context_ns(self, timer: StepTimer) -> float:
-        """What each token of context costs a full chunk of a prompt, on top of its own time."""
+        """The cost of each token of context to a full chunk of a prompt, on top of the chunk's own time."""
         if not self.far_context:
             return 0.0
         nothing_before = timer(self._step(CHUNK_TOKENS))
@@ -205,7 +205,7 @@ def _chunks(request: RequestLengths) -> list[tuple[int, int]]:
 
 
 def _contexts(request: RequestLengths) -> range:
-    """What each decode step has behind it. The prompt's step brings the first token of the answer; an answer
+    """The context behind each decode step. The prompt's step brings the first token of the answer; an answer
     of one token counts as if it had one more, so that every request has a time per token.
     """
     steps = max(1, request.output_tokens - 1)

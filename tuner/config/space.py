@@ -33,7 +33,7 @@ Section: TypeAlias = tuple[int, Partition]
 
 @dataclass(frozen=True)
 class ConfigSpace:
-    """What a search may choose from."""
+    """The choices of a search."""
 
     tree: TopoTree
     """The fundamental tree of the machine."""
@@ -85,7 +85,7 @@ class ConfigSpace:
 
     @cached_property
     def n_configurations(self) -> int:
-        """How many different configurations there are."""
+        """The number of different configurations."""
         return sum(1 for _ in self.partitions())
 
     def _allows(self, tree: TopoTree, depth: int) -> bool:
@@ -93,5 +93,5 @@ class ConfigSpace:
 
 
 def latent_levels(tree: TopoTree) -> int:
-    """How many levels of a tree no system tool shows."""
+    """The number of levels of a tree that no system tool shows."""
     return sum(1 for level in tree.levels if level.kind == GROUP)

@@ -1,4 +1,4 @@
-"""What every evaluator of service configurations answers: how long does one step take?
+"""The question that every evaluator of service configurations answers: the time of one step.
 
 A step is one turn of the engine with nothing but sequences of one phase in it. An evaluator opens a
 configuration (spawns pinned ranks, models them, or looks them up in a database) and hands out a timer; the

@@ -1,4 +1,6 @@
-"""Where Optuna keeps studies: in the tuning database, whatever kind that is, and without a word on stderr."""
+"""Optuna's storage of studies: in the tuning database, whatever kind that is, and without a word on
+stderr.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def clear_storage_errors(name: str) -> Iterator[None]:
-    """What Optuna or its driver raises about the database `name`, as one line."""
+    """Errors of Optuna or its driver about the database `name`, as one line."""
     from optuna.exceptions import StorageInternalError
 
     from phasewise.kerneldb.connect import clear_errors

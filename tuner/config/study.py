@@ -51,7 +51,7 @@ SliceCost: TypeAlias = Callable[[StepTimer], float]
 
 @dataclass(frozen=True)
 class StudyKey:
-    """What a study is of: nothing that would change an answer may be missing here."""
+    """The identity of a study: nothing that would change an answer may be missing here."""
 
     machine: MachineKey
     model: str
@@ -72,7 +72,7 @@ class StudyKey:
 
 @dataclass(frozen=True)
 class SearchTask:
-    """What to search for, and who answers."""
+    """The goal of a search, and the evaluator that answers."""
 
     key: StudyKey
     evaluator: StepEvaluator
@@ -82,7 +82,7 @@ class SearchTask:
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """How to search."""
+    """Settings of a search."""
 
     rules: Rules = field(default_factory=Rules)
     top_k: int = 10
@@ -141,7 +141,7 @@ class SearchOutcome:
 def slice_costs(
     objective: Objective, phase: Phase, trace: Trace, count: int = SLICES
 ) -> tuple[SliceCost, ...]:
-    """What each slice of a trace costs, given a timer; all of them ask for the steps of one grid."""
+    """The cost of each slice of a trace, given a timer; all of them ask for the steps of one grid."""
     grid = StepGrid.of(trace, objective, phase)
     return tuple(partial(_slice_cost, objective, phase, requests, grid) for requests in slices(trace, count))
 
@@ -221,7 +221,7 @@ class _Search:
             return "interrupted"
 
     def outcome(self, end: End) -> SearchOutcome:
-        """What is known now."""
+        """The result so far."""
         states = [known.state for known in self._known.values()]
         complete = [
             (self._candidates[key].configuration, known.cost_ms)
@@ -348,7 +348,7 @@ class _Search:
         self._trials.complete(claim, math.fsum(costs_ms) / len(costs_ms))
 
     def _entry(self, candidate: Candidate) -> TrialEntry:
-        """What a dashboard shows of a configuration."""
+        """The attributes of a configuration that a dashboard shows."""
         ranks, tree, fundamental = candidate.configuration.ranks, candidate.tree, self._space.tree
         nodes = {rank.numa_node for rank in ranks}
         pus_a_core = tree.levels[-1].kept if tree.levels and tree.levels[-1].kind == "pu" else 1

@@ -1,4 +1,4 @@
-"""What is served: a trace of requests, read from a file (`trace_files`) or drawn from a distribution
+"""The load that is served: a trace of requests, read from a file (`trace_files`) or drawn from a distribution
 (`lengths`), sampled with a seed, and cut into slices.
 """
 

@@ -75,7 +75,7 @@ Row: TypeAlias = tuple[int, "RequestLengths | None"]
 
 
 def _rows(first: str, rest: Iterable[str], name: str) -> Iterator[Row]:
-    """Which format it is shows in the first line."""
+    """The rows of a file, by the format that its first line shows."""
     if first.lstrip().startswith("["):
         return _conversations(first + "".join(rest), name)
     if first.lstrip().startswith("{"):

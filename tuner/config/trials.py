@@ -47,7 +47,7 @@ State = Literal["complete", "pruned", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the study says of a configuration."""
+    """The state of a configuration in the study."""
 
     state: State
     cost_ms: float | None
@@ -99,7 +99,7 @@ class Trials:
         return f"{self._location_name} {self.study_name}"
 
     def look(self) -> tuple[dict[str, Known], set[str]]:
-        """What is known, by configuration, and which ones a live process is timing.
+        """The state of each configuration, and the ones that a live process is timing.
 
         Failures of before this process began are not known: times change. Trials of processes that died are
         marked as failed first.
@@ -134,7 +134,7 @@ class Trials:
         return Claim(entry.key, None, _running(entry))
 
     def _is_late(self, key: str) -> bool:
-        """Whether another trial of the configuration has a lower number than the one that is running here."""
+        """True if another trial of the configuration has a lower number than the one that is running here."""
         first = next((one for one in self._all() if self._stands(one, key)), None)
         return first is None or not _is_running(first) or first.user_attrs[_CLAIM] != _this_process()
 
@@ -211,7 +211,7 @@ class Trials:
                 return None
 
     def _stands(self, trial: FrozenTrial, key: str) -> bool:
-        """Whether a trial speaks, or will speak, for a configuration."""
+        """True if a trial speaks, or will speak, for a configuration."""
         if trial.user_attrs.get(KEY) != key:
             return False
         return _is_running(trial) or self._known(trial) is not None
@@ -314,7 +314,7 @@ def _started(pid: int) -> str | None:
 
 
 def _is_gone(claim: str) -> bool:
-    """Whether it was made here, by a process that is no more."""
+    """True if it was made here, by a process that is no more."""
     place, _, process = str(claim).partition(" ")
     pid, _, started = process.partition(" ")
     return place == _place() and pid.isdigit() and _started(int(pid)) != started

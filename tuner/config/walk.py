@@ -54,7 +54,7 @@ class CandidateBatch:
 
     candidates: tuple[Candidate, ...]
     decisions: tuple[Decision, ...]
-    """What was decided since the last ask."""
+    """Decisions since the last ask."""
 
 
 Walk: TypeAlias = Generator[CandidateBatch, Sequence[float], tuple[Decision, ...]]

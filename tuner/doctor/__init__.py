@@ -1,5 +1,5 @@
-"""What on a host keeps phasewise from the machine's limit: checks over files, each finding with evidence and
-remedy.
+"""Checks of a host for what keeps phasewise from the machine's limit, over files, each finding with evidence
+and remedy.
 """
 
 from phasewise.tuner.doctor.examine import CHECKS, examine, not_examined

@@ -1,4 +1,4 @@
-"""What the cores are kept from: threads counted as cores, slow clocks by governor, preference, cap, boost or
+"""Checks of cores: threads counted as cores, slow clocks by governor, preference, cap, boost or
 heat.
 """
 

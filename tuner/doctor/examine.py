@@ -45,7 +45,9 @@ def examine(host: Host) -> tuple[Finding, ...]:
 
 
 def not_examined(host: Host) -> tuple[str, ...]:
-    """What the host, mostly a snapshot, does not tell, in words; the checks that need it found nothing."""
+    """Facts that the host, mostly a snapshot, does not tell, in words; the checks that need them report
+    nothing.
+    """
     told = {
         "load of this moment": host.conditions,
         "instruction sets in use": host.isa,

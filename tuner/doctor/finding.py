@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Severity(IntEnum):
-    """How much it costs. The order is the order of the report, worst last."""
+    """The cost of a finding. The order is the order of the report, worst last."""
 
     low = 1
     """Some percent, or only other programs."""
@@ -19,7 +19,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True)
 class FindingEvidence:
-    """Where it was read, and what was read there: a file and its text, a variable, a call and its answer."""
+    """The source of a finding: a file and its text, a variable, a call and its answer."""
 
     source: str
     value: str

@@ -1,4 +1,4 @@
-"""What the checks look at: files under a root, and the few facts that no file holds."""
+"""The inputs of checks: files under a root, and the few facts that no file holds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class IsaUse:
 
 @dataclass(frozen=True)
 class TunedCounts:
-    """What the database holds for this kind of machine."""
+    """The number of rows that the database holds for this kind of machine."""
 
     name: str
     service_plans: int

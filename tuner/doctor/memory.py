@@ -1,4 +1,4 @@
-"""What memory is kept from: pages, balancing between nodes, placement that is denied, sizes that are too
+"""Checks of memory: pages, balancing between nodes, placement that is denied, sizes that are too
 small.
 """
 

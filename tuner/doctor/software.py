@@ -1,4 +1,6 @@
-"""What software leaves unused: instruction sets, system calls of newer kernels, tuning for this machine."""
+"""Checks of software left unused: instruction sets, system calls of newer kernels, tuning for this
+machine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How estimates follow what answers really become, without training anew.
+"""Corrections of estimates by the lengths of finished answers, without training anew.
 
 `RunningRatio` keeps the mean of estimates right. `RunningPrice` keeps the share of answers right that
 estimates hold: each realised length tells the highest price at which its own forecast would still have had
@@ -52,7 +52,7 @@ def _some(trained: Sequence[float], window: int) -> list[float]:
 
 
 class RunningRatio:
-    """What to multiply means by, so that the last answers' would have been right. Not for several threads
+    """The factor for means by which the last answers' would have been right. Not for several threads
     at once."""
 
     def __init__(self, window: int = WINDOW) -> None:

@@ -1,4 +1,4 @@
-"""What is thought of one answer's length: a share for each bin of lengths, read within the request's limit.
+"""The distribution of one answer's length: a share for each bin of lengths, read within the request's limit.
 
 How much room to give is a trade: more slots for one answer are fewer for others. At a price per token the
 best room is the length c that maximises P(length <= c) - price x c, a corner of the upper hull of the

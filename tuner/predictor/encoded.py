@@ -47,7 +47,7 @@ ONLINE_WINDOW = 256
 
 @dataclass(frozen=True)
 class EncodedPredictor:
-    """What training leaves. `encoder`: the name of the model that made the vectors.
+    """The result of training. `encoder`: the name of the model that made the vectors.
 
     points [n, d] and weights [n]: of the kernel; `middle` is added. residuals: quantiles of log lengths'
     errors on unseen prompts, ascending. prices: those that such answers could pay (`calibration`).
@@ -89,12 +89,12 @@ class EncodedPredictor:
 
     @property
     def is_useful(self) -> bool:
-        """Whether it has learnt enough to be used."""
+        """True if it has learnt enough to be used."""
         return self.error_share <= USEFUL
 
 
 class OnlineCorrection:
-    """What answers of late say about prompts like this one: kernel least mean squares. Not for several
+    """A correction by recent answers to prompts like this one: kernel least mean squares. Not for several
     threads at once.
     """
 

@@ -68,7 +68,7 @@ class Score:
 
 
 def score(method: str, examples: Sequence[Example], given: Given) -> Score:
-    """What a method's blocks were worth."""
+    """The worth of a method's blocks."""
     lengths, limits = _lengths(examples), np.array([one.facts.limit for one in examples])
     accuracy = float((lengths <= given.blocks).mean())
     return Score(
@@ -231,7 +231,7 @@ class Calibration:
 
 
 class Foretold(NamedTuple):
-    """What a predictor said of each answer, and what came of it. `reached`: where in its forecast the answer
+    """A predictor's forecast of each answer, and its length. `reached`: where in its forecast the answer
     lies, from 0 to 1. `constant_error`: of the training median.
     """
 
@@ -266,7 +266,7 @@ def told(
 
 
 def calibration(parts: Sequence[Foretold]) -> Calibration:
-    """Whether uncertain forecasts err more, and whether shares are what they say."""
+    """Calibration: the error of uncertain forecasts, and whether shares are what they say."""
     unsure, held, room, error, constant_error, reached = map(np.concatenate, zip(*parts, strict=True))
     deciles = [
         Decile(*(float(x[part].mean()) for x in (unsure, held, room, error)))
@@ -282,7 +282,7 @@ def calibration(parts: Sequence[Foretold]) -> Calibration:
 
 
 def _reached(predictor: AnyPredictor, examples: Sequence[Example], seed: int) -> npt.NDArray[np.float64]:
-    """Where in its forecast each answer lies: even from 0 to 1 where forecasts are right; drawn within a
+    """The place of each answer in its forecast: even from 0 to 1 where forecasts are right; drawn within a
     step."""
     rng = np.random.default_rng(seed)
     thoughts = [predictor.distribution(one.facts) for one in examples]

@@ -1,4 +1,4 @@
-"""What is known of a request before it is answered, and one that has been."""
+"""The facts of a request before it is answered, and of one that has been."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PromptFacts(NamedTuple):
     n_messages: int = 1
     system_prompt_id: str | None = None
     text: str | None = None
-    """What the user wrote, where it is known: an encoder reads it."""
+    """The text that the user wrote, where it is known: an encoder reads it."""
     vector: npt.NDArray[np.float32] | None = None
-    """What an encoder made of the text."""
+    """The vector that an encoder made of the text."""
 
     @property
     def limit(self) -> int:

@@ -25,7 +25,7 @@ TOKENS, PAIRS, FIRST, LAST, SYSTEM = range(5)
 """Regions of the table of pieces."""
 N_ROWS = REGION_ROWS * 5
 EDGE_TOKENS = 4
-"""How many telling tokens count as the first ones, and as the last."""
+"""The number of telling tokens that count as the first ones, and as the last."""
 TELLING = 0.5
 """Inverse document frequency from which a token tells prompts apart."""
 MOST_RARITY = 1.5
@@ -89,7 +89,7 @@ def _rarity(prompts: Sequence[PromptFacts], known: Floats) -> Floats:
 
 
 def figures_of(facts: PromptFacts) -> Floats:
-    """What is known beside the text: [N_FIGURES], not yet on one scale."""
+    """The figures known beside the text: [N_FIGURES], not yet on one scale."""
     n_tokens = len(facts.token_ids)
     n_different = len(set(facts.token_ids[:MAX_TOKENS_READ]))
     return np.array(

@@ -31,7 +31,7 @@ AnyPredictor = LengthPredictor | EncodedPredictor
 
 
 def default_file(model_name: str) -> Path:
-    """Where the predictor of a model is kept: below the XDG data directory."""
+    """The path of a model's predictor: below the XDG data directory."""
     safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in model_name)
     return platformdirs.user_data_path("phasewise") / "predictors" / f"{safe.lstrip('.') or 'model'}{SUFFIX}"
 
@@ -87,7 +87,7 @@ def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
 
 
 class _Unfit(Exception):
-    """What is wrong with a file, to follow its name."""
+    """The fault of a file, to follow its name."""
 
 
 def _arrays(predictor: LengthPredictor) -> dict[str, npt.NDArray[Any]]:

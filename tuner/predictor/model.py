@@ -24,7 +24,9 @@ FARTHEST = 3.0
 
 
 class Scaling(NamedTuple):
-    """What brings a request's figures to one scale. A figure that never varied in training counts nothing."""
+    """The scaling that brings a request's figures to one scale. A figure that never varied in training
+    counts nothing.
+    """
 
     mean: Floats
     inverse_deviation: Floats
@@ -43,7 +45,7 @@ class Scaling(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What is said of an answer; all lengths within the request's max_tokens."""
+    """The forecast of an answer; all lengths within the request's max_tokens."""
 
     room_tokens: int
     """Is to hold as many answers as was asked for."""
@@ -56,7 +58,7 @@ class Forecast(NamedTuple):
 
 @dataclass(frozen=True)
 class LengthPredictor:
-    """What training leaves: see `features` for `rarity`, `network` for what members are.
+    """The result of training: see `features` for `rarity`, `network` for what members are.
 
     bounds: of the length bins, ascending. members: networks whose forecasts are averaged. prices: those
     that answers could pay which their network had not learnt from, ascending (see `calibration`).

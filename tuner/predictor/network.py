@@ -25,7 +25,7 @@ Gradient = Mapping[str, tuple[Ints | slice, Array]]
 HUBER = 0.5
 """Errors of the log length beyond this count linearly."""
 LENGTH_SHARE = 0.3
-"""What the length's loss counts beside the bins'."""
+"""The weight of the length's loss beside the bins'."""
 
 
 @dataclass(frozen=True)

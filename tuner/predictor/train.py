@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What may be chosen."""
+    """Options of training."""
 
     seed: int = 0
     members: int = 5
@@ -49,7 +49,9 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Epoch:
-    """How far a network is: its mean losses on what it learns from, and on the fold that it does not see."""
+    """The progress of a network: its mean losses on what it learns from, and on the fold that it does not
+    see.
+    """
 
     member: int
     number: int
@@ -92,7 +94,7 @@ def train(
 
 
 def _untrained(examples: Sequence[Example], model_name: str, bounds: Floats) -> LengthPredictor:
-    """What can be counted, without a network."""
+    """The part of a predictor that can be counted, without a network."""
     prompts = {one.prompt_key: one.facts for one in examples}
     return LengthPredictor(
         model_name,

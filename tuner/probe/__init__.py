@@ -1,4 +1,6 @@
-"""What a machine hides, measured: which cores are near each other, and which take each other's bandwidth."""
+"""Measurement of what a machine hides: which cores are near each other, and which take each other's
+bandwidth.
+"""
 
 from phasewise.tuner.errors import ProbeError
 from phasewise.tuner.probe.groups import ClusterLevel, GroupHint, LevelEvidence, Source

@@ -1,4 +1,4 @@
-"""Which CPUs belong together, from a number for each pair: hierarchical clustering by one stated rule.
+"""Clusters of CPUs, from a number for each pair: hierarchical clustering by one stated rule.
 
 The rule: clusters merge two by two, those first between which the measured pairs are nearest: by a quantile
 of their distances, because a pair that the host disturbed is off by any factor. The cost of the merges rises;
@@ -71,7 +71,7 @@ def split(distances: Matrix, clusters: Sequence[Sequence[int]]) -> tuple[float, 
 
 
 def agreement(first: Partition, second: Partition) -> float:
-    """How alike two partitions of the same indices are: of the pairs together in either, those in both."""
+    """The likeness of two partitions of the same indices: of the pairs together in either, those in both."""
     pairs = [{pair for cluster in parts for pair in _pairs(cluster)} for parts in (first, second)]
     together, either = len(pairs[0] & pairs[1]), len(pairs[0] | pairs[1])
     return together / either if either else 1.0

@@ -48,7 +48,7 @@ class LevelEvidence:
 
     @property
     def contrast(self) -> float:
-        """How far both sides are apart, in gaps of their rule: 1 is just enough."""
+        """The distance of both sides, in gaps of their rule: 1 is just enough."""
         if self.source == "latency":
             return math.log(self.between / self.within) / math.log(LATENCY_GAP)
         return (self.within - self.between) / LOST_GAP
@@ -89,7 +89,7 @@ class ClusterLevel:
 
 
 def latency_levels(tree: TopoTree, pus: Sequence[int], latency_ns: Matrix) -> tuple[ClusterLevel, ...]:
-    """What latencies show, the finest level first. Row and column i are of `pus[i]`."""
+    """The levels that latencies show, the finest first. Row and column i are of `pus[i]`."""
     kept, latency = _compared(pus, latency_ns)
     found = cluster_levels(np.log(latency), math.log(LATENCY_GAP), LATENCY_QUANTILE)
     return tuple(
@@ -101,8 +101,8 @@ def latency_levels(tree: TopoTree, pus: Sequence[int], latency_ns: Matrix) -> tu
 def interference_levels(
     tree: TopoTree, pus: Sequence[int], lost: Matrix, source: Source
 ) -> tuple[ClusterLevel, ...]:
-    """What readers lose to each other. `lost[i, j]`: the share of pus[i]'s rate that is gone while pus[j]
-    reads.
+    """The levels that readers' losses show. `lost[i, j]`: the share of pus[i]'s rate that is gone while
+    pus[j] reads.
     """
     kept, mutual = _compared(pus, (lost + lost.T) / 2)
     found = cluster_levels(1.0 - mutual, LOST_GAP)

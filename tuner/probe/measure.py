@@ -33,7 +33,9 @@ LATENCY_UNTIL, CACHE_UNTIL, MEMORY_UNTIL = 0.4, 0.65, 0.95
 """Shares of the time after which each measurement ends; what one leaves over, the next one has."""
 
 LATENCY_PASSES, READ_PASSES = 8, 5
-"""How often the pairs are gone through where there is time; a pair's number is the median, or the least."""
+"""The number of times that the pairs are gone through where there is time; a pair's number is the median, or
+the least.
+"""
 
 MAX_READERS = 32
 """Cores compared by bandwidth: a part of a node, whose like the others are (A.1)."""
@@ -47,7 +49,7 @@ TOUCHED_BYTES_PER_S, TOUCH_SHARE = 2 << 30, 0.05
 """Slowest rate at which fresh memory is got; the budget allows for it."""
 
 STREAM_S, LEAST_CACHED_S, CACHED_S_PER_BYTE = 0.010, 0.005, 1e-9
-"""How long one reading lasts; a cached buffer is to be read ten times or so."""
+"""The duration of one reading; a cached buffer is to be read ten times or so."""
 
 MAX_SIBLINGS = 4
 SEED = 0
@@ -63,7 +65,7 @@ class BandwidthReading(Protocol):
 
 
 class Instruments(Protocol):
-    """What is measured with; `tuner.probe.native` has those of this machine."""
+    """The instruments of a measurement; `tuner.probe.native` has those of this machine."""
 
     def one_way_ns(self, first: int, second: int) -> Sequence[float]:
         """Time that a cache line takes between two PUs, one number a round; empty where the host gave no

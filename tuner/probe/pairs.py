@@ -1,4 +1,4 @@
-"""Which pairs to measure first, when there are too many for the time: pure, and the same for the same seed.
+"""The order of pairs to measure, when there are too many for the time: pure, and the same for the same seed.
 
 Symmetry (A.1) makes the inside of one shared part stand for all of them, so its pairs come first and whole;
 then the insides of its likes; then pairs across parts, of which a sample tells enough.

@@ -1,4 +1,4 @@
-"""What a probe found, as one value; its JSON, and the groups read back from it as hints for a search."""
+"""The result of a probe, as one value; its JSON, and the groups read back from it as hints for a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How attention is cut: few numbers matter, so every sensible choice is timed.
+"""The search for attention's division: few numbers matter, so every sensible choice is timed.
 
 Single tokens: the positions that a piece takes. Longer slices: the query rows of a tile and of a piece. The
 other numbers of a schedule say nothing to attention.

@@ -93,7 +93,7 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """What a group's search found."""
+    """The result of a group's search."""
 
     arithmetic: Arithmetic
     best: Mapping[int, Schedule]
@@ -104,7 +104,7 @@ class GroupOutcome:
 
 @dataclass
 class ScheduleCache:
-    """What earlier groups found, by what made it good: family, format, arithmetic, threads and m."""
+    """The results of earlier groups, by what made them good: family, format, arithmetic, threads and m."""
 
     found: dict[tuple[str, str, Arithmetic, int, int], list[Schedule]] = field(default_factory=dict)
 

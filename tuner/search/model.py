@@ -1,4 +1,4 @@
-"""What a schedule should cost by arithmetic alone: the starting point of searches, and all that MikPoly-style
+"""The cost of a schedule by arithmetic alone: the starting point of searches, and all that MikPoly-style
 has.
 
 The model knows four things: a micro-kernel's instructions, the bytes that each cache level must deliver, that

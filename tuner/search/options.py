@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How one product and one group of them are searched. Shares are of times; 0.01 is one per cent."""
+    """Options of the search of one product and of one group of them. Shares are of times; 0.01 is one per
+    cent.
+    """
 
     batch: int = 12
     """Schedules that are timed side by side; one of them is the fastest so far, again."""

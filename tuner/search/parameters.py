@@ -29,7 +29,7 @@ GAIN = 0.005
 
 
 def most_asked(values: Sequence[Sequence[int]]) -> int:
-    """How many different points a search of this space asks for at most."""
+    """The largest number of different points that a search of this space asks for."""
     size = math.prod(map(len, values))
     return min(size, max(FEWEST, int(SHARE * size)))
 

@@ -1,4 +1,4 @@
-"""How a search and its caller talk: a search is a generator that asks for timings and is sent samples.
+"""The protocol of searches: a search is a generator that asks for timings and is sent samples.
 
 A search yields a list of schedules and is sent one sample for each, in the same order; in the end it returns
 what it found best. It reads no clock, keeps nothing and knows no budget: the caller times a batch
@@ -31,8 +31,8 @@ class TimingBatch:
     schedules: tuple[Schedule, ...]
     """All different. The answer is a list of one sample for each, in this order."""
     takes: tuple[int, ...]
-    """How often each schedule was asked for at this m before. 0 may be answered by the first sample that was
-    ever stored, 1 by the second, and so on, so that no sample answers twice."""
+    """The number of times that each schedule was asked for at this m before. 0 may be answered by the first
+    sample that was ever stored, 1 by the second, and so on, so that no sample answers twice."""
 
 
 GroupSearch: TypeAlias = Generator[TimingBatch, list[Sample], T]
@@ -145,5 +145,5 @@ def fastest(samples: Sequence[Sample]) -> Sample:
 
 
 def cost(sample: Sample) -> int:
-    """What a search makes small."""
+    """The quantity that a search makes small."""
     return sample.estimate_ns

@@ -31,7 +31,7 @@ from phasewise.tuner.search.space import (
 
 @dataclass(frozen=True)
 class RollerOptions:
-    """How much of the space is looked at."""
+    """The share of the space that is looked at."""
 
     kernels: int = 4
     """Micro-kernels that are scaled up: those with the most work for each cycle."""

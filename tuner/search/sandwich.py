@@ -123,7 +123,7 @@ def _of_each_kernel(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _start(space: ScheduleSpace, screened: Schedule, seeds: Sequence[Schedule]) -> Schedule:
-    """Where a kernel's fast start begins: at one tile, or at a seed that was the best of its kernel."""
+    """The start of a kernel's fast start: one tile, or a seed that was the best of its kernel."""
     return screened if screened in seeds else space.smallest(kernel_of(screened), grid_of(screened))
 
 

@@ -1,4 +1,4 @@
-"""What a schedule may be for one product: the candidates that every search shares.
+"""The schedules of one product: the candidates that every search shares.
 
 A product is cut twice. The thread grid cuts it into regions, one for each thread; a computation slice of
 `block_m x block_n x block_k` is what one thread works on at a time within its region. Slice sizes lie on
@@ -29,7 +29,9 @@ MIN_PASS_INPUTS = 4 * GROUP
 PREFETCH_BYTES = (0, 1024, 2048, 4096, 16384)
 """From 8 KiB on a line is asked for into L2 only (families/gemm.h: ask_for)."""
 START_PREFETCH_BYTES = 2048
-"""Where searches begin: about as far as memory's latency is long, at a core's share of its bandwidth."""
+"""The read-ahead at which searches begin: about as far as memory's latency is long, at a core's share of its
+bandwidth.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,7 +44,9 @@ class MicroKernel:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What decides the bits of a product. It is the same for every m of a weight; all else is free."""
+    """The settings that decide the bits of a product. It is the same for every m of a weight; all else is
+    free.
+    """
 
     compute_path: str
     k_parts: int = 1
@@ -54,7 +58,7 @@ def arithmetic_of(schedule: Schedule) -> Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """What one core has for itself."""
+    """The caches that one core has for itself."""
 
     l1_bytes: int
     l2_bytes: int
@@ -152,7 +156,7 @@ class ScheduleSpace:
         return self.fitted(schedule)
 
     def holds(self, schedule: Schedule) -> bool:
-        """Whether a schedule is of this product: kernel, arithmetic, a grid of all threads, canonical."""
+        """True if a schedule is of this product: kernel, arithmetic, a grid of all threads, canonical."""
         kernel = kernel_of(schedule)
         return (
             kernel in self.kernels and grid_of(schedule) in self.grids(kernel)
@@ -213,7 +217,7 @@ def resized(schedule: Schedule, axis: Axis, size: int) -> Schedule:
 
 
 def pieces(extent: int, size: int) -> int:
-    """How many pieces of a size cover an extent."""
+    """The number of pieces of a size that cover an extent."""
     return -(-extent // size)
 
 

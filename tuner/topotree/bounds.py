@@ -1,4 +1,4 @@
-"""How many trees there are, and the bounds that the paper gives for it (section 5.2, appendix A)."""
+"""The number of trees, and the bounds that the paper gives for it (section 5.2, appendix A)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phasewise.tuner.topotree.tree import TopoTree
 
 
 def count_grouped(tree: TopoTree, *, power_of_two: bool = True) -> int:
-    """How many groupings a fundamental tree has, without making them."""
+    """The number of groupings of a fundamental tree, without making them."""
     return prod(count_groupings_of_levels(tree, power_of_two=power_of_two))
 
 

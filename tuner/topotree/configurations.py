@@ -81,7 +81,9 @@ class Configuration:
 
     @property
     def group(self) -> tuple[int, tuple[int | None, ...]]:
-        """What patience counts together: how many ranks, and the NUMA node of each (None: it spans some)."""
+        """The key of configurations that patience counts together: how many ranks, and the NUMA node of each
+        (None: it spans some).
+        """
         return len(self.ranks), tuple(rank.numa_node for rank in self.ranks)
 
     @property
@@ -111,7 +113,8 @@ def every_configuration(trees: Iterable[TopoTree], limits: OperatorLimits) -> It
 
 
 def cross_section(tree: TopoTree, depth: int) -> Partition:
-    """What goes together in the ranks that a cut below `depth` makes; the same for equal configurations.
+    """The PUs that go together in the ranks that a cut below `depth` makes; the same for equal
+    configurations.
 
     Much cheaper than the configuration itself, for searches that meet the same one again and again.
     """

@@ -106,6 +106,8 @@ def _distinct_nests(n: int, power_of_two: bool) -> tuple[tuple[Chain, tuple[int,
 
 
 def _kept(arities: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """How many children may stay at each depth, any number from all to one; more come before fewer."""
+    """The numbers of children that may stay at each depth, any number from all to one; more come before
+    fewer.
+    """
     counts = product(*(range(arity, 0, -1) for arity in arities))
     return sorted(counts, key=sum, reverse=True)

@@ -24,7 +24,7 @@ Shape = tuple[tuple[Kind, int], ...]
 """A symmetric part: the kind and the number of children at each depth, outer first. A PU has none."""
 
 MAX_SHAPES = 32
-"""How many of the largest sizes that a part can be cut down to are tried; a machine has one or two."""
+"""The number of the largest sizes that a part can be cut down to that are tried; a machine has one or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _common(shapes: list[list[Shape]]) -> list[Shape]:
 
 
 def _can_be(shape: Shape, offered: list[Shape]) -> bool:
-    """Whether a node that offers these can be cut down to `shape`."""
+    """True if a node that offers these can be cut down to `shape`."""
     return any(_covers(one, shape) for one in offered)
 
 

@@ -82,6 +82,6 @@ def _clusters(arity: int, size: int, stride: int) -> list[range]:
 
 
 def _are_translates(clusters: list[range], lowest: tuple[int, ...]) -> bool:
-    """Whether the clusters are translates of each other, as their nodes are; `lowest`: each node's."""
+    """True if the clusters are translates of each other, as their nodes are; `lowest`: each node's."""
     shapes = {tuple(lowest[node] - lowest[cluster[0]] for node in cluster) for cluster in clusters}
     return len(shapes) == 1

@@ -1,4 +1,4 @@
-"""What a tree is made of: the levels below its root, and the machine they were read from."""
+"""The parts of a tree: the levels below its root, and the machine they were read from."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class TopoTree:
 
     @cached_property
     def arities(self) -> tuple[int, ...]:
-        """How many children each node had before removals, by depth, root first."""
+        """The number of children that each node had before removals, by depth, root first."""
         return tuple(arity for chain in self.chains for arity in chain.arities)
 
     @property
@@ -53,7 +53,7 @@ class TopoTree:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """What is below the root, outer to inner."""
+        """The levels below the root, outer to inner."""
         return tuple(map(Level, self.kinds, self.arities, self.kept))
 
     @property
@@ -156,7 +156,7 @@ class TopoTree:
             )
 
     def _chain_at(self, d: int) -> tuple[int, int]:
-        """Which level of the machine depth `d` belongs to, and which level of its nest it is."""
+        """The level of the machine that depth `d` belongs to, and the level of its nest."""
         level = d - 1
         for index, chain in enumerate(self.chains):
             if level < len(chain.arities):
