@@ -1,8 +1,8 @@
 """The compiled extension: Cython doors over C kernels, each kernel source compiled once per instruction set.
 
-PHASEWISE_ISA_BUILD chooses the instruction sets: `all` (the default), `native` (portable C and the highest that
-this machine runs), names separated by commas, or `none` (an editable install, whose extension is compiled in place
-on its own). Everything else about the package is in setup.cfg.
+PHASEWISE_ISA_BUILD chooses the instruction sets: `all` (the default), `native` (portable C and the highest
+that this machine runs), names separated by commas, or `none` (an editable install, whose extension is
+compiled in place on its own). Everything else about the package is in setup.cfg.
 """
 
 import json
@@ -69,8 +69,9 @@ class build_kernels(build_ext):
             kernels = [pool.submit(self.compile_isa, ext, isa) for isa in reversed(isas)]  # the longest first
             others = [pool.submit(self.compile_source, ext, source) for source in ext.sources]
             objects = [done.result() for done in [*kernels, *others]]
+        libraries = self.get_libraries(ext)
         self.compiler.link_shared_object(
-            objects, target, libraries=self.get_libraries(ext), extra_postargs=ext.extra_link_args, target_lang="c"
+            objects, target, libraries=libraries, extra_postargs=ext.extra_link_args, target_lang="c"
         )
         built.write_text(" ".join(isas))
 
