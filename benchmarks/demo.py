@@ -21,7 +21,20 @@ from typing import Any
 from tabulate import tabulate
 
 MODEL = "smollm2-135m-instruct"
-QUESTION = "What is a CPU cache, in two sentences?"
+QUESTION = "Anna is 34 years old and lives in Oslo. Who is she? Answer in JSON."
+FIELDS = {"name": "string", "age": "integer", "city": "string"}
+SCHEMA = {
+    "type": "object",
+    "properties": {field: {"type": kind} for field, kind in FIELDS.items()},
+    "required": list(FIELDS),
+    "additionalProperties": False,
+}
+NEXT_STEPS = """
+Next, with a model of your own (a GGUF file or a Hugging Face directory):
+  phasewise serve MODEL.gguf            an OpenAI-compatible server on this machine
+  phasewise doctor                      what on this host holds models back, with a remedy for each
+  phasewise tune-kernels MODEL.gguf     faster schedules for this machine, kept and shared in a database\
+"""
 START_LIMIT_S = 120
 PHASEWISE = [sys.executable, "-m", "phasewise"]
 
@@ -69,12 +82,13 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
 
 
 def ask(url: str, question: str) -> Iterator[str]:
-    """The answer to one question, piece by piece, through the OpenAI chat API."""
+    """The answer to one question, held to SCHEMA, piece by piece, through the OpenAI chat API."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": question}],
         "max_tokens": 80,
         "temperature": 0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
         "stream": True,
     }
     request = urllib.request.Request(
@@ -114,7 +128,7 @@ def main() -> None:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     say(f"$ phasewise models pull {MODEL}")
     subprocess.run([*PHASEWISE, "models", "pull", MODEL], check=True)
-    say(f"\n$ phasewise serve {MODEL} &\n$ curl .../v1/chat/completions   # {QUESTION}")
+    say(f"\n$ phasewise serve {MODEL} &\n$ curl .../v1/chat/completions   # {QUESTION}\n#    held to a schema: {', '.join(FIELDS)}")
     with served(MODEL) as url:
         for piece in ask(url, QUESTION):
             print(piece, end="", flush=True)
@@ -123,6 +137,7 @@ def main() -> None:
     first = phasewise_json("generate", MODEL, "-p", QUESTION * 8, "-n", "32", "--temperature", "0", "--json")
     rows = phasewise_json("bench", "run", MODEL, "-p", "512", "-n", "64", "-r", "3", "-o", "json")
     say("\n" + speed_table(rows, first))
+    say(NEXT_STEPS)
 
 
 if __name__ == "__main__":
