@@ -1,4 +1,4 @@
-"""Every page of docs/guide works as written: its `console` blocks run, in order, in one shell.
+"""The README and every page of docs/guide work as written: their `console` blocks run, in order, in one shell.
 
 Three things differ from a reader's terminal: directories of its own for cache, data and configuration; a
 free port in place of 8000; and a configuration file that cuts the tuning budgets to seconds. An HTML comment
@@ -39,7 +39,7 @@ BLOCK = re.compile(
 
 
 def pages() -> list[Path]:
-    return sorted(GUIDE.glob("*.md"))
+    return [ROOT / "README.md", *sorted(GUIDE.glob("*.md"))]
 
 
 def commands(page: str) -> Iterator[str]:
@@ -91,7 +91,7 @@ def test_every_link_of_a_page_leads_to_a_file() -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
-MARKS = {"planning-capacity": [pytest.mark.smoke]}
+MARKS = {"planning-capacity": [pytest.mark.smoke], "README": [pytest.mark.smoke]}
 
 
 @pytest.mark.slow
