@@ -130,10 +130,10 @@ release-notes:     ## CHANGELOG.md from changelog.d, for the version in phasewis
 
 wheels:            ## manylinux wheels of x86-64 and aarch64 in dist/, each checked without a compiler
 	rm -rf build/wheels
-	$(PYTHON) tests/check_manylinux.py dist build/wheels
+	PHASEWISE_ISA_BUILD=all $(PYTHON) tests/check_manylinux.py dist build/wheels
 
 wheel: setup       ## a wheel in dist/
-	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
+	PHASEWISE_ISA_BUILD=all $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
 
 clean:             ## forget everything that was built
 	rm -rf build dist *.egg-info .venv cython_kernels/_native.c cython_kernels/*.so
