@@ -43,6 +43,7 @@ _SMALL_BYTES = 16 * 1024
 """What has come is read at once up to this; more of it waits for its turn among all connections."""
 _MAX_PAUSE_S = 5.0
 """The longest that a connection which has used up its share of the loop is not read."""
+_HEAD_END = b"\r\n\r\n"
 _DISCARD_BYTES = 64 * 1024
 """The most of an unwanted body that is read, to keep the connection; with more to come it is closed."""
 _LINGER_S = 2.0
@@ -69,6 +70,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._linger: asyncio.TimerHandle | None = None
         self._n_discarded = 0
         """Bytes of a body that is not wanted."""
+        self._refusal: ApiError | None = None
+        """What a connection too many is told, once its request has come."""
         self._vouched: RequestResponseCycle | None = None
         """The last request that the engine has answered."""
         self._clocks = ConnectionClocks(self.loop)
@@ -117,9 +120,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         self.flow = Flow(self.transport, self._flow_changed)
-        refusal = self._others.add(self, self.client)
-        if refusal is not None:
-            self._turn_away(refusal)
+        self._refusal = self._others.add(self, self.client)
+        if self._refusal is not None:
+            self._clocks.wait_for((_LINGER_S, self.turn_away))
             return
         link = transport.get_extra_info("socket")
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -156,7 +159,10 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             return
         self._unset_keepalive_if_required()
         self._framing.add(data)
-        self.handle_events()
+        if self._refusal is None:
+            self.handle_events()
+        elif _HEAD_END in self._framing.unread or len(self._framing.unread) > self._limits.max_header_bytes:
+            self.turn_away()
 
     def handle_events(self) -> None:
         """In place of uvicorn's: read what has come, for a bounded time, and the rest in turns to come."""
@@ -346,10 +352,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     # ---- ends --------------------------------------------------------------------------------------------
 
-    def _turn_away(self, error: ApiError) -> None:
-        """A connection too many: it is not read."""
-        self._write_refusal(error)
-        self.transport.close()
+    def turn_away(self) -> None:
+        """End a connection too many. Clients expect an answer behind their request: before it, or with the
+        request unread, they would see a connection that was lost.
+        """
+        if self._refusal is not None and self._linger is None and not self.transport.is_closing():
+            self._refuse(self._refusal)
 
     def _refuse(self, error: ApiError) -> None:
         """Answer what is no request, and close."""
