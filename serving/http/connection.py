@@ -33,6 +33,8 @@ from phasewise.serving.http.uvicorn_parts import ASGI_SPEC_VERSION, Flow, Outlet
 EXTENSION = "phasewise.connection"
 """In a request's `scope["extensions"]`: the connection that it came on, for `connection_of`."""
 
+_REFUSED = "phasewise.refused"
+"""The place in an ASGI scope that says so where the rest of a request was no HTTP."""
 _SEND_BUFFER_BYTES = 256 * 1024
 """The kernel's, for each connection; its own default lets a slow reader have megabytes."""
 _RECEIVE_BUFFER_BYTES = 256 * 1024
@@ -367,7 +369,10 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def _write_refusal(self, error: ApiError) -> None:
         self._others.observer.refused(error)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._others.observer.answered_by_connection(error.status)
+            if self.conn.our_state is h11.SEND_RESPONSE:  # the application has the request, and counts it
+                self.scope[_REFUSED] = error.status  # type: ignore[typeddict-unknown-key]
+            else:
+                self._others.observer.answered_by_connection(error.status)
             answer = error.response()
             lines = [f"HTTP/1.1 {error.status} ".encode(), b"connection: close"]
             lines += [name + b": " + value for name, value in answer.raw_headers if name != b"connection"]
@@ -398,6 +403,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self.transport.resume_reading()
         except OSError:  # the client is quicker, and gone
             self.transport.abort()
+
+
+def refused_status(scope: Scope) -> int | None:
+    """The status that the connection has answered in the application's place; None where it has not."""
+    status: int | None = scope.get(_REFUSED)
+    return status
 
 
 def connection_of(scope: Scope) -> Connection | None:
