@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Protocol
 
 from phasewise.serving.confined import JobRefused, read_frame, write_frame
+from phasewise.serving.errors import shortage_of
 
 Job = Callable[[bytes], bytes]
 
@@ -69,6 +70,10 @@ def main() -> int:
         _Keeper(job, settings["seconds"], settings["memory_bytes"], commands, answers).serve()
     except (EOFError, BrokenPipeError):
         pass  # the server has ended
+    except Exception as error:
+        if shortage_of(error) is None:
+            raise
+        return 1  # the server says what it has to do without
     return 0
 
 
