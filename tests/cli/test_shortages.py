@@ -24,10 +24,6 @@ SHORTAGES = {
     "library": ImportError("libx.so: failed to map segment from shared object"),
 }
 BUGS = {"value": ValueError("x"), "runtime": RuntimeError("x"), "missing": FileNotFoundError(2, "none")}
-    "value": ValueError("x"),
-    "runtime": RuntimeError("x"),
-    "missing": FileNotFoundError(2, "No such file"),
-}
 
 
 def chained(error: BaseException) -> BaseException:
