@@ -25,7 +25,11 @@ from phasewise.serving.errors import shortage_of
 
 Job = Callable[[bytes], bytes]
 
-_JOBS = {"grammar": "phasewise.serving.grammar_job", "template": "phasewise.serving.template_job"}
+_JOBS = {
+    "grammar": "phasewise.serving.grammar_job",
+    "template": "phasewise.serving.template_job",
+    "tokenizer": "phasewise.serving.tokenizer_job",
+}
 _ANSWERED, _REFUSED, _OVERRUN = b"a", b"r", b"o"
 _HAS_GROWN, _GOES_ON = b"+", b"="
 _FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
