@@ -35,6 +35,8 @@ from phasewise.cli.commands import (
 )
 from phasewise.cli.config_file import config_path, defaults_of, read_config
 from phasewise.cli.present import EXIT_INTERRUPTED, fail
+from phasewise.cli.shortages import tell_shortages_in_one_line
+from phasewise.serving.errors import shortage_of
 
 app = CommandApp(name="phasewise")
 app.command("generate")(generate.generate)
@@ -91,6 +93,7 @@ def root(
 
 def main() -> None:
     """Run the command line. An expected failure carries `exit_code`; anything else keeps its traceback."""
+    tell_shortages_in_one_line()
     try:
         app(prog_name="phasewise")
         sys.stdout.flush()
@@ -108,7 +111,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         fail(f"the results cannot be written: {error.strerror}", EXIT_FAILURE)
     except Exception as error:
-        exit_code = getattr(error, "exit_code", None)
-        if exit_code is None:
-            raise
-        fail(str(error), exit_code)
+        exit_code, shortage = getattr(error, "exit_code", None), shortage_of(error)
+        if exit_code is not None:
+            fail(str(error), exit_code)
+        if shortage is not None:
+            fail(shortage, EXIT_FAILURE)
+        raise

@@ -47,6 +47,8 @@ MAX_STATEMENT_STEPS = 4_000_000_000
 """Most steps of SQLite's virtual machine for one statement. It takes some 100 million in a second: enough
 to group and sort ten million rows. A damaged or hostile file can ask for any number.
 """
+MOST_VALUE_BYTES = 64 << 20
+"""Largest row or text that SQLite makes for us; its own limit is a gigabyte."""
 _STEPS_BETWEEN_LOOKS = 1_000_000
 
 STATEMENT_TIMEOUT_S = 120
@@ -136,6 +138,7 @@ def _with_sqlite_habits(engine: Engine) -> Engine:
         dbapi.text_factory = _decode
         for pragma in ("foreign_keys = ON", "synchronous = NORMAL", "trusted_schema = OFF"):
             dbapi.execute(f"PRAGMA {pragma}")
+        dbapi.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE_BYTES)
 
     _limit_steps(engine)
 

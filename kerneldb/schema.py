@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,30 @@ def _refuse_computed_rows(connection: Connection, name: str) -> None:
         raise ForeignDatabaseError(
             f"database {name} has a {kind} {what!s:.60}, which no database of phasewise has: do not use it"
         )
+    for kind, what, definition in connection.execute(text(_DEFINITIONS)):
+        computed = _computed_part(kind, str(definition))
+        if computed is not None:
+            raise ForeignDatabaseError(
+                f"database {name} has {computed} in {kind} {what!s:.60}, which no database of phasewise has:"
+                " do not use it"
+            )
+
+
+_DEFINITIONS = (
+    "SELECT type, name, sql FROM sqlite_master WHERE type IN ('table', 'index') AND sql IS NOT NULL"
+)
+_PLAIN_INDEX = re.compile(r"CREATE (?:UNIQUE )?INDEX \S+ ON \S+ \([^()]*\)", re.IGNORECASE)
+_PLAIN_CHECK = re.compile(r"\s*\([^()]*\)")
+
+
+def _computed_part(kind: str, definition: str) -> str | None:
+    """An expression that each row written would compute, of which a file from elsewhere can have any."""
+    if kind == "index":
+        return None if _PLAIN_INDEX.fullmatch(definition) else "an expression"
+    for check in re.finditer(r"\bCHECK\b", definition, re.IGNORECASE):
+        if _PLAIN_CHECK.match(definition, check.end()) is None:
+            return "a CHECK that calls functions"
+    return "a default that is computed" if re.search(r"\bDEFAULT\b\s*\(", definition, re.IGNORECASE) else None
 
 
 _VIEWS = """

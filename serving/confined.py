@@ -21,7 +21,7 @@ from typing import IO, Literal
 from phasewise.serving.errors import ServingError
 from phasewise.serving.secrets import environment_for_children
 
-JobName = Literal["grammar", "template"]
+JobName = Literal["grammar", "template", "tokenizer"]
 
 ONE_THREAD = {
     "OPENBLAS_NUM_THREADS": "1",

@@ -21,10 +21,15 @@ from importlib import import_module
 from typing import Protocol
 
 from phasewise.serving.confined import JobRefused, read_frame, write_frame
+from phasewise.serving.errors import shortage_of
 
 Job = Callable[[bytes], bytes]
 
-_JOBS = {"grammar": "phasewise.serving.grammar_job", "template": "phasewise.serving.template_job"}
+_JOBS = {
+    "grammar": "phasewise.serving.grammar_job",
+    "template": "phasewise.serving.template_job",
+    "tokenizer": "phasewise.serving.tokenizer_job",
+}
 _ANSWERED, _REFUSED, _OVERRUN = b"a", b"r", b"o"
 _HAS_GROWN, _GOES_ON = b"+", b"="
 _FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -69,6 +74,10 @@ def main() -> int:
         _Keeper(job, settings["seconds"], settings["memory_bytes"], commands, answers).serve()
     except (EOFError, BrokenPipeError):
         pass  # the server has ended
+    except Exception as error:
+        if shortage_of(error) is None:
+            raise
+        return 1  # the server says what it has to do without
     return 0
 
 

@@ -14,7 +14,36 @@ ServingError
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
+
+_OUT_OF_MEMORY = "there is not enough memory: raise `ulimit -v`, or free some"
+_OUT_OF_THREADS = "no further thread or process can be started: raise `ulimit -u` or `ulimit -v`"
+_OUT_OF_FILES = "no further file can be opened: raise `ulimit -n`"
+_SHORTAGES = {
+    errno.ENOMEM: _OUT_OF_MEMORY,
+    errno.EAGAIN: _OUT_OF_THREADS,
+    errno.EMFILE: _OUT_OF_FILES,
+    errno.ENFILE: _OUT_OF_FILES,
+}
+_UNMAPPED = ("failed to map segment", "Cannot allocate memory", "error return without exception set")
+"""What the linker and Python say where a library does not fit."""
+
+
+def shortage_of(error: BaseException | None) -> str | None:
+    """What the system lacks or does not allow, in one line, where that is what an error comes of; else
+    None."""
+    while error is not None:
+        if isinstance(error, MemoryError):
+            return _OUT_OF_MEMORY
+        if isinstance(error, OSError) and error.errno in _SHORTAGES:
+            return _SHORTAGES[error.errno]
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            return _OUT_OF_THREADS
+        if isinstance(error, ImportError | SystemError) and any(said in str(error) for said in _UNMAPPED):
+            return _OUT_OF_MEMORY
+        error = error.__cause__ or error.__context__
+    return None
 
 
 class ServingError(Exception):

@@ -133,6 +133,8 @@ class GuideRecipe:
     """A guide as data: its grammar, and what may come before it. Thoughts come before calls."""
 
     grammar: Grammar
+    n_bytes: int = 0
+    """Memory of the compiled grammar, as the process has measured that has proven it."""
     calls: CallMarks | None = None
     thoughts: ThoughtMarks | None = None
 
@@ -250,14 +252,14 @@ class GuideCompiler:
             raise RequestError("this model names no end token, so its answers cannot be held to a grammar")
         return self._guide(grammar, self._known(grammar) or self._compile_checked(grammar, patience))
 
-    def compile_proven(self, grammar: Grammar) -> Guide:
-        """The same where another process has compiled this grammar within its bounds before.
+    def compile_proven(self, grammar: Grammar, n_bytes: int) -> Guide:
+        """The same where another process has compiled this grammar within its bounds before, to `n_bytes`.
 
         RequestError where the grammar is refused.
         """
         with self._first_use:
             _ = self._tokenizer
-        return self._guide(grammar, self._known(grammar) or self._compile_here(grammar, 0))
+        return self._guide(grammar, self._known(grammar) or self._compile_here(grammar, n_bytes))
 
     def known(self, grammar: Grammar) -> Guide | None:
         """The guide of a grammar that was compiled of late; else None, and at once."""
@@ -267,7 +269,8 @@ class GuideCompiler:
     def _guide(self, grammar: Grammar, kept: _Kept) -> Guide:
         if isinstance(kept.found, str):
             raise RequestError(kept.found)
-        return _MatcherGuide(grammar, kept.found, self._tokens.vocab_size, min(self._tokens.end_token_ids))
+        recipe = GuideRecipe(grammar, kept.n_bytes)
+        return _MatcherGuide(recipe, kept.found, self._tokens.vocab_size, min(self._tokens.end_token_ids))
 
     def _known(self, grammar: Grammar) -> _Kept | None:
         with self._cache_lock:
@@ -284,7 +287,7 @@ class GuideCompiler:
         return kept
 
     def _kept_bytes(self) -> int:
-        return sum(kept.n_bytes for kept in self._cache.values())
+        return sum(kept.n_bytes + len(grammar.text) for grammar, kept in self._cache.items())
 
     def _compile_checked(self, grammar: Grammar, patience: Patience | None) -> _Kept:
         """One at a time, so that grammars never take more than one core from answers."""
@@ -345,17 +348,15 @@ class _Wrapped:
 class _MatcherGuide:
     """A `Guide` over a matcher of llguidance."""
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocab_size: int, end_token_id: int) -> None:
-        self.recipe = GuideRecipe(grammar)
+    def __init__(self, recipe: GuideRecipe, matcher: LLMatcher, vocab_size: int, end_token_id: int) -> None:
+        self.recipe = recipe
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._mask = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
         self.end_token_id = end_token_id
 
     def fresh(self) -> _MatcherGuide:
-        return _MatcherGuide(
-            self.recipe.grammar, self._matcher.deep_copy(), self._vocab_size, self.end_token_id
-        )
+        return _MatcherGuide(self.recipe, self._matcher.deep_copy(), self._vocab_size, self.end_token_id)
 
     def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
         allowed = _allowed(self._matcher, self._mask, self._vocab_size)

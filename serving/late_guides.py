@@ -178,7 +178,7 @@ def guide_of(recipe: GuideRecipe, compiler: GuideCompiler) -> Guide:
 
     RequestError where the grammar is refused.
     """
-    guide = compiler.compile_proven(recipe.grammar)
+    guide = compiler.compile_proven(recipe.grammar, recipe.n_bytes)
     piece, tokens_of = compiler.tokens.piece, compiler.tokens.tokens_of
     if recipe.calls is not None:
         calls = recipe.calls

@@ -5,6 +5,7 @@ needs it, and llama.cpp's server does the same with a plain prompt. `add_special
 around a text (beginning, sometimes end); a template usually writes those itself, so encode what it rendered
 without.
 
+What in a tokenizer.json could take minutes or gigabytes runs in a confined process (`tokenizer_risk`).
 A tokenizer.json is followed to the letter. transformers 5 is not so faithful for a few classes: its
 LlamaTokenizer puts a normaliser of its own in place of the file's, and cuts a leading space differently.
 """
@@ -16,12 +17,14 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import tokenizers
 
+from phasewise.serving.confined_tokenizer import ConfinedTokenizer
 from phasewise.serving.errors import ModelError
 from phasewise.serving.gguf_vocab import ALWAYS_FOUND, SPACE_MARK, tokenizer_from_gguf, visible_byte
+from phasewise.serving.tokenizer_risk import risk_of, without_programs
 
 __all__ = ["DetokenizeStream", "TextCutter", "Tokenizer", "TokenizerFacts", "tokenizer_from_gguf"]
 
@@ -43,8 +46,9 @@ class TokenizerFacts(Protocol):
 class Tokenizer:
     """One model's vocabulary. Immutable, and safe to share between threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, bos_first: int | None) -> None:
-        self._backend = backend
+    def __init__(self, read: _Read, bos_first: int | None) -> None:
+        self._backend = backend = read.backend
+        self._confined = read.confined
         self._bos_first = bos_first
         self._added = {at: token.content for at, token in backend.get_added_tokens_decoder().items()}
         self.special_ids = frozenset(
@@ -60,18 +64,14 @@ class Tokenizer:
         With a `config`, ids that the model has no row for are refused, and the token of beginning stands
         first where the configuration wants it though the file adds none. Raises ModelError.
         """
-        backend = _parse(text)
-        decoder = repr(backend.decoder)
+        read = _parse(text)
+        decoder = repr(read.backend.decoder)
         if not any(known in decoder for known in ("ByteLevel", "ByteFallback", "Metaspace")):
             raise ModelError(
                 f"the tokenizer's decoder, {decoder[:80]}, is not one phasewise knows (ByteLevel, "
                 "ByteFallback, Metaspace), so its tokens cannot be turned into text"
             )
-        if config is None:
-            return cls(backend, None)
-        _check_ids(backend, config.vocab_size)
-        adds_one = config.bos_token_id in backend.encode("").ids
-        return cls(backend, config.bos_token_id if config.add_bos and not adds_one else None)
+        return cls(read, None if config is None else read.bos_first(config))
 
     @property
     def vocab_size(self) -> int:
@@ -89,9 +89,12 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool) -> list[int]:
         """Token ids of a text of any length. Half a surrogate pair, which has no UTF-8, reads as U+FFFD."""
         text = _whole(text)
-        with _model_errors("the tokenizer cannot cut this text"):
-            # A batch, though of one: for that alone the library lets other threads run meanwhile.
-            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+        if self._confined is not None:
+            ids = self._confined.encode(text, add_special=add_special)
+        else:
+            with _model_errors("the tokenizer cannot cut this text"):
+                # A batch, though of one: for that alone the library lets other threads run meanwhile.
+                ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         if add_special and self._bos_first is not None:
             return [self._bos_first, *ids]
         return ids
@@ -101,10 +104,14 @@ class Tokenizer:
         if not mark:
             return self.encode(text, False)
         text = _whole(text)
+        return [token_id for token_id, begin, end in self._spans(text) if text[begin:end] != mark]
+
+    def _spans(self, text: str) -> Iterable[tuple[int, int, int]]:
+        if self._confined is not None:
+            return self._confined.encode_spans(text)
         with _model_errors("the tokenizer cannot cut this text"):
             found = self._backend.encode_batch([text], add_special_tokens=False)[0]
-        spans = zip(found.ids, found.offsets, strict=True)
-        return [token_id for token_id, (begin, end) in spans if text[begin:end] != mark]
+        return ((at, *span) for at, span in zip(found.ids, found.offsets, strict=True))
 
     def control_texts(self, end_token_ids: Iterable[int]) -> list[str]:
         """How the tokens are written that begin and end turns or answers, and others that are no text."""
@@ -131,7 +138,7 @@ class Tokenizer:
     @cached_property
     def adds_space(self) -> bool:
         """Whether a text gets a space in front before it is cut, as with SentencePiece."""
-        first = self._backend.encode("a", add_special_tokens=False).ids
+        first = self.encode("a", False)
         return b"".join(map(self.piece, first)).startswith(b" ")
 
     def _make_piece(self, token_id: int) -> bytes:
@@ -189,8 +196,9 @@ class TextCutter:
     threads.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, bos_first: int | None) -> None:
-        self._backend = backend
+    def __init__(self, read: _Read, bos_first: int | None) -> None:
+        self._backend = read.backend
+        self._confined = read.confined
         self._bos_first = bos_first
         self._backend_of: dict[int, tokenizers.Tokenizer] = {}
 
@@ -199,10 +207,8 @@ class TextCutter:
         """From the text of a tokenizer.json, without the padding and truncation that it may ask for.
         ModelError.
         """
-        backend = _parse(text)
-        _check_ids(backend, config.vocab_size)
-        adds_one = config.bos_token_id in backend.encode("").ids
-        return cls(backend, config.bos_token_id if config.add_bos and not adds_one else None)
+        read = _parse(text)
+        return cls(read, read.bos_first(config))
 
     @cached_property
     def longest_token(self) -> int:
@@ -219,16 +225,28 @@ class TextCutter:
 
         max_tokens: texts lose tokens at their end, of a pair the longer one first, until this many are left.
         """
-        backend = self._backend if max_tokens is None else self._truncating(max_tokens)
         whole = [
             _whole(text) if isinstance(text, str) else (_whole(text[0]), _whole(text[1])) for text in texts
         ]
-        with _model_errors("the tokenizer cannot cut this text"):
-            found = backend.encode_batch(whole, add_special_tokens=True)
-        return [(self._with_bos(one.ids), _second(one, text)) for one, text in zip(found, texts, strict=True)]
+        found = self._typed(whole, max_tokens)
+        return [
+            (self._with_bos(ids), _second(types, text))
+            for (ids, types), text in zip(found, texts, strict=True)
+        ]
 
-    def _with_bos(self, ids: list[int]) -> list[int]:
-        return ids if self._bos_first is None else [self._bos_first, *ids]
+    def _typed(
+        self, texts: Sequence[str | tuple[str, str]], max_tokens: int | None
+    ) -> Iterable[tuple[Sequence[int], Sequence[int]]]:
+        if self._confined is not None:
+            most = None if max_tokens is None else max_tokens - (self._bos_first is not None)
+            return [self._confined.encode_typed(text, most) for text in texts]
+        backend = self._backend if max_tokens is None else self._truncating(max_tokens)
+        with _model_errors("the tokenizer cannot cut this text"):
+            found = backend.encode_batch(texts, add_special_tokens=True)
+        return ((one.ids, one.type_ids) for one in found)
+
+    def _with_bos(self, ids: Sequence[int]) -> list[int]:
+        return list(ids) if self._bos_first is None else [self._bos_first, *ids]
 
     def _truncating(self, max_tokens: int) -> tokenizers.Tokenizer:
         found = self._backend_of.get(max_tokens)
@@ -239,11 +257,10 @@ class TextCutter:
         return found
 
 
-def _second(found: tokenizers.Encoding, text: str | tuple[str, str]) -> int | None:
+def _second(types: Sequence[int], text: str | tuple[str, str]) -> int | None:
     """Where token types change from 0 to 1."""
     if isinstance(text, str):
         return None
-    types = found.type_ids
     return types.index(1) if 1 in types else len(types)
 
 
@@ -267,13 +284,32 @@ def _bytes_of_visible(token: str) -> bytes:
         return token.encode()
 
 
-def _parse(text: str) -> tokenizers.Tokenizer:
+class _Read(NamedTuple):
+    """A tokenizer.json, read. `confined`: what cuts texts; None: `backend` itself."""
+
+    backend: tokenizers.Tokenizer
+    confined: ConfinedTokenizer | None
+
+    def bos_first(self, config: TokenizerFacts) -> int | None:
+        """The token of beginning, where the model wants it and the file does not put it there. ModelError
+        where the vocabulary is another model's."""
+        _check_ids(self.backend, config.vocab_size)
+        if not config.add_bos:
+            return None
+        confined = self.confined
+        own = self.backend.encode("").ids if confined is None else confined.encode("", add_special=True)
+        return None if config.bos_token_id in own else config.bos_token_id
+
+
+def _parse(text: str) -> _Read:
+    is_risky = risk_of(text) is not None
+    confined = ConfinedTokenizer(text) if is_risky else None
     with _model_errors("the tokenizer cannot be read"):
-        backend = tokenizers.Tokenizer.from_str(text)
+        backend = tokenizers.Tokenizer.from_str(without_programs(text) if is_risky else text)
         backend.no_truncation()
         backend.no_padding()
         backend.encode("")
-    return backend
+    return _Read(backend, confined)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phasewise.serving.model import ModelConfig
 from phasewise.tuner.config.steps import ModelShape
@@ -35,9 +35,9 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
 
     reference: as for `open_model`, or the path of a `config.json`.
     """
-    config = _lone_config(reference)
-    if config is not None:
-        return _shape_of_config(config, weight_format)
+    lone = _lone_config(Path(reference).expanduser())
+    if lone is not None:
+        return _shape_of_config(*lone, weight_format)
     from phasewise.serving.loaders import open_source
     from phasewise.serving.loaders.layout import plan_weights
     from phasewise.serving.loaders.resolve import cache_root, locate
@@ -49,30 +49,33 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
         return _shape(source.name, source.config, {plan.name: plan.nbytes for plan in plans}, element_bytes)
 
 
-def _lone_config(reference: str) -> Path | None:
-    """The path of a `config.json` that was given itself or lies in a directory without weights; else None."""
-    path = Path(reference).expanduser()
+def _lone_config(path: Path) -> tuple[str, dict[str, Any]] | None:
+    """The model's name and what its `config.json` says: given itself, or in a directory without weights."""
+    from phasewise.serving.loaders.model_directory import ModelDirectory
+    from phasewise.serving.loaders.source import SourceFile, parse_json_object, read_all
+
     if path.suffix == ".json" and path.is_file():
-        return path
-    inside = path / CONFIG_FILE
-    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
-    return inside if inside.is_file() and not has_weights else None
+        with SourceFile(path) as file:
+            return path.resolve().parent.name, parse_json_object(read_all(file), str(path))
+    directory = ModelDirectory(path)
+    if not path.is_dir() or directory.names(".safetensors"):
+        return None
+    fields = directory.json(CONFIG_FILE)
+    return None if fields is None else (path.resolve().name, fields)
 
 
-def _shape_of_config(path: Path, weight_format: str) -> ModelShape:
+def _shape_of_config(name: str, fields: dict[str, Any], weight_format: str) -> ModelShape:
     from phasewise.serving.loaders.forms import BF16, F32, INT4, INT8
     from phasewise.serving.loaders.hf_config import config_of
     from phasewise.serving.loaders.layout import weight_shapes
-    from phasewise.serving.loaders.source import parse_json_object, read_text
 
-    fields = parse_json_object(read_text(path), str(path))
     config = config_of(fields, {}, add_bos=False)
     kind = weight_format
     if kind == "native":
         kind = _NATIVE_OF_A_CONFIG.get(str(fields.get("torch_dtype", fields.get("dtype"))), "bf16")
     form = {"f32": F32, "bf16": BF16, "int8": INT8, "int4": INT4}[kind]
     read = {name: form.nbytes(n, k) for name, (n, k) in weight_shapes(config).items()}
-    return _shape(path.resolve().parent.name, config, read, 4 if kind == "f32" else 2)
+    return _shape(name, config, read, 4 if kind == "f32" else 2)
 
 
 def _shape(name: str, config: ModelConfig, read: Mapping[str, int], kv_element_bytes: int) -> ModelShape:

@@ -18,8 +18,11 @@ from phasewise.serving.embedding.protocol import Floats
 from phasewise.serving.encoder.pooling import pooled
 from phasewise.serving.encoder.text import Tokens
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.model_directory import ModelDirectory
 from phasewise.serving.loaders.resolve import cache_root, locate
 from phasewise.serving.model import Embedding
+
+_ADAPTER = "adapter_config.json"
 
 
 class TorchEmbedder:
@@ -36,11 +39,18 @@ class TorchEmbedder:
         path = locate(ref, cache_root(), lambda _line: None).path
         if not path.is_dir():
             raise ModelError(f"{path} is no Hugging Face directory, which {device} needs")
+        _refuse_strangers_code(path)
         self._torch = torch
         self._device = device if device.startswith("cuda") else "cpu"
         self._embedding, self._scores = _what_it_gives(path)
         kind = transformers.AutoModelForSequenceClassification if self._scores else transformers.AutoModel
-        model: Any = kind.from_pretrained(str(path), torch_dtype=torch.float32)
+        model: Any = kind.from_pretrained(
+            str(path),
+            torch_dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
         self._model = model.to(self._device).eval()
         self._pad = int(self._model.config.pad_token_id or 0)
         self._takes_segments = "token_type_ids" in signature(self._model.forward).parameters
@@ -72,6 +82,14 @@ class TorchEmbedder:
     def _pooled(self, rows: Floats) -> Floats:
         chosen = {"mean": rows, "first": rows[:1], "last": rows[-1:]}[self._embedding.pooling]
         return pooled(chosen, self._embedding)
+
+
+def _refuse_strangers_code(path: Path) -> None:
+    """transformers opens what it likes in a directory, and follows an adapter to another one."""
+    directory = ModelDirectory(path)
+    directory.refuse_links_out()
+    if directory.has(_ADAPTER):
+        raise ModelError(f"{path / _ADAPTER} names another model: give a directory without an adapter")
 
 
 def _what_it_gives(path: Path) -> tuple[Embedding, bool]:

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phasewise.serving.errors import ServingError
+from phasewise.serving.http.connection import refused_status
 from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.messages import Delivery, Failure, Submit
 
@@ -192,12 +194,15 @@ class NameRequests:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                record.status = message["status"]
+                record.status = refused_status(scope) or message["status"]
                 MutableHeaders(raw=message["headers"]).append("X-Request-Id", request_id)
             await send(message)
 
         try:
             await self._app(scope, receive, named)
+        except ClientDisconnect:
+            record.status = record.status or refused_status(scope)
+            raise
         except Exception:
             record.status = record.status or 500
             raise

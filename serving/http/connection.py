@@ -33,6 +33,8 @@ from phasewise.serving.http.uvicorn_parts import ASGI_SPEC_VERSION, Flow, Outlet
 EXTENSION = "phasewise.connection"
 """In a request's `scope["extensions"]`: the connection that it came on, for `connection_of`."""
 
+_REFUSED = "phasewise.refused"
+"""The place in an ASGI scope that says so where the rest of a request was no HTTP."""
 _SEND_BUFFER_BYTES = 256 * 1024
 """The kernel's, for each connection; its own default lets a slow reader have megabytes."""
 _RECEIVE_BUFFER_BYTES = 256 * 1024
@@ -43,6 +45,7 @@ _SMALL_BYTES = 16 * 1024
 """What has come is read at once up to this; more of it waits for its turn among all connections."""
 _MAX_PAUSE_S = 5.0
 """The longest that a connection which has used up its share of the loop is not read."""
+_HEAD_END = b"\r\n\r\n"
 _DISCARD_BYTES = 64 * 1024
 """The most of an unwanted body that is read, to keep the connection; with more to come it is closed."""
 _LINGER_S = 2.0
@@ -69,6 +72,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._linger: asyncio.TimerHandle | None = None
         self._n_discarded = 0
         """Bytes of a body that is not wanted."""
+        self._refusal: ApiError | None = None
+        """What a connection too many is told, once its request has come."""
         self._vouched: RequestResponseCycle | None = None
         """The last request that the engine has answered."""
         self._clocks = ConnectionClocks(self.loop)
@@ -117,9 +122,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         self.flow = Flow(self.transport, self._flow_changed)
-        refusal = self._others.add(self, self.client)
-        if refusal is not None:
-            self._turn_away(refusal)
+        self._refusal = self._others.add(self, self.client)
+        if self._refusal is not None:
+            self._clocks.wait_for((_LINGER_S, self.turn_away))
             return
         link = transport.get_extra_info("socket")
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -156,7 +161,10 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             return
         self._unset_keepalive_if_required()
         self._framing.add(data)
-        self.handle_events()
+        if self._refusal is None:
+            self.handle_events()
+        elif _HEAD_END in self._framing.unread or len(self._framing.unread) > self._limits.max_header_bytes:
+            self.turn_away()
 
     def handle_events(self) -> None:
         """In place of uvicorn's: read what has come, for a bounded time, and the rest in turns to come."""
@@ -346,10 +354,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     # ---- ends --------------------------------------------------------------------------------------------
 
-    def _turn_away(self, error: ApiError) -> None:
-        """A connection too many: it is not read."""
-        self._write_refusal(error)
-        self.transport.close()
+    def turn_away(self) -> None:
+        """End a connection too many. Clients expect an answer behind their request: before it, or with the
+        request unread, they would see a connection that was lost.
+        """
+        if self._refusal is not None and self._linger is None and not self.transport.is_closing():
+            self._refuse(self._refusal)
 
     def _refuse(self, error: ApiError) -> None:
         """Answer what is no request, and close."""
@@ -359,7 +369,10 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def _write_refusal(self, error: ApiError) -> None:
         self._others.observer.refused(error)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._others.observer.answered_by_connection(error.status)
+            if self.conn.our_state is h11.SEND_RESPONSE:  # the application has the request, and counts it
+                self.scope[_REFUSED] = error.status  # type: ignore[typeddict-unknown-key]
+            else:
+                self._others.observer.answered_by_connection(error.status)
             answer = error.response()
             lines = [f"HTTP/1.1 {error.status} ".encode(), b"connection: close"]
             lines += [name + b": " + value for name, value in answer.raw_headers if name != b"connection"]
@@ -390,6 +403,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self.transport.resume_reading()
         except OSError:  # the client is quicker, and gone
             self.transport.abort()
+
+
+def refused_status(scope: Scope) -> int | None:
+    """The status that the connection has answered in the application's place; None where it has not."""
+    status: int | None = scope.get(_REFUSED)
+    return status
 
 
 def connection_of(scope: Scope) -> Connection | None:

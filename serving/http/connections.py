@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _RECEIVE_BYTES = 64 * 1024
 """The most that is taken from a socket at once."""
+MOST_TURNED_AWAY = 64
+"""Connections too many that are held until they have read their 503."""
 _RETRY_FULL_S = 5
 _FULL = ApiError(
     503,
@@ -51,6 +53,8 @@ class Connections:
     limits: HttpLimits
     observer: ConnectionObserver
     open: set[Connection] = field(default_factory=set)
+    turned_away: dict[Connection, None] = field(default_factory=dict)
+    """Connections too many that have yet to be told so, or to leave, the oldest first; not among `open`."""
     n_by_address: Counter[str] = field(default_factory=Counter)
     """Open connections; those of a Unix socket have no address."""
     loop_share: LoopShare = field(default_factory=LoopShare)
@@ -63,7 +67,19 @@ class Connections:
     """
 
     def add(self, connection: Connection, client: tuple[str, int] | None) -> ApiError | None:
-        """Count a new connection; why it cannot be held, or None."""
+        """Count a new connection; why it cannot be held, or None. One that cannot may stay to hear it, for
+        as long as few others come."""
+        refusal = self._refusal(connection, client)
+        if refusal is not None:
+            self.turned_away[connection] = None
+            if len(self.turned_away) > MOST_TURNED_AWAY:
+                oldest = next(iter(self.turned_away))
+                del self.turned_away[oldest]
+                oldest.turn_away()
+                oldest.transport.close()
+        return refusal
+
+    def _refusal(self, connection: Connection, client: tuple[str, int] | None) -> ApiError | None:
         if len(self.open) >= self.limits.max_connections:
             return _FULL
         address = _address_of(client)
@@ -76,6 +92,7 @@ class Connections:
 
     def remove(self, connection: Connection, client: tuple[str, int] | None) -> None:
         """A connection that has ended, whether it was counted or not."""
+        self.turned_away.pop(connection, None)
         if connection not in self.open:
             return
         self.open.remove(connection)

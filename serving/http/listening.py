@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from phasewise.serving.errors import ServingError
+from phasewise.serving.http.connections import MOST_TURNED_AWAY
 
 BACKLOG = 2048
 _UNIX_MODE = 0o660
@@ -198,7 +199,8 @@ def allow_many_connections() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
     n_open = len(os.listdir("/proc/self/fd"))
-    return max(8, (wanted if soft == resource.RLIM_INFINITY else soft) - n_open - _DESCRIPTORS_FOR_THE_REST)
+    limit = wanted if soft == resource.RLIM_INFINITY else soft
+    return max(8, limit - n_open - _DESCRIPTORS_FOR_THE_REST - MOST_TURNED_AWAY)
 
 
 def _bound(host: str, port: int) -> socket.socket:

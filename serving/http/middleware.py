@@ -7,8 +7,10 @@ import secrets
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from phasewise.serving.http.connection import refused_status
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.metrics import Metrics
 
@@ -120,18 +122,26 @@ class CountAnswers:
         path = scope["path"] if scope["path"] in self._paths else "other"
         has_started = False
 
+        def count(status: int) -> None:
+            self._metrics.http.labels(path, status).inc()
+
         async def counted(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                self._metrics.http.labels(path, message["status"]).inc()
+                count(refused_status(scope) or message["status"])
             await send(message)
 
         try:
             await self._app(scope, receive, counted)
+        except ClientDisconnect:  # it has left without an answer, or has one from its connection
+            status = refused_status(scope)
+            if status is not None and not has_started:
+                count(status)
+            raise
         except Exception:
             if not has_started:
-                self._metrics.http.labels(path, 500).inc()
+                count(500)
             raise
 
 

@@ -7,13 +7,11 @@ length 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from pathlib import PurePosixPath
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.hf_config import field
-from phasewise.serving.loaders.source import parse_json_list, parse_json_object, read_text
+from phasewise.serving.loaders.model_directory import ModelDirectory
 from phasewise.serving.model import Embedding
 
 MODULES = "modules.json"
@@ -32,13 +30,13 @@ _OTHER_POOLINGS = (
 )
 
 
-def embedding_of(directory: Path, context_length: int, *, encoder: bool) -> Embedding | None:
+def embedding_of(directory: ModelDirectory, context_length: int, *, encoder: bool) -> Embedding | None:
     """What the directory says; None for a decoder that it does not call an embedding model."""
     modules = _modules(directory)
     if modules is None and not encoder:
         return None
-    own = _json(directory, "sentence_bert_config.json")
-    tokenizer = _json(directory, "tokenizer_config.json")
+    own = directory.json("sentence_bert_config.json") or {}
+    tokenizer = directory.json("tokenizer_config.json") or {}
     stated = field(own, "max_seq_length", int)
     if stated is None:
         stated = tokenizer.get("model_max_length")
@@ -47,32 +45,31 @@ def embedding_of(directory: Path, context_length: int, *, encoder: bool) -> Embe
     if modules is None:
         return Embedding("mean", True, most, lower)
     pooling_at = next((path for kind, path in modules if kind == "Pooling"), "")
-    pooling = _pooling(directory / pooling_at / "config.json", encoder=encoder)
+    pooling = _pooling(directory, f"{PurePosixPath(pooling_at) / 'config.json'}", encoder=encoder)
     return Embedding(pooling, any(kind == "Normalize" for kind, _ in modules), most, lower)
 
 
-def _modules(directory: Path) -> list[tuple[str, str]] | None:
+def _modules(directory: ModelDirectory) -> list[tuple[str, str]] | None:
     """(kind, folder) of each, None without a list; ModelError for a kind that cannot run."""
-    if not (directory / MODULES).exists():
+    listed = directory.json_list(MODULES, _MOST_MODULES)
+    if listed is None:
         return None
-    found = []
-    for entry in parse_json_list(read_text(directory / MODULES), str(directory / MODULES), _MOST_MODULES):
+    found, where = [], directory.path / MODULES
+    for entry in listed:
         kind = str(entry.get("type", "")).rpartition(".")[2] if isinstance(entry, dict) else ""
         path = entry.get("path", "") if isinstance(entry, dict) else ""
         if kind not in ("Transformer", "Pooling", "Normalize"):
-            raise ModelError(
-                f"{directory / MODULES} asks for {kind!r:.60}; Transformer, Pooling and Normalize can run"
-            )
+            raise ModelError(f"{where} asks for {kind!r:.60}; Transformer, Pooling and Normalize can run")
         if not isinstance(path, str) or path.startswith("/") or ".." in path:
-            raise ModelError(f"{directory / MODULES} names the folder {path!r:.60}")
+            raise ModelError(f"{where} names the folder {path!r:.60}")
         found.append((kind, path))
     return found
 
 
-def _pooling(path: Path, *, encoder: bool) -> str:
-    if not path.exists():
+def _pooling(directory: ModelDirectory, name: str, *, encoder: bool) -> str:
+    fields, path = directory.json(name), directory.path / name
+    if fields is None:
         return "mean" if encoder else "last"
-    fields = parse_json_object(read_text(path), str(path))
     named = fields.get("pooling_mode")
     if isinstance(named, str):
         if named not in _NAMES:
@@ -86,8 +83,3 @@ def _pooling(path: Path, *, encoder: bool) -> str:
             f" one of {', '.join(_POOLINGS)} can run"
         )
     return wanted[0]
-
-
-def _json(directory: Path, name: str) -> Mapping[str, Any]:
-    path = directory / name
-    return parse_json_object(read_text(path), str(path)) if path.exists() else {}

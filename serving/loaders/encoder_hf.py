@@ -20,6 +20,7 @@ from phasewise.serving.loaders.families.bert import (
 )
 from phasewise.serving.loaders.hf_config import field
 from phasewise.serving.loaders.layout import weight_shapes
+from phasewise.serving.loaders.model_directory import ModelDirectory
 from phasewise.serving.loaders.safetensors_file import TensorEntry, tensor_of
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 from phasewise.serving.model import Embedding, ModelConfig
@@ -136,7 +137,7 @@ def encoder_tensors(
     return adapted(ours(), config, family.first_position, str(directory))
 
 
-def encoder_embedding(directory: Path, config: ModelConfig) -> Embedding:
+def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embedding:
     """How the directory's model makes vectors; a cross-encoder scores by the row of the first token."""
     found = embedding_of(directory, config.context_length, encoder=True)
     assert found is not None

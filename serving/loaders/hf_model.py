@@ -18,14 +18,13 @@ from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.families.bert import ENCODERS_BY_HF
 from phasewise.serving.loaders.hf_config import config_of, field
 from phasewise.serving.loaders.layout import shapes_of_all
+from phasewise.serving.loaders.model_directory import ModelDirectory
 from phasewise.serving.loaders.safetensors_file import TensorEntry, mxfp4_tensor, open_all, tensor_of
 from phasewise.serving.loaders.source import (
     MAX_TOKENIZER_BYTES,
     ModelSource,
     SourceFile,
     SourceTensor,
-    parse_json_object,
-    read_text,
 )
 from phasewise.serving.model import Embedding, ModelConfig
 from phasewise.serving.sampling_defaults import stated_by_hf
@@ -50,22 +49,22 @@ BARE = ("layers.", "embed_tokens.", "norm.")
 DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the config implies
 
 
-def open_hf_model(directory: Path, name: str) -> ModelSource:
+def open_hf_model(path: Path, name: str) -> ModelSource:
     """Read the headers of every shard. The result holds the shards open: close it."""
-    fields = _json(directory, "config.json")
+    directory = ModelDirectory(path)
+    fields = directory.json("config.json")
     if fields is None:
-        raise ModelError(f"{directory} has no config.json: not a Hugging Face model directory")
-    tokenizer = directory / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise ModelError(f"{directory} has no tokenizer.json: save one with transformers' AutoTokenizer")
-    tokenizer_config = _json(directory, "tokenizer_config.json") or {}
-    generation = _json(directory, "generation_config.json") or {}
+        raise ModelError(f"{path} has no config.json: not a Hugging Face model directory")
+    if not directory.has("tokenizer.json"):
+        raise ModelError(f"{path} has no tokenizer.json: save one with transformers' AutoTokenizer")
+    tokenizer_config = directory.json("tokenizer_config.json") or {}
+    generation = directory.json("generation_config.json") or {}
     encoder = ENCODERS_BY_HF.get(field(fields, "model_type", str, "nothing"))
     if encoder is not None:
         config = encoder_config_of(encoder, fields)
     else:
         config = config_of(fields, generation, bool(tokenizer_config.get("add_bos_token")))
-    opened = open_all(_shards(directory))
+    opened = open_all(directory, _shards(directory))
 
     def close() -> None:
         for file, _ in opened:
@@ -73,19 +72,19 @@ def open_hf_model(directory: Path, name: str) -> ModelSource:
 
     try:
         if encoder is not None:
-            tensors = encoder_tensors(opened, encoder, config, directory)
+            tensors = encoder_tensors(opened, encoder, config, path)
             embedding: Embedding | None = encoder_embedding(directory, config)
         else:
             embedding = embedding_of(directory, config.context_length, encoder=False)
             if embedding is not None and not any("lm_head.weight" in entries for _, entries in opened):
                 config = replace(config, tied_embeddings=True)
-            tensors = _our_tensors(opened, family_of_hf(fields["model_type"]), config, directory)
+            tensors = _our_tensors(opened, family_of_hf(fields["model_type"]), config, path)
         return ModelSource(
             name=name,
-            path=directory,
+            path=path,
             config=config,
             tensors=tensors,
-            tokenizer_json=lambda: read_text(tokenizer, MAX_TOKENIZER_BYTES),
+            tokenizer_json=lambda: directory.text("tokenizer.json", MAX_TOKENIZER_BYTES),
             tokenizer_kind="tokenizer.json",
             chat_template=_chat_template(directory, tokenizer_config),
             close=close,
@@ -97,26 +96,21 @@ def open_hf_model(directory: Path, name: str) -> ModelSource:
         raise
 
 
-def _json(directory: Path, name: str) -> dict[str, Any] | None:
-    path = directory / name
-    return parse_json_object(read_text(path), str(path)) if path.exists() else None
-
-
-def _shards(directory: Path) -> list[Path]:
+def _shards(directory: ModelDirectory) -> list[str]:
     """The weight files: the single one, those of the index, or the only one there is."""
-    if (directory / SINGLE).exists():
-        return [directory / SINGLE]
-    if (index := _json(directory, INDEX)) is not None:
-        return _indexed(directory, index)
-    found = sorted(directory.glob("*.safetensors"))
-    if len(found) == 1:
-        return found
+    if directory.has(SINGLE):
+        return [SINGLE]
+    if (index := directory.json(INDEX)) is not None:
+        return _indexed(directory.path, index)
+    names = directory.names(".safetensors")
+    if len(names) == 1:
+        return names
     raise ModelError(
-        f"{directory} has {len(found)} safetensors files and no {INDEX}: one file, or an index, expected"
+        f"{directory.path} has {len(names)} safetensors files and no {INDEX}: one file, or an index, expected"
     )
 
 
-def _indexed(directory: Path, index: Mapping[str, Any]) -> list[Path]:
+def _indexed(directory: Path, index: Mapping[str, Any]) -> list[str]:
     """The index's files. Each must be a plain name inside the directory."""
     names = field(index, "weight_map", dict) or {}
     for name in names.values():
@@ -127,7 +121,7 @@ def _indexed(directory: Path, index: Mapping[str, Any]) -> list[Path]:
     files = sorted(set(names.values()))
     if not 1 <= len(files) <= MAX_SHARDS:
         raise ModelError(f"{directory / INDEX} names {len(files)} files: from 1 to {MAX_SHARDS} expected")
-    return [directory / name for name in files]
+    return files
 
 
 def _our_tensors(
@@ -220,14 +214,14 @@ def _place(theirs: str) -> tuple[str, str, str]:
     return f"layers.{match[1]}.", name.replace(expert[0], ".experts.{e}."), expert[1]
 
 
-def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+def _chat_template(directory: ModelDirectory, tokenizer_config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, or the entry of tokenizer_config.json (of several named ones, "default")."""
-    if (directory / "chat_template.jinja").exists():
-        return read_text(directory / "chat_template.jinja")
+    if directory.has("chat_template.jinja"):
+        return directory.text("chat_template.jinja")
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
-        raise ModelError(f"{directory / 'tokenizer_config.json'} has a chat template that is not text")
+        raise ModelError(f"{directory.path / 'tokenizer_config.json'} has a chat template that is not text")
     return template

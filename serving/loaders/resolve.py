@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.model_directory import ModelDirectory
 from phasewise.serving.loaders.registry import KNOWN, KNOWN_ON_HUB, is_here, known_path, pull
-
-SOURCE_SUFFIXES = (".json", ".safetensors", ".jinja")  # what a Hugging Face directory is read from
 
 Report = Callable[[str], None]
 DownloadProgress = Callable[[int, int], None]
@@ -25,11 +24,8 @@ class Located:
     path: Path
 
     def files(self) -> list[Path]:
-        """Every file that the model is read from, sorted."""
-        if not self.path.is_dir():
-            return [self.path]
-        own = [path for path in self.path.iterdir() if path.suffix in SOURCE_SUFFIXES]
-        return sorted(own + [path for path in self.path.glob("*_Pooling/config.json") if path.is_file()])
+        """Every file that the model is read from, sorted. ModelError for a link out of a directory."""
+        return ModelDirectory(self.path).source_files() if self.path.is_dir() else [self.path]
 
 
 def cache_root(override: Path | None = None) -> Path:

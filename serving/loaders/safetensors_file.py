@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from phasewise.cython_kernels.packing import Array, from_bf16
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.forms import BF16, F32, WeightForm
 from phasewise.serving.loaders.gguf_blocks import BLOCK_TYPES, decode_rows
+from phasewise.serving.loaders.model_directory import ModelDirectory
 from phasewise.serving.loaders.source import (
     MAX_JSON_BYTES,
     Rows,
@@ -158,12 +158,12 @@ def _numbers(raw: bytes, dtype: str) -> Array:
     return np.frombuffer(raw, "<f4" if dtype == "F32" else "<f2").astype(np.float32)
 
 
-def open_all(paths: list[Path]) -> list[tuple[SourceFile, dict[str, TensorEntry]]]:
+def open_all(directory: ModelDirectory, names: list[str]) -> list[tuple[SourceFile, dict[str, TensorEntry]]]:
     """Every file, open, with its table. The caller closes them; on an error here none stays open."""
     opened: list[tuple[SourceFile, dict[str, TensorEntry]]] = []
     try:
-        for path in paths:
-            file = SourceFile(path)
+        for name in names:
+            file = directory.open(name)
             opened.append((file, {}))
             opened[-1] = (file, read_entries(file))
     except BaseException:

@@ -55,6 +55,13 @@ class SourceFile:
             raise ModelError(f"{self.path} cannot be read: {error}") from error
         return data
 
+    def real_path(self) -> Path:
+        """Where the open file lies, whatever links its path has."""
+        try:
+            return Path(os.readlink(f"/proc/self/fd/{self._fd}"))
+        except OSError as error:
+            raise ModelError(f"{self.path} cannot be followed: {error}") from error
+
     def close(self) -> None:
         os.close(self._fd)
 
@@ -119,15 +126,14 @@ class ModelSource:
         self.close()
 
 
-def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
+def read_all(file: SourceFile, max_bytes: int = MAX_JSON_BYTES) -> str:
     """A whole UTF-8 file that must not be larger than `max_bytes`."""
-    with SourceFile(path) as file:
-        if file.size > max_bytes:
-            raise ModelError(f"{path} has {file.size} bytes; such a file may have {max_bytes}")
-        try:
-            return file.read(0, file.size).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{path} is not UTF-8 text: {error}") from error
+    if file.size > max_bytes:
+        raise ModelError(f"{file.path} has {file.size} bytes; such a file may have {max_bytes}")
+    try:
+        return file.read(0, file.size).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{file.path} is not UTF-8 text: {error}") from error
 
 
 def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:

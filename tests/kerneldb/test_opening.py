@@ -473,6 +473,18 @@ HOSTILE = {
         f"CREATE TRIGGER t BEFORE INSERT ON measurement BEGIN {ENDLESS} count(*) FROM n; END"
     ),
     "a virtual table": lambda it: it.execute("CREATE VIRTUAL TABLE v USING fts5(a)"),
+    "an index of an expression": lambda it: it.execute(
+        "CREATE INDEX i ON measurement (length(hex(zeroblob(400000000))))"
+    ),
+    "an index of some rows": lambda it: it.execute(
+        "CREATE INDEX i ON measurement (id) WHERE length(hex(zeroblob(400000000))) > id"
+    ),
+    "a check": lambda it: it.execute(
+        "CREATE TABLE other (a INTEGER, CHECK (length(hex(zeroblob(400000000))) > a))"
+    ),
+    "a default": lambda it: it.execute(
+        "CREATE TABLE other (a INTEGER, b TEXT DEFAULT (hex(zeroblob(400000000))))"
+    ),
     "a generated column": lambda it: it.execute(
         "ALTER TABLE measurement ADD COLUMN g GENERATED ALWAYS AS (hex(zeroblob(400000000))) VIRTUAL"
     ),

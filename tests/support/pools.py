@@ -198,11 +198,11 @@ def mixed_requests(guides: GuideCompiler | None) -> list[Submit]:
         for index, grammar in enumerate(
             (Grammar.of_choices(["yes, indeed", "no"]), Grammar.of_pattern("[0-9]{3}-[a-f]{2,9}"))
         ):
-            guide = guides.compile_proven(grammar)
+            guide = guides.compile_proven(grammar, 1)
             sampling = SamplingParams(temperature=1.0, seed=index)
             requests.append(Submit(f"g{index}", prompt(300 + index, 50), 20, sampling, guide=guide))
         thinking = ThoughtGuide(
-            guides.compile_proven(Grammar.of_choices(["seven"])),
+            guides.compile_proven(Grammar.of_choices(["seven"]), 1),
             b"<",
             b">",
             guides.tokens.piece,

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels import packing
+from phasewise.serving.loaders.model_directory import ModelDirectory
 from phasewise.workflows.errors import WorkflowError
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ def _umask() -> int:
 def write_texts(source: ModelSource, directory: Path, sparsity: Mapping[str, Any] | None) -> None:
     """Config and tokenizer. sparsity: what config.json says of compressed tensors; None: they are dense."""
     if source.path.is_dir():
-        config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-        for name in COPIED:
-            if (source.path / name).is_file():
-                shutil.copyfile(source.path / name, directory / name)
+        theirs = ModelDirectory(source.path)
+        config = theirs.json("config.json") or {}
+        for name in filter(theirs.has, COPIED):
+            (directory / name).write_text(theirs.text(name), encoding="utf-8")
     else:
         config = config_fields(source.config)
         tokenizer: dict[str, Any] = {

@@ -140,3 +140,26 @@ def test_a_host_without_the_accelerators_library_embeds_on_the_cpu_and_says_so(t
         assert [lane.name for lane in opened.client.lanes()] == ["cpu:0"]
 
     assert any("the CPU embeds alone" in line for line in said)
+
+
+@pytest.mark.parametrize("link", ["pytorch_model.bin", "nested/deeper/vocab.txt"])
+def test_transformers_is_given_no_directory_with_links_out_of_it(
+    tmp_path: Path, fake: FakeModel, link: str
+) -> None:
+    del fake
+    folder = write_encoder(tmp_path / "bert", "bert")
+    (tmp_path / "outside").write_text("a secret")
+    (folder / link).parent.mkdir(parents=True, exist_ok=True)
+    (folder / link).symlink_to(tmp_path / "outside")
+
+    with pytest.raises(ModelError, match=f"{link} leads out"):
+        TorchEmbedder(str(folder), "cuda:0")
+
+
+def test_transformers_follows_no_adapter_to_another_model(tmp_path: Path, fake: FakeModel) -> None:
+    del fake
+    folder = write_encoder(tmp_path / "bert", "bert")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/another/place"}')
+
+    with pytest.raises(ModelError, match=r"adapter_config\.json"):
+        TorchEmbedder(str(folder), "cuda:0")

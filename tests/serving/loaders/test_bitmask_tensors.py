@@ -12,6 +12,7 @@ from phasewise.cython_kernels import packing
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.bitmask_tensors import bitmask_tensor, check_compression, part_of
+from phasewise.serving.loaders.model_directory import ModelDirectory
 from phasewise.serving.loaders.safetensors_file import open_all, read_entries, tensor_of
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 from phasewise.serving.loaders.storage import StorageChoice
@@ -25,7 +26,7 @@ N, K = 9, 44
 
 
 def opened(path: Path) -> SourceTensor:
-    ((file, entries),) = open_all([path])
+    ((file, entries),) = open_all(ModelDirectory(path.parent), [path.name])
     parts = {part_of(name)[1]: (file, entry) for name, entry in entries.items() if part_of(name)}  # type: ignore[index]
     return bitmask_tensor("w", parts)
 
