@@ -457,7 +457,8 @@ static int staging_pays(arithmetic a, int64_t rows, int64_t mr) {
     if (a >= ARITHMETICS) return 1;
     if (a == BF16_FMA) return rows >= STAGED_ROWS;
     if (a == BF16_AS_F16) return rows > 2 * mr; /* a second tile finds what the first has read in L1 */
-    if (a == IN_BLOCKS || a == BLOCKWISE) return rows > BLOCK_MR;
+    if (a == IN_BLOCKS) return rows > BLOCK_MR;
+    if (a == BLOCKWISE) return rows > BLOCKWISE_MR;
     return is_grouped(a) && rows > 2 * mr;
 }
 
@@ -589,6 +590,11 @@ static tile_size size_for(arithmetic a, int64_t m) {
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = arithmetic_of(w);
+    if (a == IN_BLOCKS && m <= BLOCK_MR) {
+        *mr = (int32_t)(m < 1 ? 1 : m);
+        *panels = 1;
+        return;
+    }
     tile_size size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
     *panels = size.panels;
     *mr = (int32_t)(m < 1 ? 1 : m <= 3 * size.rows ? pieces(m, pieces(m, size.rows)) : size.rows);

@@ -1,8 +1,8 @@
 /* families/gemm_blocks.c: weights in blocks (blocks.h), read as they are or unpacked; compiled once per ISA.
  *
  * Their arithmetic is that of gemm_quant.c, and so is the bound. A group's scale is the product of a float16 of 11 bits
- * and an integer of at most 8, which float32 holds exactly; so is its minimum. A few rows meet the blocks by way of
- * registers; for more, gemm_stage.c unpacks them once. Both give the same bits. */
+ * and an integer of at most 8, which float32 holds exactly, as it does FLOAT_BIAS times that; so is its minimum. Rows that
+ * one tile has meet the blocks by way of registers; for more, gemm_stage.c unpacks them once. Both give the same bits. */
 #include "families/gemm.h"
 
 enum { QUADS = PW_K_MULTIPLE / 4, VECTOR_BYTES = LANES * 4 };
@@ -120,6 +120,9 @@ PW_INLINE void block_dots(const tile_call *t, int kind, const tile_blocks *block
     }
 }
 
+/* Whether FLOAT_BIAS times a scale is exact. Exponents have scales up to 2^127. */
+PW_INLINE int has_exact_offsets(pw_block_format f) { return PW_FMA_ROUNDS_ONCE && f.scaling != PW_EXPONENT; }
+
 /* acc += a (s D), then += (a sum q) m, for group `half` of 32 inputs. */
 PW_INLINE void block_group(const tile_call *t, vf *acc, int kind, const tile_blocks *blocks, int64_t slot, int half,
                            const uint8_t **rows, int mr, int np) {
@@ -139,11 +142,12 @@ PW_INLINE void block_group(const tile_call *t, vf *acc, int kind, const tile_blo
     PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
         const block_parts *parts = &blocks->parts[c / VECTORS];
         const block_tops *tops = &blocks->tops[c / VECTORS];
-        vf s = group_scale(f, parts, tops, group, c % VECTORS);
+        vf s = group_scale(f, parts, tops, group, c % VECTORS), offset = v_mul(v_set1(-FLOAT_BIAS), s);
         PW_UNROLL for (int r = 0; r < mr; ++r) {
             vf *sum = &acc[r * np * VECTORS + c], a = v_set1(float_at(rows[r] + at.fields_at));
-            vf exact = v_sub(finished(dot, &at, r, c), v_set1(FLOAT_BIAS));
-            *sum = v_fma(v_mul(exact, s), a, *sum);
+            vf whole = finished(dot, &at, r, c);
+            vf scaled = has_exact_offsets(f) ? v_fma(whole, s, offset) : v_mul(v_sub(whole, v_set1(FLOAT_BIAS)), s);
+            *sum = v_fma(scaled, a, *sum);
         }
         if (!pw_has_mins(f)) continue;
         vf m = group_min(f, parts, tops, group, c % VECTORS);
@@ -195,13 +199,15 @@ PW_INLINE void block_tile(const tile_call *t, int kind, int mr, int np) {
 #define BLOCK_KINDS(X) \
     X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_XS) X(IQ4_NL) X(MXFP4) X(Q5_0) X(Q5_1)
 
-/* rows x panels of the kinds in blocks: few, because more rows are worth unpacking for. */
+/* rows x panels of the kinds in blocks. Rows of several tiles are worth unpacking for. */
 #if LANES == 16
-#define BLOCK_TILES(X, kind) X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1) X(kind, 1, 2) X(kind, 2, 2)
+#define BLOCK_TILES(X, kind)                                                                                       \
+    X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1) X(kind, 5, 1) X(kind, 6, 1) X(kind, 7, 1) X(kind, 8, 1)
+enum { BLOCK_MR = 8 };
 #else
 #define BLOCK_TILES(X, kind) X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1)
-#endif
 enum { BLOCK_MR = 4 };
+#endif
 
 #define TILE(kind, mr, np) \
     static void kind##_##mr##x##np(const tile_call *t) { block_tile(t, PW_##kind, mr, np); }
