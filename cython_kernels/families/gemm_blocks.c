@@ -199,14 +199,14 @@ PW_INLINE void block_tile(const tile_call *t, int kind, int mr, int np) {
 #define BLOCK_KINDS(X) \
     X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_XS) X(IQ4_NL) X(MXFP4) X(Q5_0) X(Q5_1)
 
-/* rows x panels of the kinds in blocks. Rows of several tiles are worth unpacking for. */
+/* rows x panels of the kinds in blocks. Rows of more than two tiles are worth unpacking for. */
 #if LANES == 16
 #define BLOCK_TILES(X, kind)                                                                                       \
     X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1) X(kind, 5, 1) X(kind, 6, 1) X(kind, 7, 1) X(kind, 8, 1)
-enum { BLOCK_MR = 8 };
+enum { BLOCK_MR = 8, BLOCK_ROWS = 16 };
 #else
 #define BLOCK_TILES(X, kind) X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1)
-enum { BLOCK_MR = 4 };
+enum { BLOCK_MR = 4, BLOCK_ROWS = 8 };
 #endif
 
 #define TILE(kind, mr, np) \
@@ -218,36 +218,66 @@ BLOCK_KINDS(KIND)
 
 /* ---- unpacking -------------------------------------------------------------------------------------------------- */
 
-/* 32 inputs of one panel's block: bytes [8 quads][16][4], scales and (where the kind has them) minima [32 / group][16]. */
-typedef void unpack_slot(const uint8_t *block, int64_t slot, uint8_t *codes, float *scales, float *mins);
+/* Where slots of 32 inputs of one panel go: bytes [8 quads][16][4]; float32 scales, minima where the kind has them, and
+ * -FLOAT_BIAS times the scales where that is exact, [32 / group][16] each. Any but the scales may be NULL. */
+typedef struct {
+    uint8_t *codes;
+    float *scales, *mins, *offsets;
+} unpacked_slots;
 
-PW_INLINE void unpack_slot_of(int kind, const uint8_t *block, int64_t slot, uint8_t *codes, float *scales, float *mins) {
-    pw_block_format f = pw_block_format_of(kind);
-    block_parts parts = parts_of(f, block);
-    block_tops tops;
-    load_tops(f, &parts, &tops);
+PW_INLINE void unpack_codes(pw_block_format f, const block_parts *parts, int64_t slot, uint8_t *codes) {
     PW_UNROLL for (int quad = 0; quad < QUADS; ++quad) {
         PW_UNROLL for (int v = 0; v < VECTORS; ++v) {
-            vi_store(codes + quad * VECTOR_ROW_BYTES + v * VECTOR_BYTES, code_quad(f, &parts, slot, quad, v));
-        }
-    }
-    PW_UNROLL for (int half = 0; half < PW_K_MULTIPLE / f.group; ++half) {
-        int64_t group = slot * (PW_K_MULTIPLE / f.group) + half;
-        PW_UNROLL for (int v = 0; v < VECTORS; ++v) {
-            v_store(scales + half * PW_PANEL + v * LANES, group_scale(f, &parts, &tops, group, v));
-            if (pw_has_mins(f)) v_store(mins + half * PW_PANEL + v * LANES, group_min(f, &parts, &tops, group, v));
+            vi_store(codes + quad * VECTOR_ROW_BYTES + v * VECTOR_BYTES, code_quad(f, parts, slot, quad, v));
         }
     }
 }
 
-#define KIND(kind)                                                                                                   \
-    static void unpack_##kind(const uint8_t *block, int64_t slot, uint8_t *codes, float *scales, float *mins) {     \
-        unpack_slot_of(PW_##kind, block, slot, codes, scales, mins);                                                 \
+/* Of group `group` of a block, to group `at`. */
+PW_INLINE void unpack_scales(pw_block_format f, const block_parts *parts, const block_tops *tops, int64_t group,
+                             const unpacked_slots *to, int64_t at) {
+    PW_UNROLL for (int v = 0; v < VECTORS; ++v) {
+        int64_t lane = at * PW_PANEL + v * LANES;
+        vf scale = group_scale(f, parts, tops, group, v);
+        v_store(to->scales + lane, scale);
+        if (to->offsets && has_exact_offsets(f)) v_store(to->offsets + lane, v_mul(v_set1(-FLOAT_BIAS), scale));
+        if (to->mins && pw_has_mins(f)) v_store(to->mins + lane, group_min(f, parts, tops, group, v));
+    }
+}
+
+/* Slots `slot` to `end` of a panel that begins with this block; lines are asked for `ahead` bytes before they are read. */
+typedef void unpack_slots(const uint8_t *block, int64_t slot, int64_t end, int64_t ahead, const unpacked_slots *to);
+
+PW_INLINE void unpack_slots_of(int kind, const uint8_t *block, int64_t slot, int64_t end, int64_t ahead,
+                               const unpacked_slots *to) {
+    pw_block_format f = pw_block_format_of(kind);
+    int64_t slots = f.inputs / PW_K_MULTIPLE, bytes = pw_block_bytes(f), first = slot;
+    int groups = PW_K_MULTIPLE / f.group;
+    for (block += slot / slots * bytes; slot < end; block += bytes) {
+        block_parts parts = parts_of(f, block);
+        block_tops tops;
+        load_tops(f, &parts, &tops);
+        if (ahead) {
+            for (int64_t at = 0; at < bytes; at += VECTOR_ROW_BYTES) ask_for(block + ahead + at, is_far(ahead));
+        }
+        int64_t block_end = (slot / slots + 1) * slots;
+        for (; slot < block_end && slot < end; ++slot) {
+            if (to->codes) unpack_codes(f, &parts, slot % slots, to->codes + (slot - first) * (PW_K_MULTIPLE * PW_PANEL));
+            PW_UNROLL for (int half = 0; half < groups; ++half) {
+                unpack_scales(f, &parts, &tops, slot % slots * groups + half, to, (slot - first) * groups + half);
+            }
+        }
+    }
+}
+
+#define KIND(kind)                                                                                              \
+    static void unpack_##kind(const uint8_t *block, int64_t slot, int64_t end, int64_t ahead, const unpacked_slots *to) { \
+        unpack_slots_of(PW_##kind, block, slot, end, ahead, to);                                                \
     }
 BLOCK_KINDS(KIND)
 #undef KIND
 
-static unpack_slot *const block_unpackers[PW_KINDS] = {
+static unpack_slots *const block_unpackers[PW_KINDS] = {
 #define KIND(kind) [PW_##kind] = unpack_##kind,
     BLOCK_KINDS(KIND)
 #undef KIND
