@@ -164,7 +164,7 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     s.prefetch_bytes = m > STREAM_ROWS && w->kind >= PW_Q8 ? GROUPS_AHEAD_BYTES : STREAM_AHEAD_BYTES;
     if (groups_arrive_from_afar(w, m) || (m > STREAM_ROWS && in_tiles(w))) s.prefetch_bytes = FAR_GROUPS_BYTES;
     stream_from_afar(w, m, &s);
-    if (path_in_use(w) == PW_INT8_DOT && pw_in_blocks(w->kind) && m <= 2 * STREAM_ROWS) {
+    if (pw_active()->gemm.reads_blocks(w, m)) {
         s.prefetch_bytes = FAR_BYTES;
         s.block_k = (int32_t)k;
     }

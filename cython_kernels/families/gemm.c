@@ -588,11 +588,13 @@ static tile_size size_for(arithmetic a, int64_t m) {
     return size;
 }
 
+int32_t ISA(reads_blocks)(const pw_weight *w, int64_t m) { return arithmetic_of(w) == IN_BLOCKS && m <= BLOCK_ROWS; }
+
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = arithmetic_of(w);
     tile_size size = {BLOCK_MR, 1};
-    if (a != IN_BLOCKS || m > BLOCK_ROWS) size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
+    if (!ISA(reads_blocks)(w, m)) size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
     *panels = size.panels;
     *mr = (int32_t)(m < 1 ? 1 : m <= 3 * size.rows ? pieces(m, pieces(m, size.rows)) : size.rows);
 }

@@ -199,14 +199,18 @@ PW_INLINE void block_tile(const tile_call *t, int kind, int mr, int np) {
 #define BLOCK_KINDS(X) \
     X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_XS) X(IQ4_NL) X(MXFP4) X(Q5_0) X(Q5_1)
 
-/* rows x panels of the kinds in blocks. Rows of more than two tiles are worth unpacking for. */
+/* rows x panels of the kinds in blocks, and the rows that meet blocks as they are, tile by tile, because unpacking for
+ * them would cost more. Where dots have no 32 bits, larger tiles spill what they save. */
 #if LANES == 16
 #define BLOCK_TILES(X, kind)                                                                                       \
     X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1) X(kind, 5, 1) X(kind, 6, 1) X(kind, 7, 1) X(kind, 8, 1)
 enum { BLOCK_MR = 8, BLOCK_ROWS = 16 };
+#elif LANES == 8 && !PW_DOT_HALVES
+#define BLOCK_TILES(X, kind) X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1) X(kind, 5, 1) X(kind, 6, 1)
+enum { BLOCK_MR = 6, BLOCK_ROWS = 12 };
 #else
 #define BLOCK_TILES(X, kind) X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1)
-enum { BLOCK_MR = 4, BLOCK_ROWS = 8 };
+enum { BLOCK_MR = 4, BLOCK_ROWS = LANES == 8 ? 16 : 8 };
 #endif
 
 #define TILE(kind, mr, np) \
@@ -218,11 +222,11 @@ BLOCK_KINDS(KIND)
 
 /* ---- unpacking -------------------------------------------------------------------------------------------------- */
 
-/* Where slots of 32 inputs of one panel go: bytes [8 quads][16][4]; float32 scales, minima where the kind has them, and
- * -FLOAT_BIAS times the scales where that is exact, [32 / group][16] each. Any but the scales may be NULL. */
+/* Where slots of 32 inputs of one panel go: bytes [8 quads][16][4], or NULL for none; float32 [32 / group][16]: scales,
+ * -FLOAT_BIAS times the scales where that is exact, minima where the kind has them. */
 typedef struct {
     uint8_t *codes;
-    float *scales, *mins, *offsets;
+    float *scales, *offsets, *mins;
 } unpacked_slots;
 
 PW_INLINE void unpack_codes(pw_block_format f, const block_parts *parts, int64_t slot, uint8_t *codes) {
@@ -233,38 +237,44 @@ PW_INLINE void unpack_codes(pw_block_format f, const block_parts *parts, int64_t
     }
 }
 
-/* Of group `group` of a block, to group `at`. */
+/* Of group `group` of a block, to the first groups of `to`. */
 PW_INLINE void unpack_scales(pw_block_format f, const block_parts *parts, const block_tops *tops, int64_t group,
-                             const unpacked_slots *to, int64_t at) {
+                             const unpacked_slots *to) {
     PW_UNROLL for (int v = 0; v < VECTORS; ++v) {
-        int64_t lane = at * PW_PANEL + v * LANES;
         vf scale = group_scale(f, parts, tops, group, v);
-        v_store(to->scales + lane, scale);
-        if (to->offsets && has_exact_offsets(f)) v_store(to->offsets + lane, v_mul(v_set1(-FLOAT_BIAS), scale));
-        if (to->mins && pw_has_mins(f)) v_store(to->mins + lane, group_min(f, parts, tops, group, v));
+        v_store(to->scales + v * LANES, scale);
+        if (has_exact_offsets(f)) v_store(to->offsets + v * LANES, v_mul(v_set1(-FLOAT_BIAS), scale));
+        if (pw_has_mins(f)) v_store(to->mins + v * LANES, group_min(f, parts, tops, group, v));
     }
+}
+
+PW_INLINE void move_on(unpacked_slots *to, int64_t codes, int64_t floats) {
+    if (to->codes) to->codes += codes;
+    to->scales += floats;
+    to->offsets += floats;
+    to->mins += floats;
 }
 
 /* Slots `slot` to `end` of a panel that begins with this block; lines are asked for `ahead` bytes before they are read. */
 typedef void unpack_slots(const uint8_t *block, int64_t slot, int64_t end, int64_t ahead, const unpacked_slots *to);
 
 PW_INLINE void unpack_slots_of(int kind, const uint8_t *block, int64_t slot, int64_t end, int64_t ahead,
-                               const unpacked_slots *to) {
+                               const unpacked_slots *first) {
     pw_block_format f = pw_block_format_of(kind);
-    int64_t slots = f.inputs / PW_K_MULTIPLE, bytes = pw_block_bytes(f), first = slot;
+    int64_t slots = f.inputs / PW_K_MULTIPLE, bytes = pw_block_bytes(f);
     int groups = PW_K_MULTIPLE / f.group;
+    unpacked_slots to = *first;
     for (block += slot / slots * bytes; slot < end; block += bytes) {
         block_parts parts = parts_of(f, block);
         block_tops tops;
         load_tops(f, &parts, &tops);
-        if (ahead) {
-            for (int64_t at = 0; at < bytes; at += VECTOR_ROW_BYTES) ask_for(block + ahead + at, is_far(ahead));
-        }
-        int64_t block_end = (slot / slots + 1) * slots;
-        for (; slot < block_end && slot < end; ++slot) {
-            if (to->codes) unpack_codes(f, &parts, slot % slots, to->codes + (slot - first) * (PW_K_MULTIPLE * PW_PANEL));
+        for (int64_t at = 0; ahead && at < bytes; at += VECTOR_ROW_BYTES) ask_for(block + ahead + at, is_far(ahead));
+        for (int64_t block_end = at_most(end, (slot / slots + 1) * slots); slot < block_end; ++slot) {
+            if (to.codes) unpack_codes(f, &parts, slot % slots, to.codes);
+            move_on(&to, PW_K_MULTIPLE * PW_PANEL, 0);
             PW_UNROLL for (int half = 0; half < groups; ++half) {
-                unpack_scales(f, &parts, &tops, slot % slots * groups + half, to, (slot - first) * groups + half);
+                unpack_scales(f, &parts, &tops, slot % slots * groups + half, &to);
+                move_on(&to, 0, PW_PANEL);
             }
         }
     }

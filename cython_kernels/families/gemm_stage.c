@@ -104,10 +104,7 @@ static void unpack_blocks(const tile_call *t, const pw_weight *w, unpacked_slots
         for (int half = 0; half < 2; ++half) {
             int64_t begin = half ? turn : 0, count = half ? t->steps - turn : turn;
             block_unpackers[w->kind](block + begin * bytes, 0, count * slots, ahead + half * jump, &to);
-            to.scales += count * floats;
-            to.offsets += count * floats;
-            to.mins += count * floats;
-            if (to.codes) to.codes += count * f.inputs * PW_PANEL;
+            move_on(&to, count * f.inputs * PW_PANEL, count * floats);
         }
     }
 }
@@ -128,7 +125,7 @@ static void stage_blocks(tile_call *t, const pw_weight *w, uint8_t *bytes) {
     float *scales = (float *)(void *)bytes, *offsets = scales + floats, *mins = offsets + floats;
     uint8_t *values = (uint8_t *)(mins + floats);
     int of_nibbles = pw_arithmetic_kind(w->kind) == PW_Q4, nibbles = of_nibbles && !stages_nibbles();
-    unpack_blocks(t, w, (unpacked_slots){nibbles ? NULL : values, scales, mins, offsets});
+    unpack_blocks(t, w, (unpacked_slots){nibbles ? NULL : values, scales, offsets, mins});
     if (nibbles) gather_nibbles(t, w, values);
     for (int64_t i = 0; of_nibbles && !nibbles && Q8_WEIGHT_OFFSET && i < floats * f.group; ++i) values[i] |= Q8_WEIGHT_OFFSET;
     int exact = has_exact_offsets(f) || stage_offsets(scales, floats, offsets);
@@ -224,9 +221,9 @@ PW_INLINE void widen_inputs(const packed_inputs *p, const pw_weight *w, int to_f
 static void stage_widened_blocks(tile_call *t, const pw_weight *w, widening to, uint8_t *out, int64_t vector_rows) {
     pw_block_format f = pw_block_format_of(w->kind);
     uint8_t codes[PW_K_MULTIPLE * PW_PANEL] __attribute__((aligned(64)));
-    float scales[2 * PW_PANEL], mins[2 * PW_PANEL];
+    float scales[2 * PW_PANEL], offsets[2 * PW_PANEL], mins[2 * PW_PANEL];
     packed_inputs p = {codes, (const uint8_t *)scales, pw_has_mins(f) ? (const uint8_t *)mins : NULL, sizeof(float)};
-    const unpacked_slots here = {codes, scales, mins, NULL};
+    const unpacked_slots here = {codes, scales, offsets, mins};
     pw_weight as_bytes = *w;
     as_bytes.kind = PW_Q8;
     for (int64_t panel = 0; panel < t->panels; ++panel) {
