@@ -166,7 +166,7 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     stream_from_afar(w, m, &s);
     if (pw_active()->gemm.reads_blocks(w, m)) {
         s.prefetch_bytes = FAR_BYTES;
-        s.block_k = (int32_t)k;
+        s.block_k = (int32_t)(m > 2 * STREAM_ROWS ? pass_inputs(k, BYTE_PASS_INPUTS) : k);
     }
     if (w->offsets) stream_sparse(w, m, &s);
     share_out(w, m, (int32_t)at_least(1, threads), &s);

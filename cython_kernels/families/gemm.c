@@ -453,12 +453,18 @@ static int64_t whole_folds(int64_t steps) {
     return steps < F16_FOLD_STEPS ? F16_FOLD_STEPS : steps / F16_FOLD_STEPS * F16_FOLD_STEPS;
 }
 
+/* Rows that meet blocks as they are. Nibbles cost little to read again; and nothing does where unpacking is beside dots. */
+static int64_t most_block_rows(const pw_weight *w) {
+    if (PW_DOT_OPERANDS && pw_core()->unpacks_beside_dots) return 8 * BLOCK_MR;
+    return BLOCK_ROWS + (pw_arithmetic_kind(w->kind) == PW_Q4 ? BLOCK_MR : 0);
+}
+
 /* Whether unpacking the weights costs less, for this number of rows, than reading them packed. */
-static int staging_pays(arithmetic a, int64_t rows, int64_t mr) {
+static int staging_pays(arithmetic a, const pw_weight *w, int64_t rows, int64_t mr) {
     if (a >= ARITHMETICS) return 1;
     if (a == BF16_FMA) return rows >= STAGED_ROWS;
     if (a == BF16_AS_F16) return rows > 2 * mr; /* a second tile finds what the first has read in L1 */
-    if (a == IN_BLOCKS) return rows > BLOCK_ROWS;
+    if (a == IN_BLOCKS) return rows > most_block_rows(w);
     if (a == BLOCKWISE) return rows > BLOCKWISE_MR;
     return is_grouped(a) && rows > 2 * mr;
 }
@@ -500,7 +506,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     if (part < 0) k.first_part = 0, k.end_part = w->k_parts;
     k.arithmetic = arithmetic_of(w);
     k.block_m = clamp(s->block_m, 1, INT32_MAX);
-    k.staged = staging_pays(k.arithmetic, at_most(k.block_m, rows), clamp(s->mr, 1, MAX_MR));
+    k.staged = staging_pays(k.arithmetic, w, at_most(k.block_m, rows), clamp(s->mr, 1, MAX_MR));
     k.kernels = k.staged ? staged_as(k.arithmetic, w) : k.arithmetic;
     k.tiles = tiles_of(k.kernels, w);
     int64_t staged_bytes = staged_step_bytes(k.arithmetic, w);
@@ -588,7 +594,9 @@ static tile_size size_for(arithmetic a, int64_t m) {
     return size;
 }
 
-int32_t ISA(reads_blocks)(const pw_weight *w, int64_t m) { return arithmetic_of(w) == IN_BLOCKS && m <= BLOCK_ROWS; }
+int32_t ISA(reads_blocks)(const pw_weight *w, int64_t m) {
+    return arithmetic_of(w) == IN_BLOCKS && m <= most_block_rows(w);
+}
 
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
