@@ -453,10 +453,12 @@ static int64_t whole_folds(int64_t steps) {
     return steps < F16_FOLD_STEPS ? F16_FOLD_STEPS : steps / F16_FOLD_STEPS * F16_FOLD_STEPS;
 }
 
-/* Rows that meet blocks as they are. Nibbles cost little to read again; and nothing does where unpacking is beside dots. */
+/* Rows that meet blocks as they are. Some kinds gain less by being unpacked than others: nibbles, which a tile of many
+ * columns reads at little cost, and sub-scales; none gains anything where unpacking is beside dots. */
 static int64_t most_block_rows(const pw_weight *w) {
     if (PW_DOT_OPERANDS && pw_core()->unpacks_beside_dots) return 8 * BLOCK_MR;
-    return BLOCK_ROWS + (pw_arithmetic_kind(w->kind) == PW_Q4 ? BLOCK_MR : 0);
+    int gains_less = LANES == 16 ? pw_arithmetic_kind(w->kind) == PW_Q4 : LANES == 8 && pw_has_subs(w->kind);
+    return BLOCK_ROWS + (gains_less ? BLOCK_MR : 0);
 }
 
 /* Whether unpacking the weights costs less, for this number of rows, than reading them packed. */
@@ -466,7 +468,7 @@ static int staging_pays(arithmetic a, const pw_weight *w, int64_t rows, int64_t 
     if (a == BF16_AS_F16) return rows > 2 * mr; /* a second tile finds what the first has read in L1 */
     if (a == IN_BLOCKS) return rows > most_block_rows(w);
     if (a == BLOCKWISE) return rows > BLOCKWISE_MR;
-    return is_grouped(a) && rows > 2 * mr;
+    return is_grouped(a) && rows > (a == Q4 ? 3 : 2) * mr;
 }
 
 /* Bytes that a step of one panel takes staged. */
