@@ -30,6 +30,9 @@ typedef struct {
     /* Whether there is a micro-kernel of mr rows x panels for this weight. Any numbers may be asked about. */
     int32_t (*has_tile)(const pw_weight *w, int32_t mr, int32_t panels);
 
+    /* Whether m rows meet the blocks of this weight as they are: tiles of one panel, one panel after the other. */
+    int32_t (*reads_blocks)(const pw_weight *w, int64_t m);
+
     /* W[row][0..k) as float32, for embedding lookups from packed weights. */
     void (*unpack_row)(const pw_weight *w, int64_t row, float *out);
 } pw_gemm_kernels;

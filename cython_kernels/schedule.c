@@ -75,6 +75,15 @@ static int64_t value_eighths(const pw_weight *w, int64_t m) {
     return nibbles ? (m > STREAM_ROWS ? 8 : 4) : 32 >> w->kind;
 }
 
+/* Bits of a value as many rows read it, with its share of the float32 scales, minima and (gemm_quant.c) offsets of groups
+ * that are staged for them. */
+static int64_t pass_bits(const pw_weight *w, int64_t m) {
+    int64_t bits = value_eighths(w, m);
+    if (m <= STREAM_ROWS || !w->group || path_in_use(w) != PW_INT8_DOT) return bits;
+    int has_mins = pw_in_blocks(w->kind) ? pw_has_mins(pw_block_format_of(w->kind)) : w->mins != NULL;
+    return bits + 32 * (2 + has_mins) / w->group;
+}
+
 static int in_tiles(const pw_weight *w) {
     int32_t path = path_in_use(w);
     return path == PW_BF16_TILE || path == PW_INT8_TILE;
@@ -136,7 +145,7 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     int32_t mr, panels;
     pw_active()->gemm.best_tile(w, m, &mr, &panels);
     int64_t eighths = value_eighths(w, m);
-    int64_t fitting_k = (int64_t)L1_WEIGHT_BYTES * 8 / (PW_PANEL * panels * eighths);
+    int64_t fitting_k = (int64_t)L1_WEIGHT_BYTES * 8 / (PW_PANEL * panels * pass_bits(w, m));
     int64_t k = pw_padded_k(w->k), panel_bytes = at_least(1, k * PW_PANEL * eighths / 8);
     pw_schedule s = {0};
     s.mr = mr;
@@ -155,6 +164,10 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     s.prefetch_bytes = m > STREAM_ROWS && w->kind >= PW_Q8 ? GROUPS_AHEAD_BYTES : STREAM_AHEAD_BYTES;
     if (groups_arrive_from_afar(w, m) || (m > STREAM_ROWS && in_tiles(w))) s.prefetch_bytes = FAR_GROUPS_BYTES;
     stream_from_afar(w, m, &s);
+    if (pw_active()->gemm.reads_blocks(w, m)) {
+        s.prefetch_bytes = FAR_BYTES;
+        s.block_k = (int32_t)(m > 2 * STREAM_ROWS ? pass_inputs(k, BYTE_PASS_INPUTS) : k);
+    }
     if (w->offsets) stream_sparse(w, m, &s);
     share_out(w, m, (int32_t)at_least(1, threads), &s);
     return s;

@@ -37,6 +37,7 @@ const pw_kernels ISA(kernels) = {
             .path_of = ISA(path_of),
             .best_tile = ISA(best_tile),
             .has_tile = ISA(has_tile),
+            .reads_blocks = ISA(reads_blocks),
             .unpack_row = ISA(unpack_row),
         },
     .limits =

@@ -223,7 +223,6 @@ typedef struct {
     int begins_part, ends_part, first_part, last_part;
 } pass;
 
-static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 /* The first of the fewest parts of at most `most`, all nearly equal: a short last tile would be slower by the row. */
 static int64_t fair_part(int64_t count, int64_t most) {
@@ -353,7 +352,6 @@ static void run_tile(const walk *k, tile_kernel *kernel, tile_call *t, const str
 }
 
 static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
-    t->prefetch_bytes = t->prefetch_jump = 0;
     switch (k->arithmetic) {
     case BF16_FMA: stage_bf16(t, bytes); break;
 #ifdef PW_F16_WORDS
@@ -366,16 +364,19 @@ static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
     case BLOCKWISE: stage_blockwise(t, k->w, bytes); break;
     default: stage_groups(t, k->w, bytes);
     }
+    t->prefetch_bytes = t->prefetch_jump = 0;
 }
 
 /* The tiles of a strip whose first call is ready. */
 static void run_tiles(const walk *k, const strip *s, tile_call *t) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
     const lookahead next_strip = {.values = t->values + t->panels * t->panel_bytes, .panel_bytes = t->panel_bytes};
-    if (k->staged) stage(k, t, bytes);
     int several = s->rows.end - s->rows.begin > k->mr && t->steps > 0 && k->prefetch_bytes;
     int dense = k->kernels <= BF16_DOT, in_tiles = k->kernels == BF16_TILE || k->kernels == Q8_COLUMN_TILE;
-    if (several && (dense || in_tiles) && s->index > 0) t->prefetch_bytes = t->prefetch_jump = 0; /* the last strip asked for these */
+    int unpacked = k->staged && pw_in_blocks(k->w->kind);
+    int asked = several && (dense || in_tiles || unpacked) && s->index > 0; /* by the last strip */
+    if (asked) t->prefetch_bytes = t->prefetch_jump = 0;
+    if (k->staged) stage(k, t, bytes);
     const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
     for (int64_t row = s->rows.begin; row < s->rows.end; row += t->mr) {
         t->mr = (int)fair_part(s->rows.end - row, k->mr);
@@ -452,13 +453,22 @@ static int64_t whole_folds(int64_t steps) {
     return steps < F16_FOLD_STEPS ? F16_FOLD_STEPS : steps / F16_FOLD_STEPS * F16_FOLD_STEPS;
 }
 
+/* Rows that meet blocks as they are. Some kinds gain less by being unpacked than others: nibbles, which a tile of many
+ * columns reads at little cost, and sub-scales; none gains anything where unpacking is beside dots. */
+static int64_t most_block_rows(const pw_weight *w) {
+    if (PW_DOT_OPERANDS && pw_core()->unpacks_beside_dots) return 8 * BLOCK_MR;
+    int gains_less = LANES == 16 ? pw_arithmetic_kind(w->kind) == PW_Q4 : LANES == 8 && pw_has_subs(w->kind);
+    return BLOCK_ROWS + (gains_less ? BLOCK_MR : 0);
+}
+
 /* Whether unpacking the weights costs less, for this number of rows, than reading them packed. */
-static int staging_pays(arithmetic a, int64_t rows, int64_t mr) {
+static int staging_pays(arithmetic a, const pw_weight *w, int64_t rows, int64_t mr) {
     if (a >= ARITHMETICS) return 1;
     if (a == BF16_FMA) return rows >= STAGED_ROWS;
     if (a == BF16_AS_F16) return rows > 2 * mr; /* a second tile finds what the first has read in L1 */
-    if (a == IN_BLOCKS || a == BLOCKWISE) return rows > BLOCK_MR;
-    return is_grouped(a) && rows > 2 * mr;
+    if (a == IN_BLOCKS) return rows > most_block_rows(w);
+    if (a == BLOCKWISE) return rows > BLOCKWISE_MR;
+    return is_grouped(a) && rows > (a == Q4 ? 3 : 2) * mr;
 }
 
 /* Bytes that a step of one panel takes staged. */
@@ -498,7 +508,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     if (part < 0) k.first_part = 0, k.end_part = w->k_parts;
     k.arithmetic = arithmetic_of(w);
     k.block_m = clamp(s->block_m, 1, INT32_MAX);
-    k.staged = staging_pays(k.arithmetic, at_most(k.block_m, rows), clamp(s->mr, 1, MAX_MR));
+    k.staged = staging_pays(k.arithmetic, w, at_most(k.block_m, rows), clamp(s->mr, 1, MAX_MR));
     k.kernels = k.staged ? staged_as(k.arithmetic, w) : k.arithmetic;
     k.tiles = tiles_of(k.kernels, w);
     int64_t staged_bytes = staged_step_bytes(k.arithmetic, w);
@@ -586,10 +596,15 @@ static tile_size size_for(arithmetic a, int64_t m) {
     return size;
 }
 
+int32_t ISA(reads_blocks)(const pw_weight *w, int64_t m) {
+    return arithmetic_of(w) == IN_BLOCKS && m <= most_block_rows(w);
+}
+
 /* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = arithmetic_of(w);
-    tile_size size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
+    tile_size size = {BLOCK_MR, 1};
+    if (!ISA(reads_blocks)(w, m)) size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
     *panels = size.panels;
     *mr = (int32_t)(m < 1 ? 1 : m <= 3 * size.rows ? pieces(m, pieces(m, size.rows)) : size.rows);
 }

@@ -10,6 +10,8 @@ enum { MAX_MR = PW_MOST_TILE, MAX_TILE_PANELS = 8, VECTORS = PW_PANEL / LANES, V
 
 PW_INLINE int inputs_per_vector_row(int kind) { return 1 << kind; }
 
+PW_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+
 #ifndef PW_FMA_ROUNDS_ONCE
 #define PW_FMA_ROUNDS_ONCE 0
 #endif

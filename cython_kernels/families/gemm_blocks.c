@@ -1,8 +1,8 @@
 /* families/gemm_blocks.c: weights in blocks (blocks.h), read as they are or unpacked; compiled once per ISA.
  *
  * Their arithmetic is that of gemm_quant.c, and so is the bound. A group's scale is the product of a float16 of 11 bits
- * and an integer of at most 8, which float32 holds exactly; so is its minimum. A few rows meet the blocks by way of
- * registers; for more, gemm_stage.c unpacks them once. Both give the same bits. */
+ * and an integer of at most 8, which float32 holds exactly, as it does FLOAT_BIAS times that; so is its minimum. Rows that
+ * one tile has meet the blocks by way of registers; for more, gemm_stage.c unpacks them once. Both give the same bits. */
 #include "families/gemm.h"
 
 enum { QUADS = PW_K_MULTIPLE / 4, VECTOR_BYTES = LANES * 4 };
@@ -120,6 +120,9 @@ PW_INLINE void block_dots(const tile_call *t, int kind, const tile_blocks *block
     }
 }
 
+/* Whether FLOAT_BIAS times a scale is exact. Exponents have scales up to 2^127. */
+PW_INLINE int has_exact_offsets(pw_block_format f) { return PW_FMA_ROUNDS_ONCE && f.scaling != PW_EXPONENT; }
+
 /* acc += a (s D), then += (a sum q) m, for group `half` of 32 inputs. */
 PW_INLINE void block_group(const tile_call *t, vf *acc, int kind, const tile_blocks *blocks, int64_t slot, int half,
                            const uint8_t **rows, int mr, int np) {
@@ -139,11 +142,12 @@ PW_INLINE void block_group(const tile_call *t, vf *acc, int kind, const tile_blo
     PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
         const block_parts *parts = &blocks->parts[c / VECTORS];
         const block_tops *tops = &blocks->tops[c / VECTORS];
-        vf s = group_scale(f, parts, tops, group, c % VECTORS);
+        vf s = group_scale(f, parts, tops, group, c % VECTORS), offset = v_mul(v_set1(-FLOAT_BIAS), s);
         PW_UNROLL for (int r = 0; r < mr; ++r) {
             vf *sum = &acc[r * np * VECTORS + c], a = v_set1(float_at(rows[r] + at.fields_at));
-            vf exact = v_sub(finished(dot, &at, r, c), v_set1(FLOAT_BIAS));
-            *sum = v_fma(v_mul(exact, s), a, *sum);
+            vf whole = finished(dot, &at, r, c);
+            vf scaled = has_exact_offsets(f) ? v_fma(whole, s, offset) : v_mul(v_sub(whole, v_set1(FLOAT_BIAS)), s);
+            *sum = v_fma(scaled, a, *sum);
         }
         if (!pw_has_mins(f)) continue;
         vf m = group_min(f, parts, tops, group, c % VECTORS);
@@ -195,13 +199,19 @@ PW_INLINE void block_tile(const tile_call *t, int kind, int mr, int np) {
 #define BLOCK_KINDS(X) \
     X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_XS) X(IQ4_NL) X(MXFP4) X(Q5_0) X(Q5_1)
 
-/* rows x panels of the kinds in blocks: few, because more rows are worth unpacking for. */
+/* rows x panels of the kinds in blocks, and the rows that meet blocks as they are, tile by tile, because unpacking for
+ * them would cost more. Where dots have no 32 bits, larger tiles spill what they save. */
 #if LANES == 16
-#define BLOCK_TILES(X, kind) X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1) X(kind, 1, 2) X(kind, 2, 2)
+#define BLOCK_TILES(X, kind)                                                                                       \
+    X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1) X(kind, 5, 1) X(kind, 6, 1) X(kind, 7, 1) X(kind, 8, 1)
+enum { BLOCK_MR = 8, BLOCK_ROWS = 16 };
+#elif LANES == 8 && !PW_DOT_HALVES
+#define BLOCK_TILES(X, kind) X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1) X(kind, 5, 1) X(kind, 6, 1)
+enum { BLOCK_MR = 6, BLOCK_ROWS = 12 };
 #else
 #define BLOCK_TILES(X, kind) X(kind, 1, 1) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1)
+enum { BLOCK_MR = 4, BLOCK_ROWS = LANES == 8 ? 16 : 8 };
 #endif
-enum { BLOCK_MR = 4 };
 
 #define TILE(kind, mr, np) \
     static void kind##_##mr##x##np(const tile_call *t) { block_tile(t, PW_##kind, mr, np); }
@@ -212,36 +222,72 @@ BLOCK_KINDS(KIND)
 
 /* ---- unpacking -------------------------------------------------------------------------------------------------- */
 
-/* 32 inputs of one panel's block: bytes [8 quads][16][4], scales and (where the kind has them) minima [32 / group][16]. */
-typedef void unpack_slot(const uint8_t *block, int64_t slot, uint8_t *codes, float *scales, float *mins);
+/* Where slots of 32 inputs of one panel go: bytes [8 quads][16][4], or NULL for none; float32 [32 / group][16]: scales,
+ * -FLOAT_BIAS times the scales where that is exact, minima where the kind has them. */
+typedef struct {
+    uint8_t *codes;
+    float *scales, *offsets, *mins;
+} unpacked_slots;
 
-PW_INLINE void unpack_slot_of(int kind, const uint8_t *block, int64_t slot, uint8_t *codes, float *scales, float *mins) {
-    pw_block_format f = pw_block_format_of(kind);
-    block_parts parts = parts_of(f, block);
-    block_tops tops;
-    load_tops(f, &parts, &tops);
+PW_INLINE void unpack_codes(pw_block_format f, const block_parts *parts, int64_t slot, uint8_t *codes) {
     PW_UNROLL for (int quad = 0; quad < QUADS; ++quad) {
         PW_UNROLL for (int v = 0; v < VECTORS; ++v) {
-            vi_store(codes + quad * VECTOR_ROW_BYTES + v * VECTOR_BYTES, code_quad(f, &parts, slot, quad, v));
-        }
-    }
-    PW_UNROLL for (int half = 0; half < PW_K_MULTIPLE / f.group; ++half) {
-        int64_t group = slot * (PW_K_MULTIPLE / f.group) + half;
-        PW_UNROLL for (int v = 0; v < VECTORS; ++v) {
-            v_store(scales + half * PW_PANEL + v * LANES, group_scale(f, &parts, &tops, group, v));
-            if (pw_has_mins(f)) v_store(mins + half * PW_PANEL + v * LANES, group_min(f, &parts, &tops, group, v));
+            vi_store(codes + quad * VECTOR_ROW_BYTES + v * VECTOR_BYTES, code_quad(f, parts, slot, quad, v));
         }
     }
 }
 
-#define KIND(kind)                                                                                                   \
-    static void unpack_##kind(const uint8_t *block, int64_t slot, uint8_t *codes, float *scales, float *mins) {     \
-        unpack_slot_of(PW_##kind, block, slot, codes, scales, mins);                                                 \
+/* Of group `group` of a block, to the first groups of `to`. */
+PW_INLINE void unpack_scales(pw_block_format f, const block_parts *parts, const block_tops *tops, int64_t group,
+                             const unpacked_slots *to) {
+    PW_UNROLL for (int v = 0; v < VECTORS; ++v) {
+        vf scale = group_scale(f, parts, tops, group, v);
+        v_store(to->scales + v * LANES, scale);
+        if (has_exact_offsets(f)) v_store(to->offsets + v * LANES, v_mul(v_set1(-FLOAT_BIAS), scale));
+        if (pw_has_mins(f)) v_store(to->mins + v * LANES, group_min(f, parts, tops, group, v));
+    }
+}
+
+PW_INLINE void move_on(unpacked_slots *to, int64_t codes, int64_t floats) {
+    if (to->codes) to->codes += codes;
+    to->scales += floats;
+    to->offsets += floats;
+    to->mins += floats;
+}
+
+/* Slots `slot` to `end` of a panel that begins with this block; lines are asked for `ahead` bytes before they are read. */
+typedef void unpack_slots(const uint8_t *block, int64_t slot, int64_t end, int64_t ahead, const unpacked_slots *to);
+
+PW_INLINE void unpack_slots_of(int kind, const uint8_t *block, int64_t slot, int64_t end, int64_t ahead,
+                               const unpacked_slots *first) {
+    pw_block_format f = pw_block_format_of(kind);
+    int64_t slots = f.inputs / PW_K_MULTIPLE, bytes = pw_block_bytes(f);
+    int groups = PW_K_MULTIPLE / f.group;
+    unpacked_slots to = *first;
+    for (block += slot / slots * bytes; slot < end; block += bytes) {
+        block_parts parts = parts_of(f, block);
+        block_tops tops;
+        load_tops(f, &parts, &tops);
+        for (int64_t at = 0; ahead && at < bytes; at += VECTOR_ROW_BYTES) ask_for(block + ahead + at, is_far(ahead));
+        for (int64_t block_end = at_most(end, (slot / slots + 1) * slots); slot < block_end; ++slot) {
+            if (to.codes) unpack_codes(f, &parts, slot % slots, to.codes);
+            move_on(&to, PW_K_MULTIPLE * PW_PANEL, 0);
+            PW_UNROLL for (int half = 0; half < groups; ++half) {
+                unpack_scales(f, &parts, &tops, slot % slots * groups + half, &to);
+                move_on(&to, 0, PW_PANEL);
+            }
+        }
+    }
+}
+
+#define KIND(kind)                                                                                              \
+    static void unpack_##kind(const uint8_t *block, int64_t slot, int64_t end, int64_t ahead, const unpacked_slots *to) { \
+        unpack_slots_of(PW_##kind, block, slot, end, ahead, to);                                                \
     }
 BLOCK_KINDS(KIND)
 #undef KIND
 
-static unpack_slot *const block_unpackers[PW_KINDS] = {
+static unpack_slots *const block_unpackers[PW_KINDS] = {
 #define KIND(kind) [PW_##kind] = unpack_##kind,
     BLOCK_KINDS(KIND)
 #undef KIND

@@ -15,7 +15,7 @@
  * words. Both give the same bits. */
 #include "families/gemm.h"
 
-enum { BLOCKWISE_MOST_MR = LANES == 16 ? 8 : 4 };
+enum { BLOCKWISE_MR = 4, BLOCKWISE_MOST_MR = LANES == 16 ? 8 : 4 }; /* not staged; staged */
 
 /* Sums of small codes times bytes that sixteen bits hold, in quads; all of a group where dots have 32 bits. */
 PW_INLINE int quads_held(pw_block_format f) {

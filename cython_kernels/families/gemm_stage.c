@@ -93,37 +93,29 @@ static void stage_nibbles(const tile_call *t, uint8_t *to) {
     }
 }
 
-/* Blocks [panels][t->steps] to groups: codes, scales and minima. */
-static void unpack_blocks(const tile_call *t, const pw_weight *w, uint8_t *codes, float *scales, float *mins) {
+/* Blocks [panels][t->steps] to groups. Panels are read one after the other. */
+static void unpack_blocks(const tile_call *t, const pw_weight *w, unpacked_slots to) {
     pw_block_format f = pw_block_format_of(w->kind);
-    unpack_slot *unpack = block_unpackers[w->kind];
-    int64_t slots = f.inputs / PW_K_MULTIPLE, slot_floats = PW_K_MULTIPLE / f.group * PW_PANEL, bytes = pw_block_bytes(f);
+    int64_t bytes = pw_block_bytes(f), slots = f.inputs / PW_K_MULTIPLE, floats = f.inputs / f.group * PW_PANEL;
+    int64_t ahead = t->prefetch_bytes, jump = ahead ? t->panel_bytes - t->steps * bytes : 0;
+    int64_t turn = t->steps - at_most(ahead / bytes, t->steps); /* from here on the next panel is what is ahead */
     for (int64_t panel = 0; panel < t->panels; ++panel) {
         const uint8_t *block = t->values + panel * t->panel_bytes;
-        for (int64_t step = 0; step < t->steps; ++step, block += bytes) {
-            for (int64_t slot = 0; slot < slots; ++slot) {
-                unpack(block, slot, codes, scales, mins);
-                codes += PW_K_MULTIPLE * PW_PANEL;
-                scales += slot_floats;
-                mins += slot_floats;
-            }
+        for (int half = 0; half < 2; ++half) {
+            int64_t begin = half ? turn : 0, count = half ? t->steps - turn : turn;
+            block_unpackers[w->kind](block + begin * bytes, 0, count * slots, ahead + half * jump, &to);
+            move_on(&to, count * f.inputs * PW_PANEL, count * floats);
         }
     }
 }
 
-/* The same with nibbles left as they are. */
-static void unpack_scales(const tile_call *t, const pw_weight *w, uint8_t *nibbles, float *scales, float *mins) {
+/* The nibbles of blocks as they are, without what is between. */
+static void gather_nibbles(const tile_call *t, const pw_weight *w, uint8_t *to) {
     pw_block_format f = pw_block_format_of(w->kind);
-    uint8_t codes[PW_K_MULTIPLE * PW_PANEL] __attribute__((aligned(64)));
     int64_t low_bytes = f.inputs * PW_PANEL / 2;
-    for (int64_t panel = 0; panel < t->panels; ++panel) {
-        const uint8_t *block = t->values + panel * t->panel_bytes;
-        for (int64_t step = 0; step < t->steps; ++step, block += pw_block_bytes(f), nibbles += low_bytes) {
-            memcpy(nibbles, block, (size_t)low_bytes);
-            for (int64_t slot = 0; slot < f.inputs / PW_K_MULTIPLE; ++slot, scales += PW_PANEL, mins += PW_PANEL) {
-                block_unpackers[w->kind](block, slot, codes, scales, mins);
-            }
-        }
+    for (int64_t i = 0; i < t->panels * t->steps; ++i) {
+        const uint8_t *from = t->values + i / t->steps * t->panel_bytes + i % t->steps * pw_block_bytes(f);
+        memcpy(to + i * low_bytes, from, (size_t)low_bytes);
     }
 }
 
@@ -133,12 +125,13 @@ static void stage_blocks(tile_call *t, const pw_weight *w, uint8_t *bytes) {
     float *scales = (float *)(void *)bytes, *offsets = scales + floats, *mins = offsets + floats;
     uint8_t *values = (uint8_t *)(mins + floats);
     int of_nibbles = pw_arithmetic_kind(w->kind) == PW_Q4, nibbles = of_nibbles && !stages_nibbles();
-    if (nibbles) unpack_scales(t, w, values, scales, mins);
-    else unpack_blocks(t, w, values, scales, mins);
+    unpack_blocks(t, w, (unpacked_slots){nibbles ? NULL : values, scales, offsets, mins});
+    if (nibbles) gather_nibbles(t, w, values);
     for (int64_t i = 0; of_nibbles && !nibbles && Q8_WEIGHT_OFFSET && i < floats * f.group; ++i) values[i] |= Q8_WEIGHT_OFFSET;
+    int exact = has_exact_offsets(f) || stage_offsets(scales, floats, offsets);
     t->scales = (const uint8_t *)scales;
     t->mins = pw_has_mins(f) ? (const uint8_t *)mins : NULL;
-    t->offsets = stage_offsets(scales, floats, offsets) ? (const uint8_t *)offsets : NULL;
+    t->offsets = exact ? (const uint8_t *)offsets : NULL;
     t->scale_bytes = sizeof(float);
     t->panel_scale_bytes = groups * PW_PANEL * (int64_t)sizeof(float);
     t->values = values;
@@ -228,15 +221,16 @@ PW_INLINE void widen_inputs(const packed_inputs *p, const pw_weight *w, int to_f
 static void stage_widened_blocks(tile_call *t, const pw_weight *w, widening to, uint8_t *out, int64_t vector_rows) {
     pw_block_format f = pw_block_format_of(w->kind);
     uint8_t codes[PW_K_MULTIPLE * PW_PANEL] __attribute__((aligned(64)));
-    float scales[2 * PW_PANEL], mins[2 * PW_PANEL];
+    float scales[2 * PW_PANEL], offsets[2 * PW_PANEL], mins[2 * PW_PANEL];
     packed_inputs p = {codes, (const uint8_t *)scales, pw_has_mins(f) ? (const uint8_t *)mins : NULL, sizeof(float)};
+    const unpacked_slots here = {codes, scales, offsets, mins};
     pw_weight as_bytes = *w;
     as_bytes.kind = PW_Q8;
     for (int64_t panel = 0; panel < t->panels; ++panel) {
         const uint8_t *block = t->values + panel * t->panel_bytes;
         for (int64_t step = 0; step < t->steps; ++step, block += pw_block_bytes(f)) {
             for (int64_t slot = 0; slot < f.inputs / PW_K_MULTIPLE; ++slot, out += vector_rows * VECTOR_ROW_BYTES) {
-                block_unpackers[w->kind](block, slot, codes, scales, mins);
+                block_unpackers[w->kind](block, slot, slot + 1, 0, &here);
                 widen_inputs(&p, &as_bytes, to == WIDEN_TO_F32, out);
             }
         }

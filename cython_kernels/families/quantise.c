@@ -258,10 +258,11 @@ static void unpack_block_row(const pw_weight *w, int64_t row, float *out) {
     int64_t panel = row / PW_PANEL, column = row % PW_PANEL, slots = f.inputs / PW_K_MULTIPLE;
     const uint8_t *block = (const uint8_t *)w->values + panel * pw_panel_bytes(w);
     uint8_t codes[PW_K_MULTIPLE * PW_PANEL];
-    float scales[2 * PW_PANEL], mins[2 * PW_PANEL];
+    float scales[2 * PW_PANEL], offsets[2 * PW_PANEL], mins[2 * PW_PANEL];
+    const unpacked_slots to = {codes, scales, offsets, mins};
     for (int64_t first = 0; first < w->k; first += PW_K_MULTIPLE) {
         int64_t slot = first / PW_K_MULTIPLE % slots;
-        block_unpackers[w->kind](block, slot, codes, scales, mins);
+        block_unpackers[w->kind](block, slot, slot + 1, 0, &to);
         for (int i = 0; i < PW_K_MULTIPLE; ++i) {
             int at = i / f.group * PW_PANEL + (int)column;
             float x = (float)(codes[i / 4 * VECTOR_ROW_BYTES + column * 4 + i % 4] - f.zero_point) * scales[at];
