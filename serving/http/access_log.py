@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.messages import Delivery, Failure, Submit
+from phasewise.serving.messages import Answer, Failure, StepStats, Submit
 
 Level = Literal["debug", "info", "warning", "error", "off"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error", "off")
@@ -147,13 +147,14 @@ class AccessLog:
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         """Nothing to do: `expects` has been told."""
 
-    def delivered(self, delivery: Delivery) -> None:
-        for out in delivery.outs:
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
+        for out in outs:
             record = self._by_request.get(out.request_id)
             if record is None:
                 continue
             if isinstance(out, Failure):
                 record.reasons.add("error")
+                del self._by_request[out.request_id]
                 continue
             if record.first_ns is None:
                 record.first_ns = out.at_ns

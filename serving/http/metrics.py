@@ -28,7 +28,7 @@ from phasewise.serving.headroom import malloc_bytes_in_use
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.histogram import LocalHistogram, LocalHistograms
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.messages import Answer, Delivery, EngineLoad, Failure, StepStats, Submit
+from phasewise.serving.messages import Answer, EngineLoad, Failure, StepStats, Submit
 from phasewise.tuner.plans import Phase
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ class Metrics:
         self._lives[request.request_id] = _Life(time.perf_counter_ns())
         self._prompt.inc(len(request.prompt_token_ids))
 
-    def delivered(self, delivery: Delivery) -> None:
-        n_generated = sum(self._piece(out) for out in delivery.outs)
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
+        n_generated = sum(self._piece(out) for out in outs)
         if n_generated:
             self._generated.inc(n_generated)
-        if delivery.stats is not None:
-            self._step(delivery.stats)
+        if stats is not None:
+            self._step(stats)
 
     def forgotten(self, request_id: str) -> None:
         """Its client left before it ended."""

@@ -47,6 +47,7 @@ class FakeServer:
     connections: Connections
     life: Lifecycle
     bodies: BodyReader
+    metrics: Metrics
     said: list[str]
     app: Any = field(repr=False, default=None)
 
@@ -114,7 +115,18 @@ def fake_server(
         while not server.started:
             time.sleep(0.005)
         running = FakeServer(
-            place.url, engine, ranks, client, thread, server, connections, life, app.state.bodies, said, app
+            place.url,
+            engine,
+            ranks,
+            client,
+            thread,
+            server,
+            connections,
+            life,
+            app.state.bodies,
+            metrics,
+            said,
+            app,
         )
         try:
             yield running
