@@ -255,7 +255,7 @@ def _dialect(opened: Served, settings: ServiceSettings) -> Dialect:
 
 def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
     """Cutting megabytes of text takes seconds of every core, only to learn that they are too many tokens."""
-    check = _length_check(opened, "prompt")
+    check = _length_check(opened)
 
     def encode(text: str, add_special: bool) -> list[int]:
         check(text)
@@ -266,7 +266,7 @@ def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
 
 def _chat_encoder(opened: Served) -> Callable[[Conversation, Patience], list[int]]:
     """The template is read beforehand: one that cannot be is told at the start."""
-    conversations, check = opened.text.conversations, _length_check(opened, "messages")
+    conversations, check = opened.text.conversations, _length_check(opened)
 
     def encode(conversation: Conversation, patience: Patience) -> list[int]:
         prompt = conversations.write(conversation, patience)
@@ -276,16 +276,14 @@ def _chat_encoder(opened: Served) -> Callable[[Conversation, Patience], list[int
     return encode
 
 
-def _length_check(opened: Served, param: str) -> Callable[[str], None]:
+def _length_check(opened: Served) -> Callable[[str], None]:
     context = opened.size.context_length
     longest = max(len(opened.text.tokenizer.piece(one)) for one in range(opened.model.config.vocab_size))
 
     def check(text: str) -> None:
         if len(text) > context * longest:
-            raise ContextLengthExceeded(
-                f"this model's context of {context} tokens cannot hold a text of {len(text)} characters",
-                param,
-            )
+            asked = f", but the prompt has {len(text)} characters"
+            raise ContextLengthExceeded.beyond(context, asked, "prompt")
 
     return check
 

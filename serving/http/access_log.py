@@ -173,13 +173,13 @@ class AccessLog:
 class NameRequests:
     """Gives each request an id, its own where it brings one, and each answer the header that says it.
 
-    Tells `log`, where there is one, when the answer has been sent. `paths`: those that are named in it.
+    Tells `log`, where there is one, when the answer has been sent. `name_of`: what it calls a path.
     """
 
-    def __init__(self, app: ASGIApp, log: AccessLog | None, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, log: AccessLog | None, name_of: Callable[[str], str]) -> None:
         self._app = app
         self._log = log
-        self._paths = paths
+        self._name_of = name_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -187,7 +187,7 @@ class NameRequests:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        path = self._name_of(scope["path"])
         record = Record(request_id, scope["method"], path, time.perf_counter_ns(), datetime.now(UTC))
         scope[_RECORD] = record
 

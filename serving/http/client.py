@@ -14,7 +14,16 @@ from phasewise.serving.errors import QueueFull, RequestError, ServingError, Stop
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts
 from phasewise.serving.http.loop_wakeup import LoopWakeup
 from phasewise.serving.http.places import displaced
-from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, StepStats, Submit
+from phasewise.serving.messages import (
+    Abort,
+    Answer,
+    Delivery,
+    EngineLoad,
+    Failure,
+    Message,
+    StepStats,
+    Submit,
+)
 
 Pieces = list[tuple[int, Answer]]
 """(Index of the request among those sent, piece)."""

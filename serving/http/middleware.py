@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -103,21 +104,21 @@ class CheckHost:
 
 
 class CountAnswers:
-    """Counts answers by path and status; paths that do not exist count as one.
+    """Counts answers by path, as `name_of` calls it, and status.
 
     The framework answers an exception that no handler knows with 500, outside of this: it is counted here.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, name_of: Callable[[str], str]) -> None:
         self._app = app
         self._metrics = metrics
-        self._paths = paths
+        self._name_of = name_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        path = self._name_of(scope["path"])
         has_started = False
 
         async def counted(message: Message) -> None:

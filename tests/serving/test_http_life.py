@@ -254,7 +254,7 @@ def test_a_prompt_longer_than_allowed_is_refused() -> None:
         refused = post(server, prompt="a" * 11, max_tokens=1)
 
         assert refused.status_code == 400
-        assert refused.json()["error"]["code"] == "prompt_too_long"
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_the_estimator_is_asked_once_for_each_prompt_and_knows_the_conversation() -> None:
