@@ -69,6 +69,13 @@ class ApiError(Exception):
             headers["Connection"] = "close"
         return JSONResponse(self.body(), self.status, headers)
 
+    def raw_response(self) -> bytes:
+        """The answer as it is sent where no framework is, its connection closed then."""
+        answer = self.response()
+        lines = [f"HTTP/1.1 {self.status} ".encode(), b"connection: close"]
+        lines += [name + b": " + value for name, value in answer.raw_headers if name != b"connection"]
+        return b"\r\n".join(lines) + b"\r\n\r\n" + bytes(answer.body)
+
 
 class ClientLeft(Exception):
     """The connection closed before there was anything to send."""
