@@ -28,6 +28,7 @@ from phasewise.serving.http.access_log import NOT_LOGGED, LineWriter, Logging, o
 from phasewise.serving.http.app import Surroundings, create_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connections import Connections
+from phasewise.serving.http.hangup import ReadKeys, on_hangup
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from phasewise.serving.http.lengths import LengthObserver, RealisedLength
 from phasewise.serving.http.lifecycle import Lifecycle
@@ -77,6 +78,8 @@ class ServiceSettings:
     """For the page at `/`; None: no page."""
     tool_format: str = "auto"
     """How calls are written: one of `tools.dialect.FORMATS`; auto: as the chat template writes them."""
+    read_keys: ReadKeys | None = None
+    """Reads the API keys again; None: they stay as they are."""
 
 
 class Served(Protocol):
@@ -146,7 +149,7 @@ def run_service(
             life,
             connections,
             report,
-            partial(_reopen, lines, log) if log or settings.logging.path else None,
+            on_hangup(_files(lines, settings, log), app.state.keys, settings.read_keys),
         )
         server = HttpServer(service, address, settings.tls)
         stack.enter_context(allocator_headroom())
@@ -176,10 +179,14 @@ def _opened_beside(one: OtherModel, settings: ServiceSettings) -> Iterator[Serve
         yield _served(one.opened, own, guides)
 
 
-def _reopen(lines: LineWriter, log: LengthLog | None) -> None:
-    lines.reopen()
+def _files(
+    lines: LineWriter, settings: ServiceSettings, log: LengthLog | None
+) -> Iterator[Callable[[], None]]:
+    """What opens them anew."""
+    if settings.logging.path is not None:
+        yield lines.reopen
     if log is not None:
-        log.reopen()
+        yield log.reopen
 
 
 @contextmanager

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
-from phasewise.workflows.serve_front import address_of, http_limits, tls_of, warn_of_strangers
+from phasewise.workflows.serve_front import (
+    address_of,
+    http_limits,
+    reader_of_keys,
+    tls_of,
+    warn_of_strangers,
+)
 from phasewise.workflows.serve_settings import Running, ServeSettings
 
 if TYPE_CHECKING:
@@ -64,7 +70,12 @@ def serve_model(
             _refuse_for_embedder(embedder.name, settings)
             warn_of_strangers(settings.listening, limits, report)
             own = EmbeddingSettings(
-                (embedder.name, model), limits, tls, _cors_origins(settings), _logging(settings)
+                (embedder.name, model),
+                limits,
+                tls,
+                _cors_origins(settings),
+                _logging(settings),
+                reader_of_keys(settings.accepting, report),
             )
             serve_embeddings(embedder, model, embeddings, own, address, running.threads, report)
             return
@@ -83,6 +94,7 @@ def serve_model(
         first = _open_first(model, found, budgets[0], settings, stack, report, explain)
         others = _open_others(further, budgets[1:], settings, stack, report)
         service = _service_settings(model, first, settings, limits, tls, log)
+        service = replace(service, read_keys=reader_of_keys(settings.accepting, report))
         _tell(first, service, report)
         warn_of_strangers(settings.listening, limits, report)
         run_service(first.opened, service, address, report, _host_of_all(first, others), beside, others)

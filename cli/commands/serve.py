@@ -121,7 +121,9 @@ _ACCEPTING = option_set(
         metavar="KEY",
     ),
     api_key_file=opt(
-        "file with more API keys, one per line", envvar="PHASEWISE_API_KEY_FILE", metavar="FILE"
+        "file with more API keys, one per line; SIGHUP reads it again",
+        envvar="PHASEWISE_API_KEY_FILE",
+        metavar="FILE",
     ),
     max_sequences=opt("answers computed at the same time", min=1, max=512, metavar="N"),
     max_waiting=opt("most waiting answers; further requests get 429", min=0, metavar="N"),
@@ -371,8 +373,10 @@ def serve(
     Ctrl-C or SIGTERM ends it: /ready is 503 at once, new requests get 503,
     and answers in progress have --drain seconds, or none after a second
     signal. The exit code is 0 then, and 70 where the ranks died too often
-    to be started again. SIGHUP opens the length log anew; without one it
-    ends the server as SIGTERM does, unless it is ignored (nohup).
+    to be started again. SIGHUP opens the files of --access-log and
+    --length-log anew and reads --api-key-file again; where none of the
+    three is given it ends the server as SIGTERM does, unless it is ignored
+    (nohup).
     """
     from phasewise.cli.render.explain_text import uses_text
     from phasewise.serving.secrets import hide_values_of

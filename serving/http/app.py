@@ -30,7 +30,7 @@ from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, Serve
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.live import MachineFacts
 from phasewise.serving.http.metrics import Metrics
-from phasewise.serving.http.middleware import CheckHost, CountAnswers, RequireKey, client_of
+from phasewise.serving.http.middleware import ApiKeys, CheckHost, CountAnswers, RequireKey, client_of
 from phasewise.serving.http.page_routes import OPEN_PATHS, add_page
 from phasewise.serving.http.preparation import Preparation
 from phasewise.serving.http.prepare import chat_requests, check_token_ids, completion_requests
@@ -137,16 +137,18 @@ def create_embedding_app(
 
 
 def _new_app(limits: HttpLimits, life: Lifecycle, metrics: Metrics, surroundings: Surroundings) -> FastAPI:
-    """With what every application has; `app.state.bodies` reads bodies."""
+    """With what every application has; `app.state.bodies` reads bodies, `app.state.keys` are its API keys."""
+    keys = ApiKeys(limits.api_keys)
     app = FastAPI(
         title="phasewise",
-        middleware=_layers(limits, metrics, surroundings),
+        middleware=_layers(limits, metrics, surroundings, keys),
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
     errors.install(app, metrics.refused)
     _add_health(app, life, metrics)
+    app.state.keys = keys
     app.state.bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
     return app
 
@@ -168,7 +170,9 @@ def _add_embeddings(
     return embeddings.model.names, embeddings.model.card()
 
 
-def _layers(limits: HttpLimits, metrics: Metrics, surroundings: Surroundings) -> list[Middleware]:
+def _layers(
+    limits: HttpLimits, metrics: Metrics, surroundings: Surroundings, keys: ApiKeys
+) -> list[Middleware]:
     """What every request passes, the outermost first."""
     layers = [
         Middleware(NameRequests, log=surroundings.log, name_of=_name_of),
@@ -188,7 +192,7 @@ def _layers(limits: HttpLimits, metrics: Metrics, surroundings: Surroundings) ->
         )
     if limits.api_keys:
         pages = OPEN_PATHS if surroundings.page is not None else frozenset()
-        layers.append(Middleware(RequireKey, keys=limits.api_keys, metrics=metrics, also_open=pages))
+        layers.append(Middleware(RequireKey, keys=keys, metrics=metrics, also_open=pages))
     return layers
 
 
