@@ -125,7 +125,8 @@ def run_service(
         if settings.predictor is not None:
             client.observe(LengthObserver(stack.enter_context(_learning(settings.predictor))))
         life = Lifecycle(host)
-        metrics = Metrics(_gauges(client, host, life, log, lambda: len(connections.open)))
+        ids = [settings.names[0], *(one.names[0] for one in others)]
+        metrics = Metrics(_gauges(client, host, life, log, lambda: len(connections.open)), ids)
         connections = Connections(settings.limits, metrics)
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
