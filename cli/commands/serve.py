@@ -17,6 +17,7 @@ from phasewise.cli.options import (
     FormatOption,
     KvFormat,
     ModelArgument,
+    RanksOption,
     Sparse,
     ThreadsOption,
     TilePromptsOption,
@@ -178,6 +179,7 @@ _RUNNING = option_set(
     _ENGINE,
     weight_format=FormatOption,
     threads=ThreadsOption,
+    ranks=RanksOption,
     tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
     context_tokens=opt(
@@ -250,6 +252,12 @@ _ANSWERING = option_set(
         kind=list[str] | None,
         metavar="ORIGIN",
         envvar="PHASEWISE_CORS_ORIGIN",
+    ),
+    served_model_name=opt(
+        "what requests call MODEL, in place of its own name; the first is its id [repeatable]",
+        kind=list[str] | None,
+        metavar="NAME",
+        envvar="PHASEWISE_SERVED_MODEL_NAME",
     ),
     no_page=opt("serve no page with a chat and a live view at /", "--no-page", envvar="PHASEWISE_NO_PAGE"),
 )

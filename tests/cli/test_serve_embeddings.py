@@ -164,3 +164,21 @@ def test_a_hangup_reads_its_keys_again(encoder: Path, environment: dict[str, str
         until(lambda: status("old") == 401, "the old key is still right")
         assert status("new") == 200
         assert server.end(signal.SIGTERM) == 0
+
+
+def test_an_embedding_model_is_called_as_the_operator_says(
+    encoder: Path, environment: dict[str, str]
+) -> None:
+    with serving(encoder, environment, "--port", 0, "--served-model-name", "mine") as server:
+        body = {"model": "mine", "input": "the cat"}
+        answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=30)
+        other = httpx.post(f"{server.url}/v1/embeddings", json={**body, "model": "bert"}, timeout=30)
+        assert server.end(signal.SIGTERM) == 0
+    assert (answer.json()["model"], other.status_code) == ("mine", 404)
+
+
+def test_an_embedding_model_has_no_ranks(encoder: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "phasewise", "serve", str(encoder), "--port", "0", "--ranks", "2"]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert found.returncode == 2
+    assert "leave --ranks out" in found.stderr
