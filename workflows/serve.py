@@ -91,9 +91,10 @@ def serve_model(
         further = {name: _find(name, settings, report) for name in settings.running.also or ()}
         if len({one.model.name for one in further.values()}) < len(settings.running.also or ()):
             raise UsageError("--also names a model twice")
-        names = [(one.model.name, ref) for ref, one in further.items()]
+        names = [_names(settings, found.model.name, model)]
+        names += [(one.model.name, ref) for ref, one in further.items()]
         names += [] if beside is None else [(beside.model.name,)]
-        _refuse_same_names([_names(settings, found.model.name, model), *names])
+        _refuse_same_names(names)
         budgets = _budgets([found, *further.values()], settings.running)
         first = _open_first(model, found, budgets[0], settings, stack, report, explain)
         others = _open_others(further, budgets[1:], settings, stack, report)

@@ -51,7 +51,7 @@ class ApiKeys:
         self._digests = _digests_of(keys)
 
     def digest_of(self, token: str) -> str | None:
-        """Of a key; None where it is none of ours.
+        """The digest of a key; None where it is none of ours.
 
         Compares digests, all of them, so that time tells nothing of a key, nor its length.
         """
