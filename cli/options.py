@@ -110,6 +110,18 @@ ThreadsOption = Annotated[
     int | None,
     typer.Option("--threads", min=1, envvar="PHASEWISE_THREADS", help="cores to use [default: the plan's]"),
 ]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        min=1,
+        max=256,
+        metavar="N",
+        envvar="PHASEWISE_RANKS",
+        help="divide the cores among N ranks, e.g. one for each NUMA node, whatever plan is stored "
+        "[default: the plan's]",
+    ),
+]
 TilePromptsOption = Annotated[
     bool,
     typer.Option(

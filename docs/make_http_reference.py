@@ -9,8 +9,16 @@ import ast
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
+from phasewise.serving.embedding.client import LaneState
+from phasewise.serving.embedding.metrics import EmbeddingMetrics
 from phasewise.serving.http import openapi
+from phasewise.serving.http.errors import ApiError
+from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.metrics import Gauges, Metrics
+from phasewise.serving.messages import Answer, DraftCounts, EngineLoad, HandOverCounts, Submit
+from phasewise.serving.pools.contract import BucketStats, PoolStats
 
 SOURCES = Path(openapi.__file__).resolve().parent
 PAGE = Path(__file__).resolve().parent / "reference" / "http-api.md"
@@ -174,17 +182,40 @@ def _metrics() -> str:
     lines = [
         "## Metrics",
         "",
-        "`/metrics`, in Prometheus's text format.",
+        "`/metrics`, in Prometheus's text format. The label `model` is there where a server has several (`--also`); metrics of drafts, pools and embeddings where it has them.",
         "",
-        "| metric | type | |",
-        "|---|---|---|",
+        "| metric | type | labels | |",
+        "|---|---|---|---|",
     ]
-    metrics = Metrics(Gauges())
-    for family in sorted(metrics.registry.collect(), key=lambda one: one.name):
-        if family.name.startswith("phasewise_"):
-            name = f"{family.name}_total" if family.type == "counter" else family.name
-            lines.append(f"| `{name}` | {family.type} | {family.documentation} |")
+    for family in sorted(registry().collect(), key=lambda one: one.name):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = dict.fromkeys(name for sample in family.samples for name in sample.labels if name != "le")
+        cell = ", ".join(f"`{one}`" for one in labels)
+        lines.append(f"| `{name}` | {family.type} | {cell} | {family.documentation.rstrip('.')} |")
     return "\n".join([*lines, ""])
+
+
+LOAD = EngineLoad(
+    *(0, 0, 0, 0),
+    pool=PoolStats("odma", 0, 0, 0, (BucketStats("1", *(0,) * 6),)),
+    drafts=DraftCounts(),
+    hand_overs=HandOverCounts(0, {"reason": 0}, {"reason": 0}),
+    by_model={},
+)
+"""Of an engine that has everything that one can have."""
+
+
+def registry() -> CollectorRegistry:
+    """Every metric that a server can have, each with all of its labels."""
+    models = ("one", "other")
+    load = LOAD._replace(by_model=dict.fromkeys(models, LOAD))
+    metrics = Metrics(Gauges(load=lambda: load), models)
+    metrics.registry.register(EmbeddingMetrics(lambda: [LaneState("cpu:0", True, *(0,) * 5)]))
+    metrics.sent(Submit("a", (1,), model="one"), RequestFacts((1,), 0.0, None, 1, None))
+    metrics.delivered((Answer("a", "", (), 1, 0, "stop"),), None)
+    metrics.refused(ApiError(400, ""))
+    metrics.answered_by_connection(400)
+    return metrics.registry
 
 
 if __name__ == "__main__":

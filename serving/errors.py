@@ -67,6 +67,11 @@ class RequestError(ServingError):
 class ContextLengthExceeded(RequestError):
     """Prompt and answer need more positions than the model, or the KV pool, has."""
 
+    @classmethod
+    def beyond(cls, most_tokens: int, asked: str, param: str | None = None) -> ContextLengthExceeded:
+        """In the words that clients of OpenAI look for. `asked`: what is longer, as the sentence goes on."""
+        return cls(f"this model's maximum context length is {most_tokens} tokens{asked}", param)
+
 
 class QueueFull(ServingError):
     """No more requests can wait. Try again later, where known in `retry_after_s` seconds."""

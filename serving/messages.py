@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,6 +56,10 @@ class DraftCounts(NamedTuple):
 
     accepted: int = 0
     rejected: int = 0
+
+    @property
+    def drafted(self) -> int:
+        return self.accepted + self.rejected
 
 
 class HandOverCounts(NamedTuple):
@@ -131,6 +136,8 @@ class StepStats(NamedTuple):
     n_sequences: int
     n_tokens: int
     duration_ns: int
+    model: str = ""
+    """The id of the model that was run, where a server has several."""
 
 
 class EngineLoad(NamedTuple):
@@ -153,6 +160,8 @@ class EngineLoad(NamedTuple):
     """Counts of all answers since the start; None where drafts are off."""
     hand_overs: HandOverCounts | None = None
     """None where one engine does everything."""
+    by_model: Mapping[str, EngineLoad] | None = None
+    """What each model's engine holds, by the models' ids; None where a server has one."""
 
 
 class Placed(NamedTuple):

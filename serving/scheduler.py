@@ -374,9 +374,10 @@ class Scheduler:
             raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
         room = min(self.limits.context_length, self.pool.longest)
         if request.most_tokens > room:
-            whose = "model's context" if room == self.limits.context_length else "KV cache"
-            raise ContextLengthExceeded(
-                f"the {whose} holds {room} tokens, but {request.most_tokens} are asked for: "
+            whose = "" if room == self.limits.context_length else " here (the KV cache holds no more)"
+            raise ContextLengthExceeded.beyond(
+                room,
+                f"{whose}, but {request.most_tokens} are asked for: "
                 f"{len(request.prompt_token_ids)} in the prompt and {request.max_tokens} for the answer",
                 "prompt",
             )

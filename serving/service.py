@@ -28,6 +28,7 @@ from phasewise.serving.http.access_log import NOT_LOGGED, LineWriter, Logging, o
 from phasewise.serving.http.app import Surroundings, create_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connections import Connections
+from phasewise.serving.http.hangup import ReadKeys, on_hangup
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from phasewise.serving.http.lengths import LengthObserver, RealisedLength
 from phasewise.serving.http.lifecycle import Lifecycle
@@ -77,6 +78,8 @@ class ServiceSettings:
     """For the page at `/`; None: no page."""
     tool_format: str = "auto"
     """How calls are written: one of `tools.dialect.FORMATS`; auto: as the chat template writes them."""
+    read_keys: ReadKeys | None = None
+    """Reads the API keys again; None: they stay as they are."""
 
 
 class Served(Protocol):
@@ -122,7 +125,8 @@ def run_service(
         if settings.predictor is not None:
             client.observe(LengthObserver(stack.enter_context(_learning(settings.predictor))))
         life = Lifecycle(host)
-        metrics = Metrics(_gauges(client, host, life, log, lambda: len(connections.open)))
+        ids = [settings.names[0], *(one.names[0] for one in others)]
+        metrics = Metrics(_gauges(client, host, life, log, lambda: len(connections.open)), ids)
         connections = Connections(settings.limits, metrics)
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
@@ -146,7 +150,7 @@ def run_service(
             life,
             connections,
             report,
-            partial(_reopen, lines, log) if log or settings.logging.path else None,
+            on_hangup(_files(lines, settings, log), app.state.keys, settings.read_keys),
         )
         server = HttpServer(service, address, settings.tls)
         stack.enter_context(allocator_headroom())
@@ -176,10 +180,14 @@ def _opened_beside(one: OtherModel, settings: ServiceSettings) -> Iterator[Serve
         yield _served(one.opened, own, guides)
 
 
-def _reopen(lines: LineWriter, log: LengthLog | None) -> None:
-    lines.reopen()
+def _files(
+    lines: LineWriter, settings: ServiceSettings, log: LengthLog | None
+) -> Iterator[Callable[[], None]]:
+    """What opens them anew."""
+    if settings.logging.path is not None:
+        yield lines.reopen
     if log is not None:
-        log.reopen()
+        yield log.reopen
 
 
 @contextmanager
@@ -255,7 +263,7 @@ def _dialect(opened: Served, settings: ServiceSettings) -> Dialect:
 
 def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
     """Cutting megabytes of text takes seconds of every core, only to learn that they are too many tokens."""
-    check = _length_check(opened, "prompt")
+    check = _length_check(opened)
 
     def encode(text: str, add_special: bool) -> list[int]:
         check(text)
@@ -266,7 +274,7 @@ def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
 
 def _chat_encoder(opened: Served) -> Callable[[Conversation, Patience], list[int]]:
     """The template is read beforehand: one that cannot be is told at the start."""
-    conversations, check = opened.text.conversations, _length_check(opened, "messages")
+    conversations, check = opened.text.conversations, _length_check(opened)
 
     def encode(conversation: Conversation, patience: Patience) -> list[int]:
         prompt = conversations.write(conversation, patience)
@@ -276,16 +284,14 @@ def _chat_encoder(opened: Served) -> Callable[[Conversation, Patience], list[int
     return encode
 
 
-def _length_check(opened: Served, param: str) -> Callable[[str], None]:
+def _length_check(opened: Served) -> Callable[[str], None]:
     context = opened.size.context_length
     longest = max(len(opened.text.tokenizer.piece(one)) for one in range(opened.model.config.vocab_size))
 
     def check(text: str) -> None:
         if len(text) > context * longest:
-            raise ContextLengthExceeded(
-                f"this model's context of {context} tokens cannot hold a text of {len(text)} characters",
-                param,
-            )
+            asked = f", but the prompt has {len(text)} characters"
+            raise ContextLengthExceeded.beyond(context, asked, "prompt")
 
     return check
 

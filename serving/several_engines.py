@@ -104,16 +104,16 @@ class SeveralEngines:
 
     def _deliver_of(self, name: str, delivery: Delivery) -> None:
         """On the thread of one engine."""
+        stats = None if delivery.stats is None else delivery.stats._replace(model=name)
         self._loads[name] = delivery.load
-        self._deliver(delivery._replace(load=_sum(list(self._loads.values()))))
+        self._deliver(delivery._replace(stats=stats, load=_sum(dict(self._loads))))
 
 
-def _sum(loads: list[EngineLoad]) -> EngineLoad:
-    if len(loads) == 1:
-        return loads[0]
+def _sum(by_model: Mapping[str, EngineLoad]) -> EngineLoad:
+    loads = list(by_model.values())
     numbers = {
         name: sum(getattr(load, name) for load in loads)
         for name in EngineLoad._fields
         if isinstance(getattr(loads[0], name), int)
     }
-    return loads[0]._replace(**{**numbers, "pool": None})
+    return loads[0]._replace(**{**numbers, "pool": None, "by_model": by_model})

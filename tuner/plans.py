@@ -1,13 +1,14 @@
 """Service plans: on which cores each phase runs, and in how many ranks.
 
-The plan of a phase comes from the `--threads` flag, else from the newest verified row of the database,
-else it is the default: one rank, one thread on each core that the process may use. A row may be a
+The plan of a phase comes from the flags `--threads` and `--ranks`, else from the newest verified row of the
+database, else it is the default: one rank, one thread on each core that the process may use. A row may be a
 stranger's, or older than a change of cpuset, so a plan from the database is checked against this machine,
 and set aside with a reason.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -138,21 +139,37 @@ def machine_key(machine: Machine, cores: Sequence[int] | None = None) -> Machine
     return MachineKey(core_signature(machine), placement_signature(machine, cores))
 
 
-def default_plan(machine: Machine, phase: Phase, threads: int | None = None) -> ServicePlan:
+def default_plan(
+    machine: Machine, phase: Phase, threads: int | None = None, ranks: int | None = None
+) -> ServicePlan:
     """One rank over the allowed cores, one PU of each, no more than the cgroup quota pays for.
 
     `threads` sets the count instead, quota or not; beyond the number of cores, second PUs of cores are
-    taken. PlanError if it exceeds the allowed PUs.
+    taken. `ranks`: as many divide these cores, neighbours on a NUMA node together. PlanError if either does
+    not fit.
     """
     pus = _pus_by_preference(machine)
+    source: Source = "default" if threads is None and ranks is None else "flag"
     if threads is None:
-        return ServicePlan(phase, (rank_on(machine, pus[: default_thread_count(machine)]),), "default")
+        threads = default_thread_count(machine)
     if not 1 <= threads <= len(pus):
         raise PlanError(
             f"{threads} threads do not fit: this process may use {len(pus)} CPUs "
             f"({list_cores(machine.allowed_pus)})"
         )
-    return ServicePlan(phase, (rank_on(machine, pus[:threads]),), "flag")
+    return ServicePlan(phase, _divided(machine, pus[:threads], 1 if ranks is None else ranks), source)
+
+
+def _divided(machine: Machine, pus: tuple[int, ...], n_ranks: int) -> tuple[RankCores, ...]:
+    """Ranks of as many PUs each as can be, or one fewer."""
+    if n_ranks == 1:
+        return (rank_on(machine, pus),)
+    if not 1 <= n_ranks <= min(len(pus), MAX_RANKS):
+        raise PlanError(f"{n_ranks} ranks cannot divide {len(pus)} cores: each needs one of its own")
+    nodes = [set(node.cpus) for node in machine.nodes(Kind.NUMA)]
+    by_node = sorted(pus, key=lambda pu: [pu not in node for node in nodes])
+    cuts = [len(pus) * at // n_ranks for at in range(n_ranks + 1)]
+    return tuple(rank_on(machine, tuple(by_node[a:b])) for a, b in itertools.pairwise(cuts))
 
 
 def default_thread_count(machine: Machine) -> int:
@@ -209,13 +226,14 @@ def resolve_plans(
     model: str,
     threads: int | None = None,
     report: Report = _log.warning,
+    ranks: int | None = None,
 ) -> Mapping[Phase, ServicePlan]:
-    """The plan of each phase for `model` (a `model_key`): the flag's, else the database's, else the default.
+    """The plan of each phase for `model` (a `model_key`): the flags', else the database's, else the default.
 
     A plan of the database that cannot run here is set aside, and `report` is told why in one line.
     """
-    if threads is not None or store is None:
-        return {phase: default_plan(machine, phase, threads) for phase in PHASES}
+    if threads is not None or ranks is not None or store is None:
+        return {phase: default_plan(machine, phase, threads, ranks) for phase in PHASES}
     key = machine_key(machine)
     return {
         phase: _stored_plan(store.newest_plan(key, model, phase), machine, phase, report)
@@ -246,16 +264,18 @@ def plans_for(
     model: str,
     threads: int | None = None,
     report: Report = _log.warning,
+    ranks: int | None = None,
 ) -> Mapping[Phase, ServicePlan]:
     """`resolve_plans` with the database that `--db` names, opened only if it can matter; never created.
 
     KernelDbError if the database exists and cannot be used.
     """
     location = locate(db)
-    if threads is not None or location.is_absent:
+    is_flagged = threads is not None or ranks is not None
+    if is_flagged or location.is_absent:
         if location.is_absent and not location.is_default:
             report(f"there is no database at {location.name} yet: default plans are used")
-        return resolve_plans(None, machine, model, threads)
+        return resolve_plans(None, machine, model, threads, report, ranks)
     # SQLAlchemy takes a quarter of a second to load, which a start without a database need not pay.
     from phasewise.kerneldb.store import open_store
 

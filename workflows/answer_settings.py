@@ -58,6 +58,7 @@ class AnswerSettings:
     kv_format: str = "auto"
     sparse: SparseMode = "auto"
     threads: int | None = None
+    ranks: int | None = None
     tile_prompts: bool = False
     arithmetic: ArithmeticChoice = "tuned"
     draft: str | None = None

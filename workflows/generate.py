@@ -93,6 +93,7 @@ def generate_text(
         sparse=settings.sparse,
         tile_prompts=settings.tile_prompts,
         arithmetic=settings.arithmetic,
+        ranks=settings.ranks,
     )
     for plan in found.plans.values():
         report(plan.describe())

@@ -49,11 +49,13 @@ def open_model(
     sparse: SparseMode = "auto",
     tile_prompts: bool = False,
     arithmetic: ArithmeticChoice = "tuned",
+    ranks: int | None = None,
 ) -> OpenModel:
     """Load a model, find its plans and the schedules in use on the plans' cores.
 
     ref: a known name, a GGUF file, a Hugging Face directory or a hub name. weight_format: one of
-    `serving.model.FORMATS`. threads: cores of each phase; None for the stored plan, or the default one.
+    `serving.model.FORMATS`. threads: cores of each phase, ranks: how many divide them; both None for the
+    stored plan, or the default one.
     db: URL or file of the tuning database; None for the user's own. checksum: read the packed file whole, and
     make it anew where it is not as it was written. sparse: which weights are stored sparse. tile_prompts:
     prefill multiplies quantised weights as bf16 on the tile unit, where there is one. arithmetic:
@@ -68,7 +70,7 @@ def open_model(
 
     machine = read_machine()
     name = locate(ref, cache_root(None), report).name
-    plans = plans_for(db, machine, model_key(name, weight_format), threads, report)
+    plans = plans_for(db, machine, model_key(name, weight_format), threads, report, ranks)
     storage = storage_choice(sparse, db, machine, plans, report)
     model = load_model(ref, weight_format, report=report, checksum=checksum, storage=storage)
     schedules = schedules_for(db, machine, plans, report, tile_prompts=tile_prompts, arithmetic=arithmetic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -10,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
-from phasewise.workflows.serve_front import address_of, http_limits, tls_of, warn_of_strangers
+from phasewise.workflows.serve_front import (
+    address_of,
+    http_limits,
+    reader_of_keys,
+    tls_of,
+    warn_of_strangers,
+)
 from phasewise.workflows.serve_settings import Running, ServeSettings
 
 if TYPE_CHECKING:
@@ -64,7 +71,12 @@ def serve_model(
             _refuse_for_embedder(embedder.name, settings)
             warn_of_strangers(settings.listening, limits, report)
             own = EmbeddingSettings(
-                (embedder.name, model), limits, tls, _cors_origins(settings), _logging(settings)
+                _names(settings, embedder.name, model),
+                limits,
+                tls,
+                _cors_origins(settings),
+                _logging(settings),
+                reader_of_keys(settings.accepting, report),
             )
             serve_embeddings(embedder, model, embeddings, own, address, running.threads, report)
             return
@@ -79,23 +91,33 @@ def serve_model(
         further = {name: _find(name, settings, report) for name in settings.running.also or ()}
         if len({one.model.name for one in further.values()}) < len(settings.running.also or ()):
             raise UsageError("--also names a model twice")
+        names = [_names(settings, found.model.name, model)]
+        names += [(one.model.name, ref) for ref, one in further.items()]
+        names += [] if beside is None else [(beside.model.name,)]
+        _refuse_same_names(names)
         budgets = _budgets([found, *further.values()], settings.running)
         first = _open_first(model, found, budgets[0], settings, stack, report, explain)
         others = _open_others(further, budgets[1:], settings, stack, report)
         service = _service_settings(model, first, settings, limits, tls, log)
+        service = replace(service, read_keys=reader_of_keys(settings.accepting, report))
         _tell(first, service, report)
         warn_of_strangers(settings.listening, limits, report)
-        run_service(first.opened, service, address, report, _host_of_all(first, others), beside, others)
+        host = _host_of_all(service.names[0], first, others)
+        run_service(first.opened, service, address, report, host, beside, others)
 
 
 def _refuse_contradictions(settings: ServeSettings) -> None:
     """UsageError before anything is opened."""
+    if "" in (settings.answering.served_model_name or ()):
+        raise UsageError("--served-model-name must not be empty")
     if not settings.pools.is_asked:
         return
     if settings.running.also:
         raise UsageError("--also is for one engine a model: leave it or the pools out")
     if settings.running.draft is not None:
         raise UsageError("--draft is for one engine: leave it or the pools out")
+    if settings.running.ranks is not None:
+        raise UsageError("--ranks is for one engine: write the ranks of a pool as its cores, e.g. 0-3+4-7")
 
 
 def _refuse_for_embedder(name: str, settings: ServeSettings) -> None:
@@ -103,6 +125,7 @@ def _refuse_for_embedder(name: str, settings: ServeSettings) -> None:
     given = {
         "--embed-model": settings.embeddings.embed_model,
         "--draft": settings.running.draft,
+        "--ranks": settings.running.ranks,
         "--also": settings.running.also,
         "--length-log": settings.length_log,
         "pools": settings.pools.is_asked,
@@ -126,6 +149,7 @@ def _find(ref: str, settings: ServeSettings, report: Report) -> OpenModel:
         sparse=running.sparse,
         tile_prompts=running.tile_prompts,
         arithmetic=running.arithmetic,
+        ranks=running.ranks,
     )
 
 
@@ -259,7 +283,8 @@ def _budgets(models: Sequence[OpenModel], running: Running) -> list[int | None]:
     return [budget * own // sum(per_slot) for own in per_slot]
 
 
-def _host_of_all(first: _FirstModel, others: Sequence[OtherModel]) -> OpenHost:
+def _host_of_all(name: str, first: _FirstModel, others: Sequence[OtherModel]) -> OpenHost:
+    """name: what the first model is called."""
     from phasewise.serving.engine_thread import EngineThread
     from phasewise.serving.open_engine import OpenEngine
     from phasewise.serving.several_engines import SeveralEngines
@@ -270,10 +295,9 @@ def _host_of_all(first: _FirstModel, others: Sequence[OtherModel]) -> OpenHost:
     def thread_of(engine: Engine) -> OpenEngineHost:
         return lambda deliver, on_lost, turn: EngineThread(engine, deliver, on_lost, turn=turn)
 
-    opened = [
-        one for one in (first.opened, *(other.opened for other in others)) if isinstance(one, OpenEngine)
-    ]
-    return partial(SeveralEngines, {one.model.name: thread_of(one.engine) for one in opened})
+    opened = [(name, first.opened), *((other.names[0], other.opened) for other in others)]
+    engines = {name: thread_of(one.engine) for name, one in opened if isinstance(one, OpenEngine)}
+    return partial(SeveralEngines, engines)
 
 
 def _service_settings(
@@ -288,7 +312,7 @@ def _service_settings(
 
     answering = settings.answering
     return ServiceSettings(
-        names=(first.opened.model.name, ref),
+        names=_names(settings, first.opened.model.name, ref),
         limits=limits,
         tls=tls,
         max_prompt_tokens=settings.accepting.max_prompt_tokens,
@@ -300,6 +324,19 @@ def _service_settings(
         tool_format=answering.tool_format,
         page=None if answering.no_page else _machine_facts(first.found, first.size),
     )
+
+
+def _names(settings: ServeSettings, *own: str) -> tuple[str, ...]:
+    """What requests may call the first model, its id first. own: its own names."""
+    return tuple(settings.answering.served_model_name or own)
+
+
+def _refuse_same_names(names: Sequence[Sequence[str]]) -> None:
+    """UsageError where two models have a name in common: a request could mean either."""
+    times = Counter(name for own in names for name in dict.fromkeys(own))
+    twice = next((name for name, count in times.items() if count > 1), None)
+    if twice is not None:
+        raise UsageError(f"two models are called {twice}: choose another name with --served-model-name")
 
 
 def _cors_origins(settings: ServeSettings) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from phasewise.workflows.serve_settings import Accepting, Listening
 if TYPE_CHECKING:
     import ssl
 
+    from phasewise.serving.http.hangup import ReadKeys
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.listening import Address
 
@@ -21,14 +22,10 @@ def http_limits(listening: Listening, accepting: Accepting, report: Report) -> H
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.listening import allow_many_connections, allowed_hosts
 
-    file = accepting.api_key_file
-    keys = (*(accepting.api_key or ()), *(_keys_in(file, report) if file else ()))
-    if "" in keys:
-        raise UsageError("an API key must not be empty")
     n_live = accepting.max_sequences + accepting.max_waiting
     host = None if listening.unix_socket else listening.host
     return HttpLimits(
-        api_keys=keys,
+        api_keys=_keys(accepting, report),
         allowed_hosts=allowed_hosts(host, listening.allowed_host or ()),
         max_body_bytes=accepting.max_body_bytes,
         max_unfinished_bytes=accepting.max_unfinished_bytes,
@@ -40,6 +37,32 @@ def http_limits(listening: Listening, accepting: Accepting, report: Report) -> H
         max_response_bytes=accepting.max_response_bytes,
         drain_s=accepting.drain_s,
     )
+
+
+def reader_of_keys(accepting: Accepting, report: Report) -> ReadKeys | None:
+    """Reads all keys again, and tells what came of it; None where they are in no file."""
+    path = accepting.api_key_file
+    if path is None:
+        return None
+
+    def read() -> tuple[str, ...] | None:
+        try:
+            keys = _keys(accepting, report)
+        except WorkflowError as error:
+            report(f"the API keys stay as they were: {error}")
+            return None
+        report(f"API keys read again: {len(keys)}, with those in {path}")
+        return keys
+
+    return read
+
+
+def _keys(accepting: Accepting, report: Report) -> tuple[str, ...]:
+    file = accepting.api_key_file
+    keys = (*(accepting.api_key or ()), *(_keys_in(file, report) if file else ()))
+    if "" in keys:
+        raise UsageError("an API key must not be empty")
+    return keys
 
 
 def _keys_in(path: Path, report: Report) -> list[str]:

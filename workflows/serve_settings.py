@@ -58,6 +58,7 @@ class Running:
 
     weight_format: str = "native"
     threads: int | None = None
+    ranks: int | None = None
     tile_prompts: bool = False
     arithmetic: ArithmeticChoice = "tuned"
     context_tokens: int | None = None
@@ -80,6 +81,7 @@ class Answering:
 
     `tool_format`: `auto`, as the model's chat template writes calls, or one of
     `serving.tools.dialect.FORMATS`. `cors_origin`: pages of these origins may call the server.
+    `served_model_name`: what requests call the model in place of its own name, the first being its id.
     `no_page`: there is no page at `/`.
     """
 
@@ -88,6 +90,7 @@ class Answering:
     min_p: float | None = None
     tool_format: str = "auto"
     cors_origin: Sequence[str] | None = None
+    served_model_name: Sequence[str] | None = None
     no_page: bool = False
 
 

@@ -17,6 +17,7 @@ from phasewise.cli.options import (
     FormatOption,
     KvFormat,
     ModelArgument,
+    RanksOption,
     Sparse,
     ThreadsOption,
     TilePromptsOption,
@@ -121,7 +122,9 @@ _ACCEPTING = option_set(
         metavar="KEY",
     ),
     api_key_file=opt(
-        "file with more API keys, one per line", envvar="PHASEWISE_API_KEY_FILE", metavar="FILE"
+        "file with more API keys, one per line; SIGHUP reads it again",
+        envvar="PHASEWISE_API_KEY_FILE",
+        metavar="FILE",
     ),
     max_sequences=opt("answers computed at the same time", min=1, max=512, metavar="N"),
     max_waiting=opt("most waiting answers; further requests get 429", min=0, metavar="N"),
@@ -176,6 +179,7 @@ _RUNNING = option_set(
     _ENGINE,
     weight_format=FormatOption,
     threads=ThreadsOption,
+    ranks=RanksOption,
     tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
     context_tokens=opt(
@@ -248,6 +252,12 @@ _ANSWERING = option_set(
         kind=list[str] | None,
         metavar="ORIGIN",
         envvar="PHASEWISE_CORS_ORIGIN",
+    ),
+    served_model_name=opt(
+        "what requests call MODEL, in place of its own name; the first is its id [repeatable]",
+        kind=list[str] | None,
+        metavar="NAME",
+        envvar="PHASEWISE_SERVED_MODEL_NAME",
     ),
     no_page=opt("serve no page with a chat and a live view at /", "--no-page", envvar="PHASEWISE_NO_PAGE"),
 )
@@ -371,8 +381,10 @@ def serve(
     Ctrl-C or SIGTERM ends it: /ready is 503 at once, new requests get 503,
     and answers in progress have --drain seconds, or none after a second
     signal. The exit code is 0 then, and 70 where the ranks died too often
-    to be started again. SIGHUP opens the length log anew; without one it
-    ends the server as SIGTERM does, unless it is ignored (nohup).
+    to be started again. SIGHUP opens the files of --access-log and
+    --length-log anew and reads --api-key-file again; where none of the
+    three is given it ends the server as SIGTERM does, unless it is ignored
+    (nohup).
     """
     from phasewise.cli.render.explain_text import uses_text
     from phasewise.serving.secrets import hide_values_of

@@ -19,6 +19,7 @@ from phasewise.serving.http.app import ServedEmbeddings, Surroundings, create_em
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connections import Connections
 from phasewise.serving.http.embeddings import EmbeddingModel
+from phasewise.serving.http.hangup import ReadKeys, on_hangup
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.listening import Address
@@ -37,6 +38,8 @@ class EmbeddingSettings:
     tls: ssl.SSLContext | None = None
     cors_origins: tuple[str, ...] = ()
     logging: Logging = NOT_LOGGED
+    read_keys: ReadKeys | None = None
+    """Reads the API keys again; None: they stay as they are."""
 
 
 class BothClients:
@@ -84,8 +87,9 @@ def run_embedding_service(
         app = create_embedding_app(
             served(opened, settings.names), settings.limits, life, metrics, surroundings
         )
-        on_hangup = lines.reopen if settings.logging.path else None
-        server = HttpServer(Service(app, client, life, connections, report, on_hangup), address, settings.tls)
+        files = [lines.reopen] if settings.logging.path else []
+        hang_up = on_hangup(files, app.state.keys, settings.read_keys)
+        server = HttpServer(Service(app, client, life, connections, report, hang_up), address, settings.tls)
         client.on_lost = lambda: server.end(at_once=True)
         stack.enter_context(allocator_headroom())
         server.run()

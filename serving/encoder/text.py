@@ -51,16 +51,11 @@ class EncoderText:
             parts = tuple(part.lower() for part in parts)
         if sum(map(len, parts)) > self._most_characters:
             if not truncate:
-                raise ContextLengthExceeded(
-                    f"input {at} has {sum(map(len, parts))} characters;"
-                    f" this model takes at most {self.max_tokens} tokens",
-                    "input",
-                )
+                asked = f", but input {at} has {sum(map(len, parts))} characters"
+                raise ContextLengthExceeded.beyond(self.max_tokens, asked, "input")
             parts = tuple(part[: self._most_characters] for part in parts)
         return parts[0] if len(parts) == 1 else (parts[0], parts[1])
 
 
 def too_long(at: int, n_tokens: int, most: int) -> ContextLengthExceeded:
-    return ContextLengthExceeded(
-        f"input {at} has {n_tokens} tokens; this model takes at most {most}", "input"
-    )
+    return ContextLengthExceeded.beyond(most, f", but input {at} has {n_tokens}", "input")

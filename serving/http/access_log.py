@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.connection import refused_status
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.messages import Delivery, Failure, Submit
+from phasewise.serving.messages import Answer, Failure, StepStats, Submit
 
 Level = Literal["debug", "info", "warning", "error", "off"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error", "off")
@@ -149,13 +149,14 @@ class AccessLog:
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         """Nothing to do: `expects` has been told."""
 
-    def delivered(self, delivery: Delivery) -> None:
-        for out in delivery.outs:
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
+        for out in outs:
             record = self._by_request.get(out.request_id)
             if record is None:
                 continue
             if isinstance(out, Failure):
                 record.reasons.add("error")
+                del self._by_request[out.request_id]
                 continue
             if record.first_ns is None:
                 record.first_ns = out.at_ns
@@ -174,13 +175,13 @@ class AccessLog:
 class NameRequests:
     """Gives each request an id, its own where it brings one, and each answer the header that says it.
 
-    Tells `log`, where there is one, when the answer has been sent. `paths`: those that are named in it.
+    Tells `log`, where there is one, when the answer has been sent. `name_of`: what it calls a path.
     """
 
-    def __init__(self, app: ASGIApp, log: AccessLog | None, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, log: AccessLog | None, name_of: Callable[[str], str]) -> None:
         self._app = app
         self._log = log
-        self._paths = paths
+        self._name_of = name_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -188,7 +189,7 @@ class NameRequests:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        path = self._name_of(scope["path"])
         record = Record(request_id, scope["method"], path, time.perf_counter_ns(), datetime.now(UTC))
         scope[_RECORD] = record
 

@@ -25,12 +25,12 @@ from phasewise.serving.http.connection import connection_of
 from phasewise.serving.http.embeddings import PATHS as EMBEDDING_PATHS
 from phasewise.serving.http.embeddings import EmbeddingModel, EmbeddingRoutes
 from phasewise.serving.http.embeddings import add_routes as add_embedding_routes
-from phasewise.serving.http.errors import from_engine, unknown_model
+from phasewise.serving.http.errors import from_engine, naming, other_purpose, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.live import MachineFacts
 from phasewise.serving.http.metrics import Metrics
-from phasewise.serving.http.middleware import CheckHost, CountAnswers, RequireKey, client_of
+from phasewise.serving.http.middleware import ApiKeys, CheckHost, CountAnswers, RequireKey, client_of
 from phasewise.serving.http.page_routes import OPEN_PATHS, add_page
 from phasewise.serving.http.preparation import Preparation
 from phasewise.serving.http.prepare import chat_requests, check_token_ids, completion_requests
@@ -56,6 +56,16 @@ _PATHS = frozenset(
     | EMBEDDING_PATHS
     | OPEN_PATHS
 )
+_IN_CHAT = {"prompt": "messages"}
+_IN_RESPONSES = {
+    "prompt": "input",
+    "messages": "input",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+}
+"""What these requests call the fields of the others that they are made into."""
 _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "Retry-After")
 
 
@@ -95,14 +105,16 @@ def create_app(
     if log is not None:
         client.observe(log)
     app = _new_app(limits, life, metrics, surroundings)
-    service = _Service((model, *others), client, app.state.bodies, Preparation(), life, log)
+    embedder = None if embeddings is None else embeddings.model
+    service = _Service((model, *others), client, app.state.bodies, Preparation(), life, log, embedder)
     _add_completions(app, service)
     _add_chat(app, service)
     _add_responses(app, service)
     _add_tokens(app, service)
     cards = [(one.names, _card(one)) for one in (model, *others)]
     if embeddings is not None:
-        cards.append(_add_embeddings(app, embeddings, limits, life, metrics))
+        names = frozenset(name for one in (model, *others) for name in one.names)
+        cards.append(_add_embeddings(app, embeddings, limits, life, metrics, names))
     _add_models(app, cards)
     if surroundings.page is not None:
         add_page(app, client, life, surroundings.page)
@@ -125,37 +137,46 @@ def create_embedding_app(
 
 
 def _new_app(limits: HttpLimits, life: Lifecycle, metrics: Metrics, surroundings: Surroundings) -> FastAPI:
-    """With what every application has; `app.state.bodies` reads bodies."""
+    """With what every application has; `app.state.bodies` reads bodies, `app.state.keys` are its API keys."""
+    keys = ApiKeys(limits.api_keys)
     app = FastAPI(
         title="phasewise",
-        middleware=_layers(limits, metrics, surroundings),
+        middleware=_layers(limits, metrics, surroundings, keys),
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
     errors.install(app, metrics.refused)
     _add_health(app, life, metrics)
+    app.state.keys = keys
     app.state.bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
     return app
 
 
 def _add_embeddings(
-    app: FastAPI, embeddings: ServedEmbeddings, limits: HttpLimits, life: Lifecycle, metrics: Metrics
+    app: FastAPI,
+    embeddings: ServedEmbeddings,
+    limits: HttpLimits,
+    life: Lifecycle,
+    metrics: Metrics,
+    generating: frozenset[str] = frozenset(),
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The model's names and card."""
+    """The model's names and card. generating: names of models that generate text beside it."""
     metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
     routes = EmbeddingRoutes(
-        embeddings.model, embeddings.client, app.state.bodies, life, limits.max_response_bytes
+        embeddings.model, embeddings.client, app.state.bodies, life, limits.max_response_bytes, generating
     )
     add_embedding_routes(app, routes)
     return embeddings.model.names, embeddings.model.card()
 
 
-def _layers(limits: HttpLimits, metrics: Metrics, surroundings: Surroundings) -> list[Middleware]:
+def _layers(
+    limits: HttpLimits, metrics: Metrics, surroundings: Surroundings, keys: ApiKeys
+) -> list[Middleware]:
     """What every request passes, the outermost first."""
     layers = [
-        Middleware(NameRequests, log=surroundings.log, paths=_PATHS),
-        Middleware(CountAnswers, metrics=metrics, paths=_PATHS),
+        Middleware(NameRequests, log=surroundings.log, name_of=_name_of),
+        Middleware(CountAnswers, metrics=metrics, name_of=_name_of),
     ]
     if limits.allowed_hosts:
         layers.append(Middleware(CheckHost, hosts=limits.allowed_hosts, metrics=metrics))
@@ -164,15 +185,22 @@ def _layers(limits: HttpLimits, metrics: Metrics, surroundings: Surroundings) ->
             Middleware(
                 CORSMiddleware,
                 allow_origins=surroundings.cors_origins,
-                allow_methods=("GET", "POST", "HEAD"),
+                allow_methods=("GET", "POST", "HEAD", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=_EXPOSED,
             )
         )
     if limits.api_keys:
         pages = OPEN_PATHS if surroundings.page is not None else frozenset()
-        layers.append(Middleware(RequireKey, keys=limits.api_keys, metrics=metrics, also_open=pages))
+        layers.append(Middleware(RequireKey, keys=keys, metrics=metrics, also_open=pages))
     return layers
+
+
+def _name_of(path: str) -> str:
+    """What a path is called in counts and in the log: a stranger's is not repeated."""
+    if path.startswith("/v1/responses/"):
+        return "/v1/responses/ID"
+    return path if path in _PATHS else "other"
 
 
 def _add_health(app: FastAPI, life: Lifecycle, metrics: Metrics) -> None:
@@ -235,6 +263,8 @@ class _Service:
     preparation: Preparation
     life: Lifecycle
     log: AccessLog | None
+    embedder: EmbeddingModel | None = None
+    """Served beside."""
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         self.refuse_unless_open()
@@ -262,6 +292,9 @@ class _Service:
         """The one that a request names; without a name the first. ApiError where there is none."""
         found = (one for one in self.models if name is None or name in one.names)
         model = next(found, None)
+        if model is None and self.embedder is not None and name in self.embedder.names:
+            path = "/v1/rerank" if self.embedder.scores else "/v1/embeddings"
+            raise other_purpose(str(name), "makes vectors and no text", path)
         if model is None:
             raise unknown_model(str(name), ", ".join(one.model_id for one in self.models))
         return model
@@ -289,10 +322,11 @@ def _add_chat(app: FastAPI, service: _Service) -> None:
         """Answer a conversation."""
         body = await service.read(request, ChatRequest)
         model = service.model_of(body.model)
-        requests, facts = await service.preparation.prepare(request, body, chat_requests, model)
-        reading = reading_of(body, model, requests[0])
-        rendering = ChatRendering(_response_id(requests), model, reading)
-        return await service.answer(_reply(body, requests, facts, rendering), request, body.ignored())
+        with naming(_IN_CHAT):
+            requests, facts = await service.preparation.prepare(request, body, chat_requests, model)
+            reading = reading_of(body, model, requests[0])
+            rendering = ChatRendering(_response_id(requests), model, reading)
+            return await service.answer(_reply(body, requests, facts, rendering), request, body.ignored())
 
 
 def _add_responses(app: FastAPI, service: _Service) -> None:
@@ -304,16 +338,17 @@ def _add_responses(app: FastAPI, service: _Service) -> None:
         body = await service.read(request, ResponsesRequest)
         client = client_of(request.scope).name
         previous = body.previous_response_id
-        before = [] if previous is None else store.get(client, previous)
-        chat = await service.bodies.convert(request, lambda: chat_of(body, before))
+        before = [] if previous is None else store.conversation(client, previous)
         model = service.model_of(body.model)
-        requests, facts = await service.preparation.prepare(request, chat, chat_requests, model)
+        with naming(_IN_RESPONSES):
+            chat = await service.bodies.convert(request, lambda: chat_of(body, before))
+            requests, facts = await service.preparation.prepare(request, chat, chat_requests, model)
         (one,) = requests
         response_id = f"resp_{one.request_id.split('-')[1]}"
 
-        def keep(answer: dict[str, Any]) -> None:
+        def keep(answer: dict[str, Any], written: str) -> None:
             if body.store is not False:
-                store.put(client, response_id, [*before, *messages_of(body.input), answer])
+                store.put(client, response_id, [*before, *messages_of(body.input), answer], written)
 
         responding = Responding(
             response_id,
@@ -327,7 +362,20 @@ def _add_responses(app: FastAPI, service: _Service) -> None:
         )
         form = Form(partial(whole, responding), partial(ResponseEvents, responding))
         reply = replace(_reply(chat, requests, facts, ChatRendering("", model)), form=form)
-        return await service.answer(reply, request, body.ignored())
+        with naming(_IN_RESPONSES):
+            return await service.answer(reply, request, body.ignored())
+
+    @app.get("/v1/responses/{response_id}")
+    async def show_response(request: Request, response_id: str) -> Response:
+        """A response that is stored here."""
+        written = store.response(client_of(request.scope).name, response_id)
+        return Response(written, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}")
+    async def forget_response(request: Request, response_id: str) -> dict[str, Any]:
+        """Store it no longer."""
+        store.delete(client_of(request.scope).name, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
 
 
 def _add_tokens(app: FastAPI, service: _Service) -> None:

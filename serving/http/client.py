@@ -10,11 +10,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from phasewise.serving.errors import QueueFull, RequestError, Stopping
+from phasewise.serving.errors import QueueFull, RequestError, ServingError, Stopping
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts
 from phasewise.serving.http.loop_wakeup import LoopWakeup
 from phasewise.serving.http.places import displaced
-from phasewise.serving.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, Submit
+from phasewise.serving.messages import (
+    Abort,
+    Answer,
+    Delivery,
+    EngineLoad,
+    Failure,
+    Message,
+    StepStats,
+    Submit,
+)
 
 Pieces = list[tuple[int, Answer]]
 """(Index of the request among those sent, piece)."""
@@ -83,15 +92,13 @@ class AnswerStream:
     def refuse(self, error: RequestError) -> None:
         """End it: its reader is told, or cut off where an answer has begun to be sent."""
         if self._most_unread is None:
-            self._is_refused = True
-            self._arrived.append(Failure(next(iter(self._index)), error))
-            self._something.set()
+            self.give_way(error)
         else:
             self.close()
             self._on_overflow()
 
-    def give_way(self, error: QueueFull) -> None:
-        """End it before it has begun: its reader is told the error."""
+    def give_way(self, error: ServingError) -> None:
+        """End it, its places free at once: its reader is told the error."""
         self._is_refused = self.has_begun = True
         request_id = next(iter(self._index))
         self._client.release(self, self._open)
@@ -165,7 +172,7 @@ class Observer(Protocol):
 
     def sent(self, request: Submit, facts: RequestFacts) -> None: ...
 
-    def delivered(self, delivery: Delivery) -> None: ...
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None: ...
 
     def forgotten(self, request_id: str) -> None: ...
 
@@ -270,7 +277,7 @@ class EngineClient:
         self._abort(unfinished)
 
     def release(self, stream: AnswerStream, request_ids: set[str]) -> None:
-        """Abort these, which have not begun, and free their places for others at once."""
+        """Abort these, and free their places for others at once."""
         self._answers.pop(stream, None)
         for request_id in request_ids:
             self._free(request_id)
@@ -292,9 +299,7 @@ class EngineClient:
     def end_everything(self) -> None:
         """Tell every answer in progress that the server is stopping, unless the engine has told it more."""
         self._route_delivered()
-        for request_id, stream in list(self._streams.items()):
-            stream.put(Failure(request_id, Stopping("the server is stopping")))
-            stream.wake()
+        self._route(tuple(Failure(one, Stopping("the server is stopping")) for one in self._streams), None)
 
     def retry_after_s(self, n_too_many: int) -> int:
         """Seconds until `n` places will be free, if answers go on ending at the rate at which the last did.
@@ -347,13 +352,14 @@ class EngineClient:
 
     def _route_delivered(self) -> None:
         while self._delivered:
-            self._route(self._delivered.popleft())
+            delivery = self._delivered.popleft()
+            self._route(delivery.outs, delivery.stats)
 
-    def _route(self, delivery: Delivery) -> None:
+    def _route(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         for observer in self._observers:
-            observer.delivered(delivery)
+            observer.delivered(outs, stats)
         told: dict[AnswerStream, None] = {}
-        for out in delivery.outs:
+        for out in outs:
             stream = self._streams.get(out.request_id)
             if isinstance(out, Failure) or out.finish_reason is not None:
                 self._end(out.request_id)

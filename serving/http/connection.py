@@ -373,10 +373,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
                 self.scope[_REFUSED] = error.status  # type: ignore[typeddict-unknown-key]
             else:
                 self._others.observer.answered_by_connection(error.status)
-            answer = error.response()
-            lines = [f"HTTP/1.1 {error.status} ".encode(), b"connection: close"]
-            lines += [name + b": " + value for name, value in answer.raw_headers if name != b"connection"]
-            self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(answer.body))
+            self.transport.write(error.raw_response())
 
     def finish(self) -> None:
         """Close when all is written. A client that may still be sending would be reset, and lose its answer

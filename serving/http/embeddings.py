@@ -26,7 +26,7 @@ from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.access_log import record_of
 from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.connection import connection_of
-from phasewise.serving.http.errors import bad_request, from_engine, unknown_model
+from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
 from phasewise.serving.http.fair_lane import FairLane
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.middleware import client_of
@@ -135,8 +135,11 @@ class EmbeddingRoutes:
         bodies: BodyReader,
         life: Lifecycle,
         max_response_bytes: int,
+        generating: frozenset[str] = frozenset(),
     ) -> None:
+        """generating: names of models that are served beside, for text."""
         self.model = model
+        self._generating = generating
         self._max_response_bytes = max_response_bytes
         self._client = client
         self._bodies = bodies
@@ -226,6 +229,8 @@ class EmbeddingRoutes:
         return await self._bodies.read(request, kind)
 
     def _check_model(self, name: str) -> None:
+        if name in self._generating:
+            raise other_purpose(name, "generates text and makes no vectors", "/v1/chat/completions")
         if name not in self.model.names:
             raise unknown_model(name, self.model.model_id)
 

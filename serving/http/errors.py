@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from phasewise.serving.errors import (
@@ -19,9 +22,12 @@ from phasewise.serving.errors import (
     StepFailed,
     Stopping,
 )
+from phasewise.serving.http.wrong_paths import advice
 
 RETRY_AFTER_S = 1
 _MOST_MESSAGE = 600
+_PARTS_OF = frozenset({"content", "output"})
+"""Fields that consist of parts, each with a type."""
 _MOST_NAME = 80  # of what the sender wrote and we repeat
 
 
@@ -63,6 +69,13 @@ class ApiError(Exception):
             headers["Connection"] = "close"
         return JSONResponse(self.body(), self.status, headers)
 
+    def raw_response(self) -> bytes:
+        """The answer as it is sent where no framework is, its connection closed then."""
+        answer = self.response()
+        lines = [f"HTTP/1.1 {self.status} ".encode(), b"connection: close"]
+        lines += [name + b": " + value for name, value in answer.raw_headers if name != b"connection"]
+        return b"\r\n".join(lines) + b"\r\n\r\n" + bytes(answer.body)
+
 
 class ClientLeft(Exception):
     """The connection closed before there was anything to send."""
@@ -79,6 +92,7 @@ _TYPE_OF_STATUS = {
 
 # Fields of several possible types, where the first mismatch says too little.
 _SHAPES = {
+    "content": 'a text or a list of parts such as {"type": "text", "text": TEXT}',
     "prompt": "a text, a list of texts, a list of token ids or a list of such lists, and no list empty",
     "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": NAME}}',
     "stop": "a text or a list of at most 16 texts, each of 1 to 256 characters",
@@ -87,6 +101,25 @@ _SHAPES = {
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+@contextmanager
+def naming(renamed: Mapping[str, str]) -> Iterator[None]:
+    """Errors name fields of the request that was sent, which `renamed` has by those it was made into."""
+    try:
+        yield
+    except ApiError as error:
+        field = error.param or ""
+        if field in renamed:
+            error.param = renamed[field]
+            error.message = re.sub(rf"^{field}\b", error.param, error.message)
+        raise
+
+
+def other_purpose(asked: str, purpose: str, path: str) -> ApiError:
+    """The model is served here, for something else."""
+    message = f"the model {asked[:_MOST_NAME]!r} {purpose}: use {path}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
@@ -98,15 +131,34 @@ def from_validation(error: ValidationError) -> ApiError:
     """The first thing wrong with a body, in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     # Union members and positions follow the field's name; the name is what the sender can look up.
-    path = [str(part) for part in first["loc"]]
+    path = [str(part) for part in first["loc"] if not _is_tag(part)]
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     where = path[0] if path else None
     if where in _SHAPES:
         return bad_request(f"{where} must be {_SHAPES[where]}", param=where)
-    return bad_request(
-        f"{'.'.join(path) or 'body'}: {first['msg'].removeprefix('Value error, ')}", param=where
-    )
+    return bad_request(f"{'.'.join(path) or 'body'}: {_said_of(first, path, error)}", param=where)
+
+
+def _is_tag(part: int | str) -> bool:
+    """Whether part of a place in a body is not the sender's: a type that `schemas.kind_of` has chosen."""
+    return isinstance(part, str) and (part in ("str", "dict", "list") or part.startswith("list of "))
+
+
+def _said_of(first: ErrorDetails, path: list[str], error: ValidationError) -> str:
+    """What is wrong at `path`, in the sender's words rather than those of the library that checks."""
+    name = path[-1] if path else ""
+    match first["type"]:
+        case "literal_error" if name == "type" and _PARTS_OF.intersection(path):
+            given = str(error.errors(include_url=False)[0]["input"])[:_MOST_NAME]
+            return f"this server reads text alone, and a part of type {given!r} is none; leave it out"
+        case "union_tag_invalid" if name in _SHAPES:
+            return f"it must be {_SHAPES[name]}"
+        case "union_tag_invalid":
+            tags = first["ctx"]
+            return f"type {str(tags['tag'])[:_MOST_NAME]!r} is not taken here, only {tags['expected_tags']}"
+        case _:
+            return first["msg"].removeprefix("Value error, ")
 
 
 def from_engine(error: Exception) -> ApiError:
@@ -147,9 +199,12 @@ def install(app: FastAPI, refused: Callable[[ApiError], None]) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+        path = request.url.path
+        paths = {str(getattr(route, "path", "")) for route in app.routes}
+        methods = (error.headers or {}).get("Allow", "another")
         what = {
-            404: f"there is no {request.url.path[:_MOST_NAME]} here",
-            405: f"{request.method} is not allowed on {request.url.path[:_MOST_NAME]}",
+            404: f"there is no {path[:_MOST_NAME]} here: {advice(path, paths)}",
+            405: f"{request.method} is not allowed on {path[:_MOST_NAME]}: use {methods}",
         }
         response = ApiError(error.status_code, what.get(error.status_code, str(error.detail))).response()
         response.headers.update(error.headers or {})

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.http.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from phasewise.serving.messages import Delivery, Failure, Submit
+from phasewise.serving.messages import Answer, Failure, StepStats, Submit
 
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _ID_BYTES = 8
@@ -35,8 +35,8 @@ class LengthObserver:
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         self._facts[request.request_id] = facts
 
-    def delivered(self, delivery: Delivery) -> None:
-        for out in delivery.outs:
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
+        for out in outs:
             if isinstance(out, Failure):
                 self.forgotten(out.request_id)
             elif out.finish_reason is not None:

@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.connections import MOST_TURNED_AWAY
+from phasewise.serving.http.errors import ApiError
 
 BACKLOG = 2048
 _UNIX_MODE = 0o660
@@ -25,6 +26,10 @@ _MOST_UNIX_PATH_BYTES = 107  # sockaddr_un has 108, the last of them zero
 _DESCRIPTORS_FOR_THE_REST = 128
 """Files, pipes and shared memory: what a process needs besides its connections."""
 _MOST_DESCRIPTORS = 1 << 20
+
+
+_PLAIN_HTTP = ApiError(400, "this port speaks HTTPS: begin the URL with https://", code="https_needed")
+_MOST_PLAIN_BYTES = 16 * 1024 * 1024
 
 
 class CannotListen(ServingError):
@@ -149,12 +154,62 @@ class UnixAddress:
         raise CannotListen(f"the Unix socket {self.path} {why}")
 
 
+class TlsContext(ssl.SSLContext):
+    """Its handshakes answer a client that speaks plain HTTP."""
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        made = super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+        assert isinstance(made, _Handshake)
+        made.incoming, made.outgoing = incoming, outgoing
+        return made
+
+
+class _Handshake(ssl.SSLObject):
+    """One connection's TLS. Records of TLS begin with 0x16, requests of HTTP with a letter."""
+
+    incoming: ssl.MemoryBIO
+    outgoing: ssl.MemoryBIO
+    _is_tls = False
+    _n_plain_bytes = 0
+
+    def do_handshake(self) -> None:
+        """As ever; to plain HTTP a refusal. The client may still send, and has to read it before the end:
+        it closes, or the time for handshakes is over.
+        """
+        if not self._is_tls and self.incoming.pending:
+            came = self.incoming.read()
+            if self._n_plain_bytes == 0 and not came[:1].isalpha():
+                self._is_tls = True
+                self.incoming.write(came)
+            else:
+                self._refuse_plain(len(came))
+        super().do_handshake()
+
+    def _refuse_plain(self, n_bytes: int) -> None:
+        if self._n_plain_bytes == 0:
+            self.outgoing.write(_PLAIN_HTTP.raw_response())
+        self._n_plain_bytes += n_bytes
+        if self._n_plain_bytes > _MOST_PLAIN_BYTES:
+            raise ssl.SSLError("plain HTTP goes on after its refusal")
+        raise ssl.SSLWantReadError
+
+
+TlsContext.sslobject_class = _Handshake
+
+
 def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
     """For a server with this certificate chain. CannotListen, naming the file, where one cannot be used."""
     for path in (certificate, key):
         if path is not None:
             _refuse_unreadable(path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = TlsContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.messages import Delivery, EngineLoad, Failure, Submit
+from phasewise.serving.messages import Answer, EngineLoad, Failure, StepStats, Submit
 from phasewise.tuner.plans import Phase
 
 _LAST = 64
@@ -41,11 +41,10 @@ class LiveView:
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         self._sent_ns[request.request_id] = time.perf_counter_ns()
 
-    def delivered(self, delivery: Delivery) -> None:
-        stats = delivery.stats
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         if stats is not None:
             self._tokens[stats.phase] += stats.n_tokens
-        for out in delivery.outs:
+        for out in outs:
             sent_ns = self._sent_ns.get(out.request_id)
             if sent_ns is None:
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -41,16 +42,36 @@ def client_of(scope: Scope) -> ClientIdentity:
     return ClientIdentity(f"address {address[0]}" if address else "local", "")
 
 
+class ApiKeys:
+    """The keys of one server, as digests. They may be replaced while it runs, from any thread."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = _digests_of(keys)
+
+    def replace(self, keys: Sequence[str]) -> None:
+        """Only these are right from now on; requests in progress go on."""
+        self._digests = _digests_of(keys)
+
+    def digest_of(self, token: str) -> str | None:
+        """The digest of a key; None where it is none of ours.
+
+        Compares digests, all of them, so that time tells nothing of a key, nor its length.
+        """
+        given = _digest(token.encode("latin-1", "replace"))
+        matches = [secrets.compare_digest(given, key) for key in self._digests]
+        return given.hex() if any(matches) else None
+
+
 class RequireKey:
     """401 unless the request carries one of `keys` as a bearer token. Health, readiness and `also_open` stay
     open."""
 
     def __init__(
-        self, app: ASGIApp, keys: tuple[str, ...], metrics: Metrics, also_open: frozenset[str] = frozenset()
+        self, app: ASGIApp, keys: ApiKeys, metrics: Metrics, also_open: frozenset[str] = frozenset()
     ) -> None:
         self._app = app
         self._open_paths = _OPEN_PATHS | also_open
-        self._keys = tuple(_digest(key.encode()) for key in keys)
+        self._keys = keys
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,14 +93,10 @@ class RequireKey:
         await error.response()(scope, receive, send)
 
     def _key_of(self, headers: Headers) -> str | None:
-        """The digest of the request's key; None where it is none of ours.
-
-        Compares digests, all of them, so that time tells nothing of a key, nor its length.
-        """
+        """The digest of the request's key; None where it is none of ours."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = _digest(token.strip().encode("latin-1", "replace"))
-        matches = [secrets.compare_digest(given, key) for key in self._keys]
-        return given.hex() if scheme.lower() == "bearer" and any(matches) else None
+        found = self._keys.digest_of(token.strip())
+        return found if scheme.lower() == "bearer" else None
 
 
 class CheckHost:
@@ -105,21 +122,21 @@ class CheckHost:
 
 
 class CountAnswers:
-    """Counts answers by path and status; paths that do not exist count as one.
+    """Counts answers by path, as `name_of` calls it, and status.
 
     The framework answers an exception that no handler knows with 500, outside of this: it is counted here.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, name_of: Callable[[str], str]) -> None:
         self._app = app
         self._metrics = metrics
-        self._paths = paths
+        self._name_of = name_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        path = self._name_of(scope["path"])
         has_started = False
 
         def count(status: int) -> None:
@@ -143,6 +160,10 @@ class CountAnswers:
             if not has_started:
                 count(500)
             raise
+
+
+def _digests_of(keys: Sequence[str]) -> tuple[bytes, ...]:
+    return tuple(_digest(key.encode()) for key in keys)
 
 
 def _digest(key: bytes) -> bytes:

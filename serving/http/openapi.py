@@ -33,7 +33,7 @@ _POST_REFUSALS = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503)
 REFUSALS = {
     400: "the request is not one that can be answered",
     401: "the key that this server asks for is missing or wrong",
-    404: "there is no such path or model here",
+    404: "there is no such path, model or response here",
     405: "the path does not take this method",
     408: "the request did not come in time",
     413: "the body is larger than this server takes",
@@ -87,6 +87,11 @@ def _generation_paths() -> Json:
         "/v1/responses": _post(
             "responses", "Answer a conversation, perhaps a stored one", "Response", "Responses"
         ),
+        "/v1/responses/{response_id}": {
+            **_get("show_response", "A response that is stored here", _answer(_ref("Response")), 404),
+            **_delete("forget_response", "Store a response no longer", _answer(_ref("Forgotten"))),
+            "parameters": [{**_NAME, "name": "response_id"}],
+        },
         "/tokenize": _post("tokenize", "The tokens of a text or a conversation", "Tokenize"),
         "/detokenize": _post("detokenize", "The text that tokens spell", "Detokenize"),
         "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
@@ -102,6 +107,16 @@ def _get(name: str, summary: str, answer: Json, *refusals: int) -> Json:
     if 503 in refusals:
         responses["503"] = {**answer, "description": REFUSALS[503]}
     return {"get": {"operationId": name, "summary": summary, "responses": responses}}
+
+
+def _delete(name: str, summary: str, answer: Json) -> Json:
+    return {
+        "delete": {
+            "operationId": name,
+            "summary": summary,
+            "responses": {"200": answer, **_refusals(401, 404)},
+        }
+    }
 
 
 def _post(name: str, summary: str, answer: str, body: str | None = None) -> Json:
@@ -202,6 +217,7 @@ def _answers() -> Json:
         "Tokenize": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
         "Detokenize": _object(prompt=_TEXT),
         "Response": _response(),
+        "Forgotten": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
         "Completion": _whole("text_completion", _completion_choice()),
         "ChatCompletion": _whole("chat.completion", _chat_choice()),
     }

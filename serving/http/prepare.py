@@ -138,16 +138,14 @@ def _refuse(body: CompletionRequest | ChatRequest, model: ServedModel) -> None:
 def _refuse_too_long(prompt: tuple[int, ...], max_tokens: int | None, model: ServedModel) -> None:
     most = model.max_prompt_tokens
     if most is not None and len(prompt) > most:
-        raise bad_request(
-            f"the prompt has {len(prompt)} tokens; this server takes at most {most}",
-            "prompt",
-            "prompt_too_long",
-        )
+        asked = f", of which a prompt may take {most} (--max-prompt), but this prompt has {len(prompt)}"
+        raise ContextLengthExceeded.beyond(model.context_length, asked, "prompt")
     n_needed = len(prompt) + (max_tokens or 1)
     if n_needed > model.context_length:
-        raise ContextLengthExceeded(
-            f"this model's context is {model.context_length} tokens, but {n_needed} were asked for: "
-            f"{len(prompt)} in the prompt and {max_tokens or 1} for the answer",
+        raise ContextLengthExceeded.beyond(
+            model.context_length,
+            f", but {n_needed} are asked for: {len(prompt)} in the prompt and {max_tokens or 1} for the "
+            "answer",
             "prompt",
         )
 

@@ -20,7 +20,9 @@ _ARGUMENTS = "response.function_call_arguments"
 
 @dataclass(frozen=True)
 class Responding:
-    """What one response is made of. `count`: tokens of a text. `keep`: is told the answer as a message."""
+    """What one response is made of. `count`: tokens of a text. `keep`: is told the answer as a message, and
+    the whole response as it is written.
+    """
 
     response_id: str
     body: ResponsesRequest
@@ -29,7 +31,7 @@ class Responding:
     n_prompt: int
     reading: AnswerReading | None
     count: Callable[[str], int]
-    keep: Callable[[Json], None]
+    keep: Callable[[Json, str], None]
 
     def open(self) -> Reader:
         return self.reading.open() if self.reading else PlainReader()
@@ -136,8 +138,9 @@ def whole(responding: Responding, choices: Sequence[Choice]) -> bytes:
     output = _Output(responding.call_id)
     for part in [*reader.feed(choice.text), *reader.finish()]:
         output.add(part)
-    responding.keep(output.as_message())
-    return encode(_Response(responding).ended(output, choice)).encode()
+    written = encode(_Response(responding).ended(output, choice))
+    responding.keep(output.as_message(), written)
+    return written.encode()
 
 
 class ResponseEvents:
@@ -189,8 +192,8 @@ class ResponseEvents:
     def closing(self) -> bytes:
         """After the last piece."""
         out = self._close()
-        self._responding.keep(self._output.as_message())
         response = self._response.ended(self._output, self._choice)
+        self._responding.keep(self._output.as_message(), encode(response))
         return "".join([*out, self._event(f"response.{response['status']}", response=response)]).encode()
 
     def _of_part(self, part: Part) -> list[str]:

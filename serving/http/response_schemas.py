@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from phasewise.serving.http.errors import bad_request, from_validation
+from phasewise.serving.http.errors import ApiError, bad_request, from_validation
 from phasewise.serving.http.schemas import (
     AnswerTokens,
     CacheSalt,
@@ -36,6 +36,7 @@ _MOST_ITEMS = 10_000
 _ENTRY_CHARACTERS = 200
 """What a response, or a message, takes beside its texts, more or less."""
 _MOST_PARTS = 1024
+_MOST_ID = 80  # characters of what is repeated
 _NOT_OFFERED = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _WITHOUT_EFFECT = frozenset(
@@ -272,15 +273,18 @@ def _format(text: TextSettings | None) -> Json | None:
 
 
 class _Stored(NamedTuple):
-    """The conversation of one response."""
+    """One response, as it was sent, and the conversation up to and with it."""
 
     at_s: float
     n_characters: int
     messages: list[Json]
+    written: str
 
 
 class ResponseStore:
-    """Conversations of the last responses, in memory. A client sees its own alone. On the event loop."""
+    """The last responses and their conversations, in memory. A client sees its own alone. On the event
+    loop.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, OrderedDict[str, _Stored]] = {}
@@ -288,48 +292,72 @@ class ResponseStore:
         self._n_stored = 0
         self._n_characters = 0
 
-    def put(self, client: str, response_id: str, messages: list[Json]) -> None:
+    def put(self, client: str, response_id: str, messages: list[Json], written: str) -> None:
         """Where there is no room, the oldest of the client that holds most give way."""
         self._forget_old()
-        size = _ENTRY_CHARACTERS + sum(_size(message) for message in messages)
-        self._kept.setdefault(client, OrderedDict())[response_id] = _Stored(time.monotonic(), size, messages)
+        size = _ENTRY_CHARACTERS + len(written) + sum(_size(message) for message in messages)
+        stored = _Stored(time.monotonic(), size, messages, written)
+        self._kept.setdefault(client, OrderedDict())[response_id] = stored
         self._n_stored += 1
         self._n_characters += size
         while self._n_stored > MOST_STORED:
-            self._drop(max(self._kept, key=lambda one: len(self._kept[one])))
+            self._drop_oldest(max(self._kept, key=lambda one: len(self._kept[one])))
         while self._n_characters > MOST_STORED_CHARACTERS:
-            self._drop(max(self._kept, key=self._characters_of))
+            self._drop_oldest(max(self._kept, key=self._characters_of))
 
-    def get(self, client: str, response_id: str) -> list[Json]:
+    def conversation(self, client: str, response_id: str) -> list[Json]:
         """The conversation up to and with this response. ApiError where it is not, or no longer, known."""
-        self._forget_old()
-        kept = self._kept.get(client)
-        found = None if kept is None else kept.get(response_id)
-        if found is None:
+        stored = self._find(client, response_id)
+        if stored is None:
             raise bad_request(
                 "previous_response_id names a response that is not stored (any more); send the whole "
                 "conversation as input",
                 "previous_response_id",
                 "previous_response_not_found",
             )
-        return found.messages
+        return stored.messages
+
+    def response(self, client: str, response_id: str) -> str:
+        """The response as it was sent. ApiError where it is not, or no longer, stored."""
+        stored = self._find(client, response_id)
+        if stored is None:
+            raise _not_stored(response_id)
+        return stored.written
+
+    def delete(self, client: str, response_id: str) -> None:
+        """Forget it. ApiError where it is not, or no longer, stored."""
+        if self._find(client, response_id) is None:
+            raise _not_stored(response_id)
+        self._drop(client, response_id)
+
+    def _find(self, client: str, response_id: str) -> _Stored | None:
+        self._forget_old()
+        kept = self._kept.get(client)
+        return None if kept is None else kept.get(response_id)
 
     def _forget_old(self) -> None:
         too_old_s = time.monotonic() - STORED_S
         for client in list(self._kept):
             while client in self._kept and next(iter(self._kept[client].values())).at_s < too_old_s:
-                self._drop(client)
+                self._drop_oldest(client)
 
     def _characters_of(self, client: str) -> int:
         return sum(one.n_characters for one in self._kept[client].values())
 
-    def _drop(self, client: str) -> None:
-        """The oldest response of a client."""
-        _, oldest = self._kept[client].popitem(last=False)
+    def _drop_oldest(self, client: str) -> None:
+        self._drop(client, next(iter(self._kept[client])))
+
+    def _drop(self, client: str, response_id: str) -> None:
+        dropped = self._kept[client].pop(response_id)
         if not self._kept[client]:
             del self._kept[client]
         self._n_stored -= 1
-        self._n_characters -= oldest.n_characters
+        self._n_characters -= dropped.n_characters
+
+
+def _not_stored(response_id: str) -> ApiError:
+    message = f"there is no response {response_id[:_MOST_ID]!r} here, or no longer"
+    return ApiError(404, message, param="response_id", code="response_not_found")
 
 
 def _size(message: Json) -> int:

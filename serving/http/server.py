@@ -44,7 +44,9 @@ class Clients(Protocol):
 
 @dataclass(frozen=True)
 class Service:
-    """What one server runs, and whom it tells. `on_hangup`: what SIGHUP does; None: it ends the server."""
+    """What one server runs, and whom it tells. `on_hangup`: what SIGHUP does; None: it ends the server,
+    unless it is ignored.
+    """
 
     app: FastAPI
     client: Clients

@@ -19,9 +19,13 @@ import pytest
 import typer
 
 from phasewise.cli.options import parse_bytes
+from phasewise.topology import read_machine
+from tests.support.rude_clients import until
 from tests.support.served_command import own_places, serving
 from tests.support.tiers import first_is_smoke
 from tests.support.tiny_models import TinyShape, tiny_gguf
+
+N_CORES = len(read_machine().allowed_cores()) or len(read_machine().allowed_pus)
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 
@@ -58,7 +62,7 @@ def test_it_answers_and_a_signal_ends_it(model: Path, environment: dict[str, str
         assert whole.usage.completion_tokens >= 1
         assert api.completions.create(model=str(model), prompt="a", max_tokens=2).choices
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
-        with pytest.raises(openai.BadRequestError, match="cannot hold a text of 3000000 characters"):
+        with pytest.raises(openai.BadRequestError, match="but the prompt has 3000000 characters"):
             api.completions.create(model="tiny", prompt="a" * 3_000_000, max_tokens=2)
 
         assert server.end(signal.SIGTERM) == 0
@@ -228,6 +232,15 @@ def test_a_unix_socket_keys_from_a_file_and_a_log_of_lengths(
             lengths.rename(tmp_path / "old")
             server.process.send_signal(signal.SIGHUP)
             assert client.post("/v1/completions", json=body, headers=bearer).status_code == 200
+            until(lambda: "API keys read again: 2, " in server.lines[-1], "the keys are not read")
+            keys.write_text("sesame\nnew\n")
+            server.process.send_signal(signal.SIGHUP)
+            until(lambda: client.get("/v1/models", headers=bearer).status_code == 401, "it is still right")
+            assert client.get("/v1/models", headers={"Authorization": "Bearer new"}).status_code == 200
+            keys.write_text("# none\n")
+            server.process.send_signal(signal.SIGHUP)
+            until(lambda: "stay as they were" in server.lines[-1], "nothing is said")
+            assert client.get("/v1/models", headers={"Authorization": "Bearer new"}).status_code == 200
         assert server.end(signal.SIGTERM) == 0
 
     assert not path.exists()
@@ -379,3 +392,57 @@ def test_sizes_that_cannot_be_kept_are_errors_that_say_what_fits(
     assert ended.returncode == 1
     assert re.search(says, ended.stderr), ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_requests_call_the_model_as_the_operator_says(model: Path, environment: dict[str, str]) -> None:
+    """Also beside itself: engines, answers and metrics go by the names."""
+    arguments = ("--served-model-name", "mine", "--served-model-name", "m", "--also", model)
+    with serving(model, environment, "--port", 0, *arguments) as server:
+        asked = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
+        answers = [
+            httpx.post(f"{server.url}/v1/completions", json={**asked, "model": name}, timeout=30)
+            for name in ("mine", "m", "tiny")
+        ]
+        metrics = httpx.get(f"{server.url}/metrics").text
+        listed = [one["id"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]]
+        assert server.end(signal.SIGTERM) == 0
+    assert [one.json()["model"] for one in answers] == ["mine", "mine", "tiny"]
+    assert listed == ["mine", "tiny"]
+    assert 'phasewise_generated_tokens_total{model="mine"} 4.0' in metrics
+    assert 'phasewise_generated_tokens_total{model="tiny"} 2.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--also", "MODEL"), "two models are called tiny"),
+        (("--served-model-name", "tiny", "--also", "MODEL"), "two models are called tiny"),
+        (("--served-model-name", ""), "--served-model-name must not be empty"),
+        (("--ranks", N_CORES + 1), f"{N_CORES + 1} ranks cannot divide"),
+        (("--ranks", 2, "--mixed-pool", "0"), "--ranks is for one engine"),
+        (("--ranks", 2, "--pools", "auto"), "--ranks is for one engine"),
+    ],
+)
+def test_names_and_ranks_that_cannot_be_are_one_line(
+    model: Path, environment: dict[str, str], arguments: tuple[object, ...], says: str
+) -> None:
+    given = [str(model if one == "MODEL" else one) for one in arguments]
+    command = [sys.executable, "-m", "phasewise", "serve", str(model), "--port", "0", *given]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert result.returncode in (1, 2)
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "listening on" not in result.stderr
+
+
+@pytest.mark.skipif(N_CORES < 2, reason="two ranks need two cores")
+def test_ranks_by_hand_answer_the_same(model: Path, environment: dict[str, str]) -> None:
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    texts = []
+    for arguments in ((), ("--ranks", 2)):
+        with serving(model, environment, "--port", 0, *arguments) as server:
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()
+            texts.append(answer["choices"][0]["text"])
+            assert server.end(signal.SIGTERM) == 0
+            assert any("2 ranks on cores" in line for line in server.lines) == bool(arguments)
+    assert texts[0] == texts[1]

@@ -16,6 +16,7 @@ import pytest
 
 from phasewise.topology import read_machine
 from tests.support.encoder_models import HIDDEN, write_encoder
+from tests.support.rude_clients import until
 from tests.support.served_command import own_places, serving
 from tests.support.tiny_models import TinyShape, tiny_gguf
 
@@ -146,3 +147,38 @@ def test_what_cannot_be_is_one_line(encoder: Path, model: Path, environment: dic
     assert "are there" in refused(environment, encoder, "--threads", N_CORES + 1)
     assert "no embedding model" in refused(environment, model, "--embed-model", model)
     assert "are there" in refused(environment, model, "--embed-model", encoder, "--embed-cores", N_CORES)
+
+
+def test_a_hangup_reads_its_keys_again(encoder: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("old\n")
+    with serving(encoder, environment, "--port", 0, "--api-key-file", keys) as server:
+
+        def status(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            return httpx.get(f"{server.url}/v1/models", headers=headers).status_code
+
+        assert (status("old"), status("new")) == (200, 401)
+        keys.write_text("new\n")
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: status("old") == 401, "the old key is still right")
+        assert status("new") == 200
+        assert server.end(signal.SIGTERM) == 0
+
+
+def test_an_embedding_model_is_called_as_the_operator_says(
+    encoder: Path, environment: dict[str, str]
+) -> None:
+    with serving(encoder, environment, "--port", 0, "--served-model-name", "mine") as server:
+        body = {"model": "mine", "input": "the cat"}
+        answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=30)
+        other = httpx.post(f"{server.url}/v1/embeddings", json={**body, "model": "bert"}, timeout=30)
+        assert server.end(signal.SIGTERM) == 0
+    assert (answer.json()["model"], other.status_code) == ("mine", 404)
+
+
+def test_an_embedding_model_has_no_ranks(encoder: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "phasewise", "serve", str(encoder), "--port", "0", "--ranks", "2"]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert found.returncode == 2
+    assert "leave --ranks out" in found.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -11,6 +12,8 @@ import httpx
 import pytest
 
 from phasewise.serving.errors import RanksError
+from phasewise.serving.http.access_log import AccessLog
+from phasewise.serving.http.app import Surroundings
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from phasewise.serving.pools.contract import Estimate
 from tests.support.fake_server import FakeServer, fake_server
@@ -109,6 +112,28 @@ def test_what_is_not_finished_in_time_is_told(hurried: bool) -> None:
                 assert b"server_stopping" in said
         gate.lift()
         until(lambda: server.server.force_exit, "it does not end")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_the_drain_cuts_off_is_an_error_in_the_log_and_the_metrics(n: int) -> None:
+    lines: list[str] = []
+    log = AccessLog(lines.append, "info", as_json=True)
+    with fake_server(HttpLimits(drain_s=0.2), surroundings=Surroundings(log=log)) as server:
+        gate = Gate(server)
+        gate.shut(after_steps=3)
+        with connect(server.url) as stream, connect(server.url) as whole:
+            stream.sendall(completion(max_tokens=400, stream=True, n=n))
+            whole.sendall(completion(max_tokens=400, n=n))
+            until(lambda: server.client.n_live == 2 * n, "they were not sent on")
+            server.server.end()
+            read_to_end(stream)
+            read_to_end(whole)
+        metrics = server.metrics.exposition().decode()
+        gate.lift()
+        until(lambda: server.server.force_exit, "it does not end")
+    records = [json.loads(line) for line in lines]
+    assert [one["finish"] for one in records] == ["error", "error"]
+    assert f'phasewise_requests_total{{reason="error"}} {2 * n}.0' in metrics
 
 
 def test_a_reader_that_reads_nothing_does_not_keep_the_server_from_ending() -> None:
@@ -229,7 +254,7 @@ def test_a_prompt_longer_than_allowed_is_refused() -> None:
         refused = post(server, prompt="a" * 11, max_tokens=1)
 
         assert refused.status_code == 400
-        assert refused.json()["error"]["code"] == "prompt_too_long"
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_the_estimator_is_asked_once_for_each_prompt_and_knows_the_conversation() -> None:

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from phasewise.serving.http import response_schemas
 from phasewise.serving.http.errors import ApiError
+from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.response_schemas import ResponseStore, messages_of
 from tests.support.fake_server import FakeServer
 from tests.support.scripted_engine import ScriptedRanks, scripted_server
@@ -153,7 +154,7 @@ def test_a_schema_is_kept(running: tuple[FakeServer, ScriptedRanks], ranks: Scri
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
         ({"input": [{"role": "usr", "content": "a"}]}, "input"),
         ({"input": [{"type": "image"}]}, "input"),
         ({"input": None}, "input"),
@@ -169,6 +170,7 @@ def test_what_cannot_be_is_refused(
     answer = asked(running, **fields)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+    assert not answer.json()["error"]["message"].startswith("messages")
 
 
 def test_items_of_one_answer_are_one_message() -> None:
@@ -194,19 +196,76 @@ def test_the_store_keeps_what_its_bounds_allow_and_tells_no_other_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = ResponseStore()
-    store.put("me", "1", [{"role": "user", "content": "a"}])
-    assert store.get("me", "1")
+    store.put("me", "1", [{"role": "user", "content": "a"}], "{}")
+    assert store.conversation("me", "1")
     with pytest.raises(ApiError):
-        store.get("you", "1")
+        store.conversation("you", "1")
     for number in range(response_schemas.MOST_STORED):
-        store.put("me", f"n{number}", [])
+        store.put("me", f"n{number}", [], "{}")
     with pytest.raises(ApiError):
-        store.get("me", "1")
+        store.conversation("me", "1")
     store.put(
-        "me", "large", [{"role": "user", "content": "a" * (response_schemas.MOST_STORED_CHARACTERS - 400)}]
+        "me",
+        "large",
+        [{"role": "user", "content": "a" * (response_schemas.MOST_STORED_CHARACTERS - 402)}],
+        "{}",
     )
     with pytest.raises(ApiError):
-        store.get("me", "n999")
+        store.conversation("me", "n999")
     monkeypatch.setattr(response_schemas, "STORED_S", -1.0)
     with pytest.raises(ApiError):
-        store.get("me", "large")
+        store.conversation("me", "large")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stored_response_can_be_read_again_and_deleted(
+    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, api: openai.OpenAI, stream: bool
+) -> None:
+    ranks.script = lambda _prompt: "Paris is it."
+    answer = asked(running, stream=stream)
+    sent = events_of(answer)[-1].response if stream else Response.model_validate(answer.json())
+
+    assert api.responses.retrieve(sent.id) == sent
+    assert httpx.delete(f"{running[0].url}/v1/responses/{sent.id}").json() == {
+        "id": sent.id,
+        "object": "response",
+        "deleted": True,
+    }
+    for again in (api.responses.retrieve, api.responses.delete):
+        with pytest.raises(openai.NotFoundError, match=sent.id):
+            again(sent.id)
+    continued = asked(running, previous_response_id=sent.id)
+    assert continued.json()["error"]["code"] == "previous_response_not_found"
+
+
+def test_what_was_not_to_be_stored_is_not_there(
+    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
+) -> None:
+    ranks.script = lambda _prompt: "no"
+    made = asked(running, store=False).json()["id"]
+    for method in ("GET", "DELETE"):
+        gone = httpx.request(method, f"{running[0].url}/v1/responses/{made}")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found")
+
+
+def test_no_key_reads_or_deletes_the_responses_of_another() -> None:
+    keys = ("first", "second")
+    with scripted_server(HERMES, "<|im_start|>assistant\n", limits=HttpLimits(api_keys=keys)) as (
+        server,
+        ranks,
+    ):
+        ranks.script = lambda _prompt: "mine"
+
+        def send(key: str, method: str, path: str = "", **body: Any) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}"}
+            return httpx.request(
+                method, f"{server.url}/v1/responses{path}", headers=headers, json=body or None, timeout=60
+            )
+
+        made = send("first", "POST", model="fake", input="hi").json()
+        for method in ("GET", "DELETE"):
+            assert send("second", method, f"/{made['id']}").status_code == 404
+            assert httpx.request(method, f"{server.url}/v1/responses/{made['id']}").status_code == 401
+        assert send("first", "GET", f"/{made['id']}").json() == made
+        assert send("first", "DELETE", f"/{made['id']}").status_code == 200
+        server.wait_until_idle()

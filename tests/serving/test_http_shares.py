@@ -252,25 +252,25 @@ def test_whatever_makes_a_conversation_long_it_waits_among_the_long_ones(
 @pytest.mark.parametrize("characters", [0, 100_000])
 def test_a_client_that_stores_much_takes_the_place_of_its_own(characters: int) -> None:
     store = ResponseStore()
-    store.put("modest", "mine", [{"role": "user", "content": "a" * 1000}])
+    store.put("modest", "mine", [{"role": "user", "content": "a" * 1000}], "{}")
     for number in range(response_schemas.MOST_STORED + 500):
-        store.put("greedy", f"n{number}", [{"role": "user", "content": "a" * characters}])
+        store.put("greedy", f"n{number}", [{"role": "user", "content": "a" * characters}], "{}")
 
-    assert store.get("modest", "mine")
-    assert store.get("greedy", f"n{response_schemas.MOST_STORED + 499}")
+    assert store.conversation("modest", "mine")
+    assert store.conversation("greedy", f"n{response_schemas.MOST_STORED + 499}")
     with pytest.raises(ApiError):
-        store.get("greedy", "n0")
+        store.conversation("greedy", "n0")
 
 
 def test_what_is_too_old_is_forgotten_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ResponseStore()
-    store.put("gone", "1", [])
+    store.put("gone", "1", [], "{}")
     monkeypatch.setattr(response_schemas, "STORED_S", -1.0)
     with pytest.raises(ApiError):
-        store.get("other", "2")
+        store.conversation("other", "2")
     monkeypatch.setattr(response_schemas, "STORED_S", 3600.0)
     with pytest.raises(ApiError):
-        store.get("gone", "1")
+        store.conversation("gone", "1")
 
 
 PROMPT = "a prompt that no other client must learn " * 4

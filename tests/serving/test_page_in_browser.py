@@ -140,6 +140,92 @@ def test_it_stops_and_asks_again(running: tuple[FakeServer, ScriptedRanks]) -> N
         ranks.before_step = lambda: None
 
 
+SIZES = [(390, 844), (320, 568), (844, 390), (1100, 900)]
+SEND_IN_SIGHT = """(() => {
+  const send = document.getElementById('send').getBoundingClientRect();
+  const stop = document.getElementById('stop').getBoundingClientRect();
+  const root = document.documentElement;
+  return send.top >= 0 && send.height > 0 && Math.max(send.bottom, stop.bottom) <= innerHeight
+    && root.scrollHeight <= innerHeight && root.scrollWidth <= innerWidth;
+})()"""
+NEWEST_IN_SIGHT = f"""(() => {{
+  const log = document.getElementById('messages').getBoundingClientRect();
+  const newest = {ANSWER}.getBoundingClientRect();
+  return newest.bottom <= log.bottom + 1 && newest.bottom > log.top && log.bottom <= innerHeight;
+}})()"""
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES, ids=[f"{w}x{h}" for w, h in SIZES])
+def test_send_is_in_sight_and_the_newest_message_is_followed(
+    running: tuple[FakeServer, ScriptedRanks], width: int, height: int
+) -> None:
+    server, ranks = running
+
+    async def visit(page: Page) -> None:
+        await page.command(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=1, mobile=width < 500,
+        )  # fmt: skip
+        await opened(page, server.url)
+        assert await page.run(SEND_IN_SIGHT)
+        ranks.script = lambda _prompt: "a line of words\n\n" * 30
+        ranks.before_step = lambda: (threading.Event().wait(0.002), None)[1]
+        for n_messages in (2, 4):
+            await ask(page, "question\n" * 9)
+            await page.wait(f"document.querySelectorAll('.message').length === {n_messages}")
+            while await page.run(f"!({IDLE})"):
+                assert await page.run(SEND_IN_SIGHT)
+            assert await page.run(SEND_IN_SIGHT)
+            await page.wait(NEWEST_IN_SIGHT)
+
+        await page.run("document.getElementById('messages').scrollTop = 0")  # who reads above stays there
+        await page.run("document.getElementById('again').click()")
+        await page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
+        assert await page.run(SEND_IN_SIGHT)
+        await page.run("document.getElementById('settings').open = true")
+        assert await page.run(SEND_IN_SIGHT)
+        await page.run("document.getElementById('show-live').click()")
+        assert await page.run("document.documentElement.scrollWidth <= innerWidth")
+        await page.run("document.getElementById('show-chat').click()")
+        assert await page.run(SEND_IN_SIGHT)
+
+    try:
+        browse(visit)
+    finally:
+        ranks.before_step = lambda: None
+
+
+@pytest.mark.parametrize("button", ["send", "again"])
+def test_the_focus_is_never_lost(running: tuple[FakeServer, ScriptedRanks], button: str) -> None:
+    """By the keyboard: what is pressed is disabled then, and the focus would fall to the page."""
+    server, ranks = running
+    focused = "document.activeElement.id"
+
+    async def visit(page: Page) -> None:
+        await opened(page, server.url)
+        ranks.script = lambda _prompt: "short"
+        await ask(page, "a")
+        await page.wait(f"{IDLE} && {ANSWER}?.innerText.endsWith('short')")
+        ranks.script = lambda _prompt: "word " * 600
+        ranks.before_step = lambda: (threading.Event().wait(0.02), None)[1]
+        if button == "send":
+            await page.type("more")
+        await page.run(f"document.getElementById('{button}').focus()")
+        await page.press(" ", 32, " ")
+        await page.wait(f"{ANSWER}.innerText.includes('word word word')")
+        assert await page.run(focused) == "question"
+        await page.run("document.getElementById('stop').focus()")
+        await page.press(" ", 32, " ")
+        await page.wait(IDLE)
+        assert await page.run(focused) == "question"
+
+    try:
+        browse(visit)
+    finally:
+        ranks.before_step = lambda: None
+    server.wait_until_idle(30)
+
+
 def test_the_live_view_shows_what_the_engine_does(
     running: tuple[FakeServer, ScriptedRanks], tmp_path: Path
 ) -> None:

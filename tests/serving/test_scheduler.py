@@ -169,9 +169,9 @@ def test_what_was_preempted_goes_on_with_the_answer_it_had() -> None:
 def test_what_can_never_run_is_refused_with_the_numbers() -> None:
     scheduler = make(n_slots=48, context=100)
 
-    with pytest.raises(ContextLengthExceeded, match="KV cache holds 48 tokens, but 51 are asked"):
+    with pytest.raises(ContextLengthExceeded, match=r"48 tokens here \(the KV cache holds no more\), but 51"):
         scheduler.add(request("a", 41, 10))
-    with pytest.raises(ContextLengthExceeded, match="model's context holds 20"):
+    with pytest.raises(ContextLengthExceeded, match="this model's maximum context length is 20 tokens, but"):
         make(context=20).add(request("a", 20, 1))
     with pytest.raises(RequestError, match="no tokens"):
         scheduler.add(request("a", 0))

@@ -77,6 +77,12 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     assert (host.state, host.is_alive, host.lost) == ("running", True, None)
     slots = sum(engine.scheduler.pool.n_slots for engine in engines.values())
     assert came[-1].load.kv_slots == slots
+    by_model = came[-1].load.by_model
+    assert by_model is not None
+    assert {name: one.kv_slots for name, one in by_model.items()} == {
+        name: engine.scheduler.pool.n_slots for name, engine in engines.items()
+    }
+    assert {one.stats.model for one in came if one.stats is not None} == {"up", "same"}
     assert host.stop()
     assert host.state == "running" or not host.is_alive
 
@@ -136,10 +142,10 @@ def test_two_models_share_a_server_and_its_budget(tmp_path: Path) -> None:
         assert missing.status_code == 404
         assert "one, two" in json.dumps(missing.json())
         metrics = httpx.get(f"{url}/metrics").text
-        slots = float(
-            next(one for one in metrics.splitlines() if one.startswith("phasewise_kv_slots ")).split()[1]
-        )
-        assert slots > 0
+        for name in ("one", "two"):
+            assert f'phasewise_generated_tokens_total{{model="{name}"}} 12.0' in metrics
+            assert float(metrics.split(f'phasewise_kv_slots{{model="{name}"}} ')[1].split()[0]) > 0
+            assert f'phasewise_step_seconds_count{{model="{name}",phase="decode"}} 11.0' in metrics
     finally:
         server.terminate()
         assert server.wait(30) == 0

@@ -111,6 +111,7 @@ class EmbeddingServer:
     workers: list[FakeWorker]
     model: PackedModel
     text: EncoderText
+    served: EmbeddingModel
 
 
 @contextlib.contextmanager
@@ -140,7 +141,7 @@ def embedding_server(
         while not server.started:
             time.sleep(0.005)
         try:
-            yield EmbeddingServer(place.url, client, own, model, text)
+            yield EmbeddingServer(place.url, client, own, model, text, served)
         finally:
             server.end(at_once=True)
             web.join(20)

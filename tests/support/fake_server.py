@@ -14,7 +14,7 @@ from phasewise.serving.drafts.contract import Drafter
 from phasewise.serving.engine import Engine
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import ServingError
-from phasewise.serving.http.app import Surroundings, create_app
+from phasewise.serving.http.app import ServedEmbeddings, Surroundings, create_app
 from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connections import Connections
@@ -47,6 +47,7 @@ class FakeServer:
     connections: Connections
     life: Lifecycle
     bodies: BodyReader
+    metrics: Metrics
     said: list[str]
     app: Any = field(repr=False, default=None)
 
@@ -75,6 +76,7 @@ def fake_server(
     context: int = CONTEXT,
     surroundings: Surroundings | None = None,
     drafter: Drafter | None = None,
+    embeddings: ServedEmbeddings | None = None,
 ) -> Iterator[FakeServer]:
     """`model`: what the served model is to be, made from the one that this server has."""
     ranks = ranks or FakeRanks()
@@ -104,7 +106,8 @@ def fake_server(
         piece,
         (lambda chat, _patience: encode(render_chat(chat.messages))) if has_template else None,
     )
-    app = create_app(model(served), client, limits, life, metrics, surroundings or Surroundings())
+    surroundings = surroundings or Surroundings()
+    app = create_app(model(served), client, limits, life, metrics, surroundings, embeddings)
     said: list[str] = []
     with address or TcpAddress("127.0.0.1", 0) as place:
         server = HttpServer(Service(app, client, life, connections, said.append), place, tls)
@@ -114,7 +117,18 @@ def fake_server(
         while not server.started:
             time.sleep(0.005)
         running = FakeServer(
-            place.url, engine, ranks, client, thread, server, connections, life, app.state.bodies, said, app
+            place.url,
+            engine,
+            ranks,
+            client,
+            thread,
+            server,
+            connections,
+            life,
+            app.state.bodies,
+            metrics,
+            said,
+            app,
         )
         try:
             yield running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,42 @@ def test_what_names_no_cores_is_refused(text: str) -> None:
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True))
 def test_a_list_of_cores_reads_back_in_order(cores: list[int]) -> None:
     assert list(parse_cores(list_cores(cores))) == cores
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=6), min_size=1, max_size=3),
+    st.data(),
+)
+def test_ranks_by_hand_divide_the_cores_and_keep_to_their_nodes(
+    shape: list[list[int]], data: st.DataObject
+) -> None:
+    """Nothing is lost or shared; sizes differ by one at most; no rank needlessly spans nodes."""
+    numbers = itertools.count()
+    machine = machine_of([[[next(numbers) for _ in range(depth)] for depth in node] for node in shape])
+    n_cores = sum(map(len, shape))
+    n_threads = data.draw(st.none() | st.integers(1, len(machine.allowed_pus)))
+    n_ranks = data.draw(st.integers(1, n_threads or n_cores))
+    alone = default_plan(machine, "decode", n_threads)
+    plan = default_plan(machine, "decode", n_threads, n_ranks)
+
+    assert sorted(plan.cores) == sorted(alone.cores)
+    sizes = [len(rank.cores) for rank in plan.ranks]
+    assert len(sizes) == n_ranks
+    assert max(sizes) - min(sizes) <= 1
+    assert plan.source == "flag"
+    check_fits(plan, machine)
+    if n_threads is None and n_ranks % len(shape) == 0 and len({len(node) for node in shape}) == 1:
+        assert None not in [rank.numa_node for rank in plan.ranks]
+
+
+@pytest.mark.parametrize(("threads", "ranks"), [(None, 5), (2, 3), (1, 2), (None, 0)])
+def test_more_ranks_than_cores_are_refused(threads: int | None, ranks: int) -> None:
+    with pytest.raises(PlanError, match="ranks cannot divide"):
+        default_plan(PLAIN, "decode", threads, ranks)
+
+
+def test_ranks_by_hand_come_before_a_stored_plan(tmp_path: Path) -> None:
+    store = FakeStore(decode=plan_on("decode", (0,)).to_json())
+    plans = resolve_plans(store, PLAIN, MODEL, None, ranks=2)
+    assert [rank.cores for rank in plans["decode"].ranks] == [(0, 1), (2, 3)]
+    assert not store.asked

@@ -67,6 +67,7 @@ function send() {
   field.value = "";
   conversation.push({ role: "user", content: text });
   draw(conversation.at(-1));
+  toEnd();
   answer();
 }
 
@@ -181,7 +182,12 @@ function fill(element, message) {
     parts.push(rendered(message.content));
   }
   element.replaceChildren(...parts);
-  if (follows) log.scrollTop = log.scrollHeight;
+  if (follows) toEnd();
+}
+
+function toEnd() {
+  const log = byId("messages");
+  log.scrollTop = log.scrollHeight;
 }
 
 function failed(reason) {
@@ -190,10 +196,14 @@ function failed(reason) {
   element.setAttribute("role", "alert");
   element.textContent = reason;
   byId("messages").append(element);
+  toEnd();
 }
 
+// A button that is disabled loses the focus to nothing: the field has it next.
 function buttons() {
+  const focused = document.activeElement;
   byId("send").disabled = running !== null;
   byId("stop").disabled = running === null;
   byId("again").disabled = running !== null || conversation.length === 0;
+  if (focused.disabled) byId("question").focus();
 }

@@ -6,6 +6,7 @@ const byId = (id) => document.getElementById(id);
 
 function show(view) {
   for (const name of ["key", "chat", "live"]) byId(`${name}-view`).hidden = name !== view;
+  document.body.dataset.view = view;
   byId("show-chat").setAttribute("aria-pressed", view === "chat");
   byId("show-live").setAttribute("aria-pressed", view === "live");
   showLive(view === "live");

@@ -141,7 +141,7 @@ def test_too_long_an_input_names_the_limit_unless_it_may_be_cut(server: Embeddin
 
     assert refused.status_code == 400
     assert error_of(refused)["code"] == "context_length_exceeded"
-    assert f"at most {MAX_TOKENS}" in error_of(refused)["message"]
+    assert f"maximum context length is {MAX_TOKENS} tokens" in error_of(refused)["message"]
     assert "input 1 has" in error_of(refused)["message"]
     assert cut.status_code == 200
     assert cut.json()["usage"]["prompt_tokens"] <= MAX_TOKENS + 3
