@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._words import number
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import (
     DbOption,
@@ -128,7 +129,7 @@ def tune_config(
     if emit is not None and wish.resume and not dry_run and _emit_stored(wish, emit, as_json):
         return
     if not dry_run:
-        note(f"searching for at most {wish.budget_s:g} s; Ctrl-C keeps what is found until then")
+        note(f"searching for at most {number(wish.budget_s)} s; Ctrl-C keeps what is found until then")
     subject = open_subject(wish, note)
     if dry_run:
         _print_dry_run(wish, subject, as_json)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
+from phasewise._words import percent
 from phasewise.cli.render import row_forms
 from phasewise.workflows.bench.model import ModelRow
 
@@ -51,8 +52,8 @@ def as_md(rows: Sequence[ModelRow], *, wide: bool = False) -> str:
             "threads": str(row.n_threads),
             "test": _test_name(row),
             "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
-            "peak": f"{row.peak_fraction:.0%}",
-            "bandwidth": f"{row.bandwidth_fraction:.0%}" if row.n_gen else "",
+            "peak": percent(row.peak_fraction),
+            "bandwidth": percent(row.bandwidth_fraction) if row.n_gen else "",
         }
         for row in rows
     ]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted, multiple
 from phasewise.cli.render.config_text import milliseconds
 from phasewise.cli.render.status_line import StatusLine, status_line
 from phasewise.cli.render.tuning_text import progress_line
@@ -124,7 +125,9 @@ class _Search:
 
 def _cut_words(cut: PrunedTree) -> str:
     slower = (
-        "cannot run" if cut.cost_ms == math.inf else f"{cut.cost_ms / cut.parent_cost_ms:.2f}x its parent"
+        "cannot run"
+        if cut.cost_ms == math.inf
+        else f"{multiple(cut.cost_ms / cut.parent_cost_ms)} its parent"
     )
     return f"{_drawn(cut.tree.notation)}  cut with all below it ({_ranks(cut.ranks)}): {slower}"
 
@@ -137,7 +140,7 @@ def _stopped_words(stopped: Stopped) -> str:
 
 
 def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
+    return counted(count, "rank")
 
 
 def _drawn(notation: str) -> str:

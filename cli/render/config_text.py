@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted, multiple, number, plural
 from phasewise.cli.present import on_one_line
 from phasewise.tuner.config.references import PER_NODE, same_cores
 from phasewise.tuner.config.trace import describe
@@ -31,7 +32,7 @@ DISTURBED_LAPS = 0.1
 
 def milliseconds(value: float) -> str:
     """Four digits, or what it takes."""
-    return f"{value:.3g} ms" if value < 100 else f"{value:.0f} ms"
+    return f"{number(value, 3)} ms" if value < 100 else f"{value:.0f} ms"
 
 
 def found_text(found: Found, *, verbose: bool = False) -> str:
@@ -83,9 +84,9 @@ def _phase_lines(found: Found, one: Searched) -> Iterator[str]:
 
 
 def _rank_lines(plan: ServicePlan) -> Iterator[str]:
-    for number, rank in enumerate(plan.ranks[:MOST_RANKS_SHOWN]):
+    for at, rank in enumerate(plan.ranks[:MOST_RANKS_SHOWN]):
         node = "" if rank.numa_node is None else f" (NUMA node {rank.numa_node})"
-        yield f"  rank {number}: {list_cores(rank.cores)}{node}"
+        yield f"  rank {at}: {list_cores(rank.cores)}{node}"
     if len(plan.ranks) > MOST_RANKS_SHOWN:
         yield f"  and {len(plan.ranks) - MOST_RANKS_SHOWN} more"
 
@@ -110,7 +111,7 @@ def _against_row(one: Versus) -> tuple[str, ...]:
     interval = ""
     if one.comparison is not None:
         interval = f"{one.comparison.gain_low:.3f} to {one.comparison.gain_high:.3f}"
-    return name, plan, latency, f"{one.gain:.3f}x", interval
+    return name, plan, latency, multiple(one.gain, 3), interval
 
 
 def _verdict_line(verdict: PhaseVerdict, is_measured: bool) -> str:
@@ -151,17 +152,18 @@ def _run_lines(found: Found, *, verbose: bool) -> Iterator[str]:
     sums = totals(found)
     minutes, seconds = divmod(round(found.elapsed_s), 60)
     yield (
-        f"{sums['evaluations']} of {sums['configurations']} configurations evaluated, "
+        f"{sums['evaluations']} of {counted(sums['configurations'], 'configuration')} evaluated, "
         f"{sums['replayed']} known before, {sums['failed']} failed,"
     )
-    cut = f", {sums['trees_cut']} trees cut" if verbose else ""
+    cut = f", {counted(sums['trees_cut'], 'tree')} cut" if verbose else ""
     yield f"{sums['pruned']} stopped early{cut}; {minutes}:{seconds:02}."
     if any(one.outcome.gains for one in found.kernels):
         tuned = sum(not gain.is_default for one in found.kernels for gain in one.outcome.gains)
         count = sum(len(one.outcome.gains) for one in found.kernels)
-        yield f"Kernels: {tuned} of {count} products run faster than by default on the finalists' cores."
+        products = f"{tuned} of {counted(count, 'product')}"
+        yield f"Kernels: {products} faster than by default on the finalists' cores."
     if found.disturbed > DISTURBED_LAPS * max(1, found.laps):
-        yield f"The machine was busy during {found.disturbed} of {found.laps} timings."
+        yield f"The machine was busy during {found.disturbed} of {counted(found.laps, 'timing')}."
     yield from _closing_lines(found)
 
 
@@ -172,7 +174,7 @@ def _closing_lines(found: Found) -> Iterator[str]:
             yield "The same command goes on from here."
     if found.stored:
         phases = [phase for phase in found.verdicts if phase in found.stored]
-        yield f"Stored: the plan{'s' if len(phases) > 1 else ''} for {' and '.join(phases)}."
+        yield f"Stored: the {plural(len(phases), 'plan')} for {' and '.join(phases)}."
     elif found.wish.evaluator != "measured" and found.verdicts:
         yield "Not stored: only plans that were measured on a machine come into use there."
 
@@ -186,14 +188,14 @@ def dry_run_text(wish: Wish, subject: Subject) -> str:
     ]
     n_each = fields["configurations"]
     phases = " and ".join(wish.phases)
-    lines.append(f"{n_each * len(wish.phases)} configurations: {n_each} each for {phases}")
+    lines.append(f"{counted(n_each * len(wish.phases), 'configuration')}: {n_each} each for {phases}")
     lines.append(f"the machine as a tree: {fields['tree']}")
     lines.append(fill(covered_words(subject.objective), WIDTH))
     lines += [
         f"CPUs {one['pus']} are left to the operating system: {one['reason']}" for one in fields["left_out"]
     ]
     for phase, steps in fields["steps"].items():
-        lines.append(f"{phase}: each is timed by at most {len(steps)} steps, e.g. {steps[0]}")
+        lines.append(f"{phase}: each is timed by at most {counted(len(steps), 'step')}, e.g. {steps[0]}")
     for one in fields["references"]:
         lines.append(f"reference {one['name']}: {one['plan'] or one['reason']}")
     return "\n".join(lines)

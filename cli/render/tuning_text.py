@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted, multiple, percent
 from phasewise.cli.render.status_line import status_line
 from phasewise.workflows.tune_kernels.tuned_json import mean_gain, plan_fields, task_name
 
@@ -85,7 +86,7 @@ def _attention_table(tuned: TunedRound) -> str | None:
             "m": str(gain.problem.m),
             "default us": f"{gain.default_ns / 1000:.1f}",
             "tuned us": f"{gain.tuned_ns / 1000:.1f}",
-            "gain": f"{gain.default_ns / gain.tuned_ns:.2f}x",
+            "gain": multiple(gain.default_ns / gain.tuned_ns),
             "schedule": "the default" if gain.is_default else _attention_text(gain),
         }
         for gain in tuned.attention.gains
@@ -105,7 +106,7 @@ def _storage_table(tuned: TunedRound) -> str | None:
         {
             "weight": f"{duel.problem.format} {duel.problem.n}x{duel.problem.k}",
             "m": str(duel.problem.m),
-            "sparse": f"{duel.comparison.gain:.2f}x",
+            "sparse": multiple(duel.comparison.gain),
             "between": f"{duel.comparison.gain_low:.2f} and {duel.comparison.gain_high:.2f}",
         }
         for duel in tuned.storage
@@ -117,7 +118,11 @@ def _storage_table(tuned: TunedRound) -> str | None:
 
 def _attention_text(gain: Gain) -> str:
     one = gain.schedule
-    return f"pieces of {one.block_k} positions" if gain.problem.m == 1 else f"{one.mr} of {one.block_m} rows"
+    return (
+        f"pieces of {one.block_k} positions"
+        if gain.problem.m == 1
+        else f"{one.mr} of {counted(one.block_m, 'row')}"
+    )
 
 
 def _task_table(tuned: TunedRound, task: Task) -> str | None:
@@ -141,8 +146,8 @@ def _row(tuned: TunedRound, gain: Gain) -> dict[str, str]:
         "m": str(gain.problem.m),
         "default us": f"{gain.default_ns / 1000:.1f}",
         "tuned us": f"{gain.tuned_ns / 1000:.1f}",
-        "gain": f"{gain.default_ns / gain.tuned_ns:.2f}x",
-        "of limit": f"{100 * tuned.roofline_share(gain):.0f} %",
+        "gain": multiple(gain.default_ns / gain.tuned_ns),
+        "of limit": percent(tuned.roofline_share(gain)),
         "schedule": "the default" if gain.is_default else schedule_text(gain),
     }
 
@@ -158,7 +163,7 @@ def schedule_text(gain: Gain) -> str:
 
 def _arithmetic_text(gain: Gain) -> str:
     parts = gain.schedule.k_parts
-    return gain.schedule.compute_path + ("" if parts == 1 else f", k in {parts} parts")
+    return gain.schedule.compute_path + ("" if parts == 1 else f", k in {counted(parts, 'part')}")
 
 
 def _closing_lines(tuned: TunedRound) -> list[str]:
@@ -176,8 +181,8 @@ def _totals_table(tuned: TunedRound) -> str:
         {
             "weight": task_name(task),
             "tuned": f"{sum(not gain.is_default for gain in gains)} of {len(task.ms)}",
-            "gain, mean": f"{mean_gain(gains):.2f}x",
-            "most": f"{max(gain.default_ns / gain.tuned_ns for gain in gains):.2f}x",
+            "gain, mean": multiple(mean_gain(gains)),
+            "most": multiple(max(gain.default_ns / gain.tuned_ns for gain in gains)),
             "of limit, m=1": _share_at(tuned, gains, 1),
             "most m": _share_at(tuned, gains, task.ms[-1]),
         }
@@ -189,23 +194,26 @@ def _totals_table(tuned: TunedRound) -> str:
 
 def _share_at(tuned: TunedRound, gains: Sequence[Gain], m: int) -> str:
     shares = [tuned.roofline_share(gain) for gain in gains if gain.problem.m == m]
-    return f"{100 * shares[0]:.0f} %" if shares else "-"
+    return percent(shares[0]) if shares else "-"
 
 
 def _verdict_line(gains: Sequence[Gain]) -> str:
     faster = sum(not gain.is_default for gain in gains)
     if not faster:
-        return f"Tuning gained nothing: of {len(gains)} products, none was proven faster than by the default."
-    return f"{faster} of {len(gains)} products run faster; geometric mean of all: {mean_gain(gains):.2f}x."
+        products = counted(len(gains), "product")
+        return f"Tuning gained nothing: of {products}, none was proven faster than by the default."
+    products = f"{faster} of {counted(len(gains), 'product')}"
+    return f"Faster than before: {products}; geometric mean of all: {multiple(mean_gain(gains))}."
 
 
 def _run_lines(tuned: TunedRound) -> Iterator[str]:
     outcome = tuned.outcome
-    yield f"{outcome.timed} schedules timed, {outcome.replayed} known before, {_clock(outcome.elapsed_s)}."
+    timed = f"{counted(outcome.timed, 'schedule')} timed"
+    yield f"{timed}, {outcome.replayed} known before, {_clock(outcome.elapsed_s)}."
     if outcome.end != "complete":
         why = "The budget is used up" if outcome.end == "budget" else "Interrupted"
         settled = len(outcome.gains)
-        yield f"{why}: {settled} of {outcome.products} products are settled."
+        yield f"{why}: settled {settled} of {counted(outcome.products, 'product')}."
         yield "The same command goes on from here."
     if outcome.disturbed > DISTURBED_LAPS * outcome.laps:
         steal, others = (100 * outcome.conditions[name] for name in ("steal", "others"))

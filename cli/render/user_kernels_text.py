@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from phasewise._words import counted
 from phasewise.ir.original import is_original
 from phasewise.kerneldb.user_kernels import UserPromotion
 
@@ -22,8 +23,8 @@ def _verdict(one: Checked) -> str:
     if one.verdict is None:
         return f"not run: {one.missing}"
     if one.verdict.is_exact:
-        return f"{one.verdict.cases} calls, all bits equal"
-    return f"{one.verdict.cases} calls, at most {one.verdict.worst:.2e} from the original"
+        return f"{counted(one.verdict.cases, 'call')}, all bits equal"
+    return f"{counted(one.verdict.cases, 'call')}, at most {one.verdict.worst:.2e} from the original"
 
 
 def checked_fields(one: Checked) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
+from phasewise._words import counted
 from phasewise.cython_kernels import isa
 from phasewise.serving.ranks import STEP_TOKENS, RankOptions, Ranks
 from phasewise.serving.ranks import open_ranks as open_planned
@@ -148,7 +149,7 @@ def bench_rows(
         read_bandwidth(opened.cores("decode"), opened.model.weight_bytes),
     )
     for workload in workloads:
-        report(f"{workload.name}: {repetitions} runs ...")
+        report(f"{workload.name}: {counted(repetitions, 'run')} ...")
         timed = measure(opened.ranks, workload, opened.model.config.vocab_size, MAX_BATCH_TOKENS, repetitions)
         yield _row(opened, limits, timed)
 

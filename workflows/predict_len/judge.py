@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise._words import counted
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.encoded import EncodedPredictor, learnt_too_little
 from phasewise.tuner.predictor.facts import Example, PromptFacts, part_of_folds
@@ -87,7 +88,9 @@ def judge_by_folds(
     for at in range(wish.folds):
         parts = {name: part_of_folds(own, at, wish.folds, wish.seed) for name, own in logs.items()}
         if not all(kept and out for kept, out in parts.values()):
-            raise PredictorError(f"a log does not divide into {wish.folds} folds of prompts: collect more")
+            raise PredictorError(
+                f"a log does not divide into {counted(wish.folds, 'fold')} of prompts: collect more"
+            )
         learnt = [one for kept, _ in parts.values() for one in kept]
         rivals = _rivals(learnt, model_name, wish, None, encoder, report)
         for name, (_, out) in parts.items():

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from phasewise._version import __version__
+from phasewise._words import counted, plural
 from phasewise.tuner.plans import Phase
 
 if TYPE_CHECKING:
@@ -189,5 +190,4 @@ def plan_words(plan: ServicePlan) -> str:
     """How many ranks of how many cores: `2 ranks of 12 cores`, unequal ones `2 ranks of 12 and 11 cores`."""
     sizes = list(dict.fromkeys(len(rank.cores) for rank in plan.ranks))
     cores = " and ".join(map(str, sizes[:3])) + (" .." if len(sizes) > 3 else "")
-    ranks = f"{len(plan.ranks)} rank{'s' if len(plan.ranks) > 1 else ''}"
-    return f"{ranks} of {cores} core{'s' if sizes != [1] else ''}"
+    return f"{counted(len(plan.ranks), 'rank')} of {cores} {plural(1 if sizes == [1] else 2, 'core')}"

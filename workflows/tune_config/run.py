@@ -17,6 +17,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from phasewise._version import __version__
+from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.tuner.config.study_messages import StudyMessages
 from phasewise.tuner.plans import Phase
@@ -383,7 +384,9 @@ def _tune_kernels(
     for place, one in enumerate(rounds):
         left_s = deadline_s - time.monotonic()
         if left_s < LEAST_KERNEL_S:
-            run.show.say(f"no time is left for the kernels of {len(rounds) - place} of {len(rounds)} plans")
+            run.show.say(
+                f"no time is left for the kernels of {len(rounds) - place} of {counted(len(rounds), 'plan')}"
+            )
             run.end = "budget"
             break
         share_s = left_s if place == len(rounds) - 1 else left_s / 2

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._words import counted, number, percent
 from phasewise.cli.options import JsonOption, parse_budget
 from phasewise.cli.present import note, print_json, say, say_words, write_atomically
 
@@ -114,7 +115,7 @@ def embed(
         print_json(found)
         return
     if "highest_concurrency" in found:
-        say(f"{found['highest_concurrency']} queries at once within {slo_s:g} s")
+        say(f"{counted(found['highest_concurrency'], 'query')} at once within {number(slo_s)} s")
     for load in found["loads"]:
         say_words(_line(load))
 
@@ -127,9 +128,13 @@ def _fields(of: EmbedFigures) -> dict[str, Any]:
 
 def _line(load: dict[str, Any]) -> str:
     """One load in one line."""
-    how = f"{load['rate']:g} requests/s" if "rate" in load else f"{load['concurrency']} clients"
+    how = (
+        f"{number(load['rate'])} requests/s"
+        if "rate" in load
+        else f"{counted(load['concurrency'], 'client')}"
+    )
     ms = load["latency_ms"]
-    promise = "" if load["within_slo"] is None else f", {100 * load['within_slo']:.1f} % within the SLO"
+    promise = "" if load["within_slo"] is None else f", {percent(load['within_slo'], 1)} within the SLO"
     return (
         f"{how}: {load['ok']} answered, {load['busy']} busy, {load['failed']} failed;"
         f" {load['texts_per_s']:.1f} texts/s, {load['tokens_per_s']:.0f} tokens/s;"

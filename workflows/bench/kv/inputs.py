@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from phasewise._words import percent
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Estimate
 from phasewise.tuner.config.lengths import RequestLengths, Trace
@@ -254,4 +255,4 @@ def how_far_off(trace: Trace, estimates: Sequence[Estimate | None]) -> str:
     """The error of estimates as a line of text."""
     pairs = [(one.output_tokens, e.output_tokens) for one, e in zip(trace, estimates, strict=True) if e]
     off = sorted(abs(estimate - real) / real for real, estimate in pairs)
-    return f"off by {off[len(off) // 2]:.0%} at the median, {off[len(off) * 9 // 10]:.0%} at p90"
+    return f"off by {percent(off[len(off) // 2])} at the median, {percent(off[len(off) * 9 // 10])} at p90"

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phasewise._words import percent
 from phasewise.serving.errors import RequestError
 from phasewise.serving.pools.contract import Estimate, KvPool, PoolSettings
 from phasewise.serving.pools.opening import POLICIES, open_pool
@@ -145,7 +146,8 @@ def story_of(trace: Trace, max_tokens: int, seed: int) -> str:
     shares = static_shares(trace, max_tokens)
     return (
         f"{describe(trace)}; max_tokens {max_tokens}, with which static pre-allocation fills "
-        f"{shares['final']:.1%} of its blocks in the end and {shares['live']:.1%} over time; seed {seed}"
+        f"{percent(shares['final'], 1)} of its blocks in the end and {percent(shares['live'], 1)} over time;"
+        f" seed {seed}"
     )
 
 
