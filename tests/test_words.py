@@ -1,4 +1,4 @@
-"""Numbers in sentences: one plural, one form of shares and multiples, and no source with a rule of its own."""
+"""Numbers in sentences: one plural, one form of shares and multiples, no source with a rule of its own."""
 
 from __future__ import annotations
 

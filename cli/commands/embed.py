@@ -29,7 +29,7 @@ class VectorForm(StrEnum):
 def embed(
     model: ModelArgument,
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXT...]", help="texts; -: one a line on stdin")
+        list[str] | None, typer.Argument(metavar="TEXT", help="texts; -: one a line on stdin")
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--file", metavar="FILE", help="read texts from FILE, one a line")

@@ -17,7 +17,7 @@ app = CommandApp(help="Predict how long answers will be.")
 
 LogsArgument = Annotated[
     list[Path],
-    typer.Argument(metavar="LOG..", help="JSON lines of `collect` or of `serve --length-log`; .xz too"),
+    typer.Argument(metavar="LOG", help="JSON lines of `collect` or of `serve --length-log`; .xz too"),
 ]
 TokensOption = Annotated[
     str | None,
@@ -84,7 +84,7 @@ def collect(
     prompts: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PROMPTS..",
+            metavar="PROMPTS",
             help="texts, one a line, or JSON lines with prompt, instruction or question; .xz too",
         ),
     ],

@@ -81,7 +81,7 @@ def kv(
     traces: Annotated[
         list[str],
         typer.Argument(
-            metavar="TRACE...", help="files or distributions, one after the other", show_default=False
+            metavar="TRACE", help="files or distributions, one after the other", show_default=False
         ),
     ],
     selection: TraceSelection,
