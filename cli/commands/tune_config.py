@@ -141,11 +141,12 @@ def tune_config(
 
 
 def _run(wish: Wish, subject: Subject, started_s: float, *, verbose: bool) -> Found:
-    from phasewise.cli.render.config_progress import progress_of_search
+    from phasewise.cli.render.config_progress import CommandClock, progress_of_search
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_config.run import tune
 
-    with progress_of_search(verbose=verbose) as show:
+    clock = CommandClock(started_s, wish.budget_s)
+    with progress_of_search(subject.machine, clock, verbose=verbose) as show:
         return tune(wish, subject, started_s, show, user_lock(show.say))
 
 

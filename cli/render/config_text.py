@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted, multiple, number, plural
 from phasewise.cli.present import on_one_line
-from phasewise.tuner.config.references import PER_NODE, same_cores
+from phasewise.tuner.config.references import ALL_CORES, PER_NODE, PHYSICAL_CORES, same_cores
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.plans import ServicePlan, list_cores
-from phasewise.workflows.tune_config.found_json import dry_run_fields, plan_words, totals
+from phasewise.workflows.tune_config.found_json import (
+    best_found_fields,
+    dry_run_fields,
+    plan_words,
+    totals,
+)
 from phasewise.workflows.tune_config.search import objective_words
 
 if TYPE_CHECKING:
+    from phasewise.topology import Machine
+    from phasewise.tuner.config.references import Reference
     from phasewise.tuner.config.simulate import Objective
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.search import Searched
     from phasewise.workflows.tune_config.subject import Subject, Wish
     from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
 
-SHORT_NAMES = {PER_NODE: "one per NUMA node"}
-"""In a table of eighty columns."""
+SHORT_NAMES = {ALL_CORES: "all threads", PHYSICAL_CORES: "all cores", PER_NODE: "one per NUMA node"}
+"""In a table of eighty columns; a thread is a hardware thread."""
 
 WIDTH = 79
 MOST_RANKS_SHOWN = 16
@@ -54,14 +61,29 @@ def covered_words(objective: Objective) -> str:
     """What the milliseconds of a configuration cover, in the search as at the end."""
     if objective.kind == "goodput":
         return "ms: of a phase, over all requests, for each request that keeps the SLO"
-    mean = "mean of the requests, served one after another"
     if objective.kind == "e2e":
-        return f"ms: a phase's part of a request's latency, {mean}"
-    return f"ms: time to the first token for prefill, per output token for decode; {mean}"
+        return "ms: mean time that a request spends in this phase, one request at a time"
+    return "ms: mean time to the first token for prefill, per output token for decode, one request at a time"
+
+
+def _best_lines(one: Searched, verdict: PhaseVerdict, machine: Machine) -> Iterator[str]:
+    """The best of the search, as the progress told it, and what became of it."""
+    best = best_found_fields(one, verdict)
+    if one.outcome.best is None or best is None:
+        return
+    words = plan_words(one.outcome.best[0].plan(one.phase), machine)
+    cost = milliseconds(best["search_ms"])
+    again = None if best["latency_ms"] is None else milliseconds(best["latency_ms"])
+    if best["standing"] == "the plan" and again == cost:
+        return
+    parts = [f"Best of the search: {words}, {cost} there"]
+    parts += [] if again is None else [f"{again} in the last run"]
+    parts += [] if best["standing"] == "the plan" else [best["standing"]]
+    yield fill(f"{', '.join(parts)}.", WIDTH)
 
 
 def _phase_lines(found: Found, one: Searched) -> Iterator[str]:
-    verdict = found.verdicts.get(one.phase)
+    verdict, machine = found.verdicts.get(one.phase), found.subject.machine
     if verdict is None:
         best = one.outcome.best
         if best is None:
@@ -71,16 +93,21 @@ def _phase_lines(found: Found, one: Searched) -> Iterator[str]:
                 yield fill(f"{count} x {reason}", WIDTH, initial_indent="  ", subsequent_indent="  ")
         else:
             configuration, cost_ms = best
-            yield f"{one.phase}: {plan_words(configuration.plan(one.phase))}, {milliseconds(cost_ms)} so far"
+            words = plan_words(configuration.plan(one.phase), machine)
+            yield f"{one.phase}: {words}, {milliseconds(cost_ms)} so far"
             yield from _rank_lines(configuration.plan(one.phase))
             yield "Not compared with the references yet: nothing is stored."
         return
-    yield f"{one.phase}: {plan_words(verdict.plan)}, {milliseconds(verdict.latency_ms)}"
-    yield from _rank_lines(verdict.plan)
+    if verdict.is_settled:
+        yield f"{one.phase}: {plan_words(verdict.plan, machine)}, {milliseconds(verdict.latency_ms)}"
+        yield from _rank_lines(verdict.plan)
+    else:
+        yield f"{one.phase}: not decided"
+    yield from _best_lines(one, verdict, machine)
     yield ""
-    yield _against_table(verdict)
+    yield _against_table(verdict, machine)
     yield ""
-    yield _verdict_line(verdict, found.wish.evaluator == "measured")
+    yield _verdict_line(verdict, machine, found.wish.evaluator == "measured")
 
 
 def _rank_lines(plan: ServicePlan) -> Iterator[str]:
@@ -91,18 +118,34 @@ def _rank_lines(plan: ServicePlan) -> Iterator[str]:
         yield f"  and {len(plan.ranks) - MOST_RANKS_SHOWN} more"
 
 
-def _against_table(verdict: PhaseVerdict) -> str:
+def _against_table(verdict: PhaseVerdict, machine: Machine) -> str:
+    """A row for each plan, which may be several references."""
     from tabulate import tabulate
 
-    rows = [_against_row(one) for one in verdict.against]
+    alike: list[list[Versus]] = []
+    for one in verdict.against:
+        plan = one.reference.plan
+        same = [
+            row for row in alike if plan and row[0].reference.plan and same_cores(plan, row[0].reference.plan)
+        ]
+        if same:
+            same[0].append(one)
+        else:
+            alike.append([one])
+    rows = [_against_row(row, machine) for row in alike]
     headers = ("reference", "plan", "latency", "speed-up", "interval")
     aligned = ("left", "left", "right", "right", "right")
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
 
 
-def _against_row(one: Versus) -> tuple[str, ...]:
-    name = SHORT_NAMES.get(one.reference.name, one.reference.name)
-    plan = plan_words(one.reference.plan) if one.reference.plan else "-"
+def _short_name(reference: Reference) -> str:
+    return SHORT_NAMES.get(reference.name, reference.name)
+
+
+def _against_row(alike: Sequence[Versus], machine: Machine) -> tuple[str, ...]:
+    one = alike[0]
+    name = "\n".join(_short_name(each.reference) for each in alike)
+    plan = plan_words(one.reference.plan, machine) if one.reference.plan else "-"
     latency = "-" if one.latency_ms is None else milliseconds(one.latency_ms)
     if one.is_same:
         return name, plan, latency, "same plan", ""
@@ -114,11 +157,11 @@ def _against_row(one: Versus) -> tuple[str, ...]:
     return name, plan, latency, multiple(one.gain, 3), interval
 
 
-def _verdict_line(verdict: PhaseVerdict, is_measured: bool) -> str:
+def _verdict_line(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -> str:
     named: dict[str, list[str]] = {}
     for one in verdict.against:
         if one.reason:
-            named.setdefault(one.reason, []).append(one.reference.name)
+            named.setdefault(one.reason, []).append(_short_name(one.reference))
     reasons = [f"{', '.join(names)}: {reason}." for reason, names in named.items()]
     match verdict.standing:
         case "faster" if is_measured:
@@ -128,20 +171,21 @@ def _verdict_line(verdict: PhaseVerdict, is_measured: bool) -> str:
         case "not slower":
             text = "No difference to the closest reference is proven: tuning gained nothing for sure."
         case "reference" if not same_cores(verdict.winner, verdict.plan):
-            looked = f"{plan_words(verdict.winner)} looked faster, but is not in pairs of turns"
+            looked = f"{plan_words(verdict.winner, machine)} looked faster, but is not in pairs of turns"
             text = f"Tuning gained nothing over {_kept_name(verdict)}: {looked}."
         case "reference":
             text = f"Tuning gained nothing: the best plan is {_kept_name(verdict)}."
         case "not compared":
-            kept = "" if verdict.is_settled else ": what was in use stays in use"
-            text = f"Not compared with a reference{kept}."
+            text = "No reference can run here, so that there is nothing to compare with."
+            if not verdict.is_settled:
+                text = "No time was left to compare; the plan in use is unchanged."
     return "\n".join(fill(line, WIDTH) for line in (text, *reasons))
 
 
 def _kept_name(verdict: PhaseVerdict) -> str:
     """The name of the reference that the plan is."""
     names = [
-        one.reference.name
+        _short_name(one.reference)
         for one in verdict.against
         if one.reference.plan and same_cores(one.reference.plan, verdict.plan)
     ]

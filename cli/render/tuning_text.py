@@ -30,9 +30,14 @@ def progress_on_stderr() -> Iterator[Callable[[TuningProgress], None]]:
 def progress_line(progress: TuningProgress) -> str:
     """E.g. `2/5 int8 3072x576 m=64: 512 timed in 1:23, about 4:10 left`."""
     left = "time left not known yet" if progress.left_s is None else f"about {_clock(progress.left_s)} left"
+    return f"{where_of(progress)} in {_clock(progress.elapsed_s)}, {left}"
+
+
+def where_of(progress: TuningProgress) -> str:
+    """E.g. `2/5 int8 3072x576 m=64: 512 timed`."""
     return (
         f"{progress.task_number}/{progress.task_count} {task_name(progress.task)} m={progress.m}: "
-        f"{progress.timed} timed in {_clock(progress.elapsed_s)}, {left}"
+        f"{progress.timed} timed"
     )
 
 

@@ -74,12 +74,16 @@ End = Literal["complete", "budget", "interrupted"]
 class Show(Protocol):
     """What is told of a run while it goes on."""
 
-    def searching(self, phase: Phase, deadline_s: float) -> Callable[[Event], None]:
+    def searching(self, phase: Phase) -> Callable[[Event], None]:
         """What the events of a phase's search are reported to."""
         ...
 
     def tuning(self, progress: TuningProgress) -> None:
         """Where the tuning of kernels is."""
+        ...
+
+    def stage(self, name: str) -> None:
+        """What is being done, where nothing else is reported."""
         ...
 
     def say(self, line: str) -> None:
@@ -327,7 +331,7 @@ def _search(run: Run, evaluator: StepEvaluator, share: float) -> bool:
     phases = run.wish.phases
     for place, phase in enumerate(phases):
         deadline_s = run.deadline_s(share * (place + 1) / len(phases))
-        report = run.show.searching(phase, deadline_s)
+        report = run.show.searching(phase)
         run.searched.append(search(run.subject, phase, run.wish, evaluator, deadline_s, report, run.lock))
         outcome = run.searched[-1].outcome
         if outcome.end == "interrupted":
@@ -345,6 +349,7 @@ def _finalists(subject: Subject, one: Searched) -> tuple[Finalist, ...]:
 
 def judge(run: Run, one: Searched, jury: Jury, deadline_s: float) -> None:
     now_s = time.monotonic()
+    run.show.stage(f"last run of {one.phase}")
     habits, chosen = habits_of(run.subject, one.phase), _finalists(run.subject, one)
     if not chosen:
         return
