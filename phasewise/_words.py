@@ -7,6 +7,12 @@ import math
 NOTHING = "-"
 """What stands in place of a number that there is not."""
 
+MOST_SHARE = 1.15
+"""Of a limit, in two measurements of one minute. What is above it was measured against too low a limit."""
+
+LOW_LIMIT = "-: faster than the limit, which was measured while the machine was busy"
+"""The line of a table with such a share."""
+
 
 def plural(count: float, one: str, several: str | None = None) -> str:
     """`one` for a count of one, else `several` or `one` with an s: `plan`, `plans`."""
@@ -38,6 +44,11 @@ def number(value: float, digits: int = 6) -> str:
 def percent(value: float, places: int = 0) -> str:
     """A share of one in per cent: `39%`; what rounds to nothing has no sign."""
     return f"{_unsigned_zero(f'{100 * value:.{places}f}')}%" if math.isfinite(value) else NOTHING
+
+
+def share_of_limit(share: float) -> float | None:
+    """A share that may be told; None where the limit must have been measured too low."""
+    return share if share <= MOST_SHARE else None
 
 
 def multiple(ratio: float, places: int = 2) -> str:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
-from phasewise._words import counted, number, percent
+from phasewise._words import counted, number, percent, share_of_limit
 from phasewise.topology.picture import draw_svg
 from phasewise.topology.svg import FAINT_INK, FONT, INK, SERIES, document, text
 from phasewise.workflows.machine_facts import picture_of_plans
@@ -119,7 +119,7 @@ def _share(one: ScheduleFacts, roofline: Roofline | None) -> float | None:
         return None
     problem = one.problem
     bound_ns = roofline.bound_ns(problem.format, problem.n, problem.k, problem.m, one.weight_bytes)
-    return bound_ns / one.measurement.sample.estimate_ns
+    return share_of_limit(bound_ns / one.measurement.sample.estimate_ns)
 
 
 def roofline_plot(schedules: Sequence[ScheduleFacts], roofline: Roofline | None) -> str:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-from phasewise._words import percent
 from phasewise.cli.render import row_forms
 from phasewise.serving.throughput import Workload
 from phasewise.workflows.bench.model import ModelRow
@@ -58,10 +57,14 @@ def as_md(rows: Sequence[ModelRow], *, wide: bool = False) -> str:
     if is_narrow and len({row["threads"] for row in table}) < 2:
         same.add("threads")
     told = [{name: cell for name, cell in row.items() if name not in same} for row in table]
+    low = row_forms.low_limit_lines(
+        share for row in rows for share in (row.peak_fraction, row.bandwidth_fraction)
+    )
     builds = dict.fromkeys(f"{row.build_commit} ({row.isa})" for row in rows)
     return "\n".join(
         [
             row_forms.as_md(told, left=("model", "backend"), core=NARROW if is_narrow else ()),
+            *low,
             *(f"build: {build}" for build in builds),
             "",
         ]
@@ -80,8 +83,8 @@ def _md_row(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
         "KV": row.type_k,
         "test": _test_name(row),
         "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
-        "peak": percent(row.peak_fraction),
-        "bandwidth": percent(row.bandwidth_fraction) if is_decode else "",
+        "peak": row_forms.limit_cell(row.peak_fraction),
+        "bandwidth": row_forms.limit_cell(row.bandwidth_fraction) if is_decode else "",
     }
 
 

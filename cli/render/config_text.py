@@ -135,7 +135,10 @@ def _against_table(verdict: PhaseVerdict, machine: Machine) -> str:
     rows = [_against_row(row, machine) for row in alike]
     headers = ("reference", "plan", "latency", "speed-up", "interval")
     aligned = ("left", "left", "right", "right", "right")
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
+    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
+    if all(one.comparison is None for one in verdict.against):
+        return table
+    return f"{table}\nlatency: of the last run; speed-up: the median of pairs of turns, and its interval"
 
 
 def _short_name(reference: Reference) -> str:

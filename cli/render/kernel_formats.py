@@ -39,7 +39,10 @@ def as_md(rows: Sequence[KernelRow], *, wide: bool = False) -> str:
     peers = _peer_names(rows)
     points = [_md_row(row, peers) for row in rows]
     table = row_forms.as_md(points, left=("format", "schedule"), core=() if wide else (*CORE, *peers))
-    return table + ("\n" + summary_table(rows) if peers else "")
+    low = row_forms.low_limit_lines(
+        share for row in rows for share in (row.peak_fraction, row.bandwidth_fraction)
+    )
+    return table + "".join(f"{line}\n" for line in low) + ("\n" + summary_table(rows) if peers else "")
 
 
 def summary_table(rows: Sequence[KernelRow]) -> str:
@@ -126,8 +129,8 @@ def _md_row(row: KernelRow, peers: Sequence[str]) -> dict[str, str]:
         "spread": percent(row_forms.spread(row.samples_ns)),
         "GFLOP/s": f"{row.gflops:.0f}",
         "GB/s": f"{row.gbps:.1f}",
-        "peak": percent(row.peak_fraction),
-        "bandwidth": percent(row.bandwidth_fraction),
+        "peak": row_forms.limit_cell(row.peak_fraction),
+        "bandwidth": row_forms.limit_cell(row.bandwidth_fraction),
         **{peer: multiple(row.peers[peer] / row.median_ns) if peer in row.peers else "" for peer in peers},
         "schedule": f"{row.schedule_source}: {schedule_text(row.schedule)}",
     }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from phasewise._words import counted, multiple, percent
+from phasewise._words import LOW_LIMIT, NOTHING, counted, multiple, percent
 from phasewise.cli.render.status_line import status_line
 from phasewise.workflows.tune_kernels.tuned_json import mean_gain, plan_fields, task_name
 
@@ -71,13 +71,17 @@ def tuned_text(tuned: TunedRound) -> str:
 
 
 def changes_text(changes: Sequence[SpeedChange]) -> str:
-    """The whole model before and after, a line for each phase."""
-    lines = ["the whole model, before and after in pairs of turns (99 % confidence):"]
+    """The whole model before and after, a line for each phase, with the names of the statistics."""
+    lines = ["the whole model before and after, medians of pairs of turns:"]
     for one in changes:
         found = one.comparison
-        span = f"{found.gain_low:.3f} to {found.gain_high:.3f}" if found.gain_low > 0 else "too few pairs"
-        rates = f"{one.before_tokens_per_s:.1f} to {one.after_tokens_per_s:.1f} tokens/s"
-        lines.append(f"  {one.phase} {one.n_tokens}: {rates}, {found.gain:.3f} x ({span})")
+        rates = f"{one.before_tokens_per_s:.1f} and {one.after_tokens_per_s:.1f} tokens/s"
+        interval = f"no interval: {counted(found.pairs, 'pair')} only"
+        if found.gain_low > 0:
+            span = f"{found.gain_low:.3f} to {found.gain_high:.3f}"
+            interval = f"{span} with {percent(found.confidence)} confidence"
+        lines.append(f"  {one.phase} {one.n_tokens}: {rates}")
+        lines.append(f"    ratio within a pair, median: {multiple(found.gain, 3)} ({interval})")
     return "\n".join(lines)
 
 
@@ -152,7 +156,7 @@ def _row(tuned: TunedRound, gain: Gain) -> dict[str, str]:
         "default us": f"{gain.default_ns / 1000:.1f}",
         "tuned us": f"{gain.tuned_ns / 1000:.1f}",
         "gain": multiple(gain.default_ns / gain.tuned_ns),
-        "of limit": percent(tuned.roofline_share(gain)),
+        "of limit": _share(tuned.roofline_share(gain)),
         "schedule": "the default" if gain.is_default else schedule_text(gain),
     }
 
@@ -176,6 +180,8 @@ def _closing_lines(tuned: TunedRound) -> list[str]:
     gains = tuned.outcome.gains
     if gains:
         lines += [_totals_table(tuned), _verdict_line(gains)]
+    if any(tuned.roofline_share(gain) is None for gain in gains):
+        lines.append(LOW_LIMIT)
     return [*lines, "\n".join(_run_lines(tuned))]
 
 
@@ -199,7 +205,11 @@ def _totals_table(tuned: TunedRound) -> str:
 
 def _share_at(tuned: TunedRound, gains: Sequence[Gain], m: int) -> str:
     shares = [tuned.roofline_share(gain) for gain in gains if gain.problem.m == m]
-    return percent(shares[0]) if shares else "-"
+    return _share(shares[0]) if shares else NOTHING
+
+
+def _share(of_limit: float | None) -> str:
+    return NOTHING if of_limit is None else percent(of_limit)
 
 
 def _verdict_line(gains: Sequence[Gain]) -> str:
