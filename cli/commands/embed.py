@@ -50,8 +50,8 @@ def embed(
     """Print a vector of each TEXT by an embedding MODEL.
 
     The vectors go to stdout: one JSON object, a NumPy file of float32, or a
-    line of numbers for each text. MODEL says itself how rows become a vector
-    (modules.json, or GGUF's pooling type).
+    line of numbers for each text. MODEL's files say how the vectors of a
+    text's tokens become one (modules.json, or GGUF's pooling type).
     """
     found = _texts(texts or [], file)
     with open_embedder(model, weight_format, threads, note) as opened:

@@ -61,7 +61,7 @@ def tune_kernels(
         Path | None,
         typer.Option(
             metavar="FILE.c",
-            help="with --kernel: the C file that it was raised from, which stays in use where it is faster",
+            help="with --kernel: the C file that it was raised from, which is used where it is faster",
         ),
     ] = None,
     include: IncludeOption = None,

@@ -73,7 +73,7 @@ def train(
     n_prompts = len({one.prompt_key for one in examples})
     if len(examples) < FEWEST_EXAMPLES or n_prompts < FEWEST_PROMPTS or len(set(folds)) < options.members:
         raise PredictorError(
-            f"{counted(len(examples), 'answer')} to {counted(n_prompts, 'prompt')} cannot be learnt from:"
+            f"{counted(len(examples), 'answer')} to {counted(n_prompts, 'prompt')}: too few to learn from,"
             f" at least {FEWEST_EXAMPLES} answers to {FEWEST_PROMPTS} prompts are needed; collect more"
         )
     edges = _bin_bounds(examples, options.n_bins) if bounds is None else np.array(bounds, np.float32)

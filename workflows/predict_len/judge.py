@@ -26,7 +26,12 @@ from phasewise.workflows.predict_len.compare import (
     strangers,
 )
 from phasewise.workflows.predict_len.inputs import ModelTokens, predictor_file, read_logs
-from phasewise.workflows.predict_len.prompt_vectors import NONE, PromptEncoder, find_encoder
+from phasewise.workflows.predict_len.prompt_vectors import (
+    NONE,
+    PromptEncoder,
+    find_encoder,
+    find_encoder_to_learn,
+)
 from phasewise.workflows.predict_len.settings import TIMED_CALLS, EvalWish
 from phasewise.workflows.report import Report, silent
 
@@ -44,10 +49,9 @@ class Judged:
 
 def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = silent) -> Judged:
     """Every method learnt from the same answers, judged by others. PredictorError, UsageError."""
-    tokens = ModelTokens(wish.model, report) if wish.model else None
-    found, name = read_logs(logs, tokens)
+    found, name, tokens = read_logs(logs, wish.model, report)
     ours = None if wish.predictor is None else load_predictor(wish.predictor)
-    encoder = _encoder_of(ours, wish, tokens, report)
+    encoder = _encoder_of(ours, [one for log in found for one in log.examples], wish, tokens, report)
     if encoder is not None:
         found = [log._replace(examples=encoder.read_all(log.examples)) for log in found]
     reads = None if encoder is None else encoder.ref
@@ -114,11 +118,19 @@ def _rivals(
 
 
 def _encoder_of(
-    ours: AnyPredictor | None, wish: EvalWish, tokens: ModelTokens | None, report: Report
+    ours: AnyPredictor | None,
+    examples: Sequence[Example],
+    wish: EvalWish,
+    tokens: ModelTokens | None,
+    report: Report,
 ) -> PromptEncoder | None:
     """The one that the predictor needs, or that a new one is to have."""
-    wanted = wish.encoder if ours is None else ours.encoder if isinstance(ours, EncodedPredictor) else NONE
-    return find_encoder(wanted, report, None if tokens is None else tokens.text)
+    text_of = None if tokens is None else tokens.text
+    if ours is not None:
+        return find_encoder(ours.encoder if isinstance(ours, EncodedPredictor) else NONE, report, text_of)
+    held_out_share = wish.split if wish.folds is None else 1 / wish.folds
+    n_learnt = int(len(examples) * (1 - held_out_share))
+    return find_encoder_to_learn(wish.encoder, examples, n_learnt, text_of, report)
 
 
 def _split_of(predictor: AnyPredictor, wish: EvalWish, report: Report) -> Split:
