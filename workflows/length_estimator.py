@@ -65,7 +65,7 @@ def estimator_from(
         read = encoder.read
     report(
         f"answers' lengths are predicted by {path}, "
-        f"trained on {counted(predictor.trained_on.get('answers', 0), 'answer')}"
+        f"trained on {counted(int(predictor.trained_on.get('answers', 0)), 'answer')}"
     )
     if predictor.model_name != model_name:
         report(f"it was trained on answers of {predictor.model_name}, not of {model_name}")

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from phasewise._words import counted, percent
+from phasewise._words import counted, percent, plural
 from phasewise.topology.cpusets import format_list
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def probe_lines(machine: Machine, probe: Probe) -> list[str]:
     pairs = f"{probe.pairs_measured} of {counted(probe.pairs, 'pair')}"
     lines = [f"{counted(n, 'core')}, {pairs}, {probe.elapsed_s:.1f} s"]
     lines += ["", "Latency, one way of a cache line, ns"]
-    lines += _matrix_lines(probe.pus, probe.latency_ns, "{:.0f}") if n <= MAX_COLUMNS else []
-    lines += _shared_lines(machine, probe.pus, _once(probe.latency_ns), "{:.0f} ns")
+    lines += _matrix_lines(probe.pus, probe.latency_ns, "{:.0f}".format) if n <= MAX_COLUMNS else []
+    lines += _shared_lines(machine, probe.pus, _once(probe.latency_ns), "{:.0f} ns".format)
     lines += _sibling_lines(probe)
     for source, one in probe.interference.items():
         lines += ["", *_interference_lines(machine, source, one)]
@@ -119,7 +119,8 @@ def _level_lines(levels: Sequence[ClusterLevel]) -> Iterator[str]:
         size = "-".join(map(str, sizes[:1] + sizes[1:][-1:]))
         first = format_list(level.clusters[0])
         evidence = _evidence_words(level.evidence)
-        clusters = f"{counted(len(level.clusters), 'cluster')} of {counted(size, 'core')}"
+        cores = f"{size} {plural(1 if size == '1' else 2, 'core')}"
+        clusters = f"{counted(len(level.clusters), 'cluster')} of {cores}"
         yield f"{clusters} (PU {first} ...): {evidence}"
         if level.known_as is not None:
             yield f"  as the system claims: {LABELS.get(level.known_as, level.known_as)}"

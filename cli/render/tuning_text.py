@@ -218,7 +218,7 @@ def _verdict_line(gains: Sequence[Gain]) -> str:
         products = counted(len(gains), "product")
         return f"Tuning gained nothing: of {products}, none was proven faster than by the default."
     products = f"{faster} of {counted(len(gains), 'product')}"
-    return f"Faster than before: {products}; geometric mean of all: {multiple(mean_gain(gains))}."
+    return f"Faster than by default: {products}; geometric mean of all: {multiple(mean_gain(gains))}."
 
 
 def _run_lines(tuned: TunedRound) -> Iterator[str]:
@@ -231,5 +231,5 @@ def _run_lines(tuned: TunedRound) -> Iterator[str]:
         yield f"{why}: settled {settled} of {counted(outcome.products, 'product')}."
         yield "The same command goes on from here."
     if outcome.disturbed > DISTURBED_LAPS * outcome.laps:
-        steal, others = (100 * outcome.conditions[name] for name in ("steal", "others"))
-        yield f"The machine was busy: {steal:.0f} % went to other guests, {others:.0f} % to other processes."
+        steal, others = (percent(outcome.conditions[name]) for name in ("steal", "others"))
+        yield f"The machine was busy: {steal} went to other guests, {others} to other processes."

@@ -122,9 +122,9 @@ def tokens_here(name: str, report: Report = silent) -> ModelTokens | None:
     from phasewise.serving.loaders.resolve import cache_root
 
     root = cache_root()
-    is_known = name in KNOWN and is_here(KNOWN[name], root)
-    is_stored = any(one.name == name for one in stored_models(root))
-    return ModelTokens(name, report) if is_known or is_stored else None
+    is_here_now = name in KNOWN and is_here(KNOWN[name], root)
+    is_fetched = "/" in name and any(one.name == name and one.is_whole for one in stored_models(root))
+    return ModelTokens(name, report) if is_here_now or is_fetched else None
 
 
 def predictor_file(given: Path | None, model_name: str) -> Path:

@@ -127,7 +127,7 @@ def embed(
     if as_json:
         print_json(found)
         return
-    if "highest_concurrency" in found:
+    if "highest_concurrency" in found and slo_s is not None:
         say(f"{counted(found['highest_concurrency'], 'query')} at once within {number(slo_s)} s")
     for load in found["loads"]:
         say_words(_line(load))

@@ -31,6 +31,7 @@ from phasewise.cli.present import note, note_plans, say
 from phasewise.workflows.bench.run_settings import CACHE_TYPES, BenchRunning, BenchTests
 
 if TYPE_CHECKING:
+    from phasewise.workflows.bench.model import ModelRow
     from phasewise.workflows.open_model import OpenModel
 
 MOST_BATCH_TOKENS = 1 << 16
@@ -205,7 +206,7 @@ def run(
                 _explain(found, tests, formats)
             opened_models.append(found)
     timing = Timing(running.repetitions, int(not running.no_warmup), running.batch_tokens)
-    rows = []
+    rows: list[ModelRow] = []
     with user_lock(note).turn():
         for found in opened_models:
             for one in formats:
