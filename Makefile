@@ -101,7 +101,7 @@ demo: build        ## from nothing to an answer over HTTP, with the speed and it
 	$(BIN)/python benchmarks/demo.py
 
 bench: build       ## prefill and decode of the default model beside the machine's limit
-	$(BIN)/phasewise bench run smollm2-135m-instruct -p 128,512 -n 128 -b 1,8 -r 5 $(ARGS)
+	$(BIN)/phasewise bench run smollm2-135m-instruct -p 128,512 -n 128 --n-sequences 1,8 -r 5 $(ARGS)
 
 compare: build     ## beside other engines: make compare ARGS="MODEL.gguf --peer llama_cpp@PYTHON"
 	$(BIN)/python benchmarks/compare.py $(ARGS)

@@ -44,7 +44,7 @@ def ours(file: str, asked: argparse.Namespace) -> Rates:
         "-n",
         str(asked.n),
     ]
-    rows = _rows([*command, "-b", sequences, "-r", "1", "--threads", str(asked.t), "-o", "json"])
+    rows = _rows([*command, "--n-sequences", sequences, "-r", "1", "--threads", str(asked.t), "-o", "json"])
     return {
         _name(row["n_prompt"], row["n_gen"], row.get("n_sequences", 1)): row["avg_ts"]
         for row in rows

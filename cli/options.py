@@ -127,8 +127,8 @@ TilePromptsOption = Annotated[
     typer.Option(
         "--tile-prompts",
         envvar="PHASEWISE_TILE_PROMPTS",
-        help="multiply prompts by quantised weights as bf16 on the tile unit (AMX): faster prefill; off by"
-        " default, because answers could then change with what is cached and when they are preempted",
+        help="multiply prompts by quantised weights as bf16 on the tile unit (AMX): faster prefill, but the"
+        " same prompt may then get another answer when part of it is cached or after a preemption",
     ),
 ]
 ArithmeticOption = Annotated[
@@ -136,8 +136,8 @@ ArithmeticOption = Annotated[
     typer.Option(
         "--arithmetic",
         envvar="PHASEWISE_ARITHMETIC",
-        help="activations that meet K-quants have one scale for 16 or 32 inputs (groups) or for 256 (blocks:"
-        " often faster, a little less exact); tuned: as tune-kernels found faster",
+        help="how activations are quantised for K-quant weights: a scale for 16 or 32 inputs (groups) or for"
+        " 256 (blocks: often faster, a little less exact); tuned: whichever tune-kernels found faster",
     ),
 ]
 DbOption = Annotated[

@@ -126,7 +126,7 @@ def write_atomically(path: Path, text: str) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        fail(f"picture {path} cannot be written: {error.strerror}", exit_code=1)
+        fail(f"{path} cannot be written: {error.strerror}", exit_code=1)
 
 
 def _umask() -> int:

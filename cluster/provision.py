@@ -18,6 +18,7 @@ from functools import partial
 from itertools import product
 from typing import Literal, NamedTuple, get_args
 
+from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
 
 Objective = Literal["cost", "power", "machines"]
@@ -131,7 +132,9 @@ def _rank(search: Search, cell: Cell) -> tuple[float, float, Cell]:
 
 
 def _none_keeps(search: Search) -> str:
-    return f"no cluster of up to {search.most} machines of each kind keeps the promises at this rate"
+    return (
+        f"no cluster of up to {counted(search.most, 'machine')} of each kind keeps the promises at this rate"
+    )
 
 
 def _first_feasible(search: Search, guess: Sequence[float]) -> Cell:

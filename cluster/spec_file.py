@@ -72,7 +72,8 @@ class MachineCatalogue:
         models = table.table("models", required=True)
         if self._model not in models.fields:
             raise ClusterError(
-                f"{table.where} says nothing of model {self._model!r:.60}, only of {', '.join(models.fields)}"
+                f"{table.where} has no step times for model {self._model!r:.60},"
+                f" only for {', '.join(models.fields)}"
             )
         of_model = models.table(self._model, required=True)
         link = table.table("link")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 
+from phasewise._words import number
 from phasewise.tuner.config.lengths import RequestLengths, Trace, whole_tokens
 from phasewise.tuner.config.slo import parse_bounds
 from phasewise.tuner.errors import TraceError
@@ -115,7 +116,7 @@ class LatencySlo:
         )
 
     def describe(self) -> str:
-        return ",".join(f"{name}:{ms:g}" for name, ms in self.promises().items())
+        return ",".join(f"{name}:{number(ms)}" for name, ms in self.promises().items())
 
     def promises(self) -> dict[str, float]:
         named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2el_ms}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TypeAlias
 
+from phasewise._words import counted, percent
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, open_client
 from phasewise.loadtest.metrics import Measured, attainment, is_kept, kept_promises, most_missed
@@ -153,7 +154,7 @@ def _fitting(requests: Trace, context: int | None, report: Report) -> Trace:
     cut = fitted(requests, context)
     n_cut = sum(before != after for before, after in zip(requests, cut, strict=True))
     if n_cut:
-        report(f"{n_cut} of {len(cut)} requests are cut to the model's context of {context} tokens")
+        report(f"cut to the model's context of {context} tokens: {n_cut} of {counted(len(cut), 'request')}")
     return cut
 
 
@@ -171,7 +172,7 @@ class _Session:
     async def warm_up(self) -> None:
         test = self.test
         if test.n_warm_up:
-            self.report(f"warming up: {test.n_warm_up} requests ...")
+            self.report(f"warming up: {counted(test.n_warm_up, 'request')} ...")
             pace = RequestPace(None, most_at_once=min(test.n_warm_up, MOST_WARM_AT_ONCE))
             requests = tuple(test.requests[at % len(test.requests)] for at in range(test.n_warm_up))
             load = RequestLoad(requests, pace, self.prompts, first_index=1 << 40)
@@ -314,9 +315,8 @@ class Judge:
 
 def _probe_line(probe: RateProbe) -> str:
     verdict = "kept" if probe.is_kept else "missed"
-    return (
-        f"{probe.rate:8.3f} requests/s: {verdict}, {probe.attainment:.0%} of {len(probe.measured.outcomes)}"
-    )
+    kept = f"{percent(probe.attainment)} of {len(probe.measured.outcomes)}"
+    return f"{probe.rate:8.3f} requests/s: {verdict}, {kept}"
 
 
 @contextmanager

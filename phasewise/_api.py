@@ -228,10 +228,13 @@ class _Told:
 
     report: Report
 
-    def searching(self, phase: Phase, deadline_s: float) -> Callable[[Event], None]:
+    def searching(self, phase: Phase) -> Callable[[Event], None]:
         return lambda event: None
 
     def tuning(self, progress: TuningProgress) -> None:
+        pass
+
+    def stage(self, name: str) -> None:
         pass
 
     def say(self, line: str) -> None:

@@ -1,7 +1,8 @@
 """How fast a model runs here, phase by phase, and what share of the machine's limits that is.
 
 Measured below the scheduler and the sampler, as llama-bench does, so that figures can be laid side by side: a
-`pp` test is one prefill of every sequence, a `tg` test is decode steps from an empty context.
+`pp` test is one prefill of every sequence, a `tg` test is decode steps, a `pp+tg` test is both in one time.
+All of them begin behind `n_depth` positions that were computed before.
 """
 
 from __future__ import annotations
@@ -28,26 +29,37 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class Workload:
-    """One test: every sequence prefills `n_prompt` tokens, or decodes `n_gen` of them."""
+    """One test: every sequence prefills `n_prompt` tokens, then decodes `n_gen` of them; one may be 0."""
 
     n_prompt: int
     n_gen: int
     n_sequences: int
+    n_depth: int = 0
+    """Positions of each sequence that are computed before the test, not timed."""
 
     @property
     def name(self) -> str:
         """llama-bench's name of the test, with the number of sequences where there are several."""
-        phase = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
-        return phase if self.n_sequences == 1 else f"{phase} x{self.n_sequences}"
+        parts = [f"pp{self.n_prompt}"] if self.n_prompt else []
+        parts += [f"tg{self.n_gen}"] if self.n_gen else []
+        behind = f" @ d{self.n_depth}" if self.n_depth else ""
+        together = "" if self.n_sequences == 1 else f" x{self.n_sequences}"
+        return "+".join(parts) + behind + together
 
     @property
     def n_tokens(self) -> int:
+        """Tokens whose time counts."""
         return self.n_sequences * (self.n_prompt + self.n_gen)
+
+    @property
+    def positions(self) -> int:
+        """Of each sequence, those before the test among them."""
+        return self.n_depth + self.n_prompt + self.n_gen
 
     @property
     def kv_slots(self) -> int:
         """Slots that the test writes."""
-        return self.n_tokens
+        return self.n_sequences * self.positions
 
 
 @dataclass(frozen=True)
@@ -75,8 +87,14 @@ def measure(
     repetitions: int,
     warm_ups: int = 1,
 ) -> Throughput:
-    """Time `repetitions` runs of `workload` after `warm_ups` that are not counted."""
-    tokens = np.random.default_rng(0).integers(0, vocab_size, size=workload.n_tokens).tolist()
+    """Time `repetitions` runs of `workload` after `warm_ups` that are not counted.
+
+    What lies at positions before the test is computed once; each run writes its own positions anew.
+    """
+    count = workload.kv_slots
+    tokens = np.random.default_rng(0).integers(0, vocab_size, size=count).tolist()
+    for batch in _prefill(workload, tokens, 0, workload.n_depth, max_batch_tokens):
+        ranks.forward(batch)
     samples = []
     for _ in range(warm_ups + repetitions):
         batches = list(_batches(workload, tokens, max_batch_tokens))
@@ -88,25 +106,30 @@ def measure(
 
 
 def _batches(workload: Workload, tokens: list[int], max_batch_tokens: int) -> Iterator[Batch]:
-    per_sequence = workload.n_prompt + workload.n_gen
-    if workload.n_gen:
-        for position in range(workload.n_gen):
-            yield Batch(
-                "decode",
-                tuple(
-                    SequenceSlice((tokens[base + position],), position, base, wants_logits=True)
-                    for base in range(0, workload.n_tokens, per_sequence)
-                ),
-            )
-        return
+    first, end = workload.n_depth, workload.n_depth + workload.n_prompt
+    yield from _prefill(workload, tokens, first, end, max_batch_tokens)
+    for position in range(end, workload.positions):
+        yield Batch(
+            "decode",
+            tuple(
+                SequenceSlice((tokens[base + position],), position, base, wants_logits=True)
+                for base in _bases(workload)
+            ),
+        )
+
+
+def _prefill(
+    workload: Workload, tokens: list[int], first: int, last: int, max_batch_tokens: int
+) -> Iterator[Batch]:
+    """The positions from `first` to before `last` of every sequence, cut into batches."""
     pending: list[SequenceSlice] = []
     room = max_batch_tokens
-    for base in range(0, workload.n_tokens, per_sequence):
-        start = 0
-        while start < per_sequence:
-            end = min(per_sequence, start + room)
+    for base in _bases(workload):
+        start = first
+        while start < last:
+            end = min(last, start + room)
             ids = tokens[base + start : base + end]
-            pending.append(SequenceSlice(ids, start, base, wants_logits=end == per_sequence))
+            pending.append(SequenceSlice(ids, start, base, wants_logits=end == last))
             room -= end - start
             start = end
             if room == 0:
@@ -114,6 +137,11 @@ def _batches(workload: Workload, tokens: list[int], max_batch_tokens: int) -> It
                 pending, room = [], max_batch_tokens
     if pending:
         yield Batch("prefill", tuple(pending))
+
+
+def _bases(workload: Workload) -> range:
+    """The first slot of each sequence."""
+    return range(0, workload.kv_slots, workload.positions)
 
 
 def flops(model: PackedModel, workload: Workload) -> float:
@@ -124,8 +152,8 @@ def flops(model: PackedModel, workload: Workload) -> float:
         for name, w in model.products().items()
         if name.startswith("layers.")
     )
-    logit_rows = workload.n_sequences * (workload.n_gen or 1)
-    attention = workload.n_sequences * _attention_flops(model.config, workload.n_prompt + workload.n_gen)
+    logit_rows = workload.n_sequences * (workload.n_gen + (workload.n_prompt > 0))
+    attention = workload.n_sequences * _attention_flops(model.config, workload)
     return float(layers * workload.n_tokens + 2 * head.n * head.k * logit_rows + attention)
 
 
@@ -143,8 +171,9 @@ def _uses(model: PackedModel, name: str) -> int:
     return experts.chosen if experts is not None and name.endswith(STACKS) else 1
 
 
-def _attention_flops(config: ModelConfig, n_positions: int) -> int:
-    scores = n_positions * (n_positions + 1) // 2  # causal: position i sees i + 1 keys
+def _attention_flops(config: ModelConfig, workload: Workload) -> int:
+    n = workload.n_prompt + workload.n_gen
+    scores = n * workload.n_depth + n * (n + 1) // 2  # causal: position i sees i + 1 keys
     return 4 * scores * config.n_heads * config.head_dim * config.n_layers
 
 
@@ -156,7 +185,8 @@ def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: in
     embedding = 0 if model.config.tied_embeddings else model.weights["embed"].nbytes
     unread = sum(_unread_bytes(model, name, workload.n_sequences) for name in model.weights)
     weights = model.weight_bytes - embedding - unread
-    kv = workload.n_sequences * kv_bytes_per_slot * workload.n_gen * (workload.n_gen + 1) // 2
+    before = workload.n_gen * (workload.n_depth + workload.n_prompt)
+    kv = workload.n_sequences * kv_bytes_per_slot * (before + workload.n_gen * (workload.n_gen + 1) // 2)
     return float(weights * workload.n_gen + kv)
 
 

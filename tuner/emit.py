@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from phasewise._words import counted
 from phasewise.topology import Kind, Machine
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan, list_cores
@@ -165,7 +166,11 @@ def _one_plan(plans: Plans, tool: str) -> tuple[ServicePlan, tuple[str, ...]]:
 
 def _one_process_each(plan: ServicePlan) -> tuple[str, ...]:
     n = len(plan.ranks)
-    return () if n == 1 else (f"{n} ranks are {n} processes: a line for each, to put before its command",)
+    return (
+        ()
+        if n == 1
+        else (f"{counted(n, 'rank')}, {counted(n, 'process')}: a line for each, to put before its command",)
+    )
 
 
 def _lines(plan: ServicePlan, line: Callable[[RankCores], str]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+from phasewise._words import counted
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.messages import Submit
 from phasewise.serving.one_answer import OneAnswer
@@ -80,7 +81,7 @@ class ChatSession:
         room = self.context_tokens - len(prompt_ids)
         if room < LEAST_ANSWER_TOKENS:
             raise ContextLengthExceeded(
-                f"the conversation has {len(prompt_ids)} tokens of a context of {self.context_tokens}"
+                f"the conversation has {counted(len(prompt_ids), 'token')}, the context {self.context_tokens}"
             )
         most = room if max_tokens is None else min(room, max_tokens)
         request = Submit(next(self._ids), prompt_ids, most, sampling.params(self.defaults))

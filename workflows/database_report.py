@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.kerneldb.location import locate
 from phasewise.topology import Machine, read_machine
 from phasewise.workflows.errors import WorkflowError
@@ -202,6 +203,6 @@ def _roofline(machine: Machine, schedules: Sequence[ScheduleFacts], report: Repo
     from phasewise.tuner.roofline import measure_roofline
 
     cores = [core[0] for core in machine.allowed_cores()]
-    report(f"measuring the limits of {len(cores)} cores")
+    report(f"measuring the limits of {counted(len(cores), 'core')}")
     formats = sorted({one.problem.format for one in schedules if one.weight_bytes})
     return measure_roofline(cores, formats, max(one.weight_bytes for one in schedules) or 1 << 26)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def estimator_from(
         read = encoder.read
     report(
         f"answers' lengths are predicted by {path}, "
-        f"trained on {predictor.trained_on.get('answers', 0)} answers"
+        f"trained on {counted(int(predictor.trained_on.get('answers', 0)), 'answer')}"
     )
     if predictor.model_name != model_name:
         report(f"it was trained on answers of {predictor.model_name}, not of {model_name}")

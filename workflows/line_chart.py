@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from phasewise._words import number, percent
 from phasewise.topology.svg import FAINT_INK, FONT, INK, SERIES, document, escaped, text
 
 PLOT_WIDTH, PLOT_HEIGHT = 300.0, 210.0
@@ -135,7 +136,7 @@ def _upwards(
 ) -> tuple[_Scale | _Share, list[tuple[float, str]]]:
     """The axis of a panel whose top is at `y`, and its ticks with their labels."""
     if is_share:
-        return _Share(y + PLOT_HEIGHT, y), [(share, f"{share:.0%}") for share in SHARES]
+        return _Share(y + PLOT_HEIGHT, y), [(share, percent(share)) for share in SHARES]
     scale = _Scale(*_span(values, 10), y + PLOT_HEIGHT, y)
     return scale, [(value, _number(value)) for value in _ticks(scale, 10)]
 
@@ -158,7 +159,7 @@ def _ticks(scale: _Scale, base: float) -> list[float]:
 
 
 def _number(value: float) -> str:
-    return f"{value:g}" if value < 10_000 else f"{value / 1000:g}k"
+    return number(value) if value < 10_000 else f"{number(value / 1000)}k"
 
 
 def _line(places: Sequence[tuple[float, float]], index: int, is_bold: bool) -> list[str]:

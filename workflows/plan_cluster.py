@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from phasewise._words import number, percent
 from phasewise.cluster.arrivals import Draw, poisson
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.metrics import Slo, Summary, broken, parse_slo, summarise
@@ -169,7 +170,7 @@ def _for_rate(
     def run(cell: Cell) -> Outcome:
         summaries[cell], outcome = _run(question, design, cell, arrivals)
         verdict = "kept" if outcome.is_feasible else "broken"
-        report(f"{design.name} {_written(cell)}: {verdict}, tightest bound used {outcome.tightness:.0%}")
+        report(f"{design.name} {_written(cell)}: {verdict}, tightest bound used {percent(outcome.tightness)}")
         return outcome
 
     weights = tuple(_weight(kind, objective) for _, kind in design.axes)
@@ -201,7 +202,9 @@ def _for_budget(
 ) -> Provisioned:
     cells = _affordable(design, budget, amount, question.most)
     if not cells:
-        return Provisioned(design, reason=f"a {budget} of {amount:g} does not pay for this design at all")
+        return Provisioned(
+            design, reason=f"a {budget} of {number(amount)} does not pay for this design at all"
+        )
     found: dict[tuple[Cell, float], tuple[Summary, Outcome]] = {}
 
     def run(cell: Cell, rate: float) -> bool:
@@ -209,7 +212,7 @@ def _for_budget(
         found[cell, rate] = _run(question, design, cell, arrivals)
         outcome = found[cell, rate][1]
         verdict = "kept" if outcome.is_feasible else "broken"
-        report(f"{design.name} {_written(cell)} at {rate:g} requests/s: {verdict}")
+        report(f"{design.name} {_written(cell)} at {number(rate)} requests/s: {verdict}")
         return outcome.is_feasible
 
     busy = _busy(question, design, 1.0)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.topology import Kind, Machine
 from phasewise.topology.picture import GROUP_FILLS, draw_svg, plan_groups
 from phasewise.topology.svg import INK, MACHINE_STYLE, document, rect, text
@@ -60,7 +61,7 @@ def draw_probe(machine: Machine, probe: Probe) -> str:
 
 def _caption(probe: Probe) -> str:
     groups = ", ".join(hint.notation for hint in probe.groups)
-    return f"{probe.pairs_measured} of {probe.pairs} pairs; " + (
+    return f"{probe.pairs_measured} of {counted(probe.pairs, 'pair')}; " + (
         f"worth trying first: {groups}" if groups else "no group to propose"
     )
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted, number, percent, share_of_limit
 from phasewise.topology.picture import draw_svg
 from phasewise.topology.svg import FAINT_INK, FONT, INK, SERIES, document, text
 from phasewise.workflows.machine_facts import picture_of_plans
@@ -64,7 +65,7 @@ def _machine(found: DatabaseReport) -> Iterator[str]:
         yield "<ul>"
         for phase, plan in plans.items():
             reached = found.objectives[model].get(phase, {})
-            told = ", ".join(f"{name} {value:.4g}" for name, value in sorted(reached.items()))
+            told = ", ".join(f"{name} {number(value, 4)}" for name, value in sorted(reached.items()))
             yield f"<li>{_e(plan.describe())}{f'; measured: {_e(told)}' if told else ''}</li>"
         yield "</ul>"
 
@@ -105,7 +106,7 @@ def _schedule_cells(one: ScheduleFacts, roofline: Roofline | None) -> list[str]:
         f"{sample.estimate_ns / 1000:.1f}",
         f"{one.flops / 1e9:.1f}" if one.weight_bytes else "",
         f"{one.bytes_per_s / 1e9:.1f}" if one.weight_bytes else "",
-        "" if share is None else f"{100 * share:.0f} %",
+        "" if share is None else percent(share),
         "" if duel is None else f"{duel.gain:.3f}",
         "" if duel is None else f"{duel.gain_low:.3f} to {duel.gain_high:.3f}",
         "" if duel is None else str(duel.pairs),
@@ -118,7 +119,7 @@ def _share(one: ScheduleFacts, roofline: Roofline | None) -> float | None:
         return None
     problem = one.problem
     bound_ns = roofline.bound_ns(problem.format, problem.n, problem.k, problem.m, one.weight_bytes)
-    return bound_ns / one.measurement.sample.estimate_ns
+    return share_of_limit(bound_ns / one.measurement.sample.estimate_ns)
 
 
 def roofline_plot(schedules: Sequence[ScheduleFacts], roofline: Roofline | None) -> str:
@@ -146,9 +147,9 @@ def roofline_plot(schedules: Sequence[ScheduleFacts], roofline: Roofline | None)
         elements.append(
             f'<circle cx="{across.place(x):.1f}" cy="{upwards.place(y):.1f}" r="4" fill="{fill}" fill-opacity="0.8"/>'
         )
-    for number, name in enumerate(formats):
-        x = _LEFT + 110 * number
-        elements.append(f'<circle cx="{x:.1f}" cy="18" r="4" fill="{SERIES[number % len(SERIES)]}"/>')
+    for place, name in enumerate(formats):
+        x = _LEFT + 110 * place
+        elements.append(f'<circle cx="{x:.1f}" cy="18" r="4" fill="{SERIES[place % len(SERIES)]}"/>')
         elements.append(text(x + 9, 22, name, "s"))
     style = f"text{{font-family:{FONT}}}.s{{font-size:12px;fill:{INK}}}.d{{font-size:11px;fill:{FAINT_INK}}}"
     return document(_WIDTH, _HEIGHT, style, elements)
@@ -188,11 +189,11 @@ def _axes(across: _Log, upwards: _Log) -> Iterator[str]:
     for x in across.marks():
         at = across.place(x)
         yield f'<line x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{_HEIGHT - _BOTTOM}" stroke="#dcdfe3"/>'
-        yield text(at - 8, _HEIGHT - _BOTTOM + 16, f"{x:g}", "d")
+        yield text(at - 8, _HEIGHT - _BOTTOM + 16, number(x), "d")
     for y in upwards.marks():
         at = upwards.place(y)
         yield f'<line x1="{_LEFT}" y1="{at:.1f}" x2="{_WIDTH - _RIGHT}" y2="{at:.1f}" stroke="#dcdfe3"/>'
-        yield text(8, at + 4, f"{y:g}", "d")
+        yield text(8, at + 4, number(y), "d")
     yield text(_WIDTH / 2 - 110, _HEIGHT - 10, "operations for each byte of the weight", "s")
     yield text(8, _TOP - 10, "GFLOP/s", "s")
 
@@ -206,7 +207,7 @@ def _studies(studies: Sequence[StudyFacts]) -> Iterator[str]:
         yield f"<h3>{_e(study.model)}, {_e(study.phase)}, {_e(study.objective)}</h3>"
         counts = ", ".join(f"{n} {state}" for state, n in _counted(one.state for one in study.trials))
         told = "" if best is None else f"; the best, number {best.number}, costs {best.cost_ms:.3f} ms"
-        yield f'<p class="faint">{len(study.trials)} trials: {counts}{told}</p>'
+        yield f'<p class="faint">{counted(len(study.trials), "trial")}: {counts}{told}</p>'
         known = [one for one in study.trials if one.cost_ms is not None]
         yield '<table><thead><tr><th>tree</th><th class="n">trial</th><th class="n">cost, ms</th><th>state</th>'
         yield "<th>ranks and cores</th></tr></thead><tbody>"
@@ -230,7 +231,7 @@ def _history(found: DatabaseReport) -> Iterator[str]:
         yield _row(cells, n_words=1, words_at=(4, 5))
     yield "</tbody></table>"
     if found.others:
-        yield f"<p>The database has {found.others} measurements of other kinds of machines; they are not shown.</p>"
+        yield f"<p>The database has {counted(found.others, 'measurement')} of other kinds of machines, not shown.</p>"
 
 
 def _row(cells: Sequence[str], n_words: int, words_at: Sequence[int] = (10,)) -> str:

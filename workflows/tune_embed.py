@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted, number
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent
 
@@ -80,13 +81,16 @@ def tune_embed(
         one = _measure(model, ref, cores, slo_s, length)
         where = " and ".join(",".join(map(str, own)) for own in cores)
         report(
-            f"{n} instances on cores {where}: {one.depth} inputs of {length} tokens within {slo_s:g} s"
+            f"{counted(n, 'instance')} on cores {where}: {counted(one.depth, 'input')} of"
+            f" {counted(length, 'token')} within {number(slo_s)} s"
             f" (one: {one.predicted} by the line, {one.tried} tried)"
         )
         found.append(one)
     best = max(found, key=lambda one: one.depth)
     if best.depth < 1:
-        raise WorkflowError(f"no instance embeds one input of {length} tokens within {slo_s:g} s")
+        raise WorkflowError(
+            f"no instance embeds one input of {counted(length, 'token')} within {number(slo_s)} s"
+        )
     depth = admission_depth(best.line, slo_s, length, MARGIN).scaled(min(1.0, best.tried / best.predicted))
     plan = EmbeddingPlan(
         tuple(Instance(f"cpu:{at}", own, depth) for at, own in enumerate(best.cores)), slo_s, "tune-embed"

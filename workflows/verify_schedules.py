@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from phasewise._version import __version__
+from phasewise._words import counted
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Origin, Problem, Schedule, StorageDuel
 from phasewise.kerneldb.store import Store
@@ -64,7 +65,8 @@ def _attention_obstacle(problem: Problem, schedule: Schedule) -> str | None:
     if problem.format not in KV_BYTES or n % k or k % head_dim_of(n, k):
         return "there is no such attention"
     if arithmetic_of(schedule) != ARITHMETIC:
-        return f"there is no compute path {schedule.compute_path} in {schedule.k_parts} parts for attention"
+        parts = counted(schedule.k_parts, "part")
+        return f"there is no compute path {schedule.compute_path} in {parts} for attention"
     return None
 
 

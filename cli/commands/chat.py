@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise._words import counted
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
     SAMPLING,
@@ -120,7 +121,7 @@ def _answer(session: ChatSession, message: str, sampling: SamplingChoice, n_toke
         return
     write_text("\n")
     if session.last.finish_reason == "length":
-        note(f"cut at {session.last.n_generated} tokens")
+        note(f"cut at {counted(session.last.n_generated, 'token')}")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from phasewise._words import counted
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import on_one_line, print_json, say
@@ -36,7 +37,7 @@ def status(
         print_json({"nodes": found.nodes, "instances": found.instances})
         return
     for node in found.nodes:
-        say(f"node {node['node']}: {node['cores']} cores, {node['state']}")
+        say(f"node {node['node']}: {counted(node['cores'], 'core')}, {node['state']}")
     for one in found.instances:
         say(_line(one))
     if not found.instances:
@@ -45,4 +46,5 @@ def status(
 
 def _line(one: dict[str, Any]) -> str:
     name, state = on_one_line(one["name"]), on_one_line(one["state"])
-    return f"{name}: {one['role']}, {one['cores']} cores of {one['node']}, process {one['pid']}, {state}"
+    cores = counted(one["cores"], "core")
+    return f"{name}: {one['role']}, {cores} of {one['node']}, process {one['pid']}, {state}"

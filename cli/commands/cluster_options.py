@@ -41,7 +41,7 @@ INPUTS = option_set(
     ClusterInputs,
     None,
     model=opt("model whose step times machine types state [default: bloom-176b]"),
-    duration_s=opt("seconds of drawn requests, where a rate is given", "--duration", min=1.0),
+    duration_s=opt("with --rate: seconds for which requests are drawn", "--duration", min=1.0),
     draw=opt(
         "requests: each drawn request has the prompt and the answer of one request of the trace; "
         "columns: prompts and answers are drawn independently",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._words import counted
 from phasewise.cli.options import DbOption, JsonOption, ThreadsOption
 from phasewise.cli.present import note, print_json, say
 from phasewise.cli.render import db_text
@@ -56,7 +57,7 @@ def export(
 
     found = export_rows(db, signature or (), step_times=step_times, users_kernels=users_kernels, report=note)
     _write_out(found.lines)
-    note(f"{found.n_rows} rows of {found.n_machines} kind{'s' if found.n_machines != 1 else ''} of machine")
+    note(f"{counted(found.n_rows, 'row')} of {counted(found.n_machines, 'kind')} of machine")
 
 
 def _write_out(lines: Iterable[str]) -> None:
@@ -107,8 +108,8 @@ def _print_imported(found: Imported, as_json: bool) -> None:
         counts = {"read": taken.read, "added": taken.added, "known": taken.known, "refused": found.n_refused}
         print_json({"source": found.source, **counts})
     else:
-        refusals = f", {found.n_refused} lines refused" if found.n_refused else ""
-        say(f"{found.source}: {taken.added} rows added, {taken.known} known already{refusals}")
+        refusals = f", {counted(found.n_refused, 'line')} refused" if found.n_refused else ""
+        say(f"{found.source}: {counted(taken.added, 'row')} added, {taken.known} known already{refusals}")
     if taken.added:
         note("what was added is not used before `phasewise db verify` has measured it")
 
@@ -127,7 +128,7 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
         fields = {"same": found.same, "differences": differences}
         print_json({**fields, "machines": database_json.machine_fields(machines)})
     else:
-        say(f"{found.same} schedules are the same, {len(differences)} differ")
+        say(f"the same: {counted(found.same, 'schedule')}; different: {len(differences)}")
         if differences:
             db_text.print_diff(differences)
     if differences:

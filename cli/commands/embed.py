@@ -29,7 +29,7 @@ class VectorForm(StrEnum):
 def embed(
     model: ModelArgument,
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXT...]", help="texts; -: one a line on stdin")
+        list[str] | None, typer.Argument(metavar="TEXT", help="texts; -: one a line on stdin")
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--file", metavar="FILE", help="read texts from FILE, one a line")
@@ -50,8 +50,8 @@ def embed(
     """Print a vector of each TEXT by an embedding MODEL.
 
     The vectors go to stdout: one JSON object, a NumPy file of float32, or a
-    line of numbers for each text. MODEL says itself how rows become a vector
-    (modules.json, or GGUF's pooling type).
+    line of numbers for each text. MODEL's files say how the vectors of a
+    text's tokens become one (modules.json, or GGUF's pooling type).
     """
     found = _texts(texts or [], file)
     with open_embedder(model, weight_format, threads, note) as opened:

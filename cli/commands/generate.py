@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise._words import counted
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import (
     SAMPLING,
@@ -119,7 +120,7 @@ def _summary(found: Generated) -> str:
     answer = found.answer
     parts = [
         f"{len(answer.request.prompt_token_ids)} prompt tokens, first token after {answer.ttft_ms:.0f} ms",
-        f"{answer.n_generated} tokens",
+        f"{counted(answer.n_generated, 'token')}",
     ]
     if answer.tokens_per_second is not None:
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
@@ -127,5 +128,5 @@ def _summary(found: Generated) -> str:
         accepted, rejected = answer.drafts
         parts.append(f"{accepted} of {accepted + rejected} drafted tokens accepted")
     if found.is_cut:
-        parts.append(f"cut at {found.n_tokens} tokens (-n allows more)")
+        parts.append(f"cut at {counted(found.n_tokens, 'token')} (-n allows more)")
     return "; ".join(parts)

@@ -88,11 +88,12 @@ def check(
     define: DefineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hold a kernel against its original, on drawn arguments between pages that must not be touched.
+    """Compare a kernel's results with its original's, on drawn arguments.
 
-    Bits must be equal; where the text says `reassociate()`, differences must stay below the bound that is
-    printed. Everything runs in processes with limits. NEON runs under qemu-aarch64 where this machine is no
-    Arm.
+    Each argument lies between two pages of memory that stop whoever touches
+    them. Bits must be equal; where the text says `reassociate()`, differences
+    must stay below the bound that is printed. Everything runs in processes
+    with limits. NEON runs under qemu-aarch64 where this machine is no Arm.
     """
     from phasewise.cli.render.user_kernels_text import checked_fields, checked_text
     from phasewise.workflows.user_kernels.files import checked

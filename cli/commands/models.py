@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, WeightFormat
 from phasewise.cli.present import note, on_one_line, print_json, say
@@ -150,8 +151,8 @@ def inspect(
 def _density_line(one: WeightDensity) -> str:
     sizes = f"{size_text(one.dense_bytes)} dense, {size_text(one.sparse_bytes)} sparse"
     return (
-        f"{one.name:<{NAME_COLUMNS}}{one.form} {one.n} x {one.k}, {100 * one.density:.1f} % kept, {sizes};"
-        f" sparse from {100 * one.break_even:.0f} % zeros on"
+        f"{one.name:<{NAME_COLUMNS}}{one.form} {one.n} x {one.k}, {percent(one.density, 1)} kept, {sizes};"
+        f" sparse from {percent(one.break_even)} zeros on"
     )
 
 
@@ -171,11 +172,11 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
             f"{config.n_layers} of hidden {config.hidden}, feed-forward {config.ffn}{_experts(config)}",
         ),
         ("heads", f"{config.n_heads} query, {config.n_kv_heads} key/value, of {config.head_dim}"),
-        ("context", f"{config.context_length} tokens{window}"),
-        ("rope", f"theta {config.rope.theta:g}{scaling}"),
+        ("context", f"{counted(config.context_length, 'token')}{window}"),
+        ("rope", f"theta {number(config.rope.theta)}{scaling}"),
         (
             "vocabulary",
-            f"{config.vocab_size} tokens, {'tied' if config.tied_embeddings else 'separate'} head",
+            f"{counted(config.vocab_size, 'token')}, {'tied' if config.tied_embeddings else 'separate'} head",
         ),
         (
             "tokenizer",
@@ -193,7 +194,11 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _experts(config: ModelConfig) -> str:
-    return "" if config.experts is None else f", {config.experts.chosen} of {config.experts.count} experts"
+    return (
+        ""
+        if config.experts is None
+        else f", {config.experts.chosen} of {counted(config.experts.count, 'expert')}"
+    )
 
 
 def _listed(ids: tuple[int, ...]) -> str:

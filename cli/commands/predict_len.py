@@ -17,14 +17,14 @@ app = CommandApp(help="Predict how long answers will be.")
 
 LogsArgument = Annotated[
     list[Path],
-    typer.Argument(metavar="LOG..", help="JSON lines of `collect` or of `serve --length-log`; .xz too"),
+    typer.Argument(metavar="LOG", help="JSON lines of `collect` or of `serve --length-log`; .xz too"),
 ]
 TokensOption = Annotated[
     str | None,
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="model whose tokenizer encodes the prompts of a log that has them as text",
+        help="model whose tokens the log's prompts are [default: the one that its lines name]",
     ),
 ]
 PredictorOption = Annotated[
@@ -39,7 +39,8 @@ EncoderOption = Annotated[
         "--encoder",
         envvar="PHASEWISE_ENCODER",
         metavar="auto|none|MODEL",
-        help="embedding model that reads prompts; auto: all-minilm-l6-v2 where it has been pulled",
+        help="embedding model that reads prompts; auto: all-minilm-l6-v2 where it has been pulled and there"
+        " are 100 answers to learn from, else none",
     ),
 ]
 SeedOption = Annotated[
@@ -65,12 +66,12 @@ _EVAL = option_set(
     model=TokensOption,
     split=opt("share of the prompts held out", min=0.05, max=0.9),
     folds=opt(
-        "judge every prompt instead, by what the other N-1 of N parts of the prompts teach",
+        "divide the prompts into N parts, and judge each by what the other parts teach, instead of --split",
         min=2,
         max=20,
         metavar="N",
     ),
-    overflow=opt("share of answers that may outgrow their block", min=0.0, max=0.9),
+    overflow=opt("share of answers that may outgrow their first block", min=0.0, max=0.9),
     drift=opt("train on the first log only, then replay the other logs in order", "--drift"),
     encoder=EncoderOption,
     seed=SeedOption,
@@ -84,7 +85,7 @@ def collect(
     prompts: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PROMPTS..",
+            metavar="PROMPTS",
             help="texts, one a line, or JSON lines with prompt, instruction or question; .xz too",
         ),
     ],
@@ -94,6 +95,12 @@ def collect(
     wish: CollectWish,
     as_json: JsonOption = False,
 ) -> None:
+    """Have MODEL answer prompts, and append to a log how long the answers became.
+
+    Each answer is logged as soon as it has ended. Interrupted, the same
+    command goes on with the prompts that have no answer yet. `serve
+    --length-log` writes the same log of real requests.
+    """
     from phasewise.workflows.predict_len.answer_prompts import collect_lengths
 
     fields = collect_lengths(model, prompts, output, wish, note)
@@ -128,13 +135,13 @@ def train_command(
     from phasewise.tuner.predictor.files import AnyPredictor, save_predictor
     from phasewise.tuner.predictor.train import TrainOptions, train
     from phasewise.workflows.predict_len.compare import Split, with_split
-    from phasewise.workflows.predict_len.inputs import ModelTokens, predictor_file, read_logs
-    from phasewise.workflows.predict_len.prompt_vectors import find_encoder
+    from phasewise.workflows.predict_len.inputs import predictor_file, read_logs
+    from phasewise.workflows.predict_len.prompt_vectors import find_encoder_to_learn
 
-    tokens = ModelTokens(model, note) if model else None
-    found, name = read_logs(logs, tokens)
+    found, name, tokens = read_logs(logs, model, note)
     kept, _ = held_out([one for log in found for one in log.examples], split, seed)
-    reader = find_encoder(encoder, note, None if tokens is None else tokens.text)
+    text_of = None if tokens is None else tokens.text
+    reader = find_encoder_to_learn(encoder, kept, len(kept), text_of, note)
     predictor: AnyPredictor
     if reader is not None:
         predictor = train_encoded(reader.read_all(kept), name, reader.ref, seed)
@@ -159,13 +166,22 @@ def train_command(
 @app.command("eval")
 @spread(wish=_EVAL)
 def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) -> None:
-    """Hold predictions and buckets against answers to prompts that were not learnt from.
+    """Judge predictors by answers to prompts that they did not learn from.
 
-    Ours (a room for each request, in buckets learnt from what ended), S3's ten
-    fixed buckets with a classifier, and a constant; each as it would be used,
-    and all at equal memory. Accuracy: the answer fits the block that it was
-    given first. A --predictor is judged by the prompts that its file says it
-    did not learn from; without one, ours is trained here as the others are.
+    Three ways to choose the size of a request's KV block are compared, as
+    each would be used, and once more at the same mean size. Ours predicts a
+    room: a number of tokens that all answers but the share --overflow stay
+    within; the block is the smallest bucket that holds it, and buckets are
+    learnt from answers that ended. S3 has ten buckets of equal width and a
+    classifier. The third gives every request the same size.
+
+    Without --predictor, ours is trained here on the prompts that are not held
+    out. With it, the file says which prompts it did not learn from.
+
+    Columns: accuracy, the share of answers that fit their first block;
+    overflow, the rest; exact, answers in the bucket that was predicted; block,
+    mean tokens of a block; used, the share of it that is filled; at limit,
+    the share of requests that get a block of max_tokens.
     """
     from phasewise.cli.render.predict_len_text import report_text
     from phasewise.workflows.predict_len.judge import judge_predictions
@@ -185,7 +201,7 @@ def predict(
     model: ModelArgument,
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="a user's message; - reads it from stdin")],
     max_tokens: Annotated[int, typer.Option(min=1, help="most tokens that the answer may have")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="temperature that the answer would have")] = 0.0,
     predictor: PredictorOption = None,
     timed: Annotated[
         bool, typer.Option("--time", help=f"also measure the median time of {TIMED_CALLS} predictions")

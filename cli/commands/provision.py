@@ -47,10 +47,12 @@ _WISH = option_set(
         "promises: table6, or times such as ttft=1.5s,tbt=100ms (P90 where no percentile is named)",
         metavar="SLO",
     ),
-    minimise=opt("with --rate [default: cost]", kind=Minimised | None),
-    maximise=opt("with --cost or --power [default: rate]", kind=Maximised | None),
-    rate_step=opt("rates tried are multiples of this", min=0.001),
-    most_rate=opt("the highest rate tried", min=0.001),
+    minimise=opt("with --rate: what the cluster should have least of [default: cost]", kind=Minimised | None),
+    maximise=opt(
+        "with --cost or --power: what it should have most of [default: rate]", kind=Maximised | None
+    ),
+    rate_step=opt("distance of the rates that are tried, requests/s", min=0.001),
+    most_rate=opt("highest rate that is tried, requests/s", min=0.001),
     most=opt("most machines of each kind", min=1, max=2000),
     machines=opt("TOML file with [machines.NAME] tables of more types", metavar="FILE"),
     policy=opt("how requests are routed and scheduled", kind=RoutingPolicy),
@@ -72,8 +74,9 @@ def provision(
     """Find the smallest cluster for a rate, or the fastest one for a budget, that keeps its promises.
 
     With --rate each design's cheapest cluster is found; with --cost or --power its highest rate. Clusters are
-    judged by simulation (phasewise simulate). Only cells near the frontier of what keeps the promises are
-    run, and the cells around the answer certify it. Exit code 1 if no design has an answer.
+    judged by simulation (phasewise simulate): those near the border between numbers of machines that keep
+    the promises and numbers that do not, and every neighbour of the answer. Exit code 1 if no design has an
+    answer.
     """
     from phasewise.cli.render.cluster_text import frontier_chart, provision_text
     from phasewise.workflows.cluster_json import provision_fields

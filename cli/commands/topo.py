@@ -43,9 +43,13 @@ def topo(
         ),
     ] = None,
     power_of_two: Annotated[
-        bool, typer.Option("--power-of-two/--any-size", help="allowed sizes of the groups in --trees")
+        bool,
+        typer.Option(
+            "--power-of-two/--any-size",
+            help="with --trees: groups of 2, 4, 8, .. members only, or of any number",
+        ),
     ] = True,
-    limit: Annotated[int, typer.Option(min=0, help="number of groupings that --trees draws")] = 10,
+    limit: Annotated[int, typer.Option(min=0, help="with --trees: how many groupings are drawn")] = 10,
     plan: Annotated[
         bool,
         typer.Option("--plan", help="draw the plans of MODEL on the cores; without MODEL the default ones"),
@@ -57,13 +61,13 @@ def topo(
     db: DbOption = None,
     probe: Annotated[
         bool,
-        typer.Option("--probe", help="measure shared resources of cores that the system does not report"),
+        typer.Option("--probe", help="measure which cores share a resource that the system does not report"),
     ] = False,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="time that --probe may take")] = "30s",
+    budget: Annotated[str, typer.Option(metavar="TIME", help="wall clock that --probe may take")] = "30s",
 ) -> None:
     """Show the machine: packages, memory, caches, cores and PUs, and what of it may be used.
 
-    With one of --trees, --tree, --plan, --plan-file and --probe: what can be made of it.
+    Other views: --trees, --tree, --plan, --plan-file. --probe measures what cores share.
     """
     _check_one_view(model, trees, notation, plan, plan_file, probe)
     machine = _machine(input_path)

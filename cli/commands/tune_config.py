@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._words import number
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import (
     DbOption,
@@ -62,14 +63,22 @@ class EmitChoice(StrEnum):
 _SETTINGS = option_set(
     TuneConfigSettings,
     None,
-    phase=opt("the phase to find a plan for", kind=PhaseChoice),
+    phase=opt("phase to find a plan for", kind=PhaseChoice),
     trace=opt("requests: Azure csv, ShareGPT json or jsonl, Mooncake jsonl", metavar="FILE"),
-    lengths=opt("lengths instead of a trace, e.g. fixed:512/64 (prompt/output)", metavar="DIST"),
-    objective=opt("what plans are ranked by", kind=ObjectiveChoice),
-    slo=opt("latencies that a request must keep to count as goodput", metavar="ttft=MS,tpot=MS"),
+    lengths=opt(
+        "tokens of prompts and answers instead of a trace, e.g. fixed:512/64 or uniform:1-1024/16-256",
+        metavar="DIST",
+    ),
+    objective=opt(
+        "what plans are ranked by: time to the first token, time per later token, both, or requests/s within"
+        " --slo",
+        kind=ObjectiveChoice,
+    ),
+    slo=opt("with goodput: latencies that a request must keep to count", metavar="ttft=MS,tpot=MS"),
     concurrency=opt("sequences that decode together", min=1, max=4096),
     budget_s=opt(
-        "wall clock to spend, e.g. 90s, 15m, 1h",
+        "wall clock of the command, e.g. 90s, 15m, 1h; what has begun then is ended: reading and packing the"
+        " model, and the timing of one plan",
         "--budget",
         metavar="TIME",
         parser=parse_budget,
@@ -79,12 +88,15 @@ _SETTINGS = option_set(
         "source of step times: measured here, modelled, or recorded in the database", kind=EvaluatorChoice
     ),
     machine=opt("lstopo XML of the machine to plan for", metavar="FILE.xml"),
-    hidden=opt("resources that a modelled machine shares without showing", metavar="FILE.json"),
-    hints=opt("groups that `topo --probe --json` found, tried first", metavar="FILE.json"),
+    hidden=opt(
+        "with --evaluator modelled: resources that cores of the machine share and lstopo does not show",
+        metavar="FILE.json",
+    ),
+    hints=opt("groups of cores that `topo --probe --json` found; they are tried first", metavar="FILE.json"),
     cores=opt("use no CPUs but these, e.g. 0-3,8", metavar="LIST"),
     ranks=opt("only plans with N ranks", min=1, max=256),
     top_k=opt(
-        "number of plans whose kernels are tuned and that take part in the last run", min=1, max=MAX_TOP_K
+        "how many of the best plans get tuned kernels and enter the final comparison", min=1, max=MAX_TOP_K
     ),
     seed=opt("seed of the drawn requests and of the order of equal plans", min=0),
     weight_format=FormatOption,
@@ -106,17 +118,21 @@ def tune_config(
         bool, typer.Option("--dry-run", help="show what would be searched; measure nothing")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="tell the trees of the search too (docs/guide/glossary.md)")
+        bool,
+        typer.Option("--verbose", help="also tell the trees of the search (words: docs/guide/glossary.md)"),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find on which cores, and in how many ranks, each phase runs best.
 
-    Configurations of the machine's TopoTree are timed on their cores. The
-    best get kernels and a last run, and the winner is held against three
-    habits in a paired comparison: it comes into use only if none of them is
-    faster. Every trial is kept at once: the same command goes on after
-    Ctrl-C, kill -9 or an empty budget, and several at a time share the work.
+    A configuration is a choice of cores and ranks (processes that share a
+    model's weights). Those that the machine's tree of cores and caches allows
+    are timed; the best get tuned kernels and are timed again. The fastest is
+    compared in pairs of turns with what people run by default: all hardware
+    threads, all cores, one process per NUMA node. It comes into use only if
+    none of these is faster. Every trial is kept at once: the same command
+    goes on after Ctrl-C, kill -9 or an empty budget, and several processes
+    may run at once and divide the work.
 
     With --evaluator modelled nothing is timed or stored: --machine may
     describe hardware that is not here, and MODEL may be a lone config.json.
@@ -128,7 +144,7 @@ def tune_config(
     if emit is not None and wish.resume and not dry_run and _emit_stored(wish, emit, as_json):
         return
     if not dry_run:
-        note(f"searching for at most {wish.budget_s:g} s; Ctrl-C keeps what is found until then")
+        note(f"searching for at most {number(wish.budget_s)} s; Ctrl-C keeps what is found until then")
     subject = open_subject(wish, note)
     if dry_run:
         _print_dry_run(wish, subject, as_json)
@@ -140,11 +156,12 @@ def tune_config(
 
 
 def _run(wish: Wish, subject: Subject, started_s: float, *, verbose: bool) -> Found:
-    from phasewise.cli.render.config_progress import progress_of_search
+    from phasewise.cli.render.config_progress import CommandClock, progress_of_search
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_config.run import tune
 
-    with progress_of_search(verbose=verbose) as show:
+    clock = CommandClock(started_s, wish.budget_s)
+    with progress_of_search(subject.machine, clock, verbose=verbose) as show:
         return tune(wish, subject, started_s, show, user_lock(show.say))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_kernels.speed_change import SpeedChange
 
 
+LEAST_S = 0.1
+"""What a run may take where reading its input took the whole budget."""
+
+
 def tune_kernels(
     model: Annotated[
         str | None,
@@ -56,7 +61,7 @@ def tune_kernels(
         Path | None,
         typer.Option(
             metavar="FILE.c",
-            help="with --kernel: the C file that it was raised from, which stays in use where it is faster",
+            help="with --kernel: the C file that it was raised from, which is used where it is faster",
         ),
     ] = None,
     include: IncludeOption = None,
@@ -77,7 +82,12 @@ def tune_kernels(
     ] = 512,
     threads: ThreadsOption = None,
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="wall clock to spend, e.g. 90s, 10m, 1h")
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="wall clock of the command, e.g. 90s, 10m, 1h; what has begun then is ended: a batch of"
+            " timings, and the comparison of the whole model",
+        ),
     ] = "10m",
     resume: Annotated[
         bool, typer.Option(help="use stored timings; --no-resume measures everything anew")
@@ -103,9 +113,9 @@ def tune_kernels(
     --against its author's C takes part too: nothing that is slower than it
     comes into use.
     """
+    deadline_s = time.monotonic() + parse_budget(budget)
     from phasewise.topology import read_machine
 
-    budget_s = parse_budget(budget)
     machine = read_machine()
     if kernel is not None:
         if model is not None or shapes is None or dry_run:
@@ -113,7 +123,7 @@ def tune_kernels(
         if (include or define) and against is None:
             raise typer.BadParameter("--include and --define go with --against")
         original = None if against is None else (against, include or [], define or [])
-        _tune_user_kernel(kernel, shapes, isa, original, machine, db, budget_s, resume, as_json)
+        _tune_user_kernel(kernel, shapes, isa, original, machine, db, deadline_s, resume, as_json)
         return
     if isa is not None or against is not None or include or define:
         raise typer.BadParameter("--isa, --against, --include and --define go with --kernel")
@@ -121,7 +131,7 @@ def tune_kernels(
     if dry_run:
         _print_plan(rounds, as_json)
         return
-    tuned, changes = _tune(rounds, machine, db, budget_s, resume, opened)
+    tuned, changes = _tune(rounds, machine, db, max(LEAST_S, deadline_s - time.monotonic()), resume, opened)
     _print_tuned(tuned, changes, as_json)
     if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -134,7 +144,7 @@ def _tune_user_kernel(
     against: tuple[Path, list[Path], list[str]] | None,
     machine: Machine,
     db: str | None,
-    budget_s: float,
+    deadline_s: float,
     resume: bool,
     as_json: bool,
 ) -> None:
@@ -157,6 +167,7 @@ def _tune_user_kernel(
         source, include, define = against
         original = original_of(source, function, target, include, define)
     with open_store(db, note) as store:
+        budget_s = max(LEAST_S, deadline_s - time.monotonic())
         setting = KernelSetting(
             text, str(kernel), target, core_signature(machine), machine.allowed_cores()[-1][0], store,
             user_lock(note), note, budget_s, resume, original,

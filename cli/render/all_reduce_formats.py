@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from phasewise._words import multiple, percent
 from phasewise.cli.render import row_forms
 from phasewise.workflows.bench.allreduce.compare import AllReduceRow, size_text
 from phasewise.workflows.bench.allreduce.rank import COPY
@@ -39,10 +40,10 @@ def _md_row(systems: Sequence[AllReduceRow]) -> Mapping[str, str]:
         "ranks": str(first.ranks),
         "bytes": size_text(first.message_bytes),
         f"{first.system}, us": f"{first.median_ns / 1e3:.2f}",
-        "spread": f"{row_forms.spread(first.samples_ns):.0%}",
+        "spread": percent(row_forms.spread(first.samples_ns)),
         "GB/s": f"{first.gbps:.2f}",
-        "of copying": f"{first.copy_fraction:.0%}",
+        "of copying": percent(first.copy_fraction),
         **{
-            row.system: f"{row.median_ns / first.median_ns:.2f}x" for row in systems[1:] if row.system != COPY
+            row.system: multiple(row.median_ns / first.median_ns) for row in systems[1:] if row.system != COPY
         },
     }

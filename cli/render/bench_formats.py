@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from phasewise.cli.render import row_forms
+from phasewise.serving.throughput import Workload
 from phasewise.workflows.bench.model import ModelRow
 
 SCALARS = row_forms.scalar_names(ModelRow)
@@ -38,25 +40,52 @@ def as_sql(rows: Sequence[ModelRow]) -> str:
     return "\n".join([f"CREATE TABLE IF NOT EXISTS llama_bench (\n{columns}\n);", *inserts]) + "\n"
 
 
-CORE = ("model", "test", "t/s", "peak", "bandwidth")
+NARROW = ("model", "threads", "batch", "KV", "test", "t/s", "peak", "bandwidth")
 MAX_MODEL_CHARS = 28
+VARYING = ("batch", "KV")
+"""Columns that are told where their values differ, as llama-bench does."""
 
 
 def as_md(rows: Sequence[ModelRow], *, wide: bool = False) -> str:
-    """llama-bench's table, with the shares of the machine's limits in place of its backend column."""
-    table = [
-        {
-            "model": row.model_type if wide else row.model_type[-MAX_MODEL_CHARS:],
-            "size": f"{row.model_size / 2**20:.0f} MiB",
-            "threads": str(row.n_threads),
-            "test": _test_name(row),
-            "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
-            "peak": f"{row.peak_fraction:.0%}",
-            "bandwidth": f"{row.bandwidth_fraction:.0%}" if row.n_gen else "",
-        }
-        for row in rows
-    ]
-    return row_forms.as_md(table, left=("model",), core=() if wide else CORE)
+    """llama-bench's table and line of the build, with the shares of the machine's limits behind its columns.
+
+    wide: false keeps a terminal's table within 80 columns; a pipe gets all.
+    """
+    is_narrow = not wide and sys.stdout.isatty()
+    table = [_md_row(row, is_narrow=is_narrow) for row in rows]
+    same = {name for name in VARYING if len({row[name] for row in table}) < 2}
+    if is_narrow and len({row["threads"] for row in table}) < 2:
+        same.add("threads")
+    told = [{name: cell for name, cell in row.items() if name not in same} for row in table]
+    low = row_forms.low_limit_lines(
+        share for row in rows for share in (row.peak_fraction, row.bandwidth_fraction)
+    )
+    builds = dict.fromkeys(f"{row.build_commit} ({row.isa})" for row in rows)
+    return "\n".join(
+        [
+            row_forms.as_md(told, left=("model", "backend"), core=NARROW if is_narrow else ()),
+            *low,
+            *(f"build: {build}" for build in builds),
+            "",
+        ]
+    )
+
+
+def _md_row(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
+    is_decode = row.n_gen and not row.n_prompt
+    return {
+        "model": row.model_type[-MAX_MODEL_CHARS:] if is_narrow else row.model_type,
+        "size": f"{row.model_size / 2**20:.2f} MiB",
+        "params": f"{row.model_n_params / 1e6:.2f} M",
+        "backend": row.backends,
+        "threads": str(row.n_threads),
+        "batch": str(row.n_batch),
+        "KV": row.type_k,
+        "test": _test_name(row),
+        "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
+        "peak": row_forms.limit_cell(row.peak_fraction),
+        "bandwidth": row_forms.limit_cell(row.bandwidth_fraction) if is_decode else "",
+    }
 
 
 FORMATS: dict[str, Callable[..., str]] = {
@@ -78,5 +107,4 @@ def _sql_text(value: str | int | float) -> str:
 
 
 def _test_name(row: ModelRow) -> str:
-    test = f"pp{row.n_prompt}" if row.n_prompt else f"tg{row.n_gen}"
-    return test if row.n_sequences == 1 else f"{test} x{row.n_sequences}"
+    return Workload(row.n_prompt, row.n_gen, row.n_sequences, row.n_depth).name

@@ -10,6 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from phasewise._words import number, percent
 from phasewise.cli.present import on_one_line
 from phasewise.loadtest.metrics import (
     GOAL,
@@ -64,7 +65,7 @@ FORMATS: dict[str, Callable[..., str]] = {"md": as_md, "csv": as_csv, "json": as
 
 def _totals(report: LoadReport, fields: dict[str, Any]) -> str:
     rate = fields["request_rate"]
-    how = arrivals_of(report) + (f", {rate:g} requests/s" if rate != "inf" else "")
+    how = arrivals_of(report) + (f", {number(rate)} requests/s" if rate != "inf" else "")
     if fields["max_concurrency"] is not None:
         how += f", at most {fields['max_concurrency']} at once"
     rows = [
@@ -75,7 +76,7 @@ def _totals(report: LoadReport, fields: dict[str, Any]) -> str:
         ("requests/s", f"{fields['request_throughput']:.3f}"),
         ("answer tokens/s", f"{fields['output_throughput']:.1f}"),
         ("all tokens/s", f"{fields['total_token_throughput']:.1f}"),
-        ("this client's CPU", f"{fields['client_cpu_share']:.1%} of a core"),
+        ("this client's CPU", f"{percent(fields['client_cpu_share'], 1)} of a core"),
     ]
     if report.slo is not None:
         rows += _goodput(report, fields)
@@ -86,7 +87,7 @@ def _goodput(report: LoadReport, fields: dict[str, Any]) -> list[tuple[str, str]
     promise = report.slo.describe() if report.slo else ""
     rows = [
         (f"goodput at {promise} ms", f"{fields['request_goodput']:.3f} requests/s"),
-        ("SLO attainment", f"{fields['slo_attainment']:.1%}"),
+        ("SLO attainment", percent(fields["slo_attainment"], 1)),
     ]
     if report.is_search:
         found = report.found_rate
@@ -109,7 +110,7 @@ def _probes(report: LoadReport) -> str:
         [
             f"{probe.rate:.3f}",
             "kept" if probe.is_kept else "missed",
-            f"{probe.attainment:.1%}",
+            percent(probe.attainment, 1),
             str(len(probe.measured.outcomes)),
         ]
         for probe in sorted(report.probes, key=lambda probe: probe.rate)
@@ -120,7 +121,7 @@ def _probes(report: LoadReport) -> str:
 def _scales(report: LoadReport) -> str:
     assert report.slo is not None
     found = attainment_by_scale(report.measured.outcomes, report.slo)
-    rows = [[f"{scale:g}", f"{share:.1%}"] for scale, share in found.items() if scale in TABLED_SCALES]
+    rows = [[number(scale), percent(share, 1)] for scale, share in found.items() if scale in TABLED_SCALES]
     return _table(rows, ["SLO scale", "attainment"])
 
 
@@ -154,7 +155,7 @@ def draw_report(report: LoadReport) -> str:
             caption=f"promises: {report.slo.describe()} ms; {report.date:%Y-%m-%d}",
             x_name="SLO scale",
             y_name="requests that keep them",
-            limit_name=f"goal: {GOAL:.0%}",
+            limit_name=f"goal: {percent(GOAL)}",
             emphasised=_short(report),
             panels=panels,
             y_is_share=True,
@@ -171,7 +172,7 @@ def _scales_panel(report: LoadReport) -> Panel:
     assert report.slo is not None
     points = list(attainment_by_scale(report.measured.outcomes, report.slo).items())
     rate = report.pace.rate
-    at = "" if rate is None else f", {rate:.3g} requests/s"
+    at = "" if rate is None else f", {number(rate, 3)} requests/s"
     return Panel(f"attainment over the scale{at}", {_short(report): points}, _goal(points))
 
 

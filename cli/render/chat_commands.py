@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise._version import SCHEMA_VERSION
+from phasewise._words import number
 
 HELP = """\
 /system TEXT      set the system message; without TEXT remove it
@@ -53,7 +54,9 @@ def applied_setting(text: str) -> dict[str, float | int | None]:
     except ValueError:
         value = float("nan")
     if not low <= value <= high:
-        raise ChatCommandError(f"{name} is a number from {low:g} to {high:g}, not {written.strip()!r:.40}")
+        raise ChatCommandError(
+            f"{name} is a number from {number(low)} to {number(high)}, not {written.strip()!r:.40}"
+        )
     return {name: value}
 
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted, number, percent
 from phasewise.cli.present import on_one_line
 from phasewise.cli.render.row_forms import WIDTH, as_columns
 from phasewise.cluster.metrics import METRICS, PERCENTILES, Slo, Summary, broken
@@ -23,14 +24,14 @@ def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> str
     rate = summary.n_requests / summary.duration_s if summary.duration_s else 0.0
     tokens = summary.output_tokens / summary.duration_s if summary.duration_s else 0.0
     parts = [
-        f"{summary.n_requests} requests in {summary.duration_s:.1f} s on {spec.n_machines} machines, policy "
-        f"{spec.policy}:",
+        f"{counted(summary.n_requests, 'request')} in {summary.duration_s:.1f} s on "
+        f"{counted(spec.n_machines, 'machine')}, policy {spec.policy}:",
         f"{rate:.2f} requests/s, {tokens:.0f} tokens/s",
         as_columns(["", *(f"P{one}" for one in PERCENTILES)], list(_time_rows(summary)), left=("",)),
         as_columns(
             ["pool", "machine", "count", "busy", *(f"<={mark}" for mark in OCCUPANCY_MARKS)],
             [
-                [use.role, use.machine, use.count, f"{use.utilisation:.0%}", *_occupancy_cells(use.occupancy)]
+                [use.role, use.machine, use.count, percent(use.utilisation), *_occupancy_cells(use.occupancy)]
                 for use in summary.uses
             ],
             left=("pool", "machine"),
@@ -42,7 +43,9 @@ def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> str
         text = f"KV transfers: {summary.n_transfers}; from a prompt's end to arrival {waits}"
         parts.append(textwrap.fill(text, WIDTH))
     if summary.n_unfinished:
-        parts.append(f"{summary.n_unfinished} requests never ended: no memory ever became free for them")
+        parts.append(
+            f"{counted(summary.n_unfinished, 'request')} never ended: no memory ever became free for them"
+        )
     if summary.n_preemptions is not None:
         parts.append(f"preemptions: {summary.n_preemptions}")
     if summary.n_repurposed:
@@ -53,12 +56,12 @@ def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> str
 
 def _time_rows(summary: Summary) -> Iterable[list[str]]:
     for metric in METRICS:
-        yield [f"{metric.upper()}, s", *(f"{value:.4g}" for value in summary.times_s[metric].values())]
+        yield [f"{metric.upper()}, s", *(number(value, 4) for value in summary.times_s[metric].values())]
     for metric in METRICS if summary.slowdowns is not None else ():
         assert summary.slowdowns is not None
         yield [
             f"{metric.upper()} slowdown",
-            *(f"{value:.3g}" for value in summary.slowdowns[metric].values()),
+            *(number(value, 3) for value in summary.slowdowns[metric].values()),
         ]
 
 
@@ -66,7 +69,7 @@ def _occupancy_cells(occupancy: Sequence[tuple[int, float]]) -> list[str]:
     cells = []
     for mark in OCCUPANCY_MARKS:
         within = [share for tokens, share in occupancy if tokens <= mark]
-        cells.append(f"{within[-1] if within else 0.0:.0%}")
+        cells.append(percent(within[-1] if within else 0.0))
     return cells
 
 
@@ -87,7 +90,8 @@ def occupancy_chart(summary: Summary) -> str:
     return draw_chart(
         Chart(
             title="Time by tokens of a batch",
-            caption=f"{summary.n_requests} requests; share of busy time in batches of at most N tokens",
+            caption=f"{counted(summary.n_requests, 'request')}; share of busy time in batches of at most N "
+            "tokens",
             x_name="tokens of a batch",
             y_name="share of busy time",
             limit_name="",
@@ -123,11 +127,11 @@ def _provision_row(answer: Provisioned) -> dict[str, str]:
     return {
         "design": on_one_line(answer.design.name),
         "machines": "-" if spec is None else " + ".join(f"{pool.count} {pool.role}" for pool in spec.pools),
-        "requests/s": "-" if spec is None else f"{answer.rate:g}",
+        "requests/s": "-" if spec is None else number(answer.rate),
         "total": "-" if spec is None else str(spec.n_machines),
         "cost/h": "-" if spec is None else f"{spec.cost:.2f}",
         "power, kW": "-" if spec is None else f"{spec.power_w / 1000:.1f}",
-        "bound used": "-" if spec is None else f"{answer.tightness:.0%}",
+        "bound used": "-" if spec is None else percent(answer.tightness),
         "runs": str(answer.n_runs),
     }
 

@@ -10,17 +10,20 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted, multiple
 from phasewise.cli.render.config_text import milliseconds
 from phasewise.cli.render.status_line import StatusLine, status_line
-from phasewise.cli.render.tuning_text import progress_line
+from phasewise.cli.render.tuning_text import where_of
 from phasewise.tuner.config.study import Event, Tried
 from phasewise.tuner.config.walk import PrunedTree, Stopped
 from phasewise.tuner.plans import Phase, list_cores
 from phasewise.workflows.tune_config.found_json import plan_words
 
 if TYPE_CHECKING:
+    from phasewise.topology import Machine
     from phasewise.tuner.tuning_run import TuningProgress
 
 MOST_TREE_LINES = 30
@@ -30,47 +33,64 @@ WIDTH = 79
 STEP = " | "
 
 
-class SearchProgress:
-    """Where a run of `tune-config` is."""
+@dataclass(frozen=True)
+class CommandClock:
+    """The one clock of a command: how long it has run of what it may run."""
 
-    def __init__(self, status: StatusLine, *, verbose: bool) -> None:
+    started_s: float
+    """By `time.monotonic`."""
+    budget_s: float
+
+    def __str__(self) -> str:
+        return f"{_clock(time.monotonic() - self.started_s)} of {_clock(self.budget_s)}"
+
+
+class SearchProgress:
+    """Where a run of `tune-config` on `machine` is: its stage, beside the command's clock."""
+
+    def __init__(self, status: StatusLine, machine: Machine, clock: CommandClock, *, verbose: bool) -> None:
         self._status = status
+        self._machine = machine
+        self._clock = clock
         self._verbose = verbose
         self.say = status.say
 
-    def searching(self, phase: Phase, deadline_s: float) -> Callable[[Event], None]:
+    def searching(self, phase: Phase) -> Callable[[Event], None]:
         """What a phase's search reports to."""
-        search = _Search(phase, deadline_s, verbose=self._verbose)
+        search = _Search(phase, self._machine, verbose=self._verbose)
 
         def report(event: Event) -> None:
             line = search.line(event)
             if line is not None:
                 self.say(line[:WIDTH])
             if isinstance(event, Tried):
-                self._status.show(lambda: search.where(event))
+                self.stage(search.where(event))
 
         return report
 
     def tuning(self, progress: TuningProgress) -> None:
         """Where the tuning of kernels is."""
-        self._status.show(lambda: progress_line(progress))
+        self.stage(f"kernels {where_of(progress)}")
+
+    def stage(self, name: str) -> None:
+        """What is being done."""
+        self._status.show(lambda: f"{self._clock}: {name}")
 
 
 @contextmanager
-def progress_of_search(*, verbose: bool) -> Iterator[SearchProgress]:
+def progress_of_search(machine: Machine, clock: CommandClock, *, verbose: bool) -> Iterator[SearchProgress]:
     """Lines on stderr. `verbose`: with the trees that are searched."""
     with status_line() as status:
-        yield SearchProgress(status, verbose=verbose)
+        yield SearchProgress(status, machine, clock, verbose=verbose)
 
 
 class _Search:
     """One phase: which trees were met, and the best so far."""
 
-    def __init__(self, phase: Phase, deadline_s: float, *, verbose: bool) -> None:
+    def __init__(self, phase: Phase, machine: Machine, *, verbose: bool) -> None:
         self._phase = phase
+        self._machine = machine
         self._verbose = verbose
-        self._deadline_s = deadline_s
-        self._started_s = time.monotonic()
         self._trees: set[str] = set()
         self._best_ms: float | None = None
         self._lines = 0
@@ -92,21 +112,9 @@ class _Search:
         return f"{self._phase:8}{words}"
 
     def where(self, event: Tried) -> str:
-        """E.g. `prefill: 12 of at most 40 in 0:34, at most 1:20 left, best 38.1 ms`."""
-        elapsed_s = time.monotonic() - self._started_s
+        """E.g. `search of prefill, 12 of at most 40, best 38.1 ms`."""
         best = "" if event.best is None else f", best {milliseconds(event.best[1])}"
-        return (
-            f"{self._phase}: {event.number} of at most {event.configurations} in {_clock(elapsed_s)}, "
-            f"at most {_clock(self._left_s(event, elapsed_s))} left{best}"
-        )
-
-    def _left_s(self, event: Tried, elapsed_s: float) -> float:
-        """At the pace so far if nothing more is pruned, and never beyond the deadline."""
-        until_deadline_s = max(0.0, self._deadline_s - time.monotonic())
-        if not event.evaluations:
-            return until_deadline_s
-        rest = max(0, event.configurations - event.number)
-        return min(until_deadline_s, rest * elapsed_s / event.evaluations)
+        return f"search of {self._phase}, {event.number} of at most {event.configurations}{best}"
 
     def _tried_line(self, tried: Tried) -> str | None:
         best_ms = None if tried.best is None else tried.best[1]
@@ -119,12 +127,14 @@ class _Search:
             return None
         self._lines += 1
         drawn = f"{_drawn(tree)}  " if self._verbose else ""
-        return f"{self._phase:8}{drawn}{_result(tried)}{', best so far' if is_better else ''}"
+        return f"{self._phase:8}{drawn}{_result(tried, self._machine)}{', best so far' if is_better else ''}"
 
 
 def _cut_words(cut: PrunedTree) -> str:
     slower = (
-        "cannot run" if cut.cost_ms == math.inf else f"{cut.cost_ms / cut.parent_cost_ms:.2f}x its parent"
+        "cannot run"
+        if cut.cost_ms == math.inf
+        else f"{multiple(cut.cost_ms / cut.parent_cost_ms)} its parent"
     )
     return f"{_drawn(cut.tree.notation)}  cut with all below it ({_ranks(cut.ranks)}): {slower}"
 
@@ -137,7 +147,7 @@ def _stopped_words(stopped: Stopped) -> str:
 
 
 def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
+    return counted(count, "rank")
 
 
 def _drawn(notation: str) -> str:
@@ -146,8 +156,8 @@ def _drawn(notation: str) -> str:
     return "  " * (len(steps) - 1) + steps[-1]
 
 
-def _result(tried: Tried) -> str:
-    words = plan_words(tried.candidate.configuration.plan("decode"))
+def _result(tried: Tried, machine: Machine) -> str:
+    words = plan_words(tried.candidate.configuration.plan("decode"), machine)
     if tried.state == "failed":
         return f"{words} failed: {tried.reason}"
     known = ", known before" if tried.is_replayed else ""

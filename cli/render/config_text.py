@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted, multiple, number, plural
 from phasewise.cli.present import on_one_line
-from phasewise.tuner.config.references import PER_NODE, same_cores
+from phasewise.tuner.config.references import ALL_CORES, PER_NODE, PHYSICAL_CORES, same_cores
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.plans import ServicePlan, list_cores
-from phasewise.workflows.tune_config.found_json import dry_run_fields, plan_words, totals
+from phasewise.workflows.tune_config.found_json import (
+    best_found_fields,
+    dry_run_fields,
+    plan_words,
+    totals,
+)
 from phasewise.workflows.tune_config.search import objective_words
 
 if TYPE_CHECKING:
+    from phasewise.topology import Machine
+    from phasewise.tuner.config.references import Reference
     from phasewise.tuner.config.simulate import Objective
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.search import Searched
     from phasewise.workflows.tune_config.subject import Subject, Wish
     from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
 
-SHORT_NAMES = {PER_NODE: "one per NUMA node"}
-"""In a table of eighty columns."""
+SHORT_NAMES = {ALL_CORES: "all threads", PHYSICAL_CORES: "all cores", PER_NODE: "one per NUMA node"}
+"""In a table of eighty columns; a thread is a hardware thread."""
 
 WIDTH = 79
 MOST_RANKS_SHOWN = 16
@@ -31,7 +39,7 @@ DISTURBED_LAPS = 0.1
 
 def milliseconds(value: float) -> str:
     """Four digits, or what it takes."""
-    return f"{value:.3g} ms" if value < 100 else f"{value:.0f} ms"
+    return f"{number(value, 3)} ms" if value < 100 else f"{value:.0f} ms"
 
 
 def found_text(found: Found, *, verbose: bool = False) -> str:
@@ -53,14 +61,29 @@ def covered_words(objective: Objective) -> str:
     """What the milliseconds of a configuration cover, in the search as at the end."""
     if objective.kind == "goodput":
         return "ms: of a phase, over all requests, for each request that keeps the SLO"
-    mean = "mean of the requests, served one after another"
     if objective.kind == "e2e":
-        return f"ms: a phase's part of a request's latency, {mean}"
-    return f"ms: time to the first token for prefill, per output token for decode; {mean}"
+        return "ms: mean time that a request spends in this phase, one request at a time"
+    return "ms: mean time to the first token for prefill, per output token for decode, one request at a time"
+
+
+def _best_lines(one: Searched, verdict: PhaseVerdict, machine: Machine) -> Iterator[str]:
+    """The best of the search, as the progress told it, and what became of it."""
+    best = best_found_fields(one, verdict)
+    if one.outcome.best is None or best is None:
+        return
+    words = plan_words(one.outcome.best[0].plan(one.phase), machine)
+    cost = milliseconds(best["search_ms"])
+    again = None if best["latency_ms"] is None else milliseconds(best["latency_ms"])
+    if best["standing"] == "the plan" and again == cost:
+        return
+    parts = [f"Best of the search: {words}, {cost} there"]
+    parts += [] if again is None else [f"{again} in the last run"]
+    parts += [] if best["standing"] == "the plan" else [best["standing"]]
+    yield fill(f"{', '.join(parts)}.", WIDTH)
 
 
 def _phase_lines(found: Found, one: Searched) -> Iterator[str]:
-    verdict = found.verdicts.get(one.phase)
+    verdict, machine = found.verdicts.get(one.phase), found.subject.machine
     if verdict is None:
         best = one.outcome.best
         if best is None:
@@ -70,38 +93,62 @@ def _phase_lines(found: Found, one: Searched) -> Iterator[str]:
                 yield fill(f"{count} x {reason}", WIDTH, initial_indent="  ", subsequent_indent="  ")
         else:
             configuration, cost_ms = best
-            yield f"{one.phase}: {plan_words(configuration.plan(one.phase))}, {milliseconds(cost_ms)} so far"
+            words = plan_words(configuration.plan(one.phase), machine)
+            yield f"{one.phase}: {words}, {milliseconds(cost_ms)} so far"
             yield from _rank_lines(configuration.plan(one.phase))
             yield "Not compared with the references yet: nothing is stored."
         return
-    yield f"{one.phase}: {plan_words(verdict.plan)}, {milliseconds(verdict.latency_ms)}"
-    yield from _rank_lines(verdict.plan)
+    if verdict.is_settled:
+        yield f"{one.phase}: {plan_words(verdict.plan, machine)}, {milliseconds(verdict.latency_ms)}"
+        yield from _rank_lines(verdict.plan)
+    else:
+        yield f"{one.phase}: not decided"
+    yield from _best_lines(one, verdict, machine)
     yield ""
-    yield _against_table(verdict)
+    yield _against_table(verdict, machine)
     yield ""
-    yield _verdict_line(verdict, found.wish.evaluator == "measured")
+    yield _verdict_line(verdict, machine, found.wish.evaluator == "measured")
 
 
 def _rank_lines(plan: ServicePlan) -> Iterator[str]:
-    for number, rank in enumerate(plan.ranks[:MOST_RANKS_SHOWN]):
+    for at, rank in enumerate(plan.ranks[:MOST_RANKS_SHOWN]):
         node = "" if rank.numa_node is None else f" (NUMA node {rank.numa_node})"
-        yield f"  rank {number}: {list_cores(rank.cores)}{node}"
+        yield f"  rank {at}: {list_cores(rank.cores)}{node}"
     if len(plan.ranks) > MOST_RANKS_SHOWN:
         yield f"  and {len(plan.ranks) - MOST_RANKS_SHOWN} more"
 
 
-def _against_table(verdict: PhaseVerdict) -> str:
+def _against_table(verdict: PhaseVerdict, machine: Machine) -> str:
+    """A row for each plan, which may be several references."""
     from tabulate import tabulate
 
-    rows = [_against_row(one) for one in verdict.against]
+    alike: list[list[Versus]] = []
+    for one in verdict.against:
+        plan = one.reference.plan
+        same = [
+            row for row in alike if plan and row[0].reference.plan and same_cores(plan, row[0].reference.plan)
+        ]
+        if same:
+            same[0].append(one)
+        else:
+            alike.append([one])
+    rows = [_against_row(row, machine) for row in alike]
     headers = ("reference", "plan", "latency", "speed-up", "interval")
     aligned = ("left", "left", "right", "right", "right")
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
+    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
+    if all(one.comparison is None for one in verdict.against):
+        return table
+    return f"{table}\nlatency: of the last run; speed-up: the median of pairs of turns, and its interval"
 
 
-def _against_row(one: Versus) -> tuple[str, ...]:
-    name = SHORT_NAMES.get(one.reference.name, one.reference.name)
-    plan = plan_words(one.reference.plan) if one.reference.plan else "-"
+def _short_name(reference: Reference) -> str:
+    return SHORT_NAMES.get(reference.name, reference.name)
+
+
+def _against_row(alike: Sequence[Versus], machine: Machine) -> tuple[str, ...]:
+    one = alike[0]
+    name = "\n".join(_short_name(each.reference) for each in alike)
+    plan = plan_words(one.reference.plan, machine) if one.reference.plan else "-"
     latency = "-" if one.latency_ms is None else milliseconds(one.latency_ms)
     if one.is_same:
         return name, plan, latency, "same plan", ""
@@ -110,14 +157,14 @@ def _against_row(one: Versus) -> tuple[str, ...]:
     interval = ""
     if one.comparison is not None:
         interval = f"{one.comparison.gain_low:.3f} to {one.comparison.gain_high:.3f}"
-    return name, plan, latency, f"{one.gain:.3f}x", interval
+    return name, plan, latency, multiple(one.gain, 3), interval
 
 
-def _verdict_line(verdict: PhaseVerdict, is_measured: bool) -> str:
+def _verdict_line(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -> str:
     named: dict[str, list[str]] = {}
     for one in verdict.against:
         if one.reason:
-            named.setdefault(one.reason, []).append(one.reference.name)
+            named.setdefault(one.reason, []).append(_short_name(one.reference))
     reasons = [f"{', '.join(names)}: {reason}." for reason, names in named.items()]
     match verdict.standing:
         case "faster" if is_measured:
@@ -127,20 +174,21 @@ def _verdict_line(verdict: PhaseVerdict, is_measured: bool) -> str:
         case "not slower":
             text = "No difference to the closest reference is proven: tuning gained nothing for sure."
         case "reference" if not same_cores(verdict.winner, verdict.plan):
-            looked = f"{plan_words(verdict.winner)} looked faster, but is not in pairs of turns"
+            looked = f"{plan_words(verdict.winner, machine)} looked faster, but is not in pairs of turns"
             text = f"Tuning gained nothing over {_kept_name(verdict)}: {looked}."
         case "reference":
             text = f"Tuning gained nothing: the best plan is {_kept_name(verdict)}."
         case "not compared":
-            kept = "" if verdict.is_settled else ": what was in use stays in use"
-            text = f"Not compared with a reference{kept}."
+            text = "No reference can run here, so that there is nothing to compare with."
+            if not verdict.is_settled:
+                text = "No time was left to compare; the plan in use is unchanged."
     return "\n".join(fill(line, WIDTH) for line in (text, *reasons))
 
 
 def _kept_name(verdict: PhaseVerdict) -> str:
     """The name of the reference that the plan is."""
     names = [
-        one.reference.name
+        _short_name(one.reference)
         for one in verdict.against
         if one.reference.plan and same_cores(one.reference.plan, verdict.plan)
     ]
@@ -151,17 +199,18 @@ def _run_lines(found: Found, *, verbose: bool) -> Iterator[str]:
     sums = totals(found)
     minutes, seconds = divmod(round(found.elapsed_s), 60)
     yield (
-        f"{sums['evaluations']} of {sums['configurations']} configurations evaluated, "
+        f"{sums['evaluations']} of {counted(sums['configurations'], 'configuration')} evaluated, "
         f"{sums['replayed']} known before, {sums['failed']} failed,"
     )
-    cut = f", {sums['trees_cut']} trees cut" if verbose else ""
+    cut = f", {counted(sums['trees_cut'], 'tree')} cut" if verbose else ""
     yield f"{sums['pruned']} stopped early{cut}; {minutes}:{seconds:02}."
     if any(one.outcome.gains for one in found.kernels):
         tuned = sum(not gain.is_default for one in found.kernels for gain in one.outcome.gains)
         count = sum(len(one.outcome.gains) for one in found.kernels)
-        yield f"Kernels: {tuned} of {count} products run faster than by default on the finalists' cores."
+        products = f"{tuned} of {counted(count, 'product')}"
+        yield f"Kernels: {products} faster than by default on the finalists' cores."
     if found.disturbed > DISTURBED_LAPS * max(1, found.laps):
-        yield f"The machine was busy during {found.disturbed} of {found.laps} timings."
+        yield f"The machine was busy during {found.disturbed} of {counted(found.laps, 'timing')}."
     yield from _closing_lines(found)
 
 
@@ -172,7 +221,7 @@ def _closing_lines(found: Found) -> Iterator[str]:
             yield "The same command goes on from here."
     if found.stored:
         phases = [phase for phase in found.verdicts if phase in found.stored]
-        yield f"Stored: the plan{'s' if len(phases) > 1 else ''} for {' and '.join(phases)}."
+        yield f"Stored: the {plural(len(phases), 'plan')} for {' and '.join(phases)}."
     elif found.wish.evaluator != "measured" and found.verdicts:
         yield "Not stored: only plans that were measured on a machine come into use there."
 
@@ -186,14 +235,14 @@ def dry_run_text(wish: Wish, subject: Subject) -> str:
     ]
     n_each = fields["configurations"]
     phases = " and ".join(wish.phases)
-    lines.append(f"{n_each * len(wish.phases)} configurations: {n_each} each for {phases}")
+    lines.append(f"{counted(n_each * len(wish.phases), 'configuration')}: {n_each} each for {phases}")
     lines.append(f"the machine as a tree: {fields['tree']}")
     lines.append(fill(covered_words(subject.objective), WIDTH))
     lines += [
         f"CPUs {one['pus']} are left to the operating system: {one['reason']}" for one in fields["left_out"]
     ]
     for phase, steps in fields["steps"].items():
-        lines.append(f"{phase}: each is timed by at most {len(steps)} steps, e.g. {steps[0]}")
+        lines.append(f"{phase}: each is timed by at most {counted(len(steps), 'step')}, e.g. {steps[0]}")
     for one in fields["references"]:
         lines.append(f"reference {one['name']}: {one['plan'] or one['reason']}")
     return "\n".join(lines)

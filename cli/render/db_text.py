@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from phasewise._words import counted
 from phasewise.cli.present import on_one_line, say
+from phasewise.cli.render.topo_text import core_words
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import MachineKey
@@ -28,7 +30,7 @@ MAX_ROWS = 12
 def print_contents(fields: dict[str, Any], *, wide: bool = False) -> None:
     """The summary, the plans, and of each kind of schedule all or the first MAX_ROWS."""
     sections = _sections(fields["schedules"])
-    counts = [f"{len(fields['plans'])} plans"]
+    counts = [f"{counted(len(fields['plans']), 'plan')}"]
     counts += [f"{title}: {len(chosen)}" for title, chosen in sections.items()]
     say(textwrap.fill("; ".join(counts), WIDTH))
     say("")
@@ -175,6 +177,7 @@ def print_table(title: str, rows: list[dict[str, Any]]) -> None:
 
 def print_machines(machines: list[dict[str, str]]) -> None:
     for machine in machines:
-        core = machine["core"].replace("+", " ")  # the list of instruction sets would not wrap
+        # The list of instruction sets would not wrap.
+        core = core_words(machine["core"]).replace("+", " ")
         line = on_one_line(f"{machine['machine']}  {machine['placement']}; {core}")
         say(textwrap.fill(line, WIDTH, subsequent_indent="    "))

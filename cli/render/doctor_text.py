@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from phasewise._words import counted
 from phasewise.topology.outline import count_words
 from phasewise.tuner.doctor import CHECKS, not_examined
 
@@ -36,10 +37,10 @@ def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list
     if findings:
         lines += [
             "",
-            f"{len(findings)} {'finding' if len(findings) == 1 else 'findings'} by {len(CHECKS)} checks.",
+            f"{counted(len(findings), 'finding')} by {counted(len(CHECKS), 'check')}.",
         ]
     else:
-        lines += [f"Nothing found that keeps it from its limit ({len(CHECKS)} checks)."]
+        lines += [f"Nothing found that keeps it from its limit ({counted(len(CHECKS), 'check')})."]
     missing = not_examined(host)
     if missing:
         lines += _wrap("", f"Not told here, so not examined: {', '.join(missing)}.")

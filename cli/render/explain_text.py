@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from phasewise._words import counted
+
 if TYPE_CHECKING:
     from phasewise.workflows.tuned_schedules import ScheduleUse
 
@@ -59,7 +61,7 @@ def _problem(use: ScheduleUse) -> str:
 
 
 def _arithmetic(use: ScheduleUse) -> str:
-    return use.compute_path + (f" in {use.k_parts} parts" if use.k_parts > 1 else "")
+    return use.compute_path + (f" in {counted(use.k_parts, 'part')}" if use.k_parts > 1 else "")
 
 
 def _rows(use: ScheduleUse) -> str:

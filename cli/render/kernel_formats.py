@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from phasewise._words import counted, multiple, percent
 from phasewise.cli.render import row_forms
 from phasewise.workflows.bench.kernel_rows import KernelRow, summarise, summary_fields
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
@@ -38,7 +39,10 @@ def as_md(rows: Sequence[KernelRow], *, wide: bool = False) -> str:
     peers = _peer_names(rows)
     points = [_md_row(row, peers) for row in rows]
     table = row_forms.as_md(points, left=("format", "schedule"), core=() if wide else (*CORE, *peers))
-    return table + ("\n" + summary_table(rows) if peers else "")
+    low = row_forms.low_limit_lines(
+        share for row in rows for share in (row.peak_fraction, row.bandwidth_fraction)
+    )
+    return table + "".join(f"{line}\n" for line in low) + ("\n" + summary_table(rows) if peers else "")
 
 
 def summary_table(rows: Sequence[KernelRow]) -> str:
@@ -108,7 +112,7 @@ def _limit_gflops(row: KernelRow) -> float:
 
 
 def count_threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
+    return "1 thread" if count == 1 else f"{counted(count, 'thread')}"
 
 
 def _peer_names(rows: Sequence[KernelRow]) -> list[str]:
@@ -122,11 +126,11 @@ def _md_row(row: KernelRow, peers: Sequence[str]) -> dict[str, str]:
         "m": str(row.m),
         "threads": str(row.threads),
         "us": f"{row.median_ns / 1e3:.1f}",
-        "spread": f"{row_forms.spread(row.samples_ns):.0%}",
+        "spread": percent(row_forms.spread(row.samples_ns)),
         "GFLOP/s": f"{row.gflops:.0f}",
         "GB/s": f"{row.gbps:.1f}",
-        "peak": f"{row.peak_fraction:.0%}",
-        "bandwidth": f"{row.bandwidth_fraction:.0%}",
-        **{peer: f"{row.peers[peer] / row.median_ns:.2f}x" if peer in row.peers else "" for peer in peers},
+        "peak": row_forms.limit_cell(row.peak_fraction),
+        "bandwidth": row_forms.limit_cell(row.bandwidth_fraction),
+        **{peer: multiple(row.peers[peer] / row.median_ns) if peer in row.peers else "" for peer in peers},
         "schedule": f"{row.schedule_source}: {schedule_text(row.schedule)}",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
+from phasewise._words import percent
 from phasewise.cli.render import row_forms
 from phasewise.workflows.bench.kv.replay import KvRow
 
@@ -36,9 +37,9 @@ def _md_row(row: KvRow) -> Mapping[str, str]:
     return {
         "policy": row.policy,
         "estimate": row.estimate.rsplit("/", 1)[-1][-12:],
-        "live/reserved": f"{row.live_reserved:.1%}",
-        "live/pool": f"{row.live_pool:.1%}",
-        "final/reserved": f"{row.final_reserved:.1%}",
+        "live/reserved": percent(row.live_reserved, 1),
+        "live/pool": percent(row.live_pool, 1),
+        "final/reserved": percent(row.final_reserved, 1),
         "at once": f"{row.mean_running:.1f}",
         "failed": f"{row.failed}",
         "migrations": f"{row.migrations}",
@@ -46,7 +47,7 @@ def _md_row(row: KvRow) -> Mapping[str, str]:
         "preemptions": f"{row.preemptions}",
         "computed again": f"{row.recomputed_tokens}",
         "overflows": f"{row.overflows}",
-        "mispredicted": f"{row.mispredicted / row.estimated:.1%}" if row.estimated else "-",
+        "mispredicted": percent(row.mispredicted / row.estimated, 1) if row.estimated else "-",
         "decode steps": f"{row.decode_steps}",
         "tokens/step": f"{row.tokens_a_step:.1f}",
         "tokens/s": "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from string import ascii_letters, digits
 
+from phasewise._words import counted
 from phasewise.cli.render.topo_text import WIDTH
 from phasewise.topology import Kind, Machine, Node
 from phasewise.topology.cpusets import format_list
@@ -45,12 +46,12 @@ def _plan_in_words(plan: ServicePlan) -> Iterator[str]:
         yield plan.describe()
         return
     n_ranks = len(plan.ranks)
-    yield f"{plan.phase}: {n_ranks} rank{'s' * (n_ranks > 1)}, {len(plan.cores)} cores ({plan.source})"
+    yield f"{plan.phase}: {counted(n_ranks, 'rank')}, {counted(len(plan.cores), 'core')} ({plan.source})"
     for number, rank in enumerate(plan.ranks[:MAX_RANK_LINES]):
         node = "" if rank.numa_node is None else f", node {rank.numa_node}"
         yield _cut(f"  rank {number}{node}: {list_cores(sorted(rank.cores))}")
     if n_ranks > MAX_RANK_LINES:
-        yield f"  ... and {n_ranks - MAX_RANK_LINES} more ranks, drawn below and in --json"
+        yield f"  ... and {counted(n_ranks - MAX_RANK_LINES, 'more rank')}, drawn below and in --json"
 
 
 def _marks(machine: Machine, plan: ServicePlan) -> dict[int, str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from phasewise._words import counted, percent
 from phasewise.cli.present import on_one_line
 
 if TYPE_CHECKING:
@@ -24,12 +25,12 @@ def epoch_line(epoch: Epoch) -> str:
 
 def report_text(report: LogReport) -> str:
     """One log's figures, to read."""
-    lines = [f"{on_one_line(report.name)}: {report.n_answers} answers"]
+    lines = [f"{on_one_line(report.name)}: {counted(report.n_answers, 'answer')}"]
     headers = ["accuracy", "overflow", "exact", "block", "used", "at limit"]
     for point, scores in report.scores.items():
         rows = [
-            [one.method, f"{one.accuracy:.2%}", f"{one.overflow:.2%}", _share(one.exact_bucket),
-             f"{one.block_tokens:.0f}", f"{one.utilisation:.1%}", f"{one.whole_limit:.1%}"]
+            [one.method, percent(one.accuracy, 2), percent(one.overflow, 2), _share(one.exact_bucket),
+             f"{one.block_tokens:.0f}", percent(one.utilisation, 1), percent(one.whole_limit, 1)]
             for one in scores
         ]  # fmt: skip
         table = tabulate(rows, [point, *headers], tablefmt="simple", disable_numparse=True)
@@ -40,20 +41,20 @@ def report_text(report: LogReport) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+    return "" if value is None else percent(value, 1)
 
 
 def _calibration_text(found: Calibration) -> str:
     rows = [
         [
             f"{one.uncertainty:.2f}",
-            f"{one.held:.1%}",
+            percent(one.held, 1),
             f"{one.room_tokens:.0f}",
             f"{one.mean_error_tokens:.0f}",
         ]
         for one in found.deciles
     ]
-    coverage = ", ".join(f"{share:.0%}" for share in found.coverage)
+    coverage = ", ".join(percent(share) for share in found.coverage)
     return "\n".join(
         [
             tabulate(rows, ["uncertainty, by deciles", "held", "room", "mean error"], disable_numparse=True),

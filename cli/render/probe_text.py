@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted, percent, plural
 from phasewise.topology.cpusets import format_list
 
 if TYPE_CHECKING:
@@ -34,10 +35,11 @@ def probe_lines(machine: Machine, probe: Probe) -> list[str]:
     if n < 2:
         lines = [f"{n or 'No'} core to look at: there is nothing to compare."]
         return [*lines, *_sibling_lines(probe)]
-    lines = [f"{n} cores, {probe.pairs_measured} of {probe.pairs} pairs, {probe.elapsed_s:.1f} s"]
+    pairs = f"{probe.pairs_measured} of {counted(probe.pairs, 'pair')}"
+    lines = [f"{counted(n, 'core')}, {pairs}, {probe.elapsed_s:.1f} s"]
     lines += ["", "Latency, one way of a cache line, ns"]
-    lines += _matrix_lines(probe.pus, probe.latency_ns, "{:.0f}") if n <= MAX_COLUMNS else []
-    lines += _shared_lines(machine, probe.pus, _once(probe.latency_ns), "{:.0f} ns")
+    lines += _matrix_lines(probe.pus, probe.latency_ns, "{:.0f}".format) if n <= MAX_COLUMNS else []
+    lines += _shared_lines(machine, probe.pus, _once(probe.latency_ns), "{:.0f} ns".format)
     lines += _sibling_lines(probe)
     for source, one in probe.interference.items():
         lines += ["", *_interference_lines(machine, source, one)]
@@ -52,18 +54,20 @@ def _interference_lines(machine: Machine, source: str, one: Interference) -> Ite
     if rates:
         yield f"  alone {min(rates):.1f} to {max(rates):.1f} GB/s"
     if len(one.pus) <= MAX_COLUMNS:
-        yield from _matrix_lines(one.pus, one.lost, "{:.0%}")
-    yield from _shared_lines(machine, one.pus, one.lost, "{:.0%}")
+        yield from _matrix_lines(one.pus, one.lost, percent)
+    yield from _shared_lines(machine, one.pus, one.lost, percent)
 
 
-def _matrix_lines(pus: Sequence[int], matrix: Matrix, form: str) -> Iterator[str]:
+def _matrix_lines(pus: Sequence[int], matrix: Matrix, form: Callable[[float], str]) -> Iterator[str]:
     yield "    PU" + "".join(f"{pu:6d}" for pu in pus)
     for pu, row in zip(pus, matrix, strict=True):
-        cells = ("-" if math.isnan(value) else form.format(value) for value in row)
+        cells = ("-" if math.isnan(value) else form(value) for value in row)
         yield f"{pu:6d}" + "".join(f"{cell:>6}" for cell in cells)
 
 
-def _shared_lines(machine: Machine, pus: Sequence[int], matrix: Matrix, form: str) -> Iterator[str]:
+def _shared_lines(
+    machine: Machine, pus: Sequence[int], matrix: Matrix, form: Callable[[float], str]
+) -> Iterator[str]:
     """Median and range of the measured pairs by the innermost part that holds both, as the system claims."""
     by_part: dict[str, list[float]] = {}
     shared = shared_kinds(machine, pus)
@@ -73,13 +77,13 @@ def _shared_lines(machine: Machine, pus: Sequence[int], matrix: Matrix, form: st
                 by_part.setdefault(shared[i][j], []).append(float(value))
     for kind in sorted(by_part, key=SHARED_NAMES.index):
         values = sorted(by_part[kind])
-        low, middle, high = (form.format(values[at]) for at in (0, len(values) // 2, -1))
+        low, middle, high = (form(values[at]) for at in (0, len(values) // 2, -1))
         name = LABELS.get(kind, kind)
         yield f"  sharing {name:<18} {middle:>8}  ({low} to {high}, {_count(len(values))})"
 
 
 def _count(n: int) -> str:
-    return f"{n} {'reading' if n == 1 else 'readings'}"
+    return counted(n, "reading")
 
 
 def _once(symmetric: Matrix) -> Matrix:
@@ -115,7 +119,9 @@ def _level_lines(levels: Sequence[ClusterLevel]) -> Iterator[str]:
         size = "-".join(map(str, sizes[:1] + sizes[1:][-1:]))
         first = format_list(level.clusters[0])
         evidence = _evidence_words(level.evidence)
-        yield f"{len(level.clusters)} clusters of {size} cores (PU {first} ...): {evidence}"
+        cores = f"{size} {plural(1 if size == '1' else 2, 'core')}"
+        clusters = f"{counted(len(level.clusters), 'cluster')} of {cores}"
+        yield f"{clusters} (PU {first} ...): {evidence}"
         if level.known_as is not None:
             yield f"  as the system claims: {LABELS.get(level.known_as, level.known_as)}"
         elif level.hint is not None:
@@ -134,16 +140,15 @@ def _group_lines(groups: Sequence[GroupHint]) -> Iterator[str]:
 def _evidence_words(evidence: LevelEvidence) -> str:
     if evidence.source == "latency":
         return f"{evidence.within:.0f} ns inside, {evidence.between:.0f} ns to the next"
-    return (
-        f"by {MEASURED[evidence.source]}, {evidence.within:.0%} lost inside, {evidence.between:.0%} between"
-    )
+    lost = f"{percent(evidence.within)} lost inside, {percent(evidence.between)} between"
+    return f"by {MEASURED[evidence.source]}, {lost}"
 
 
 def _condition_lines(probe: Probe) -> Iterator[str]:
     steal, others = probe.conditions.get("steal", 0.0), probe.conditions.get("others", 0.0)
     if steal + others > DISTURBED:
         yield (
-            f"Disturbed: other processes had {others:.0%} of the CPUs, other guests {steal:.0%}; "
+            f"Disturbed: other processes had {percent(others)} of the CPUs, other guests {percent(steal)}; "
             "probe again when the machine is quiet."
         )
 

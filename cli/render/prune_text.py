@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from phasewise._words import percent
+
 if TYPE_CHECKING:
     from phasewise.workflows.prune.run import Pruned
 
@@ -15,7 +17,7 @@ def pruned_lines(found: Pruned) -> Iterator[str]:
     """Labels and values."""
     facts = [
         ("written", str(found.out)),
-        ("zeros", f"{100 * found.zeros / found.weights:.1f} % of {found.weights / 1e6:.1f} M weights"),
+        ("zeros", f"{percent(found.zeros / found.weights, 1)} of {found.weights / 1e6:.1f} M weights"),
         ("bf16 dense", f"{found.dense_bytes / 1e6:.1f} MB"),
         ("bf16 stored sparse", f"{found.sparse_bytes / 1e6:.1f} MB"),
         ("int8 dense", f"{found.int8_bytes / 1e6:.1f} MB"),

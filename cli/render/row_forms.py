@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from phasewise._version import SCHEMA_VERSION
+from phasewise._words import LOW_LIMIT, NOTHING, percent, share_of_limit
 from phasewise.cli.present import on_one_line
 
 if TYPE_CHECKING:
@@ -88,6 +89,17 @@ def padded(headers: Sequence[str], rows: Sequence[Sequence[object]], left: Seque
         ]
         for line in cells
     ]
+
+
+def limit_cell(share: float) -> str:
+    """A share of a measured limit in a cell, `-` where the limit was measured too low."""
+    told = share_of_limit(share)
+    return NOTHING if told is None else percent(told)
+
+
+def low_limit_lines(shares: Iterable[float]) -> list[str]:
+    """The line under a table in which a share is not told."""
+    return [LOW_LIMIT] if any(share_of_limit(share) is None for share in shares) else []
 
 
 def written(forms: Mapping[str, Callable[..., str]], name: str, rows: Sequence[Any], *, wide: bool) -> str:

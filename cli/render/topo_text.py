@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator
 
+from phasewise._words import number
 from phasewise.cli.present import on_one_line
 from phasewise.topology import Machine, MemoryAccess, core_signature, placement_signature
 from phasewise.topology.cpusets import format_list
@@ -26,12 +27,18 @@ def topo_lines(machine: Machine, encoding: str) -> list[str]:
         lines += _wrap("Not allowed: ", f"PU {format_list(barred)}")
     lines += _memory_lines(machine)
     if machine.cpu_quota is not None:
-        lines += _wrap("CPU quota: ", f"{machine.cpu_quota:g} CPUs' worth of time")
+        lines += _wrap("CPU quota: ", f"{number(machine.cpu_quota)} CPUs' worth of time")
     # Long lists of instruction sets may break after a plus, where no space is.
-    lines += [line.replace("+ ", "+") for line in _wrap("Core: ", core_signature(machine).replace("+", "+ "))]
+    core = core_words(core_signature(machine))
+    lines += [line.replace("+ ", "+") for line in _wrap("Core: ", core.replace("+", "+ "))]
     one_per_core = [core[0] for core in machine.allowed_cores()]
     lines += _wrap("Placement, one thread per core: ", placement_signature(machine, one_per_core))
     return [line.encode(encoding, "replace").decode(encoding) for line in lines]
+
+
+def core_words(signature: str) -> str:
+    """A core signature for people; the database's own text stays as it is."""
+    return signature.replace(" no-isa ", " no instruction set of the kernels ")
 
 
 def glyphs_for(encoding: str) -> tuple[str, ...]:
@@ -90,7 +97,7 @@ def access_words(access: MemoryAccess) -> str:
     writing = ("write", access.write_bytes_per_s, access.write_ns)
     both = [("read and write", *reading[1:])] if reading[1:] == writing[1:] else [reading, writing]
     for verb, rate, delay in both:
-        words = [f"{rate / 1e9:.3g} GB/s"] if rate is not None else []
+        words = [f"{number(rate / 1e9, 3)} GB/s"] if rate is not None else []
         words += [f"{delay} ns"] if delay is not None else []
         parts += [f"{verb} {', '.join(words)}"] if words else []
     origin = f" from PU {format_list(access.initiators)}" if access.initiators else ""

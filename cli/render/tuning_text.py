@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from phasewise._words import LOW_LIMIT, NOTHING, counted, multiple, percent
 from phasewise.cli.render.status_line import status_line
 from phasewise.workflows.tune_kernels.tuned_json import mean_gain, plan_fields, task_name
 
@@ -29,9 +30,14 @@ def progress_on_stderr() -> Iterator[Callable[[TuningProgress], None]]:
 def progress_line(progress: TuningProgress) -> str:
     """E.g. `2/5 int8 3072x576 m=64: 512 timed in 1:23, about 4:10 left`."""
     left = "time left not known yet" if progress.left_s is None else f"about {_clock(progress.left_s)} left"
+    return f"{where_of(progress)} in {_clock(progress.elapsed_s)}, {left}"
+
+
+def where_of(progress: TuningProgress) -> str:
+    """E.g. `2/5 int8 3072x576 m=64: 512 timed`."""
     return (
         f"{progress.task_number}/{progress.task_count} {task_name(progress.task)} m={progress.m}: "
-        f"{progress.timed} timed in {_clock(progress.elapsed_s)}, {left}"
+        f"{progress.timed} timed"
     )
 
 
@@ -65,13 +71,17 @@ def tuned_text(tuned: TunedRound) -> str:
 
 
 def changes_text(changes: Sequence[SpeedChange]) -> str:
-    """The whole model before and after, a line for each phase."""
-    lines = ["the whole model, before and after in pairs of turns (99 % confidence):"]
+    """The whole model before and after, a line for each phase, with the names of the statistics."""
+    lines = ["the whole model before and after, medians of pairs of turns:"]
     for one in changes:
         found = one.comparison
-        span = f"{found.gain_low:.3f} to {found.gain_high:.3f}" if found.gain_low > 0 else "too few pairs"
-        rates = f"{one.before_tokens_per_s:.1f} to {one.after_tokens_per_s:.1f} tokens/s"
-        lines.append(f"  {one.phase} {one.n_tokens}: {rates}, {found.gain:.3f} x ({span})")
+        rates = f"{one.before_tokens_per_s:.1f} and {one.after_tokens_per_s:.1f} tokens/s"
+        interval = f"no interval: {counted(found.pairs, 'pair')} only"
+        if found.gain_low > 0:
+            span = f"{found.gain_low:.3f} to {found.gain_high:.3f}"
+            interval = f"{span} with {percent(found.confidence)} confidence"
+        lines.append(f"  {one.phase} {one.n_tokens}: {rates}")
+        lines.append(f"    ratio within a pair, median: {multiple(found.gain, 3)} ({interval})")
     return "\n".join(lines)
 
 
@@ -85,7 +95,7 @@ def _attention_table(tuned: TunedRound) -> str | None:
             "m": str(gain.problem.m),
             "default us": f"{gain.default_ns / 1000:.1f}",
             "tuned us": f"{gain.tuned_ns / 1000:.1f}",
-            "gain": f"{gain.default_ns / gain.tuned_ns:.2f}x",
+            "gain": multiple(gain.default_ns / gain.tuned_ns),
             "schedule": "the default" if gain.is_default else _attention_text(gain),
         }
         for gain in tuned.attention.gains
@@ -105,7 +115,7 @@ def _storage_table(tuned: TunedRound) -> str | None:
         {
             "weight": f"{duel.problem.format} {duel.problem.n}x{duel.problem.k}",
             "m": str(duel.problem.m),
-            "sparse": f"{duel.comparison.gain:.2f}x",
+            "sparse": multiple(duel.comparison.gain),
             "between": f"{duel.comparison.gain_low:.2f} and {duel.comparison.gain_high:.2f}",
         }
         for duel in tuned.storage
@@ -117,7 +127,11 @@ def _storage_table(tuned: TunedRound) -> str | None:
 
 def _attention_text(gain: Gain) -> str:
     one = gain.schedule
-    return f"pieces of {one.block_k} positions" if gain.problem.m == 1 else f"{one.mr} of {one.block_m} rows"
+    return (
+        f"pieces of {one.block_k} positions"
+        if gain.problem.m == 1
+        else f"{one.mr} of {counted(one.block_m, 'row')}"
+    )
 
 
 def _task_table(tuned: TunedRound, task: Task) -> str | None:
@@ -141,8 +155,8 @@ def _row(tuned: TunedRound, gain: Gain) -> dict[str, str]:
         "m": str(gain.problem.m),
         "default us": f"{gain.default_ns / 1000:.1f}",
         "tuned us": f"{gain.tuned_ns / 1000:.1f}",
-        "gain": f"{gain.default_ns / gain.tuned_ns:.2f}x",
-        "of limit": f"{100 * tuned.roofline_share(gain):.0f} %",
+        "gain": multiple(gain.default_ns / gain.tuned_ns),
+        "of limit": _share(tuned.roofline_share(gain)),
         "schedule": "the default" if gain.is_default else schedule_text(gain),
     }
 
@@ -158,7 +172,7 @@ def schedule_text(gain: Gain) -> str:
 
 def _arithmetic_text(gain: Gain) -> str:
     parts = gain.schedule.k_parts
-    return gain.schedule.compute_path + ("" if parts == 1 else f", k in {parts} parts")
+    return gain.schedule.compute_path + ("" if parts == 1 else f", k in {counted(parts, 'part')}")
 
 
 def _closing_lines(tuned: TunedRound) -> list[str]:
@@ -166,6 +180,8 @@ def _closing_lines(tuned: TunedRound) -> list[str]:
     gains = tuned.outcome.gains
     if gains:
         lines += [_totals_table(tuned), _verdict_line(gains)]
+    if any(tuned.roofline_share(gain) is None for gain in gains):
+        lines.append(LOW_LIMIT)
     return [*lines, "\n".join(_run_lines(tuned))]
 
 
@@ -176,8 +192,8 @@ def _totals_table(tuned: TunedRound) -> str:
         {
             "weight": task_name(task),
             "tuned": f"{sum(not gain.is_default for gain in gains)} of {len(task.ms)}",
-            "gain, mean": f"{mean_gain(gains):.2f}x",
-            "most": f"{max(gain.default_ns / gain.tuned_ns for gain in gains):.2f}x",
+            "gain, mean": multiple(mean_gain(gains)),
+            "most": multiple(max(gain.default_ns / gain.tuned_ns for gain in gains)),
             "of limit, m=1": _share_at(tuned, gains, 1),
             "most m": _share_at(tuned, gains, task.ms[-1]),
         }
@@ -189,24 +205,31 @@ def _totals_table(tuned: TunedRound) -> str:
 
 def _share_at(tuned: TunedRound, gains: Sequence[Gain], m: int) -> str:
     shares = [tuned.roofline_share(gain) for gain in gains if gain.problem.m == m]
-    return f"{100 * shares[0]:.0f} %" if shares else "-"
+    return _share(shares[0]) if shares else NOTHING
+
+
+def _share(of_limit: float | None) -> str:
+    return NOTHING if of_limit is None else percent(of_limit)
 
 
 def _verdict_line(gains: Sequence[Gain]) -> str:
     faster = sum(not gain.is_default for gain in gains)
     if not faster:
-        return f"Tuning gained nothing: of {len(gains)} products, none was proven faster than by the default."
-    return f"{faster} of {len(gains)} products run faster; geometric mean of all: {mean_gain(gains):.2f}x."
+        products = counted(len(gains), "product")
+        return f"Tuning gained nothing: of {products}, none was proven faster than by the default."
+    products = f"{faster} of {counted(len(gains), 'product')}"
+    return f"Faster than by default: {products}; geometric mean of all: {multiple(mean_gain(gains))}."
 
 
 def _run_lines(tuned: TunedRound) -> Iterator[str]:
     outcome = tuned.outcome
-    yield f"{outcome.timed} schedules timed, {outcome.replayed} known before, {_clock(outcome.elapsed_s)}."
+    timed = f"{counted(outcome.timed, 'schedule')} timed"
+    yield f"{timed}, {outcome.replayed} known before, {_clock(outcome.elapsed_s)}."
     if outcome.end != "complete":
         why = "The budget is used up" if outcome.end == "budget" else "Interrupted"
         settled = len(outcome.gains)
-        yield f"{why}: {settled} of {outcome.products} products are settled."
+        yield f"{why}: settled {settled} of {counted(outcome.products, 'product')}."
         yield "The same command goes on from here."
     if outcome.disturbed > DISTURBED_LAPS * outcome.laps:
-        steal, others = (100 * outcome.conditions[name] for name in ("steal", "others"))
-        yield f"The machine was busy: {steal:.0f} % went to other guests, {others:.0f} % to other processes."
+        steal, others = (percent(outcome.conditions[name]) for name in ("steal", "others"))
+        yield f"The machine was busy: {steal} went to other guests, {others} to other processes."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from phasewise._words import counted, multiple
 from phasewise.ir.original import is_original
 from phasewise.kerneldb.user_kernels import UserPromotion
 
@@ -22,8 +23,8 @@ def _verdict(one: Checked) -> str:
     if one.verdict is None:
         return f"not run: {one.missing}"
     if one.verdict.is_exact:
-        return f"{one.verdict.cases} calls, all bits equal"
-    return f"{one.verdict.cases} calls, at most {one.verdict.worst:.2e} from the original"
+        return f"{counted(one.verdict.cases, 'call')}, all bits equal"
+    return f"{counted(one.verdict.cases, 'call')}, at most {one.verdict.worst:.2e} from the original"
 
 
 def checked_fields(one: Checked) -> dict[str, Any]:
@@ -88,10 +89,19 @@ def tuned_text(outcomes: Sequence[ShapeOutcome]) -> str:
     for one in outcomes:
         state = "" if one.is_complete else "  (out of time; the same command goes on)"
         lines.append(
-            f"{one.problem.describe():28} {_numbers(one.choice):32} {one.gain:6.2f} x  "
+            f"{one.problem.describe():28} {_numbers(one.choice):32} {_gain(one)}  "
             f"{one.timed} timed, {one.replayed} from the database{state}"
         )
     return "\n".join(lines)
+
+
+def _gain(one: ShapeOutcome) -> str:
+    """E.g. `2.40x the author's C (1.14x the choice before)`."""
+    baseline = "the author's C" if is_original(dict(one.baseline)) else "the first parameters"
+    if one.choice == one.baseline:
+        return f"{baseline}: nothing proven faster"
+    before = "" if one.before_gain is None else f" ({multiple(one.before_gain)} the choice before)"
+    return f"{multiple(one.baseline_gain)} {baseline}{'' if one.before == one.baseline else before}"
 
 
 def tuned_fields(one: ShapeOutcome) -> dict[str, Any]:
@@ -102,6 +112,10 @@ def tuned_fields(one: ShapeOutcome) -> dict[str, Any]:
         "parameters": dict(one.choice),
         "gain": one.gain,
         "gain_low": one.gain_low,
+        "baseline": dict(one.baseline),
+        "baseline_gain": one.baseline_gain,
+        "before": dict(one.before),
+        "before_gain": one.before_gain,
         "default_ns": one.default_ns,
         "best_ns": one.best_ns,
         "timed": one.timed,

@@ -1,7 +1,8 @@
-"""The help of every command is plain text within 80 columns, and has no colours off a terminal."""
+"""Help of every command: plain text within 80 columns, without colours, and no words that one reads twice."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,13 @@ from typer.testing import CliRunner
 from phasewise.cli.main import app
 
 COLUMNS = 80
+READ_TWICE = (
+    r"\bso many\b",
+    r"\b1 [a-z]+[^s\W]s\b",  # a plural of one
+    r"\.{4,}|\[\[",  # an argument's name with dots of its own
+    r"\bshare the work\b|\bwhat can be made of it\b|\bstays in use\b|\btake part in the last run\b",
+)
+"""Words of a help text that a reader stumbles over."""
 
 
 def commands(command: Any, path: str = "") -> Iterator[str]:
@@ -24,14 +32,46 @@ def commands(command: Any, path: str = "") -> Iterator[str]:
         yield from commands(children[name], f"{path} {name}".strip())
 
 
+def command_at(path: str) -> Any:
+    found: Any = typer.main.get_command(app)
+    for name in path.split():
+        found = found.commands[name]
+    return found
+
+
 EVERY = sorted(commands(typer.main.get_command(app)))
+
+
+def help_of(path: str) -> str:
+    environment = {"COLUMNS": str(COLUMNS), "PHASEWISE_CONFIG": "/dev/null"}
+    result = CliRunner().invoke(app, [*path.split(), "--help"], env=environment)
+    assert result.exit_code == 0
+    return result.stdout
 
 
 @pytest.mark.parametrize("path", ["", *EVERY])
 def test_help_fits_the_terminal(path: str) -> None:
-    environment = {"COLUMNS": str(COLUMNS), "PHASEWISE_CONFIG": "/dev/null"}
-    result = CliRunner().invoke(app, [*path.split(), "--help"], env=environment)
+    text = help_of(path)
 
-    assert result.exit_code == 0
-    assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS] == []
-    assert "\x1b" not in result.stdout
+    assert [line for line in text.splitlines() if len(line) > COLUMNS] == []
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("path", EVERY)
+def test_a_command_and_each_of_its_options_are_explained(path: str) -> None:
+    command = command_at(path)
+
+    assert (command.help or "").strip(), "no help"
+    silent = [
+        one.name
+        for one in command.params
+        if not re.sub(r"\[[^]]*\]", "", getattr(one, "help", None) or "").strip()
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("path", ["", *EVERY])
+def test_no_help_has_words_that_one_reads_twice(path: str) -> None:
+    text = " ".join(help_of(path).split())
+
+    assert [found[0] for words in READ_TWICE for found in re.finditer(words, text)] == []

@@ -117,7 +117,7 @@ def test_one_token_has_no_rate(model: Path) -> None:
     fields = run_json(model, "-p", "hello", "-n", 1)
 
     assert (fields["tpot_ms"], fields["tokens_per_second"]) == (None, None)
-    assert "1 tokens" in invoke(model, "-p", "hello", "-n", 1).stderr
+    assert "1 token;" in invoke(model, "-p", "hello", "-n", 1).stderr
 
 
 def test_the_prompt_may_come_from_stdin(model: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from phasewise.cli.main import app
+from phasewise.workflows.predict_len.prompt_vectors import find_encoder_to_learn
 from tests.support.length_examples import made_up, write_log
+from tests.support.stand_in_hub import serving
 from tests.support.tiers import first_is_smoke
 from tests.support.tiny_models import tiny_gguf
 
@@ -108,6 +111,45 @@ def test_train_keeps_the_predictor_where_it_is_found_again(model: Path, log: Pat
     assert 0 <= asked["uncertainty"] <= 1
     assert all(1 <= room <= 64 for room in asked["room_tokens"].values())
     assert asked["median_us"] > 0
+
+
+def test_a_log_of_texts_is_read_by_the_model_that_its_lines_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that is in the cache; nothing is fetched and no path is opened for a log's sake."""
+    name = "org/tiny-GGUF:Q4_0"
+    monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
+    log = tmp_path / "log.jsonl"
+    rows = [{"model": name, "prompt": f"tell me {at}", "output_tokens": 5 + at % 9} for at in range(90)]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refused = invoke("train", log)
+    with serving() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.repositories["org/tiny-GGUF"] = {"tiny-Q4_0.gguf": tiny_gguf().to_bytes()}
+        assert CliRunner().invoke(app, ["models", "pull", name]).exit_code == 0
+        n_asked = len(hub.requests)
+        trained = run_json("train", log)
+
+        assert refused.exit_code == 1
+        assert f"its model {name} is not in the cache: give one with --model" in str(refused.exception)
+        assert (trained["model"], trained["trained_on"]["answers"]) == (name, 90)
+        assert len(hub.requests) == n_asked
+
+
+@pytest.mark.parametrize(("n", "has_text", "said"), [(99, True, "100 are needed"), (150, False, "token ids")])
+def test_auto_learns_from_tokens_alone_where_an_encoder_could_not(
+    monkeypatch: pytest.MonkeyPatch, n: int, has_text: bool, said: str
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("phasewise.serving.loaders.registry.is_here", lambda *arguments: True)
+    examples = [
+        replace(one, facts=one.facts._replace(text="a text" if has_text else None)) for one in made_up(n)
+    ]
+
+    assert find_encoder_to_learn("auto", examples, n, None, told.append) is None
+    assert said in told[0]
+    assert find_encoder_to_learn("all-minilm-l6-v2", examples, n, None, told.append) is not None
+    assert len(told) == 1
 
 
 def test_the_same_log_gives_the_same_file(log: Path, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_pools_in_a_line() -> None:
         (CLUSTER + XEON.replace("[[1, 1.0]]", "[]"), "decode_ms must be pairs"),
         (CLUSTER + XEON.replace("decode_ms = [[1, 1.0]]", ""), "no step times"),
         (CLUSTER + XEON.replace("cost = 2.5", "cost = inf"), "cost must be a number"),
-        (CLUSTER + XEON.replace("models.tiny", "models.large"), "says nothing of model 'tiny'"),
+        (CLUSTER + XEON.replace("models.tiny", "models.large"), "has no step times for model 'tiny'"),
         (CLUSTER + "[machines]\nxeon = 3\n", "must be a table"),
     ],
 )

@@ -29,10 +29,18 @@ class Recorder:
         return np.zeros((batch.n_logits, VOCAB), dtype=np.float32)
 
 
+depths = st.one_of(st.just(0), st.integers(1, 90))
 workloads = st.one_of(
-    st.builds(Workload, st.integers(1, 200), st.just(0), st.integers(1, 5)),
-    st.builds(Workload, st.just(0), st.integers(1, 40), st.integers(1, 5)),
+    st.builds(Workload, st.integers(1, 200), st.just(0), st.integers(1, 5), depths),
+    st.builds(Workload, st.just(0), st.integers(1, 40), st.integers(1, 5), depths),
+    st.builds(Workload, st.integers(1, 60), st.integers(1, 20), st.integers(1, 5), depths),
 )
+
+
+def split_at_depth(batches: list[Batch], workload: Workload) -> tuple[list[Batch], list[Batch]]:
+    """What comes before the timed runs, and those."""
+    before = [one for one in batches if all(piece.start < workload.n_depth for piece in one.slices)]
+    return before, batches[len(before) :]
 
 
 @given(workload=workloads, max_batch_tokens=st.integers(1, 64), repetitions=st.integers(1, 3))
@@ -44,15 +52,16 @@ def test_every_token_is_computed_once_at_its_own_place(
     timed = measure(ranks, workload, VOCAB, max_batch_tokens, repetitions, warm_ups=0)
 
     assert len(timed.samples_ns) == repetitions
-    one_run = ranks.batches[: len(ranks.batches) // repetitions]
+    before, runs = split_at_depth(ranks.batches, workload)
+    one_run = runs[: len(runs) // repetitions]
     places = [
         piece.slot_base + piece.start + at
-        for batch in one_run
+        for batch in before + one_run
         for piece in batch.slices
         for at in range(len(piece.token_ids))
     ]
-    assert sorted(places) == list(range(workload.n_tokens))
-    assert workload.n_tokens <= workload.kv_slots
+    assert sorted(places) == list(range(workload.kv_slots))
+    assert workload.n_tokens == workload.kv_slots - workload.n_sequences * workload.n_depth
 
 
 @given(workload=workloads, max_batch_tokens=st.integers(1, 64))
@@ -60,15 +69,31 @@ def test_batches_are_of_one_phase_and_within_their_size(workload: Workload, max_
     ranks = Recorder()
     measure(ranks, workload, VOCAB, max_batch_tokens, repetitions=1, warm_ups=0)
 
-    wanted = sum(batch.n_logits for batch in ranks.batches)
-    assert wanted == workload.n_sequences * (workload.n_gen or 1)
+    _, runs = split_at_depth(ranks.batches, workload)
+    wanted = sum(batch.n_logits for batch in runs)
+    assert wanted == workload.n_sequences * (workload.n_gen + (workload.n_prompt > 0))
+    assert {batch.phase for batch in runs} == {
+        phase for phase, n in (("prefill", workload.n_prompt), ("decode", workload.n_gen)) if n
+    }
     for batch in ranks.batches:
-        if workload.n_gen:
-            assert batch.phase == "decode"
+        if batch.phase == "decode":
             assert all(len(piece.token_ids) == 1 for piece in batch.slices)
         else:
-            assert batch.phase == "prefill"
             assert batch.n_tokens <= max_batch_tokens
+
+
+@given(n_prompt=st.integers(1, 50), n_gen=st.integers(1, 50), n_depth=st.integers(0, 50))
+def test_work_adds_up_however_a_test_is_cut(
+    model: PackedModel, n_prompt: int, n_gen: int, n_depth: int
+) -> None:
+    """A pair is its prompt and its answer behind it; bytes of a decode likewise."""
+    pair = flops(model, Workload(n_prompt, n_gen, 2, n_depth))
+    apart = [Workload(n_prompt, 0, 2, n_depth), Workload(0, n_gen, 2, n_depth + n_prompt)]
+    assert pair == sum(flops(model, one) for one in apart)
+
+    longer = streamed_bytes(model, Workload(0, n_gen + 1, 2, n_depth), 10)
+    halves = [Workload(0, n_gen, 2, n_depth), Workload(0, 1, 2, n_depth + n_gen)]
+    assert longer == sum(streamed_bytes(model, one, 10) for one in halves)
 
 
 @pytest.fixture(scope="module")

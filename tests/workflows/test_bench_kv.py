@@ -18,8 +18,14 @@ from phasewise.workflows.bench.kv.inputs import (
     requests_of,
     static_shares,
 )
-from phasewise.workflows.bench.kv.replay import KV_POLICIES, ReplayInputs, replay_of, replayed
-from phasewise.workflows.bench.kv.settings import TraceSelection
+from phasewise.workflows.bench.kv.replay import (
+    KV_POLICIES,
+    ReplayInputs,
+    replay_of,
+    replay_policies,
+    replayed,
+)
+from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
 from phasewise.workflows.bench.kv.step_times import speeds_of
 
 TRACE = "lognormal:40,0.4/90,0.7"
@@ -80,6 +86,17 @@ def test_a_request_that_can_never_run_has_failed() -> None:
     row = next(replayed(replay, ["static"]))
 
     assert row.failed == 5
+    assert "holds 512 tokens" in row.failed_why
+
+
+def test_why_requests_failed_is_told_and_nothing_where_none_did() -> None:
+    told: list[str] = []
+    wish = ReplayWish(slots=512, policies="static", max_tokens="50")
+    for traces in (["fixed:1000/10"], ["fixed:100/10"]):
+        replay_policies(traces, TraceSelection(count=5), wish, PoolOverrides(), told.append)
+
+    (line,) = [line for line in told if "failed" in line]
+    assert line.startswith("static, -: 5 requests failed; the KV cache holds 512 tokens")
 
 
 def test_halves_share_no_request(tmp_path: Path) -> None:
@@ -116,6 +133,8 @@ def test_columns_of_a_csv_file_are_listed(tmp_path: Path) -> None:
 
     with pytest.raises(TraceError, match="id, short, long: name with --column"):
         read_samples(str(path), TraceSelection())
+    with pytest.raises(TraceError, match="no column 'shrt', only id, short, long; did you mean short"):
+        read_samples(str(path), TraceSelection("shrt"))
     with pytest.raises(TraceError, match="absent"):
         read_samples(str(tmp_path / "absent.csv"), TraceSelection("long"))
 

@@ -48,11 +48,14 @@ class CountingJury:
 class QuietShow:
     """Shows nothing: nothing is searched or tuned here."""
 
-    def searching(self, phase: Phase, deadline_s: float) -> NoReturn:
+    def searching(self, phase: Phase) -> NoReturn:
         raise AssertionError("the search is over")
 
     def tuning(self, progress: object) -> NoReturn:
         raise AssertionError("kernels are tuned already")
+
+    def stage(self, name: str) -> None:
+        pass
 
     def say(self, line: str) -> None:
         pass

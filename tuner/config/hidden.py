@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from phasewise._words import number
 from phasewise.topology import Machine
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import list_cores
@@ -100,4 +101,4 @@ def _check_pus(pus: tuple[Any, ...]) -> None:
 
 def _check_number(name: str, value: object, high: float) -> None:
     if type(value) not in (int, float) or not isinstance(value, int | float) or not 0 <= value <= high:
-        raise EvaluationError(f"{name} must be a number from 0 to {high:g}, not {value!r:.40}")
+        raise EvaluationError(f"{name} must be a number from 0 to {number(high)}, not {value!r:.40}")

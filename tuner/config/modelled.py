@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.topology import Machine
 from phasewise.tuner.config.hidden import HiddenResource
 from phasewise.tuner.config.rates import LineLatency, MachineRates, default_rates
@@ -62,7 +63,9 @@ class ModelledEvaluator:
             raise EvaluationError(f"{self._source} has no PU {list_cores(foreign[:8])} to run {phase} on")
         if len(ranks) > self._shape.n_kv_heads:
             heads = f"{self._shape.n_kv_heads} KV heads of {self._shape.name}"
-            raise EvaluationError(f"{len(ranks)} ranks cannot divide the {heads}: ask for fewer ranks")
+            raise EvaluationError(
+                f"{counted(len(ranks), 'rank')} cannot divide the {heads}: ask for fewer ranks"
+            )
         yield _RankModel(self._shape, self._rank_limits(ranks), self._waits(ranks)).step_ns
 
     def _rank_limits(self, ranks: Sequence[RankCores]) -> list[_RankLimits]:

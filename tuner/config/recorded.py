@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
+from phasewise._words import counted
 from phasewise.kerneldb.records import MachineKey, Origin, ServedStep, StepTime
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
 from phasewise.tuner.errors import EvaluationError, PlanError
@@ -144,7 +145,7 @@ def _step_of(row: StepTime) -> Step:
 def _cores_of(configuration: Configuration) -> str:
     count = len(configuration.ranks)
     cores = " | ".join(list_cores(rank.cores) for rank in configuration.ranks)
-    return f"{count} rank{'s' if count > 1 else ''} ({cores})"
+    return f"{counted(count, 'rank')} ({cores})"
 
 
 def _named(known: Mapping[Step, StepTime]) -> str:

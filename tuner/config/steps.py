@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from phasewise._words import counted
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import PHASES, Phase
 
@@ -57,7 +58,7 @@ class Step:
     def describe(self) -> str:
         """A few words for people, e.g. `decode of 1 token after 512`."""
         plural = "s" if self.tokens > 1 else ""
-        of_each = f" for each of {self.sequences} sequences" if self.sequences > 1 else ""
+        of_each = f" for each of {counted(self.sequences, 'sequence')}" if self.sequences > 1 else ""
         behind = f" after {self.context}" if self.context else ""
         return f"{self.phase} of {self.tokens} token{plural}{of_each}{behind}"
 

@@ -11,6 +11,7 @@ import statistics
 from dataclasses import replace
 from itertools import pairwise
 
+from phasewise._words import counted
 from phasewise.tuner.config.lengths import RequestLengths, Trace, parse_distribution
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.errors import TraceError
@@ -71,7 +72,7 @@ def slices(trace: Trace, count: int) -> tuple[Trace, ...]:
 def fitted(trace: Trace, context_tokens: int) -> Trace:
     """Requests cut to what a model can hold: the prompt first, and at least one token of the answer stays."""
     if context_tokens < 2:
-        raise TraceError(f"a context of {context_tokens} tokens holds no request")
+        raise TraceError(f"a context of {counted(context_tokens, 'token')} holds no request")
     prompts = [replace(one, prompt_tokens=min(one.prompt_tokens, context_tokens - 1)) for one in trace]
     return tuple(
         replace(one, output_tokens=min(one.output_tokens, context_tokens - one.prompt_tokens))
@@ -88,4 +89,4 @@ def describe(trace: Trace) -> str:
             ("output", [one.output_tokens for one in trace]),
         )
     )
-    return f"{len(trace)} request{'s' if len(trace) > 1 else ''}, {', '.join(parts)} tokens"
+    return f"{counted(len(trace), 'request')}, {', '.join(parts)} tokens"

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from phasewise._words import counted
 from phasewise.topology.cpusets import format_list
 from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
 from phasewise.tuner.doctor.host import Host, whole_number
@@ -33,7 +34,7 @@ def siblings(host: Host) -> Iterator[Finding]:
     yield Finding(
         "smt-siblings",
         Severity.medium if wrong else Severity.low,
-        f"{len(cpus)} CPUs are {len(cores)} cores",
+        f"{counted(len(cpus), 'CPU')} on {counted(len(cores), 'core')}",
         tuple(evidence),
         "Threads of one core share its arithmetic units and caches: a second one rarely helps prefill "
         "and mostly slows "
@@ -50,7 +51,7 @@ def governor(host: Host) -> Iterator[Finding]:
         yield Finding(
             "governor",
             Severity.medium,
-            f"the frequency governor of {len(cpus)} CPUs is {name}",
+            f"the frequency governor of {counted(len(cpus), 'CPU')} is {name}",
             (host.seen(f"{CPU}/cpu{cpus[0]}/cpufreq/scaling_governor"),),
             "Cores that wait at a barrier look idle and are clocked down, and every step begins slowly.",
             "sudo cpupower frequency-set -g performance",
@@ -69,7 +70,7 @@ def preference(host: Host) -> Iterator[Finding]:
     yield Finding(
         "energy-preference",
         Severity.medium if name in slow else Severity.low,
-        f"the energy preference of {len(cpus)} CPUs is {name}",
+        f"the energy preference of {counted(len(cpus), 'CPU')} is {name}",
         (host.seen(f"{CPU}/cpu{cpus[0]}/cpufreq/energy_performance_preference"),),
         "The CPU raises its clock late and lowers it early.",
         "echo performance | sudo tee /sys/devices/system/cpu/cpu*/cpufreq/energy_performance_preference",
@@ -107,7 +108,7 @@ def capped(host: Host) -> Iterator[Finding]:
         yield Finding(
             "frequency-cap",
             Severity.medium,
-            f"{len(low)} CPUs are held to {cap / 1e6:.2f} of {limit / 1e6:.2f} GHz",
+            f"{counted(len(low), 'CPU')} held to {cap / 1e6:.2f} of {limit / 1e6:.2f} GHz",
             (
                 host.seen(f"{CPU}/cpu{cpu}/cpufreq/scaling_max_freq"),
                 host.seen(f"{CPU}/cpu{cpu}/cpufreq/cpuinfo_max_freq"),
@@ -127,7 +128,7 @@ def heat(host: Host) -> Iterator[Finding]:
         yield Finding(
             "thermal-throttle",
             Severity.low,
-            f"{len(hot)} CPUs have been slowed by heat",
+            f"{counted(len(hot), 'CPU')} slowed by heat",
             (host.seen(f"{CPU}/cpu{worst}/{path}"),),
             "The count is since boot. While it grows, long runs are slower than short ones.",
             "sudo turbostat shows whether it goes on; better cooling, or a lower power limit that holds",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phasewise._words import counted, number, percent
 from phasewise.topology.cpusets import format_list
 from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
 from phasewise.tuner.doctor.host import Host, whole_number
@@ -30,7 +31,7 @@ def quota(host: Host) -> Iterator[Finding]:
         yield Finding(
             "cpu-quota",
             Severity.high,
-            f"a quota of {cpus:g} CPUs' time on {cores} cores",
+            f"a quota of {number(cpus)} CPUs' time on {counted(cores, 'core')}",
             (seen,),
             f"More than {max(1, int(cpus))} busy threads are all stopped for the rest of every period, so a "
             "team waits for its slowest member; phasewise starts no more threads than the quota pays for.",
@@ -50,7 +51,7 @@ def throttled(host: Host) -> Iterator[Finding]:
             yield Finding(
                 "cpu-throttled",
                 Severity.high if share > MUCH_THROTTLED else Severity.low,
-                f"stopped in {share:.1%} of the scheduler's periods",
+                f"stopped in {percent(share, 1)} of the scheduler's periods",
                 (FindingEvidence(seen.source, f"nr_periods {periods}, nr_throttled {stopped}"),),
                 "The quota has run out that often since the group was made; each time every thread of a "
                 "step waits.",
@@ -72,7 +73,7 @@ def cpuset(host: Host) -> Iterator[Finding]:
         yield Finding(
             "cpuset-smaller",
             Severity.medium,
-            f"{len(allowed)} of {len(online)} CPUs may be used",
+            f"{len(allowed)} of {counted(len(online), 'CPU')} may be used",
             tuple(files),
             f"CPU {format_list(barred)} is kept for others, or idle, and perhaps its NUMA node's bandwidth.",
             f"docker run --cpuset-cpus {format_list(online)}; outside a container: "
@@ -88,8 +89,8 @@ def steal(host: Host) -> Iterator[Finding]:
         yield Finding(
             "steal",
             Severity.high if share > MUCH_STEAL else Severity.medium,
-            f"other guests of the hypervisor take {share:.0%} of the CPUs' time",
-            (FindingEvidence("/proc/stat", f"steal {share:.1%} of the allowed CPUs' time, {when}"),),
+            f"other guests of the hypervisor take {percent(share)} of the CPUs' time",
+            (FindingEvidence("/proc/stat", f"steal {percent(share, 1)} of the allowed CPUs' time, {when}"),),
             "A pinned thread cannot run while its CPU is away, and its team waits for it.",
             "An instance with dedicated CPUs, or fewer threads than virtual CPUs: --threads",
         )
@@ -115,7 +116,7 @@ def _watched(host: Host) -> FindingEvidence | None:
     others = 0.0 if host.conditions is None else host.conditions.others
     return (
         FindingEvidence(
-            "/proc/stat", f"{others:.0%} of the allowed CPUs' time went to other processes just now"
+            "/proc/stat", f"{percent(others)} of the allowed CPUs' time went to other processes just now"
         )
         if others > SOME_OTHERS
         else None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._words import counted
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.calibration import price_holding
 from phasewise.tuner.predictor.distribution import LengthDistribution
@@ -156,7 +157,7 @@ def train_encoded(
     folds = np.array([int(place_of(one, seed, b"fold") * FOLDS) for one in chosen])
     if len(chosen) < FEWEST_EXAMPLES or len(set(folds.tolist())) < FOLDS:
         raise PredictorError(
-            f"{len(chosen)} answers are too few to learn from by an encoder: at least"
+            f"{counted(len(chosen), 'answer')}, too few to learn from by an encoder: at least"
             f" {FEWEST_EXAMPLES} are needed; collect more, or train with --encoder none"
         )
     x = np.stack([features(one.facts) for one in chosen])

@@ -4,7 +4,7 @@
  "n_messages": .., "system_prompt_id": .., "output_tokens": .., "finish_reason": "stop" or "length",
  "at_s": ..}
 
-A line may have "prompt", a text, instead of token ids; then an encoder is needed. Only "output_tokens" and
+A line may have "prompt", a text, instead of token ids; then a tokenizer is needed. Only "output_tokens" and
 one of these two must be there. A log may come from a stranger: sizes and types are checked, and an error
 names the file and the line.
 """
@@ -26,8 +26,8 @@ MAX_LINE_CHARS = 16 << 20
 MAX_LINES = 2_000_000
 MAX_TOKEN_ID = 1 << 31
 
-Encode = Callable[[str], Sequence[int]]
-"""A user's message as the prompt that the model is given."""
+Encode = Callable[[str, str | None], Sequence[int]]
+"""A user's message as the prompt of the model that its line names, None where it names none."""
 
 
 class Log(NamedTuple):
@@ -117,7 +117,8 @@ def _token_ids(row: dict[str, Any], encode: Encode | None) -> tuple[int, ...]:
     if ids is None and isinstance(row.get("prompt"), str):
         if encode is None:
             raise PredictorError("it has the prompt's text: say with --model whose tokens it becomes")
-        return tuple(encode(row["prompt"]))
+        named = row.get("model")
+        return tuple(encode(row["prompt"], named if isinstance(named, str) else None))
     if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < MAX_TOKEN_ID for one in ids):
         raise PredictorError("neither prompt_token_ids, a list of token ids, nor prompt, a text")
     return tuple(ids)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._words import counted
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.facts import Example, place_of
 from phasewise.tuner.predictor.features import N_FIGURES, N_ROWS, bag_of, figures_of, learn_rarity
@@ -74,8 +75,8 @@ def train(
     n_prompts = len({one.prompt_key for one in examples})
     if len(examples) < FEWEST_EXAMPLES or n_prompts < FEWEST_PROMPTS or len(set(folds)) < options.members:
         raise PredictorError(
-            f"{len(examples)} answers to {n_prompts} prompts are too few to learn from: at least "
-            f"{FEWEST_EXAMPLES} answers to {FEWEST_PROMPTS} prompts are needed; collect more"
+            f"{counted(len(examples), 'answer')} to {counted(n_prompts, 'prompt')}: too few to learn from,"
+            f" at least {FEWEST_EXAMPLES} answers to {FEWEST_PROMPTS} prompts are needed; collect more"
         )
     edges = _bin_bounds(examples, options.n_bins) if bounds is None else np.array(bounds, np.float32)
     untrained = _untrained(examples, model_name, edges)

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from phasewise._words import percent
 from phasewise.tuner.probe.clusters import DistanceLevel, Matrix, Partition, agreement, cluster_levels
 from phasewise.tuner.topotree import TopoTree, single_groups
 
@@ -159,7 +160,9 @@ def _why_not(clusters: Partition, nearest: GroupHint | None) -> str:
         return f"not symmetric (A.1): clusters of {', '.join(map(str, sizes[:6]))} PUs"
     if nearest is None:
         return "the tree allows no group"
-    return f"not tiled by a stride (A.2): {nearest.notation} is nearest, alike in {nearest.agreement:.0%}"
+    return (
+        f"not tiled by a stride (A.2): {nearest.notation} is nearest, alike in {percent(nearest.agreement)}"
+    )
 
 
 def _shown(tree: TopoTree, measured: frozenset[int]) -> Iterator[tuple[str, Partition]]:

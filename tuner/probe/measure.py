@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from phasewise._words import counted
 from phasewise.topology import Kind, Machine
 from phasewise.tuner.conditions import Watch
 from phasewise.tuner.probe.clusters import Matrix
@@ -100,11 +101,13 @@ def probe(
     levels: list[ClusterLevel] = []
     interference: dict[Source, Interference] = {}
     if len(pus) > 1:
-        report(f"latency between {len(pus)} cores")
+        report(f"latency between {counted(len(pus), 'core')}")
         _fill_latencies(latency, pus, _by_node(machine, pus), instruments, until(LATENCY_UNTIL))
         levels += latency_levels(tree, pus, latency)
         for buffers in _buffers(machine, pus, budget_s):
-            report(f"pairs of {len(buffers.pus)} cores reading {buffers.size_bytes // MIB} MiB each")
+            report(
+                f"pairs of {counted(len(buffers.pus), 'core')} reading {buffers.size_bytes // MIB} MiB each"
+            )
             found = _interference(buffers, instruments, until(buffers.until))
             interference[buffers.source] = found
             levels += interference_levels(tree, found.pus, found.lost, buffers.source)

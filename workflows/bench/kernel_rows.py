@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from phasewise._version import SCHEMA_VERSION
+from phasewise._words import multiple, percent
 
 LARGE_M = 128
 """Products with at least this many rows are compared with the peak."""
@@ -93,10 +94,10 @@ def summary_fields(summary: FormatSummary) -> dict[str, str]:
     """A summary as the columns of a table, in order; empty text where no row applies."""
 
     def ratio(value: float | None) -> str:
-        return "" if value is None else f"{value:.2f}x"
+        return "" if value is None else multiple(value)
 
     def shares(found: tuple[float, float] | None) -> str:
-        return "" if found is None else f"{found[0]:.0%}, {found[1]:.0%}"
+        return "" if found is None else f"{percent(found[0])}, {percent(found[1])}"
 
     return {
         "format": summary.format,

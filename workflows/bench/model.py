@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
+from phasewise._words import counted
 from phasewise.cython_kernels import isa
 from phasewise.serving.ranks import STEP_TOKENS, RankOptions, Ranks
 from phasewise.serving.ranks import open_ranks as open_planned
@@ -31,9 +32,10 @@ MAX_BATCH_TOKENS = 2048
 def check_context(workloads: Sequence[Workload], context_length: int) -> None:
     """UsageError where a test needs more positions than the model's context has."""
     for one in workloads:
-        needed = one.n_prompt + one.n_gen
-        if needed > context_length:
-            raise UsageError(f"{one.name} needs {needed} positions, the model's context has {context_length}")
+        if one.positions > context_length:
+            raise UsageError(
+                f"{one.name} needs {one.positions} positions, the model's context has {context_length}"
+            )
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class ModelRow:
     peak_flops_per_s: float
     peak_fraction: float
     bytes_per_s: float
-    """Bytes of weights and KV that decode streams, per second; 0 for a prefill test, which arithmetic
+    """Bytes of weights and KV that decode streams, per second; 0 for a test with a prompt, which arithmetic
     limits."""
     read_limit_bytes_per_s: float
     bandwidth_fraction: float
@@ -119,14 +121,16 @@ class PhaseLimits:
 
 
 @contextmanager
-def open_ranks(found: OpenModel, workloads: Sequence[Workload], kv_format: str) -> Iterator[OpenRanks]:
-    """The model on its ranks, with room for the largest of `workloads`."""
+def open_ranks(
+    found: OpenModel, workloads: Sequence[Workload], kv_format: str, batch_tokens: int = MAX_BATCH_TOKENS
+) -> Iterator[OpenRanks]:
+    """The model on its ranks, with room for the largest of `workloads` in prefill steps of `batch_tokens`."""
     ranks = open_planned(
         found.model,
         found.plans,
         RankOptions(
             kv_slots=max(workload.kv_slots for workload in workloads),
-            max_batch_tokens=MAX_BATCH_TOKENS,
+            max_batch_tokens=batch_tokens,
             max_sequences=max(workload.n_sequences for workload in workloads),
             schedules=found.schedules,
             kv_format=kv_format,
@@ -138,8 +142,17 @@ def open_ranks(found: OpenModel, workloads: Sequence[Workload], kv_format: str) 
         ranks.close()
 
 
+@dataclass(frozen=True)
+class Timing:
+    """How often each test is run, and in prefill steps of how many tokens at most; each size in turn."""
+
+    repetitions: int
+    warm_ups: int = 1
+    batch_tokens: tuple[int, ...] = (MAX_BATCH_TOKENS,)
+
+
 def bench_rows(
-    opened: OpenRanks, workloads: Sequence[Workload], repetitions: int, report: Report = silent
+    opened: OpenRanks, workloads: Sequence[Workload], timing: Timing, report: Report = silent
 ) -> Iterator[ModelRow]:
     """Time every workload, one after another, after the limits of the cores."""
     report("measuring the limits of these cores ...")
@@ -147,18 +160,27 @@ def bench_rows(
         max(peak_flops(kind, opened.cores("prefill")) for kind in peak_kinds(compute_kind(opened.model))),
         read_bandwidth(opened.cores("decode"), opened.model.weight_bytes),
     )
-    for workload in workloads:
-        report(f"{workload.name}: {repetitions} runs ...")
-        timed = measure(opened.ranks, workload, opened.model.config.vocab_size, MAX_BATCH_TOKENS, repetitions)
-        yield _row(opened, limits, timed)
+    for batch_tokens in timing.batch_tokens:
+        for workload in workloads:
+            report(f"{workload.name}: {counted(timing.repetitions, 'run')} ...")
+            timed = measure(
+                opened.ranks,
+                workload,
+                opened.model.config.vocab_size,
+                batch_tokens,
+                timing.repetitions,
+                timing.warm_ups,
+            )
+            yield _row(opened, limits, timed, batch_tokens)
 
 
-def _row(opened: OpenRanks, limits: PhaseLimits, timed: Throughput) -> ModelRow:
+def _row(opened: OpenRanks, limits: PhaseLimits, timed: Throughput, batch_tokens: int) -> ModelRow:
     model, workload = opened.model, timed.workload
     cores = opened.cores("prefill" if workload.n_prompt else "decode")
     machine = read_machine()
     flops_per_s = flops(model, workload) / timed.median_s
-    streamed = streamed_bytes(model, workload, opened.ranks.kv_bytes_per_slot) if workload.n_gen else 0.0
+    is_decode = workload.n_gen > 0 and workload.n_prompt == 0
+    streamed = streamed_bytes(model, workload, opened.ranks.kv_bytes_per_slot) if is_decode else 0.0
     bytes_per_s = streamed / timed.median_s
     return ModelRow(
         build_commit=f"phasewise {__version__}",
@@ -171,7 +193,7 @@ def _row(opened: OpenRanks, limits: PhaseLimits, timed: Throughput) -> ModelRow:
         model_size=model.weight_bytes,
         model_n_params=sum(w.n * w.k for w in model.weights.values())
         + sum(v.size for v in model.vectors.values()),
-        n_batch=MAX_BATCH_TOKENS,
+        n_batch=batch_tokens,
         n_ubatch=STEP_TOKENS,
         n_threads=len(cores),
         cpu_mask=hex(sum(1 << core for core in cores)),
@@ -194,7 +216,7 @@ def _row(opened: OpenRanks, limits: PhaseLimits, timed: Throughput) -> ModelRow:
         no_host=False,
         n_prompt=workload.n_prompt,
         n_gen=workload.n_gen,
-        n_depth=0,
+        n_depth=workload.n_depth,
         test_time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         avg_ns=round(statistics.fmean(timed.samples_ns)),
         stddev_ns=round(_deviation(timed.samples_ns)),

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phasewise._words import counted
 from phasewise.workflows.predict_len.collect import AnswerLog, Settings, answers
 from phasewise.workflows.predict_len.inputs import message_prompt, read_prompts
 from phasewise.workflows.predict_len.settings import CollectWish
@@ -77,8 +78,8 @@ def _answer_all(
             log.write(ended)
             lengths.append(ended.output_tokens)
             if len(lengths) % TELL_EVERY == 0:
-                report(f"{len(lengths)} of {len(fitting)} answers")
+                report(f"{len(lengths)} of {counted(len(fitting), 'answer')}")
     except KeyboardInterrupt:
-        report(f"{len(lengths)} answers are logged; the same command goes on from there")
+        report(f"{counted(len(lengths), 'answer')} logged; the same command goes on from there")
         raise
     return lengths, n_left

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.files import default_file
@@ -80,19 +80,51 @@ def _prompt_of(line: str, where: str) -> str:
     raise PredictorError(f"{where}: none of the fields {', '.join(PROMPT_FIELDS)} is a text")
 
 
-def read_logs(paths: Sequence[Path], tokens: ModelTokens | None) -> tuple[list[Log], str]:
-    """The logs, and the model whose answers they hold: the one they name, or that of `tokens`."""
-    logs = [read_log(path, tokens.prompt if tokens else None) for path in paths]
+class Answers(NamedTuple):
+    """Logs, the model whose answers they hold, and its tokens where they were asked for or are here."""
+
+    logs: list[Log]
+    model_name: str
+    tokens: ModelTokens | None
+
+
+def read_logs(paths: Sequence[Path], model: str | None, report: Report = silent) -> Answers:
+    """The logs, whose prompts become tokens of `model`, else of the model that their lines name."""
+    given = None if model is None else ModelTokens(model, report)
+    known: dict[str | None, ModelTokens | None] = {}
+
+    def encode(text: str, named: str | None) -> list[int]:
+        if given is None and named not in known:
+            known[named] = None if named is None else tokens_here(named, report)
+        found = given or known[named]
+        if found is None:
+            whose = "it names no model" if named is None else f"its model {named:.80} is not in the cache"
+            raise PredictorError(f"it has the prompt's text, and {whose}: give one with --model")
+        return found.prompt(text)
+
+    logs = [read_log(path, encode) for path in paths]
     names = sorted(frozenset().union(*(log.model_names for log in logs)))
     if len(names) > 1:
         raise PredictorError(
             f"these logs hold answers of several models ({', '.join(names[:4])}): take one's"
         )
     if names:
-        return logs, names[0]
-    if tokens is None:
+        return Answers(logs, names[0], given or known.get(names[0]) or tokens_here(names[0], report))
+    if given is None:
         raise PredictorError("these logs do not say whose answers they hold: name it with --model")
-    return logs, tokens.model_name
+    return Answers(logs, given.model_name, given)
+
+
+def tokens_here(name: str, report: Report = silent) -> ModelTokens | None:
+    """The tokens of a model that is in the cache. A log's name opens no file and fetches nothing."""
+    from phasewise.serving.loaders.cache import stored_models
+    from phasewise.serving.loaders.registry import KNOWN, is_here
+    from phasewise.serving.loaders.resolve import cache_root
+
+    root = cache_root()
+    is_here_now = name in KNOWN and is_here(KNOWN[name], root)
+    is_fetched = "/" in name and any(one.name == name and one.is_whole for one in stored_models(root))
+    return ModelTokens(name, report) if is_here_now or is_fetched else None
 
 
 def predictor_file(given: Path | None, model_name: str) -> Path:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise._words import counted
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.encoded import EncodedPredictor, learnt_too_little
 from phasewise.tuner.predictor.facts import Example, PromptFacts, part_of_folds
@@ -25,7 +26,12 @@ from phasewise.workflows.predict_len.compare import (
     strangers,
 )
 from phasewise.workflows.predict_len.inputs import ModelTokens, predictor_file, read_logs
-from phasewise.workflows.predict_len.prompt_vectors import NONE, PromptEncoder, find_encoder
+from phasewise.workflows.predict_len.prompt_vectors import (
+    NONE,
+    PromptEncoder,
+    find_encoder,
+    find_encoder_to_learn,
+)
 from phasewise.workflows.predict_len.settings import TIMED_CALLS, EvalWish
 from phasewise.workflows.report import Report, silent
 
@@ -43,10 +49,9 @@ class Judged:
 
 def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = silent) -> Judged:
     """Every method learnt from the same answers, judged by others. PredictorError, UsageError."""
-    tokens = ModelTokens(wish.model, report) if wish.model else None
-    found, name = read_logs(logs, tokens)
+    found, name, tokens = read_logs(logs, wish.model, report)
     ours = None if wish.predictor is None else load_predictor(wish.predictor)
-    encoder = _encoder_of(ours, wish, tokens, report)
+    encoder = _encoder_of(ours, [one for log in found for one in log.examples], wish, tokens, report)
     if encoder is not None:
         found = [log._replace(examples=encoder.read_all(log.examples)) for log in found]
     reads = None if encoder is None else encoder.ref
@@ -87,7 +92,9 @@ def judge_by_folds(
     for at in range(wish.folds):
         parts = {name: part_of_folds(own, at, wish.folds, wish.seed) for name, own in logs.items()}
         if not all(kept and out for kept, out in parts.values()):
-            raise PredictorError(f"a log does not divide into {wish.folds} folds of prompts: collect more")
+            raise PredictorError(
+                f"a log does not divide into {counted(wish.folds, 'fold')} of prompts: collect more"
+            )
         learnt = [one for kept, _ in parts.values() for one in kept]
         rivals = _rivals(learnt, model_name, wish, None, encoder, report)
         for name, (_, out) in parts.items():
@@ -111,11 +118,19 @@ def _rivals(
 
 
 def _encoder_of(
-    ours: AnyPredictor | None, wish: EvalWish, tokens: ModelTokens | None, report: Report
+    ours: AnyPredictor | None,
+    examples: Sequence[Example],
+    wish: EvalWish,
+    tokens: ModelTokens | None,
+    report: Report,
 ) -> PromptEncoder | None:
     """The one that the predictor needs, or that a new one is to have."""
-    wanted = wish.encoder if ours is None else ours.encoder if isinstance(ours, EncodedPredictor) else NONE
-    return find_encoder(wanted, report, None if tokens is None else tokens.text)
+    text_of = None if tokens is None else tokens.text
+    if ours is not None:
+        return find_encoder(ours.encoder if isinstance(ours, EncodedPredictor) else NONE, report, text_of)
+    held_out_share = wish.split if wish.folds is None else 1 / wish.folds
+    n_learnt = int(len(examples) * (1 - held_out_share))
+    return find_encoder_to_learn(wish.encoder, examples, n_learnt, text_of, report)
 
 
 def _split_of(predictor: AnyPredictor, wish: EvalWish, report: Report) -> Split:

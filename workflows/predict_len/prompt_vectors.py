@@ -8,6 +8,7 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.tuner.errors import PredictorError
 from phasewise.workflows.report import Report, silent
 
@@ -90,3 +91,26 @@ def find_encoder(wanted: str, report: Report = silent, text_of: TextOf | None = 
             return None
         return PromptEncoder(DEFAULT_ENCODER, report, text_of)
     return PromptEncoder(wanted, report, text_of)
+
+
+def find_encoder_to_learn(
+    wanted: str, examples: Sequence[Example], n_learnt: int, text_of: TextOf | None, report: Report = silent
+) -> PromptEncoder | None:
+    """The encoder for a predictor that learns from `n_learnt` of the examples.
+
+    `auto` is none where it could not learn: too few answers, or token ids whose text nobody knows.
+    """
+    found = find_encoder(wanted, report, text_of)
+    if wanted != AUTO or found is None:
+        return found
+    from phasewise.tuner.predictor.encoded import FEWEST_EXAMPLES
+
+    alone = "prompts are read as tokens alone"
+    if n_learnt < FEWEST_EXAMPLES:
+        least = f"{FEWEST_EXAMPLES} are needed for {found.ref}"
+        report(f"{counted(n_learnt, 'answer')} to learn from, and {least}: {alone}")
+        return None
+    if text_of is None and any(one.facts.text is None for one in examples):
+        report(f"the log has token ids, and their model is not in the cache: {alone}; --model names it")
+        return None
+    return found

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._words import counted
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report
 
@@ -44,7 +45,7 @@ def windows(model: PackedModel, text: str, n_tokens: int) -> list[list[int]]:
     ids = Tokenizer.from_json(model.tokenizer_json, model.config).encode(text, add_special=False)
     length = min(WINDOW_TOKENS, model.config.context_length)
     if len(ids) < LEAST_TOKENS:
-        raise WorkflowError(f"the text has {len(ids)} tokens; at least {LEAST_TOKENS} are needed")
+        raise WorkflowError(f"the text has {counted(len(ids), 'token')}; at least {LEAST_TOKENS} are needed")
     ids = ids[:n_tokens]
     return [list(ids[start : start + length]) for start in range(0, len(ids), length)]
 
@@ -64,7 +65,7 @@ def gather(model: PackedModel, pieces: list[list[int]], wanted: Wanted, report: 
                     hessians[key] += product
                 else:
                     hessians[key] = product
-        report(f"calibration: {number + 1} of {len(pieces)} windows")
+        report(f"calibration: {number + 1} of {counted(len(pieces), 'window')}")
     return Activations(squares, hessians, sum(map(len, pieces)))
 
 

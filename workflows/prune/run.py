@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._words import counted
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.serving.loaders.forms import BF16, INT8
@@ -197,7 +198,7 @@ def _pruned(
     w: Array, pattern: Pattern, method: Method, activations: Activations | None, key: tuple[int, str]
 ) -> Array:
     if pattern.is_structured and w.shape[1] % pattern.of:
-        raise WorkflowError(f"a weight of {w.shape[1]} inputs is not whole groups of {pattern.of}")
+        raise WorkflowError(f"a weight of {counted(w.shape[1], 'input')} is not whole groups of {pattern.of}")
     if method == "magnitude" or activations is None:
         return np.where(masks.magnitude_mask(w, pattern), w, np.float32(0))
     if method == "wanda":
@@ -276,7 +277,7 @@ def _write(
                 yield from bitmask_tensors(theirs, bits)
             else:
                 yield Tensor(theirs, "BF16", bits)
-            report(f"pruning: {number + 1} of {len(source.tensors)} tensors")
+            report(f"pruning: {number + 1} of {counted(len(source.tensors), 'tensor')}")
 
     write_tensors(path, tensors(), 4 * len(source.tensors))
     return Pruned(settings.out, **vars(tally), perplexity_before=None, perplexity_after=None)
@@ -325,7 +326,7 @@ def _perplexity(model: str, text: Path, report: Report) -> float:
             norm = np.log(np.exp(logits - top).sum(axis=1, dtype=np.float64)) + top[:, 0]
             total += float((norm - logits[np.arange(len(logits)), np.asarray(piece[1:])]).sum())
             count += len(piece) - 1
-            report(f"perplexity of {loaded.name}: {number + 1} of {len(pieces)} windows")
+            report(f"perplexity of {loaded.name}: {number + 1} of {counted(len(pieces), 'window')}")
     finally:
         ranks.close()
     return math.exp(total / count)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from phasewise.tuner.config.trace import describe
-from phasewise.tuner.plans import ServicePlan, list_cores
-from phasewise.workflows.tune_config.search import objective_words
-
-if TYPE_CHECKING:
-    from phasewise.workflows.tune_config.run import Found
-    from phasewise.workflows.tune_config.search import Searched
-    from phasewise.workflows.tune_config.subject import Subject, Wish
-    from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
-
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phasewise._version import __version__
-from phasewise.tuner.plans import Phase
+from phasewise._words import counted, plural
+from phasewise.tuner.config.references import same_cores
+from phasewise.tuner.config.trace import describe
+from phasewise.tuner.plans import Phase, ServicePlan, list_cores
+from phasewise.workflows.tune_config.search import objective_words
 
 if TYPE_CHECKING:
+    from phasewise.topology import Machine
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.search import Searched
     from phasewise.workflows.tune_config.subject import Subject, Wish
@@ -42,6 +34,9 @@ def found_fields(found: Found) -> dict[str, Any]:
         "references": {
             phase: [_reference_fields(one) for one in verdict.against]
             for phase, verdict in found.verdicts.items()
+        },
+        "best_found": {
+            one.phase: best_found_fields(one, found.verdicts.get(one.phase)) for one in found.searched
         },
         "phases": {one.phase: _search_fields(found, one) for one in found.searched},
         "end": found.end,
@@ -179,15 +174,57 @@ def dry_run_fields(wish: Wish, subject: Subject) -> dict[str, Any]:
         "requests": describe(subject.trace),
         "steps": {phase: [step.describe() for step in subject.grid(phase).steps] for phase in wish.phases},
         "references": [
-            {"name": one.name, "plan": plan_words(one.plan) if one.plan else None, "reason": one.reason}
+            {
+                "name": one.name,
+                "plan": plan_words(one.plan, subject.machine) if one.plan else None,
+                "reason": one.reason,
+            }
             for one in habits_of(subject, wish.phases[0])
         ],
     }
 
 
-def plan_words(plan: ServicePlan) -> str:
-    """How many ranks of how many cores: `2 ranks of 12 cores`, unequal ones `2 ranks of 12 and 11 cores`."""
-    sizes = list(dict.fromkeys(len(rank.cores) for rank in plan.ranks))
-    cores = " and ".join(map(str, sizes[:3])) + (" .." if len(sizes) > 3 else "")
-    ranks = f"{len(plan.ranks)} rank{'s' if len(plan.ranks) > 1 else ''}"
-    return f"{ranks} of {cores} core{'s' if sizes != [1] else ''}"
+def plan_words(plan: ServicePlan, machine: Machine) -> str:
+    """How many ranks of how many cores: `2 ranks of 12 cores`, unequal ones `2 ranks of 12 and 11 cores`.
+
+    Where a rank has several hardware threads of a core: `1 rank of 96 threads on 48 cores`.
+    """
+    core_of = {pu: number for number, core in enumerate(machine.allowed_cores()) for pu in core}
+    sizes = [len(rank.cores) for rank in plan.ranks]
+    cores = [len({core_of.get(pu, ("PU", pu)) for pu in rank.cores}) for rank in plan.ranks]
+    ranks = counted(len(plan.ranks), "rank")
+    if sizes == cores:
+        return f"{ranks} of {_sizes_words(cores, 'core')}"
+    return f"{ranks} of {_sizes_words(sizes, 'thread')} on {_sizes_words(cores, 'core')}"
+
+
+def _sizes_words(sizes: Sequence[int], noun: str) -> str:
+    distinct = list(dict.fromkeys(sizes))
+    listed = " and ".join(map(str, distinct[:3])) + (" .." if len(distinct) > 3 else "")
+    return f"{listed} {plural(1 if distinct == [1] else 2, noun)}"
+
+
+def best_found_fields(one: Searched, verdict: PhaseVerdict | None) -> dict[str, Any] | None:
+    """The fastest plan of the search, what it cost there and when it was timed again, and its standing."""
+    if one.outcome.best is None:
+        return None
+    configuration, cost_ms = one.outcome.best
+    plan = configuration.plan(one.phase)
+    finals = [] if verdict is None else [final for final in verdict.finalists if same_cores(final.plan, plan)]
+    final_ms = finals[0].final_ms if finals else None
+    return {
+        "ranks": ranks_fields(plan),
+        "search_ms": cost_ms,
+        "latency_ms": final_ms,
+        "standing": _standing_of_best(plan, final_ms, verdict),
+    }
+
+
+def _standing_of_best(plan: ServicePlan, final_ms: float | None, verdict: PhaseVerdict | None) -> str:
+    if verdict is None:
+        return "not compared"
+    if same_cores(plan, verdict.plan):
+        return "the plan"
+    if final_ms is None:
+        return "not timed again"
+    return "not proven faster" if same_cores(plan, verdict.winner) else "slower when timed again"

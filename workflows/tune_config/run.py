@@ -17,6 +17,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from phasewise._version import __version__
+from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.tuner.config.study_messages import StudyMessages
 from phasewise.tuner.plans import Phase
@@ -73,12 +74,16 @@ End = Literal["complete", "budget", "interrupted"]
 class Show(Protocol):
     """What is told of a run while it goes on."""
 
-    def searching(self, phase: Phase, deadline_s: float) -> Callable[[Event], None]:
+    def searching(self, phase: Phase) -> Callable[[Event], None]:
         """What the events of a phase's search are reported to."""
         ...
 
     def tuning(self, progress: TuningProgress) -> None:
         """Where the tuning of kernels is."""
+        ...
+
+    def stage(self, name: str) -> None:
+        """What is being done, where nothing else is reported."""
         ...
 
     def say(self, line: str) -> None:
@@ -326,7 +331,7 @@ def _search(run: Run, evaluator: StepEvaluator, share: float) -> bool:
     phases = run.wish.phases
     for place, phase in enumerate(phases):
         deadline_s = run.deadline_s(share * (place + 1) / len(phases))
-        report = run.show.searching(phase, deadline_s)
+        report = run.show.searching(phase)
         run.searched.append(search(run.subject, phase, run.wish, evaluator, deadline_s, report, run.lock))
         outcome = run.searched[-1].outcome
         if outcome.end == "interrupted":
@@ -344,6 +349,7 @@ def _finalists(subject: Subject, one: Searched) -> tuple[Finalist, ...]:
 
 def judge(run: Run, one: Searched, jury: Jury, deadline_s: float) -> None:
     now_s = time.monotonic()
+    run.show.stage(f"last run of {one.phase}")
     habits, chosen = habits_of(run.subject, one.phase), _finalists(run.subject, one)
     if not chosen:
         return
@@ -383,7 +389,9 @@ def _tune_kernels(
     for place, one in enumerate(rounds):
         left_s = deadline_s - time.monotonic()
         if left_s < LEAST_KERNEL_S:
-            run.show.say(f"no time is left for the kernels of {len(rounds) - place} of {len(rounds)} plans")
+            run.show.say(
+                f"no time is left for the kernels of {len(rounds) - place} of {counted(len(rounds), 'plan')}"
+            )
             run.end = "budget"
             break
         share_s = left_s if place == len(rounds) - 1 else left_s / 2

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from phasewise._words import counted, number
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
 from phasewise.tuner.config.simulate import Objective
 from phasewise.tuner.config.space import ConfigSpace
@@ -65,8 +66,8 @@ def objective_words(objective: Objective) -> str:
     """What is made small, in a few words that name a study, e.g. `e2e, 4 sequences at once`."""
     slo = objective.slo
     bounds = {"TTFT": slo.ttft_ms, "TPOT": slo.tpot_ms} if slo else {}
-    within = [f"{name} {bound:g} ms" for name, bound in bounds.items() if bound is not None]
-    together = [f"{objective.concurrency} sequences at once"] if objective.concurrency > 1 else []
+    within = [f"{name} {number(bound)} ms" for name, bound in bounds.items() if bound is not None]
+    together = [f"{counted(objective.concurrency, 'sequence')} at once"] if objective.concurrency > 1 else []
     return ", ".join([objective.kind, *within, *together])
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from phasewise._words import counted
 from phasewise.kerneldb.records import MachineKey
 from phasewise.topology import Machine, read_lstopo, read_machine
 from phasewise.tuner.config.simulate import Objective, ObjectiveKind, StepGrid, parse_slo
@@ -212,7 +213,7 @@ def _check_ranks(ranks: int, limits: OperatorLimits, shape: ModelShape, machine:
     if reason := limits.reason(ranks):
         raise UsageError(f"--ranks {ranks}: {shape.name} cannot be divided so: {reason}")
     if ranks > len(machine.allowed_pus):
-        raise UsageError(f"--ranks {ranks}: there are only {len(machine.allowed_pus)} CPUs for them")
+        raise UsageError(f"--ranks {ranks}: {counted(len(machine.allowed_pus), 'CPU')} for them")
 
 
 def _hints(probe_file: Path | None, machine: Machine) -> tuple[TopoTree, ...]:

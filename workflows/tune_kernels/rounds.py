@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
+from phasewise._words import share_of_limit
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule, StorageDuel
 from phasewise.kerneldb.store import Store
@@ -125,9 +126,10 @@ class TunedRound:
         ends = [outcome.end for outcome in (self.outcome, self.attention) if outcome]
         return "interrupted" in ends
 
-    def roofline_share(self, gain: Gain) -> float:
-        """Share of what the cores could do in the same seconds; 1 is the limit."""
-        return bound_s(self.round, self.roofline, gain.problem) * 1e9 / (gain.tuned_ns * gain.pace)
+    def roofline_share(self, gain: Gain) -> float | None:
+        """Share of what the cores could do in the same seconds; 1 is the limit. As `share_of_limit`."""
+        bound_ns = bound_s(self.round, self.roofline, gain.problem) * 1e9
+        return share_of_limit(bound_ns / (gain.tuned_ns * gain.pace))
 
 
 def shapes_of(model: PackedModel) -> tuple[Shape, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.kerneldb.store import open_store
 from phasewise.serving.forward import attention_problem
 from phasewise.topology import Machine
@@ -81,7 +82,7 @@ def tune_rounds(
             if done[-1].is_interrupted:
                 break
             if problems:
-                report(f"comparing sparse and dense storage: {len(problems)} products ...")
+                report(f"comparing sparse and dense storage: {counted(len(problems), 'product')} ...")
                 duels = fight_storage_duels(problems, one, machine, store, duels_s, resume, lock)
                 done[-1] = replace(done[-1], storage=tuple(duels))
     return done

@@ -34,7 +34,7 @@ def parse_shapes(text: str, function: FunctionDefinition) -> list[Shape]:
         )
     shapes = [tuple(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
     if len(shapes) > MAX_SHAPES:
-        raise UserKernelError(f"{len(shapes)} shapes are more than {MAX_SHAPES}")
+        raise UserKernelError(f"there are {len(shapes)}; at most {MAX_SHAPES} shapes can be tuned at once")
     return list(dict.fromkeys(shapes))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,12 @@ CHECKED_CASES = 200
 HOPELESS_NS = 10**15
 """Time that stands for parameters that do not fit each other."""
 
+PARTS = 1000
+"""Picoseconds of a nanosecond: a call of 11 ns and one of 12 differ by whole nanoseconds alone."""
+
+COMPILES_OF_A_DUEL = 3
+"""A comparison at the end takes as long as compiling this many kernels: two to check, and the timing."""
+
 
 @dataclass(frozen=True)
 class ShapeOutcome:
@@ -50,10 +56,19 @@ class ShapeOutcome:
     gain: float
     """Gain of the last duel: how many times as fast as what it was compared with."""
     gain_low: float
+    baseline: Choice
+    """The author's own function where it takes part, else the first parameters."""
+    baseline_gain: float
+    """How many times as fast as the baseline, by a duel; 1 where that is in use."""
+    before: Choice
+    """What was in use when the run began."""
+    before_gain: float | None
+    """How many times as fast as that, where this run replaced it."""
     timed: int
     replayed: int
-    default_ns: int
-    best_ns: int
+    default_ns: int | None
+    best_ns: int | None
+    """None where there was no time for one."""
     is_complete: bool
 
 
@@ -70,6 +85,7 @@ class KernelSetting:
     lock: MeasurementLock
     report: Report
     budget_s: float
+    """From the call of `tune_user_kernel` on."""
     resume: bool = True
     original: Original | None = None
     """The author's own function: it stays in use where no parameters are proven faster."""
@@ -117,6 +133,10 @@ class _Run:
         self._fits: dict[Point, bool] = {}
         self._kernels: dict[Choice, int] = {}
         self._programs: dict[Choice, Program] = {}
+        self._batch_s = 0.0
+        """The longest time that a batch of timings has taken."""
+        self._compile_s = 0.0
+        """The longest time that a kernel has taken to compile."""
         self._watch = Watch([setting.core])
         rng = np.random.default_rng(0)
         default = chosen(setting.text, {}, setting.where)
@@ -138,9 +158,11 @@ class _Run:
             replaying.
             """
             if any(takes[one] >= len(known.get(one, ())) and self._kernel_fits(one) for one in asked):
-                if time.monotonic() > deadline_s:
+                began_s = time.monotonic()
+                if began_s + self._batch_s + COMPILES_OF_A_DUEL * self._compile_s > deadline_s:
                     raise _OutOfTime
                 counts["timed"] += self._time(problem, asked, known)
+                self._batch_s = max(self._batch_s, time.monotonic() - began_s)
             else:
                 counts["replayed"] += len(asked)
             found = [known[one][takes[one]] if self._kernel_fits(one) else HOPELESS_NS for one in asked]
@@ -155,13 +177,38 @@ class _Run:
         except _OutOfTime:
             is_complete = False
             best = min(known, key=lambda one: known[one][-1], default=first)
+        original = self._setting.original
+        baseline = original.choice if original else self._named(first)
+        earlier = self._promotions(problem)
+        before = earlier[-1].choice if earlier else baseline
         for choice in self._imported(problem):
             self._settle(problem, self._named(first), choice)
         found = self._settle(problem, self._named(first), self._named(best))
+        replaced = found.comparison.gain if found.incumbent == before != found.choice else None
+        found, gain = self._beside_baseline(problem, baseline, found)
         return ShapeOutcome(
-            problem, found.choice, found.comparison.gain, found.comparison.gain_low, counts["timed"],
-            counts["replayed"], known[first][-1], known[best][-1], is_complete,
+            problem, found.choice, found.comparison.gain, found.comparison.gain_low, baseline, gain, before,
+            replaced if found.choice != before else None, counts["timed"], counts["replayed"],
+            _newest(known, first), _newest(known, best), is_complete,
         )  # fmt: skip
+
+    def _beside_baseline(
+        self, problem: UserProblem, baseline: Choice, found: UserPromotion
+    ) -> tuple[UserPromotion, float]:
+        """What is in use after a duel with the baseline, unless there was one, and its gain over it."""
+        if found.choice == baseline:
+            return found, 1.0
+        for one in reversed(self._promotions(problem)):
+            if {one.choice, one.incumbent} == {found.choice, baseline}:
+                is_own = one.choice == found.choice
+                return found, (one.comparison if is_own else reversed_comparison(one.comparison)).gain
+        found = self._duel(problem, baseline, found.choice)
+        return found, found.comparison.gain if found.choice != baseline else 1.0
+
+    def _promotions(self, problem: UserProblem) -> list[UserPromotion]:
+        """What came into use here for a problem and is still offered, the newest last."""
+        found = self._setting.store.user_promotions(problem.kernel_abi, self._setting.core_sig)
+        return [one for one in found if one.problem == problem and self._is_offered(one.choice)]
 
     def _known(self, problem: UserProblem) -> dict[Point, list[int]]:
         """What the database has of each point, oldest first."""
@@ -182,7 +229,8 @@ class _Run:
             taken = timing.race(takes)
             conditions = self._watch.lap().fields()
         rows = []
-        for one, samples in zip(usable, taken, strict=True):
+        for one, parts in zip(usable, taken, strict=True):
+            samples = tuple(max(1, round(one / PARTS)) for one in parts)
             estimate_ns = max(1, timing.estimate_ns(samples))
             known.setdefault(one, []).append(estimate_ns)
             rows.append(
@@ -217,12 +265,14 @@ class _Run:
     def _kernel(self, choice: Choice) -> int:
         """Number in the timing process."""
         if choice not in self._kernels:
-            name = f"k{len(self._kernels)}"
+            name, began_s = f"k{len(self._kernels)}", time.monotonic()
             path = library_of(self._source(choice), name, self._folder, self._setting.target)
             self._kernels[choice] = self.process.load(path)
+            self._compile_s = max(self._compile_s, time.monotonic() - began_s)
         return self._kernels[choice]
 
     def _take(self, choice: Choice) -> timing.Take:
+        """Turns whose samples are picoseconds of a call."""
         kernel = self._kernel(choice)
         first = max(1, min(self.process.call_ns(kernel, 3, 1)))
         turn = timing.plan_turn(first)
@@ -232,7 +282,7 @@ class _Run:
 
         def take() -> timing.Samples:
             loops = self.process.call_ns(kernel, turn.loops, turn.calls_a_loop)
-            return tuple(max(1, round(one / turn.calls_a_loop)) for one in loops)
+            return call_parts(loops, turn.calls_a_loop)
 
         return take
 
@@ -253,8 +303,7 @@ class _Run:
         without it, has to be proven faster.
         """
         setting = self._setting
-        promotions = setting.store.user_promotions(problem.kernel_abi, setting.core_sig)
-        earlier = [one for one in promotions if one.problem == problem and self._is_offered(one.choice)]
+        earlier = self._promotions(problem)
         original = setting.original.choice if setting.original else None
         met = {one for found in earlier for one in (found.choice, found.incumbent)}
         if original and earlier and original not in met:
@@ -313,6 +362,15 @@ class _Run:
     def _origin(self) -> Origin:
         machine = MachineKey(self._setting.core_sig, SINGLE_CORE)
         return Origin(machine, __version__, time.time_ns() // 1_000_000)
+
+
+def call_parts(loop_ns: Sequence[int], calls_a_loop: int) -> timing.Samples:
+    """Loops of so many nanoseconds as picoseconds of a call."""
+    return tuple(max(1, round(PARTS * one / calls_a_loop)) for one in loop_ns)
+
+
+def _newest(known: Mapping[Point, Sequence[int]], point: Point) -> int | None:
+    return known[point][-1] if point in known else None
 
 
 class _OutOfTime(Exception):

@@ -7,10 +7,12 @@ from phasewise.cli.commands.bench.allreduce import allreduce
 from phasewise.cli.commands.bench.embed import embed
 from phasewise.cli.commands.bench.kernels import kernels
 from phasewise.cli.commands.bench.kv import kv
+from phasewise.cli.commands.bench.llama_bench import LlamaBenchCommand
 from phasewise.cli.commands.bench.machine import machine
 from phasewise.cli.commands.bench.run import run
 from phasewise.cli.commands.bench.serve import serve
 
 app = CommandApp(help="Measure speeds and the machine's limits.")
-for command in (serve, embed, machine, run, allreduce, kv, kernels):
+for command in (serve, embed, machine, allreduce, kv, kernels):
     app.command(command.__name__)(command)
+app.command("run", cls=LlamaBenchCommand)(run)

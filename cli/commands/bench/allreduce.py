@@ -21,12 +21,12 @@ def allreduce(
     ] = "1K,4K,16K,64K,256K,1M,4M,16M",
     kinds: Annotated[
         str,
-        typer.Option(
-            "--kinds", help="algorithms to time; the first is the one that the others are compared with"
-        ),
+        typer.Option("--kinds", help="algorithms to time; the others are compared with the first"),
     ] = "rank-shifted,master-copies,ring",
     threads: ThreadsOption = None,
-    rounds: Annotated[int, typer.Option("-r", "--rounds", min=1, max=1000)] = 15,
+    rounds: Annotated[
+        int, typer.Option("-r", "--rounds", min=1, max=1000, help="timed turns of each algorithm and size")
+    ] = 15,
     output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
     wide: WideOption = False,
 ) -> None:

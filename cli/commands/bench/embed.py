@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._words import counted, number, percent
 from phasewise.cli.options import JsonOption, parse_budget
 from phasewise.cli.present import note, print_json, say, say_words, write_atomically
 
@@ -20,37 +21,50 @@ URLArgument = Annotated[str, typer.Argument(metavar="URL", help="the server, e.g
 def embed(
     url: URLArgument,
     model: Annotated[str | None, typer.Option(help="model to ask for [default: the first listed]")] = None,
-    requests: Annotated[int, typer.Option("-n", min=1, help="requests of a load")] = 256,
-    inputs: Annotated[int, typer.Option(min=1, max=2048, help="inputs of a request")] = 1,
+    requests: Annotated[int, typer.Option("-n", min=1, help="number of requests")] = 256,
+    inputs: Annotated[int, typer.Option(min=1, max=2048, help="texts of a request")] = 1,
     lengths: Annotated[
-        str, typer.Option(help="words of an input: 75, 20:120 (even) or lognormal:75:0.6 (median, sigma)")
+        str,
+        typer.Option(help="words of a text: 75, 20:120 (evenly drawn) or lognormal:75:0.6 (median, sigma)"),
     ] = "75",
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="take inputs from FILE, one a line, over and over")
+        Path | None, typer.Option(metavar="FILE", help="take the texts from FILE, one a line, over and over")
     ] = None,
     concurrency: Annotated[
         list[int] | None,
-        typer.Option("-c", min=1, help="clients that wait for their answers [repeatable; default: 32]"),
+        typer.Option(
+            "-c", min=1, help="number of clients, each with one request at a time [repeatable; default: 32]"
+        ),
     ] = None,
-    rate: Annotated[float | None, typer.Option(min=0.01, help="requests/s instead, Poisson arrivals")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="send requests at this rate instead, requests/s, at random (Poisson)"),
+    ] = None,
     slo: Annotated[
         str | None, typer.Option(metavar="TIME", help="promised time of an answer, e.g. 1s or 0.5s")
     ] = None,
     find: Annotated[
-        bool, typer.Option("--find", help="search for the highest concurrency within --slo (WindVE's metric)")
+        bool,
+        typer.Option(
+            "--find",
+            help="find the most clients at once whose answers all come within --slo (WindVE's metric)",
+        ),
     ] = False,
-    encoding: Annotated[str, typer.Option(help="float or base64")] = "float",
-    api_key: Annotated[str | None, typer.Option(envvar="PHASEWISE_API_KEY", help="API key")] = None,
-    seed: Annotated[int, typer.Option(help="of lengths, words and arrivals")] = 0,
+    encoding: Annotated[str, typer.Option(help="form of the vectors: float or base64")] = "float",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PHASEWISE_API_KEY", help="key that requests carry")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="seed of lengths, words and arrivals")] = 0,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="draw P50 and P99 over concurrency")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Load an embeddings server, and print texts and tokens a second, and latencies.
+    """Load an embeddings server, and print texts/s, tokens/s and latencies.
 
-    A closed loop of -c clients, an open loop at --rate, or with --find the
-    most queries at once that are all answered within --slo.
+    -c clients each wait for their answer before they send the next request;
+    with --rate requests are sent without waiting. --find searches for the
+    most clients that are all answered within --slo.
     """
     from phasewise.loadtest.arrivals import RequestPace
     from phasewise.loadtest.client import base_of
@@ -113,8 +127,8 @@ def embed(
     if as_json:
         print_json(found)
         return
-    if "highest_concurrency" in found:
-        say(f"{found['highest_concurrency']} queries at once within {slo_s:g} s")
+    if "highest_concurrency" in found and slo_s is not None:
+        say(f"{counted(found['highest_concurrency'], 'query')} at once within {number(slo_s)} s")
     for load in found["loads"]:
         say_words(_line(load))
 
@@ -127,9 +141,13 @@ def _fields(of: EmbedFigures) -> dict[str, Any]:
 
 def _line(load: dict[str, Any]) -> str:
     """One load in one line."""
-    how = f"{load['rate']:g} requests/s" if "rate" in load else f"{load['concurrency']} clients"
+    how = (
+        f"{number(load['rate'])} requests/s"
+        if "rate" in load
+        else f"{counted(load['concurrency'], 'client')}"
+    )
     ms = load["latency_ms"]
-    promise = "" if load["within_slo"] is None else f", {100 * load['within_slo']:.1f} % within the SLO"
+    promise = "" if load["within_slo"] is None else f", {percent(load['within_slo'], 1)} within the SLO"
     return (
         f"{how}: {load['ok']} answered, {load['busy']} busy, {load['failed']} failed;"
         f" {load['texts_per_s']:.1f} texts/s, {load['tokens_per_s']:.0f} tokens/s;"

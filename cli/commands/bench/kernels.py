@@ -40,14 +40,17 @@ def kernels(
             "--peers", metavar="auto|none|LIST", help="any of torch, mkl, openblas, openvino, ggml, tvm"
         ),
     ] = "auto",
-    rounds: Annotated[int, typer.Option("-r", "--rounds", min=1, max=1000)] = 7,
+    rounds: Annotated[
+        int, typer.Option("-r", "--rounds", min=1, max=1000, help="timed turns of each product")
+    ] = 7,
     cold_mib: Annotated[
         int | None,
         typer.Option(
             "--cold-mib",
             min=1,
             max=1 << 16,
-            help="bytes of weights used in turn [default: twice the last-level cache]",
+            help="MiB of weights that are multiplied in turn, so that none stays in a cache [default: twice"
+            " the last-level cache]",
         ),
     ] = None,
     output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
@@ -60,7 +63,7 @@ def kernels(
         typer.Option(
             "--rows",
             metavar="FILE.jsonl",
-            help="append each row here as it is measured, and measure only missing rows",
+            help="append each row to this file as it is measured, and measure only rows that it lacks",
         ),
     ] = None,
     density: Annotated[

@@ -27,14 +27,14 @@ class TracePart(StrEnum):
 _SELECTION = option_set(
     TraceSelection,
     "Requests",
-    column=opt("column of a CSV file without prompts that holds the lengths of answers"),
-    prompt_tokens=opt("prompt length of each request of such a file", min=1, max=MAX_PROMPT_TOKENS),
+    column=opt("column of a CSV file that holds the lengths of answers; prompts have --prompt-tokens"),
+    prompt_tokens=opt("prompt length of each request of a CSV file", min=1, max=MAX_PROMPT_TOKENS),
     count=opt("most requests of each trace", "-n", "--count", min=1),
     part=opt(
         "all requests, or one of two halves that the seed draws: one to tune settings, one to test",
         kind=TracePart,
     ),
-    model=opt("model whose tokenizer encodes the prompts of a log that has them as text"),
+    model=opt("model whose tokens a log's prompts are [default: the one that its lines name]"),
     seed=opt("seed of samples, halves and errors"),
 )
 
@@ -81,7 +81,7 @@ def kv(
     traces: Annotated[
         list[str],
         typer.Argument(
-            metavar="TRACE...", help="files or distributions, one after the other", show_default=False
+            metavar="TRACE", help="files or distributions, one after the other", show_default=False
         ),
     ],
     selection: TraceSelection,
@@ -92,13 +92,13 @@ def kv(
 ) -> None:
     """Replay lengths of requests against KV policies, through the scheduler and the pools, without a model.
 
-    live/reserved: tokens with keys and values, as a share of the slots that requests hold, over time.
+    live/reserved: share of the reserved slots that hold a token, averaged over time.
 
-    live/pool: the same tokens as a share of all slots, while requests wait.
+    live/pool: share of all slots that hold a token, averaged over the time in which requests wait.
 
-    final/reserved: prompt and answer as a share of the block at the end.
+    final/reserved: share of its block that a request fills at its end.
 
-    A step is one batch of the scheduler.
+    A step is one batch of the scheduler. Why requests failed is told on stderr.
     """
     from phasewise.cli.render.kv_formats import FORMATS
     from phasewise.cli.render.row_forms import written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.cli.options import JsonOption, ThreadsOption
 from phasewise.cli.present import note, print_json, say
 
@@ -24,7 +25,7 @@ def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
     limits = []
     with user_lock(note).turn():
         for group in groups:
-            note(f"measuring {len(group)} core{'s' if len(group) > 1 else ''} ...")
+            note(f"measuring {counted(len(group), 'core')} ...")
             limits.append(measure_limits(group))
     if as_json:
         print_json(
@@ -54,6 +55,7 @@ def _print_limits(limits: list[MachineLimits]) -> None:
     rows.append([f"read {size}", *(f"{limit.read_bytes_per_s / 1e9:.1f} GB/s" for limit in limits)])
     headers = [
         f"limit ({limits[0].isa})",
-        *(f"{len(limit.cores)} core" + "s" * (len(limit.cores) > 1) for limit in limits),
+        *(counted(len(limit.cores), "core") for limit in limits),
     ]
-    say(tabulate(rows, headers=headers, tablefmt="github", colalign=("left", *["right"] * len(limits))))
+    aligned = ("left", *["right"] * len(limits))
+    say(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True, colalign=aligned))

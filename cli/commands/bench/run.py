@@ -1,14 +1,19 @@
-"""`phasewise bench run`: the throughput of a model, beside the machine's measured limits."""
+"""`phasewise bench run`: the throughput of models, beside the machine's measured limits."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise.cli.commands.bench.options import CountsValue, WideOption, counts
+from phasewise.cli.commands.bench.llama_bench import LEAST_BATCH_TOKENS, LIST, MODELS, PAIR
+from phasewise.cli.commands.bench.options import CountsValue, WideOption, counts, whole_numbers
+from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import (
     ArithmeticOption,
     DbOption,
@@ -17,16 +22,19 @@ from phasewise.cli.options import (
     KQuantArithmetic,
     KvFormat,
     KvFormatOption,
-    ModelArgument,
     Sparse,
     SparseOption,
-    ThreadsOption,
     TilePromptsOption,
     WeightFormat,
 )
 from phasewise.cli.present import note, note_plans, say
+from phasewise.workflows.bench.run_settings import CACHE_TYPES, BenchRunning, BenchTests
 
-_counts = partial(typer.Option, metavar="LIST", parser=counts)
+if TYPE_CHECKING:
+    from phasewise.workflows.bench.model import ModelRow
+    from phasewise.workflows.open_model import OpenModel
+
+MOST_BATCH_TOKENS = 1 << 16
 
 
 class Output(StrEnum):
@@ -39,59 +47,198 @@ class Output(StrEnum):
     sql = "sql"
 
 
+class PairsValue(tuple[tuple[int, int], ...]):
+    """Lengths of prompts with their answers, as an option's value."""
+
+    __slots__ = ()
+
+
+class NamesValue(tuple[str, ...]):
+    """Formats of keys or of values, as an option's value."""
+
+    __slots__ = ()
+
+
+def _pairs(text: str) -> PairsValue:
+    """`512,128;1024,64` as pairs; `0,0` is none. BadParameter for anything else."""
+    parts = [part.strip() for part in text.split(";") if part.strip()]
+    matches = [re.fullmatch(r"([0-9]{1,7}),([0-9]{1,7})", part) for part in parts]
+    if not all(matches):
+        raise typer.BadParameter(f"{text!r:.60} is no prompt and answer such as 512,128")
+    pairs = [(int(match[1]), int(match[2])) for match in matches if match is not None]
+    return PairsValue(pair for pair in pairs if any(pair))
+
+
+def _cache_types(text: str) -> NamesValue:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in CACHE_TYPES:
+            raise typer.BadParameter(
+                f"{name!r:.20} is no format of keys and values: {', '.join(CACHE_TYPES)}"
+            )
+    return NamesValue(CACHE_TYPES[name] for name in names)
+
+
+_counts = partial(opt, metavar=LIST, parser=counts)
+_types = partial(opt, metavar=LIST, parser=_cache_types, kind=NamesValue, written="", show_default=False)
+
+_TESTS = option_set(
+    BenchTests,
+    "Tests",
+    prompts=_counts(
+        "prompt lengths in tokens, e.g. 128,512 or 128-512*2; 0: none",
+        "-p",
+        "--n-prompt",
+        kind=CountsValue,
+        written="512",
+    ),
+    n_gen=_counts("decode lengths in tokens; 0: none", "-n", "--n-gen", kind=CountsValue, written="128"),
+    pairs=opt(
+        "a prompt and its answer in one time, e.g. 512,128 [repeatable]",
+        "-pg",
+        kind=PairsValue,
+        metavar=PAIR,
+        parser=_pairs,
+        written="",
+        show_default=False,
+    ),
+    depths=opt(
+        "positions computed before each test and not timed, e.g. 0,4096",
+        "-d",
+        "--n-depth",
+        kind=CountsValue,
+        metavar=LIST,
+        parser=whole_numbers,
+        written="0",
+    ),
+    sequences=_counts(
+        "numbers of sequences computed together", "-npl", "--n-sequences", kind=CountsValue, written="1"
+    ),
+)
+
+_RUNNING = option_set(
+    BenchRunning,
+    "How they are run",
+    batch_tokens=_counts(
+        f"most tokens of a prefill step; a list with a number below {LEAST_BATCH_TOKENS} is taken as"
+        " --n-sequences",
+        "-b",
+        "--batch-size",
+        kind=CountsValue,
+        written="2048",
+    ),
+    threads=_counts(
+        "numbers of cores to use [default: the plan's]",
+        "-t",
+        "--threads",
+        kind=CountsValue,
+        envvar="PHASEWISE_THREADS",
+        written="",
+        show_default=False,
+    ),
+    cache_k=_types(
+        "format of keys, the same as -ctv: f16, bf16, f32, q8_0 (int8), int4", "-ctk", "--cache-type-k"
+    ),
+    cache_v=_types("format of values, the same as -ctk", "-ctv", "--cache-type-v"),
+    repetitions=opt("timed runs of each test", "-r", "--repetitions", min=1, max=1000),
+    no_warmup=opt("do not run each test once before it is timed", "--no-warmup"),
+)
+
+
+@spread(tests=_TESTS, running=_RUNNING)
 def run(
-    model: ModelArgument,
-    prompts: Annotated[
-        CountsValue, _counts("-p", "--n-prompt", help="prompt lengths in tokens, e.g. 128,512; 0: none")
-    ] = "512",  # type: ignore[assignment]
-    n_gen: Annotated[CountsValue, _counts("-n", "--n-gen", help="decode lengths in tokens; 0: none")] = "128",  # type: ignore[assignment]
-    sequences: Annotated[
-        CountsValue, _counts("-b", "--n-sequences", help="numbers of sequences in a batch")
-    ] = "1",  # type: ignore[assignment]
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, max=1000)] = 5,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="known names, GGUF files, Hugging Face directories or hub names",
+            show_default=False,
+        ),
+    ] = None,
+    more_models: Annotated[
+        list[str] | None,
+        typer.Option("-m", "--model", metavar=MODELS, help="the same; several with commas [repeatable]"),
+    ] = None,
+    tests: BenchTests = BenchTests(),  # noqa: B008 (frozen)
+    running: BenchRunning = BenchRunning(),  # noqa: B008 (frozen)
     output: Annotated[Output, typer.Option("-o", "--output", help="form of the rows")] = Output.md,
     wide: WideOption = False,
     weight_format: FormatOption = WeightFormat.native,
     kv_format: KvFormatOption = KvFormat.auto,
     sparse: SparseOption = Sparse.auto,
-    threads: ThreadsOption = None,
     tile_prompts: TilePromptsOption = False,
     arithmetic: ArithmeticOption = KQuantArithmetic.tuned,
     db: DbOption = None,
     explain: ExplainOption = False,
 ) -> None:
-    """Time prefill (-p) and decode (-n) of MODEL, with llama-bench's field names."""
+    """Time prefill (-p) and decode (-n) of models. llama-bench's command lines run here too.
+
+    Each test is run for every model, number of threads, format of keys and
+    values, batch size, number of sequences and depth. The rows have
+    llama-bench's field names. Its flags about GPUs, and others that cannot be
+    followed here, are refused by name, except with the values that hold here
+    anyway (-ngl 0, -fa 1, -mmp 1, -ub 512).
+    """
     from phasewise.cli.render.bench_formats import FORMATS
-    from phasewise.cli.render.explain_text import uses_text
     from phasewise.cli.render.row_forms import written
-    from phasewise.serving.ranks import STEP_TOKENS
-    from phasewise.serving.throughput import Workload
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.bench.model import bench_rows, check_context, open_ranks
+    from phasewise.workflows.bench.model import Timing, bench_rows, check_context, open_ranks
     from phasewise.workflows.open_model import open_model
 
-    workloads = [
-        Workload(n_prompt, gen, n_sequences)
-        for n_sequences in sequences
-        for n_prompt, gen in [(p, 0) for p in prompts] + [(0, n) for n in n_gen]
-    ]
+    tests, running = _with_small_batches(tests, running)
+    names = [*(models or ()), *(name for given in more_models or () for name in _model_names(given))]
+    if not names:
+        raise typer.BadParameter("name a model: MODEL, or -m MODEL")
+    workloads = tests.workloads()
     if not workloads:
-        raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
-    found = open_model(
-        model,
-        weight_format,
-        threads,
-        db,
-        note,
-        sparse=sparse.value,
-        tile_prompts=tile_prompts,
-        arithmetic=arithmetic.value,
-    )
-    note_plans(found.plans)
-    check_context(workloads, found.model.config.context_length)
-    if explain:
-        uses = found.explain(STEP_TOKENS, max(workload.n_sequences for workload in workloads), kv_format)
-        note(uses_text(uses))
-    with user_lock(note).turn(), open_ranks(found, workloads, kv_format.value) as opened:
-        rows = list(bench_rows(opened, workloads, repetitions, note))
+        raise typer.BadParameter("nothing to measure: give -p, -n or -pg, and at least one sequence")
+    formats = running.kv_formats(kv_format.value)
+    opened_models = []
+    for name in names:
+        for threads in running.threads or (None,):
+            found = open_model(
+                name, weight_format, threads, db, note,
+                sparse=sparse.value, tile_prompts=tile_prompts, arithmetic=arithmetic.value,
+            )  # fmt: skip
+            note_plans(found.plans)
+            check_context(workloads, found.model.config.context_length)
+            if explain:
+                _explain(found, tests, formats)
+            opened_models.append(found)
+    timing = Timing(running.repetitions, int(not running.no_warmup), running.batch_tokens)
+    rows: list[ModelRow] = []
+    with user_lock(note).turn():
+        for found in opened_models:
+            for one in formats:
+                with open_ranks(found, workloads, one, max(running.batch_tokens)) as ranks:
+                    rows += bench_rows(ranks, workloads, timing, note)
     say(written(FORMATS, output.value, rows, wide=wide), end="")
+
+
+def _with_small_batches(tests: BenchTests, running: BenchRunning) -> tuple[BenchTests, BenchRunning]:
+    """Values of -b that are no size of a batch as numbers of sequences."""
+    given = running.batch_tokens
+    if not given or max(given) > MOST_BATCH_TOKENS:
+        raise typer.BadParameter(
+            f"-b is a list of batch sizes from {LEAST_BATCH_TOKENS} to {MOST_BATCH_TOKENS}"
+        )
+    if min(given) >= LEAST_BATCH_TOKENS:
+        return tests, running
+    listed = ",".join(map(str, given))
+    if tests.sequences != BenchTests.sequences:
+        raise typer.BadParameter(f"-b {listed}: a batch has at least {LEAST_BATCH_TOKENS} tokens")
+    note(f"-b {listed} is taken as --n-sequences {listed}: a batch has at least {LEAST_BATCH_TOKENS} tokens")
+    return replace(tests, sequences=given), replace(running, batch_tokens=BenchRunning.batch_tokens)
+
+
+def _model_names(given: str) -> list[str]:
+    """Names with commas between them, unless that is the name of a file."""
+    return [given] if Path(given).exists() else [part.strip() for part in given.split(",") if part.strip()]
+
+
+def _explain(found: OpenModel, tests: BenchTests, formats: list[str]) -> None:
+    from phasewise.cli.render.explain_text import uses_text
+    from phasewise.serving.ranks import STEP_TOKENS
+
+    for one in formats:
+        note(uses_text(found.explain(STEP_TOKENS, max(tests.sequences), one)))

@@ -101,7 +101,7 @@ def serve(
     asking: Asking,
     promises: Promises,
     model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="[default: the first that is served]")
+        str, typer.Option("--model", metavar="NAME", help="model to ask for [default: the first listed]")
     ] = "",
     output: Annotated[Table, _printed("-o", "--output", help="form of the results")] = Table.md,
     save_detailed: Annotated[

@@ -76,7 +76,7 @@ def test_a_text_needs_an_encoder(tmp_path: Path) -> None:
 
     with pytest.raises(PredictorError, match="--model"):
         read_log(tmp_path / "log")
-    assert read_log(tmp_path / "log", lambda text: [len(text)]).examples[0].facts.token_ids == (2,)
+    assert read_log(tmp_path / "log", lambda text, named: [len(text)]).examples[0].facts.token_ids == (2,)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from phasewise._words import counted
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.conditions import Watch
 from phasewise.workflows.bench.allreduce.processes import System, our_systems
@@ -88,7 +89,7 @@ def all_reduce_rows(
         cores = grid.cores[:ranks]
         with our_systems(cores, grid.kinds, most_floats) as ours, open_others(cores) as others:
             for size in grid.message_bytes:
-                report(f"{ranks} ranks, {size_text(size)}")
+                report(f"{counted(ranks, 'rank')}, {size_text(size)}")
                 watch = Watch(cores)
                 samples = _in_turns([*ours, *others], size // 4, grid.rounds)
                 yield from _rows(size, cores, samples, watch.lap().steal)

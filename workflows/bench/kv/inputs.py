@@ -7,6 +7,7 @@ get a stated length), or a log of answers' lengths, written by the server or by 
 from __future__ import annotations
 
 import csv
+import difflib
 import math
 import random
 import statistics
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from phasewise._words import percent
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Estimate
 from phasewise.tuner.config.lengths import RequestLengths, Trace
@@ -172,11 +174,9 @@ def _column(path: str, selection: TraceSelection) -> TraceRequests:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
-            if selection.column not in (rows.fieldnames or ()):
-                names = ", ".join(rows.fieldnames or ())
-                raise TraceError(
-                    f"{path} has the columns {names}: name with --column whose numbers are lengths of answers"
-                )
+            names = rows.fieldnames or ()
+            if selection.column not in names:
+                raise TraceError(_wrong_column(path, selection.column, names))
             lengths = [_length(row[selection.column], f"{path}, row {at}") for at, row in enumerate(rows, 2)]
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
@@ -190,6 +190,15 @@ def _column(path: str, selection: TraceSelection) -> TraceRequests:
     return samples
 
 
+def _wrong_column(path: str, column: str | None, names: Sequence[str]) -> str:
+    listed = ", ".join(names)
+    if column is None:
+        return f"{path} has the columns {listed}: name with --column whose numbers are lengths of answers"
+    near = difflib.get_close_matches(column, names, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{path} has no column {column!r:.60}, only {listed}{meant}"
+
+
 def _length(text: str | None, where: str) -> int:
     if text is None or not text.strip().isdecimal():
         raise TraceError(f"{where}: a number of tokens is expected, not {text!r:.40}")
@@ -197,9 +206,9 @@ def _length(text: str | None, where: str) -> int:
 
 
 def _logged(path: str, model: str | None, report: Report) -> TraceRequests:
-    from phasewise.workflows.predict_len.inputs import ModelTokens, read_logs
+    from phasewise.workflows.predict_len.inputs import read_logs
 
-    logs, _ = read_logs([Path(path)], None if model is None else ModelTokens(model, report))
+    logs = read_logs([Path(path)], model, report).logs
     return tuple(
         TraceRequest(RequestLengths(len(one.facts.token_ids), one.output_tokens), one.facts)
         for log in logs
@@ -254,4 +263,4 @@ def how_far_off(trace: Trace, estimates: Sequence[Estimate | None]) -> str:
     """The error of estimates as a line of text."""
     pairs = [(one.output_tokens, e.output_tokens) for one, e in zip(trace, estimates, strict=True) if e]
     off = sorted(abs(estimate - real) / real for real, estimate in pairs)
-    return f"off by {off[len(off) // 2]:.0%} at the median, {off[len(off) * 9 // 10]:.0%} at p90"
+    return f"off by {percent(off[len(off) // 2])} at the median, {percent(off[len(off) * 9 // 10])} at p90"

@@ -12,10 +12,10 @@ ways:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phasewise._words import counted, percent
 from phasewise.serving.errors import RequestError
 from phasewise.serving.pools.contract import Estimate, KvPool, PoolSettings
 from phasewise.serving.pools.opening import POLICIES, open_pool
@@ -113,7 +113,11 @@ def replay_policies(
     inputs = ReplayInputs(traces, selection, wish.max_tokens, estimates, wish.step_ms, speeds)
     replay, story = replay_of(inputs, n_slots, wish.max_sequences, overrides.chosen(), report)
     report(story)
-    return list(replayed(replay, names))
+    rows = list(replayed(replay, names))
+    for row in rows:
+        if row.failed:
+            report(f"{row.policy}, {row.estimate}: {counted(row.failed, 'request')} failed; {row.failed_why}")
+    return rows
 
 
 def replay_of(
@@ -145,7 +149,8 @@ def story_of(trace: Trace, max_tokens: int, seed: int) -> str:
     shares = static_shares(trace, max_tokens)
     return (
         f"{describe(trace)}; max_tokens {max_tokens}, with which static pre-allocation fills "
-        f"{shares['final']:.1%} of its blocks in the end and {shares['live']:.1%} over time; seed {seed}"
+        f"{percent(shares['final'], 1)} of its blocks in the end and {percent(shares['live'], 1)} over time;"
+        f" seed {seed}"
     )
 
 
@@ -168,6 +173,9 @@ class KvRow:
     """Mean number of running requests while others wait."""
     peak_running: int
     failed: int
+    """Requests that can never run."""
+    failed_why: str
+    """The reason of the first of them; empty where none failed."""
     migrations: int
     moved_slots: int
     """Slots copied because blocks grew or moved."""
@@ -201,6 +209,7 @@ class _Sums:
     waiting_tokens: int = 0
     waiting_s: float = 0.0
     peak_running: int = 0
+    failed_why: str = ""
     ended: set[str] = field(default_factory=set)
 
 
@@ -241,6 +250,7 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
         mean_running=sums.running_waiting / waiting,
         peak_running=sums.peak_running,
         failed=len(replay.trace) - len(sums.ended),
+        failed_why=sums.failed_why,
         migrations=stats.migrations,
         moved_slots=sums.moved_slots,
         overflows=stats.overflows,
@@ -265,18 +275,22 @@ def _run(replay: Replay, estimates: Estimates, scheduler: Scheduler, sums: _Sums
     while coming or scheduler.has_work:
         while coming and (replay.step_s is None or (coming[-1][1].arrival_s or 0) <= step * replay.step_s):
             at, _ = coming.pop()
-            _add(scheduler, replay, at, estimates[at])
+            why = _add(scheduler, replay, at, estimates[at])
+            sums.failed_why = sums.failed_why or why
         _step(replay, scheduler, sums)
         scheduler.pool.refresh()
         step += 1
 
 
-def _add(scheduler: Scheduler, replay: Replay, at: int, estimate: Estimate | None) -> None:
-    """Add a request; one that can never run counts as failed."""
+def _add(scheduler: Scheduler, replay: Replay, at: int, estimate: Estimate | None) -> str:
+    """Add a request; why it can never run, else nothing."""
     prompt = (GOES_ON,) * replay.trace[at].prompt_tokens
     stops = frozenset({STOPS})
-    with suppress(RequestError):
+    try:
         scheduler.add(Request(str(at), prompt, replay.max_tokens, stops, estimate))
+    except RequestError as error:
+        return str(error)
+    return ""
 
 
 def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:

@@ -1,0 +1,62 @@
+"""Numbers in sentences and tables: plurals, shares, multiples and digits by one set of rules."""
+
+from __future__ import annotations
+
+import math
+
+NOTHING = "-"
+"""What stands in place of a number that there is not."""
+
+MOST_SHARE = 1.15
+"""Of a limit, in two measurements of one minute. What is above it was measured against too low a limit."""
+
+LOW_LIMIT = "-: faster than the limit, which was measured while the machine was busy"
+"""The line of a table with such a share."""
+
+
+def plural(count: float, one: str, several: str | None = None) -> str:
+    """`one` for a count of one, else `several` or `one` with an s: `plan`, `plans`."""
+    if count == 1:
+        return one
+    if several is not None:
+        return several
+    if one.endswith("y") and one[-2:-1] not in "aeiou":
+        return f"{one[:-1]}ies"
+    return f"{one}es" if one.endswith(("s", "x", "z", "ch", "sh")) else f"{one}s"
+
+
+def counted(count: int, one: str, several: str | None = None) -> str:
+    """A count with its noun: `1 plan`, `3 plans`, `0 queries`."""
+    return f"{count} {plural(count, one, several)}"
+
+
+def number(value: float, digits: int = 6) -> str:
+    """`digits` significant digits or all before the point, never an exponent: `1150`, `0.25`."""
+    if not math.isfinite(value):
+        return NOTHING
+    if value == 0:
+        return "0"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{places}f}"
+    return _unsigned_zero(text.rstrip("0").rstrip(".") if "." in text else text)
+
+
+def percent(value: float, places: int = 0) -> str:
+    """A share of one in per cent: `39%`; what rounds to nothing has no sign."""
+    return f"{_unsigned_zero(f'{100 * value:.{places}f}')}%" if math.isfinite(value) else NOTHING
+
+
+def share_of_limit(share: float) -> float | None:
+    """A share that may be told; None where the limit must have been measured too low."""
+    return share if share <= MOST_SHARE else None
+
+
+def multiple(ratio: float, places: int = 2) -> str:
+    """A ratio: `2.41x`; from 100 on without places, `1150x`."""
+    if not math.isfinite(ratio):
+        return NOTHING
+    return f"{_unsigned_zero(f'{ratio:.{places if abs(ratio) < 100 else 0}f}')}x"
+
+
+def _unsigned_zero(text: str) -> str:
+    return text[1:] if text.startswith("-") and not text.strip("-0.") else text

@@ -1,0 +1,82 @@
+"""Numbers in sentences: one plural, one form of shares and multiples, no source with a rule of its own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise._words import counted, multiple, number, percent, plural
+
+ROOT = Path(__file__).resolve().parent.parent
+TOLD = ("cli", "workflows", "loadtest")
+"""Rooms whose texts are for people."""
+
+values = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_value=1e12)
+
+
+@given(st.integers(0, 10**9), st.sampled_from(["plan", "query", "process", "class", "box", "day", "match"]))
+def test_a_count_of_one_is_the_only_one_without_a_plural(count: int, noun: str) -> None:
+    words = counted(count, noun).split()
+
+    assert words[0] == str(count)
+    assert (words[1] == noun) == (count == 1)
+    assert words[1] == noun or words[1].endswith("s")
+
+
+@pytest.mark.parametrize(
+    ("noun", "several"), [("query", "queries"), ("day", "days"), ("process", "processes"), ("CPU", "CPUs")]
+)
+def test_plurals(noun: str, several: str) -> None:
+    assert plural(2, noun) == plural(0, noun) == several
+    assert plural(2, "is", "are") == "are"
+
+
+@given(values)
+def test_no_number_has_an_exponent_or_a_sign_without_a_value(value: float) -> None:
+    for text in (number(value), percent(value), percent(value, 1), multiple(value), number(value, 3)):
+        assert re.fullmatch(r"-?[0-9]+(\.[0-9]+)?[%x]?", text), text
+        assert not re.fullmatch(r"-0(\.0+)?[%x]?", text)
+
+
+@given(st.floats(1e-6, 1e12))
+def test_digits_are_those_of_the_value(value: float) -> None:
+    assert float(number(value)) == pytest.approx(value, rel=1e-5)
+    assert float(multiple(value)[:-1]) == pytest.approx(value, rel=6e-3, abs=6e-3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_is_a_dash(value: float) -> None:
+    assert {number(value), percent(value), multiple(value)} == {"-"}
+
+
+OWN_RULES = {
+    "a plural of its own": re.compile(r"""['"]s['"] (if|\*)"""),
+    "a count before a plural": re.compile(r"\{len\([^{}]*\)\} (?!of\b|is\b|has\b)[a-z]+[^s\W]s\b(?!/)"),
+    "a share of its own": re.compile(r":\.[0-9]*%\}"),
+    "an exponent": re.compile(r":\.?[0-9]*g\}"),
+}
+EXCEPT = {
+    "cli/commands/embed.py": "an exponent",
+    "workflows/predict_len/judge.py": "an exponent",
+    "workflows/prune/masks.py": "an exponent",
+}
+"""Numbers for programs: vectors, and keys of JSON."""
+
+
+@pytest.mark.parametrize("rule", OWN_RULES)
+def test_no_text_has_a_rule_of_its_own(rule: str) -> None:
+    found = [
+        f"{name}:{at}: {line.strip()}"
+        for room in TOLD
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for name in [str(path.relative_to(ROOT))]
+        if "peer_worker" not in name and EXCEPT.get(name) != rule
+        for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if OWN_RULES[rule].search(line)
+    ]
+
+    assert found == []
