@@ -204,9 +204,9 @@ def _rounds(
         return rounds_of_shapes(found, machine, phases, max_m, threads), None
     if weight_format not in list(WeightFormat):
         raise typer.BadParameter(f"a model's --format is one of {', '.join(WeightFormat)}")
-    from phasewise.workflows.open_model import open_model
+    from phasewise.workflows.open_model import Weights, open_model
 
-    opened = open_model(model, weight_format, threads, db, note)
+    opened = open_model(model, Weights(weight_format), threads, db, note)
     return rounds_of_model(opened, machine, phases, max_m), opened
 
 

@@ -68,7 +68,7 @@ def run(
     from phasewise.serving.throughput import Workload
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.bench.model import bench_rows, check_context, open_ranks
-    from phasewise.workflows.open_model import open_model
+    from phasewise.workflows.open_model import Weights, open_model
 
     workloads = [
         Workload(n_prompt, gen, n_sequences)
@@ -77,16 +77,10 @@ def run(
     ]
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or both, and -b")
-    found = open_model(
-        model,
-        weight_format,
-        threads,
-        db,
-        note,
-        sparse=sparse.value,
-        tile_prompts=tile_prompts,
-        arithmetic=arithmetic.value,
+    weights = Weights(
+        weight_format.value, sparse.value, tile_prompts=tile_prompts, arithmetic=arithmetic.value
     )
+    found = open_model(model, weights, threads, db, note)
     note_plans(found.plans)
     check_context(workloads, found.model.config.context_length)
     if explain:
