@@ -352,7 +352,7 @@ def _sampling(found: OpenModel, settings: ServeSettings) -> SamplingDefaults:
 
 
 def _machine_facts(first: _OpenedModel, settings: ServeSettings) -> MachineFacts:
-    """Of this host: nothing where the model computes on others."""
+    """Facts of this host; nothing where the model computes on others."""
     from phasewise.serving.http.live import MachineFacts
     from phasewise.topology import read_machine
     from phasewise.workflows.machine_facts import picture_of_plans, schedule_rows
