@@ -6,7 +6,8 @@ or from the configuration file stands for many runs: where a run cannot follow i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ class Way:
     when: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     makes_vectors: bool | None = None
-    instead: str = "leave it out"
+    instead: str = "leave that out"
 
     def holds(self, given: Mapping[str, Given], model_makes_vectors: Callable[[], bool]) -> bool:
         """True where a run with these options is run in this way."""
@@ -37,6 +38,16 @@ class Way:
         if any(_is_set(one, given) for one in self.unless):
             return False
         return self.makes_vectors is None or self.makes_vectors == model_makes_vectors()
+
+    def refusal(self, flags: Sequence[str], given: Mapping[str, Given]) -> str:
+        """The line for options that were written, with those that made it this way."""
+        chosen = ", ".join(
+            flag
+            for one in self.when
+            if (flag := re.split("[=~]", one)[0]) not in self.where and _is_set(one, given)
+        )
+        have = "has" if len(flags) == 1 else "have"
+        return f"{', '.join(flags)} {have} no effect {self.where}{chosen and f' ({chosen})'}: {self.instead}"
 
 
 class Given(NamedTuple):
@@ -67,7 +78,7 @@ def _is_set(condition: str, given: Mapping[str, Given]) -> bool:
 def unused_options(
     command: str, given: Mapping[str, Given], model_makes_vectors: Callable[[], bool]
 ) -> list[Unused]:
-    """The options of a run that it cannot follow. UsageError for the first that was given by its flag.
+    """The options of a run that it cannot follow. UsageError where one was given by its flag.
 
     command: as it is typed, `bench run`. given: every option by its first flag, and arguments by their names.
     model_makes_vectors: asked only where the answer matters.
@@ -77,9 +88,9 @@ def unused_options(
         idle = [flag for flag in way.refuses if flag in left and (left[flag].by_flag or left[flag].is_set)]
         if not idle or not way.holds(left, model_makes_vectors):
             continue
+        if written := [flag for flag in idle if left[flag].by_flag]:
+            raise UsageError(way.refusal(written, left))
         for flag in idle:
-            if left[flag].by_flag:
-                raise UsageError(f"{flag} has no effect {way.where}: {way.instead}")
             unused.append(Unused(flag, way.where))
             del left[flag]
     return unused
@@ -135,27 +146,27 @@ _SERVE = (
         (*_LOCAL_POOLS, "--explain"),
         when=("--cluster",),
         instead="a cluster has instances by --prompt, --token and --mixed, whose hosts choose cores and "
-        "schedules; leave it out",
+        "schedules; leave that out",
     ),
     Way(
         "with --pools",
         ("--prompt-pool", "--token-pool", "--mixed-pool"),
         when=("--pools",),
-        instead="--pools auto finds the cores itself; leave it out",
+        instead="--pools auto finds the cores itself; leave that out",
     ),
     Way(
         "with pools",
         ("--threads", "--draft", "--also"),
         when=_POOLS,
-        instead="each pool has cores and an engine of its own; leave it out, or the pools",
+        instead="each pool has cores and an engine of its own; leave that out, or the pools",
     ),
-    Way("without pools", _DIVIDING, unless=_POOLS, instead="name pools, or leave it out"),
+    Way("without pools", _DIVIDING, unless=_POOLS, instead="name pools, or leave that out"),
     Way(
         "where all pools are mixed",
         _DIVIDING,
         when=("--mixed-pool", "--mixed"),
         unless=("--prompt-pool", "--token-pool", "--pools", "--prompt", "--token"),
-        instead="nothing is divided; leave it out",
+        instead="nothing is divided; leave that out",
     ),
     Way("without --embed-model", _EMBEDDING, unless=("--embed-model",), makes_vectors=False),
 )
@@ -177,7 +188,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
             "with --probe",
             ("--input",),
             when=("--probe",),
-            instead="a probe measures the machine it runs on; leave it out",
+            instead="a probe measures the machine it runs on; leave that out",
         ),
         Way("without --plan", ("MODEL",), unless=("--plan",), instead="add --plan to draw its plans"),
         Way("without --plan MODEL", ("--format", "--db"), unless=("MODEL",)),
@@ -189,7 +200,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
             "without --evaluator modelled",
             ("--hidden",),
             unless=("--evaluator=modelled",),
-            instead="a real machine hides what it hides; leave it out",
+            instead="a real machine hides what it hides; leave that out",
         ),
         Way("without --objective goodput", ("--slo",), unless=("--objective=goodput",)),
     ),
@@ -208,7 +219,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
             "with --rate",
             ("--prefix-reuse",),
             when=("--rate",),
-            instead="drawn requests have no prompts in common; leave it out",
+            instead="drawn requests have no prompts in common; leave that out",
         ),
         _CLUSTER_DB,
     ),
