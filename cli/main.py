@@ -33,8 +33,9 @@ from phasewise.cli.commands import (
     tune_embed,
     tune_kernels,
 )
-from phasewise.cli.config_file import config_path, defaults_of, read_config
+from phasewise.cli.config_file import defaults_of, read_config
 from phasewise.cli.present import EXIT_INTERRUPTED, fail
+from phasewise.workflows.config_file import config_path
 
 app = CommandApp(name="phasewise")
 app.command("generate")(generate.generate)
