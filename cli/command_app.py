@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from phasewise.cli.present import note
-from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, Given, unused_options, ways_text
+from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, GivenOption, unused_options, ways_text
 
 OTHER_OPTIONS = "Options"
 EXIT_USAGE = 2
@@ -59,7 +59,7 @@ class GroupedCommand(TyperCommand):
         command, source = _path(ctx), ctx.get_parameter_source
         parameters = {_name(one): one for one in self.get_params(ctx) if one.name in ctx.params}
         given = {
-            flag: Given(
+            flag: GivenOption(
                 ctx.params[one.name],
                 source(one.name).name != "DEFAULT" and str(ctx.params[one.name]) != str(one.default),
                 source(one.name).name == "COMMANDLINE",

@@ -21,7 +21,7 @@ from phasewise.serving.errors import ContextLengthExceeded, ModelError, RequestE
 from phasewise.topology import Machine, read_lstopo
 from phasewise.topology import read_machine as read_sysfs
 from phasewise.tuner.errors import EvaluationError, PlanError, TraceError
-from phasewise.workflows.config_file import Standing
+from phasewise.workflows.config_file import StandingOptions
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.open_model import OpenModel, Weights
 from phasewise.workflows.open_model import open_model as open_for_running
@@ -114,7 +114,7 @@ class Model:
         from phasewise.serving.sampling import SamplingParams
         from phasewise.workflows.drafts import find_drafts
 
-        standing = Standing.of("generate")
+        standing = StandingOptions.of("generate")
         kv_format = kv_format or standing.text("kv_format") or "auto"
         drafts = find_drafts(draft or standing.text("draft"), self._opened, self._db)
         opened, text = self._opened, ModelText(self._opened.model)
@@ -158,7 +158,7 @@ def open_model(
     from phasewise.serving.sparse_mode import SPARSE_MODES
     from phasewise.workflows.arithmetic_choice import ARITHMETIC_CHOICES
 
-    standing = Standing.of("generate")
+    standing = StandingOptions.of("generate")
     weights = Weights(
         weight_format or standing.text("format") or "native",
         cast("SparseMode", standing.text("sparse", SPARSE_MODES) or "auto"),
@@ -184,7 +184,7 @@ def open_store(db: str | None = None, *, report: Report = silent) -> AbstractCon
     """
     from phasewise.kerneldb.store import open_store as open_in_room
 
-    return open_in_room(db or Standing.of("db", "show").text("db"), report)
+    return open_in_room(db or StandingOptions.of("db", "show").text("db"), report)
 
 
 def tune_kernels(
@@ -208,7 +208,7 @@ def tune_kernels(
     from phasewise.workflows.tune_kernels.run import rounds_of_model, tune_rounds
 
     machine = read_sysfs()
-    db = db or Standing.of("tune-kernels").text("db") or model._db
+    db = db or StandingOptions.of("tune-kernels").text("db") or model._db
     rounds = rounds_of_model(model._opened, machine, phases, max_rows)
     return tune_rounds(rounds, machine, db, budget_s, resume, user_lock(report), report, progress)
 
@@ -240,7 +240,7 @@ def tune_config(
     from phasewise.workflows.tune_config.run import tune
     from phasewise.workflows.tune_config.subject import Wish, open_subject
 
-    started_s, standing = time.monotonic(), Standing.of("tune-config")
+    started_s, standing = time.monotonic(), StandingOptions.of("tune-config")
     wish = Wish(
         model=ref,
         weight_format=weight_format or standing.text("format") or "native",

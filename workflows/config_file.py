@@ -40,7 +40,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Standing:
+class StandingOptions:
     """Options of one command that stand for many calls: PHASEWISE_* variables, then the command's table of
     the configuration file. Each is asked by its key, `kv_format` for PHASEWISE_KV_FORMAT.
     """
@@ -48,7 +48,7 @@ class Standing:
     table: dict[str, Any]
 
     @classmethod
-    def of(cls, *command: str) -> Standing:
+    def of(cls, *command: str) -> StandingOptions:
         """command: the tables' names, `bench`, `run`. WorkflowError as `read_toml`."""
         table: Any = read_toml(config_path())
         for name in command:

@@ -31,7 +31,7 @@ class Way:
     makes_vectors: bool | None = None
     instead: str = "leave that out"
 
-    def holds(self, given: Mapping[str, Given], model_makes_vectors: Callable[[], bool]) -> bool:
+    def holds(self, given: Mapping[str, GivenOption], model_makes_vectors: Callable[[], bool]) -> bool:
         """True where a run with these options is run in this way."""
         if self.when and not any(_is_set(one, given) for one in self.when):
             return False
@@ -39,7 +39,7 @@ class Way:
             return False
         return self.makes_vectors is None or self.makes_vectors == model_makes_vectors()
 
-    def refusal(self, flags: Sequence[str], given: Mapping[str, Given]) -> str:
+    def refusal(self, flags: Sequence[str], given: Mapping[str, GivenOption]) -> str:
         """The line for options that were written, with those that made it this way."""
         chosen = ", ".join(
             flag
@@ -50,7 +50,7 @@ class Way:
         return f"{', '.join(flags)} {have} no effect {self.where}{chosen and f' ({chosen})'}: {self.instead}"
 
 
-class Given(NamedTuple):
+class GivenOption(NamedTuple):
     """The value of an option. is_set: it is not the default. by_flag: it was written on the command line."""
 
     value: Any
@@ -65,7 +65,7 @@ class Unused(NamedTuple):
     where: str
 
 
-def _is_set(condition: str, given: Mapping[str, Given]) -> bool:
+def _is_set(condition: str, given: Mapping[str, GivenOption]) -> bool:
     flag, equals, value = condition.partition("=")
     if equals:
         return flag in given and str(given[flag].value) == value
@@ -76,7 +76,7 @@ def _is_set(condition: str, given: Mapping[str, Given]) -> bool:
 
 
 def unused_options(
-    command: str, given: Mapping[str, Given], model_makes_vectors: Callable[[], bool]
+    command: str, given: Mapping[str, GivenOption], model_makes_vectors: Callable[[], bool]
 ) -> list[Unused]:
     """The options of a run that it cannot follow. UsageError where one was given by its flag.
 
@@ -266,8 +266,8 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     "kernels emit": (Way("without --against", _AUTHORS_C, unless=("--against",)),),
     "models inspect": (Way("without --density", ("--format",), unless=("--density",)),),
     "predict-len eval": (
-        Way("with --predictor", ("--encoder", "--folds"), when=("--predictor",)),
-        Way("with --folds", ("--split", "--drift"), when=("--folds",)),
+        Way("with --predictor", ("--encoder",), when=("--predictor",)),
+        Way("with --folds", ("--split",), when=("--folds",)),
     ),
     "db show": (_TABLE,),
 }

@@ -108,18 +108,14 @@ def tune_kernels(
     budget_s = parse_budget(budget)
     machine = read_machine()
     if kernel is not None:
-        if model is not None or shapes is None or dry_run:
-            raise typer.BadParameter("--kernel goes with --shapes, without a MODEL and without --dry-run")
-        if (include or define) and against is None:
-            raise typer.BadParameter("--include and --define go with --against")
+        if shapes is None:
+            raise typer.BadParameter("--kernel goes with --shapes")
         original = None if against is None else (against, include or [], define or [])
         _tune_user_kernel(kernel, shapes, isa, original, machine, db, budget_s, resume, as_json)
         return
-    if isa is not None or against is not None or include or define:
-        raise typer.BadParameter("--isa, --against, --include and --define go with --kernel")
     rounds, opened = _rounds(machine, model, shapes, weight_format, phases_of(phase), max_m, threads, db)
     if dry_run:
-        _print_plan(rounds, as_json)
+        _print_plan(rounds, budget_s, resume, as_json)
         return
     tuned, changes = _tune(rounds, machine, db, budget_s, resume, opened)
     _print_tuned(tuned, changes, as_json)
@@ -231,8 +227,8 @@ def _tune(
     return tuned, change_of_model(opened, tuned, machine, db, budget_s, user_lock(note), note)
 
 
-def _print_plan(rounds: list[Round], as_json: bool) -> None:
-    from phasewise.cli.render.tuning_text import plan_text
+def _print_plan(rounds: list[Round], budget_s: float, resume: bool, as_json: bool) -> None:
+    from phasewise.cli.render.tuning_text import budget_words, plan_text
     from phasewise.workflows.tune_kernels.tuned_json import plan_fields
 
     if as_json:
@@ -247,9 +243,10 @@ def _print_plan(rounds: list[Round], as_json: bool) -> None:
             }
             for one in rounds
         ]
-        print_json({"dry_run": True, "rounds": fields})
+        print_json({"dry_run": True, "budget_s": budget_s, "resume": resume, "rounds": fields})
     else:
         say(plan_text(rounds))
+        say(budget_words(budget_s, resume))
 
 
 def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], as_json: bool) -> None:

@@ -1,6 +1,6 @@
 """Every option of `phasewise serve` acts in every way of running, or is refused by name beforehand.
 
-An option acts where a run with it opens other values (tests/support/opened_by_serve.py) than one without it.
+An option acts where a run with it opens other values (tests/cli/opened_by_serve.py) than one without it.
 A new option needs a row in `SAMPLES`.
 """
 
@@ -16,9 +16,9 @@ pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not
 
 from phasewise.tuner.plans import PHASES
 from phasewise.workflows.unused_options import WAYS
-from tests.support.command_options import options_of
+from tests.cli.command_options import options_of
+from tests.cli.opened_by_serve import Boundary, Run
 from tests.support.encoder_models import write_encoder
-from tests.support.opened_by_serve import Boundary, Run
 from tests.support.paper_machines import xeon
 from tests.support.stored_plans import keep_plan
 from tests.support.tiny_models import TinyShape, tiny_gguf
