@@ -128,7 +128,8 @@ def main() -> None:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     say(f"$ phasewise models pull {MODEL}")
     subprocess.run([*PHASEWISE, "models", "pull", MODEL], check=True)
-    say(f"\n$ phasewise serve {MODEL} &\n$ curl .../v1/chat/completions   # {QUESTION}\n#    held to a schema: {', '.join(FIELDS)}")
+    say(f"\n$ phasewise serve {MODEL} &\n$ curl .../v1/chat/completions   # {QUESTION}")
+    say(f"#    held to a schema: {', '.join(FIELDS)}")
     with served(MODEL) as url:
         for piece in ask(url, QUESTION):
             print(piece, end="", flush=True)

@@ -27,7 +27,7 @@ from phasewise.serving.open_engine import EngineSize, open_engine
 from phasewise.serving.pools.contract import KV_CHUNK
 from phasewise.serving.ranks import Ranks
 from phasewise.serving.sampling import GREEDY
-from phasewise.workflows.open_model import OpenModel, open_model
+from phasewise.workflows.open_model import OpenModel, Weights, open_model
 
 ROUNDS = 9
 OWN_TOKENS = 32
@@ -108,7 +108,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if any(n_prefix < 1 or n_prefix % KV_CHUNK for n_prefix in arguments.prefix):
         parser.error(f"a beginning must be a multiple of {KV_CHUNK} tokens")
-    found = open_model(arguments.model, arguments.format, None, None)
+    found = open_model(arguments.model, Weights(arguments.format))
     n_siblings, longest = arguments.siblings, max(arguments.prefix)
     size = EngineSize.for_many(found.model, n_siblings, longest + KV_CHUNK, None)
     print("| common tokens | computed, ms | copied, ms | decode step, own, ms | decode step, shared, ms |")

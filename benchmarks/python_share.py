@@ -35,7 +35,7 @@ from phasewise.serving.messages import Submit
 from phasewise.serving.open_engine import EngineSize, OpenEngine, open_engine
 from phasewise.serving.ranks import LocalRanks
 from phasewise.serving.service import ServiceSettings, run_service
-from phasewise.workflows.open_model import open_model
+from phasewise.workflows.open_model import Weights, open_model
 
 PROMPT = "The history of the steam engine begins"
 
@@ -151,7 +151,7 @@ def main() -> None:
         finally:
             os.kill(os.getppid(), signal.SIGTERM)
         return
-    found = open_model(arguments.model, arguments.format, None, None)
+    found = open_model(arguments.model, Weights(arguments.format))
     size = EngineSize.for_many(found.model, arguments.b, arguments.n + 64, None)
     with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
         ranks = cast(LocalRanks, opened.engine.ranks)

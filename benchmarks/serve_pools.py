@@ -37,7 +37,7 @@ from phasewise.serving.sampling import SamplingParams
 from phasewise.tuner.errors import TraceError
 from phasewise.workflows.bench.kv.replay import Replay, ReplayInputs, replay_of
 from phasewise.workflows.bench.kv.settings import TraceSelection
-from phasewise.workflows.open_model import OpenModel, open_model
+from phasewise.workflows.open_model import OpenModel, Weights, open_model
 
 POLICIES = ("odma", "static", "fixed", "paged")
 PLAIN_IDS = (1000, 30000)
@@ -268,7 +268,7 @@ def main() -> None:
     except TraceError as error:
         raise SystemExit(str(error)) from None
     print(story, file=sys.stderr)
-    found = open_model(arguments.model, arguments.format, arguments.threads, None)
+    found = open_model(arguments.model, Weights(arguments.format), arguments.threads)
     policies = arguments.policies.split(",")
     runs = []
     for number in range(arguments.rounds):

@@ -37,6 +37,7 @@ from phasewise.serving.open_engine import EngineSize
 from phasewise.serving.sockets import Keys
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from phasewise.workflows.open_model import Weights
 from phasewise.workflows.serve_instance import MODULE, InstanceSpec
 
 PATIENCE_S = 280.0
@@ -119,7 +120,7 @@ class Bench:
         self.asked = asked
         model = load_model(asked.model, "native")
         size = EngineSize.for_many(model, 16, 4096, None, kv_shared=True)
-        self.spec = InstanceSpec(asked.model, "native", replace(size, prefix_reuse=False), None)
+        self.spec = InstanceSpec(asked.model, Weights(), replace(size, prefix_reuse=False), None)
         self.rng = random.Random(asked.seed)
         self.n_sent = 0
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
+
+from phasewise.cli.present import note
+from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, GivenOption, unused_options, ways_text
 
 OTHER_OPTIONS = "Options"
 EXIT_USAGE = 2
@@ -43,11 +47,41 @@ class GroupedCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """An error that carries `exit_code` 2 is told as wrong usage of the command."""
         try:
+            self._leave_out_unused(ctx)
             return super().invoke(ctx)
         except Exception as error:
             if getattr(error, "exit_code", None) != EXIT_USAGE or isinstance(error, typer.BadParameter):
                 raise
             raise typer.BadParameter(str(error), ctx) from None
+
+    def _leave_out_unused(self, ctx: Any) -> None:
+        """Options that this run cannot follow get their defaults. UsageError where one was written."""
+        command, source = _path(ctx), ctx.get_parameter_source
+        parameters = {_name(one): one for one in self.get_params(ctx) if one.name in ctx.params}
+        given = {
+            flag: GivenOption(
+                ctx.params[one.name],
+                source(one.name).name != "DEFAULT" and str(ctx.params[one.name]) != str(one.default),
+                source(one.name).name == "COMMANDLINE",
+            )
+            for flag, one in parameters.items()
+        }
+
+        def model_makes_vectors() -> bool:
+            from phasewise.workflows.serve_embedding import makes_vectors
+
+            return makes_vectors(given["MODEL"].value, str(given["--format"].value), note)
+
+        unused = unused_options(command, given, model_makes_vectors)
+        for flag, _ in unused:
+            one = parameters[flag]
+            ctx.params[one.name] = one.process_value(ctx, one.default)
+        if unused and command in SAYS_WHAT_IS_UNUSED:
+            by_where: dict[str, list[str]] = {}
+            for flag, where in unused:
+                by_where.setdefault(where, []).append(_written(ctx, parameters[flag]))
+            told = "; ".join(f"{', '.join(names)} {where}" for where, names in by_where.items())
+            note(f"without effect: {told}")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -66,6 +100,42 @@ class GroupedCommand(TyperCommand):
         for heading in sorted(groups, key=lambda one: one == OTHER_OPTIONS):
             with formatter.section(heading):
                 formatter.write_dl(groups[heading])
+        if ways := ways_text(_path(ctx)):
+            with formatter.section("Without effect, and therefore refused"):
+                for where, flags in ways:
+                    formatter.write(_filled(f"{where}:", 2, formatter.width))
+                    formatter.write(_filled(flags, 6, formatter.width))
+
+
+def _filled(text: str, indent: int, width: int) -> str:
+    """Lines in which no option is broken at its hyphens."""
+    space = " " * indent
+    lines = textwrap.wrap(text, width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _path(ctx: Any) -> str:
+    """The command as it is typed after `phasewise`."""
+    names: list[str] = []
+    while ctx.parent is not None:
+        names.insert(0, ctx.command.name)
+        ctx = ctx.parent
+    return " ".join(names)
+
+
+def _name(parameter: Any) -> str:
+    """The flag of an option that messages name, an argument as help shows it."""
+    if not isinstance(parameter, TyperOption):
+        return str(parameter.make_metavar(None)) if parameter.metavar is None else str(parameter.metavar)
+    return next((flag for flag in parameter.opts if flag.startswith("--")), parameter.opts[0])
+
+
+def _written(ctx: Any, parameter: Any) -> str:
+    """The variable, or the line of the configuration file, that an option has its value from."""
+    if ctx.get_parameter_source(parameter.name).name == "ENVIRONMENT":
+        known = parameter.envvar
+        return str(known) if isinstance(known, str) else str(known[0])
+    return f"{_name(parameter).lstrip('-').replace('-', '_')} of the configuration file"
 
 
 class CommandApp(typer.Typer):

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from phasewise.cli.present import fail
+from phasewise.workflows.config_file import read_toml
 
 EXIT_FAILURE = 1
-
-
-def config_path() -> Path:
-    """`$PHASEWISE_CONFIG`, or `phasewise/config.toml` in the XDG configuration directory."""
-    import platformdirs
-
-    return Path(
-        os.environ.get("PHASEWISE_CONFIG") or platformdirs.user_config_path("phasewise") / "config.toml"
-    )
 
 
 def read_config(path: Path, command: Any) -> dict[str, Any]:
     """The file's values for the options of `command`; empty where there is no file.
 
-    Ends the process with one line for a file that PHASEWISE_CONFIG names and that is not there, for one that
-    is not TOML, and for a table or key that no command or option has.
+    WorkflowError for a file that cannot be read (`workflows.config_file.read_toml`); ends the process with
+    one line for a table or key that no command or option has.
     """
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if os.environ.get("PHASEWISE_CONFIG"):
-            fail(f"PHASEWISE_CONFIG names {path}, which is not there", EXIT_FAILURE)
-        return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        fail(f"config file {path} cannot be read: {error}", EXIT_FAILURE)
+    found = read_toml(path)
     wrong = unknown_key(found, command)
     if wrong is not None:
         fail(f"config file {path}: {wrong}", EXIT_FAILURE)

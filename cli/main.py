@@ -33,10 +33,11 @@ from phasewise.cli.commands import (
     tune_embed,
     tune_kernels,
 )
-from phasewise.cli.config_file import config_path, defaults_of, read_config
+from phasewise.cli.config_file import defaults_of, read_config
 from phasewise.cli.present import EXIT_INTERRUPTED, fail
 from phasewise.cli.shortages import tell_shortages_in_one_line
 from phasewise.serving.errors import shortage_of
+from phasewise.workflows.config_file import config_path
 
 app = CommandApp(name="phasewise")
 app.command("generate")(generate.generate)

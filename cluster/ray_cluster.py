@@ -155,8 +155,14 @@ class RayInstances:
         self._actors: dict[int, Any] = {}
         self._ends: dict[int, Any] = {}
         self._group = self._place(spread)
-        self.first_cores = self._first_cores()
+        taken = self._taken()
+        self.first_cores = [first for first, _ in taken]
         """For each instance: the number of cores of its node that the instances before it have."""
+        here = str(self._ray.get_runtime_context().get_node_id())
+        self.n_cores_here = sum(
+            one.cores for one, (_, node) in zip(wanted, taken, strict=True) if node == here
+        )
+        """Cores of this process's own node that instances have: its first ones."""
         self._tells: Sequence[Tell] = ()
 
     def tell_with(self, tells: Sequence[Tell]) -> None:
@@ -178,13 +184,14 @@ class RayInstances:
             )
         return group
 
-    def _first_cores(self) -> list[int]:
+    def _taken(self) -> list[tuple[int, str]]:
+        """For each instance: how many cores of its node are taken already, and the node's id."""
         nodes = _placement().placement_group_table(self._group)["bundles_to_node_id"]
         taken: dict[str, int] = {}
         first = []
         for index, one in enumerate(self._wanted):
             node = nodes[index]
-            first.append(taken.get(node, 0))
+            first.append((taken.get(node, 0), str(node)))
             taken[node] = taken.get(node, 0) + one.cores
         return first
 

@@ -12,8 +12,16 @@ from phasewise._version import __version__
 
 if TYPE_CHECKING:
     from phasewise._api import (
+        ContextLengthExceeded,
+        EvaluationError,
         Generation,
+        KernelDbError,
         Model,
+        ModelError,
+        PlanError,
+        RequestError,
+        TraceError,
+        UsageError,
         open_model,
         open_store,
         read_machine,
@@ -22,8 +30,16 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ContextLengthExceeded",
+    "EvaluationError",
     "Generation",
+    "KernelDbError",
     "Model",
+    "ModelError",
+    "PlanError",
+    "RequestError",
+    "TraceError",
+    "UsageError",
     "__version__",
     "open_model",
     "open_store",

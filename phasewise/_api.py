@@ -2,6 +2,9 @@
 
 `import phasewise` imports this module at the first use of one of its names. Nothing here prints; `report` is
 called with one line of text wherever something takes long.
+
+An argument that is None comes from where a command has it from: a PHASEWISE_* variable, then the table of the
+configuration file that the function names, then the default.
 """
 
 from __future__ import annotations
@@ -11,20 +14,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from phasewise.kerneldb.errors import KernelDbError
+from phasewise.serving.errors import ContextLengthExceeded, ModelError, RequestError
 from phasewise.topology import Machine, read_lstopo
 from phasewise.topology import read_machine as read_sysfs
-from phasewise.workflows.open_model import OpenModel
+from phasewise.tuner.errors import EvaluationError, PlanError, TraceError
+from phasewise.workflows.config_file import StandingOptions
+from phasewise.workflows.errors import UsageError
+from phasewise.workflows.open_model import OpenModel, Weights
 from phasewise.workflows.open_model import open_model as open_for_running
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
+    from phasewise.serving.sparse_mode import SparseMode
     from phasewise.tuner.config.steps import EvaluatorKind
     from phasewise.tuner.config.study import Event
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.tuner.tuning_run import TuningProgress
+    from phasewise.workflows.arithmetic_choice import ArithmeticChoice
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_kernels.rounds import TunedRound
 
@@ -49,8 +59,9 @@ class Generation:
 class Model:
     """A model in memory, with its service plans and tuned schedules. From `open_model`; for one thread."""
 
-    def __init__(self, opened: OpenModel) -> None:
+    def __init__(self, opened: OpenModel, db: str | None = None) -> None:
         self._opened = opened
+        self._db = db
 
     @property
     def name(self) -> str:
@@ -81,22 +92,31 @@ class Model:
         top_p: float = 1.0,
         seed: int | None = None,
         stop: Sequence[str] = (),
-        kv_format: str = "auto",
+        kv_format: str | None = None,
+        draft: str | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> Generation:
         """Continue a text, or with `chat` answer a user's message by the model's chat template.
 
         temperature: 0 takes the likeliest token at each step. top_k, top_p: sample from the k likeliest
         tokens, and from the likeliest ones whose probabilities sum to top_p. kv_format: auto, f32, f16,
-        bf16 or int8. on_text: called with each piece of text as soon as it is made. Raises RequestError for
-        a request that the model cannot take, ContextLengthExceeded for one that is too long.
+        bf16, int8 or int4. draft: `lookup` or a model that drafts tokens, which stay the same. Both, if None:
+        PHASEWISE_KV_FORMAT and PHASEWISE_DRAFT, then [generate]. on_text: called with each piece of text as
+        soon as it is made. Raises RequestError for a request that the model cannot take,
+        ContextLengthExceeded for one that is too long.
         """
+        if max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, not {max_tokens}", "max_tokens")
         from phasewise.serving.messages import Submit
         from phasewise.serving.one_answer import OneAnswer
         from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
         from phasewise.serving.rank_teams import keeping_affinity
         from phasewise.serving.sampling import SamplingParams
+        from phasewise.workflows.drafts import find_drafts
 
+        standing = StandingOptions.of("generate")
+        kv_format = kv_format or standing.text("kv_format") or "auto"
+        drafts = find_drafts(draft or standing.text("draft"), self._opened, self._db)
         opened, text = self._opened, ModelText(self._opened.model)
         prompt_ids = tuple(text.chat_prompt(prompt) if chat else text.encode(prompt, True))
         size = replace(EngineSize.for_one(opened.model, len(prompt_ids), max_tokens), kv_format=kv_format)
@@ -104,7 +124,7 @@ class Model:
         answer = OneAnswer(Submit("generate", prompt_ids, max_tokens, sampling, tuple(stop)))
         with (
             keeping_affinity(),
-            open_engine(opened.model, opened.plans, size, text, opened.schedules) as engine,
+            open_engine(opened.model, opened.plans, size, text, opened.schedules, drafts=drafts) as engine,
         ):
             for piece in answer.pieces(engine.engine):
                 if on_text is not None:
@@ -122,7 +142,7 @@ class Model:
 def open_model(
     ref: str,
     *,
-    weight_format: str = "native",
+    weight_format: str | None = None,
     threads: int | None = None,
     db: str | None = None,
     report: Report = silent,
@@ -130,11 +150,23 @@ def open_model(
     """Open a model for running on this machine.
 
     ref: a known name such as `smollm2-135m-instruct`, a GGUF file, a Hugging Face directory or a hub name.
-    weight_format: native, f32, bf16, int8 or int4. threads: cores of each phase; None for the stored plan, or
-    all physical cores. db: URL or file of the tuning database; None for the user's own. Raises ModelError,
-    PlanError.
+    weight_format: native, f32, bf16, int8 or int4. threads: cores of each phase. db: URL or file of the
+    tuning database. If None, and how weights are stored: PHASEWISE_FORMAT, _THREADS, _DB, _SPARSE,
+    _TILE_PROMPTS and _ARITHMETIC, then [generate], then as the commands do. Raises ModelError, PlanError,
+    KernelDbError, and UsageError for a variable that says what cannot be.
     """
-    return Model(open_for_running(ref, weight_format, threads, db, report))
+    from phasewise.serving.sparse_mode import SPARSE_MODES
+    from phasewise.workflows.arithmetic_choice import ARITHMETIC_CHOICES
+
+    standing = StandingOptions.of("generate")
+    weights = Weights(
+        weight_format or standing.text("format") or "native",
+        cast("SparseMode", standing.text("sparse", SPARSE_MODES) or "auto"),
+        tile_prompts=standing.flag("tile_prompts"),
+        arithmetic=cast("ArithmeticChoice", standing.text("arithmetic", ARITHMETIC_CHOICES) or "tuned"),
+    )
+    db = db or standing.text("db")
+    return Model(open_for_running(ref, weights, threads or standing.count("threads"), db, report), db)
 
 
 def read_machine(source: str | Path | None = None) -> Machine:
@@ -148,11 +180,11 @@ def read_machine(source: str | Path | None = None) -> Machine:
 def open_store(db: str | None = None, *, report: Report = silent) -> AbstractContextManager[Store]:
     """The tuning database, for use in `with`: plans, schedules and measurements. It is created if absent.
 
-    db: URL or file; None for the user's own. Raises KernelDbError.
+    db: URL or file; None: PHASEWISE_DB, then [db.show], then the user's own. Raises KernelDbError.
     """
     from phasewise.kerneldb.store import open_store as open_in_room
 
-    return open_in_room(db, report)
+    return open_in_room(db or StandingOptions.of("db", "show").text("db"), report)
 
 
 def tune_kernels(
@@ -168,13 +200,15 @@ def tune_kernels(
 ) -> list[TunedRound]:
     """Tune the matrix products and the attention of a model on this machine, for at most `budget_s` seconds.
 
-    Every timing is stored at once, so a later call goes on from there. One result for each set of cores.
+    db: None: PHASEWISE_DB, then [tune-kernels], then the database that the model was opened with. Each timing
+    is stored at once, so a later call goes on from there. One result for each set of cores.
     Waits while another phasewise process of this user measures, and says so by `report`.
     """
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_kernels.run import rounds_of_model, tune_rounds
 
     machine = read_sysfs()
+    db = db or StandingOptions.of("tune-kernels").text("db") or model._db
     rounds = rounds_of_model(model._opened, machine, phases, max_rows)
     return tune_rounds(rounds, machine, db, budget_s, resume, user_lock(report), report, progress)
 
@@ -188,7 +222,7 @@ def tune_config(
     evaluator: EvaluatorKind = "measured",
     machine_file: Path | None = None,
     top_k: int = 10,
-    weight_format: str = "native",
+    weight_format: str | None = None,
     db: str | None = None,
     resume: bool = True,
     report: Report = silent,
@@ -198,17 +232,18 @@ def tune_config(
     requests: a trace file, or lengths such as `fixed:512/64` (prompt/output tokens); None for built-in
     lengths. evaluator: measured times plans here and stores the best ones. modelled computes step times and
     stores nothing, also for the machine that the lstopo XML `machine_file` describes. top_k: plans that go
-    on to kernels and a last run. Raises ModelError, PlanError, EvaluationError, TraceError.
+    on to kernels and a last run. weight_format, db: None: PHASEWISE_FORMAT and PHASEWISE_DB, then
+    [tune-config]. Raises ModelError, PlanError, EvaluationError, TraceError.
     """
     from phasewise.tuner.config.simulate import Objective
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_config.run import tune
     from phasewise.workflows.tune_config.subject import Wish, open_subject
 
-    started_s = time.monotonic()
+    started_s, standing = time.monotonic(), StandingOptions.of("tune-config")
     wish = Wish(
         model=ref,
-        weight_format=weight_format,
+        weight_format=weight_format or standing.text("format") or "native",
         phases=tuple(phases),
         objective=Objective(),
         budget_s=budget_s,
@@ -216,7 +251,7 @@ def tune_config(
         machine_file=machine_file,
         requests=requests,
         top_k=top_k,
-        db=db,
+        db=db or standing.text("db"),
         resume=resume,
     )
     return tune(wish, open_subject(wish, report), started_s, _Told(report), user_lock(report))
@@ -241,4 +276,20 @@ class _Told:
         self.report(line)
 
 
-__all__ = ["Generation", "Model", "open_model", "open_store", "read_machine", "tune_config", "tune_kernels"]
+__all__ = [
+    "ContextLengthExceeded",
+    "EvaluationError",
+    "Generation",
+    "KernelDbError",
+    "Model",
+    "ModelError",
+    "PlanError",
+    "RequestError",
+    "TraceError",
+    "UsageError",
+    "open_model",
+    "open_store",
+    "read_machine",
+    "tune_config",
+    "tune_kernels",
+]

@@ -99,7 +99,8 @@ class OtherModel:
 
     opened: Served
     names: tuple[str, ...]
-    sampling: SamplingDefaults
+    sampling: SamplingDefaults | None
+    predictor: Predictor | None = None
 
 
 def run_service(
@@ -121,9 +122,12 @@ def run_service(
         log = settings.length_log
         if log is not None:
             stack.enter_context(log)
-            client.observe(LengthObserver(partial(log.put, opened.model.name)))
-        if settings.predictor is not None:
-            client.observe(LengthObserver(stack.enter_context(_learning(settings.predictor))))
+        first = OtherModel(opened, settings.names, settings.sampling, settings.predictor)
+        for one in (first, *others):
+            if log is not None:
+                client.observe(LengthObserver(partial(log.put, one.opened.model.name), one.names[0]))
+            if one.predictor is not None:
+                client.observe(LengthObserver(stack.enter_context(_learning(one.predictor)), one.names[0]))
         life = Lifecycle(host)
         ids = [settings.names[0], *(one.names[0] for one in others)]
         metrics = Metrics(_gauges(client, host, life, log, lambda: len(connections.open)), ids)
@@ -176,7 +180,7 @@ def _opened_beside(one: OtherModel, settings: ServiceSettings) -> Iterator[Serve
         guides = stack.enter_context(closing(_guides(one.opened)))
         if one.opened.text.has_template:
             stack.enter_context(closing(one.opened.text.conversations))
-        own = replace(settings, names=one.names, predictor=None, sampling=one.sampling, tool_format="auto")
+        own = replace(settings, names=one.names, predictor=one.predictor, sampling=one.sampling)
         yield _served(one.opened, own, guides)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from phasewise.serving.sparse_mode import SparseMode
 from phasewise.workflows.arithmetic_choice import ArithmeticChoice
 from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.open_model import Weights
 
 if TYPE_CHECKING:
     from phasewise.serving.sampling import SamplingParams
@@ -63,6 +64,15 @@ class AnswerSettings:
     arithmetic: ArithmeticChoice = "tuned"
     draft: str | None = None
     """`lookup` or a model, as `workflows.drafts.find_drafts` reads it."""
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(
+            self.weight_format,
+            self.sparse,
+            tile_prompts=self.tile_prompts,
+            arithmetic=self.arithmetic,
+        )
 
     @property
     def is_message(self) -> bool:

@@ -14,7 +14,7 @@ from phasewise.serving.one_answer import OneAnswer
 from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
 from phasewise.workflows.answer_settings import SamplingChoice
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.open_model import open_model
+from phasewise.workflows.open_model import Weights, open_model
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.tuning_hint import hint_at_tuning
 
@@ -39,7 +39,7 @@ class ChatSession:
         report: Report = silent,
     ) -> None:
         """Opens the model. Raises ModelError, PlanError, KernelDbError; WorkflowError without a template."""
-        found = open_model(model, weight_format, threads, db, report)
+        found = open_model(model, Weights(weight_format), threads, db, report)
         if found.model.chat_template is None:
             raise WorkflowError(f"{found.model.name} has no chat template: use generate instead")
         hint_at_tuning(model, db, report)

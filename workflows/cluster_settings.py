@@ -64,9 +64,6 @@ class ProvisionWish:
         """UsageError where these exclude each other."""
         if sum(one is not None for one in (self.rate, self.cost, self.power)) != 1:
             raise UsageError("give exactly one of --rate, --cost and --power")
-        for_rate = self.rate is not None
-        if (not for_rate and self.minimise is not None) or (for_rate and self.maximise is not None):
-            raise UsageError("--minimise goes with --rate, --maximise with --cost or --power")
 
 
 def step_sources(inputs: ClusterInputs, report: Report = silent) -> StepSources:

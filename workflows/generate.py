@@ -84,17 +84,7 @@ def generate_text(
     if "" in stop:
         raise UsageError("a stop text must not be empty")
     params = sampling.params(GREEDY)
-    found = open_model(
-        model,
-        settings.weight_format,
-        settings.threads,
-        db,
-        report,
-        sparse=settings.sparse,
-        tile_prompts=settings.tile_prompts,
-        arithmetic=settings.arithmetic,
-        ranks=settings.ranks,
-    )
+    found = open_model(model, settings.weights, settings.threads, db, report, settings.ranks)
     for plan in found.plans.values():
         report(plan.describe())
     hint_at_tuning(model, db, report)

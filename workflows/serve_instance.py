@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from phasewise.serving.sparse_mode import SparseMode
+from phasewise.workflows.open_model import Weights, open_under
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,13 +39,12 @@ class InstanceSpec:
     """
 
     model: str
-    weight_format: str
+    weights: Weights
     size: EngineSize
     plans: tuple[ServicePlan, ...] | None
     db: str | None = None
     pinned: bool = True
     ends_with_parent: bool = True
-    sparse: SparseMode = "auto"
     first_core: int = 0
     cores: int | None = None
 
@@ -53,13 +52,12 @@ class InstanceSpec:
         """What `main` reads."""
         known: dict[str, Any] = {
             "model": self.model,
-            "weight_format": self.weight_format,
+            "weights": asdict(self.weights),
             "size": asdict(self.size),
             "plans": None if self.plans is None else [plan.to_json() for plan in self.plans],
             "db": self.db,
             "pinned": self.pinned,
             "ends_with_parent": self.ends_with_parent,
-            "sparse": self.sparse,
             "first_core": self.first_core,
             "cores": self.cores,
         }
@@ -76,7 +74,7 @@ def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
     known, orders = told["spec"], told["orders"]
     plans = known.pop("plans")
     spec = InstanceSpec(
-        **{**known, "size": EngineSize(**known["size"])},
+        **{**known, "weights": Weights(**known["weights"]), "size": EngineSize(**known["size"])},
         plans=None if plans is None else tuple(ServicePlan.from_json(plan, "flag") for plan in plans),
     )
     keys = orders.pop("keys")
@@ -119,17 +117,14 @@ def _open(spec: InstanceSpec) -> OpenEngine:
     from phasewise.serving.headroom import use_one_heap
 
     use_one_heap()
-    from phasewise.serving.loaders import load_model
     from phasewise.serving.loaders.resolve import cache_root, locate
     from phasewise.serving.open_engine import ModelText, open_engine
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import check_fits, model_key, plans_for
-    from phasewise.workflows.storage_choice import storage_choice
-    from phasewise.workflows.tuned_schedules import schedules_for
 
     log = logging.getLogger(__name__)
     machine = read_machine()
-    key = model_key(locate(spec.model, cache_root(None), log.warning).name, spec.weight_format)
+    key = model_key(locate(spec.model, cache_root(None), log.warning).name, spec.weights.weight_format)
     plans: dict[Phase, ServicePlan]
     if spec.plans is None:
         stored = plans_for(spec.db, machine, key, None, log.warning)
@@ -139,11 +134,9 @@ def _open(spec: InstanceSpec) -> OpenEngine:
         if spec.pinned:
             for plan in plans.values():
                 check_fits(plan, machine)
-    storage = storage_choice(spec.sparse, spec.db, machine, plans, log.warning)
-    model = load_model(spec.model, spec.weight_format, report=log.warning, storage=storage)
-    schedules = schedules_for(spec.db, machine, plans, log.warning)
+    found = open_under(plans, spec.model, spec.weights, spec.db, machine, log.warning)
     size = replace(spec.size, kv_shared=True)
-    return open_engine(model, plans, size, ModelText(model), schedules, spec.pinned)
+    return open_engine(found.model, plans, size, ModelText(found.model), found.schedules, spec.pinned)
 
 
 def _plans_within(

@@ -97,6 +97,10 @@ class OpenPools:
     host: OpenHost
     lines: Sequence[str]
     """What runs where, for people."""
+    cores: frozenset[int]
+    """CPUs of this host that instances compute on."""
+    instances: Sequence[PlannedInstance] = ()
+    """Those of this host; none on a cluster, whose nodes choose their own plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,10 @@ class PlannedInstance:
 
         ranks = " | ".join(list_cores(rank.cores) for rank in self.plans["decode"].ranks)
         return f"{self.role} pool: cores {ranks}"
+
+    def computes(self, phase: Phase) -> bool:
+        """True for both phases of a mixed instance, for its own of another."""
+        return self.role in ("mixed", "prompt" if phase == "prefill" else "token")
 
 
 def planned_instances(
@@ -135,6 +143,17 @@ def planned_instances(
     instances = [PlannedInstance(role, _plans_on(machine, cores)) for role, cores in named]
     _refuse_shared_cores(instances)
     return instances
+
+
+def joined_plans(instances: Sequence[PlannedInstance]) -> dict[Phase, ServicePlan]:
+    """For each phase the ranks of all instances that compute it."""
+    plans: dict[Phase, ServicePlan] = {}
+    for instance in instances:
+        for phase, plan in instance.plans.items():
+            if instance.computes(phase):
+                ranks = plans[phase].ranks if phase in plans else ()
+                plans[phase] = replace(plan, ranks=(*ranks, *plan.ranks))
+    return plans
 
 
 def _check_roles(roles: set[Role], ending: str) -> None:
@@ -227,8 +246,8 @@ def open_pools(
                 "--cluster places instances by --prompt, --token and --mixed: leave other pools out"
             )
         spec = replace(spec, size=share_of(spec.size, max(1, len(pools.counted)), asked_context))
-        with _ray_front(spec, pools) as (host, lines):
-            yield OpenPools(found.model, text, spec.size, host, lines)
+        with _ray_front(spec, pools) as (host, lines, cores):
+            yield OpenPools(found.model, text, spec.size, host, lines, cores)
         return
     if pools.counted:
         raise UsageError(
@@ -240,7 +259,9 @@ def open_pools(
         return
     spec = replace(spec, size=share_of(spec.size, len(instances), asked_context))
     with _local_front(spec, instances, pools) as host:
-        yield OpenPools(found.model, text, spec.size, host, [one.describe() for one in instances])
+        lines = [one.describe() for one in instances]
+        cores = frozenset(core for one in instances for plan in one.plans.values() for core in plan.cores)
+        yield OpenPools(found.model, text, spec.size, host, lines, cores, instances)
 
 
 @contextmanager
@@ -273,11 +294,13 @@ def _settings(folder: Path, pools: Pools) -> FrontSettings:
 
 
 @contextmanager
-def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, list[str]]]:
-    """Over instances on a Ray cluster; and a line for each."""
+def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, list[str], frozenset[int]]]:
+    """Over instances on a Ray cluster; a line for each, and the CPUs that they have of this host."""
     from phasewise.cluster.front import Front, FrontSettings
     from phasewise.cluster.ray_cluster import NODE, RayInstances, WantedInstance, ray_connection
     from phasewise.serving.sockets import Keys
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import cores_of_share
     from phasewise.workflows.serve_instance import MODULE
 
     assert pools.cluster is not None
@@ -301,4 +324,10 @@ def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, lis
         )
         roles: list[Role] = [one.role for one in wanted]
         lines = [f"{one.role} pool: {one.cores} cores of a node of the Ray cluster" for one in wanted]
-        yield (lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)), lines
+        n_here = launcher.n_cores_here
+        here = cores_of_share(read_machine(), 0, n_here) if n_here else ()
+        yield (
+            (lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)),
+            lines,
+            frozenset(here),
+        )

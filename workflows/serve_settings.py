@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phasewise.serving.sparse_mode import SparseMode
-from phasewise.workflows.arithmetic_choice import ArithmeticChoice
+from phasewise.workflows.open_model import NATIVE, Weights
 from phasewise.workflows.serve_embedding import Embeddings
 from phasewise.workflows.serve_pools import Pools
 
@@ -51,28 +50,29 @@ class Accepting:
 
 @dataclass(frozen=True)
 class Running:
-    """How the model is held in memory and run. `predictor`: `auto`, `off` or a file; `tpot_ms`: a promise;
+    """How every model that generates text runs. `predictor`: `auto`, `off` or a file; `tpot_ms`: a promise;
     `draft`: `lookup` or a model, as `workflows.drafts.find_drafts` reads it. `also`: further models, which
     share the memory for keys and values with the first.
     """
 
-    weight_format: str = "native"
     threads: int | None = None
     ranks: int | None = None
-    tile_prompts: bool = False
-    arithmetic: ArithmeticChoice = "tuned"
     context_tokens: int | None = None
-    kv_budget_bytes: int | None = None
-    kv_format: str = "auto"
-    sparse: SparseMode = "auto"
-    kv_policy: str = "odma"
     predictor: str = "auto"
     max_batch_tokens: int = 2048
     tpot_ms: float = 100
-    checksum: bool = False
-    no_prefix_reuse: bool = False
     draft: str | None = None
     also: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """The memory for keys and values, and how requests get parts of it."""
+
+    kv_budget_bytes: int | None = None
+    kv_format: str = "auto"
+    kv_policy: str = "odma"
+    no_prefix_reuse: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ class ServeSettings:
 
     listening: Listening = Listening()
     accepting: Accepting = Accepting()
+    weights: Weights = NATIVE
     running: Running = Running()
+    kv: KeysAndValues = KeysAndValues()
     answering: Answering = Answering()
     logged: Logged = Logged(log_level="off")
     pools: Pools = ALONE

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.config_file import config_path, read_config, unknown_key
+from phasewise.cli.config_file import read_config, unknown_key
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import fail, note, print_json, say, write_atomically
+from phasewise.workflows.config_file import config_path
 
 app = CommandApp(help="The configuration file: defaults of options, by command.")
 

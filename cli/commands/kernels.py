@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 
+from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
 from phasewise.cli.present import note, print_json, say, write_atomically
 
-app = typer.Typer(help="Kernels written in C: raise, lower, check, emit.", no_args_is_help=True)
+app = CommandApp(help="Kernels written in C: raise, lower, check, emit.")
 
 SourceArgument = Annotated[Path, typer.Argument(metavar="FILE.c", help="C file with intrinsics")]
 KernelArgument = Annotated[

@@ -26,12 +26,14 @@ from phasewise.cli.options import (
     sparse_option,
 )
 from phasewise.cli.present import note
+from phasewise.workflows.open_model import Weights
 from phasewise.workflows.serve import serve_model
 from phasewise.workflows.serve_embedding import Embeddings
 from phasewise.workflows.serve_pools import Pools
 from phasewise.workflows.serve_settings import (
     Accepting,
     Answering,
+    KeysAndValues,
     Listening,
     Logged,
     Running,
@@ -174,30 +176,31 @@ _ACCEPTING = option_set(
     ),
 )
 
+_WEIGHTS = option_set(
+    Weights,
+    _ENGINE,
+    weight_format=FormatOption,
+    sparse=Annotated[Sparse, sparse_option(_ENGINE)],
+    checksum=opt(
+        "read the whole packed model at the start, and pack it again if any byte has changed",
+        "--checksum",
+        envvar="PHASEWISE_CHECKSUM",
+    ),
+    tile_prompts=TilePromptsOption,
+    arithmetic=ArithmeticOption,
+)
+
 _RUNNING = option_set(
     Running,
     _ENGINE,
-    weight_format=FormatOption,
     threads=ThreadsOption,
     ranks=RanksOption,
-    tile_prompts=TilePromptsOption,
-    arithmetic=ArithmeticOption,
     context_tokens=opt(
         "most tokens of a prompt and its answer together [default: the model's]",
         "--context",
         min=1,
         metavar="N",
     ),
-    kv_budget_bytes=opt(
-        "memory for keys and values, e.g. 4G, allocated at the start [default: a quarter of the free memory]",
-        "--kv-budget",
-        parser=parse_bytes,
-        envvar="PHASEWISE_KV_BUDGET",
-        metavar="BYTES",
-    ),
-    kv_format=Annotated[KvFormat, kv_format_option(_ENGINE)],
-    sparse=Annotated[Sparse, sparse_option(_ENGINE)],
-    kv_policy=opt("how KV slots are given to requests", kind=KvPolicy, envvar="PHASEWISE_KV_POLICY"),
     predictor=opt(
         "predictor of answer lengths; auto: the one that predict-len trained for the model",
         envvar="PHASEWISE_PREDICTOR",
@@ -207,14 +210,6 @@ _RUNNING = option_set(
         "most tokens of a prefill step; fewer while answers run", min=1, max=65536, metavar="N"
     ),
     tpot_ms=opt("longest time per token for running answers", "--tpot", min=0.1, metavar="MS"),
-    checksum=opt(
-        "read the whole packed model at the start, and pack it again if any byte has changed",
-        "--checksum",
-        envvar="PHASEWISE_CHECKSUM",
-    ),
-    no_prefix_reuse=opt(
-        "compute a prompt's beginning again even if its keys and values are still there", "--no-prefix-reuse"
-    ),
     draft=DraftOption,
     also=opt(
         "serve this model too, chosen by the requests' model field; the KV budget is divided among all "
@@ -225,6 +220,22 @@ _RUNNING = option_set(
     ),
 )
 
+_KV = option_set(
+    KeysAndValues,
+    _ENGINE,
+    kv_budget_bytes=opt(
+        "memory for keys and values, e.g. 4G, allocated at the start [default: a quarter of the free memory]",
+        "--kv-budget",
+        parser=parse_bytes,
+        envvar="PHASEWISE_KV_BUDGET",
+        metavar="BYTES",
+    ),
+    kv_format=Annotated[KvFormat, kv_format_option(_ENGINE)],
+    kv_policy=opt("how KV slots are given to requests", kind=KvPolicy, envvar="PHASEWISE_KV_POLICY"),
+    no_prefix_reuse=opt(
+        "compute a prompt's beginning again even if its keys and values are still there", "--no-prefix-reuse"
+    ),
+)
 
 _ANSWERING = option_set(
     Answering,
@@ -338,14 +349,18 @@ _EMBEDDINGS = option_set(
         min=1,
         metavar="N",
     ),
-    embed_accelerators=opt("also embed on GPUs, by torch (phasewise[cuda])"),
+    embed_accelerators=opt(
+        "also embed on GPUs, by torch (phasewise[cuda])", "--embed-accelerators/--no-embed-accelerators"
+    ),
 )
 
 
 @spread(
     listening=_LISTENING,
     accepting=_ACCEPTING,
+    weights=_WEIGHTS,
     running=_RUNNING,
+    kv=_KV,
     answering=_ANSWERING,
     logged=_LOGGED,
     pools=_POOLS,
@@ -355,7 +370,9 @@ def serve(
     model: ModelArgument,
     listening: Listening,
     accepting: Accepting,
+    weights: Weights,
     running: Running,
+    kv: KeysAndValues,
     answering: Answering,
     logged: Logged,
     pools: Pools,
@@ -397,7 +414,17 @@ def serve(
     serve_model(
         model,
         ServeSettings(
-            listening, accepting, running, answering, logged, pools, embeddings, length_log=length_log, db=db
+            listening,
+            accepting,
+            weights,
+            running,
+            kv,
+            answering,
+            logged,
+            pools,
+            embeddings,
+            length_log=length_log,
+            db=db,
         ),
         note,
         explain=(lambda uses: note(uses_text(uses))) if explain else None,

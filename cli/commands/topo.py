@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat, parse_budget
-from phasewise.cli.present import fail, note, print_json, say, write_atomically
+from phasewise.cli.present import note, print_json, say, write_atomically
 from phasewise.workflows.machine_json import machine_fields
 
 if TYPE_CHECKING:
@@ -69,11 +69,9 @@ def topo(
 
     Other views: --trees, --tree, --plan, --plan-file. --probe measures what cores share.
     """
-    _check_one_view(model, trees, notation, plan, plan_file, probe)
+    _check_one_view(trees, notation, plan, plan_file, probe)
     machine = _machine(input_path)
     if probe:
-        if input_path is not None:
-            fail("a probe measures the machine it runs on: leave --input out", exit_code=1)
         _show_probe(machine, parse_budget(budget), svg_path, as_json)
     elif trees:
         _show_trees(machine, power_of_two, limit, as_json)
@@ -89,14 +87,12 @@ def topo(
 
 
 def _check_one_view(
-    model: str | None, trees: bool, notation: str | None, plan: bool, plan_file: Path | None, probe: bool
+    trees: bool, notation: str | None, plan: bool, plan_file: Path | None, probe: bool
 ) -> None:
     views = {"--trees": trees, "--tree": notation is not None, "--plan": plan, "--plan-file": bool(plan_file)}
     chosen = [name for name, is_chosen in (views | {"--probe": probe}).items() if is_chosen]
     if len(chosen) > 1:
         raise typer.BadParameter(f"{' and '.join(chosen)} show different things: give one")
-    if model is not None and not plan:
-        raise typer.BadParameter(f"to draw the plans of {model}, add --plan")
 
 
 def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> None:

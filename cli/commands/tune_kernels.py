@@ -113,23 +113,20 @@ def tune_kernels(
     --against its author's C takes part too: nothing that is slower than it
     comes into use.
     """
-    deadline_s = time.monotonic() + parse_budget(budget)
+    budget_s = parse_budget(budget)
+    deadline_s = time.monotonic() + budget_s
     from phasewise.topology import read_machine
 
     machine = read_machine()
     if kernel is not None:
-        if model is not None or shapes is None or dry_run:
-            raise typer.BadParameter("--kernel goes with --shapes, without a MODEL and without --dry-run")
-        if (include or define) and against is None:
-            raise typer.BadParameter("--include and --define go with --against")
+        if shapes is None:
+            raise typer.BadParameter("--kernel goes with --shapes")
         original = None if against is None else (against, include or [], define or [])
         _tune_user_kernel(kernel, shapes, isa, original, machine, db, deadline_s, resume, as_json)
         return
-    if isa is not None or against is not None or include or define:
-        raise typer.BadParameter("--isa, --against, --include and --define go with --kernel")
     rounds, opened = _rounds(machine, model, shapes, weight_format, phases_of(phase), max_m, threads, db)
     if dry_run:
-        _print_plan(rounds, as_json)
+        _print_plan(rounds, budget_s, resume, as_json)
         return
     tuned, changes = _tune(rounds, machine, db, max(LEAST_S, deadline_s - time.monotonic()), resume, opened)
     _print_tuned(tuned, changes, as_json)
@@ -215,9 +212,9 @@ def _rounds(
         return rounds_of_shapes(found, machine, phases, max_m, threads), None
     if weight_format not in list(WeightFormat):
         raise typer.BadParameter(f"a model's --format is one of {', '.join(WeightFormat)}")
-    from phasewise.workflows.open_model import open_model
+    from phasewise.workflows.open_model import Weights, open_model
 
-    opened = open_model(model, weight_format, threads, db, note)
+    opened = open_model(model, Weights(weight_format), threads, db, note)
     return rounds_of_model(opened, machine, phases, max_m), opened
 
 
@@ -242,8 +239,8 @@ def _tune(
     return tuned, change_of_model(opened, tuned, machine, db, budget_s, user_lock(note), note)
 
 
-def _print_plan(rounds: list[Round], as_json: bool) -> None:
-    from phasewise.cli.render.tuning_text import plan_text
+def _print_plan(rounds: list[Round], budget_s: float, resume: bool, as_json: bool) -> None:
+    from phasewise.cli.render.tuning_text import budget_words, plan_text
     from phasewise.workflows.tune_kernels.tuned_json import plan_fields
 
     if as_json:
@@ -258,9 +255,10 @@ def _print_plan(rounds: list[Round], as_json: bool) -> None:
             }
             for one in rounds
         ]
-        print_json({"dry_run": True, "rounds": fields})
+        print_json({"dry_run": True, "budget_s": budget_s, "resume": resume, "rounds": fields})
     else:
         say(plan_text(rounds))
+        say(budget_words(budget_s, resume))
 
 
 def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], as_json: bool) -> None:

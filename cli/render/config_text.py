@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from phasewise._words import counted, multiple, number, plural
 from phasewise.cli.present import on_one_line
+from phasewise.cli.render.tuning_text import budget_words
 from phasewise.tuner.config.references import ALL_CORES, PER_NODE, PHYSICAL_CORES, same_cores
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.plans import ServicePlan, list_cores
@@ -245,4 +246,5 @@ def dry_run_text(wish: Wish, subject: Subject) -> str:
         lines.append(f"{phase}: each is timed by at most {counted(len(steps), 'step')}, e.g. {steps[0]}")
     for one in fields["references"]:
         lines.append(f"reference {one['name']}: {one['plan'] or one['reason']}")
+    lines.append(budget_words(wish.budget_s, wish.resume))
     return "\n".join(lines)

@@ -45,6 +45,12 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
+def budget_words(budget_s: float, resume: bool) -> str:
+    """How long a run would take, and whether it would use what is stored: the end of a dry run."""
+    stored = "uses what is stored" if resume else "measures everything anew"
+    return f"a run takes at most {budget_s:g} s and {stored}"
+
+
 def plan_text(rounds: Sequence[Round]) -> str:
     """What would be tuned."""
     from tabulate import tabulate

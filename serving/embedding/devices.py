@@ -7,7 +7,7 @@ Reads /dev and asks the driver's library; no framework is imported. `root` stand
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -59,17 +59,16 @@ def accelerators(root: Path = Path("/"), count_cuda: Callable[[], int] = cuda_de
 
 
 def instance_cores(
-    machine: Machine, n_instances: int, front_cores: int = 0, n_cores: int | None = None
+    machine: Machine, n_instances: int, taken: Collection[int] = (), n_cores: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Cores for each CPU instance: from the high end, none across NUMA nodes where that can be, none of the
-    front's.
+    """Cores for each CPU instance: from the high end, none across NUMA nodes where that can be, none that
+    is taken.
 
     The paper's section IV-D: frameworks run on cores with low numbers, and an instance should not cross
-    nodes. front_cores: the lowest cores, which are left to the front. n_cores: of all instances, the highest
-    ones; None: all that are left. ValueError where there are fewer cores than instances, or than asked for.
+    nodes. taken: PUs that others compute on. n_cores: of all instances, the highest ones; None: all that are
+    left. ValueError where there are fewer cores than instances, or than asked for.
     """
-    cores = sorted(core[0] for core in machine.allowed_cores()) or sorted(machine.allowed_pus)
-    usable = cores[front_cores:] if front_cores < len(cores) else []
+    usable = free_cores(machine, taken)
     if n_cores is not None:
         if n_cores > len(usable):
             raise ValueError(f"{n_cores} cores for embeddings: {len(usable)} are there for them")
@@ -89,6 +88,12 @@ def instance_cores(
         found.append(tuple(sorted(ordered[start:end])))
         start = end
     return found
+
+
+def free_cores(machine: Machine, taken: Collection[int]) -> list[int]:
+    """The first PU of every allowed core that has no PU in `taken`."""
+    cores = machine.allowed_cores() or [(pu,) for pu in machine.allowed_pus]
+    return sorted(core[0] for core in cores if not set(core).intersection(taken))
 
 
 def _by_node(machine: Machine, cores: list[int]) -> list[list[int]]:

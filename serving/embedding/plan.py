@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ class EmbeddingPlan:
     instances: tuple[Instance, ...]
     slo_s: float | None = None
     source: str = "default"
+
+    @property
+    def on_cpus(self) -> EmbeddingPlan:
+        """The plan without its accelerators; it may have no instances then."""
+        return replace(self, instances=tuple(one for one in self.instances if one.device.startswith("cpu:")))
 
     def describe(self) -> str:
         """In one line, for people."""

@@ -26,14 +26,18 @@ class RealisedLength(NamedTuple):
 
 
 class LengthObserver:
-    """Tells `learn` of each answer that ends by itself; of those that fail or are left, nothing is known."""
+    """Tells `learn` of each answer of `model` that ends by itself; of those that fail or are left, nothing is
+    known. model: its id, as `Submit.model` has it.
+    """
 
-    def __init__(self, learn: Callable[[RealisedLength], None]) -> None:
+    def __init__(self, learn: Callable[[RealisedLength], None], model: str) -> None:
         self._learn = learn
+        self._model = model
         self._facts: dict[str, RequestFacts] = {}
 
     def sent(self, request: Submit, facts: RequestFacts) -> None:
-        self._facts[request.request_id] = facts
+        if request.model == self._model:
+            self._facts[request.request_id] = facts
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         for out in outs:

@@ -101,7 +101,7 @@ def test_inputs_from_a_file_come_over_and_over_and_a_picture_is_drawn(
     ("arguments", "says"),
     [
         (("--find",), "--find needs --slo"),
-        (("--find", "--slo", "1s", "--plot", "p.svg"), "--find draws nothing"),
+        (("--find", "--slo", "1s", "--plot", "p.svg"), "--plot has no effect with --find"),
         (("--encoding", "int8"), "float or base64"),
     ],
 )

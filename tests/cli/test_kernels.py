@@ -115,4 +115,4 @@ def test_headers_and_macros_of_a_c_file_are_named_alike_wherever_it_is_read(tmp_
 
     refused = runner.invoke(app, [*tune, "-D", "FACTOR=3.0f"], env={"PHASEWISE_DB": str(db)})
     assert refused.exit_code == 2
-    assert "go with --against" in " ".join(refused.output.split())
+    assert "--define has no effect without --against" in " ".join(refused.output.split())

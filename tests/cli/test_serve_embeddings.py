@@ -142,8 +142,8 @@ def test_a_worker_that_is_killed_is_replaced_and_the_server_stays(
 
 def test_what_cannot_be_is_one_line(encoder: Path, model: Path, environment: dict[str, str]) -> None:
     for flag, value in (("--draft", "lookup"), ("--also", model), ("--length-log", "/tmp/x")):
-        assert f"leave {flag} out" in refused(environment, encoder, flag, value)
-    assert "leave --embed-model out" in refused(environment, encoder, "--embed-model", encoder)
+        assert f"{flag} has no effect where MODEL" in refused(environment, encoder, flag, value)
+    assert "--embed-model has no effect" in refused(environment, encoder, "--embed-model", encoder)
     assert "are there" in refused(environment, encoder, "--threads", N_CORES + 1)
     assert "no embedding model" in refused(environment, model, "--embed-model", model)
     assert "are there" in refused(environment, model, "--embed-model", encoder, "--embed-cores", N_CORES)

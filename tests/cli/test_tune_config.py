@@ -114,13 +114,13 @@ def fields_of(result: Result) -> dict[str, Any]:
         (("--budget", "soon"), "90s, 10m or 1h"),
         (("--trace", "none.csv"), "there is no file none.csv"),
         (("--trace", __file__, "--lengths", "fixed:8/8"), "either --trace or --lengths"),
-        (("--hidden", __file__), "--hidden is for --evaluator modelled"),
+        (("--hidden", __file__), "--hidden has no effect without --evaluator modelled"),
         (("--evaluator", "guessed"), "'--evaluator': 'guessed' is not one of"),
         (("--emit", "ollama"), "'--emit': 'ollama' is not one of"),
         (("--top-k", "0"), "greater than or equal to 1"),
         (("--ranks", "3"), "--ranks 3: tiny cannot be divided so: 3 ranks cannot share 2 KV heads"),
         (("--cores", "0,4095"), "--cores 0,4095: 4095 may not be used here, only "),
-        (("--slo", "fast"), "an SLO is written like ttft=1.5s,tpot=50ms"),
+        (("--objective", "goodput", "--slo", "fast"), "an SLO is written like ttft=1.5s,tpot=50ms"),
     ],
 )
 def test_wrong_usage_is_exit_code_two_and_creates_nothing(

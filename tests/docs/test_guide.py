@@ -1,4 +1,4 @@
-"""The README and every page of docs/guide work as written: their `console` blocks run, in order, in one shell.
+"""The README and every page of docs/guide work as written: `console` blocks run, in order, in one shell.
 
 Three things differ from a reader's terminal: directories of its own for cache, data and configuration; a
 free port in place of 8000; and a configuration file that cuts the tuning budgets to seconds. An HTML comment

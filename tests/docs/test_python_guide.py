@@ -12,6 +12,9 @@ import platformdirs
 import pytest
 
 import phasewise
+from phasewise.serving.open_engine import OpenEngine, open_engine
+from phasewise.workflows.errors import WorkflowError
+from tests.support.tiny_models import write_tiny_gguf
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "python.md"
 MODEL = Path("models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -39,9 +42,19 @@ def test_the_page_runs_as_one_script(tmp_path: Path) -> None:
     if not (cache / MODEL).is_file():
         pytest.skip("the default model is not here: phasewise models pull smollm2-135m-instruct")
 
-    done = python("\n".join(blocks()), XDG_DATA_HOME=str(tmp_path), TMPDIR=str(tmp_path))
+    db = tmp_path / "tuning.db"
+    done = python(
+        "\n".join(blocks()),
+        XDG_DATA_HOME=str(tmp_path / "data"),
+        TMPDIR=str(tmp_path),
+        PHASEWISE_CONFIG="/dev/null",
+        PHASEWISE_DB=str(db),
+    )
 
     assert done.returncode == 0, done.stderr[-3000:]
+    assert db.stat().st_size
+    assert not (tmp_path / "data").exists()
+    assert "there is no file or folder 'no-such-model.gguf'" in done.stdout
     assert "Paris" in done.stdout
     assert "ms to the first token" in done.stdout
     assert "products settled" in done.stdout
@@ -52,6 +65,102 @@ def test_the_page_shows_every_name_of_the_api() -> None:
     calls = {name for name in phasewise.__all__ if callable(getattr(phasewise, name)) and name.islower()}
     assert calls == {"open_model", "open_store", "read_machine", "tune_config", "tune_kernels"}
     assert all(f"{name}(" in shown for name in calls)
+
+
+def test_the_exceptions_that_the_page_names_can_be_caught_by_these_names() -> None:
+    named = set(re.findall(r"`(\w+(?:Error|Exceeded))`", PAGE.read_text()))
+    assert {"ModelError", "ContextLengthExceeded", "PlanError", "KernelDbError"} <= named
+    assert all(isinstance(getattr(phasewise, name).exit_code, int) for name in named)
+    assert {name for name in phasewise.__all__ if name.endswith(("Error", "Exceeded"))} == named
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model's file, with no variable of the user's and no configuration."""
+    for name in list(os.environ):
+        if name.startswith("PHASEWISE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PHASEWISE_CONFIG", str(tmp_path / "config.toml"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    (tmp_path / "config.toml").touch()
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    return str(tmp_path / "tiny.gguf")
+
+
+def test_a_model_is_opened_as_the_variables_and_the_configuration_file_say(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The argument, then the variable, then the file, then the default."""
+    assert phasewise.open_model(tiny).weight_format == "native"
+    (tmp_path / "config.toml").write_text('[generate]\nformat = "int8"\nthreads = 1\nkv_format = "f32"\n')
+    opened = phasewise.open_model(tiny)
+    assert opened.weight_format == "int8"
+    assert {len(plan.cores) for plan in opened.plans.values()} == {1}
+    monkeypatch.setenv("PHASEWISE_FORMAT", "bf16")
+    monkeypatch.setenv("PHASEWISE_TILE_PROMPTS", "1")
+    monkeypatch.setenv("PHASEWISE_ARITHMETIC", "blocks")
+    opened = phasewise.open_model(tiny)
+    assert opened.weight_format == "bf16"
+    prefill = opened._opened.schedules["prefill"]
+    assert (prefill.in_tiles, prefill.choice) == (True, "blocks")
+    assert phasewise.open_model(tiny, weight_format="f32").weight_format == "f32"
+
+
+def test_an_answer_is_computed_as_they_say(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats, drafters = [], []
+
+    def opening(*arguments: object, drafts: object = None) -> OpenEngine:
+        formats.append(arguments[2].kv_format)  # type: ignore[attr-defined]
+        drafters.append(drafts)
+        return open_engine(*arguments, drafts=drafts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("phasewise.serving.open_engine.open_engine", opening)
+    model = phasewise.open_model(tiny, threads=1)
+    want = model.generate("a", 3).token_ids
+    (tmp_path / "config.toml").write_text('[generate]\nkv_format = "f32"\n')
+    monkeypatch.setenv("PHASEWISE_DRAFT", "lookup")
+    assert model.generate("a", 3).token_ids == want
+    assert formats == ["auto", "f32"]
+    assert [one is None for one in drafters] == [True, False]
+
+
+def test_the_database_is_the_variable_s(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "mine.db"))
+    with phasewise.open_store() as store:
+        assert store.stats().rows
+    assert (tmp_path / "mine.db").exists()
+    (tmp_path / "config.toml").write_text(f'[db.show]\ndb = "{tmp_path / "file.db"}"\n')
+    monkeypatch.delenv("PHASEWISE_DB")
+    with phasewise.open_store():
+        assert (tmp_path / "file.db").exists()
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("THREADS", "none"),
+        ("THREADS", "0"),
+        ("SPARSE", "often"),
+        ("TILE_PROMPTS", "maybe"),
+        ("CONFIG", "/no"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_named(
+    tiny: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"PHASEWISE_{name}", value)
+    with pytest.raises(WorkflowError, match=f"PHASEWISE_{name}"):
+        phasewise.open_model(tiny)
+
+
+@pytest.mark.parametrize("n", [0, -1, -(10**9)])
+def test_an_answer_of_no_tokens_is_refused_as_that(tiny: str, n: int) -> None:
+    with pytest.raises(phasewise.RequestError, match=f"max_tokens must be at least 1, not {n}"):
+        phasewise.open_model(tiny, threads=1).generate("a", n)
 
 
 def test_importing_phasewise_loads_nothing_heavy() -> None:

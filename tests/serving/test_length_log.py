@@ -126,7 +126,7 @@ def test_the_disk_may_stand_still_and_nobody_waits_for_it(tmp_path: Path, said: 
 
 def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
     known: list[RealisedLength] = []
-    observer = LengthObserver(known.append)
+    observer = LengthObserver(known.append, "fake")
     with fake_server() as server:
         server.client.observe(observer)
         with connect(server.url) as left:

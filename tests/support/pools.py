@@ -21,6 +21,7 @@ from phasewise.serving.open_engine import EngineSize, ModelText, OpenEngine, ope
 from phasewise.serving.restarts import Restarts
 from phasewise.serving.sampling import GREEDY, SampledToken, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from phasewise.workflows.open_model import Weights
 from phasewise.workflows.serve_instance import MODULE, InstanceSpec
 from tests.support.tiny_models import TinyShape, tiny_gguf
 
@@ -113,7 +114,7 @@ def pools(
     **settings: object,
 ) -> Iterator[PoolServer]:
     """Instances of the model at `path`, all ready. settings: of `FrontSettings`."""
-    spec = InstanceSpec(str(path), "native", size or size_of(path), plans_of(n_ranks), pinned=False)
+    spec = InstanceSpec(str(path), Weights(), size or size_of(path), plans_of(n_ranks), pinned=False)
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         chosen = FrontSettings(
             f"ipc://{folder}/front",

@@ -20,6 +20,7 @@ from phasewise.cluster import ray_cluster
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.front import Front, FrontSettings
 from phasewise.serving.sockets import Keys
+from phasewise.workflows.open_model import Weights
 from phasewise.workflows.serve_instance import MODULE, InstanceSpec
 from tests.support.pools import (
     PATIENCE_S,
@@ -60,7 +61,7 @@ def refusal() -> dict[str, object]:
 
 def run(model: Path, cluster: str, address: str, whole: list[object]) -> dict[str, object]:
     requests = mixed_requests(guides_of(model))
-    spec = InstanceSpec(str(model), "native", size_of(model), None, pinned=False, cores=1)
+    spec = InstanceSpec(str(model), Weights(), size_of(model), None, pinned=False, cores=1)
     wanted = [ray_cluster.WantedInstance("prompt", 2), ray_cluster.WantedInstance("token", 2)]
     launcher = ray_cluster.RayInstances(MODULE, wanted, spread=True)
     launcher.tell_with([spec.tell] * 2)

@@ -59,18 +59,10 @@ def own_places(home: Path) -> dict[str, str]:
 def serving(
     model: Path, environment: dict[str, str], *arguments: object, preexec_fn: Callable[[], None] | None = None
 ) -> Iterator[Server]:
-    command = [
-        sys.executable,
-        "-m",
-        "phasewise",
-        "serve",
-        str(model),
-        "--kv-budget",
-        "256M",
-        *map(str, arguments),
-    ]
+    command = [sys.executable, "-m", "phasewise", "serve", str(model), *map(str, arguments)]
+    surroundings = {"PHASEWISE_KV_BUDGET": "256M", **environment}
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=preexec_fn
+        command, stderr=subprocess.PIPE, text=True, env=surroundings, preexec_fn=preexec_fn
     )
     lines: list[str] = []
     ready = threading.Event()

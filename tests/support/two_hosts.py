@@ -25,6 +25,7 @@ from phasewise.serving.messages import Submit
 from phasewise.serving.restarts import Restarts
 from phasewise.serving.sampling import GREEDY
 from phasewise.serving.sockets import Keys
+from phasewise.workflows.open_model import Weights
 from phasewise.workflows.serve_instance import MODULE, InstanceSpec
 from tests.support.pools import (
     PATIENCE_S,
@@ -114,7 +115,7 @@ def run(model: Path, there: int) -> dict[str, object]:
     size = size_of(model)
     with open_alone(model, size) as opened:
         whole = texts(run_alone(opened, [*mixed, *long]))
-    spec = InstanceSpec(str(model), "native", size, plans_of(1), pinned=False)
+    spec = InstanceSpec(str(model), Weights(), size, plans_of(1), pinned=False)
     settings = FrontSettings(
         f"tcp://{CONTROL}.1:*",
         lambda index, life: f"tcp://{DATA}.{index + 1}:*",

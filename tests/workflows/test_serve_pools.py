@@ -14,10 +14,9 @@ from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import Phase, RankCores, plans_for
 from phasewise.tuner.topotree import Configuration
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.serve import serve_model
+from phasewise.workflows.open_model import Weights
 from phasewise.workflows.serve_instance import InstanceSpec
 from phasewise.workflows.serve_pools import Pools, _ray_front, planned_instances
-from phasewise.workflows.serve_settings import Running, ServeSettings
 from phasewise.workflows.tune_config.run import judge, judge_again
 from phasewise.workflows.tune_config.search import Searched
 from tests.support.paper_machines import xeon
@@ -83,14 +82,6 @@ def test_what_cannot_be_is_refused_in_one_line(pools: Pools, error: type[Excepti
 def test_roles_of_a_cluster_that_cannot_serve_are_refused_before_it_is_asked() -> None:
     """No Ray is needed to know that nothing would answer."""
     pools = Pools(cluster="127.0.0.1:1", prompt="1x1")
-    spec = InstanceSpec("any", "native", EngineSize(64, 64, 1), None)
+    spec = InstanceSpec("any", Weights(), EngineSize(64, 64, 1), None)
     with pytest.raises(UsageError, match="add --token"), _ray_front(spec, pools):
         pass
-
-
-@pytest.mark.parametrize(
-    "pools", [Pools(pools="auto"), Pools(mixed_pool=["0"]), Pools(cluster="auto", mixed="1x1")]
-)
-def test_drafts_beside_pools_are_refused_before_anything_is_opened(pools: Pools) -> None:
-    with pytest.raises(UsageError, match="--draft is for one engine"):
-        serve_model("no such model", ServeSettings(running=Running(draft="lookup"), pools=pools))

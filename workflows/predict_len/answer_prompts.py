@@ -51,9 +51,9 @@ def collect_lengths(
 def _engine(ref: str, wish: CollectWish, report: Report) -> Iterator[OpenEngine]:
     from phasewise.serving.open_engine import EngineSize, open_engine
     from phasewise.serving.rank_teams import keeping_affinity
-    from phasewise.workflows.open_model import open_model
+    from phasewise.workflows.open_model import Weights, open_model
 
-    found = open_model(ref, wish.weight_format, wish.threads, wish.db, report)
+    found = open_model(ref, Weights(wish.weight_format), wish.threads, wish.db, report)
     for plan in found.plans.values():
         report(plan.describe())
     size = EngineSize.for_many(found.model, wish.sequences, None, None)

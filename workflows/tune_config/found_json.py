@@ -172,6 +172,8 @@ def dry_run_fields(wish: Wish, subject: Subject) -> dict[str, Any]:
         "left_out": [{"pus": list_cores(one.pus), "reason": one.reason} for one in found.left_out],
         "configurations": sum(1 for _ in space_of(subject).partitions()),
         "requests": describe(subject.trace),
+        "budget_s": wish.budget_s,
+        "resume": wish.resume,
         "steps": {phase: [step.describe() for step in subject.grid(phase).steps] for phase in wish.phases},
         "references": [
             {

@@ -113,8 +113,6 @@ def wish_of(model: str, settings: TuneConfigSettings) -> Wish:
         raise UsageError("give either --trace or --lengths")
     if settings.trace is not None and not settings.trace.is_file():
         raise UsageError(f"--trace: there is no file {settings.trace}")
-    if settings.hidden is not None and settings.evaluator != "modelled":
-        raise UsageError("--hidden is for --evaluator modelled: a real machine hides what it hides")
     try:
         slo = parse_slo(settings.slo) if settings.slo else None
     except TraceError as error:

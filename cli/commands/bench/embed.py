@@ -84,8 +84,6 @@ def embed(
     slo_s = None if slo is None else parse_budget(slo)
     if find and slo_s is None:
         raise typer.BadParameter("--find needs --slo")
-    if find and plot is not None:
-        raise typer.BadParameter("--find draws nothing: leave --plot out")
     if encoding not in ("float", "base64"):
         raise typer.BadParameter("--encoding is float or base64")
     base = base_of(url)

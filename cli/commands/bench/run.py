@@ -183,7 +183,7 @@ def run(
     from phasewise.cli.render.row_forms import written
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.bench.model import Timing, bench_rows, check_context, open_ranks
-    from phasewise.workflows.open_model import open_model
+    from phasewise.workflows.open_model import Weights, open_model
 
     tests, running = _with_small_batches(tests, running)
     names = [*(models or ()), *(name for given in more_models or () for name in _model_names(given))]
@@ -193,13 +193,13 @@ def run(
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or -pg, and at least one sequence")
     formats = running.kv_formats(kv_format.value)
+    weights = Weights(
+        weight_format.value, sparse.value, tile_prompts=tile_prompts, arithmetic=arithmetic.value
+    )
     opened_models = []
     for name in names:
         for threads in running.threads or (None,):
-            found = open_model(
-                name, weight_format, threads, db, note,
-                sparse=sparse.value, tile_prompts=tile_prompts, arithmetic=arithmetic.value,
-            )  # fmt: skip
+            found = open_model(name, weights, threads, db, note)
             note_plans(found.plans)
             check_context(workloads, found.model.config.context_length)
             if explain:

@@ -1,0 +1,212 @@
+"""What `phasewise serve` opens, as values: all that would listen, load, compute or start a process is a fake
+that keeps what it was given. Two runs of equal options open equal values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from phasewise.cli.main import app
+from phasewise.serving.embedding.devices import Device
+from phasewise.serving.instance import Orders
+from phasewise.serving.open_engine import ModelText, OpenEngine
+from phasewise.serving.pools.contract import Estimate
+from phasewise.serving.service import Predictor
+from phasewise.topology import Machine
+from tests.support.paper_machines import xeon
+
+ESTIMATE = Estimate(7, 0.0)
+
+
+@dataclasses.dataclass
+class Run:
+    """How a run of `serve` ended. `opened`: what it opened, by kind; empty where it was refused before."""
+
+    exit_code: int
+    said: str
+    opened: dict[str, Any]
+
+
+class _Closes:
+    """What has only to be closed."""
+
+    def close(self) -> None: ...
+
+
+class _Opened(contextlib.AbstractContextManager[Any]):
+    """A value that is used in `with`, of these attributes."""
+
+    def __init__(self, **known: Any) -> None:
+        self.__dict__.update(known)
+
+    def __exit__(self, *_error: object) -> None: ...
+
+
+def plain(value: Any) -> Any:
+    """The value as one that can be compared: settings by their fields, models by what was chosen of them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        return {name: plain(one) for name, one in fields.items() if not name.startswith("_")}
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(one) for one in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if value is None or isinstance(value, str | int | float | bool | Path | enum.Enum):
+        return value
+    return type(value).__name__
+
+
+class Boundary:
+    """The fakes, and what they were given since `begin`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, machine: Machine | None = None) -> None:
+        self.opened: dict[str, Any] = {}
+        self._patch = patch
+        self._machine = machine or xeon()
+        self._replace()
+
+    def keep(self, kind: str, value: Any) -> None:
+        self.opened.setdefault(kind, []).append(plain(value))
+
+    def _replace(self) -> None:
+        set_ = self._patch.setattr
+        set_("phasewise.topology.read_machine", lambda *_: self._machine)
+        set_("phasewise.serving.headroom.use_one_heap", lambda: None)
+        set_("phasewise.serving.memory.available_bytes", lambda: 1 << 36)
+        set_("phasewise.serving.open_engine.available_bytes", lambda: 1 << 36)
+        set_("phasewise.serving.http.listening.allow_many_connections", lambda: 1 << 14)
+        set_("phasewise.serving.http.listening.TcpAddress", self._tcp)
+        set_("phasewise.serving.http.listening.UnixAddress", self._unix)
+        set_("phasewise.serving.http.listening.tls_context", lambda *files: files)
+        set_("phasewise.serving.embedding.devices.accelerators", lambda: [Device("cuda", 0)])
+        set_("phasewise.serving.embedding.open_embedding.open_embedding", self._embedding)
+        set_("phasewise.serving.embedding.service.run_embedding_service", self._serve_embeddings)
+        set_("phasewise.serving.open_engine.open_engine", self._engine)
+        set_("phasewise.serving.service.run_service", self._serve)
+        set_("phasewise.workflows.length_estimator.open_predictor", self._predictor)
+        set_("phasewise.cli.render.explain_text.uses_text", self._explained)
+        set_("phasewise.cluster.local_instances.LocalInstances", self._instances)
+        set_("phasewise.cluster.front.Front", self._front)
+        set_("phasewise.cluster.ray_cluster.ray_connection", self._ray)
+        set_("phasewise.cluster.ray_cluster.RayInstances", self._ray_instances)
+        self._watch_loading()
+
+    def _watch_loading(self) -> None:
+        from phasewise.serving import loaders
+        from phasewise.workflows import tuned_schedules
+
+        load = loaders.load_model
+
+        def loading(ref: str, format: str, *rest: Any, **more: Any) -> Any:
+            storage = more.get("storage")
+            self.keep("loaded", (str(ref), str(format), more.get("checksum"), storage and storage.mode))
+            return load(ref, format, *rest, **more)
+
+        schedules = tuned_schedules.schedules_for
+
+        def looking(db: Any, *rest: Any, **more: Any) -> Any:
+            self.keep("loaded", ("schedules", db))
+            return schedules(db, *rest, **more)
+
+        self._patch.setattr(loaders, "load_model", loading)
+        self._patch.setattr(tuned_schedules, "schedules_for", looking)
+
+    def _tcp(self, host: str, port: int, *, secure: bool = False) -> Any:
+        self.keep("address", (host, port, secure))
+        return _Opened()
+
+    def _unix(self, path: Path) -> Any:
+        self.keep("address", path)
+        return _Opened()
+
+    def _embedding(self, model: Any, ref: str, weight_format: str, plan: Any) -> Any:
+        self.keep("embedding", (model.name, model.format, ref, str(weight_format), plan))
+        text = _Opened(max_tokens=64)
+        return _Opened(model=model, text=text, plan=plan, scores=False, width=8)
+
+    def _serve_embeddings(self, _opened: Any, settings: Any, *_rest: Any) -> None:
+        self.keep("service", settings)
+
+    def _engine(
+        self, model: Any, plans: Any, size: Any, text: ModelText, schedules: Any, drafts: Any = None
+    ) -> Any:
+        multiplied = {phase: (one.in_tiles, one.choice) for phase, one in schedules.items()}
+        drafter = None if drafts is None else "lookup" if drafts.model is None else drafts.model.name
+        self.keep(
+            "engine",
+            (model.name, model.format, plans, size, vars(text)["_allow_special"], multiplied, drafter),
+        )
+        return OpenEngine(model, text, plans, size, _Closes(), _Closes())  # type: ignore[arg-type]
+
+    def _predictor(self, text: str, model_name: str, *_rest: Any) -> Predictor | None:
+        self.keep("predictor", (text, model_name))
+        return None if text == "off" else Predictor(lambda facts: ESTIMATE, lambda facts, tokens: None)
+
+    def _explained(self, uses: Any) -> str:
+        self.keep("explained", [(use.phase, use.used_for) for use in uses])
+        return ""
+
+    def _instances(self, _module: str, tells: Any) -> str:
+        for tell in tells:
+            self.keep("instance", json.loads(tell(Orders("", "", "")))["spec"])
+        return "local"
+
+    def _front(self, roles: Any, launcher: Any, settings: Any, *_rest: Any) -> None:
+        told = (settings.split_above_tokens, settings.repurpose_after_requests, settings.kv_transfer)
+        self.keep("front", (roles, told))
+
+    @contextlib.contextmanager
+    def _ray(self, address: str) -> Iterator[str]:
+        self.keep("cluster", address)
+        yield "127.0.0.1"
+
+    def _ray_instances(self, _module: str, wanted: Any, *, spread: bool) -> Any:
+        self.keep("placed", (wanted, spread))
+
+        def tell_with(tells: Any) -> None:
+            for tell in tells:
+                self.keep("instance", json.loads(tell(Orders("", "", "")))["spec"])
+
+        return _Opened(first_cores=[0] * len(wanted), n_cores_here=0, tell_with=tell_with)
+
+    def _serve(
+        self,
+        opened: Any,
+        settings: Any,
+        _address: Any,
+        _report: Any,
+        open_host: Any,
+        _embedding: Any = None,
+        others: Any = (),
+    ) -> None:
+        if not isinstance(opened, OpenEngine):
+            open_host(lambda delivery: None, lambda: None)
+            self.opened.pop("loaded")  # by the front, which computes nothing
+            self.keep("size", opened.size)
+        self.keep("text", vars(opened.text)["_allow_special"])
+        log = settings.length_log
+        self.keep("service", dataclasses.replace(settings, length_log=None))
+        self.keep("length log", None if log is None else log.path)
+        self.keep("others", [(one.names, one.sampling, one.predictor) for one in others])
+
+    def serve(self, *arguments: object, **environment: str) -> Run:
+        """Run the command in this process."""
+        self.opened = {}
+        done = CliRunner().invoke(
+            app, ["serve", *map(str, arguments)], env={"PHASEWISE_CONFIG": "/dev/null", **environment}
+        )
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            code = getattr(done.exception, "exit_code", None)
+            if code is None:
+                raise done.exception
+            return Run(code, str(done.exception), self.opened)
+        return Run(done.exit_code, " ".join(done.stderr.split()), self.opened)

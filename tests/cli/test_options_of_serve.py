@@ -1,0 +1,305 @@
+"""Every option of `phasewise serve` acts in every way of running, or is refused by name beforehand.
+
+An option acts where a run with it opens other values (tests/cli/opened_by_serve.py) than one without it.
+A new option needs a row in `SAMPLES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
+
+from phasewise.tuner.plans import PHASES
+from phasewise.workflows.unused_options import WAYS
+from tests.cli.command_options import options_of
+from tests.cli.opened_by_serve import Boundary, Run
+from tests.support.encoder_models import write_encoder
+from tests.support.paper_machines import xeon
+from tests.support.stored_plans import keep_plan
+from tests.support.tiny_models import TinyShape, tiny_gguf
+
+TLS = Path(__file__).parents[1] / "data" / "tls"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Files that options name."""
+
+    model: Path
+    other: Path
+    encoder: Path
+    keys: Path
+    plans: Path
+    """A database in which the prefill plan has more cores than the decode plan."""
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    folder = tmp_path_factory.mktemp("places")
+    models = [folder / name for name in ("tiny.gguf", "other.gguf")]
+    for path in models:
+        path.write_bytes(tiny_gguf(shape=TinyShape(context_length=4000)).to_bytes())
+    keys = folder / "keys"
+    keys.write_text("one\n")
+    keys.chmod(0o600)
+    plans = folder / "plans.db"
+    keep_plan(plans, xeon(), "tiny@native", "prefill", range(8))
+    keep_plan(plans, xeon(), "tiny@native", "decode", range(4))
+    for phase in PHASES:
+        keep_plan(folder / "ranks.db", xeon(), "tiny@native", phase, range(4), range(20, 24))
+    return Places(*models, write_encoder(folder / "bert", "bert"), keys, plans, folder)
+
+
+@pytest.fixture
+def boundary(
+    tmp_path_factory: pytest.TempPathFactory, places: Places, monkeypatch: pytest.MonkeyPatch
+) -> Boundary:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(places.folder / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(places.folder / "data"))
+    return Boundary(monkeypatch)
+
+
+def ways(places: Places) -> Mapping[str, list[object]]:
+    """The arguments of a run in each way."""
+    pools = ["--prompt-pool", "0-3", "--token-pool", "4-7"]
+    return {
+        "one process": [places.model],
+        "ranks": [places.model, "--db", places.folder / "ranks.db"],
+        "pools": [places.model, *pools],
+        "mixed pools": [places.model, "--mixed-pool", "0-3", "--mixed-pool", "4-7"],
+        "cluster": [places.model, "--cluster", "auto", "--prompt", "1x4", "--token", "1x4"],
+        "further models": [places.model, "--also", places.other],
+        "an embedding model": [places.encoder],
+        "embeddings beside": [places.model, "--embed-model", places.encoder],
+        "embeddings beside pools": [places.model, *pools, "--embed-model", places.encoder],
+        "a Unix socket": [places.model, "--unix-socket", places.folder / "socket"],
+    }
+
+
+NAMES = (
+    "one process",
+    "ranks",
+    "pools",
+    "mixed pools",
+    "cluster",
+    "further models",
+    "an embedding model",
+    "embeddings beside",
+    "embeddings beside pools",
+    "a Unix socket",
+)
+
+
+def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
+    """For each option: arguments with it, and arguments that it is added to."""
+    here = places.folder
+    certificate, key = TLS / "cert.pem", TLS / "key.pem"
+
+    def one(*with_it: object, beside: list[object] | None = None) -> tuple[list[object], list[object]]:
+        return list(with_it), beside or []
+
+    return {
+        "--host": one("--host", "127.0.0.2"),
+        "--port": one("--port", 9),
+        "--unix-socket": one("--unix-socket", here / "another"),
+        "--tls-cert": one("--tls-cert", certificate),
+        "--tls-key": one("--tls-key", key, beside=["--tls-cert", certificate]),
+        "--allowed-host": one("--allowed-host", "host.example"),
+        "--api-key": one("--api-key", "k"),
+        "--api-key-file": one("--api-key-file", places.keys),
+        "--max-sequences": one("--max-sequences", 3),
+        "--max-waiting": one("--max-waiting", 5),
+        "--max-prompt": one("--max-prompt", 6),
+        "--max-body": one("--max-body", "9K"),
+        "--max-unfinished": one("--max-unfinished", "9K"),
+        "--max-connections": one("--max-connections", 7),
+        "--max-connections-per-address": one("--max-connections-per-address", 7),
+        "--max-sequences-per-key": one("--max-sequences-per-key", 2),
+        "--max-response": one("--max-response", "9K"),
+        "--allow-special": one("--allow-special"),
+        "--drain": one("--drain", 3),
+        "--format": one("--format", "int8"),
+        "--sparse": one("--sparse", "always"),
+        "--checksum": one("--checksum"),
+        "--tile-prompts": one("--tile-prompts"),
+        "--arithmetic": one("--arithmetic", "blocks"),
+        "--threads": one("--threads", 3),
+        "--ranks": one("--ranks", 2),
+        "--served-model-name": one("--served-model-name", "another"),
+        "--context": one("--context", 512),
+        "--predictor": one("--predictor", "off"),
+        "--max-batch-tokens": one("--max-batch-tokens", 300),
+        "--tpot": one("--tpot", 50),
+        "--draft": one("--draft", "lookup"),
+        "--also": one("--also", places.other),
+        "--kv-budget": one("--kv-budget", "8M"),
+        "--kv-format": one("--kv-format", "int8"),
+        "--kv-policy": one("--kv-policy", "static"),
+        "--no-prefix-reuse": one("--no-prefix-reuse"),
+        "--temperature": one("--temperature", 0.1),
+        "--top-p": one("--top-p", 0.1),
+        "--min-p": one("--min-p", 0.2),
+        "--tool-format": one("--tool-format", "hermes"),
+        "--cors-origin": one("--cors-origin", "https://chat.example"),
+        "--no-page": one("--no-page"),
+        "--access-log": one("--access-log", here / "access"),
+        "--log-level": one("--log-level", "debug"),
+        "--log-format": one("--log-format", "json"),
+        "--prompt-pool": one("--prompt-pool", "8-9", "--token-pool", "10-11"),
+        "--token-pool": one("--token-pool", "10-11", "--prompt-pool", "8-9"),
+        "--mixed-pool": one("--mixed-pool", "8-9"),
+        "--pools": one("--pools", "auto", beside=["--db", places.plans]),
+        "--split-above": one("--split-above", 3),
+        "--repurpose-after": one("--repurpose-after", 4),
+        "--cluster": one("--cluster", "127.0.0.1:1", "--mixed", "1x2"),
+        "--prompt": one("--prompt", "3x2"),
+        "--token": one("--token", "3x2"),
+        "--mixed": one("--mixed", "1x2"),
+        "--spread": one("--spread"),
+        "--kv-transfer": one("--kv-transfer", "tcp"),
+        "--embed-model": one("--embed-model", places.encoder),
+        "--embed-instances": one("--embed-instances", 3),
+        "--embed-cores": one("--embed-cores", 5),
+        "--embed-accelerators": one("--no-embed-accelerators"),
+        "--length-log": one("--length-log", here / "lengths"),
+        "--db": one("--db", places.plans),
+        "--explain": one("--explain"),
+    }
+
+
+CHOOSES_THE_WAY = {
+    "cluster": {"--cluster"},
+    "further models": {"--also"},
+    "embeddings beside": {"--embed-model"},
+    "embeddings beside pools": {"--embed-model"},
+    "a Unix socket": {"--unix-socket"},
+}
+"""Options that a run of this way has already: given once more they choose another one, or the same."""
+
+
+def is_refusal(run: Run) -> bool:
+    return run.exit_code == 2 and "no effect" in run.said
+
+
+def test_every_option_has_a_row(places: Places) -> None:
+    assert set(samples(places)) == set(options_of("serve"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way", [pytest.param(one, marks=pytest.mark.smoke if one == "pools" else ()) for one in NAMES]
+)
+def test_every_option_acts_or_is_refused_by_name_before_anything_opens(
+    way: str, places: Places, boundary: Boundary
+) -> None:
+    arguments = ways(places)[way]
+    assert set(ways(places)) == set(NAMES)
+    silent, opened, refusals = [], {}, set()
+    for flag, (with_it, beside) in samples(places).items():
+        if flag in CHOOSES_THE_WAY.get(way, ()):
+            continue
+        base = (*arguments, *beside)
+        if base not in opened:
+            run = boundary.serve(*base)
+            assert run.exit_code == 0 or is_refusal(run), run.said
+            if not opened:
+                assert run.opened == boundary.serve(*base).opened, "two runs of equal options differ"
+            opened[base] = run.opened
+        run = boundary.serve(*base, *with_it)
+        if is_refusal(run):
+            assert flag in run.said.split("Error: ")[1], (flag, run.said)
+            assert run.opened == {}, flag
+            refusals.add(flag)
+        else:
+            assert run.exit_code == 0, (flag, run.said)
+            if run.opened == opened[base]:
+                silent.append(flag)
+    assert not silent
+    assert refusals <= {flag for one in WAYS["serve"] for flag in (*one.refuses, *one.when)}
+
+
+def only(run: Run, kind: str) -> list[object]:
+    assert run.exit_code == 0, run.said
+    return list(run.opened.get(kind, []))
+
+
+def test_a_model_is_served_once(places: Places, boundary: Boundary) -> None:
+    """Twice it would be loaded twice, with half of the memory for keys and values each."""
+    for twice in (["--also", places.model], ["--also", places.other, "--also", places.other]):
+        run = boundary.serve(places.model, *twice)
+        assert run.exit_code == 2
+        assert f"--also {twice[-1]}" in run.said
+        assert "is served already" in run.said
+        assert not {"loaded", "engine", "service"} & set(run.opened)
+
+
+def test_a_variable_and_the_configuration_file_stand_for_runs_that_can_follow_them(
+    places: Places, boundary: Boundary, tmp_path: Path
+) -> None:
+    """What an embedding model cannot follow is left out, and told in one line; a flag is refused."""
+    config = tmp_path / "config.toml"
+    config.write_text(f'[serve]\nkv_policy = "paged"\nport = 7\nembed_model = "{places.encoder}"\n')
+    standing = {"PHASEWISE_CONFIG": str(config), "PHASEWISE_DRAFT": "lookup", "PHASEWISE_DB": "x.db"}
+
+    alone = boundary.serve(places.encoder, **standing)
+    assert alone.opened == boundary.serve(places.encoder, "--port", 7).opened
+    assert alone.said.count("without effect: ") == 1
+    for name in ("PHASEWISE_DRAFT", "PHASEWISE_DB", "kv_policy of the configuration file"):
+        assert name in alone.said.split("where MODEL makes vectors")[0]
+    refused = boundary.serve(places.encoder, "--draft", "lookup", **standing)
+    assert (refused.exit_code, refused.opened) == (2, {})
+
+    pooled = boundary.serve(places.model, "--mixed-pool", "0-3", "--split-above", 9, PHASEWISE_DRAFT="lookup")
+    assert (pooled.exit_code, pooled.opened) == (2, {})
+    assert "--split-above has no effect where all pools are mixed (--mixed-pool)" in pooled.said
+    pooled = boundary.serve(places.model, "--mixed-pool", "0-3", PHASEWISE_DRAFT="lookup")
+    assert pooled.said.count("without effect: PHASEWISE_DRAFT with pools") == 1
+    assert only(pooled, "instance")
+
+
+def test_a_value_that_is_the_default_chooses_no_way(places: Places, boundary: Boundary) -> None:
+    run = boundary.serve(places.model, "--pools", "off", "--threads", 2, PHASEWISE_POOLS="off")
+    assert "front" not in run.opened
+    assert only(run, "engine")
+
+
+def test_embeddings_beside_pools_have_cores_that_no_pool_has(places: Places, boundary: Boundary) -> None:
+    pools = ("--prompt-pool", "0-19", "--token-pool", "20-37")
+    run = boundary.serve(places.model, *pools, "--embed-model", places.encoder, "--no-embed-accelerators")
+    (embedding,) = only(run, "embedding")
+    assert [one["cores"] for one in embedding[-1]["instances"]] == [[38, 39]]  # type: ignore[index]
+
+    full = boundary.serve(places.model, "--mixed-pool", "0-39", "--embed-model", places.encoder)
+    assert full.exit_code == 2
+    assert "0 are there" in full.said
+
+
+def test_a_gpu_embeds_beside_a_language_model_too_unless_it_is_told_not_to(
+    places: Places, boundary: Boundary
+) -> None:
+    """Its worker's own thread is on a core of the embeddings."""
+    devices = {}
+    for flags in ((), ("--no-embed-accelerators",)):
+        (embedding,) = only(
+            boundary.serve(places.model, "--embed-model", places.encoder, *flags), "embedding"
+        )
+        devices[flags] = {one["device"]: one["cores"] for one in embedding[-1]["instances"]}  # type: ignore[index]
+    assert set(devices[()]) == {"cuda:0", "cpu:0"}
+    assert set(devices[()]["cuda:0"]) <= set(devices[()]["cpu:0"])
+    assert set(devices[("--no-embed-accelerators",)]) == {"cpu:0"}
+
+
+def test_every_model_and_every_instance_is_explained(places: Places, boundary: Boundary) -> None:
+    models = boundary.serve(places.model, "--also", places.other, "--explain")
+    assert len(only(models, "explained")) == 2
+    assert "tiny:" in models.said
+    assert "other:" in models.said
+    pools = boundary.serve(places.model, "--prompt-pool", "0-3", "--token-pool", "4-9", "--explain")
+    assert len(only(pools, "explained")) == 2
+    assert "prompt pool: cores 0-3:" in pools.said

@@ -1,0 +1,90 @@
+"""The configuration file, and what variables and it say of options that a call from Python does not state."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phasewise.workflows.errors import UsageError, WorkflowError
+
+_TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
+_FALSE = frozenset({"0", "false", "f", "no", "n", "off"})
+
+
+def config_path() -> Path:
+    """`$PHASEWISE_CONFIG`, or `phasewise/config.toml` in the XDG configuration directory."""
+    import platformdirs
+
+    return Path(
+        os.environ.get("PHASEWISE_CONFIG") or platformdirs.user_config_path("phasewise") / "config.toml"
+    )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The file's tables; none where there is no file.
+
+    WorkflowError for a file that PHASEWISE_CONFIG names and that is not there, and for one that is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if os.environ.get("PHASEWISE_CONFIG"):
+            raise WorkflowError(f"PHASEWISE_CONFIG names {path}, which is not there") from None
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise WorkflowError(f"config file {path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class StandingOptions:
+    """Options of one command that stand for many calls: PHASEWISE_* variables, then the command's table of
+    the configuration file. Each is asked by its key, `kv_format` for PHASEWISE_KV_FORMAT.
+    """
+
+    table: dict[str, Any]
+
+    @classmethod
+    def of(cls, *command: str) -> StandingOptions:
+        """command: the tables' names, `bench`, `run`. WorkflowError as `read_toml`."""
+        table: Any = read_toml(config_path())
+        for name in command:
+            table = table.get(name, {}) if isinstance(table, dict) else {}
+        return cls(table if isinstance(table, dict) else {})
+
+    def text(self, key: str, choices: Sequence[str] = ()) -> str | None:
+        """None where nothing is said. UsageError for one that is not among `choices`."""
+        value = self._value(key)
+        if value is not None and choices and value not in choices:
+            raise UsageError(f"{self._place(key)} is {value!r:.40}, not one of {', '.join(choices)}")
+        return None if value is None else str(value)
+
+    def count(self, key: str) -> int | None:
+        """A whole number from 1 on; UsageError for anything else."""
+        value = self._value(key)
+        if value is None:
+            return None
+        text = str(value)
+        if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0):
+            raise UsageError(f"{self._place(key)} is {value!r:.40}, not a whole number from 1 on")
+        return int(text)
+
+    def flag(self, key: str) -> bool:
+        """False where nothing is said; UsageError for what is neither true nor false."""
+        value = str(self._value(key) or "false").lower()
+        if value not in _TRUE | _FALSE:
+            raise UsageError(f"{self._place(key)} is {value!r:.40}, neither true nor false")
+        return value in _TRUE
+
+    def _value(self, key: str) -> Any:
+        return os.environ.get(_variable(key)) or self.table.get(key)
+
+    def _place(self, key: str) -> str:
+        return _variable(key) if os.environ.get(_variable(key)) else f"{key} of the configuration file"
+
+
+def _variable(key: str) -> str:
+    return f"PHASEWISE_{key.upper()}"

@@ -1,0 +1,280 @@
+"""Options that a way of running a command cannot follow. One table: refusals, help and tests read it.
+
+An option that is given by its flag is refused by name before anything opens. One that comes from a variable
+or from the configuration file stands for many runs: where a run cannot follow it, it is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from phasewise.workflows.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of running a command, and the options that have no effect in it.
+
+    where: as in `--draft has no effect with pools`. when: it is this way where any of these is set; none:
+    always. unless: and where none of these is set. An option is set where its value is not its default;
+    `--policy=paged` is set where that is its value, `--policies~odma` where its value contains that.
+    makes_vectors: of MODEL; None: any model.
+    """
+
+    where: str
+    refuses: tuple[str, ...]
+    when: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    makes_vectors: bool | None = None
+    instead: str = "leave that out"
+
+    def holds(self, given: Mapping[str, GivenOption], model_makes_vectors: Callable[[], bool]) -> bool:
+        """True where a run with these options is run in this way."""
+        if self.when and not any(_is_set(one, given) for one in self.when):
+            return False
+        if any(_is_set(one, given) for one in self.unless):
+            return False
+        return self.makes_vectors is None or self.makes_vectors == model_makes_vectors()
+
+    def refusal(self, flags: Sequence[str], given: Mapping[str, GivenOption]) -> str:
+        """The line for options that were written, with those that made it this way."""
+        chosen = ", ".join(
+            flag
+            for one in self.when
+            if (flag := re.split("[=~]", one)[0]) not in self.where and _is_set(one, given)
+        )
+        have = "has" if len(flags) == 1 else "have"
+        return f"{', '.join(flags)} {have} no effect {self.where}{chosen and f' ({chosen})'}: {self.instead}"
+
+
+class GivenOption(NamedTuple):
+    """The value of an option. is_set: it is not the default. by_flag: it was written on the command line."""
+
+    value: Any
+    is_set: bool = False
+    by_flag: bool = False
+
+
+class Unused(NamedTuple):
+    """A variable's or the configuration file's value that a run cannot follow."""
+
+    flag: str
+    where: str
+
+
+def _is_set(condition: str, given: Mapping[str, GivenOption]) -> bool:
+    flag, equals, value = condition.partition("=")
+    if equals:
+        return flag in given and str(given[flag].value) == value
+    flag, contains, value = condition.partition("~")
+    if contains:
+        return flag in given and value in str(given[flag].value)
+    return flag in given and given[flag].is_set
+
+
+def unused_options(
+    command: str, given: Mapping[str, GivenOption], model_makes_vectors: Callable[[], bool]
+) -> list[Unused]:
+    """The options of a run that it cannot follow. UsageError where one was given by its flag.
+
+    command: as it is typed, `bench run`. given: every option by its first flag, and arguments by their names.
+    model_makes_vectors: asked only where the answer matters.
+    """
+    left, unused = dict(given), list[Unused]()
+    for way in WAYS.get(command, ()):
+        idle = [flag for flag in way.refuses if flag in left and (left[flag].by_flag or left[flag].is_set)]
+        if not idle or not way.holds(left, model_makes_vectors):
+            continue
+        if written := [flag for flag in idle if left[flag].by_flag]:
+            raise UsageError(way.refusal(written, left))
+        for flag in idle:
+            unused.append(Unused(flag, way.where))
+            del left[flag]
+    return unused
+
+
+SAYS_WHAT_IS_UNUSED = frozenset({"serve"})
+"""Commands that tell, in a line, which variables and lines of the configuration file they left out. Others
+have defaults such as PHASEWISE_DB for runs that read them, and say nothing where one does not.
+"""
+
+_LOCAL_POOLS = ("--prompt-pool", "--token-pool", "--mixed-pool", "--pools")
+_CLUSTER_POOLS = ("--prompt", "--token", "--mixed")
+_POOLS = (*_LOCAL_POOLS, "--cluster", *_CLUSTER_POOLS)
+_DIVIDING = ("--split-above", "--repurpose-after", "--kv-transfer")
+_EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators")
+_GENERATING = (
+    *("--max-sequences", "--max-waiting", "--max-prompt", "--max-sequences-per-key", "--allow-special"),
+    *(
+        "--ranks",
+        "--sparse",
+        "--tile-prompts",
+        "--arithmetic",
+        "--context",
+        "--predictor",
+        "--max-batch-tokens",
+        "--tpot",
+    ),
+    *("--draft", "--also", "--kv-budget", "--kv-format", "--kv-policy", "--no-prefix-reuse"),
+    *(
+        "--temperature",
+        "--top-p",
+        "--min-p",
+        "--tool-format",
+        "--no-page",
+        "--length-log",
+        "--db",
+        "--explain",
+    ),
+    *(*_POOLS, "--spread", *_DIVIDING, "--embed-model", "--embed-cores"),
+)
+
+_SERVE = (
+    Way("where MODEL makes vectors and generates no text", _GENERATING, makes_vectors=True),
+    Way("with --unix-socket", ("--host", "--port", "--tls-cert", "--tls-key"), when=("--unix-socket",)),
+    Way("with --log-level off", ("--access-log", "--log-format"), when=("--log-level=off",)),
+    Way(
+        "without --cluster",
+        (*_CLUSTER_POOLS, "--spread"),
+        unless=("--cluster",),
+        instead="on this host name cores, with --prompt-pool, --token-pool and --mixed-pool",
+    ),
+    Way(
+        "with --cluster",
+        (*_LOCAL_POOLS, "--explain"),
+        when=("--cluster",),
+        instead="a cluster has instances by --prompt, --token and --mixed, whose hosts choose cores and "
+        "schedules; leave that out",
+    ),
+    Way(
+        "with --pools",
+        ("--prompt-pool", "--token-pool", "--mixed-pool"),
+        when=("--pools",),
+        instead="--pools auto finds the cores itself; leave that out",
+    ),
+    Way(
+        "with pools",
+        ("--threads", "--ranks", "--draft", "--also"),
+        when=_POOLS,
+        instead="each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools",
+    ),
+    Way("without pools", _DIVIDING, unless=_POOLS, instead="name pools, or leave that out"),
+    Way(
+        "where all pools are mixed",
+        _DIVIDING,
+        when=("--mixed-pool", "--mixed"),
+        unless=("--prompt-pool", "--token-pool", "--pools", "--prompt", "--token"),
+        instead="nothing is divided; leave that out",
+    ),
+    Way("without --embed-model", _EMBEDDING, unless=("--embed-model",), makes_vectors=False),
+)
+
+_TABLE = Way("without a table", ("--wide",), when=("--output", "--json"))
+
+_RATE_SEARCH = ("--probe", "--most-probes", "--votes")
+_AUTHORS_C = ("--include", "--define")
+_ODMA = ("--buckets", "--alpha", "--tau", "--window", "--refresh-every", "--reserve")
+_CLUSTER_DB = Way("without --machine-from-db", ("--db",), unless=("--machine-from-db",))
+
+WAYS: Mapping[str, tuple[Way, ...]] = {
+    "serve": _SERVE,
+    "topo": (
+        Way("without --trees", ("--limit", "--power-of-two"), unless=("--trees",)),
+        Way("with --trees", ("--svg",), when=("--trees",), instead="--tree draws one of them"),
+        Way("without --probe", ("--budget",), unless=("--probe",)),
+        Way(
+            "with --probe",
+            ("--input",),
+            when=("--probe",),
+            instead="a probe measures the machine it runs on; leave that out",
+        ),
+        Way("without --plan", ("MODEL",), unless=("--plan",), instead="add --plan to draw its plans"),
+        Way("without --plan MODEL", ("--format", "--db"), unless=("MODEL",)),
+    ),
+    "doctor": (Way("with --root", ("--db",), when=("--root",)),),
+    "tune-config": (
+        Way("with --dry-run", ("--emit", "--verbose"), when=("--dry-run",)),
+        Way(
+            "without --evaluator modelled",
+            ("--hidden",),
+            unless=("--evaluator=modelled",),
+            instead="a real machine hides what it hides; leave that out",
+        ),
+        Way("without --objective goodput", ("--slo",), unless=("--objective=goodput",)),
+    ),
+    "tune-kernels": (
+        Way(
+            "with --kernel",
+            ("MODEL", "--phase", "--format", "--max-m", "--threads", "--dry-run"),
+            when=("--kernel",),
+        ),
+        Way("without --kernel", ("--isa", "--against", *_AUTHORS_C), unless=("--kernel",)),
+        Way("without --against", _AUTHORS_C, unless=("--against",)),
+    ),
+    "simulate": (
+        Way("without --rate", ("--duration", "--draw", "--seed"), unless=("--rate",)),
+        Way(
+            "with --rate",
+            ("--prefix-reuse",),
+            when=("--rate",),
+            instead="drawn requests have no prompts in common; leave that out",
+        ),
+        _CLUSTER_DB,
+    ),
+    "provision": (
+        Way("with --rate", ("--rate-step", "--most-rate", "--maximise"), when=("--rate",)),
+        Way("without --rate", ("--minimise",), unless=("--rate",)),
+        _CLUSTER_DB,
+        _TABLE,
+    ),
+    "prune": (
+        Way(
+            "with --method magnitude and --allocation uniform",
+            ("--calibration",),
+            unless=("--method=wanda", "--method=sparsegpt", "--allocation=owl"),
+        ),
+        Way("without --calibration", ("--calibration-tokens",), unless=("--calibration",)),
+    ),
+    "bench serve": (
+        Way("without --rate", ("--arrivals", "--burstiness"), unless=("--rate", "--find-rate")),
+        Way("without --arrivals gamma", ("--burstiness",), unless=("--arrivals=gamma",)),
+        Way("without --trace", ("--time-scale",), unless=("--trace",)),
+        Way("with --rate", ("--time-scale",), when=("--rate", "--find-rate")),
+        Way("without --find-rate", _RATE_SEARCH, unless=("--find-rate",)),
+        Way("without --slo", ("--slo-scale",), unless=("--slo",)),
+        Way("with --endpoint chat", ("--text-prompts",), when=("--endpoint=chat",)),
+        Way("without -o csv or json", ("--save-detailed",), unless=("--output",)),
+    ),
+    "bench embed": (
+        Way("with --find", ("-n", "-c", "--rate", "--plot"), when=("--find",)),
+        Way("with --rate", ("-c",), when=("--rate",)),
+        Way("with --file", ("--lengths",), when=("--file",)),
+    ),
+    "bench run": (_TABLE,),
+    "bench allreduce": (_TABLE,),
+    "bench kernels": (_TABLE,),
+    "bench kv": (
+        _TABLE,
+        Way("with --memory", ("--slots",), when=("--memory",)),
+        Way("without --memory", ("--kv-format",), unless=("--memory",)),
+        Way("without the policy odma", _ODMA, unless=("--policies~odma",)),
+        Way("without the policy fixed", ("--fixed-buckets",), unless=("--policies~fixed",)),
+        Way("without the policy paged", ("--page-slots",), unless=("--policies~paged",)),
+    ),
+    "kernels emit": (Way("without --against", _AUTHORS_C, unless=("--against",)),),
+    "models inspect": (Way("without --density", ("--format",), unless=("--density",)),),
+    "predict-len eval": (
+        Way("with --predictor", ("--encoder",), when=("--predictor",)),
+        Way("with --folds", ("--split",), when=("--folds",)),
+    ),
+    "db show": (_TABLE,),
+}
+"""By command, the ways in their order: an option that one leaves out is not set for those after it."""
+
+
+def ways_text(command: str) -> list[tuple[str, str]]:
+    """For help: each way of the command, and what it refuses."""
+    return [(way.where, ", ".join(way.refuses)) for way in WAYS.get(command, ())]
