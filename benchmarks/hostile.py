@@ -23,6 +23,7 @@ ROWS: dict[str, Callable[[Siege], str]] = {
     "schemas_that_explode": grammars.schemas_that_explode,
     "grammars_before_prompts": grammars.grammars_before_prompts,
     "a_grammar_for_the_other": grammars.a_grammar_for_the_other,
+    "grammars_that_stay": grammars.grammars_that_stay,
     "templates_that_burn": templates.templates_that_burn,
     "turns_in_contents": templates.turns_in_contents,
     "huge_integers": requests.huge_integers,
@@ -35,11 +36,15 @@ ROWS: dict[str, Callable[[Siege], str]] = {
     "unfinished_bodies": connections.unfinished_bodies,
     "other_origins": connections.other_origins,
     "ambiguous_requests": connections.ambiguous_requests,
+    "connections_too_many": connections.connections_too_many,
+    "broken_chunks": connections.broken_chunks,
     "secrets_on_display": files.secrets_on_display,
     "packed_file_cut_short": files.packed_file_cut_short,
     "endless_database": files.endless_database,
     "names_that_steer": files.names_that_steer,
     "links_for_files": files.links_for_files,
+    "links_out_of_models": files.links_out_of_models,
+    "tokenizers_that_burn": files.tokenizers_that_burn,
 }
 
 

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.confined import Bounds, ConfinedProcess, JobRefused, Overrun, Patience
-from phasewise.serving.errors import QueueFull, RequestError
+from phasewise.serving.errors import QueueFull, RequestError, ServingError
 from phasewise.serving.grammar_limits import checked_choices, checked_pattern, checked_schema
 
 if TYPE_CHECKING:
@@ -230,7 +231,8 @@ class GuideCompiler:
 
     def warm(self) -> None:
         """Do beforehand what the first grammar would have to wait for: some tenths of a second."""
-        self.compile(ANY_OBJECT)
+        with suppress(ServingError):  # the first grammar will say what is wrong
+            self.compile(ANY_OBJECT)
 
     def _load(self) -> None:
         with self._first_use:

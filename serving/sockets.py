@@ -15,6 +15,8 @@ from zmq.auth.thread import ThreadAuthenticator
 
 MOST_MESSAGE_BYTES = 256 << 20
 LINGER_MS = 500
+HANDSHAKE_MS = 10_000
+"""A peer that has not shown its keys by then is cut off; ZeroMQ would wait for half a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class Sockets:
         socket.linger = LINGER_MS
         socket.rcvhwm = 0
         socket.maxmsgsize = MOST_MESSAGE_BYTES
+        socket.handshake_ivl = HANDSHAKE_MS
         return socket
 
     def close(self) -> None:

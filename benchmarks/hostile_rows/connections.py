@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Awaitable, Callable
 
+import aiohttp
+import httpx
 from row_runner import Missed
 
 from hostile_rows.siege import Siege
@@ -127,6 +132,71 @@ def ambiguous_requests(siege: Siege) -> str:
             if got != wanted:
                 raise Missed(f"{sent[:80]!r} got {got}, not {wanted}")
         return f"{len(tried)} requests refused, connections closed"
+
+
+def connections_too_many(siege: Siege) -> str:
+    """A server that is full: each client reads the 503 that is documented, 20 of 20, small body or large."""
+    found = {}
+    with siege.server("--max-connections", "8") as server:
+        url = f"http://127.0.0.1:{server.port}/v1/completions"
+        for name, ask in {"httpx": _by_httpx, "aiohttp": _by_aiohttp, "Node": _by_node}.items():
+            if name == "Node" and shutil.which("node") is None:
+                continue
+            for size, body in (("no", b""), ("small", b"{}"), ("large", b"x" * (3 * MIB))):
+                with contextlib.ExitStack() as stack:  # none of them stays for long without a request
+                    for _ in range(8):
+                        stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+                    server.wait_until(lambda: httpx.get(url).status_code == 503, 10.0, "it is not full")
+                    found[f"{name}, {size} body"] = ask(url, body)
+    missed = {name: seen for name, seen in found.items() if seen != [503] * 20}
+    if missed:
+        raise Missed(f"{missed}")
+    return f"503, 20 of 20: {'; '.join(found)}"
+
+
+def _by_httpx(url: str, body: bytes) -> list[object]:
+    return [httpx.post(url, content=body).status_code for _ in range(20)]
+
+
+def _by_aiohttp(url: str, body: bytes) -> list[object]:
+    async def one(session: aiohttp.ClientSession) -> int:
+        async with session.post(url, data=body) as said:
+            await said.read()
+            return said.status
+
+    async def all_at_once() -> list[object]:
+        async with aiohttp.ClientSession() as session:
+            return list(await asyncio.gather(*(one(session) for _ in range(20))))
+
+    return asyncio.run(all_at_once())
+
+
+def _by_node(url: str, body: bytes) -> list[object]:
+    script = (
+        "const body = Buffer.alloc(Number(process.argv[2]), 'x'); (async () => { const found = [];"
+        "for (let i = 0; i < 20; i++) found.push(await fetch(process.argv[1], {method: 'POST', body}).then("
+        "async (said) => { await said.text(); return said.status; }, (error) => String(error.cause)));"
+        "console.log(JSON.stringify(found)); })();"
+    )
+    done = subprocess.run(
+        ["node", "-e", script, url, str(len(body))], capture_output=True, text=True, timeout=120, check=True
+    )
+    found: list[object] = json.loads(done.stdout)
+    return found
+
+
+def broken_chunks(siege: Siege) -> str:
+    """A chunk that is none is answered 400, and counted and logged as 400."""
+    log = siege.folder / "access.log"
+    with siege.server("--access-log", str(log)) as server:
+        for broken in (b"zz\r\n", b"3\r\nhello\r\n", b"5\nhello\n"):
+            if (got := _status(server.port, _CHUNKED + broken)) != 400:
+                raise Missed(f"{broken!r} got {got}")
+        counted = {name: n for name, n in server.metrics().items() if "http_responses_total" in name and n}
+        server.wait_until(lambda: log.read_text().count(" 400 ") == 3, 10.0, f"the log: {log.read_text()}")
+    if any('status="500"' in name for name in counted) or not any('status="400"' in name for name in counted):
+        raise Missed(f"counted as {counted}")
+    return "three of them: 400 to the client, in the metrics and in the log"
 
 
 def _status(port: int, sent: bytes) -> int:

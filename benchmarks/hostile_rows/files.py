@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
 import subprocess
@@ -12,10 +13,12 @@ from pathlib import Path
 from row_runner import Missed
 from served_process import PHASEWISE, TINY, model_reference, own_cache
 
-from hostile_rows.siege import Siege
+from hostile_rows.siege import Siege, all_memory_mib
+from tests.support.tiny_models import write_tiny_hf
 
 SECRET = "a-secret-of-the-operator"
 BOUND_S = 60.0
+MOST_TOKENIZER_MIB = 256.0
 
 
 def secrets_on_display(siege: Siege) -> str:
@@ -98,6 +101,47 @@ def links_for_files(siege: Siege) -> str:
     if found.returncode != 1 or len(found.stderr.splitlines()) != 1 or precious.read_text() != "mine":
         raise Missed(f"exit code {found.returncode}: {found.stderr[-300:]!r}")
     return "refused in one line"
+
+
+def links_out_of_models(siege: Siege) -> str:
+    """A link in a model's directory to a file of the user's: refused by name, whatever command opens it."""
+    secret = siege.folder / "secret"
+    secret.write_text("the user's")
+    for name in ("chat_template.jinja", "config.json", "tokenizer.json", "model.safetensors"):
+        directory = write_tiny_hf(siege.folder / f"linked-{name}")
+        (directory / name).unlink(missing_ok=True)
+        (directory / name).symlink_to(secret)
+        for command in (("models", "inspect"), ("generate", "-n", "1"), ("serve", "--port", "0")):
+            found = _phasewise(*command, str(directory))
+            if found.returncode != 1 or len(found.stderr.splitlines()) != 1 or name not in found.stderr:
+                raise Missed(f"{command} with {name}: code {found.returncode}: {found.stderr[-300:]!r}")
+    return "four files, three commands: refused by name in one line"
+
+
+def tokenizers_that_burn(siege: Siege) -> str:
+    """Normalizers that multiply, patterns that try for ever: a 400 within bounds, nothing on stderr."""
+    replacing = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 64}] * 8
+    trying = {"type": "Split", "pattern": {"Regex": "(a*)*b"}, "behavior": "Isolated", "invert": False}
+    attacks = {
+        "grows": ({"normalizer": {"type": "Sequence", "normalizers": replacing}}, "aaa"),
+        "tries": ({"pre_tokenizer": trying}, "a" * 200 + "!b"),
+    }
+    lines = []
+    for name, (parts, prompt) in attacks.items():
+        directory = write_tiny_hf(siege.folder / name)
+        file = directory / "tokenizer.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **parts}))
+        with siege.server(model=str(directory), environment=own_cache(TINY, directory)) as server:
+            memory_mib = all_memory_mib(server.pid)
+            asked = siege.asked(server)
+            began = time.monotonic()
+            seen = {asked.complete(prompt)[0] for _ in range(5)}
+            took_s, grown_mib = time.monotonic() - began, all_memory_mib(server.pid) - memory_mib
+            loud = [line for line in server.said().splitlines() if "panic" in line or "Traceback" in line]
+            if seen != {400} or loud or grown_mib > MOST_TOKENIZER_MIB:
+                raise Missed(f"{name}: {seen}, {grown_mib:.0f} MiB more, {loud[:1]}")
+            lines.append(f"{name}: five times 400 in {took_s:.1f} s, {grown_mib:+.0f} MiB")
+    return "; ".join(lines)
 
 
 def _phasewise(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from row_runner import Missed
 
-from hostile_rows.siege import Asked, Siege, attacking
+from hostile_rows.siege import Asked, Siege, all_memory_mib, attacking
 
 N_CLIENTS = 24
+MOST_KEPT_MIB = 24.0 + 64.0
+"""What is promised, and what an answer in progress, its compilation and malloc keep beside it."""
 MOST_TURN_S = 4.0
 """One bomb's second before it, its own, and what is computed on the same cores."""
 
@@ -28,6 +30,23 @@ def _bombs() -> Any:
         yield _patterns(4, salt)
         yield {"type": "integer", "multipleOf": primes[salt % 4] - salt}
         yield {"type": "object", "properties": {f"p{salt}": {"type": "integer", "multipleOf": 9973 + salt}}}
+
+
+def grammars_that_stay(siege: Siege) -> str:
+    """Many grammars of some 10 MiB each, one after the other: the server keeps 24 MiB of them, whichever way
+    their memory came."""
+    with siege.server() as server:
+        asked = siege.asked(server)
+        asked.chat(response_format=_wanting({"type": "object"}))
+        before_mib = all_memory_mib(server.pid)
+        statuses = set()
+        for at in range(31):
+            schema = {"type": "integer", "multipleOf": 22_011 + at}
+            statuses.add(asked.chat(max_tokens=4, response_format=_wanting(schema))[0])
+        grown_mib = all_memory_mib(server.pid) - before_mib
+    if not statuses <= {200, 400, 429} or grown_mib > MOST_KEPT_MIB:
+        raise Missed(f"{grown_mib:.0f} MiB more, statuses {sorted(statuses)}")
+    return f"{grown_mib:+.0f} MiB after 31 of them"
 
 
 def _wanting(schema: object) -> dict[str, Any]:

@@ -52,6 +52,7 @@ DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the conf
 def open_hf_model(path: Path, name: str) -> ModelSource:
     """Read the headers of every shard. The result holds the shards open: close it."""
     directory = ModelDirectory(path)
+    directory.source_files()  # one that leads out is refused now, whoever would open it later
     fields = directory.json("config.json")
     if fields is None:
         raise ModelError(f"{path} has no config.json: not a Hugging Face model directory")

@@ -137,6 +137,15 @@ def test_any_bytes_are_a_cluster_or_one_line(tmp_path_factory: pytest.TempPathFa
         read_cluster(path)
 
 
+@pytest.mark.parametrize("part", ["a", '"a b"', "'x'"])
+def test_a_key_of_thousands_of_parts_is_one_line_at_once(tmp_path: Path, part: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(" . ".join([part] * 5000) + " = 1\n")
+
+    with pytest.raises(ClusterError, match="a key of more than 16 parts"):
+        read_cluster(file)
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     for name in ("absent.toml", "."):
         with pytest.raises(ClusterError):
