@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from phasewise._words import percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument, ThreadsOption
@@ -216,4 +217,6 @@ def predict(
     if as_json:
         print_json(fields)
     else:
-        say("\n".join(f"{name:<14}  {value}" for name, value in fields.items()))
+        rooms = (f"{tokens} for {percent(float(hold))}" for hold, tokens in fields["room_tokens"].items())
+        told = {**fields, "room_tokens": ", ".join(rooms)}
+        say("\n".join(f"{name:<14}  {value}" for name, value in told.items()))

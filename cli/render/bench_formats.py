@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
+from phasewise._words import counted
 from phasewise.cli.render import row_forms
 from phasewise.serving.throughput import Workload
 from phasewise.workflows.bench.model import ModelRow
@@ -64,11 +65,18 @@ def as_md(rows: Sequence[ModelRow], *, wide: bool = False) -> str:
     return "\n".join(
         [
             row_forms.as_md(told, left=("model", "backend"), core=NARROW if is_narrow else ()),
+            *(dict.fromkeys(_left_out(row) for row in table) if is_narrow else ()),
             *low,
             *(f"build: {build}" for build in builds),
             "",
         ]
     )
+
+
+def _left_out(row: Mapping[str, str]) -> str:
+    """The columns that a narrow table has no room for."""
+    threads = counted(int(row["threads"]), "thread")
+    return f"{row['model']}: {row['size']}, {row['params']} params; {row['backend']}, {threads}"
 
 
 def _md_row(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:

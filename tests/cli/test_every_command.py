@@ -15,6 +15,7 @@ from phasewise.cli.main import app
 COLUMNS = 80
 READ_TWICE = (
     r"\bso many\b",
+    r"\b[0-9.]+e[+-][0-9]",  # a number with an exponent
     r"\b1 [a-z]+[^s\W]s\b",  # a plural of one
     r"\.{4,}|\[\[",  # an argument's name with dots of its own
     r"\bshare the work\b|\bwhat can be made of it\b|\bstays in use\b|\btake part in the last run\b",

@@ -175,6 +175,10 @@ def test_nothing_wraps_in_a_terminal(place: Place, words: dict[str, str], no_col
     assert not faults, "\n".join(faults)
 
 
+AS_WIDE_AS_LLAMA_BENCH = ("bench run",)
+"""In a pipe its table has all of llama-bench's columns, for what reads them there."""
+
+
 @pytest.mark.slow
 def test_nothing_is_animated_in_a_pipe(place: Place, words: dict[str, str]) -> None:
     """Nor coloured; and tables are those of a terminal of 80 columns."""
@@ -191,6 +195,6 @@ def test_nothing_is_animated_in_a_pipe(place: Place, words: dict[str, str]) -> N
         faults += [
             f"{step.command} {step.arguments} is wide: {line}"
             for line in too_wide(said)
-            if line.startswith(("|", "---"))
+            if line.startswith(("|", "---")) and step.command not in AS_WIDE_AS_LLAMA_BENCH
         ]
     assert not faults, "\n".join(faults)

@@ -16,6 +16,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from phasewise._words import LOW_LIMIT
 from phasewise.cli.main import app
 from phasewise.cli.options import parse_budget
 from phasewise.kerneldb.records import Problem, Sample, Schedule
@@ -182,6 +183,22 @@ def test_json_holds_what_was_gained_and_a_second_run_times_nothing(
             (gain["roofline_fraction"] * gain["tuned_ns"]) / 1e9,
         )
         assert 0 < bound_ns * 1e9 == pytest.approx(gain["roofline_fraction"] * gain["tuned_ns"])
+
+
+def test_a_limit_that_was_measured_too_low_gives_no_share(
+    db: Path, evaluator: type[FormulaEvaluator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine's limit is a hundred times too low: no product reached 434 % of it."""
+    monkeypatch.setattr(
+        rounds,
+        "measure_roofline",
+        lambda *arguments: Roofline({"f32": 1e4, "bf16": 1e4, "int8": 1e4}, 1e4),
+    )
+    text, fields = tune(*SMALL), tune_json(*SMALL)
+
+    assert {gain["roofline_fraction"] for gain in fields["rounds"][0]["gains"]} == {None}
+    assert LOW_LIMIT in text.splitlines()
+    assert not re.search(r"[0-9]{3,}%", text)
 
 
 def test_nothing_gained_is_said_plainly(db: Path, evaluator: type[FormulaEvaluator]) -> None:

@@ -40,7 +40,7 @@ _TIMES = option_set(
         metavar="FILE",
     ),
     time_scale=opt(
-        "factor of the intervals between a trace's arrivals; 0.1: ten times as fast", min=1e-6, max=1e6
+        "factor of the intervals between a trace's arrivals; 0.1: ten times as fast", min=0.0001, max=1e6
     ),
     duration_s=opt("send no request after S seconds", "--duration", metavar="S", min=0.001),
 )
