@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import tomllib
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from phasewise.cli.present import fail
 
 EXIT_FAILURE = 1
+MAX_BYTES = 1 << 20
 
 
 def config_path() -> Path:
@@ -23,6 +25,15 @@ def config_path() -> Path:
     )
 
 
+def config_text(path: Path) -> str:
+    """The file's text. Raises OSError, UnicodeDecodeError."""
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB")
+    return data.decode()
+
+
 def read_config(path: Path, command: Any) -> dict[str, Any]:
     """The file's values for the options of `command`; empty where there is no file.
 
@@ -30,7 +41,7 @@ def read_config(path: Path, command: Any) -> dict[str, Any]:
     is not TOML, and for a table or key that no command or option has.
     """
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(config_text(path))
     except FileNotFoundError:
         if os.environ.get("PHASEWISE_CONFIG"):
             fail(f"PHASEWISE_CONFIG names {path}, which is not there", EXIT_FAILURE)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
-from phasewise.cli.present import note, print_json, say, write_atomically
+from phasewise.cli.present import note, print_json, say, write_target
 
 app = typer.Typer(help="Kernels written in C: raise, lower, check, emit.", no_args_is_help=True)
 
@@ -20,7 +20,8 @@ KernelArgument = Annotated[
     Path, typer.Argument(metavar="KERNEL.kir", help="a kernel's text, as `raise` writes it")
 ]
 OutOption = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="FILE", help="write there [default: stdout]")
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="write there; -: stdout [default: stdout]"),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -135,7 +136,7 @@ def emit(
             include or [], define or [],
         )  # fmt: skip
     if header:
-        write_atomically(header, header_text)
+        write_target(header, header_text)
     _put(text, output)
     note(f"{n_shapes} tuned shapes")
 
@@ -194,4 +195,4 @@ def _put(text: str, output: Path | None) -> None:
     if output is None:
         say(text, end="")
     else:
-        write_atomically(output, text)
+        write_target(output, text)

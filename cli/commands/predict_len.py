@@ -10,7 +10,7 @@ import typer
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument, ThreadsOption
-from phasewise.cli.present import note, print_json, read_stdin, say
+from phasewise.cli.present import check_target, note, owns_stdout, print_json, read_stdin, say
 from phasewise.workflows.predict_len.settings import TIMED_CALLS, CollectWish, EvalWish
 
 app = CommandApp(help="Predict how long answers will be.")
@@ -89,17 +89,18 @@ def collect(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="LOG", help="log to create or to continue")
+        Path, typer.Option("-o", "--output", metavar="LOG", help="log to create or to continue; -: stdout")
     ],
     wish: CollectWish,
     as_json: JsonOption = False,
 ) -> None:
     from phasewise.workflows.predict_len.answer_prompts import collect_lengths
 
+    owns_stdout(output, as_json)
     fields = collect_lengths(model, prompts, output, wish, note)
     if as_json:
         print_json(fields)
-    else:
+    elif not owns_stdout(output):
         say("\n".join(f"{name:<16}  {value}" for name, value in fields.items() if value is not None))
 
 
@@ -109,7 +110,10 @@ def train_command(
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", metavar="FILE", help="safetensors file [default: where `serve` looks]"
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="safetensors file; -: stdout [default: where `serve` looks]",
         ),
     ] = None,
     model: TokensOption = None,
@@ -131,6 +135,8 @@ def train_command(
     from phasewise.workflows.predict_len.inputs import ModelTokens, predictor_file, read_logs
     from phasewise.workflows.predict_len.prompt_vectors import find_encoder
 
+    owns_stdout(output, as_json)
+    check_target(output)
     tokens = ModelTokens(model, note) if model else None
     found, name = read_logs(logs, tokens)
     kept, _ = held_out([one for log in found for one in log.examples], split, seed)
@@ -152,7 +158,8 @@ def train_command(
     if as_json:
         print_json({"predictor": str(path), "model": name, "trained_on": dict(predictor.trained_on)})
     else:
-        say(path)
+        if not owns_stdout(output):
+            say(path)
         note(", ".join(f"{count} {what}" for what, count in predictor.trained_on.items()))
 
 

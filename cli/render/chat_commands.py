@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phasewise._files import write_file
 from phasewise._version import SCHEMA_VERSION
 
 HELP = """\
@@ -63,6 +64,6 @@ def save_conversation(path: Path, model: str, messages: Sequence[Mapping[str, An
         raise ChatCommandError("write /save FILE")
     fields = {"schema_version": SCHEMA_VERSION, "model": model, "messages": list(messages)}
     try:
-        path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise ChatCommandError(f"{path} cannot be written: {error.strerror}") from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise.cli.options import JsonOption, parse_budget
-from phasewise.cli.present import note, print_json, say, say_words, write_atomically
+from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, say_words, write_target
 
 if TYPE_CHECKING:
     from phasewise.loadtest.embed import EmbedClient, EmbedFigures
@@ -43,7 +43,7 @@ def embed(
     api_key: Annotated[str | None, typer.Option(envvar="PHASEWISE_API_KEY", help="API key")] = None,
     seed: Annotated[int, typer.Option(help="of lengths, words and arrivals")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="draw P50 and P99 over concurrency")
+        Path | None, typer.Option(metavar="FILE.svg", help="draw P50 and P99 over concurrency; -: stdout")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -74,6 +74,8 @@ def embed(
         raise typer.BadParameter("--find draws nothing: leave --plot out")
     if encoding not in ("float", "base64"):
         raise typer.BadParameter("--encoding is float or base64")
+    owns_stdout(plot, as_json)
+    check_target(plot)
     base = base_of(url)
     name = model or asyncio.run(find_model(base, api_key))
     target = EmbedTarget(base, name, api_key, encoding=encoding, inputs_each=inputs)
@@ -109,7 +111,9 @@ def embed(
         **asyncio.run(with_client(target, run)),
     }
     if plot is not None:
-        write_atomically(plot, _drawn(found["loads"]))
+        write_target(plot, _drawn(found["loads"]))
+    if owns_stdout(plot):
+        return
     if as_json:
         print_json(found)
         return
