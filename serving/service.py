@@ -24,7 +24,7 @@ from phasewise.serving.engine_host import EngineHost, OpenHost
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.guides import GuideCompiler, TokenView
 from phasewise.serving.headroom import allocator_headroom
-from phasewise.serving.http.access_log import NOT_LOGGED, LineWriter, Logging, open_log
+from phasewise.serving.http.access_log import NOT_LOGGED, Logging, open_log
 from phasewise.serving.http.app import Surroundings, create_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connections import Connections
@@ -36,6 +36,7 @@ from phasewise.serving.http.live import MachineFacts
 from phasewise.serving.http.metrics import Gauges, Metrics
 from phasewise.serving.http.server import HttpServer, Service
 from phasewise.serving.length_log import LengthLog
+from phasewise.serving.line_log import LineLog
 from phasewise.serving.model import PackedModel
 from phasewise.serving.open_engine import EngineSize, ModelText
 from phasewise.serving.pools.contract import Estimate
@@ -122,13 +123,13 @@ def run_service(
         if settings.predictor is not None:
             client.observe(LengthObserver(stack.enter_context(_learning(settings.predictor))))
         life = Lifecycle(host)
-        metrics = Metrics(_gauges(client, host, life, log, lambda: len(connections.open)))
+        lines, access = stack.enter_context(open_log(settings.logging, report))
+        metrics = Metrics(_gauges(client, host, life, (lines, log), lambda: len(connections.open)))
         connections = Connections(settings.limits, metrics)
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
             stack.enter_context(closing(opened.text.conversations))
         further = [stack.enter_context(_opened_beside(one, settings)) for one in others]
-        lines, access = stack.enter_context(open_log(settings.logging))
         surroundings = Surroundings(settings.cors_origins, access, settings.page)
         app = create_app(
             _served(opened, settings, guides),
@@ -176,7 +177,7 @@ def _opened_beside(one: OtherModel, settings: ServiceSettings) -> Iterator[Serve
         yield _served(one.opened, own, guides)
 
 
-def _reopen(lines: LineWriter, log: LengthLog | None) -> None:
+def _reopen(lines: LineLog, log: LengthLog | None) -> None:
     lines.reopen()
     if log is not None:
         log.reopen()
@@ -215,16 +216,18 @@ def _gauges(
     client: EngineClient,
     host: EngineHost,
     life: Lifecycle,
-    log: LengthLog | None,
+    logs: tuple[LineLog, LengthLog | None],
     n_connections: Callable[[], int],
 ) -> Gauges:
+    lines, lengths = logs
     return Gauges(
         load=lambda: client.load,
         n_connections=n_connections,
         is_ready=lambda: life.is_ready,
         n_ranks_replaced=lambda: host.n_ranks_replaced,
         n_requests_rerun=lambda: host.n_requests_rerun,
-        n_lengths_lost=lambda: log.n_lost if log else 0,
+        n_lengths_lost=lambda: lengths.n_lost if lengths else 0,
+        n_access_lines_lost=lambda: lines.n_lost,
     )
 
 
