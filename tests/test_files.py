@@ -282,6 +282,7 @@ OTHER_WRITERS = {
     "ir.timing": "files in a temporary directory",
     "workflows.user_kernels.files": "files in a temporary directory",
     "workflows.user_kernels.tune": "files in a temporary directory",
+    "kerneldb.schema_copy": "a copy of a database, which SQLite makes",
     "serving.line_log": "appends lines to a log, and follows no link",
     "serving.confined_process": "pipes, and the process's own figures in /proc",
     "serving.kv_share": "a segment of shared memory, by its path in /proc",
