@@ -99,6 +99,13 @@ def note_plans(plans: Mapping[Phase, ServicePlan]) -> None:
         note(plan.describe())
 
 
+def goes_on(resume: bool) -> str:
+    """How a run that ended early goes on; everything that it measured is kept."""
+    if resume:
+        return "The same command goes on from here."
+    return "Without --no-resume the command goes on from here; with it, it begins anew."
+
+
 def fail(message: str, exit_code: int) -> NoReturn:
     """One line on stderr, then the end."""
     note("phasewise: " + " ".join(message.split()))

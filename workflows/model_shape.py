@@ -35,7 +35,7 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
 
     reference: as for `open_model`, or the path of a `config.json`.
     """
-    config = _lone_config(reference)
+    config = lone_config(reference)
     if config is not None:
         return _shape_of_config(config, weight_format)
     from phasewise.serving.loaders import open_source
@@ -49,7 +49,7 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
         return _shape(source.name, source.config, {plan.name: plan.nbytes for plan in plans}, element_bytes)
 
 
-def _lone_config(reference: str) -> Path | None:
+def lone_config(reference: str) -> Path | None:
     """The path of a `config.json` that was given itself or lies in a directory without weights; else None."""
     path = Path(reference).expanduser()
     if path.suffix == ".json" and path.is_file():

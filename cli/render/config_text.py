@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from phasewise.cli.present import on_one_line
+from phasewise.cli.present import goes_on, on_one_line
 from phasewise.tuner.config.references import PER_NODE, same_cores
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.plans import ServicePlan, list_cores
@@ -169,7 +169,7 @@ def _closing_lines(found: Found) -> Iterator[str]:
     if found.end != "complete":
         yield "Interrupted." if found.end == "interrupted" else "The budget is used up."
         if found.wish.evaluator == "measured" or found.wish.storage:
-            yield "The same command goes on from here."
+            yield goes_on(found.wish.resume)
     if found.stored:
         phases = [phase for phase in found.verdicts if phase in found.stored]
         yield f"Stored: the plan{'s' if len(phases) > 1 else ''} for {' and '.join(phases)}."
