@@ -129,13 +129,13 @@ def owns_stdout(path: Path | None, as_json: bool = False) -> bool:
 
 
 def check_target(path: Path | None) -> None:
-    """End the command where a file that it will write for sure cannot be written, before it works for it."""
+    """End the command, as wrong usage, where the file that it measures for cannot be written for sure."""
     if path is None:
         return
     try:
         check_writable(path)
     except OSError as error:
-        _fail_to_write(path, error)
+        _fail_to_write(path, error, exit_code=2)
 
 
 def write_target(path: Path, data: str) -> None:
@@ -148,8 +148,8 @@ def write_target(path: Path, data: str) -> None:
     except BrokenPipeError:
         fail(f"{path} cannot be written: its reader has gone", exit_code=1)
     except OSError as error:
-        _fail_to_write(path, error)
+        _fail_to_write(path, error, exit_code=1)
 
 
-def _fail_to_write(path: Path, error: OSError) -> NoReturn:
-    fail(f"{path} cannot be written: {error.strerror or error}", exit_code=1)
+def _fail_to_write(path: Path, error: OSError, exit_code: int) -> NoReturn:
+    fail(f"{path} cannot be written: {error.strerror or error}", exit_code)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from phasewise.cli.options import DbOption
-from phasewise.cli.present import check_target, note, owns_stdout, write_target
+from phasewise.cli.present import note, owns_stdout, write_target
 
 
 def report(
@@ -33,7 +33,6 @@ def report(
     from phasewise.workflows.database_report import report_of
     from phasewise.workflows.report_page import page
 
-    check_target(output)
     found = report_of(db, measure=not no_measure, report=note)
     write_target(output, page(found, __version__, time.time()))
     if not owns_stdout(output):

@@ -70,7 +70,6 @@ def topo(
     """
     _check_one_view(model, trees, notation, plan, plan_file, probe)
     owns_stdout(svg_path, as_json)
-    check_target(svg_path)
     machine = _machine(input_path)
     if probe:
         if input_path is not None:
@@ -170,6 +169,7 @@ def _show_probe(machine: Machine, budget_s: float, svg_path: Path | None, as_jso
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.probe_machine import probe_machine
 
+    check_target(svg_path)
     found = probe_machine(machine, budget_s, user_lock(note), note)
     if svg_path is not None:
         from phasewise.workflows.probe_svg import draw_probe
