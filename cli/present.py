@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
     from phasewise.tuner.plans import Phase, ServicePlan
 
+from phasewise._files import check_writable, write_file
 from phasewise._version import SCHEMA_VERSION
 
 EXIT_INTERRUPTED = 130
@@ -99,6 +99,13 @@ def note_plans(plans: Mapping[Phase, ServicePlan]) -> None:
         note(plan.describe())
 
 
+def goes_on(resume: bool) -> str:
+    """How a run that ended early goes on; everything that it measured is kept."""
+    if resume:
+        return "The same command goes on from here."
+    return "Without --no-resume the command goes on from here; with it, it begins anew."
+
+
 def fail(message: str, exit_code: int) -> NoReturn:
     """One line on stderr, then the end."""
     note("phasewise: " + " ".join(message.split()))
@@ -113,24 +120,36 @@ def read_stdin() -> str:
         fail(f"the prompt on stdin is not UTF-8: {error.reason} at byte {error.start}", 1)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """The whole picture or none of it: written beside its place, then moved there; else the end."""
+def owns_stdout(path: Path | None, as_json: bool = False) -> bool:
+    """Whether a file is `-`, which is stdout: then nothing else is printed there. JSON would be: the end."""
+    is_stdout = path is not None and str(path) == "-"
+    if is_stdout and as_json:
+        fail("--json and the file - both mean stdout: name a file", exit_code=2)
+    return is_stdout
+
+
+def check_target(path: Path | None) -> None:
+    """End the command, as wrong usage, where the file that it measures for cannot be written for sure."""
+    if path is None:
+        return
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        check_writable(path)
     except OSError as error:
-        fail(f"{path} cannot be written: {error.strerror}", exit_code=1)
+        _fail_to_write(path, error, exit_code=2)
 
 
-def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+def write_target(path: Path, data: str) -> None:
+    """Write a file that the user named, whole or not at all (`phasewise._files`); `-` is stdout."""
+    try:
+        if owns_stdout(path) and sys.stdout.isatty():
+            write_text(data)  # a terminal must not obey it
+        else:
+            write_file(path, data)
+    except BrokenPipeError:
+        fail(f"{path} cannot be written: its reader has gone", exit_code=1)
+    except OSError as error:
+        _fail_to_write(path, error, exit_code=1)
+
+
+def _fail_to_write(path: Path, error: OSError, exit_code: int) -> NoReturn:
+    fail(f"{path} cannot be written: {error.strerror or error}", exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from phasewise.ir.targets import COMMON_FLAGS, IsaTarget
 LIMITS = ChildLimits(seconds=60, memory_bytes=4 << 30, file_bytes=256 << 20)
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 WARNINGS = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function")
+_UNDEFINED = re.compile(r"undefined reference to [`'‘]([^'’]+)['’]")
+MOST_NAMED = 3
 NATIVE_ARM = ("aarch64", "arm64")
 
 
@@ -69,6 +72,10 @@ def compile_c(
     command += [*(("-Werror", *WARNINGS) if is_strict else ("-w",)), *flags]
     done = run([*command, "-o", str(out), *map(str, sources), "-lm"], LIMITS)
     if done.code != 0:
+        missing = list(dict.fromkeys(_UNDEFINED.findall(done.errors)))
+        if missing:
+            names = ", ".join(f"`{name}`" for name in missing[:MOST_NAMED])
+            raise ToolError(f"{sources[-1]} for {target.name}: nothing defines {names}, which it has to link")
         lines = [line for line in done.errors.splitlines() if "error" in line] or done.errors.splitlines()
         detail = lines[0] if lines else done.signal_name or f"code {done.code}"
         raise ToolError(f"{command[0]} does not compile {sources[0].name} for {target.name}: {detail}")

@@ -3,6 +3,7 @@
 KernelDbError                the base: one clear line for the user, exit code 1
 ├── RecordError              a value that no record may hold (also a ValueError)
 ├── DatabaseTooNewError      written by a newer phasewise; nothing was touched
+├── DatabaseTooOldError      on a server, of an older schema, which only `db upgrade` may change
 ├── ForeignDatabaseError     a database, or a file, that is not ours
 ├── DamagedDatabaseError     ours, but its bytes or rows make no sense
 ├── ReadOnlyDatabaseError    a write was asked for where only reading is possible
@@ -28,6 +29,10 @@ class RecordError(KernelDbError, ValueError):
 
 class DatabaseTooNewError(KernelDbError):
     """The schema is of a revision that this program does not know."""
+
+
+class DatabaseTooOldError(KernelDbError):
+    """Other hosts use the database too: it is upgraded when somebody asks for that."""
 
 
 class ForeignDatabaseError(KernelDbError):

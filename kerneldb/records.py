@@ -33,6 +33,9 @@ MAX_STEP_TOKENS = 2**24
 MAX_SEQUENCES = 2**16
 MAX_GAIN = 1e6
 
+WIDEST = 1.25
+"""Ratio of the ends of a gain's interval beyond which a comparison that proves nothing was too noisy to."""
+
 LOOP_ORDERS = ("nm", "mn")
 """Outermost first: panel blocks outside row blocks, or the other way round."""
 
@@ -256,6 +259,16 @@ class Comparison:
             raise RecordError("gain must lie between gain_low and gain_high")
         _check_finite("confidence", self.confidence, 0.0, 1.0)
         _check_int("pairs", self.pairs, 1, MAX_SAMPLES)
+
+    @property
+    def proves_faster(self) -> bool:
+        """The candidate is faster than the incumbent, beyond doubt of the comparison's confidence."""
+        return self.gain_low > 1.0
+
+    @property
+    def is_undecided(self) -> bool:
+        """The interval holds 1 and is so wide that the timings say little: the machine was busy."""
+        return self.gain_low <= 1.0 <= self.gain_high and self.gain_high > WIDEST * self.gain_low
 
 
 @dataclass(frozen=True, slots=True)

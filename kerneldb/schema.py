@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,19 @@ REVISIONS = ("0001", "0002", "0003", "0004", "0005")
 
 HEAD = REVISIONS[-1]
 
+BREAKING = ("0001", "0002")
+"""Revisions whose rows a program of the revision before would misread. All others only add: tables, and
+columns without which the other columns still mean what they meant. A database states the newest breaking
+revision up to its own, from which on programs may read it.
+"""
+
 VERSION_TABLE = "phasewise_schema"
 """Not Alembic's usual name: Optuna keeps its own Alembic history, perhaps in the same database."""
+
+_READABLE_FROM = "readable_from"
+"""A column of ours in Alembic's table, `0006:0002`: the database's revision, and the oldest one whose
+programs read it. It says nothing of any other revision.
+"""
 
 _UPGRADE_LOCK = (
     0x7068617365  # any number that other programs are unlikely to lock in the same PostgreSQL database
@@ -38,13 +49,20 @@ class SchemaChange:
     after: str
 
 
-def read_revision(connection: Connection, name: str) -> str | None:
-    """The revision of our tables, None where there are no tables at all.
+def is_newer(revision: str | None) -> bool:
+    """Whether a revision is of programs after this one."""
+    return revision is not None and revision not in REVISIONS
 
-    Refuses a database of another program, one without exactly one revision, and one newer than this program.
+
+def read_revision(connection: Connection, name: str) -> str | None:
+    """The revision of our tables, None where there are no tables at all. It is none of REVISIONS where the
+    database is newer than this program and states that this program may read it.
+
+    Refuses a database of another program, one without exactly one revision, and any other newer one.
     """
+    further_guards: list[str] = []
     if connection.dialect.name == "sqlite":
-        _refuse_computed_rows(connection, name)
+        further_guards = _refuse_computed_rows(connection, name)
     elif connection.dialect.name == "postgresql":
         _refuse_views(connection, name)
     if not connection.dialect.has_table(connection, VERSION_TABLE):
@@ -57,12 +75,38 @@ def read_revision(connection: Connection, name: str) -> str | None:
         raise DamagedDatabaseError(
             f"database {name} states {len(found)} schema revisions instead of one; restore a copy"
         )
-    if found[0] not in REVISIONS:
+    if found[0] in REVISIONS:
+        if further_guards:
+            raise _computing(name, "trigger", further_guards[0])
+        return str(found[0])
+    if _oldest_reader(connection, str(found[0])) not in REVISIONS:
         raise DatabaseTooNewError(
             f"database {name} has schema {found[0]!s:.40}, newer than this phasewise knows ({HEAD}): "
             "upgrade phasewise, or name another database with --db"
         )
-    return str(found[0])
+    return f"{found[0]!s:.40}"
+
+
+def _oldest_reader(connection: Connection, revision: str) -> str | None:
+    """What the database states of its revision; None where it states nothing."""
+    if not _has_statement(connection):
+        return None
+    stated = connection.scalar(select(column(_READABLE_FROM)).select_from(table(VERSION_TABLE)))
+    of_revision, _, oldest = str(stated).partition(":")
+    return oldest if of_revision == revision else None
+
+
+def _state_oldest_reader(connection: Connection) -> None:
+    if not _has_statement(connection):
+        connection.execute(text(f"ALTER TABLE {VERSION_TABLE} ADD COLUMN {_READABLE_FROM} VARCHAR(80)"))
+    oldest = [one for one in REVISIONS if one in BREAKING][-1]
+    connection.execute(
+        text(f"UPDATE {VERSION_TABLE} SET {_READABLE_FROM} = :stated"), {"stated": f"{HEAD}:{oldest}"}
+    )
+
+
+def _has_statement(connection: Connection) -> bool:
+    return _READABLE_FROM in {one["name"] for one in inspect(connection).get_columns(VERSION_TABLE)}
 
 
 _GUARDED = (
@@ -84,15 +128,17 @@ _COMPUTES = """
 """
 
 
-def _refuse_computed_rows(connection: Connection, name: str) -> None:
+def _refuse_computed_rows(connection: Connection, name: str) -> list[str]:
     """A file from elsewhere may give a view our table's name, whose rows never end; triggers, virtual tables
-    and generated columns compute as well. Ours are the triggers that forbid to edit rows; Optuna has none."""
+    and generated columns compute as well. Ours are the triggers that forbid to edit rows; Optuna has none.
+    Returns the names of such triggers on tables that this program does not know: a newer one may have them.
+    """
+    further = []
     for kind, what, where, definition in connection.execute(text(_COMPUTES)):
-        if kind == "trigger" and where in _GUARDED and definition == _guard_of(where):
-            continue
-        raise ForeignDatabaseError(
-            f"database {name} has a {kind} {what!s:.60}, which no database of phasewise has: do not use it"
-        )
+        if kind != "trigger" or definition != _guard_of(where):
+            raise _computing(name, kind, what)
+        if where not in _GUARDED:
+            further.append(str(what))
     for kind, what, definition in connection.execute(text(_DEFINITIONS)):
         computed = _computed_part(kind, str(definition))
         if computed is not None:
@@ -100,6 +146,13 @@ def _refuse_computed_rows(connection: Connection, name: str) -> None:
                 f"database {name} has {computed} in {kind} {what!s:.60}, which no database of phasewise has:"
                 " do not use it"
             )
+    return further
+
+
+def _computing(name: str, kind: str, what: str) -> ForeignDatabaseError:
+    return ForeignDatabaseError(
+        f"database {name} has a {kind} {what!s:.60}, which no database of phasewise has: do not use it"
+    )
 
 
 _DEFINITIONS = (
@@ -155,17 +208,27 @@ def _refuse_foreign_tables(connection: Connection, name: str) -> None:
         )
 
 
-def upgrade(connection: Connection, name: str) -> SchemaChange:
-    """Bring the database to HEAD inside the caller's transaction, which on SQLite holds the write lock."""
+def upgrade(
+    connection: Connection, name: str, before_changing: Callable[[], None] = lambda: None
+) -> SchemaChange:
+    """Bring the database to HEAD inside the caller's transaction, which on SQLite holds the write lock.
+
+    before_changing: called where there are rows of an older schema. Nothing is done to a newer one.
+    """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
     before = read_revision(connection, name)
+    if before is not None and is_newer(before):
+        return SchemaChange(before, before)
     if before != HEAD:
+        if before is not None:
+            before_changing()
         from alembic import command
 
         config = _alembic_config()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+        _state_oldest_reader(connection)
     return SchemaChange(before, HEAD)
 
 

@@ -5,7 +5,8 @@ Promises that every backend keeps (tests/kerneldb/test_store.py runs them on eac
 - Keys are content: the same problem or schedule is one row, whichever process writes it first.
 - A row that breaks its record's bounds is skipped and reported, and does not hide the good ones.
 - Several processes may read and write at once. A `Store` itself belongs to one thread at a time.
-- A newer schema is refused before anything is touched.
+- A newer schema is read where the database states that this program may; else refused, nothing touched.
+- SQLite is copied beside itself before its schema is upgraded; a server's is upgraded when that is asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import Delete, Engine, delete, func, select, text
@@ -25,6 +27,8 @@ from sqlalchemy.orm import Session
 from phasewise.kerneldb import connect, queries, user_kernels
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
+    DatabaseTooNewError,
+    DatabaseTooOldError,
     KernelDbError,
     ReadOnlyDatabaseError,
     RecordError,
@@ -63,7 +67,8 @@ from phasewise.kerneldb.rows import (
     storage_duel_of,
     storage_duel_row,
 )
-from phasewise.kerneldb.schema import HEAD, SchemaChange, read_revision, upgrade
+from phasewise.kerneldb.schema import HEAD, SchemaChange, is_newer, read_revision, upgrade
+from phasewise.kerneldb.schema_copy import copy_beside
 from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
 
 if TYPE_CHECKING:
@@ -117,9 +122,15 @@ class StoreStats:
 
 
 @contextmanager
-def open_store(db: str | os.PathLike[str] | None = None, report: Report = _log.warning) -> Iterator[Store]:
-    """Open the database that `db` names (see `locate`), creating or upgrading it where needed.
+def open_store(
+    db: str | os.PathLike[str] | None = None,
+    report: Report = _log.warning,
+    *,
+    upgrades_server: bool = False,
+) -> Iterator[Store]:
+    """Open the database that `db` names (see `locate`), creating it, or upgrading a file, where needed.
 
+    upgrades_server: a server's database of an older schema is upgraded; else it is refused.
     `report` gets one line for each thing worth a remark: an upgrade, a read-only database, a row skipped.
     Raises KernelDbError, in one clear line, when the database cannot be used.
     """
@@ -134,7 +145,7 @@ def open_store(db: str | os.PathLike[str] | None = None, report: Report = _log.w
             obstacle = DatabaseFullError(f"database {location.name} cannot grow: the disk is full")
     engine = connect.engine_for(location, read_only=obstacle is not None)
     try:
-        yield Store(engine, location, obstacle, report)
+        yield Store(engine, location, obstacle, report, upgrades_server=upgrades_server)
     finally:
         engine.dispose()
 
@@ -143,7 +154,13 @@ class Store:
     """An open database. See the module's promises; made by `open_store`."""
 
     def __init__(
-        self, engine: Engine, location: Location, obstacle: KernelDbError | None, report: Report
+        self,
+        engine: Engine,
+        location: Location,
+        obstacle: KernelDbError | None,
+        report: Report,
+        *,
+        upgrades_server: bool,
     ) -> None:
         self.name = location.name
         self.writable = obstacle is None
@@ -153,12 +170,14 @@ class Store:
         self._file = location.file
         self._report = report
         with connect.clear_errors(self.name):
-            self.schema_change = self._prepare()
+            self.schema_change = self._prepare(upgrades_server)
 
-    def _prepare(self) -> SchemaChange:
+    def _prepare(self, upgrades_server: bool) -> SchemaChange:
         """Check the revision; create or upgrade. Only then are Alembic and the write lock needed."""
         with self._engine.connect() as connection:
             before = read_revision(connection, self.name)
+        if before is not None and is_newer(before):
+            return self._only_read(before)
         if not self.writable:
             if before != HEAD:
                 state = f"has schema {before}, older than {HEAD}," if before else "is empty"
@@ -169,11 +188,33 @@ class Store:
             return SchemaChange(HEAD, HEAD)
         if self._engine.dialect.name == "sqlite" and before is None:
             connect.use_write_ahead_log(self._engine)
+        if before is not None and self._file is None and not upgrades_server:
+            raise DatabaseTooOldError(
+                f"database {self.name} has schema {before}, older than this phasewise's {HEAD}: "
+                "dump it, then run `phasewise db upgrade` with the same --db"
+            )
+        copies: list[Path] = []
         with self._write_engine.begin() as connection:
-            change = upgrade(connection, self.name)
+            change = upgrade(connection, self.name, lambda: copies.extend(self._copy()))
+        if is_newer(change.after):  # by another process, since it was looked at
+            return self._only_read(change.after)
         if change.before not in (None, HEAD):
-            self._report(f"database {self.name} upgraded from schema {change.before} to {change.after}")
+            kept = "".join(f"; {copy} is what it was" for copy in copies)
+            self._report(f"database {self.name} upgraded from schema {change.before} to {change.after}{kept}")
         return change
+
+    def _only_read(self, revision: str) -> SchemaChange:
+        """A newer program has upgraded the database, and states that it can be read."""
+        self._obstacle = DatabaseTooNewError(
+            f"database {self.name} has schema {revision}, newer than this phasewise's {HEAD}"
+        )
+        self.writable = False
+        self._report(f"{self._obstacle}: it is read, and nothing new is kept; upgrade phasewise")
+        return SchemaChange(revision, revision)
+
+    def _copy(self) -> Iterator[Path]:
+        if self._file is not None:
+            yield copy_beside(self._file)
 
     def add_measurements(self, measurements: Iterable[Measurement]) -> None:
         """Append all or none."""
@@ -433,7 +474,8 @@ class Store:
                 BuildCount(kernel_abi, count, count - verified)
                 for kernel_abi, count, verified in session.execute(queries.count_by_build())
             )
-        return StoreStats(HEAD, rows, tuple(self._signatures(counts)), builds, self._file_bytes())
+        signatures = tuple(self._signatures(counts))
+        return StoreStats(self.schema_change.after, rows, signatures, builds, self._file_bytes())
 
     def _signatures(self, counts: Sequence[Mapping[tuple[str, str], int]]) -> Iterator[SignatureCount]:
         for key in sorted({key for of_table in counts for key in of_table}, key=repr):

@@ -166,7 +166,18 @@ class ScheduleVerdict:
     """The estimate that came with the schedule."""
     measured_ns: int
     comparison: Comparison
-    promoted: bool
+
+    @property
+    def promoted(self) -> bool:
+        """It is in use now: the same verdict as of a duel after a search."""
+        return self.comparison.proves_faster
+
+    @property
+    def outcome(self) -> str:
+        """In words, for people."""
+        if self.promoted:
+            return "now in use"
+        return "no verdict: the machine was busy" if self.comparison.is_undecided else "not faster"
 
 
 @dataclass(frozen=True)
@@ -217,11 +228,12 @@ def _arithmetic(schedule: Schedule) -> tuple[str, int]:
 
 
 def verify(store: Store, here: Here, bench: Bench, top: int, report: Report) -> Iterator[ScheduleVerdict]:
-    """Measure the best imported schedules of each problem here, and promote those that pass a paired A/B.
+    """Measure the best imported schedules of each problem here, and promote those that win a duel.
 
-    What was in use where it came from must not be slower than what is in use here. Where that fails, or none
-    was in use there, the fastest of the others is tried, which must be faster. A problem's rows are stored
-    before its first verdict comes: stop at any time, and go on later.
+    What was in use where it came from fights what is in use here, and takes its place where it is proven
+    faster, as after a search. Where it loses, or none was in use there, the fastest of the others is tried. A
+    problem's rows are stored before its first verdict comes: stop at any time, and go on later. Where a duel
+    was undecided they are not: the next run measures them again.
     `report` gets a line for each schedule that cannot be measured here; it stays unverified.
     """
     for candidates in unverified_candidates(store, here, top):
@@ -250,17 +262,13 @@ def _verify_one(store: Store, here: Here, bench: Bench, candidates: Candidates) 
     for sample in _challengers(samples, candidates.in_use_there):
         schedule = sample.schedule
         comparison = bench.compare(problem, schedule, incumbent)
-        passed = comparison.gain_low > 1.0
-        if schedule == candidates.in_use_there:
-            passed = comparison.gain_high >= 1.0
-        verdicts.append(
-            ScheduleVerdict(problem, schedule, claims[schedule], sample.estimate_ns, comparison, passed)
-        )
-        if passed:
+        verdicts.append(ScheduleVerdict(problem, schedule, claims[schedule], sample.estimate_ns, comparison))
+        if comparison.proves_faster:
             promotions.append(Promotion(problem, schedule, incumbent, comparison, kernel_abi, origin))
             break
     store.add_promotions(promotions)
-    store.add_measurements(Measurement(problem, sample, kernel_abi, origin) for sample in samples)
+    if promotions or not any(one.comparison.is_undecided for one in verdicts):
+        store.add_measurements(Measurement(problem, sample, kernel_abi, origin) for sample in samples)
     return verdicts
 
 

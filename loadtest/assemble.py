@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,6 @@ def load_test_of(
 
     Raises LoadSettingsError where settings exclude each other, TraceError for a trace that cannot be read.
     """
-    if plot is not None and not (plot.parent.is_dir() and os.access(plot.parent, os.W_OK)):
-        raise LoadSettingsError(f"{plot.parent} is not a folder that can be written to")
     slo = _slo(promises, needs_one=promises.find_rate or plot is not None)
     requests = _requests(times, lengths)
     return LoadTest(

@@ -24,7 +24,7 @@ from phasewise.serving.engine_host import EngineHost, OpenHost
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.guides import GuideCompiler, TokenView
 from phasewise.serving.headroom import allocator_headroom
-from phasewise.serving.http.access_log import NOT_LOGGED, LineWriter, Logging, open_log
+from phasewise.serving.http.access_log import NOT_LOGGED, Logging, open_log
 from phasewise.serving.http.app import Surroundings, create_app
 from phasewise.serving.http.client import EngineClient
 from phasewise.serving.http.connections import Connections
@@ -37,6 +37,7 @@ from phasewise.serving.http.live import MachineFacts
 from phasewise.serving.http.metrics import Gauges, Metrics
 from phasewise.serving.http.server import HttpServer, Service
 from phasewise.serving.length_log import LengthLog
+from phasewise.serving.line_log import LineLog
 from phasewise.serving.model import PackedModel
 from phasewise.serving.open_engine import EngineSize, ModelText
 from phasewise.serving.pools.contract import Estimate
@@ -130,13 +131,13 @@ def run_service(
                 client.observe(LengthObserver(stack.enter_context(_learning(one.predictor)), one.names[0]))
         life = Lifecycle(host)
         ids = [settings.names[0], *(one.names[0] for one in others)]
-        metrics = Metrics(_gauges(client, host, life, log, lambda: len(connections.open)), ids)
+        lines, access = stack.enter_context(open_log(settings.logging, report))
+        metrics = Metrics(_gauges(client, host, life, (lines, log), lambda: len(connections.open)), ids)
         connections = Connections(settings.limits, metrics)
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
             stack.enter_context(closing(opened.text.conversations))
         further = [stack.enter_context(_opened_beside(one, settings)) for one in others]
-        lines, access = stack.enter_context(open_log(settings.logging))
         surroundings = Surroundings(settings.cors_origins, access, settings.page)
         app = create_app(
             _served(opened, settings, guides),
@@ -184,10 +185,8 @@ def _opened_beside(one: OtherModel, settings: ServiceSettings) -> Iterator[Serve
         yield _served(one.opened, own, guides)
 
 
-def _files(
-    lines: LineWriter, settings: ServiceSettings, log: LengthLog | None
-) -> Iterator[Callable[[], None]]:
-    """What opens them anew."""
+def _files(lines: LineLog, settings: ServiceSettings, log: LengthLog | None) -> Iterator[Callable[[], None]]:
+    """Yield the functions that open them anew."""
     if settings.logging.path is not None:
         yield lines.reopen
     if log is not None:
@@ -227,16 +226,18 @@ def _gauges(
     client: EngineClient,
     host: EngineHost,
     life: Lifecycle,
-    log: LengthLog | None,
+    logs: tuple[LineLog, LengthLog | None],
     n_connections: Callable[[], int],
 ) -> Gauges:
+    lines, lengths = logs
     return Gauges(
         load=lambda: client.load,
         n_connections=n_connections,
         is_ready=lambda: life.is_ready,
         n_ranks_replaced=lambda: host.n_ranks_replaced,
         n_requests_rerun=lambda: host.n_requests_rerun,
-        n_lengths_lost=lambda: log.n_lost if log else 0,
+        n_lengths_lost=lambda: lengths.n_lost if lengths else 0,
+        n_access_lines_lost=lambda: lines.n_lost,
     )
 
 

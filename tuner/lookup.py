@@ -38,6 +38,11 @@ NEAR = 1.05
 REPEAT_FROM = 128
 """A schedule tuned for at least this many rows serves any larger m that has no nearer one."""
 NEIGHBOURS = ", and its neighbours"
+Obstacle: TypeAlias = Callable[[Problem, Schedule], str | None]
+"""Why a schedule cannot run here, None where it can; `obstacles.obstacle` knows."""
+
+MOST_TOLD = 5
+"""Most rows that are left out by name."""
 MOST_CHOICES = 64
 """Most ranges of m that a program takes for each of its products."""
 
@@ -145,12 +150,25 @@ class ScheduleStore(Protocol):
 def read_table(
     store: ScheduleStore,
     machine: MachineKey,
-    abi_of: Callable[[str], str],
+    abi_of: Callable[[str], str | None],
     is_default: IsDefault = lambda *_: False,
+    obstacle: Obstacle = lambda *_: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> ScheduleTable:
-    """The schedules of a store for this kind of machine and this build; `abi_of` is `_native.kernel_abi`."""
+    """The schedules of a store for this kind of machine and this build; `abi_of` is `obstacles.abi_of`.
+
+    A row that has an obstacle is left out, and reported.
+    """
     rows = store.promoted_measurements(machine)
-    return ScheduleTable((row for row in rows if row.kernel_abi == abi_of(row.problem.family)), is_default)
+    of_build = [row for row in rows if row.kernel_abi == abi_of(row.problem.family)]
+    obstacles = [obstacle(row.problem, row.sample.schedule) for row in of_build]
+    left_out = [(row, why) for row, why in zip(of_build, obstacles, strict=True) if why]
+    for row, why in left_out[:MOST_TOLD]:
+        report(f"{row.problem.describe()}: a schedule of the database is left out: {why}")
+    if len(left_out) > MOST_TOLD:
+        report(f"{len(left_out) - MOST_TOLD} more schedules of the database are left out")
+    usable = (row for row, why in zip(of_build, obstacles, strict=True) if not why)
+    return ScheduleTable(usable, is_default)
 
 
 @dataclass(frozen=True)

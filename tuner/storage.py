@@ -14,7 +14,6 @@ from typing import Protocol
 
 from phasewise.kerneldb.records import MachineKey, StorageDuel
 from phasewise.tuner.errors import TunerError
-from phasewise.tuner.timing import proves_faster
 from phasewise.tuner.weights import sparse_format
 
 LEAST_GAIN = 0.98
@@ -56,7 +55,7 @@ class StorageTable:
 
 def _verdict(duels: Mapping[int, StorageDuel]) -> StorageVerdict:
     gains = {m: duels[m].comparison for m in sorted(duels)}
-    is_faster = proves_faster(gains[min(gains)])
+    is_faster = gains[min(gains)].proves_faster
     costs_little = all(one.gain >= LEAST_GAIN for one in gains.values())
     rates = ", ".join(f"{one.gain:.2f} x at m={m}" for m, one in gains.items())
     return StorageVerdict(is_faster and costs_little, f"measured: sparse against dense {rates}")

@@ -94,11 +94,6 @@ def _within(margin: float, running: Sequence[int], taken: Sequence[Samples]) -> 
     return [one for one in running if estimates[one] <= limit]
 
 
-def proves_faster(found: Comparison) -> bool:
-    """The candidate is faster than the incumbent, beyond doubt of the comparison's confidence."""
-    return found.gain_low > 1.0
-
-
 def duel(incumbent: Take, candidate: Take, pairs: int = PAIRS) -> list[tuple[Samples, Samples]]:
     """Time two schedules in pairs of turns, incumbent's samples first; who begins alternates."""
     taken = []

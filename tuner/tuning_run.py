@@ -34,7 +34,6 @@ from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import TimingBatch
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.task_division import Task, TaskDivision
-from phasewise.tuner.timing import proves_faster
 
 INTERLEAVED = 12
 """Schedules that are timed in turns and then stored together: a killed run loses fewer than that."""
@@ -345,7 +344,7 @@ class _Run:
         comparison = self._duel(problem, incumbent, candidate, deadline_s)
         if comparison is None:
             return False
-        if proves_faster(comparison):
+        if comparison.proves_faster:
             ledger.add_verdict(problem, candidate, incumbent, comparison)
         else:
             ledger.add_verdict(problem, incumbent, candidate, reversed_comparison(comparison))

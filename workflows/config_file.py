@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tomllib
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 _FALSE = frozenset({"0", "false", "f", "no", "n", "off"})
 
 
+MAX_BYTES = 1 << 20
+
+
 def config_path() -> Path:
     """`$PHASEWISE_CONFIG`, or `phasewise/config.toml` in the XDG configuration directory."""
     import platformdirs
@@ -24,13 +28,22 @@ def config_path() -> Path:
     )
 
 
+def config_text(path: Path) -> str:
+    """The file's text. Raises OSError, UnicodeDecodeError."""
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB")
+    return data.decode()
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The file's tables; none where there is no file.
 
     WorkflowError for a file that PHASEWISE_CONFIG names and that is not there, and for one that is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(config_text(path))
     except FileNotFoundError:
         if os.environ.get("PHASEWISE_CONFIG"):
             raise WorkflowError(f"PHASEWISE_CONFIG names {path}, which is not there") from None

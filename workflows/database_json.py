@@ -131,6 +131,7 @@ def verdict_fields(one: ScheduleVerdict) -> dict[str, Any]:
         "measured_ns": one.measured_ns,
         **asdict(one.comparison),
         "promoted": one.promoted,
+        "outcome": one.outcome,
     }
 
 

@@ -35,7 +35,7 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
 
     reference: as for `open_model`, or the path of a `config.json`.
     """
-    lone = _lone_config(Path(reference).expanduser())
+    lone = lone_config(reference)
     if lone is not None:
         return _shape_of_config(*lone, weight_format)
     from phasewise.serving.loaders import open_source
@@ -49,11 +49,12 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
         return _shape(source.name, source.config, {plan.name: plan.nbytes for plan in plans}, element_bytes)
 
 
-def _lone_config(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """The model's name and what its `config.json` says: given itself, or in a directory without weights."""
+def lone_config(reference: str) -> tuple[str, dict[str, Any]] | None:
+    """The model's name and the fields of a `config.json`: given itself, or in a directory without weights."""
     from phasewise.serving.loaders.model_directory import ModelDirectory
     from phasewise.serving.loaders.source import SourceFile, parse_json_object, read_all
 
+    path = Path(reference).expanduser()
     if path.suffix == ".json" and path.is_file():
         with SourceFile(path) as file:
             return path.resolve().parent.name, parse_json_object(read_all(file), str(path))

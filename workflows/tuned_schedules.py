@@ -23,6 +23,7 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.cython_kernels.packing import PackedWeight
+    from phasewise.kerneldb.store import Store
     from phasewise.serving.loaders.storage import StorageChoice
     from phasewise.serving.model import PackedModel
 
@@ -110,21 +111,22 @@ def schedules_for(
 def _tables(
     db: str | os.PathLike[str] | None, machine: Machine, plans: Plans, report: Report
 ) -> dict[Phase, ScheduleTable]:
-    from phasewise.cython_kernels._native import kernel_abi
     from phasewise.kerneldb.store import open_store
+
+    cores = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
+    with open_store(db, report) as store:
+        tables = {one: read_schedules(store, machine, one, report) for one in dict.fromkeys(cores.values())}
+    return {phase: tables[one] for phase, one in cores.items()}
+
+
+def read_schedules(store: Store, machine: Machine, cores: Sequence[int], report: Report) -> ScheduleTable:
+    """The schedules in use on such cores with this build of the kernels, of those that can run here."""
     from phasewise.tuner.lookup import read_table
     from phasewise.tuner.native import is_default_for
+    from phasewise.tuner.obstacles import abi_of, obstacle
 
-    with open_store(db, report) as store:
-        return {
-            phase: read_table(
-                store,
-                machine_key(machine, plan.ranks[0].cores),
-                kernel_abi,
-                is_default_for(len(plan.ranks[0].cores)),
-            )
-            for phase, plan in plans.items()
-        }
+    key = machine_key(machine, cores)
+    return read_table(store, key, abi_of, is_default_for(len(cores)), obstacle, report)
 
 
 # ---- explain ---------------------------------------------------------------------------------------------

@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import Protocol
 
 from phasewise._version import __version__
-from phasewise._words import counted
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Origin, Problem, Schedule, StorageDuel
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.upkeep import Here, ScheduleVerdict, verify
 from phasewise.topology import Machine
-from phasewise.tuner.attention import ARITHMETIC, KV_BYTES, head_dim_of
 from phasewise.tuner.errors import TunerError
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.native import NativeEvaluator, paths_of
+from phasewise.tuner.native import NativeEvaluator
+from phasewise.tuner.obstacles import obstacle
 from phasewise.tuner.plans import PHASES, default_plan, machine_key
 from phasewise.tuner.search.space import arithmetic_of
 from phasewise.tuner.tuning_run import Duel
@@ -26,48 +25,13 @@ from phasewise.workflows.report import Report, silent
 FAMILIES = ("gemm", "attention")
 """The kernel families that the evaluator times."""
 
-# An imported row may ask for more memory or time than there is. No known model comes near these limits.
-MAX_WEIGHT = 1 << 29
-MAX_ROWS_OF_X_OR_Y = 1 << 28
-MAX_MULTIPLY_ADDS = 1 << 40
-MAX_ATTENTION = 1 << 26
-
 
 class NativeBench(NativeEvaluator):
     """The tuner's evaluator; it also names the reason why it refuses to time a row."""
 
     def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
         """See `kerneldb.upkeep.Bench`."""
-        if problem.family == "attention":
-            return _attention_obstacle(problem, schedule)
-        if problem.family == "gemm":
-            return _product_obstacle(problem, schedule)
-        return f"kernels of family {problem.family} are not timed here"
-
-
-def _product_obstacle(problem: Problem, schedule: Schedule) -> str | None:
-    n, k, m = problem.n, problem.k, problem.m
-    if n * k > MAX_WEIGHT or max(n, k) * m > MAX_ROWS_OF_X_OR_Y or n * k * m > MAX_MULTIPLY_ADDS:
-        return "it is larger than that of any model"
-    try:
-        paths = paths_of(problem.format)
-    except TunerError as error:
-        return str(error)
-    if schedule.compute_path not in paths:
-        return f"there is no compute path {schedule.compute_path} for {problem.format} here"
-    return None
-
-
-def _attention_obstacle(problem: Problem, schedule: Schedule) -> str | None:
-    n, k, m = problem.n, problem.k, problem.m
-    if n * m > MAX_ATTENTION:
-        return "it is larger than that of any model"
-    if problem.format not in KV_BYTES or n % k or k % head_dim_of(n, k):
-        return "there is no such attention"
-    if arithmetic_of(schedule) != ARITHMETIC:
-        parts = counted(schedule.k_parts, "part")
-        return f"there is no compute path {schedule.compute_path} in {parts} for attention"
-    return None
+        return obstacle(problem, schedule)
 
 
 class StorageBench(Protocol):

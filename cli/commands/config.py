@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,8 +12,8 @@ import typer
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.config_file import read_config, unknown_key
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import fail, note, print_json, say, write_atomically
-from phasewise.workflows.config_file import config_path
+from phasewise.cli.present import fail, note, print_json, say, write_target
+from phasewise.workflows.config_file import config_path, config_text
 
 app = CommandApp(help="The configuration file: defaults of options, by command.")
 
@@ -54,7 +55,7 @@ def set_value(
     if wrong is not None:
         fail(wrong, EXIT_USAGE)
     read_config(path, context.find_root().command)
-    document = tomlkit.parse(path.read_text(encoding="utf-8") if path.exists() else "")
+    document = tomlkit.parse(config_text(path) if path.exists() else "")
     at: Any = document
     for table in tables:
         at = at.setdefault(table, tomlkit.table())
@@ -62,9 +63,17 @@ def set_value(
         at.pop(key, None)
     else:
         at[key] = _parsed(value)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, tomlkit.dumps(document))
+    _make_folder(path)
+    write_target(path, tomlkit.dumps(document))
     note(f"{path}: {name} {'removed' if value is None else f'= {value}'}")
+
+
+def _make_folder(path: Path) -> None:
+    """The file's directory, where there is none yet; a link's file may have its own."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"config file {path} cannot be written: {error.strerror}", EXIT_FAILURE)
 
 
 def _parsed(text: str) -> Any:

@@ -130,15 +130,24 @@ def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
 
 @app.command()
 def upgrade(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Bring the database to this program's schema, creating it if there is none."""
+    """Bring the database to this program's schema, creating it if there is none.
+
+    A file is upgraded by any command that opens it, and copied to
+    NAME.before-upgrade before. A server's database is upgraded by this command
+    alone: dump it first. Hosts with an older phasewise may still read it where
+    the upgrade only adds to it, and add nothing until they are upgraded.
+    """
+    from phasewise.kerneldb.schema import HEAD
     from phasewise.kerneldb.store import open_store
 
-    with open_store(db) as store:
+    with open_store(db, note, upgrades_server=True) as store:
         change, name = store.schema_change, store.name
     if as_json:
         print_json({"database": name, "from": change.before, "to": change.after})
     elif change.before is None:
         say(f"{name}: created with schema {change.after}")
+    elif change.after != HEAD:
+        say(f"{name}: schema {change.after} is newer than this phasewise's {HEAD}: nothing is done")
     elif change.before == change.after:
         say(f"{name}: schema {change.after} is current")
     else:

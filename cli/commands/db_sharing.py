@@ -143,7 +143,12 @@ def verify(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the best imported schedules on this machine, and use those that a paired comparison confirms.
+    """Measure the best imported schedules on this machine, and use those that are proven faster.
+
+    The rule is that of `tune-kernels`: in pairs of timings against what is in
+    use here, the interval of the gain must lie above 1. Where it holds 1 and is
+    wider than a quarter, there is no verdict, because the machine was busy: the
+    schedule stays unverified, and the next run measures it again.
 
     Only rows of machines and kernels like these can be verified. What was measured is kept at once: the
     command goes on where it was interrupted.
@@ -160,7 +165,7 @@ def verify(
             note(db_text.verdict_line(verdict))
         left = sum(build.unverified for build in store.stats().builds)
     if left:
-        note(f"{left} imported rows are of other machines or builds, or not among the best {top}")
+        note(f"{left} imported rows are of other machines or builds, undecided, or not among the best {top}")
     if as_json:
         print_json({"verdicts": found, "unverified_rows": left})
     else:

@@ -12,7 +12,7 @@ import typer
 
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
-from phasewise.cli.present import note, print_json, say, write_atomically
+from phasewise.cli.present import note, print_json, say, write_target
 
 app = CommandApp(help="Kernels written in C: raise, lower, check, emit.")
 
@@ -21,7 +21,8 @@ KernelArgument = Annotated[
     Path, typer.Argument(metavar="KERNEL.kir", help="a kernel's text, as `raise` writes it")
 ]
 OutOption = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="FILE", help="write there [default: stdout]")
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="write there; -: stdout [default: stdout]"),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -137,7 +138,7 @@ def emit(
             include or [], define or [],
         )  # fmt: skip
     if header:
-        write_atomically(header, header_text)
+        write_target(header, header_text)
     _put(text, output)
     note(f"{n_shapes} tuned shapes")
 
@@ -196,4 +197,4 @@ def _put(text: str, output: Path | None) -> None:
     if output is None:
         say(text, end="")
     else:
-        write_atomically(output, text)
+        write_target(output, text)

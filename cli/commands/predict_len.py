@@ -11,7 +11,7 @@ from phasewise._words import percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument, ThreadsOption
-from phasewise.cli.present import note, print_json, read_stdin, say
+from phasewise.cli.present import check_target, note, owns_stdout, print_json, read_stdin, say
 from phasewise.workflows.predict_len.settings import TIMED_CALLS, CollectWish, EvalWish
 
 app = CommandApp(help="Predict how long answers will be.")
@@ -91,7 +91,7 @@ def collect(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="LOG", help="log to create or to continue")
+        Path, typer.Option("-o", "--output", metavar="LOG", help="log to create or to continue; -: stdout")
     ],
     wish: CollectWish,
     as_json: JsonOption = False,
@@ -104,10 +104,11 @@ def collect(
     """
     from phasewise.workflows.predict_len.answer_prompts import collect_lengths
 
+    owns_stdout(output, as_json)
     fields = collect_lengths(model, prompts, output, wish, note)
     if as_json:
         print_json(fields)
-    else:
+    elif not owns_stdout(output):
         say("\n".join(f"{name:<16}  {value}" for name, value in fields.items() if value is not None))
 
 
@@ -117,7 +118,10 @@ def train_command(
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", metavar="FILE", help="safetensors file [default: where `serve` looks]"
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="safetensors file; -: stdout [default: where `serve` looks]",
         ),
     ] = None,
     model: TokensOption = None,
@@ -139,6 +143,8 @@ def train_command(
     from phasewise.workflows.predict_len.inputs import predictor_file, read_logs
     from phasewise.workflows.predict_len.prompt_vectors import find_encoder_to_learn
 
+    owns_stdout(output, as_json)
+    check_target(output)
     found, name, tokens = read_logs(logs, model, note)
     kept, _ = held_out([one for log in found for one in log.examples], split, seed)
     text_of = None if tokens is None else tokens.text
@@ -160,7 +166,8 @@ def train_command(
     if as_json:
         print_json({"predictor": str(path), "model": name, "trained_on": dict(predictor.trained_on)})
     else:
-        say(path)
+        if not owns_stdout(output):
+            say(path)
         note(", ".join(f"{count} {what}" for what, count in predictor.trained_on.items()))
 
 

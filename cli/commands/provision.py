@@ -12,7 +12,7 @@ from phasewise.cli.commands.bench.options import WideOption
 from phasewise.cli.commands.cluster_options import INPUTS, RoutingPolicy, TraceArgument
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import fail, note, print_json, say, write_atomically
+from phasewise.cli.present import check_target, fail, note, owns_stdout, print_json, say, write_target
 from phasewise.workflows.cluster_settings import ClusterInputs, ProvisionWish
 
 EXIT_FAILURE = 1
@@ -66,7 +66,9 @@ def provision(
     inputs: ClusterInputs,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE.svg", help="draw the frontiers of designs with two kinds"),
+        typer.Option(
+            "--plot", metavar="FILE.svg", help="draw the frontiers of designs with two kinds; -: stdout"
+        ),
     ] = None,
     wide: WideOption = False,
     as_json: JsonOption = False,
@@ -82,14 +84,16 @@ def provision(
     from phasewise.workflows.cluster_json import provision_fields
     from phasewise.workflows.plan_cluster import provision_cluster
 
+    owns_stdout(plot, as_json)
+    check_target(plot)
     answers, slo = provision_cluster(trace, wish, inputs, note)
     if as_json:
         print_json(provision_fields(answers, slo))
-    else:
+    elif not owns_stdout(plot):
         say(provision_text(answers, slo, wide=wide))
     if all(answer.spec is None for answer in answers):
         fail(f"no design has an answer: {answers[0].reason}", EXIT_FAILURE)
     if plot is not None:
         if not any(len(answer.cell) > 1 and answer.frontier for answer in answers):
             fail("--plot: no design has a frontier of two kinds of machines", EXIT_FAILURE)
-        write_atomically(plot, frontier_chart(answers))
+        write_target(plot, frontier_chart(answers))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from phasewise.cli.options import JsonOption, ModelArgument
-from phasewise.cli.present import note, print_json, say
+from phasewise.cli.present import print_json, say
 
 
 class Method(StrEnum):
@@ -40,7 +40,9 @@ def prune(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DIRECTORY", help="directory to write; new")],
     sparsity: Annotated[
         str,
-        typer.Option(metavar="SHARE", help="share of weights that become zero, or 2:4: two of every four"),
+        typer.Option(
+            metavar="SHARE", help="share of the pruned weights that become zero, or 2:4: two of every four"
+        ),
     ] = "0.5",
     method: Annotated[Method, typer.Option(help="how weights are chosen")] = Method.magnitude,
     calibration: Annotated[
@@ -71,6 +73,7 @@ def prune(
     when it is whole; the same arguments give the same bytes.
     """
     from phasewise.cli.render.prune_text import pruned_lines
+    from phasewise.cli.render.status_line import status_line
     from phasewise.workflows.prune.run import PruneSettings, parse_pattern
     from phasewise.workflows.prune.run import prune as run
 
@@ -86,7 +89,8 @@ def prune(
         storage=storage.value,
         evaluation=evaluation,
     )
-    found = run(settings, note)
+    with status_line() as status:
+        found = run(settings, status.say, lambda line: status.show(lambda: line))
     if as_json:
         gains = {"decode_bound": found.decode_bound, "decode_gain_here": found.decode_gain_here}
         print_json({**asdict(found), "out": str(found.out), **gains})

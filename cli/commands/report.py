@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from phasewise.cli.options import DbOption
-from phasewise.cli.present import note, write_atomically
+from phasewise.cli.present import note, owns_stdout, write_target
 
 
 def report(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write")] = Path(
-        "phasewise-report.html"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write; -: stdout")
+    ] = Path("phasewise-report.html"),
     no_measure: Annotated[
         bool,
         typer.Option("--no-measure", help="leave out the machine's limits, which take seconds to measure"),
@@ -34,5 +34,6 @@ def report(
     from phasewise.workflows.report_page import page
 
     found = report_of(db, measure=not no_measure, report=note)
-    write_atomically(output, page(found, __version__, time.time()))
-    note(f"report written to {output}")
+    write_target(output, page(found, __version__, time.time()))
+    if not owns_stdout(output):
+        note(f"report written to {output}")

@@ -11,7 +11,7 @@ import typer
 from phasewise.cli.commands.cluster_options import INPUTS, RoutingPolicy, TraceArgument
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import note, print_json, say, write_atomically
+from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, write_target
 from phasewise.workflows.cluster_settings import ClusterInputs, SimulationWish
 
 
@@ -60,7 +60,9 @@ def simulate(
     inputs: ClusterInputs,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE.svg", help="draw the time by batch size, a line a pool"),
+        typer.Option(
+            "--plot", metavar="FILE.svg", help="draw the time by batch size, a line a pool; -: stdout"
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -74,10 +76,12 @@ def simulate(
     from phasewise.workflows.cluster_json import simulation_fields
     from phasewise.workflows.simulate_cluster import simulate_cluster
 
+    owns_stdout(plot, as_json)
+    check_target(plot)
     found = simulate_cluster(trace, pools, wish, inputs, note)
     if as_json:
         print_json(simulation_fields(found.spec, found.summary, found.slo))
-    else:
+    elif not owns_stdout(plot):
         say(simulation_text(found.spec, found.summary, found.slo))
     if plot is not None:
-        write_atomically(plot, occupancy_chart(found.summary))
+        write_target(plot, occupancy_chart(found.summary))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat, parse_budget
-from phasewise.cli.present import note, print_json, say, write_atomically
+from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, write_target
 from phasewise.workflows.machine_json import machine_fields
 
 if TYPE_CHECKING:
@@ -25,11 +25,14 @@ def topo(
     ] = None,
     input_path: Annotated[
         Path | None,
-        typer.Option("--input", metavar="FILE", help="lstopo XML file, or folder with a sysfs snapshot"),
+        typer.Option(
+            "--input", metavar="FILE", help="lstopo XML file (-: stdin), or folder with a sysfs snapshot"
+        ),
     ] = None,
     as_json: JsonOption = False,
     svg_path: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="write a picture of the machine here")
+        Path | None,
+        typer.Option("--svg", metavar="FILE", help="write a picture of the machine here; -: stdout"),
     ] = None,
     trees: Annotated[
         bool, typer.Option("--trees", help="count and draw the TopoTrees that tune-config searches")
@@ -70,6 +73,7 @@ def topo(
     Other views: --trees, --tree, --plan, --plan-file. --probe measures what cores share.
     """
     _check_one_view(trees, notation, plan, plan_file, probe)
+    owns_stdout(svg_path, as_json)
     machine = _machine(input_path)
     if probe:
         _show_probe(machine, parse_budget(budget), svg_path, as_json)
@@ -101,7 +105,7 @@ def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> Non
     _draw(machine, None, svg_path)
     if as_json:
         print_json(machine_fields(machine))
-    else:
+    elif not owns_stdout(svg_path):
         _print(topo_lines(machine, sys.stdout.encoding))
 
 
@@ -126,7 +130,7 @@ def _show_tree(machine: Machine, notation: str, svg_path: Path | None, as_json: 
     _draw(machine, groups_of_tree(tree), svg_path)
     if as_json:
         print_json({"source": machine.source, **one_tree_fields(tree)})
-    else:
+    elif not owns_stdout(svg_path):
         _print(one_tree_lines(tree, sys.stdout.encoding))
 
 
@@ -156,7 +160,7 @@ def _show_plans(
     _draw(machine, picture_groups(plans), svg_path)
     if as_json:
         print_json({"source": machine.source, "plans": plan_fields(plans)})
-    else:
+    elif not owns_stdout(svg_path):
         _print(plan_lines(machine, plans))
 
 
@@ -165,15 +169,15 @@ def _show_probe(machine: Machine, budget_s: float, svg_path: Path | None, as_jso
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.probe_machine import probe_machine
 
+    check_target(svg_path)
     found = probe_machine(machine, budget_s, user_lock(note), note)
     if svg_path is not None:
         from phasewise.workflows.probe_svg import draw_probe
 
-        write_atomically(svg_path, draw_probe(machine, found))
-        note(f"picture written to {svg_path}")
+        _write_picture(svg_path, draw_probe(machine, found))
     if as_json:
         print_json(found.fields())
-    else:
+    elif not owns_stdout(svg_path):
         _print(probe_lines(machine, found))
 
 
@@ -182,8 +186,13 @@ def _draw(machine: Machine, groups: Iterable[PuGroup] | None, svg_path: Path | N
     if svg_path is not None:
         from phasewise.topology.picture import draw_svg
 
-        write_atomically(svg_path, draw_svg(machine, None if groups is None else tuple(groups)))
-        note(f"picture written to {svg_path}")
+        _write_picture(svg_path, draw_svg(machine, None if groups is None else tuple(groups)))
+
+
+def _write_picture(path: Path, picture: str) -> None:
+    write_target(path, picture)
+    if not owns_stdout(path):
+        note(f"picture written to {path}")
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -196,4 +205,6 @@ def _machine(input_path: Path | None) -> Machine:
 
     if input_path is None:
         return read_machine()
+    if str(input_path) == "-":
+        return read_lstopo(Path("/dev/stdin"))
     return read_machine(input_path) if input_path.is_dir() else read_lstopo(input_path)

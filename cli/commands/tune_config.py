@@ -112,7 +112,10 @@ def tune_config(
     settings: TuneConfigSettings,
     emit: Annotated[
         EmitChoice | None,
-        typer.Option(help="print the plans as flags of this tool; stored plans are printed without a search"),
+        typer.Option(
+            help="print the plans in use as flags of this tool, the default ones where none is stored; "
+            "no search unless --no-resume, or an --evaluator that stores none, asks for it"
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show what would be searched; measure nothing")
@@ -138,11 +141,12 @@ def tune_config(
     describe hardware that is not here, and MODEL may be a lone config.json.
     """
     started_s = time.monotonic()
-    from phasewise.workflows.tune_config.subject import open_subject, wish_of
+    from phasewise.workflows.tune_config.subject import check_weights, open_subject, wish_of
 
     wish = wish_of(model, settings)
     if emit is not None and wish.resume and not dry_run and _emit_stored(wish, emit, as_json):
         return
+    check_weights(wish)
     if not dry_run:
         note(f"searching for at most {number(wish.budget_s)} s; Ctrl-C keeps what is found until then")
     subject = open_subject(wish, note)
@@ -181,13 +185,19 @@ def _print_found(found: Found, emit: EmitChoice | None, as_json: bool, *, verbos
 
 
 def _emit_stored(wish: Wish, emit: EmitChoice, as_json: bool) -> bool:
-    """Print the plans that the database has; False unless it has one for each phase asked for."""
+    """Print the plans that the database has, and the default ones: a script is never made to wait. False
+    where a plan is asked for that no database keeps.
+    """
     from phasewise.workflows.tune_config.found_json import stored_fields
     from phasewise.workflows.tune_config.subject import stored_plans
 
     machine, plans = stored_plans(wish, note)
-    if set(plans) != set(wish.phases):
+    missing = [phase for phase, plan in plans.items() if plan.source != "database"]
+    if missing and wish.evaluator != "measured":
         return False
+    if missing:
+        phases = " and ".join(missing)
+        note(f"no plan for {phases} is stored: the default is printed; without --emit the command searches")
     if as_json:
         print_json({"dry_run": False, "plans": stored_fields(plans), **_emit_fields(emit, plans, machine)})
     else:

@@ -129,7 +129,7 @@ def tune_kernels(
         _print_plan(rounds, budget_s, resume, as_json)
         return
     tuned, changes = _tune(rounds, machine, db, max(LEAST_S, deadline_s - time.monotonic()), resume, opened)
-    _print_tuned(tuned, changes, as_json)
+    _print_tuned(tuned, changes, resume, as_json)
     if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -173,7 +173,7 @@ def _tune_user_kernel(
     if as_json:
         print_json({"shapes": [tuned_fields(one) for one in outcomes]})
     else:
-        say(tuned_text(outcomes))
+        say(tuned_text(outcomes, resume=resume))
 
 
 def parse_shapes(text: str, kernel_format: str) -> list[Shape]:
@@ -261,7 +261,7 @@ def _print_plan(rounds: list[Round], budget_s: float, resume: bool, as_json: boo
         say(budget_words(budget_s, resume))
 
 
-def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], as_json: bool) -> None:
+def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], resume: bool, as_json: bool) -> None:
     from phasewise.cli.render.tuning_text import changes_text, tuned_text
     from phasewise.workflows.tune_kernels.tuned_json import tuned_fields
 
@@ -269,5 +269,7 @@ def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], as_json: b
         of_model = [asdict(change) for change in changes]
         print_json({"dry_run": False, "rounds": [tuned_fields(one) for one in tuned], "model": of_model})
     else:
-        parts = [tuned_text(one) for one in tuned] + ([changes_text(changes)] if changes else [])
+        parts = [tuned_text(one, resume=resume) for one in tuned] + (
+            [changes_text(changes)] if changes else []
+        )
         say("\n\n".join(parts))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phasewise._files import write_file
 from phasewise._version import SCHEMA_VERSION
 from phasewise._words import number
 
@@ -66,6 +67,6 @@ def save_conversation(path: Path, model: str, messages: Sequence[Mapping[str, An
         raise ChatCommandError("write /save FILE")
     fields = {"schema_version": SCHEMA_VERSION, "model": model, "messages": list(messages)}
     try:
-        path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise ChatCommandError(f"{path} cannot be written: {error.strerror}") from None

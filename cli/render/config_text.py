@@ -7,7 +7,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted, multiple, number, plural
-from phasewise.cli.present import on_one_line
+from phasewise.cli.present import goes_on, on_one_line
 from phasewise.cli.render.tuning_text import budget_words
 from phasewise.tuner.config.references import ALL_CORES, PER_NODE, PHYSICAL_CORES, same_cores
 from phasewise.tuner.config.trace import describe
@@ -219,7 +219,7 @@ def _closing_lines(found: Found) -> Iterator[str]:
     if found.end != "complete":
         yield "Interrupted." if found.end == "interrupted" else "The budget is used up."
         if found.wish.evaluator == "measured" or found.wish.storage:
-            yield "The same command goes on from here."
+            yield goes_on(found.wish.resume)
     if found.stored:
         phases = [phase for phase in found.verdicts if phase in found.stored]
         yield f"Stored: the {plural(len(phases), 'plan')} for {' and '.join(phases)}."

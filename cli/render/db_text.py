@@ -119,7 +119,7 @@ def verdict_line(one: ScheduleVerdict) -> str:
     gain = (
         f"{found.gain:.2f} times as fast as what was in use ({found.gain_low:.2f} to {found.gain_high:.2f})"
     )
-    return f"{one.problem.describe()}: {gain}; {'now in use' if one.promoted else 'not promoted'}"
+    return f"{one.problem.describe()}: {gain}; {one.outcome}"
 
 
 def print_verdicts(verdicts: Sequence[dict[str, Any]]) -> None:
@@ -131,7 +131,7 @@ def print_verdicts(verdicts: Sequence[dict[str, Any]]) -> None:
             "claimed us": f"{one['claimed_ns'] / 1000:.1f}",
             "here us": f"{one['measured_ns'] / 1000:.1f}",
             "gain": f"{one['gain']:.2f} ({one['gain_low']:.2f}..{one['gain_high']:.2f})",
-            "in use": "yes" if one["promoted"] else "no",
+            "verdict": one["outcome"],
         }
         for one in verdicts
     ]

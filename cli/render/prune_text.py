@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from phasewise._words import percent
-
 if TYPE_CHECKING:
     from phasewise.workflows.prune.run import Pruned
 
@@ -17,7 +15,8 @@ def pruned_lines(found: Pruned) -> Iterator[str]:
     """Labels and values."""
     facts = [
         ("written", str(found.out)),
-        ("zeros", f"{percent(found.zeros / found.weights, 1)} of {found.weights / 1e6:.1f} M weights"),
+        ("zeros", _share(found.pruned_zeros, found.pruned_weights, "pruned weights")),
+        *([("zeros of all", _of_all(found))] if found.kept else []),
         ("bf16 dense", f"{found.dense_bytes / 1e6:.1f} MB"),
         ("bf16 stored sparse", f"{found.sparse_bytes / 1e6:.1f} MB"),
         ("int8 dense", f"{found.int8_bytes / 1e6:.1f} MB"),
@@ -32,6 +31,15 @@ def pruned_lines(found: Pruned) -> Iterator[str]:
         ]
     for label, value in facts:
         yield f"{label:<{LABEL_COLUMNS}}{value}"
+
+
+def _share(zeros: int, weights: int, of: str) -> str:
+    return f"{100 * zeros / max(1, weights):.1f} % of {weights / 1e6:.1f} M {of}"
+
+
+def _of_all(found: Pruned) -> str:
+    """Less than was asked for, because some weights are kept whole."""
+    return f"{_share(found.zeros, found.weights, 'weights')}: {', '.join(found.kept)} kept as is (--skip)"
 
 
 def _here(found: Pruned) -> str:

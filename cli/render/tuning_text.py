@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from phasewise._words import LOW_LIMIT, NOTHING, counted, multiple, percent
+from phasewise.cli.present import goes_on
 from phasewise.cli.render.status_line import status_line
 from phasewise.workflows.tune_kernels.tuned_json import mean_gain, plan_fields, task_name
 
@@ -68,11 +69,11 @@ def _round_name(one: Round) -> str:
     return f"{' and '.join(one.phases)} on cores {list_cores(one.cores)}"
 
 
-def tuned_text(tuned: TunedRound) -> str:
-    """The tables of one round: each weight's products, then the sums."""
+def tuned_text(tuned: TunedRound, *, resume: bool = True) -> str:
+    """The tables of one round: each weight's products, then the sums. resume: as the run was asked for."""
     tables = [_task_table(tuned, task) for task in tuned.round.tasks]
     tables += [_attention_table(tuned), _storage_table(tuned)]
-    parts = [_round_name(tuned.round), *(table for table in tables if table), *_closing_lines(tuned)]
+    parts = [_round_name(tuned.round), *(table for table in tables if table), *_closing_lines(tuned, resume)]
     return "\n\n".join(parts)
 
 
@@ -181,14 +182,14 @@ def _arithmetic_text(gain: Gain) -> str:
     return gain.schedule.compute_path + ("" if parts == 1 else f", k in {counted(parts, 'part')}")
 
 
-def _closing_lines(tuned: TunedRound) -> list[str]:
+def _closing_lines(tuned: TunedRound, resume: bool) -> list[str]:
     lines = []
     gains = tuned.outcome.gains
     if gains:
         lines += [_totals_table(tuned), _verdict_line(gains)]
     if any(tuned.roofline_share(gain) is None for gain in gains):
         lines.append(LOW_LIMIT)
-    return [*lines, "\n".join(_run_lines(tuned))]
+    return [*lines, "\n".join(_run_lines(tuned, resume))]
 
 
 def _totals_table(tuned: TunedRound) -> str:
@@ -227,7 +228,7 @@ def _verdict_line(gains: Sequence[Gain]) -> str:
     return f"Faster than by default: {products}; geometric mean of all: {multiple(mean_gain(gains))}."
 
 
-def _run_lines(tuned: TunedRound) -> Iterator[str]:
+def _run_lines(tuned: TunedRound, resume: bool) -> Iterator[str]:
     outcome = tuned.outcome
     timed = f"{counted(outcome.timed, 'schedule')} timed"
     yield f"{timed}, {outcome.replayed} known before, {_clock(outcome.elapsed_s)}."
@@ -235,7 +236,7 @@ def _run_lines(tuned: TunedRound) -> Iterator[str]:
         why = "The budget is used up" if outcome.end == "budget" else "Interrupted"
         settled = len(outcome.gains)
         yield f"{why}: settled {settled} of {counted(outcome.products, 'product')}."
-        yield "The same command goes on from here."
+        yield goes_on(resume)
     if outcome.disturbed > DISTURBED_LAPS * outcome.laps:
         steal, others = (percent(outcome.conditions[name]) for name in ("steal", "others"))
         yield f"The machine was busy: {steal} went to other guests, {others} to other processes."

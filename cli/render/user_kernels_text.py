@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from phasewise._words import counted, multiple
+from phasewise.cli.present import goes_on
 from phasewise.ir.original import is_original
 from phasewise.kerneldb.user_kernels import UserPromotion
 
@@ -83,15 +84,17 @@ def shown_text(promotions: Sequence[UserPromotion]) -> str:
     )
 
 
-def tuned_text(outcomes: Sequence[ShapeOutcome]) -> str:
-    """One line for each shape that was tuned."""
+def tuned_text(outcomes: Sequence[ShapeOutcome], *, resume: bool = True) -> str:
+    """One line for each shape that was tuned; and how to go on where time was short."""
     lines = []
     for one in outcomes:
-        state = "" if one.is_complete else "  (out of time; the same command goes on)"
+        state = "" if one.is_complete else "  (out of time)"
         lines.append(
             f"{one.problem.describe():28} {_numbers(one.choice):32} {_gain(one)}  "
             f"{one.timed} timed, {one.replayed} from the database{state}"
         )
+    if not all(one.is_complete for one in outcomes):
+        lines.append(goes_on(resume))
     return "\n".join(lines)
 
 

@@ -7,13 +7,13 @@ file.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
+from phasewise._files import write_file
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
 from phasewise.serving.errors import ServingError
 
@@ -69,11 +69,9 @@ def plan_file(model_name: str, weight_format: str, placement: str) -> Path:
 def save_plan(plan: EmbeddingPlan, path: Path) -> None:
     """The whole file or none of it."""
     text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(plan)}, indent=2)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_file(path, text)
     except OSError as error:
         raise ServingError(f"the embedding plan {path} cannot be written: {error.strerror}") from error
 

@@ -80,9 +80,14 @@ def run_embedding_service(
     with ExitStack() as stack:
         client = opened.client
         life = Lifecycle(client)
-        metrics = Metrics(Gauges(n_connections=lambda: len(connections.open), is_ready=lambda: life.is_ready))
+        lines, log = stack.enter_context(open_log(settings.logging, report))
+        gauges = Gauges(
+            n_connections=lambda: len(connections.open),
+            is_ready=lambda: life.is_ready,
+            n_access_lines_lost=lambda: lines.n_lost,
+        )
+        metrics = Metrics(gauges)
         connections = Connections(settings.limits, metrics)
-        lines, log = stack.enter_context(open_log(settings.logging))
         surroundings = Surroundings(settings.cors_origins, log)
         app = create_embedding_app(
             served(opened, settings.names), settings.limits, life, metrics, surroundings

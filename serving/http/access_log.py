@@ -7,11 +7,7 @@ TPOT = (last token - first token) / (tokens of the longest choice - 1).
 from __future__ import annotations
 
 import json
-import os
-import queue
 import re
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +21,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phasewise.serving.errors import ServingError
 from phasewise.serving.http.connection import refused_status
 from phasewise.serving.http.http_settings import RequestFacts
+from phasewise.serving.line_log import LineLog
 from phasewise.serving.messages import Answer, Failure, StepStats, Submit
 
 Level = Literal["debug", "info", "warning", "error", "off"]
@@ -37,8 +33,6 @@ _RECORD = "phasewise.record"
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/live"})
 """Asked for again and again: only in a log of level debug."""
 _GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_MOST_WAITING = 8192
-_END_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -212,72 +206,16 @@ class NameRequests:
                 self._log.ended(record)
 
 
-class LineWriter:
-    """Appends lines to a file, or to stderr, on a thread: no request waits for a disk or a terminal.
-
-    ServingError where the file cannot be opened. `reopen` goes on in a new file of the same name.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._lines: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
-        self._descriptor = self._open()
-        self._is_to_reopen = False
-        self.n_lost = 0
-        """Lines that came faster than they could be written, or that could not be."""
-        self._thread = threading.Thread(target=self._run, name="phasewise-access-log", daemon=True)
-
-    def __call__(self, line: str) -> None:
-        try:
-            self._lines.put_nowait(line)
-        except queue.Full:
-            self.n_lost += 1
-
-    def reopen(self) -> None:
-        """From any thread."""
-        self._is_to_reopen = self._path is not None
-
-    def __enter__(self) -> LineWriter:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        try:
-            self._lines.put(None, timeout=_END_S)
-        except queue.Full:
-            return
-        self._thread.join(_END_S)
-
-    def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            try:
-                if self._is_to_reopen:
-                    self._is_to_reopen = False
-                    os.close(self._descriptor)
-                    self._descriptor = self._open()
-                os.write(self._descriptor, f"{line}\n".encode())
-            except (OSError, ServingError):
-                self.n_lost += 1
-        if self._path is not None:
-            os.close(self._descriptor)
-
-    def _open(self) -> int:
-        if self._path is None:
-            return sys.stderr.fileno()
-        try:
-            return os.open(
-                self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640
-            )
-        except OSError as error:
-            raise ServingError(f"the access log {self._path} cannot be written: {error.strerror}") from error
-
-
 @contextmanager
-def open_log(settings: Logging) -> Iterator[tuple[LineWriter, AccessLog | None]]:
+def open_log(settings: Logging, report: Callable[[str], None]) -> Iterator[tuple[LineLog, AccessLog | None]]:
     """What writes the lines, and the log; no log where nothing is logged."""
-    with LineWriter(settings.path) as lines:
+    with LineLog("access log", settings.path, report) as lines:
+
+        def write(line: str) -> None:
+            lines.write(lambda: f"{line}\n".encode())
+
         is_logged = settings.level != "off"
-        yield lines, AccessLog(lines, settings.level, as_json=settings.as_json) if is_logged else None
+        yield lines, AccessLog(write, settings.level, as_json=settings.as_json) if is_logged else None
 
 
 def _as_text(fields: dict[str, Any]) -> str:

@@ -56,6 +56,7 @@ class Gauges:
     n_ranks_replaced: Callable[[], int] = lambda: 0
     n_requests_rerun: Callable[[], int] = lambda: 0
     n_lengths_lost: Callable[[], int] = lambda: 0
+    n_access_lines_lost: Callable[[], int] = lambda: 0
 
 
 @dataclass(slots=True)
@@ -207,6 +208,7 @@ class _Read(Collector):
         if malloc_bytes is not None:
             yield _gauge("malloc_bytes", "bytes that malloc has given out", malloc_bytes)
         yield _count("lengths_lost", "lines the length log does not have", gauges.n_lengths_lost())
+        yield _count("access_lines_lost", "lines the access log does not have", gauges.n_access_lines_lost())
         load = gauges.load()
         if load is not None:
             yield from _of_loads(self._by_labels(load), self._model)

@@ -93,6 +93,27 @@ def test_a_kernel_is_tuned_once_and_emitted_as_c_that_builds_alone(tmp_path: Pat
     assert "has not been tuned here as it is now" in str(changed.exception)
 
 
+@pytest.mark.skipif(why_not(HOME) is not None, reason=str(why_not(HOME)))
+def test_checking_against_a_file_names_the_function_that_it_lacks(tmp_path: Path) -> None:
+    """The kernel's own, or one that the file declares and does not define."""
+    source, kernel = tmp_path / "f.c", tmp_path / "f.kir"
+    described = "/* @arg x count=n\n * @arg n least=0 most=64 */\n"
+    body = "void f(float *x, int n) { for (int i = 0; i < n; ++i) x[i] = x[i] * 2.0f; }\n"
+    source.write_text(described + body)
+    _run("raise", str(source), "--function", "f", "-o", str(kernel))
+    for text, name in (
+        (body.replace("void f", "void g"), "f"),
+        ("float h(float);\n" + body.replace("x[i] * 2.0f", "h(x[i])"), "h"),
+    ):
+        source.write_text(text)
+        refused = runner.invoke(app, ["kernels", "check", str(kernel), "--against", str(source)])
+
+        assert refused.exit_code == 1
+        assert f"nothing defines `{name}`" in str(refused.exception)
+        assert str(source) in str(refused.exception)
+        assert "ld returned" not in str(refused.exception)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(why_not(HOME) is not None, reason=str(why_not(HOME)))
 def test_headers_and_macros_of_a_c_file_are_named_alike_wherever_it_is_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.storage import StorageChoice
 
 LABELS = (
-    "written", "zeros", "bf16 dense", "bf16 stored sparse", "int8 dense", "decode, by bytes",
+    "written", "zeros", "zeros of all", "bf16 dense", "bf16 stored sparse", "int8 dense", "decode, by bytes",
     "decode on this CPU", "perplexity before", "perplexity after",
 )  # fmt: skip
 UNCAUGHT_KILL = -signal.SIGKILL
@@ -69,6 +70,24 @@ def test_it_ends_with_a_table_of_bytes_gain_and_perplexities(model: Path, text: 
     stored = load_model(str(tmp_path / "out"), "native", storage=StorageChoice("auto"))
     is_sparse = any(weight.is_sparse for weight in stored.weights.values())
     assert ("stores dense here" in result.stdout) == (not is_sparse)
+
+
+def test_the_share_that_was_asked_for_comes_first_and_what_was_kept_is_named(
+    model: Path, tmp_path: Path
+) -> None:
+    """The embedding is kept whole, so that less of all weights is zero; the counts agree with each other."""
+    result = invoke(model, "-o", tmp_path / "out")
+    fields = json.loads(invoke(model, "-o", tmp_path / "again", "--json").stdout)
+    zeros, of_all = result.stdout.splitlines()[1:3]
+
+    assert re.fullmatch(r"zeros +50\.0 % of \d+\.\d M pruned weights", zeros)
+    assert of_all.endswith("embed, lm_head kept as is (--skip)") or of_all.endswith(
+        "embed kept as is (--skip)"
+    )
+    assert fields["pruned_zeros"] == fields["zeros"] == round(0.5 * fields["pruned_weights"])
+    assert fields["pruned_weights"] < fields["weights"]
+    progress = [line for line in result.stderr.splitlines() if line.startswith("pruning: ")]
+    assert len(progress) == 1  # off a terminal: at most one in ten seconds
 
 
 def test_json_has_the_same_and_owl_gives_layers_different_shares(

@@ -20,10 +20,11 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from phasewise.cli.main import app
+from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.config.modelled import ModelledEvaluator
-from phasewise.tuner.plans import PHASES, machine_key
+from phasewise.tuner.plans import PHASES, Phase, default_plan, machine_key
 from tests.support.kerneldb_server import new_database_url, postgres_socket
 from tests.support.tiny_models import TinyShape, hf_config, write_tiny_gguf
 
@@ -287,6 +288,41 @@ def test_a_dry_run_names_what_would_be_searched(db: Path, llama: str) -> None:
     assert [one["pus"] for one in fields["left_out"]]
     assert set(fields["steps"]) == set(PHASES)
     assert "left to the operating system" in modelled(llama, EIGHT, "--dry-run").stdout
+
+
+@pytest.mark.parametrize("stored", [(), ("decode",), ("prefill", "decode")])
+def test_emitting_never_searches(
+    db: Path, tiny: str, stored: tuple[Phase, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored is printed and the default for the rest, which is said; a script does not wait."""
+    monkeypatch.setattr("phasewise.workflows.tune_config.run.tune", lambda *_: pytest.fail("it searches"))
+    machine = read_machine()
+    for phase in stored:
+        origin = Origin(machine_key(machine), "0.1.0", 1_795_000_000_000)
+        plan = default_plan(machine, phase)
+        with open_store(db) as store:
+            store.add_plan(PlanRecord("tiny@native", phase, plan.to_json(), origin))
+    result = invoke(tiny, "--emit", "taskset")
+    fields = fields_of(invoke(tiny, "--emit", "taskset", "--json"))
+
+    assert result.exit_code == 0, result.output
+    assert "taskset" in result.stdout
+    assert {phase: plan["stored"] for phase, plan in fields["plans"].items()} == {
+        phase: phase in stored for phase in PHASES
+    }
+    missing = [phase for phase in PHASES if phase not in stored]
+    assert ("is stored: the default is printed" in result.stderr) == bool(missing)
+    assert f"no plan for {' and '.join(missing)} " in result.stderr or not missing
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_without_weights_is_not_timed(db: Path, llama: str, inside: bool) -> None:
+    """A lone config.json, or a directory with nothing else."""
+    result = invoke(f"{llama}/config.json" if inside else llama)
+
+    assert (result.exit_code, result.stdout) == (2, "") or result.exception is not None
+    message = str(result.exception) if str(result.exception) != "2" else result.stderr
+    assert "has no weights to time: add --evaluator modelled" in message
 
 
 def test_emitting_prints_the_flags_alone(db: Path, llama: str) -> None:

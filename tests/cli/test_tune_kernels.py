@@ -222,6 +222,19 @@ def test_interrupted_it_ends_with_130_and_the_next_run_goes_on(
     assert rest["replayed"] >= timed - 20
 
 
+def test_interrupted_without_resuming_it_says_how_to_go_on(
+    db: Path, evaluator: type[FormulaEvaluator]
+) -> None:
+    """The same command would begin anew, and the one without the option has what was timed."""
+    evaluator.interrupt_after = 40
+    result = invoke(*SMALL, "--no-resume")
+    evaluator.interrupt_after, timed = None, evaluator.timed
+
+    assert "Without --no-resume the command goes on from here" in result.stdout
+    assert "The same command" not in result.stdout
+    assert tune_json(*SMALL)["rounds"][0]["replayed"] >= timed - 20
+
+
 def test_not_resuming_times_everything_anew(db: Path, evaluator: type[FormulaEvaluator]) -> None:
     first = tune_json(*SMALL)["rounds"][0]
     again = tune_json(*SMALL, "--no-resume")["rounds"][0]

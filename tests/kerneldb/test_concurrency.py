@@ -54,7 +54,7 @@ def import_file(start: Barrier, db: str, file: Path) -> None:
 
 def open_once(start: Barrier, db: str) -> None:
     start.wait(30)
-    with open_store(db) as store:
+    with open_store(db, upgrades_server=True) as store:
         assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
 
 

@@ -162,7 +162,7 @@ def test_a_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
         "DROP TABLE service_plan",
         "ALTER TABLE measurement DROP COLUMN effort_ns",
         "DELETE FROM phasewise_schema",
-        "INSERT INTO phasewise_schema VALUES ('0000')",
+        "INSERT INTO phasewise_schema (version_num) VALUES ('0000')",
     ],
 )
 def test_a_database_without_what_its_revision_promises_is_damaged(file: Path, damage: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import resource
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,12 @@ from sqlalchemy import Connection, create_engine, text
 
 import phasewise.migrations
 from phasewise.kerneldb import schema, store
-from phasewise.kerneldb.errors import DatabaseTooNewError
+from phasewise.kerneldb.errors import (
+    DatabaseTooNewError,
+    DatabaseTooOldError,
+    ForeignDatabaseError,
+    KernelDbError,
+)
 from phasewise.kerneldb.models import Base
 from phasewise.kerneldb.store import open_store
 from tests.support.kerneldb_examples import (
@@ -28,6 +35,7 @@ from tests.support.kerneldb_examples import (
     STORAGE_DUEL,
     USER_PROMOTION,
 )
+from tests.support.kerneldb_server import new_database_url
 
 MIGRATIONS = Path(phasewise.migrations.__file__).parent
 FIXTURES = Path(__file__).resolve().parent.parent / "data" / "schemas"
@@ -149,7 +157,11 @@ def test_an_older_schema_is_upgraded_in_place_and_said(
     with open_store(released, said.append) as opened:
         assert opened.schema_change == schema.SchemaChange("9999", "9999")
 
-    assert said == [f"database {released} upgraded from schema {before} to 9999"]
+    copy = released.with_name("released.db.before-upgrade")
+    assert said == [f"database {released} upgraded from schema {before} to 9999; {copy} is what it was"]
+    with open_store(copy, said.append) as opened:
+        assert opened.schema_change.before == before
+        assert opened.plans() == [PLAN]
 
 
 def test_an_upgrade_that_fails_changes_nothing(
@@ -182,6 +194,170 @@ def test_a_newer_schema_is_refused_untouched(released: Path, tmp_path: Path) -> 
     assert caught.value.exit_code == 1
     assert released.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [released.name]
+
+
+# ---- programs of two schemas and one database -------------------------------------------------------------
+
+
+def as_program_of(patch: pytest.MonkeyPatch, revision: str, folder: Path) -> None:
+    """This program as it was when `revision` was the newest; its queries are today's."""
+    known = schema.REVISIONS[: schema.REVISIONS.index(revision) + 1]
+    versions = folder / f"versions-{revision}"
+    versions.mkdir()
+    for one in known:
+        (path,) = (MIGRATIONS / "versions").glob(f"v{one}_*.py")
+        shutil.copy(path, versions)
+    original = schema._alembic_config
+
+    def with_fewer() -> Config:
+        config = original()
+        config.set_main_option("version_locations", str(versions))
+        return config
+
+    patch.setattr(schema, "_alembic_config", with_fewer)
+    patch.setattr(schema, "REVISIONS", known)
+    patch.setattr(schema, "HEAD", revision)
+    patch.setattr(store, "HEAD", revision)
+
+
+@pytest.mark.parametrize(("older", "newer"), [*pairwise(schema.REVISIONS)])
+def test_a_program_one_schema_older_reads_what_a_newer_one_upgraded(
+    older: str, newer: str, tmp_path: Path
+) -> None:
+    """Every saved database, both directions: the rows are the same to both, and the older one adds none.
+
+    Where a revision changed what rows mean, the older program refuses, and says so.
+    """
+    file, said = Path(shutil.copy(FIXTURES / f"{older}.db", tmp_path)), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        as_program_of(patch, newer, tmp_path)
+        with open_store(file, said.append) as opened:
+            assert opened.schema_change == schema.SchemaChange(older, newer)
+            assert opened.plans() == [PLAN]
+    copy = tmp_path / f"{older}.db.before-upgrade"
+    assert said == [f"database {file} upgraded from schema {older} to {newer}; {copy} is what it was"]
+    assert list(_dump(copy)) == list(_dump(FIXTURES / f"{older}.db"))
+    with pytest.MonkeyPatch.context() as patch:
+        as_program_of(patch, older, tmp_path)
+        before = list(_dump(file))
+        if newer in schema.BREAKING:
+            with pytest.raises(DatabaseTooNewError, match=newer), open_store(file):
+                pass
+            return
+        said.clear()
+        with open_store(file, said.append) as opened:
+            assert not opened.writable
+            assert opened.plans() == [PLAN]
+            assert opened.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
+            assert [*opened.all_promotions()] == [PROMOTION]
+            with pytest.raises(DatabaseTooNewError, match="nothing can be added"):
+                opened.add_plan(PLAN)
+        assert list(_dump(file)) == before
+    assert len(said) == 1
+    assert f"newer than this phasewise's {older}: it is read, and nothing new is kept" in said[0]
+
+
+def test_a_table_that_a_newer_program_guards_does_not_hide_the_others(
+    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are never edited either, which a trigger sees to. In a schema of ours nobody has put it."""
+    then = f'op.execute("CREATE TABLE weather (id)"); op.execute("""{schema._guard_of("weather")}""")'
+    with monkeypatch.context() as patch:
+        _add_revision(patch, tmp_path, then=then)
+        with open_store(released):
+            pass
+    with open_store(released) as opened:
+        assert opened.plans() == [PLAN]
+        assert not opened.writable
+    with sqlite3.connect(released) as raw:
+        raw.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '{schema.HEAD}'")
+    raw.close()
+    with pytest.raises(ForeignDatabaseError, match="trigger"), open_store(released):
+        pass
+
+
+@pytest.mark.parametrize(
+    "stated",
+    ["'9999:9999'", "'9999:0000'", "'9998:0002'", "'9999'", "x'ff'", "NULL", "''", "zeroblob(99999)"],
+)
+def test_what_a_newer_database_states_is_not_taken_for_more_than_it_is(
+    stated: str, released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        _add_revision(patch, tmp_path)
+        with open_store(released):
+            pass
+    with sqlite3.connect(released) as raw:
+        raw.execute(f"UPDATE {schema.VERSION_TABLE} SET readable_from = {stated}")
+    raw.close()
+    with pytest.raises(DatabaseTooNewError, match="9999, newer"), open_store(released):
+        pass
+
+
+def test_without_room_for_the_copy_nothing_is_upgraded(
+    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = list(_dump(released))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as patch:
+        _add_revision(patch, tmp_path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with (
+                pytest.raises(KernelDbError, match="before-upgrade before"),
+                open_store(released),
+            ):
+                pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert list(_dump(released)) == before
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [released.name]
+
+
+def test_the_copy_has_what_the_log_holds_and_the_mode_of_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that another process has committed and not yet moved into the file."""
+    file = tmp_path / "used.db"
+    with open_store(file) as other:
+        file.chmod(0o600)
+        other.add_plan(PLAN)
+        assert (tmp_path / "used.db-wal").stat().st_size > 0
+        with monkeypatch.context() as patch:
+            _add_revision(patch, tmp_path)
+            with open_store(file):
+                pass
+    copy = tmp_path / "used.db.before-upgrade"
+
+    assert copy.stat().st_mode & 0o777 == 0o600
+    with open_store(copy) as opened:
+        assert opened.plans() == [PLAN]
+        assert opened.writable
+
+
+def test_a_servers_database_is_changed_by_db_upgrade_alone_and_an_older_host_goes_on_reading(
+    postgres: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, before, said = new_database_url(postgres), schema.HEAD, list[str]()
+    with open_store(url) as opened:
+        opened.add_plan(PLAN)
+    with monkeypatch.context() as patch:
+        _add_revision(patch, tmp_path)
+        with pytest.raises(DatabaseTooOldError, match="run `phasewise db upgrade`"), open_store(url):
+            pass
+        with open_store(url, said.append, upgrades_server=True) as opened:
+            assert opened.schema_change == schema.SchemaChange(before, "9999")
+            opened.add_plan(PLAN)
+        assert len(said) == 1
+        assert said[0].endswith(f"upgraded from schema {before} to 9999")
+    with open_store(url, said.append) as opened:
+        assert opened.plans() == [PLAN, PLAN]
+        with pytest.raises(DatabaseTooNewError, match="nothing can be added"):
+            opened.add_plan(PLAN)
+    assert "it is read, and nothing new is kept" in said[1]
+    with open_store(url, said.append, upgrades_server=True) as opened:
+        assert opened.schema_change.after == "9999"
 
 
 def test_a_draft_of_a_revision_imports_and_has_the_warnings(

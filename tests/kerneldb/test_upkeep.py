@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phasewise.kerneldb.portable import export_lines, import_rows, read_export, rows_of
 from phasewise.kerneldb.records import Comparison, Measurement, Problem, Promotion, Sample, Schedule
@@ -38,6 +40,7 @@ from tests.support.kerneldb_examples import (
     measured,
 )
 from tests.support.kerneldb_server import new_database_url
+from tests.support.tiers import examples
 
 ABI = MEASUREMENT.kernel_abi
 KEY = Key(PROBLEM, MACHINE, ABI)
@@ -247,16 +250,33 @@ class TestVerify:
         assert not verdict.promoted
         assert store.promoted_measurements() == []
 
-    def test_what_was_only_fast_there_must_be_faster_here(self, store: Store) -> None:
-        """A tie is enough for what was in use there: it may be the default itself, confirmed."""
+    @pytest.mark.parametrize("was_in_use", [False, True])
+    def test_a_tie_changes_nothing(self, store: Store, was_in_use: bool) -> None:
+        """As after a search: what is in use stays."""
         store.add_measurements([measured(300, origin=THERE)])
+        if was_in_use:
+            store.add_promotions([PROMOTED_THERE])
         (verdict,) = verified(store, FakeBench({SCHEDULE: 1000}))
-        assert not verdict.promoted
 
-        store.add_measurements([measured(300, schedule=THIRD, origin=THERE)])
-        store.add_promotions([dataclasses.replace(PROMOTED_THERE, schedule=THIRD)])
-        (verdict,) = verified(store, FakeBench({THIRD: 1000}))
-        assert verdict.promoted
+        assert (verdict.promoted, verdict.outcome) == (False, "not faster")
+        assert store.promoted_measurements() == []
+        assert [*verified(store, FakeBench({SCHEDULE: 1000}))] == []
+
+    @pytest.mark.parametrize("was_in_use", [False, True])
+    def test_a_busy_machine_gives_no_verdict_and_the_next_run_tries_again(
+        self, store: Store, was_in_use: bool
+    ) -> None:
+        store.add_measurements([measured(300, origin=THERE)])
+        if was_in_use:
+            store.add_promotions([PROMOTED_THERE])
+        before = [*store.all_measurements()]
+        (verdict,) = verified(store, FakeBench({SCHEDULE: 1389}, spread=0.56))
+
+        assert (verdict.promoted, verdict.outcome) == (False, "no verdict: the machine was busy")
+        assert store.promoted_measurements() == []
+        assert [*store.all_measurements()] == before
+        (again,) = verified(store, FakeBench({SCHEDULE: 500}))
+        assert again.outcome == "now in use"
 
     def test_the_fastest_of_the_others_is_tried_where_what_was_in_use_there_fails(self, store: Store) -> None:
         """Only there: to choose anew among what works is the tuner's part."""
@@ -291,6 +311,25 @@ class TestVerify:
         assert bench.compared == [(THIRD, SCHEDULE)]
         assert not verdict.promoted
         assert store.promoted_measurements() == [measured(300)]
+
+    @given(st.floats(0.01, 4.0), st.floats(0.0, 3.0), st.booleans())
+    @examples(60)
+    def test_noise_never_helps(self, gain: float, spread: float, was_in_use: bool) -> None:
+        """What is in use after `verify` won its duel by the rule of a search, whatever the interval is."""
+        low = max(0.0, gain - spread)
+        comparison = Comparison(gain, low, gain + spread, 0.95, 40)
+        with open_store(":memory:") as store:
+            store.add_measurements([measured(300, origin=THERE)])
+            if was_in_use:
+                store.add_promotions([PROMOTED_THERE])
+            bench = FakeBench({SCHEDULE: 500})
+            bench.compare = lambda *_: comparison  # type: ignore[method-assign]
+            (verdict,) = verified(store, bench)
+
+            assert verdict.promoted == (low > 1) == bool(store.promoted_measurements())
+            is_kept = any(row.origin.verified for row in store.all_measurements())
+            assert is_kept == (verdict.outcome != "no verdict: the machine was busy")
+            assert is_kept or low <= 1 <= gain + spread
 
     def test_schedules_of_another_arithmetic_than_what_was_in_use_are_left(self, store: Store) -> None:
         store.add_measurements(

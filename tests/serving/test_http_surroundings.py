@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from phasewise.serving.errors import ServingError
-from phasewise.serving.http.access_log import AccessLog, LineWriter
+from phasewise.serving.http.access_log import AccessLog, Logging, open_log
 from phasewise.serving.http.app import Surroundings
 from phasewise.serving.http.http_settings import HttpLimits
 from tests.support.fake_server import FakeServer, fake_server
@@ -196,16 +196,21 @@ def test_messages_that_say_nothing_are_refused(server: FakeServer, messages: obj
 
 def test_lines_go_to_a_file_which_can_be_moved_away(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
-    with LineWriter(path) as write:
-        write("one")
+    said: list[str] = []
+    with open_log(Logging(path), said.append) as (lines, _):
+        lines.write(lambda: b"one\n")
         while not path.read_text():
             pass
         path.rename(tmp_path / "old.log")
-        write.reopen()
-        write("two")
+        lines.reopen()
+        lines.write(lambda: b"two\n")
     assert (tmp_path / "old.log").read_text() == "one\n"
     assert path.read_text() == "two\n"
     (tmp_path / "link").symlink_to(path)
     for impossible in (tmp_path / "no" / "log", tmp_path / "link"):
-        with pytest.raises(ServingError, match="cannot be written"):
-            LineWriter(impossible)
+        with (
+            pytest.raises(ServingError, match="cannot be written"),
+            open_log(Logging(impossible), said.append),
+        ):
+            pass
+    assert said == []

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from signal import SIG_IGN, SIGXFSZ, signal
 from typing import Any
 
 import pytest
@@ -83,45 +79,6 @@ def test_after_a_hangup_it_goes_on_in_a_new_file(tmp_path: Path, said: list[str]
         log.put("fake", LENGTH)
 
     assert (len(lines_of(old)), len(lines_of(path))) == (1, 1)
-
-
-@contextmanager
-def files_of_at_most(n_bytes: int) -> Iterator[None]:
-    """A disk that is full, as far as one file can tell."""
-    before = signal(SIGXFSZ, SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal(SIGXFSZ, before)
-
-
-def test_a_full_disk_costs_lines_and_one_warning_and_no_half_line(tmp_path: Path, said: list[str]) -> None:
-    path = tmp_path / "lengths.jsonl"
-    with LengthLog(path, said.append) as log:
-        with files_of_at_most(300):
-            for _ in range(5):
-                log.put("fake", LENGTH)
-            until(lambda: log.n_lost == 4, "all are written")
-        log.put("fake", LENGTH)
-
-    assert len(lines_of(path)) == 2
-    assert len(said) == 1
-    assert str(path) in said[0]
-
-
-def test_the_disk_may_stand_still_and_nobody_waits_for_it(tmp_path: Path, said: list[str]) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with LengthLog(path, said.append) as log:
-        for _ in range(10_000):
-            log.put("fake", LENGTH)
-        assert log.n_lost > 0
-        assert len(said) == 1
-        os.close(reader)
 
 
 def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:

@@ -20,7 +20,6 @@ from phasewise.tuner.timing import (
     estimate_ns,
     loop_means,
     plan_turn,
-    proves_faster,
     race,
 )
 
@@ -104,7 +103,7 @@ def test_a_constant_gain_is_believed_on_a_changing_machine() -> None:
     machine = Machine(lambda turn: 1.0 + turn % 13 / 10)
     found = compare(duel(machine.take(11_000), machine.take(10_000), pairs=40))
 
-    assert proves_faster(found)
+    assert found.proves_faster
     assert found.gain_low <= found.gain <= found.gain_high
     assert found.pairs == 40
 
@@ -123,15 +122,15 @@ def test_the_comparison_is_symmetric_and_its_interval_holds_the_median(pairs: li
     back = compare([((after,), (before,)) for before, after in pairs])
 
     assert there.gain_low <= there.gain <= there.gain_high
-    assert not (proves_faster(there) and proves_faster(back))
+    assert not (there.proves_faster and back.proves_faster)
     assert MAX_GAIN in (there.gain_high, back.gain_high) or there.gain_low == pytest.approx(
         1 / back.gain_high
     )
 
 
 def test_few_pairs_prove_nothing() -> None:
-    assert not proves_faster(compare([((200,), (100,))] * 5))
-    assert proves_faster(compare([((200,), (100,))] * timing.PAIRS))
+    assert not compare([((200,), (100,))] * 5).proves_faster
+    assert compare([((200,), (100,))] * timing.PAIRS).proves_faster
 
 
 def test_equals_are_rarely_taken_for_faster() -> None:
@@ -140,6 +139,6 @@ def test_equals_are_rarely_taken_for_faster() -> None:
 
     def believed() -> bool:
         pairs = rng.lognormal(9, 0.3, (timing.PAIRS, 2)).astype(int).tolist()
-        return proves_faster(compare([((before,), (after,)) for before, after in pairs]))
+        return compare([((before,), (after,)) for before, after in pairs]).proves_faster
 
     assert sum(believed() for _ in range(2000)) <= 20

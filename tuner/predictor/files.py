@@ -14,6 +14,7 @@ import platformdirs
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from phasewise._files import write_file
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.encoded import LEVELS, EncodedPredictor
 from phasewise.tuner.predictor.features import N_FIGURES, N_ROWS
@@ -51,14 +52,9 @@ def save_predictor(predictor: AnyPredictor, path: Path) -> None:
     else:
         arrays = _arrays(predictor)
     data = save(arrays, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_file(path, data)
     except OSError as error:
         raise PredictorError(f"predictor {path} cannot be written: {error.strerror}") from None
 

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TypeAlias
 
+from phasewise._files import cut_broken_line
 from phasewise._version import SCHEMA_VERSION
 from phasewise._words import multiple, percent
+from phasewise.workflows.errors import WorkflowError
 
 LARGE_M = 128
 """Products with at least this many rows are compared with the peak."""
@@ -168,16 +170,17 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
+        cut_broken_line(path)
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
         try:
-            self.rows = rows_from_json(whole)
+            self.rows = rows_from_json(text)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no rows of `bench kernels --rows`: {error!r}") from error
-        if whole != text:
-            path.write_text(whole, encoding="utf-8")
 
     def add(self, row: KernelRow) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(as_line(row))
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(as_line(row))
+        except OSError as error:
+            raise WorkflowError(f"{self._path} cannot be written: {error.strerror}") from None
         self.rows.append(row)

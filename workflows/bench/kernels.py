@@ -23,16 +23,16 @@ from phasewise.kerneldb.records import Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.conditions import Watch
-from phasewise.tuner.lookup import ScheduleTable, read_table
+from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.machine_limits import StreamingRead, peak_flops
-from phasewise.tuner.native import default_schedule, is_default_for, kernel_fields
-from phasewise.tuner.plans import machine_key
+from phasewise.tuner.native import default_schedule, kernel_fields
 from phasewise.tuner.roofline import peak_kinds
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.weights import copies_of, dense_format, format_name, random_weight, split_format
 from phasewise.workflows.bench.kernel_rows import KernelRow, PointKey
 from phasewise.workflows.bench.peers.processes import FORMAT_OF, Peer, PeerCell, PeerError
 from phasewise.workflows.report import Report, silent
+from phasewise.workflows.tuned_schedules import read_schedules
 
 if TYPE_CHECKING:
     from phasewise.cython_kernels.packing import PackedWeight
@@ -111,9 +111,7 @@ def _tuned(db: str | None, cores: Sequence[int], report: Report) -> ScheduleTabl
     if locate(db).is_absent:
         return ScheduleTable([])
     with open_store(db, report) as store:
-        return read_table(
-            store, machine_key(read_machine(), cores), _native.kernel_abi, is_default_for(len(cores))
-        )
+        return read_schedules(store, read_machine(), cores, report)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from phasewise._files import cut_broken_line
 from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.sampling import SamplingParams
 from phasewise.tuner.errors import PredictorError
@@ -101,7 +102,7 @@ class AnswerLog:
 
     def _done(self) -> set[tuple[int, ...]]:
         """Prompts asked with these settings."""
-        if not self._path.exists() or not self._path.stat().st_size:
+        if not self._path.is_file() or not self._path.stat().st_size:
             return set()
         log = read_log(self._path)
         if log.model_names != {self._model_name}:
@@ -120,18 +121,14 @@ class AnswerLog:
 def _drop_broken_line(path: Path) -> bool:
     """Cut off what a process that was killed has left of its last line; whether there was any."""
     try:
-        data = path.read_bytes()
-        if not data or data.endswith(b"\n"):
-            return False
-        os.truncate(path, data.rfind(b"\n") + 1)
-    except FileNotFoundError:
-        return False
+        return cut_broken_line(path)
     except OSError as error:
         raise PredictorError(f"log {path} cannot be read and written: {error.strerror}") from None
-    return True
 
 
 def _opened(path: Path) -> int:
+    if str(path) == "-":
+        return os.dup(1)
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -80,6 +80,11 @@ class Pruned:
     out: Path
     zeros: int
     weights: int
+    pruned_zeros: int
+    """Zeros among the weights that were pruned, which are all but those of `kept`."""
+    pruned_weights: int
+    kept: tuple[str, ...]
+    """Names of the weights that were left as they are, and that the model has."""
     dense_bytes: int
     sparse_bytes: int
     int8_bytes: int
@@ -116,34 +121,37 @@ def parse_pattern(text: str) -> Pattern:
     return found
 
 
-def prune(settings: PruneSettings, report: Report = silent) -> Pruned:
-    """Write the directory and return what it holds. Raises WorkflowError, UsageError, ModelError."""
+def prune(settings: PruneSettings, report: Report = silent, progress: Report = silent) -> Pruned:
+    """Write the directory and return what it holds. Raises WorkflowError, UsageError, ModelError.
+
+    `progress` gets a line for each tensor and for each window of a text.
+    """
     from phasewise.serving.loaders import open_source
     from phasewise.serving.loaders.resolve import cache_root, locate
 
     located = locate(settings.model, cache_root(), report)
     with open_source(located) as source, new_directory(settings.out) as directory:
         check_family(source)
-        activations = _calibrate(settings, report)
+        activations = _calibrate(settings, report, progress)
         chosen = _choose(settings, source, activations, report)
         sparsity = _sparsity_config(settings) if settings.storage == "bitmask" else None
         write_texts(source, directory, sparsity)
-        found = _write(settings, source, chosen, activations, directory / "model.safetensors", report)
+        found = _write(settings, source, chosen, activations, directory / "model.safetensors", progress)
     before = after = None
     if settings.evaluation is not None:
-        before = _perplexity(settings.model, settings.evaluation, report)
-        after = _perplexity(str(settings.out), settings.evaluation, report)
+        before = _perplexity(settings.model, settings.evaluation, report, progress)
+        after = _perplexity(str(settings.out), settings.evaluation, report, progress)
     return replace(found, perplexity_before=before, perplexity_after=after)
 
 
-def _calibrate(settings: PruneSettings, report: Report) -> Activations | None:
+def _calibrate(settings: PruneSettings, report: Report, progress: Report) -> Activations | None:
     if settings.calibration is None or (settings.method == "magnitude" and settings.allocation == "uniform"):
         return None
     from phasewise.serving.loaders import load_model
 
     model = load_model(settings.model, "bf16", report=report, storage=StorageChoice("never"))
     pieces = windows(model, _read(settings.calibration), settings.calibration_tokens)
-    return gather(model, pieces, "hessian" if settings.method == "sparsegpt" else "squares", report)
+    return gather(model, pieces, "hessian" if settings.method == "sparsegpt" else "squares", progress)
 
 
 def _read(path: Path) -> str:
@@ -218,6 +226,8 @@ class _Tally:
 
     zeros: int = 0
     weights: int = 0
+    pruned_zeros: int = 0
+    pruned_weights: int = 0
     dense_bytes: int = 0
     sparse_bytes: int = 0
     int8_bytes: int = 0
@@ -225,7 +235,7 @@ class _Tally:
     read_sparse_bytes: int = 0
     read_chosen_bytes: int = 0
 
-    def add(self, name: str, bits: Array, is_read: bool) -> None:
+    def add(self, bits: Array, is_read: bool, is_pruned: bool) -> None:
         n, k = bits.shape
         kept = int(np.count_nonzero(bits))
         density = kept / bits.size
@@ -233,6 +243,8 @@ class _Tally:
         dense, least = BF16.nbytes(n, k), min(1.0, share)
         self.zeros += bits.size - kept
         self.weights += bits.size
+        self.pruned_zeros += bits.size - kept if is_pruned else 0
+        self.pruned_weights += bits.size if is_pruned else 0
         self.dense_bytes += dense
         self.sparse_bytes += int(dense * least)
         self.int8_bytes += INT8.nbytes(n, k)
@@ -248,7 +260,7 @@ def _write(
     patterns: Sequence[Pattern],
     activations: Activations | None,
     path: Path,
-    report: Report,
+    progress: Report,
 ) -> Pruned:
     """The file of tensors. A weight is in memory once as float32 while its turn lasts."""
     tally = _Tally()
@@ -272,15 +284,17 @@ def _write(
                     key = layer, READERS[weight]
                     w = _pruned(w, patterns[layer], settings.method, activations, key)
             bits = bf16_bits(w)
-            tally.add(name, bits, is_read=name != "embed" or tied)
+            tally.add(bits, is_read=name != "embed" or tied, is_pruned=weight not in settings.skip)
             if settings.storage == "bitmask" and weight not in EMBEDDINGS:
                 yield from bitmask_tensors(theirs, bits)
             else:
                 yield Tensor(theirs, "BF16", bits)
-            report(f"pruning: {number + 1} of {counted(len(source.tensors), 'tensor')}")
+            progress(f"pruning: {number + 1} of {counted(len(source.tensors), 'tensor')}")
 
     write_tensors(path, tensors(), 4 * len(source.tensors))
-    return Pruned(settings.out, **vars(tally), perplexity_before=None, perplexity_after=None)
+    names = {name.rpartition(".")[2] for name in source.tensors}
+    kept = tuple(name for name in settings.skip if name in names)
+    return Pruned(settings.out, kept=kept, **vars(tally), perplexity_before=None, perplexity_after=None)
 
 
 def _in_order(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
@@ -304,7 +318,7 @@ _GLOBAL = {ours: theirs for theirs, ours in GLOBAL_NAMES.items()}
 _LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
-def _perplexity(model: str, text: Path, report: Report) -> float:
+def _perplexity(model: str, text: Path, report: Report, progress: Report) -> float:
     """Perplexity of a model as bf16 over the first tokens of a text, in windows that do not overlap."""
     from phasewise.serving.batch import Batch, SequenceSlice
     from phasewise.serving.loaders import load_model
@@ -326,7 +340,7 @@ def _perplexity(model: str, text: Path, report: Report) -> float:
             norm = np.log(np.exp(logits - top).sum(axis=1, dtype=np.float64)) + top[:, 0]
             total += float((norm - logits[np.arange(len(logits)), np.asarray(piece[1:])]).sum())
             count += len(piece) - 1
-            report(f"perplexity of {loaded.name}: {number + 1} of {counted(len(pieces), 'window')}")
+            progress(f"perplexity of {loaded.name}: {number + 1} of {counted(len(pieces), 'window')}")
     finally:
         ranks.close()
     return math.exp(total / count)

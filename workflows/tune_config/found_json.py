@@ -155,8 +155,11 @@ def _kernel_fields(found: Found, number: int) -> dict[str, Any]:
 
 
 def stored_fields(plans: Mapping[Phase, ServicePlan]) -> dict[str, Any]:
-    """Plans that are in the database already."""
-    return {phase: {"ranks": ranks_fields(plan), "stored": True} for phase, plan in plans.items()}
+    """Plans that are in use without a search: those of the database, and default ones."""
+    return {
+        phase: {"ranks": ranks_fields(plan), "stored": plan.source == "database"}
+        for phase, plan in plans.items()
+    }
 
 
 def dry_run_fields(wish: Wish, subject: Subject) -> dict[str, Any]:

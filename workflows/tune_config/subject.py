@@ -34,7 +34,7 @@ from phasewise.tuner.plans import (
 )
 from phasewise.tuner.topotree import OperatorLimits, TopoTree, fundamental
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.model_shape import shape_of_model, shape_of_reference
+from phasewise.workflows.model_shape import lone_config, shape_of_model, shape_of_reference
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
 
@@ -138,12 +138,21 @@ def wish_of(model: str, settings: TuneConfigSettings) -> Wish:
     )
 
 
+def check_weights(wish: Wish) -> None:
+    """UsageError where steps would be timed of a model that has no weights."""
+    if wish.evaluator == "measured" and lone_config(wish.model) is not None:
+        raise UsageError(
+            f"{wish.model} has no weights to time: add --evaluator modelled, or name a model with weights"
+        )
+
+
 def open_subject(wish: Wish, report: Report = silent) -> Subject:
     """Read the machine, the model and the requests.
 
     Raises PlanError, EvaluationError, TraceError or ModelError where they cannot be read or do not fit
     together.
     """
+    check_weights(wish)
     whole = _machine(wish)
     machine = _restricted(whole, wish.cores)
     measured = wish.evaluator == "measured"
@@ -234,11 +243,9 @@ def _requests(wish: Wish, model: PackedModel | None) -> Trace:
 
 
 def stored_plans(wish: Wish, report: Report = silent) -> tuple[Machine, Mapping[Phase, ServicePlan]]:
-    """The machine asked for, and the plans of the wish's phases that the database has for it."""
+    """The machine asked for, and the plans of the wish's phases there: stored ones, else the default ones."""
     machine = _machine(wish)
     shape = shape_of_reference(wish.model, wish.weight_format, report)
     name = model_key(shape.name, wish.weight_format)
     plans = plans_for(wish.db, machine, name, None, report)
-    return machine, {
-        phase: plan for phase, plan in plans.items() if phase in wish.phases and plan.source == "database"
-    }
+    return machine, {phase: plan for phase, plan in plans.items() if phase in wish.phases}

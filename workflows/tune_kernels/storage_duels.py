@@ -13,9 +13,9 @@ from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import Measurement, Origin, Problem, Schedule, StorageDuel
 from phasewise.serving.rank_teams import keeping_affinity
 from phasewise.serving.ranks import ALL_LOGITS_ROWS
-from phasewise.tuner.lookup import ScheduleTable, read_table
+from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.native import NativeEvaluator, default_schedule, is_default_for, paths_of
+from phasewise.tuner.native import NativeEvaluator, default_schedule, paths_of
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.weights import (
@@ -26,7 +26,9 @@ from phasewise.tuner.weights import (
     sparse_format,
     split_format,
 )
+from phasewise.workflows.report import silent
 from phasewise.workflows.tune_kernels.rounds import HEADS, Round
+from phasewise.workflows.tuned_schedules import read_schedules
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
@@ -82,7 +84,7 @@ def fight_storage_duels(
     """
     deadline_s, key, abi = clock() + budget_s, machine_key(machine, one.cores), kernel_abi("gemm")
     threads = len(one.cores)
-    table = read_table(store, key, kernel_abi, is_default_for(threads))
+    table = read_schedules(store, machine, one.cores, silent)
     known = {duel.problem: duel for duel in store.storage_duels(key, abi)} if resume else {}
     found: list[StorageDuel] = []
     with closing(NativeEvaluator(one.cores, cold_bytes(machine))) as evaluator:

@@ -321,7 +321,7 @@ class _Run:
         takes = self._take(incumbent), self._take(challenger)
         with setting.lock.turn():
             found = timing.compare(timing.duel(*takes))
-        if challenger != incumbent and timing.proves_faster(found):
+        if challenger != incumbent and found.proves_faster:
             promotion = UserPromotion(problem, challenger, incumbent, found, self._origin())
         else:
             reverse = reversed_comparison(found)

@@ -10,7 +10,7 @@ import typer
 
 from phasewise._words import counted, number, percent
 from phasewise.cli.options import JsonOption, parse_budget
-from phasewise.cli.present import note, print_json, say, say_words, write_atomically
+from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, say_words, write_target
 
 if TYPE_CHECKING:
     from phasewise.loadtest.embed import EmbedClient, EmbedFigures
@@ -56,7 +56,7 @@ def embed(
     ] = None,
     seed: Annotated[int, typer.Option(help="seed of lengths, words and arrivals")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="draw P50 and P99 over concurrency")
+        Path | None, typer.Option(metavar="FILE.svg", help="draw P50 and P99 over concurrency; -: stdout")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -86,6 +86,8 @@ def embed(
         raise typer.BadParameter("--find needs --slo")
     if encoding not in ("float", "base64"):
         raise typer.BadParameter("--encoding is float or base64")
+    owns_stdout(plot, as_json)
+    check_target(plot)
     base = base_of(url)
     name = model or asyncio.run(find_model(base, api_key))
     target = EmbedTarget(base, name, api_key, encoding=encoding, inputs_each=inputs)
@@ -121,7 +123,9 @@ def embed(
         **asyncio.run(with_client(target, run)),
     }
     if plot is not None:
-        write_atomically(plot, _drawn(found["loads"]))
+        write_target(plot, _drawn(found["loads"]))
+    if owns_stdout(plot):
+        return
     if as_json:
         print_json(found)
         return

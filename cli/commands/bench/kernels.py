@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from phasewise.cli.commands.bench.options import Table, WideOption, counts
 from phasewise.cli.options import DbOption, ThreadsOption
-from phasewise.cli.present import note, say
+from phasewise.cli.present import check_target, note, owns_stdout, say, write_target
 
 if TYPE_CHECKING:
     from phasewise.workflows.bench.kernels import KernelGrid
@@ -56,7 +55,8 @@ def kernels(
     output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
     wide: WideOption = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg", help="draw throughput over m, with the limit")
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg", help="draw throughput over m, with the limit; -: stdout"),
     ] = None,
     kept: Annotated[
         Path | None,
@@ -86,8 +86,7 @@ def kernels(
     from phasewise.workflows.bench.peers.processes import opened_peers
 
     grid = _grid(_with_densities(formats, density), shapes or ["smollm2-135m"], ms, threads, rounds, cold_mib)
-    if plot is not None and not (plot.parent.is_dir() and os.access(plot.parent, os.W_OK)):
-        raise typer.BadParameter(f"{plot.parent} is not a folder that can be written to")
+    check_target(plot)
     try:
         file = None if kept is None else RowFile(kept)
     except (OSError, ValueError) as error:
@@ -100,9 +99,10 @@ def kernels(
                     file.add(row)
                 known = {**known, row.key: row}
     rows = [known[point] for point in grid.points()]
-    say(written(FORMATS, output.value, rows, wide=wide), end="")
+    if not owns_stdout(plot):
+        say(written(FORMATS, output.value, rows, wide=wide), end="")
     if plot is not None:
-        plot.write_text(draw_rows(rows), encoding="utf-8")
+        write_target(plot, draw_rows(rows))
 
 
 def _with_densities(formats: str, densities: str) -> str:

@@ -110,7 +110,9 @@ def serve(
     plot: Annotated[
         Path | None,
         _printed(
-            "--plot", metavar="FILE.svg", help="draw SLO attainment over the rate and over the SLO scale"
+            "--plot",
+            metavar="FILE.svg",
+            help="draw SLO attainment over the rate and over the SLO scale; -: stdout",
         ),
     ] = None,
 ) -> None:
@@ -122,16 +124,18 @@ def serve(
     Fields have the names and the meaning of vLLM's bench serve. Ctrl-C
     prints what was measured.
     """
-    from phasewise.cli.present import note, say, write_atomically
+    from phasewise.cli.present import check_target, note, owns_stdout, say, write_target
     from phasewise.cli.render.bench_serve_progress import load_progress
     from phasewise.cli.render.bench_serve_text import FORMATS, draw_report
     from phasewise.loadtest.assemble import load_test_of
     from phasewise.loadtest.session import run_load_test
 
+    check_target(plot)
     test = load_test_of(url, model, times, lengths, asking, promises, keeps_text=save_detailed, plot=plot)
     report = run_load_test(test, note, load_progress)
-    say(FORMATS[output.value](report, is_detailed=save_detailed), end="")
+    if not owns_stdout(plot):
+        say(FORMATS[output.value](report, is_detailed=save_detailed), end="")
     if plot is not None and report.measured.outcomes:
-        write_atomically(plot, draw_report(report))
+        write_target(plot, draw_report(report))
     if report.was_stopped:
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -1,0 +1,180 @@
+"""The one writer of files that a user names: the whole file or none of it, and what is there keeps its kind.
+
+A new file is written beside its place and moved there. So is a regular file that exists, where its mode,
+owner and attributes can be given to the new one; else it is rewritten in its place, its room being reserved
+first. A link stays, and its target is written. A device or a FIFO is opened and written. Everything raises
+OSError, and then what was there is as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+_REPLACED_IN_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV, errno.ENOTSUP)
+"""Why a file that may be written cannot be replaced: its directory, or something mounted on it."""
+
+
+def write_file(path: Path, data: bytes | str) -> None:
+    """Write `data`, text in UTF-8. `-` is stdout."""
+    content = data.encode() if isinstance(data, str) else data
+    if str(path) == "-":
+        sys.stdout.flush()
+        _write_all(1, content)
+        return
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        _write_new(path, content)
+        return
+    own = _own_output(there)
+    if own is not None:
+        _write_all(own, content)
+        return
+    # Opened under the name that was given, so that the system's rules for links of others hold.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        there = os.fstat(descriptor)
+        if not stat.S_ISREG(there.st_mode):
+            _write_all(descriptor, content)
+        elif there.st_nlink > 1 or not _replace(Path(os.path.realpath(path)), descriptor, content):
+            _rewrite(descriptor, there.st_size, content)
+    finally:
+        os.close(descriptor)
+
+
+def check_writable(path: Path) -> None:
+    """OSError where `write_file` would fail for sure: asked before work that takes long."""
+    if str(path) == "-":
+        return
+    try:
+        is_directory, there = stat.S_ISDIR(path.stat().st_mode), path
+    except FileNotFoundError:
+        is_directory, there = False, Path(os.path.realpath(path)).parent
+        there.stat()
+    if is_directory:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not os.access(there, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def cut_broken_line(path: Path) -> bool:
+    """Remove what a process that was killed left of a log's last line; True where there was any of it.
+
+    Nothing is read of what is no regular file.
+    """
+    if not path.is_file():
+        return False
+    data = path.read_bytes()
+    if not data or data.endswith(b"\n"):
+        return False
+    os.truncate(path, data.rfind(b"\n") + 1)
+    return True
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Where there is nothing yet, or a link to nothing, which the system follows or refuses to follow."""
+    if path.is_symlink():
+        written = Path(os.path.realpath(path))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    else:
+        written, descriptor = _beside(path, 0o666)
+    try:
+        _fill(descriptor, content)
+        if not path.is_symlink():
+            os.replace(written, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(written)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _own_output(there: os.stat_result) -> int | None:
+    """This process's stdout or stderr, where the name means it: it goes on where that is, as for `-`."""
+    for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), there):
+                with suppress(AttributeError, ValueError):
+                    stream.flush()
+                return descriptor
+    return None
+
+
+def _replace(real: Path, descriptor: int, content: bytes) -> bool:
+    """Put a new file in the place of the open one; False, and nothing done, where it would not be the same
+    but for its content."""
+    there = os.fstat(descriptor)
+    try:
+        if not os.path.samestat(os.stat(real), there):
+            return False
+        temporary, new = _beside(real, 0o600)
+    except OSError as error:
+        if error.errno in (*_REPLACED_IN_PLACE, errno.ENOENT):
+            return False
+        raise
+    is_placed = False
+    try:
+        if _took_after(new, descriptor):
+            _fill(new, content)
+            os.replace(temporary, real)
+            is_placed = True
+    except OSError as error:
+        if error.errno not in _REPLACED_IN_PLACE:
+            raise
+    finally:
+        os.close(new)
+        if not is_placed:
+            os.unlink(temporary)
+    return is_placed
+
+
+def _took_after(new: int, old: int) -> bool:
+    """Give the new file the owner, attributes (access lists are among them) and mode of the old one."""
+    there, mine = os.fstat(old), os.fstat(new)
+    try:
+        if (there.st_uid, there.st_gid) != (mine.st_uid, mine.st_gid):
+            os.fchown(new, there.st_uid, there.st_gid)
+        if hasattr(os, "listxattr"):
+            for name in os.listxattr(old):
+                os.setxattr(new, name, os.getxattr(old, name))
+        os.fchmod(new, stat.S_IMODE(there.st_mode))
+    except OSError:
+        return False
+    return True
+
+
+def _beside(path: Path, mode: int) -> tuple[Path, int]:
+    """A new file in the same directory, open for writing."""
+    temporary = path.with_name(f".phasewise-{secrets.token_hex(8)}")
+    return temporary, os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+
+
+def _fill(descriptor: int, content: bytes) -> None:
+    _write_all(descriptor, content)
+    os.fsync(descriptor)  # some file systems say only now that they are full
+
+
+def _rewrite(descriptor: int, n_before: int, content: bytes) -> None:
+    """Other content in the same file. It is changed only after the disk has room for all of it."""
+    if len(content) > n_before:
+        try:
+            os.posix_fallocate(descriptor, 0, len(content))
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENODEV):
+                os.ftruncate(descriptor, n_before)
+                raise
+    _write_all(descriptor, content)
+    os.ftruncate(descriptor, len(content))
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]

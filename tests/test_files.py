@@ -1,0 +1,330 @@
+"""What a user names as a file to write keeps its kind, and is written whole or not at all."""
+
+from __future__ import annotations
+
+import ast
+import os
+import resource
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise._files import check_writable, cut_broken_line, write_file
+from tests.support.tiers import examples
+from tests.test_architecture import SOURCES
+
+CONTENTS = st.binary(max_size=100_000)
+OLD = b"what was there\n" * 7
+is_root = os.geteuid() == 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What must not change about a name and the file behind it, its content apart."""
+
+    kind: int
+    link: str | None
+    mode: int
+    owner: tuple[int, int]
+    inode: int | None
+
+
+def seen(path: Path, *, is_same_inode: bool) -> Seen:
+    found = path.stat()
+    return Seen(
+        stat.S_IFMT(found.st_mode),
+        os.readlink(path) if path.is_symlink() else None,
+        stat.S_IMODE(found.st_mode),
+        (found.st_uid, found.st_gid),
+        found.st_ino if is_same_inode else None,
+    )
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def names(where: Path) -> list[str]:
+    return sorted(path.name for path in where.rglob("*"))
+
+
+@contextmanager
+def full_disk(n_bytes: int) -> Iterator[None]:
+    """Files may have so many bytes and no more."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@given(CONTENTS, st.sampled_from([0o644, 0o600, 0o640, 0o755, 0o666]), st.integers(0, 3), st.booleans())
+@examples(100)
+def test_a_file_that_exists_keeps_everything_but_its_content(
+    content: bytes, mode: int, n_links: int, has_twin: bool
+) -> None:
+    """Mode, owner, the links that lead to it, and its other names."""
+    with folder() as where:
+        real = where / "real" / "file"
+        real.parent.mkdir()
+        real.write_bytes(OLD)
+        real.chmod(mode)
+        if is_root:
+            os.chown(real, 12345, 54321)
+            os.setxattr(real, "user.kept", b"yes")
+        if has_twin:
+            os.link(real, where / "twin")
+        path = real
+        for at in range(n_links):
+            link = where / f"link{at}"
+            link.symlink_to(os.path.relpath(path, where) if at % 2 else path)
+            path = link
+        before, there = seen(path, is_same_inode=has_twin), names(where)
+        check_writable(path)
+        write_file(path, content)
+
+        assert real.read_bytes() == content
+        assert seen(path, is_same_inode=has_twin) == before
+        assert names(where) == there
+        assert not has_twin or (where / "twin").read_bytes() == content
+        assert not is_root or os.getxattr(real, "user.kept") == b"yes"
+
+
+@given(CONTENTS, st.sampled_from([0, 0o022, 0o077]), st.booleans())
+@examples(40)
+def test_a_new_file_has_the_mode_that_the_umask_leaves(content: bytes, umask: int, is_link: bool) -> None:
+    """A link to nothing stays, and its target is made."""
+    with folder() as where:
+        path = where / "file"
+        if is_link:
+            path = where / "link"
+            path.symlink_to("file")
+        before = os.umask(umask)
+        try:
+            write_file(path, content)
+        finally:
+            os.umask(before)
+
+        assert (where / "file").read_bytes() == content
+        assert path.is_symlink() == is_link
+        assert stat.S_IMODE((where / "file").stat().st_mode) == 0o666 & ~umask
+        assert names(where) == (["file", "link"] if is_link else ["file"])
+
+
+@given(
+    st.integers(0, 60_000),
+    st.integers(1, 60_000),
+    st.sampled_from(["absent", "file", "link", "dangling", "twin"]),
+)
+@examples(100)
+def test_a_full_disk_leaves_what_was_there(n_before: int, n_more: int, kind: str) -> None:
+    with folder() as where:
+        file, path = where / "file", where / "file"
+        if kind not in ("absent", "dangling"):
+            file.write_bytes(b"o" * n_before)
+        if kind in ("link", "dangling"):
+            path = where / "link"
+            path.symlink_to("file")
+        if kind == "twin":
+            os.link(file, where / "twin")
+        there = names(where)
+        with full_disk(max(n_before, 1)), pytest.raises(OSError, match="large"):
+            write_file(path, b"n" * (max(n_before, 1) + n_more))
+
+        assert names(where) == there
+        assert not file.exists() or file.read_bytes() == b"o" * n_before
+
+
+@given(CONTENTS)
+@examples(20)
+def test_a_fifo_and_a_device_are_written_and_stay(content: bytes) -> None:
+    with folder() as where:
+        fifo = where / "fifo"
+        os.mkfifo(fifo)
+        link = where / "link"
+        link.symlink_to(fifo)
+        for path in (fifo, link):
+            read: list[bytes] = []
+            reader = threading.Thread(target=lambda to=read: to.append(fifo.read_bytes()))
+            reader.start()
+            write_file(path, content)
+            reader.join()
+            assert read == [content]
+        assert stat.S_ISFIFO(fifo.stat().st_mode)
+        assert names(where) == ["fifo", "link"]
+    before = seen(Path("/dev/null"), is_same_inode=True)
+    write_file(Path("/dev/null"), content)
+    assert seen(Path("/dev/null"), is_same_inode=True) == before
+
+
+@pytest.mark.skipif(not is_root, reason="only root makes devices")
+def test_a_device_node_stays_one(tmp_path: Path) -> None:
+    """As root, who may replace it."""
+    node = tmp_path / "full"
+    os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
+    before = seen(node, is_same_inode=True)
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            write_file(node, b"x")
+    except PermissionError:  # a file system without devices
+        pass
+
+    assert seen(node, is_same_inode=True) == before
+
+
+def test_what_cannot_be_written_is_refused_beforehand_and_untouched(tmp_path: Path) -> None:
+    """A directory, a link to one, a loop, a place that is not there."""
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to("directory")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "lost").symlink_to("absent/file")
+    (tmp_path / "file").write_bytes(OLD)
+    for name in ("directory", "link", "loop", "lost", "absent/file", "file/below", "n" * 300):
+        there = names(tmp_path)
+        for call in (check_writable, lambda path: write_file(path, b"new")):
+            with pytest.raises(OSError):
+                call(tmp_path / name)
+        assert names(tmp_path) == there
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from phasewise._files import write_file
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    write_file(Path(sys.argv[1]), b"new")
+except PermissionError:
+    sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(not is_root, reason="only root becomes another user")
+@pytest.mark.parametrize(
+    ("mode", "folder_mode", "exit_code"),
+    [(0o444, 0o777, 3), (0o666, 0o755, 0), (0o666, 0o777, 0), (None, 0o755, 3), (0o600, 0o777, 3)],
+)
+def test_rights_are_those_of_the_file_and_its_owner_stays(
+    mode: int | None, folder_mode: int, exit_code: int
+) -> None:
+    """A read-only file is not replaced in a directory that is writable, and a file of another user, or in a
+    read-only directory, is written in its place."""
+    with folder() as where:
+        where.chmod(folder_mode)
+        file = where / "file"
+        if mode is not None:
+            file.write_bytes(OLD)
+            file.chmod(mode)
+        there = names(where)
+        done = subprocess.run([sys.executable, "-c", AS_NOBODY, file], check=False)
+
+        assert done.returncode == exit_code
+        assert names(where) == there
+        if mode is not None:
+            assert file.read_bytes() == (b"new" if exit_code == 0 else OLD)
+            assert (file.stat().st_uid, stat.S_IMODE(file.stat().st_mode)) == (0, mode)
+
+
+def test_stdout_is_written_where_it_stands(tmp_path: Path) -> None:
+    """By its name and as `-`, after what was printed before, whatever stdout is."""
+    code = (
+        "import sys; from pathlib import Path; from phasewise._files import write_file\n"
+        "print('first'); write_file(Path(sys.argv[1]), 'picture\\n'); print('last')"
+    )
+    for name in ("-", "/dev/stdout"):
+        for kind in ("file", "pipe"):
+            out = tmp_path / "out"
+            with out.open("wb") as file:
+                done = subprocess.run(
+                    [sys.executable, "-c", code, name],
+                    stdout=file if kind == "file" else subprocess.PIPE,
+                    check=True,
+                )
+            text = out.read_bytes() if kind == "file" else done.stdout
+            assert text == b"first\npicture\nlast\n", (name, kind)
+
+
+@given(st.binary(max_size=200))
+def test_only_whole_lines_of_a_log_are_kept(content: bytes) -> None:
+    with folder() as where:
+        log = where / "log"
+        log.write_bytes(content)
+        was_cut = cut_broken_line(log)
+
+        assert log.read_bytes() == content[: content.rfind(b"\n") + 1]
+        assert was_cut == (log.read_bytes() != content)
+        assert not cut_broken_line(log)
+
+
+# ---- no other writer --------------------------------------------------------------------------------------
+
+OTHER_WRITERS = {
+    "phasewise._files": "the one writer",
+    "cli.present": "stderr is pointed at /dev/null when its terminal has gone",
+    "cli.main": "stdout is pointed at /dev/null when its reader has gone",
+    "cli.commands.db_sharing": "as cli.main",
+    "cluster.local_instances": "a pipe to a child",
+    "ir.preprocess": "files in a temporary directory",
+    "ir.checking": "files in a temporary directory",
+    "ir.timing": "files in a temporary directory",
+    "workflows.user_kernels.files": "files in a temporary directory",
+    "workflows.user_kernels.tune": "files in a temporary directory",
+    "kerneldb.schema_copy": "a copy of a database, which SQLite makes",
+    "serving.line_log": "appends lines to a log, and follows no link",
+    "serving.confined_process": "pipes, and the process's own figures in /proc",
+    "serving.kv_share": "a segment of shared memory, by its path in /proc",
+    "serving.rank_instructions": "a pipe to a child",
+    "serving.loaders.packed_file": "the cache of packed models",
+    "serving.loaders.hub": "the cache of fetched models",
+    "serving.loaders.registry": "the cache of fetched models",
+    "serving.loaders.download": "the cache of fetched models",
+    "tuner.measurement_lock": "a lock in the user's own directory",
+    "workflows.predict_len.collect": "appends lines to a log",
+    "workflows.bench.kernel_rows": "appends lines to a log",
+    "workflows.prune.directory": "a directory that is new",
+}
+"""Modules that write, or rename, files in a way of their own, and what those are."""
+
+
+def _is_writing(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    last = name.rpartition(".")[2]
+    if isinstance(call.func, ast.Name) and last != "open":
+        return False  # of ours
+    if last in ("write_text", "write_bytes", "mkstemp", "NamedTemporaryFile", "copyfile", "copy", "copy2"):
+        return last not in ("copy", "copy2") or name.startswith("shutil.")
+    if last in ("rename", "renames") or name in ("os.replace", "shutil.move"):
+        return True
+    if name == "os.open":
+        return any(
+            flag in ast.unparse(call) for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "flags")
+        )
+    if last in ("open", "fdopen"):
+        given = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
+        modes = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        return any(set(mode) <= set("rwabtx+") and set(mode) & set("wax+") for mode in modes)
+    return False
+
+
+def test_no_module_writes_files_in_another_way() -> None:
+    found = {
+        module
+        for module, path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and _is_writing(node)
+    }
+
+    assert found == set(OTHER_WRITERS)
