@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from phasewise._words import LOW_LIMIT, counted, multiple, number, percent, plural
 from phasewise.cli.render.row_forms import limit_cell, low_limit_lines
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TOLD = ("cli", "workflows", "loadtest")
 """Rooms whose texts are for people."""
 
