@@ -35,7 +35,7 @@ def read_config(path: Path, command: Any) -> dict[str, Any]:
         if os.environ.get("PHASEWISE_CONFIG"):
             fail(f"PHASEWISE_CONFIG names {path}, which is not there", EXIT_FAILURE)
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         fail(f"config file {path} cannot be read: {error}", EXIT_FAILURE)
     wrong = unknown_key(found, command)
     if wrong is not None:
