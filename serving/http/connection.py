@@ -370,7 +370,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._others.observer.refused(error)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.conn.our_state is h11.SEND_RESPONSE:  # the application has the request, and counts it
-                self.scope[_REFUSED] = error.status  # type: ignore[typeddict-unknown-key]
+                self.scope[_REFUSED] = error.status  # type: ignore[literal-required]
             else:
                 self._others.observer.answered_by_connection(error.status)
             answer = error.response()
