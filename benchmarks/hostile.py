@@ -30,6 +30,7 @@ ROWS: dict[str, Callable[[Siege], str]] = {
     "prompts_told_by_time": requests.prompts_told_by_time,
     "many_choices": requests.many_choices,
     "long_conversations": requests.long_conversations,
+    "full_contexts": requests.full_contexts,
     "batches_of_inputs": requests.batches_of_inputs,
     "tiny_chunks": connections.tiny_chunks,
     "pipelined_requests": connections.pipelined_requests,

@@ -56,6 +56,7 @@ VERSION = 1
 
 MAX_ROWS = 1_000_000
 MAX_LINE_BYTES = 4 * 2**20
+MAX_SKIPPED_BYTES = 256 * 2**20
 """Twice a row with as many and as long samples as a record may have."""
 
 ROWS_AT_ONCE = 500
@@ -343,7 +344,14 @@ class _Lines:
             self._refuse(self.number, f"the line is longer than {MAX_LINE_BYTES} bytes")
 
     def _skip_the_rest(self) -> None:
+        skipped_bytes = 0
         while not self._last.endswith(b"\n"):
+            skipped_bytes += len(self._last)
+            if skipped_bytes > MAX_SKIPPED_BYTES:  # a device, say, gives zeros without end
+                raise ExportFileError(
+                    f"line {self.number} has more than {MAX_SKIPPED_BYTES >> 20} MiB:"
+                    " this is not what `phasewise db export` wrote"
+                )
             self._digest.update(self._last)
             self._last = self._stream.readline(MAX_LINE_BYTES)
             if not self._last:

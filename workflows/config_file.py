@@ -48,7 +48,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         if os.environ.get("PHASEWISE_CONFIG"):
             raise WorkflowError(f"PHASEWISE_CONFIG names {path}, which is not there") from None
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise WorkflowError(f"config file {path} cannot be read: {error}") from error
 
 

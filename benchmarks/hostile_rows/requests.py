@@ -8,19 +8,22 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from row_runner import Missed
 from served_process import TINY
 
-from hostile_rows.siege import HEALTH_S, Asked, Siege, attacking
+from hostile_rows.siege import HEALTH_S, Asked, Siege, all_memory_mib, attacking
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 KEYS = ("first-key", "second-key")
 _TRIES = 3
+FULL_CONTEXT_S = 900.0
 
 
 def huge_integers(siege: Siege) -> str:
@@ -185,3 +188,31 @@ def _all_at_once(work: Sequence[Callable[[], None]]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def full_contexts(siege: Siege) -> str:
+    """64 clients of one key fill the model's context at once: each is answered or told to come back, another
+    key's requests go on, and memory comes back."""
+    with siege.server("--api-key", KEYS[0], "--api-key", KEYS[1]) as server:
+        theirs, ours = (siege.asked(server, key) for key in KEYS)
+        _, listed = theirs.get("/v1/models")
+        context = int(listed["data"][0]["max_model_len"])
+        prompt = [5 + at % 50 for at in range(context - 16)]
+        ours.complete()
+        before_mib = all_memory_mib(server.pid)
+        filling = {"model": theirs.model, "max_tokens": 15, "temperature": 0, "ignore_eos": True}
+        with ThreadPoolExecutor(64) as clients:
+            asked = [
+                clients.submit(
+                    theirs.post, "/v1/completions", {**filling, "prompt": [7 + at, *prompt]}, FULL_CONTEXT_S
+                )
+                for at in range(64)
+            ]
+            beside = Counter(ours.complete()[0] for _ in range(3))
+            statuses = Counter(one.result()[0] for one in asked)
+        time.sleep(2.0)
+        after_mib = all_memory_mib(server.pid)
+    if not set(statuses) <= {200, 429} or set(beside) != {200}:
+        raise Missed(f"answered {dict(statuses)}, the other key {dict(beside)}")
+    memory = f"{before_mib:.0f} -> {after_mib:.0f} MiB"
+    return f"{context} tokens: {dict(statuses)}, the other key {dict(beside)}, {memory}"

@@ -48,7 +48,7 @@ class Asked:
         return self._ask("GET", path, None, timeout_s)
 
     def complete(
-        self, prompt: str = "one two three", max_tokens: int = 8, **fields: object
+        self, prompt: str | list[int] = "one two three", max_tokens: int = 8, **fields: object
     ) -> tuple[int, Any]:
         wanted = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
         return self.post("/v1/completions", wanted)

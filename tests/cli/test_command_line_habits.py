@@ -143,6 +143,17 @@ def test_a_configuration_file_that_is_named_must_be_there(tmp_path: Path) -> Non
     assert "PHASEWISE_CONFIG names" in told
 
 
+@pytest.mark.parametrize("text", ["a = " + "[" * 50_000, "a = " + "{a=" * 20_000])
+def test_a_config_file_that_nests_without_end_is_one_line(tmp_path: Path, text: str) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(text)
+    code, told = phasewise("topo", config=config)
+
+    assert code == 1
+    assert len(told.splitlines()) == 1
+    assert "cannot be read" in told
+
+
 def test_a_value_is_set_shown_and_removed_and_the_rest_of_the_file_stays(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("# mine\n[topo]\nlimit = 3  # few\n", encoding="utf-8")

@@ -395,6 +395,11 @@ def test_a_line_without_end_costs_no_memory_and_hides_no_other(monkeypatch: pyte
     assert refused[2] == "the line is longer than 2000 bytes"
 
 
+def test_a_line_that_really_never_ends_is_given_up() -> None:
+    with open("/dev/zero", "rb") as endless, pytest.raises(ExportFileError, match="line 1 has more than"):
+        list(read_export(endless, "zeros", lambda _number, _why: None))
+
+
 def test_more_rows_than_a_file_may_hold_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     content = export(ROWS)
     monkeypatch.setattr(portable, "MAX_ROWS", 3)
