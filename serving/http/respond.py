@@ -119,10 +119,11 @@ class _EventStream(Response):
         self.background = None
         self.init_headers({"Cache-Control": "no-cache"})
         self._events = events
-        self._first = first
+        self._first: asyncio.Task[Pieces] | None = first
         self._stream = stream
         self._leaving = leaving
         self._every_s = every_s
+        self._has_spoken = first.done()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         signs = at_once = None
@@ -131,9 +132,9 @@ class _EventStream(Response):
             connection = connection_of(scope)
             if connection is not None and connection.sends_chunks:
                 if self._every_s is not None:
-                    signs = _SignsOfLife(connection, self._every_s, has_spoken=self._first.done())
+                    signs = _SignsOfLife(connection, self._every_s, has_spoken=self._has_spoken)
                 at_once = partial(_write_at_once, self._events, connection, signs)
-            async for said in _said(self._events, self._first, self._stream, at_once):
+            async for said in _said(self._events, self._take_first(), self._stream, at_once):
                 if signs is not None:
                     signs.has_spoken = True
                 await send({"type": "http.response.body", "body": said, "more_body": True})
@@ -141,9 +142,16 @@ class _EventStream(Response):
         finally:
             if signs is not None:
                 signs.end()
-            self._first.cancel()
+            if self._first is not None:
+                self._first.cancel()
             self._leaving.cancel()
             self._stream.close()
+
+    async def _take_first(self) -> Pieces:
+        assert self._first is not None
+        pieces = await self._first
+        self._first = None  # it would hold them
+        return pieces
 
 
 class _SignsOfLife:
