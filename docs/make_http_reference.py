@@ -33,7 +33,8 @@ needs `Authorization: Bearer KEY`. Every answer has `X-Request-Id`: the request'
 Fields that the server does not know are ignored, and the header `X-Ignored-Fields` names them. What a request does not state is sampled as `default_sampling` of `/v1/models` says.
 
 Streams are server-sent events. A stream of `/v1/completions` and `/v1/chat/completions` ends with `data: [DONE]`, or with an event that has `error`; one of
-`/v1/responses` ends with `response.completed`, `response.incomplete` or `response.failed`.
+`/v1/responses` ends with `response.completed`, `response.incomplete` or `response.failed`. A stream that has nothing to say for 5 s, as while a long prompt is computed, says the comment
+`: keep-alive`, at least every 10 s; what fails after the first of them is told in the stream. With the header `X-Stream-Comments: off` there are none, and the status waits for the first token.
 
 The first delta of a tool call has its id and name; its `arguments` follow in pieces of the same `index`, as they are generated. Where no grammar holds the call (its schema cannot be compiled, or `ignore_eos`), it comes whole, in one delta. A call that `max_tokens` cuts off within its arguments stays a call, with `finish_reason` `length`. Thoughts are in `reasoning_content`. `finish_reason` is `tool_calls` where an answer that ended by itself has calls.
 A call that does not parse is text. The limits of all this are in [security.md](../security.md).

@@ -197,6 +197,11 @@ class EngineClient:
         """The engine's, as it said last."""
 
     @property
+    def sign_of_life_s(self) -> float:
+        """How long a stream may say nothing."""
+        return self._limits.sign_of_life_s
+
+    @property
     def n_live(self) -> int:
         """Requests sent and not ended."""
         return len(self._streams)

@@ -97,6 +97,8 @@ class HttpLimits:
     """How long a connection may be idle between two requests."""
     max_pieces_unread: int = 1024
     """For each choice. If a reader is further behind, its answer is aborted and its connection closed."""
+    sign_of_life_s: float = 5.0
+    """A stream that has said nothing for this time says a comment, so that its reader does not give up."""
     stalled_write_s: float = 30.0
     """A connection whose reader takes nothing for this time is closed."""
     drain_s: float = 30.0

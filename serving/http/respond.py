@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
 from fastapi import Request
@@ -19,6 +19,9 @@ from phasewise.serving.http.middleware import client_of
 from phasewise.serving.http.render import Choice, EventWriter, Reply, Used
 from phasewise.serving.messages import Answer, Failure
 
+COMMENTS_HEADER = "X-Stream-Comments"
+"""`off`: a request's stream has no comments, and its head waits for the first token."""
+_COMMENT = b": keep-alive\n\n"
 _TOKENS_WORTH_A_THREAD = 256
 """Writing out the log-probabilities of more takes longer than other answers may wait."""
 
@@ -39,17 +42,23 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
         client_of(request.scope).name,
     )
     leaving = _closing_when_gone(stream, request)
+    first = asyncio.ensure_future(stream.take())
+    every_s = None if request.headers.get(COMMENTS_HEADER) == "off" else client.sign_of_life_s
     try:
-        # Headers wait for the first piece, so that an early failure still gets its own status.
-        first = await stream.take()
+        # Headers wait for the first piece, so that an early failure still gets its own status; but no longer
+        # than clients wait for a sign of life.
+        await asyncio.wait((first,), timeout=every_s)
+        if first.done():
+            first.result()
         if stream.closed:
             raise ClientLeft
     except BaseException:
+        first.cancel()
         leaving.cancel()
         stream.close()
         raise
     events = reply.form.events() if reply.form else Events(reply)
-    return _EventStream(events, first, stream, leaving)
+    return _EventStream(events, first, stream, leaving, every_s)
 
 
 async def _whole(client: EngineClient, reply: Reply, request: Request) -> Response:
@@ -98,40 +107,104 @@ class _EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: EventWriter, first: Pieces, stream: AnswerStream, leaving: asyncio.Task[None]
+        self,
+        events: EventWriter,
+        first: asyncio.Task[Pieces],
+        stream: AnswerStream,
+        leaving: asyncio.Task[None],
+        every_s: float | None,
     ) -> None:
+        """every_s: says a comment where it has said nothing for so long; None: never."""
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache"})
         self._events = events
-        self._first = first
+        self._first: asyncio.Task[Pieces] | None = first
         self._stream = stream
         self._leaving = leaving
+        self._every_s = every_s
+        self._has_spoken = first.done()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        signs = at_once = None
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             connection = connection_of(scope)
             if connection is not None and connection.sends_chunks:
-                self._stream.at_once = partial(_write_at_once, self._events, connection)
-            async for said in _said(self._events, self._first, self._stream):
+                if self._every_s is not None:
+                    signs = _SignsOfLife(connection, self._every_s, has_spoken=self._has_spoken)
+                at_once = partial(_write_at_once, self._events, connection, signs)
+            async for said in _said(self._events, self._take_first(), self._stream, at_once):
+                if signs is not None:
+                    signs.has_spoken = True
                 await send({"type": "http.response.body", "body": said, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            if signs is not None:
+                signs.end()
+            if self._first is not None:
+                self._first.cancel()
             self._leaving.cancel()
             self._stream.close()
 
+    async def _take_first(self) -> Pieces:
+        assert self._first is not None
+        pieces = await self._first
+        self._first = None  # it would hold them
+        return pieces
 
-def _write_at_once(events: EventWriter, connection: Connection, outs: Iterable[Answer | Failure]) -> bool:
+
+class _SignsOfLife:
+    """Comments in a stream that says nothing else, before twice `every_s` are over. On the event loop."""
+
+    def __init__(self, connection: Connection, every_s: float, *, has_spoken: bool) -> None:
+        self.has_spoken = has_spoken
+        """Whether the stream has said something since this looked last."""
+        self._connection = connection
+        self._every_s = every_s
+        self._loop = asyncio.get_running_loop()
+        self._look()
+
+    def end(self) -> None:
+        """No more of them: the stream has ended."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if not self.has_spoken and self._connection.sends_chunks:
+            self._connection.write_chunk(_COMMENT)
+        self.has_spoken = False
+        self._timer = self._loop.call_later(self._every_s, self._look)
+
+
+def _write_at_once(
+    events: EventWriter,
+    connection: Connection,
+    signs: _SignsOfLife | None,
+    outs: Iterable[Answer | Failure],
+) -> bool:
     """Past every layer between here and the connection; False: the long way, please."""
     said = events.of_text(outs)
-    return said is not None and connection.write_chunk(said)
+    if said is None or not connection.write_chunk(said):
+        return False
+    if signs is not None:
+        signs.has_spoken = True
+    return True
 
 
-async def _said(events: EventWriter, pieces: Pieces, stream: AnswerStream) -> AsyncIterator[bytes]:
-    """Events of all pieces that have come in one write: a reader that is behind costs no more than one."""
+async def _said(
+    events: EventWriter,
+    first: Awaitable[Pieces],
+    stream: AnswerStream,
+    at_once: Callable[[Iterable[Answer | Failure]], bool] | None,
+) -> AsyncIterator[bytes]:
+    """Events of all pieces that have come in one write: a reader that is behind costs no more than one.
+
+    at_once: writes what comes after the first pieces, where it can.
+    """
     begin = events.opening()
     try:
+        pieces = await first
+        stream.at_once = at_once
         while pieces:
             said = begin + events.of(pieces)
             begin, pieces = b"", []  # its reader may take long, and as many may come meanwhile
@@ -139,7 +212,7 @@ async def _said(events: EventWriter, pieces: Pieces, stream: AnswerStream) -> As
                 yield said
             pieces = await stream.take()
     except ServingError as error:
-        yield events.failed(from_engine(error))
+        yield begin + events.failed(from_engine(error))
         return
     if stream.closed:
         return

@@ -115,7 +115,7 @@ def test_a_stop_string_ends_a_guided_answer_too(server: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"response_format": {"type": "yaml"}}, "response_format", "does not match"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "only 'text', 'json_object'"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema: Field required"),
         ({"response_format": BY_SCHEMA, "structured_outputs": {}}, "structured_outputs", "one of the two"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),

@@ -252,6 +252,25 @@ def test_the_live_view_shows_what_the_engine_does(
     server.wait_until_idle(30)
 
 
+def test_comments_in_a_stream_are_no_part_of_the_answer() -> None:
+    facts = Surroundings(page=MachineFacts())
+    limits = HttpLimits(sign_of_life_s=0.02)
+    with scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=facts, limits=limits) as (
+        server,
+        ranks,
+    ):
+        ranks.script = lambda _prompt: "hello"
+        ranks.before_step = lambda: (threading.Event().wait(0.2), None)[1]
+
+        async def visit(page: Page) -> None:
+            await opened(page, server.url)
+            await ask(page, "hi")
+            await page.wait(f"{IDLE} && {ANSWER}.innerText.endsWith('hello')")
+            assert await page.run("document.querySelector('.message.error')") is None
+
+        browse(visit)
+
+
 def test_errors_of_the_server_are_told(running: tuple[FakeServer, ScriptedRanks]) -> None:
     server, _ = running
 

@@ -57,7 +57,7 @@ def test_what_was_sent_is_not_held(kind: type[CompletionRendering | ChatRenderin
     async def references() -> list[int]:
         """To each token, while its event waits for the reader."""
         stream = Pieces(30)
-        events = _said(Events(reply), await stream.take(), stream)  # type: ignore[arg-type]
+        events = _said(Events(reply), stream.take(), stream, None)  # type: ignore[arg-type]
         return [sys.getrefcount(stream.newest) async for _ in events]
 
     counts = asyncio.run(references())

@@ -42,6 +42,7 @@ export async function* chatEvents(body, signal) {
     const events = (pending + value).split("\n\n");
     pending = events.pop();
     for (const event of events) {
+      if (event.startsWith(":")) continue; // a comment: the server is still at it
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const said = JSON.parse(data);
