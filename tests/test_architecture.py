@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "topology",
         "cython_kernels",
         "_files",
+        "_toml",
         "_version",
         "_words",
     ),
@@ -61,6 +62,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.pacing": PURE,
     "cluster": (
         "cluster",
+        "_toml",
         *PURE,
         "tuner.config.slo",
         "tuner.errors",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise._toml import parse_toml
 from phasewise.workflows.errors import UsageError, WorkflowError
 
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
@@ -28,13 +28,13 @@ def config_path() -> Path:
     )
 
 
-def config_text(path: Path) -> str:
-    """The file's text. Raises OSError, UnicodeDecodeError."""
+def config_text(path: Path) -> bytes:
+    """The bytes of the file. Raises OSError."""
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB")
-    return data.decode()
+    return data
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -43,12 +43,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     WorkflowError for a file that PHASEWISE_CONFIG names and that is not there, and for one that is not TOML.
     """
     try:
-        return tomllib.loads(config_text(path))
+        return parse_toml(config_text(path))
     except FileNotFoundError:
         if os.environ.get("PHASEWISE_CONFIG"):
             raise WorkflowError(f"PHASEWISE_CONFIG names {path}, which is not there") from None
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise WorkflowError(f"config file {path} cannot be read: {error}") from error
 
 

@@ -55,7 +55,7 @@ def set_value(
     if wrong is not None:
         fail(wrong, EXIT_USAGE)
     read_config(path, context.find_root().command)
-    document = tomlkit.parse(config_text(path) if path.exists() else "")
+    document = tomlkit.parse(config_text(path) if path.exists() else b"")
     at: Any = document
     for table in tables:
         at = at.setdefault(table, tomlkit.table())
