@@ -8,7 +8,7 @@ NOTHING = "-"
 """What stands in place of a number that there is not."""
 
 MOST_SHARE = 1.15
-"""Of a limit, in two measurements of one minute. What is above it was measured against too low a limit."""
+"""The highest share of a limit that two measurements of one minute give; one above it had too low a limit."""
 
 LOW_LIMIT = "-: faster than the limit, which was measured while the machine was busy"
 """The line of a table with such a share."""

@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def positions(self) -> int:
-        """Of each sequence, those before the test among them."""
+        """Those of each sequence, with the ones before the test."""
         return self.n_depth + self.n_prompt + self.n_gen
 
     @property

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phasewise._version import SCHEMA_VERSION
+from phasewise._words import LOW_LIMIT
 from phasewise.cli.render import row_forms
 
 
@@ -71,3 +74,12 @@ def test_the_spread_is_relative_and_none_of_one_sample() -> None:
     assert row_forms.spread([50, 50, 50]) == 0.0
     assert row_forms.spread([10 * one for one in samples]) == pytest.approx(row_forms.spread(samples))
     assert row_forms.spread(samples) > 0
+
+
+@given(st.floats(0, 10))
+def test_a_share_above_a_limit_is_told_nowhere(share: float) -> None:
+    """Where it is told, it is a share; where it is not, a line says why."""
+    cell = row_forms.limit_cell(share)
+
+    assert (cell == "-") == (row_forms.low_limit_lines([0.5, share]) == [LOW_LIMIT])
+    assert cell == "-" or float(cell[:-1]) <= 115

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise._words import LOW_LIMIT, counted, multiple, number, percent, plural
-from phasewise.cli.render.row_forms import limit_cell, low_limit_lines
+from phasewise._words import counted, multiple, number, percent, plural
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLD = ("cli", "workflows", "loadtest")
@@ -52,15 +51,6 @@ def test_digits_are_those_of_the_value(value: float) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_a_dash(value: float) -> None:
     assert {number(value), percent(value), multiple(value)} == {"-"}
-
-
-@given(st.floats(0, 10))
-def test_a_share_above_a_limit_is_told_nowhere(share: float) -> None:
-    """Where it is told, it is a share; where it is not, a line says why."""
-    cell = limit_cell(share)
-
-    assert (cell == "-") == (low_limit_lines([0.5, share]) == [LOW_LIMIT])
-    assert cell == "-" or float(cell[:-1]) <= 115
 
 
 OWN_RULES = {

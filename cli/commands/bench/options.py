@@ -10,7 +10,7 @@ import typer
 
 MOST_COUNT = 1 << 20
 MOST_VALUES = 1000
-"""Of a range."""
+"""The longest range."""
 
 
 class Table(StrEnum):
