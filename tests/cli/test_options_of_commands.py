@@ -348,3 +348,21 @@ def test_help_lists_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         for way in WAYS[command]:
             assert way.where in " ".join(listed.split())
             assert all(flag in listed for flag in way.refuses)
+
+
+OF_OTHER_PROGRAMS = {"--cpus", "--cpuset-cpus", "--formats", "--kv-formats", "--help"}
+"""Flags in guides that are of containers, of scripts in `benchmarks/`, or of every command."""
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guide").glob("*.md")), ids=lambda path: path.stem)
+def test_a_flag_that_a_guide_names_is_there(page: Path) -> None:
+    known = {
+        flag
+        for command in commands().values()
+        for one in command.params
+        for flag in (*one.opts, *one.secondary_opts)
+    }
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", prose)
+    named = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span)}
+    assert named <= known | OF_OTHER_PROGRAMS
