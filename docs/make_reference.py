@@ -30,6 +30,9 @@ Data goes to stdout, progress and remarks to stderr. `NO_COLOR` is honoured, and
 An option is taken from the flag, else from its environment variable, else from the configuration file
 (`$PHASEWISE_CONFIG`, by default `phasewise/config.toml` in the XDG configuration directory; a table per command, e.g.
 `[serve]` then `port = 9000`), else it has the default shown. `phasewise --install-completion` sets up the shell.
+
+A flag that has no effect in the way that a command is run is wrong usage: the line names it and the way. A variable or a line of
+the configuration file stands for many runs: where one cannot follow it, it is left out, and `serve` says so in a line.
 """
 
 

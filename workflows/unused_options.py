@@ -169,6 +169,13 @@ _SERVE = (
         unless=("--prompt-pool", "--token-pool", "--pools", "--prompt", "--token"),
         instead="nothing is divided; leave that out",
     ),
+    Way(
+        "with this --kv-policy",
+        ("--predictor",),
+        when=("--kv-policy=static", "--kv-policy=paged"),
+        unless=_POOLS,
+        instead="only odma and fixed, and pools, place answers by their predicted lengths; leave that out",
+    ),
     Way("without --embed-model", _EMBEDDING, unless=("--embed-model",), makes_vectors=False),
 )
 

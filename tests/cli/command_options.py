@@ -24,10 +24,12 @@ def _below(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield from _below(child, (*path, name))
 
 
+def flag_of(parameter: Any) -> str | None:
+    """The first long flag of an option, else its first flag; None for an argument and for help."""
+    if not parameter.opts[0].startswith("-") or parameter.name == "help":
+        return None
+    return next((flag for flag in parameter.opts if flag.startswith("--")), str(parameter.opts[0]))
+
+
 def options_of(command: str) -> list[str]:
-    """The first long flag of each option of a command, else its first flag."""
-    return [
-        next((flag for flag in one.opts if flag.startswith("--")), one.opts[0])
-        for one in commands()[command].params
-        if one.opts[0].startswith("-") and one.name != "help"
-    ]
+    return [flag for one in commands()[command].params if (flag := flag_of(one)) is not None]

@@ -295,6 +295,20 @@ def test_a_gpu_embeds_beside_a_language_model_too_unless_it_is_told_not_to(
     assert set(devices[("--no-embed-accelerators",)]) == {"cpu:0"}
 
 
+def test_each_of_several_models_follows_what_is_said_of_models(places: Places, boundary: Boundary) -> None:
+    flags = ("--draft", "lookup", "--tile-prompts", "--arithmetic", "blocks", "--kv-format", "int8")
+    run = boundary.serve(places.model, "--also", places.other, *flags)
+    engines = only(run, "engine")
+    assert len(engines) == 2
+    for _name, _format, _plans, size, _special, multiplied, drafter in engines:  # type: ignore[misc]
+        assert drafter == "lookup"
+        assert size["kv_format"] == "int8"
+        assert multiplied == {"prefill": [True, "blocks"], "decode": [False, "blocks"]}
+    assert only(run, "predictor") == [["auto", "tiny"], ["auto", "other"]]
+    ((_names, _sampling, predictor),) = only(run, "others")[0]  # type: ignore[misc]
+    assert predictor is not None
+
+
 def test_every_model_and_every_instance_is_explained(places: Places, boundary: Boundary) -> None:
     models = boundary.serve(places.model, "--also", places.other, "--explain")
     assert len(only(models, "explained")) == 2

@@ -11,10 +11,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from phasewise.cli.commands.topo import topo
+from phasewise.cli.main import app
 from phasewise.cli.render.topo_text import topo_lines
 from phasewise.topology import read_lstopo
 
@@ -22,12 +21,9 @@ DATA = Path(__file__).parents[1] / "data" / "topology"
 V2 = DATA / "lstopo_v2.xml"
 HYBRID = DATA / "lstopo_hybrid.xml"
 
-app = typer.Typer()
-app.command()(topo)
-
 
 def _run(*arguments: str | Path) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["topo", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 

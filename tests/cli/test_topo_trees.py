@@ -9,10 +9,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
-from phasewise.cli.commands.topo import topo
+from phasewise.cli.main import app
 from phasewise.cli.render.plan_text import plan_lines
 from phasewise.cli.render.trees_text import one_tree_lines, trees_lines
 from phasewise.kerneldb.records import Origin, PlanRecord
@@ -31,12 +30,9 @@ V2 = DATA / "lstopo_v2.xml"
 HYBRID = DATA / "lstopo_hybrid.xml"
 FIGURE_5 = "fundamental | group(4,1,3) | remove(1,4)"
 
-app = typer.Typer()
-app.command()(topo)
-
 
 def _invoke(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, ["topo", *map(str, arguments)])
 
 
 def _run(*arguments: str | Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.lengths import LengthObserver, RealisedLength
 from phasewise.serving.length_log import LengthLog
+from phasewise.serving.messages import Submit
 from tests.support.fake_server import fake_server
 from tests.support.rude_clients import completion, connect, until
 
@@ -97,6 +99,16 @@ def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
     assert [(length.output_tokens, length.finish_reason) for length in known] == [(7, "length")]
     assert known[0].facts == RequestFacts((97,), 0.5, 7, 1, None, "a")
     assert observer._facts == {}
+
+
+def test_an_observer_knows_the_answers_of_its_model_alone() -> None:
+    known: list[RealisedLength] = []
+    own = LengthObserver(known.append, "one")
+    request = Submit("r", (1,), model="other")
+    own.sent(request, LENGTH.facts)
+    assert own._facts == {}
+    own.sent(replace(request, model="one"), LENGTH.facts)
+    assert own._facts == {"r": LENGTH.facts}
 
 
 def no_log(path: Path) -> str:

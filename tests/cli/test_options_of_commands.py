@@ -1,0 +1,368 @@
+"""Every option of every command: refused where the product's table says so, and shown to act elsewhere.
+
+`phasewise serve`, which has many ways of running, has a file of its own (test_options_of_serve.py). An option
+of another command is shown by a test or a guide that names both, or by a row of `HANDED`: what the command
+hands on differs with it. A new option without either fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from phasewise.cli.main import app
+from phasewise.workflows.unused_options import WAYS, GivenOption, Way, unused_options
+from tests.cli.command_options import commands, flag_of, options_of
+from tests.cli.opened_by_serve import plain
+from tests.support.tiny_models import write_tiny_gguf
+
+ROOT = Path(__file__).parents[2]
+QUIET = {"PHASEWISE_CONFIG": "/dev/null"}
+
+
+class HandedOn(Exception):
+    """What a command handed on; nothing runs after it."""
+
+
+@dataclass(frozen=True)
+class Handing:
+    """A command up to the function `target`, which gets all that the options of `samples` say."""
+
+    target: str
+    arguments: Sequence[str]
+    samples: Mapping[str, Sequence[str]]
+    instead: Mapping[str, Any] = field(default_factory=dict)
+    """Functions that are passed on the way, and what they return."""
+
+
+class FakeChat:
+    """A conversation of which the settings and the sampling are of interest."""
+
+    def __init__(self, *arguments: object, **settings: object) -> None:
+        self._settings = settings
+
+    def __enter__(self) -> FakeChat:
+        return self
+
+    def __exit__(self, *_error: object) -> None: ...
+
+    def answer(self, *arguments: object) -> None:
+        raise HandedOn(self._settings, arguments[1])
+
+
+SAMPLING = {"--top-k": ["--top-k", "3"], "--repetition-penalty": ["--repetition-penalty", "1.3"]}
+POLICY = ("--buckets", "--window", "--refresh-every", "--fixed-buckets")
+BENCH_KV = {
+    **{flag: [flag, "17"] for flag in (*POLICY, "--prompt-tokens", "--seed", "--max-sequences")},
+    **{flag: [flag, "0.3"] for flag in ("--alpha", "--tau", "--reserve")},
+}
+HANDED = {
+    "generate": Handing(
+        "phasewise.workflows.generate.generate_text",
+        ["m", "-p", "x"],
+        {
+            "--tile-prompts": ["--tile-prompts"],
+            "--arithmetic": ["--arithmetic", "blocks"],
+            "--min-p": ["--min-p", "0.2"],
+            **SAMPLING,
+        },
+    ),
+    "chat": Handing(
+        "phasewise.workflows.chat_session.ChatSession",
+        ["m"],
+        {**SAMPLING, "--kv-format": ["--kv-format", "int8"]},
+    ),
+    "tune-config": Handing(
+        "phasewise.workflows.tune_config.subject.open_subject", ["m"], {"--resume": ["--no-resume"]}
+    ),
+    "tune-embed": Handing(
+        "phasewise.workflows.tune_embed.tune_embed",
+        ["m"],
+        {"--tokens": ["--tokens", "9"], "--instances": ["--instances", "2"]},
+    ),
+    "simulate": Handing(
+        "phasewise.workflows.simulate_cluster.simulate_cluster",
+        ["fixed:8/8", "--pools", "mixed=1*h100", "--rate", "1"],
+        {"--draw": ["--draw", "columns"], "--duration": ["--duration", "7"]},
+    ),
+    "provision": Handing(
+        "phasewise.workflows.plan_cluster.provision_cluster",
+        ["fixed:8/8"],
+        {
+            "--power": ["--power", "9"],
+            "--most-rate": ["--most-rate", "9"],
+            "--draw": ["--draw", "columns"],
+        },
+    ),
+    "prune": Handing(
+        "phasewise.workflows.prune.run.prune",
+        ["m", "-o", "out", "--calibration", "text", "--method", "wanda"],
+        {"--calibration-tokens": ["--calibration-tokens", "99"]},
+    ),
+    "bench serve": Handing(
+        "phasewise.loadtest.session.run_load_test",
+        ["http://127.0.0.1:9", "--rate", "3", "--arrivals", "gamma", "--slo", "ttft=1s", "--find-rate"],
+        {
+            "--arrivals": ["--arrivals", "constant"],
+            "--burstiness": ["--burstiness", "3"],
+            "--length-scale": ["--length-scale", "2"],
+            "--slo-scale": ["--slo-scale", "2"],
+            "--votes": ["--votes", "5"],
+        },
+    ),
+    "bench kv": Handing("phasewise.workflows.bench.kv.replay.replay_policies", ["fixed:8/8"], BENCH_KV),
+    "bench run": Handing(
+        "phasewise.workflows.open_model.open_model",
+        ["m"],
+        {"--tile-prompts": ["--tile-prompts"], "--arithmetic": ["--arithmetic", "blocks"]},
+    ),
+    "bench kernels": Handing(
+        "phasewise.workflows.bench.kernels.kernel_rows",
+        ["--peers", "none"],
+        {"--density": ["--density", "1,.5"]},
+    ),
+    "models inspect": Handing(
+        "phasewise.serving.loaders.inspection.densities",
+        ["TINY", "--density"],
+        {"--format": ["--format", "int8"]},
+    ),
+    "predict-len collect": Handing(
+        "phasewise.workflows.predict_len.answer_prompts.collect_lengths",
+        ["m", "prompts", "-o", "log"],
+        {"--format": ["--format", "int8"], "--threads": ["--threads", "3"]},
+    ),
+    "predict-len train": Handing(
+        "phasewise.workflows.predict_len.prompt_vectors.find_encoder",
+        ["log"],
+        {"--encoder": ["--encoder", "none"]},
+        {"phasewise.workflows.predict_len.inputs.read_logs": ([], "m")},
+    ),
+    "predict-len eval": Handing(
+        "phasewise.workflows.predict_len.judge.judge_predictions",
+        ["log"],
+        {"--overflow": ["--overflow", "0.3"], "--encoder": ["--encoder", "none"]},
+    ),
+    "db export": Handing(
+        "phasewise.workflows.share_database.export_rows", [], {"--user-kernels": ["--user-kernels"]}
+    ),
+    "db verify": Handing(
+        "phasewise.workflows.verify_schedules.verdicts",
+        [],
+        {"--top": ["--top", "9"]},
+        {"phasewise.workflows.share_database.existing_store": contextlib.nullcontext()},
+    ),
+    "bench embed": Handing(
+        "phasewise.loadtest.embed.find_model", ["http://127.0.0.1:9"], {"--api-key": ["--api-key", "k"]}
+    ),
+}
+
+SHOWN_ELSEWHERE = {
+    **{(one, "--wide"): "test_row_forms.py" for one in ("bench run", "bench allreduce", "bench kv")},
+    ("bench kernels", "--wide"): "test_row_forms.py",
+    ("provision", "--wide"): "test_cluster_commands.py",
+    ("db show", "--wide"): "test_db.py",
+    ("tune-embed", "--json"): "test_every_command.py",
+    ("bench embed", "--seed"): "test_bench_embed.py",
+    ("predict-len train", "--verbose"): "test_predict_len.py",
+}
+"""Options whose test works without the command's name: the file beside this one that has it."""
+
+
+@cache
+def texts() -> tuple[str, ...]:
+    """Tests, and guides, whose commands are run by tests/docs/test_guide.py."""
+    own = {Path(__file__), Path(__file__).with_name("test_options_of_serve.py")}
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path not in own]
+    return tuple(
+        path.read_text(encoding="utf-8") for path in (*tests, *(ROOT / "docs" / "guide").glob("*.md"))
+    )
+
+
+def is_shown(command: str, flags: Sequence[str]) -> bool:
+    """True where a test or a guide has the command's words and the flag."""
+    flag = re.compile("|".join(rf"(?<![\w-]){re.escape(one)}(?![\w-])" for one in flags))
+    return any(all(word in text for word in command.split()) and flag.search(text) for text in texts())
+
+
+OTHERS = sorted(set(commands()) - {"serve", "run"})  # `run` is another name of `chat`
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_every_option_is_shown_to_act(command: str) -> None:
+    missing = []
+    for one in commands()[command].params:
+        flag = flag_of(one)
+        if flag is None or flag in (HANDED[command].samples if command in HANDED else ()):
+            continue
+        if (command, flag) in SHOWN_ELSEWHERE:
+            assert (Path(__file__).parent / SHOWN_ELSEWHERE[command, flag]).is_file()
+        elif not is_shown(command, (*one.opts, *one.secondary_opts)):
+            missing.append(flag)
+    assert not missing, f"options of {command} that no test and no guide shows"
+
+
+@pytest.mark.parametrize("command", sorted(HANDED))
+def test_an_option_changes_what_is_handed_on(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handing = HANDED[command]
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr("phasewise.tuner.measurement_lock.user_lock", _no_lock)
+    for dotted, value in handing.instead.items():
+        monkeypatch.setattr(dotted, lambda *_args, _value=value, **_more: _value)
+    monkeypatch.setattr(handing.target, FakeChat if command == "chat" else _hand_on)
+
+    def handed(*options: str) -> Any:
+        base = [str(tmp_path / "tiny.gguf") if one == "TINY" else one for one in handing.arguments]
+        arguments = [*command.split(), *base, *options]
+        done = CliRunner().invoke(app, arguments, env=QUIET, input="hi\n")
+        assert isinstance(done.exception, HandedOn), (options, done.output, done.exception)
+        return [plain(one) for one in done.exception.args]
+
+    amount = ["--cost", "5"] if command == "provision" else []
+    without = handed(*amount)
+    assert handed(*amount) == without
+    for flag, sample in handing.samples.items():
+        assert handed(*([] if flag == "--power" else amount), *sample) != without, flag
+
+
+def _hand_on(*arguments: object, **settings: object) -> None:
+    raise HandedOn(arguments, settings)
+
+
+def _no_lock(*_report: object) -> Any:
+    class Lock:
+        def turn(self) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+    return Lock()
+
+
+# ---- the table ---------------------------------------------------------------------------------------------
+
+
+def cells() -> Iterator[tuple[str, Way, str]]:
+    for command, ways in WAYS.items():
+        for way in ways:
+            for flag in way.refuses:
+                yield command, way, flag
+
+
+def test_the_table_names_commands_and_options_that_there_are() -> None:
+    for command, way, flag in cells():
+        known = set(options_of(command))
+        assert flag in {*known, "MODEL"}, command  # MODEL: the argument
+        for conditions in (way.when, way.unless):
+            flags = {re.split("[=~]", one)[0] for one in conditions}
+            assert not flags or flags & {*known, "MODEL"}, command
+
+
+def in_this_way(way: Way, flag: str) -> dict[str, GivenOption]:
+    """Values of a run in this way, with nothing else: what is asked for is set, what it is not is left."""
+    given: dict[str, GivenOption] = {}
+    if way.when:
+        chosen, _, value = way.when[0].partition("=")
+        given[chosen] = GivenOption(value or True, is_set=True)
+    given[flag] = GivenOption("x", is_set=True, by_flag=True)
+    return given
+
+
+@pytest.mark.parametrize(("command", "way", "flag"), list(cells()))
+def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_for_many_runs(
+    command: str, way: Way, flag: str
+) -> None:
+    given = in_this_way(way, flag)
+    makes_vectors = bool(way.makes_vectors)
+    with pytest.raises(Exception, match=f"{flag}.* no effect ") as refusal:
+        unused_options(command, given, lambda: makes_vectors)
+    assert getattr(refusal.value, "exit_code", None) == 2
+
+    given[flag] = given[flag]._replace(by_flag=False)
+    assert flag in {one.flag for one in unused_options(command, given, lambda: makes_vectors)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "topo --limit 3",
+        "topo --any-size",
+        "topo --budget 3s",
+        "topo --trees --svg x.svg",
+        "topo --format int8",
+        "topo --plan --db x.db",
+        "topo m",
+        "doctor --root /nowhere --db x.db",
+        "simulate fixed:8/8 --pools mixed=1*h100 --duration 9",
+        "simulate fixed:8/8 --pools mixed=1*h100 --rate 1 --prefix-reuse",
+        "simulate fixed:8/8 --pools mixed=1*h100 --rate 1 --db x.db",
+        "provision fixed:8/8 --rate 1 --most-rate 9",
+        "tune-kernels --kernel k.kir --shapes n=8 --max-m 3",
+        "tune-kernels m --isa avx2",
+        "tune-config m --dry-run --emit vllm",
+        "tune-config m --slo ttft=1s",
+        "prune m -o out --calibration text",
+        "bench serve http://127.0.0.1:9 --votes 3",
+        "bench serve http://127.0.0.1:9 --save-detailed",
+        "bench embed http://127.0.0.1:9 --find --slo 1s -c 3",
+        "bench kv fixed:8/8 --policies static --alpha 0.3",
+        "bench run m --wide -o json",
+        "kernels emit k.kir -D A=1",
+        "models inspect m --format int8",
+        "db show --json --wide",
+    ],
+)
+def test_a_flag_without_effect_is_wrong_usage_and_the_command_does_not_begin(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = CliRunner().invoke(app, line.split(), env=QUIET)
+    assert done.exit_code == 2
+    assert "no effect" in done.stderr
+
+
+def test_variables_of_other_runs_are_no_error_and_say_nothing(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("[topo]\nlimit = 3\nbudget = '9s'\n")
+    standing = {
+        "PHASEWISE_CONFIG": str(config),
+        "PHASEWISE_DB": str(tmp_path / "x.db"),
+        "PHASEWISE_FORMAT": "int8",
+    }
+    done = CliRunner().invoke(app, ["topo", "--json"], env=standing)
+    assert (done.exit_code, done.stderr) == (0, "")
+    trees = CliRunner().invoke(app, ["topo", "--trees", "--json"], env=standing)
+    assert trees.exit_code == 0
+
+
+def test_help_lists_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in WAYS:
+        done = CliRunner().invoke(app, [*command.split(), "-h"], env=QUIET)
+        listed = done.stdout.partition("Without effect, and therefore refused:")[2]
+        for way in WAYS[command]:
+            assert way.where in " ".join(listed.split())
+            assert all(flag in listed for flag in way.refuses)
+
+
+OF_OTHER_PROGRAMS = {"--cpus", "--cpuset-cpus", "--formats", "--kv-formats", "--help"}
+"""Flags in guides that are of containers, of scripts in `benchmarks/`, or of every command."""
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guide").glob("*.md")), ids=lambda path: path.stem)
+def test_a_flag_that_a_guide_names_is_there(page: Path) -> None:
+    known = {
+        flag
+        for command in commands().values()
+        for one in command.params
+        for flag in (*one.opts, *one.secondary_opts)
+    }
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", prose)
+    named = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span)}
+    assert named <= known | OF_OTHER_PROGRAMS
