@@ -17,7 +17,8 @@ from phasewise.serving.pacing import DEFAULT_TPOT_MS, Pacing
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
 from phasewise.serving.request import Request
-from phasewise.serving.scheduler import Scheduler, SchedulerLimits
+from phasewise.serving.scheduler import Scheduler
+from phasewise.serving.scheduler_terms import SchedulerLimits
 
 REFRESH_S = 0.5
 """Simulated seconds between two times that a pool learns, as `serving.maintenance` has it."""

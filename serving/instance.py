@@ -1,9 +1,9 @@
 """An engine as a process of its own, with a role in a pool: what a front sends it is computed, and told back.
 
-The main thread owns the sockets, and does nothing that takes long: its beats say that the instance lives. The
-engine runs on its thread, as behind HTTP; grammars are compiled on a thread of theirs (`guide_thread`), keys and
-values leave on the sender's. An instance whose ranks die ends: its front starts another one and runs again what has not
-been answered.
+The main thread owns the sockets and does nothing that takes long: its beats say that the instance lives. The
+engine runs on its thread, as behind HTTP; grammars are compiled on theirs (`guide_thread`); keys and values
+leave on the sender's. An instance whose ranks die ends: its front starts another one and runs again what has
+not been answered.
 """
 
 from __future__ import annotations
