@@ -113,8 +113,7 @@ class ProductionMachine:
             self._step()
 
     def _step(self) -> None:
-        chunk = self._pacing.chunk_tokens(is_answering=self.scheduler.is_answering)
-        batch = self.scheduler.next_batch(chunk)
+        batch = self.scheduler.next_batch(*self._pacing.pace(self.scheduler.n_answering))
         if batch is None:
             self.scheduler.take_copies()
             self._tell_granted()

@@ -153,6 +153,8 @@ class EngineLoad(NamedTuple):
     """Counts of all answers since the start; None where drafts are off."""
     hand_overs: HandOverCounts | None = None
     """None where one engine does everything."""
+    steps_over_tpot: int = 0
+    """Decode steps that alone took longer than the promised time per token."""
 
 
 class Placed(NamedTuple):

@@ -3,7 +3,9 @@
 Each client with prompts to compute gets an equal part of a step, its oldest prompt first; what a client does
 not need goes to the others. Where a step has too few tokens for all of them, those that got none come first
 in the next. So before a client's first token is computed, each other client has computed at most one part of
-one step. One client alone is first come, first served. Decision 0072.
+one step. A client whose prompts end with a step waits for its first tokens until the step does: such a step
+has no more than what that client needs, or `FEW_TOKENS`, for each. One client alone is first come, first
+served. Decision 0072.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from phasewise.serving.request import LiveSequence
 
 LEAST_TOKENS = 16
 """The least part of a step: a panel of keys and values."""
+FEW_TOKENS = 64
+"""What each client may have beside one that waits for its first tokens: enough to use the weights well."""
 
 
 class PrefillTurns:
@@ -40,6 +44,11 @@ class PrefillTurns:
             return parts
         served: list[str] = []
         part = max(LEAST_TOKENS, room // len(queues))
+        wanted = [sum(one.n_pending for one in queue) for queue in queues.values()]
+        ending = [n_tokens for n_tokens in wanted if n_tokens <= part]
+        if ending and max(wanted) > part:
+            part = max(FEW_TOKENS, *ending)
+            room = min(room, len(queues) * part)
         for most in (part, room) if len(queues) > 1 else (room,):
             for client in self._order:
                 n_tokens = _fill(queues[client], min(most, room), parts, starts)

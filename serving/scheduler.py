@@ -63,6 +63,7 @@ class Scheduler:
         self._copies: list[KvCopy] = []  # that the next batch brings, in their order
         self._moved: set[str] = set()  # whom they move
         self._n_admitted = 0
+        self._n_decoded = 0
         self._last_phase: Phase | None = None
         self._in_flight: Flight | None = None
 
@@ -84,9 +85,9 @@ class Scheduler:
         return bool(self._live)
 
     @property
-    def is_answering(self) -> bool:
-        """Whether somebody waits for the next token of an answer."""
-        return any(not one.is_prefilling for one in self._running)
+    def n_answering(self) -> int:
+        """Answers that wait for their next token."""
+        return sum(not one.is_prefilling for one in self._running)
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise why it can never run (RequestError) or cannot wait (QueueFull)."""
@@ -180,20 +181,21 @@ class Scheduler:
         sequence = self._live[request.request_id] = LiveSequence(request)
         self._waiting.join(sequence)
 
-    def next_batch(self, chunk_tokens: int | None = None) -> Batch | None:
+    def next_batch(self, chunk_tokens: int | None = None, most_rows: int | None = None) -> Batch | None:
         """What to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
 
-        chunk_tokens: the most prompt tokens of this step; None: as many as the limits allow.
+        chunk_tokens: the most prompt tokens of this step, 0 where answers come first; None: as many as the
+        limits allow. most_rows: the most answers of a decode step; None: all.
         """
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
         self._admit()
         most_tokens = self.limits.max_batch_tokens
         chunk = most_tokens if chunk_tokens is None else max(1, min(chunk_tokens, most_tokens))
-        if self._last_phase == "prefill":
-            batch = self._decode_batch() or self._prefill_batch(chunk)
+        if self._last_phase == "prefill" or chunk_tokens == 0:
+            batch = self._decode_batch(most_rows) or self._prefill_batch(chunk)
         else:
-            batch = self._prefill_batch(chunk) or self._decode_batch()
+            batch = self._prefill_batch(chunk) or self._decode_batch(most_rows)
         if batch is not None and batch.phase != self._last_phase:
             self.counts.phase_switches += self._last_phase is not None
             self._last_phase = batch.phase
@@ -410,8 +412,12 @@ class Scheduler:
         if self._prefixes is not None:
             self._prefixes.moved(sequence.request_id, grant.placement)
 
-    def _decode_batch(self) -> Batch | None:
+    def _decode_batch(self, most_rows: int | None) -> Batch | None:
         decoding = [one for one in self._running if not one.is_prefilling]
+        if most_rows is not None and most_rows < len(decoding):
+            chosen = set(sorted(decoding, key=lambda one: one.turn)[:most_rows])
+            decoding = [one for one in decoding if one in chosen]
+        self._n_decoded += 1
         for sequence in decoding:
             if sequence.placement is not None and sequence.n_tokens > sequence.placement.n_slots:
                 self._grow(sequence)
@@ -420,6 +426,8 @@ class Scheduler:
             for one in decoding
             if one.placement is not None and one.n_tokens <= one.placement.n_slots
         ]
+        for sequence, _ in going_on:
+            sequence.turn = self._n_decoded
         return self._fly("decode", going_on) if going_on else None
 
     def _grow(self, sequence: LiveSequence) -> None:

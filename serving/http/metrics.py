@@ -199,6 +199,7 @@ def _of_load(load: EngineLoad) -> Iterator[Family]:
     yield _count("prefix_hits", "requests that took over a prompt computed before", load.prefix_hits)
     yield _count("prefix_tokens_reused", "tokens not computed again", load.prefix_tokens_reused)
     yield _count("phase_switches", "changes between prefill and decode", load.phase_switches)
+    yield _count("steps_over_tpot", "decode steps that took longer than --tpot", load.steps_over_tpot)
     if load.drafts is not None:
         accepted, rejected = load.drafts
         yield _count("drafted_tokens", "tokens of answers that were drafted", accepted + rejected)

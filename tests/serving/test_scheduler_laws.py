@@ -80,8 +80,8 @@ def test_answers_under_load_are_those_of_the_request_alone(
     asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]],
     data: st.DataObject,
 ) -> None:
-    """Chunks, company, growth, migration, preemption for room or for another client's share, reuse and aborts
-    change no token of anybody else."""
+    """Chunks, company, growth, migration, preemption for room or for another client's share, reuse, turns at
+    decode steps and aborts change no token of anybody else."""
     reuse = data.draw(st.booleans(), label="reuse")
     engine = attentive_engine(
         pool=any_pool(policy, N_SLOTS, CONTEXT),
@@ -92,9 +92,11 @@ def test_answers_under_load_are_those_of_the_request_alone(
     got: dict[str, list[int]] = {request.request_id: [] for request in requests}
     arriving, aborted = list(requests), set()
     chunk = data.draw(st.integers(1, 64), label="chunk")
-    engine._chunk_tokens = lambda: chunk  # type: ignore[method-assign]
+    rows = data.draw(st.none() | st.integers(1, 8), label="rows")
+    step = 0
+    engine._pace = lambda: (chunk if step % 7 else 0, rows)  # type: ignore[method-assign]
 
-    for step in range(10_000):
+    for step in range(20_000):
         if arriving and (step % 3 == 0 or not engine.has_work):
             engine.submit(submit(arriving.pop(0)))
         if step % 40 == 39 and engine.has_work and data.draw(st.booleans(), label="abort"):

@@ -237,7 +237,7 @@ def test_a_draft_model_changes_no_token_and_reads_what_it_has_computed(
     engine = attentive_engine(
         pool=any_pool(policy, N_SLOTS, CONTEXT), max_sequences=4, prefix_reuse=reuse, drafter=drafter
     )
-    engine._chunk_tokens = lambda: chunk  # type: ignore[method-assign]
+    engine._pace = lambda: (chunk, None)  # type: ignore[method-assign]
     requests = requests_of(asked, clients)
 
     got = run_all(engine, *[submit(one) for one in requests])
