@@ -94,8 +94,6 @@ def figures(loop: ClosedLoop) -> str:
     ttfts, tpots = sorted(loop.ttfts_s), sorted(loop.tpots_s)
     good = 0
     for one in loop.sent.values():
-        assert one.first_s is not None
-        assert one.end_s is not None
         most_s = 5 * max(alone_s(len(one.request.prompt_token_ids)), 0.1)
         tpot_s = (one.end_s - one.first_s) / max(1, one.request.max_tokens - 1)
         good += one.first_s - one.at_s <= most_s and tpot_s <= 2 * PROMISE_MS / 1000

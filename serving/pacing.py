@@ -12,6 +12,7 @@ fewer gives more tokens a second, answers take turns in such steps. Decision 007
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ _OLD = 0.75  # what a figure keeps of its weight with each new step
 _WORSE = 1.15  # a token in a chunk may cost so many times what it costs in the best
 _BETTER = 1.05  # fewer rows must give so many times the tokens a second
 _TRIED_AGAIN_AFTER = 2048  # decode steps, after which a number of rows is tried once more
-_CHECKED_AFTER = 64  # decode steps of fewer rows, after which one has all
+_CHECKED_AFTER = 64  # the time of so many steps with all rows, after which one of fewer has all again
 
 
 class PacedStep(NamedTuple):
@@ -135,29 +136,40 @@ class Pacing:
     def _best_rows(self, n_answering: int) -> int | None:
         """The rows with which answers get most tokens a second; None: all that there are.
 
-        Powers of two below all are tried from time to time, and whatever was seen of late counts.
+        Some numbers of rows below all are tried from time to time, and whatever was seen of late counts.
         """
-        whole = self._rate_of_all(n_answering)
+        whole = self._like(n_answering)
         if n_answering < 2 or whole is None:
             return None
-        for size in reversed(range((n_answering - 1).bit_length())):
-            if not self._is_new(1 << size, _TRIED_AGAIN_AFTER):
-                return 1 << size
-        below = (rows for rows in self._rows if rows < n_answering and self._is_new(rows, _TRIED_AGAIN_AFTER))
+        for rows in _tried_below(n_answering):
+            if not self._is_newer(rows, _TRIED_AGAIN_AFTER):
+                return rows
+        below = [
+            rows for rows in self._rows if rows < n_answering and self._is_newer(rows, _TRIED_AGAIN_AFTER)
+        ]
         best = max(below, key=self._rate)
-        return best if self._rate(best) > _BETTER * whole else None
+        n_checked_after = int(_CHECKED_AFTER * max(1.0, self._rows[whole].ns / self._rows[best].ns))
+        is_better = self._rate(best) > _BETTER * self._rate(whole)
+        return best if is_better and self._is_newer(whole, n_checked_after) else None
 
-    def _rate_of_all(self, n_answering: int) -> float | None:
-        """Tokens by time of steps with all answers, or about as many; None: there was none of late."""
-        if self._is_new(n_answering, _CHECKED_AFTER):
-            return self._rate(n_answering)
+    def _like(self, n_answering: int) -> int | None:
+        """The rows of a step with all answers, or with about as many where that was never seen."""
+        if n_answering in self._rows:
+            return n_answering
         near = [rows for rows in self._rows if 3 * n_answering <= 4 * rows and 3 * rows <= 4 * n_answering]
-        newest = max(near, key=lambda rows: self._rows[rows].seen_at, default=0)
-        return self._rate(newest) if self._is_new(newest, _CHECKED_AFTER) else None
+        return max(near, key=lambda rows: self._rows[rows].seen_at, default=None)
 
     def _rate(self, rows: int) -> float:
         return rows / self._rows[rows].ns
 
-    def _is_new(self, rows: int, within_steps: int) -> bool:
+    def _is_newer(self, rows: int, than_steps: int) -> bool:
         cost = self._rows.get(rows)
-        return cost is not None and self._n_decoded - cost.seen_at < within_steps
+        return cost is not None and self._n_decoded - cost.seen_at < than_steps
+
+
+def _tried_below(n_answering: int) -> Iterator[int]:
+    """Powers of two and the middles between them, the largest first."""
+    for size in reversed(range((n_answering - 1).bit_length())):
+        if size and 3 << size - 1 < n_answering:
+            yield 3 << size - 1
+        yield 1 << size

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from phasewise.cluster.machines import EngineSettings, ProductionMachine
 from phasewise.cluster.steps import StepTimes
 from phasewise.cluster.timeline import Timeline
+from phasewise.serving.batch import Batch
 from phasewise.serving.request import Request
 
 Lengths = Iterator[tuple[int, int]]
@@ -20,13 +23,34 @@ class Sent:
 
     request: Request
     at_s: float
-    work_before_s: float
-    """What the requests before it and its own prompt take, done one phase after the other."""
-    first_s: float | None = None
-    end_s: float | None = None
+    prompt_before: int
+    """Tokens of prompts that were not computed when it came, with its own."""
+    answers_before: int
+    """Tokens that the answers before it had yet to get."""
+    first_s: float = math.nan
+    end_s: float = math.nan
     n_generated: int = 0
-    n_left: int = field(default=0)
-    """Prompt tokens that are not computed yet."""
+    is_computed: bool = False
+
+
+class Timed(ProductionMachine):
+    """Keeps what each phase has computed, and in what time."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.n_tokens = {"prefill": 0, "decode": 0}
+        self.seconds = {"prefill": 0.0, "decode": 0.0}
+        self.longest_s = 0.0
+
+    def _end(self, batch: Batch, cost_s: float) -> None:
+        self.n_tokens[batch.phase] += batch.n_tokens
+        self.seconds[batch.phase] += cost_s
+        self.longest_s = max(self.longest_s, cost_s)
+        super()._end(batch, cost_s)
+
+    def seconds_of(self, phase: str, n_tokens: int) -> float:
+        """At the rate that was measured."""
+        return n_tokens * self.seconds[phase] / max(1, self.n_tokens[phase])
 
 
 class ClosedLoop:
@@ -47,7 +71,6 @@ class ClosedLoop:
         at_s: Sequence[float] | None = None,
         prepare: Callable[[ProductionMachine], None] = lambda _machine: None,
     ) -> None:
-        self._steps = steps
         self._lengths = lengths
         self._n_left = n_requests
         self._places = 32
@@ -55,7 +78,7 @@ class ClosedLoop:
         self.sent: dict[str, Sent] = {}
         self._going: dict[str, Sent] = {}
         settings = EngineSettings(200_000, 4096, max_sequences=self._places, tpot_ms=tpot_ms)
-        self.machine = ProductionMachine(0, steps, settings, self.timeline, self)
+        self.machine = Timed(0, steps, settings, self.timeline, self)
         prepare(self.machine)
         self._is_closed = at_s is None
         for when_s in [0.001 * at for at in range(min(n_clients, n_requests))] if at_s is None else at_s:
@@ -64,33 +87,42 @@ class ClosedLoop:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of answers, over the middle of the run: clients come and go together at its ends."""
-        ends = sorted(one.end_s or 0.0 for one in self.sent.values())
+        """Tokens of answers, over the middle of the run: clients come and go together at its ends."""
+        ends = sorted(one.end_s for one in self.sent.values())
         low, high = ends[len(ends) // 4], ends[-len(ends) // 4]
-        counted = [one for one in self.sent.values() if low < (one.end_s or 0.0) <= high]
+        counted = [one for one in self.sent.values() if low < one.end_s <= high]
         return sum(one.request.max_tokens for one in counted) / (high - low)
 
     @property
     def ttfts_s(self) -> list[float]:
-        return [(one.first_s or 0.0) - one.at_s for one in self.sent.values()]
+        return [one.first_s - one.at_s for one in self.sent.values()]
 
     @property
     def tpots_s(self) -> list[float]:
         return [
-            ((one.end_s or 0.0) - (one.first_s or 0.0)) / (one.request.max_tokens - 1)
+            (one.end_s - one.first_s) / (one.request.max_tokens - 1)
             for one in self.sent.values()
             if one.request.max_tokens > 1
         ]
 
     @property
     def most_by_work(self) -> float:
-        """The longest wait for a first token, by the work that lay before it."""
-        return max(((one.first_s or 0.0) - one.at_s) / one.work_before_s for one in self.sent.values())
+        """The longest wait for a first token, by the work that lay before it at the rates of this run. The
+        step that was under way and its own last one, which are no shorter than they are, do not count."""
+        steps_s = 2 * self.machine.longest_s
+        return max(
+            (one.first_s - one.at_s - steps_s)
+            / (
+                self.machine.seconds_of("prefill", one.prompt_before)
+                + self.machine.seconds_of("decode", one.answers_before)
+            )
+            for one in self.sent.values()
+        )
 
     def prompt_step_begins(self, request_id: str) -> None: ...
 
     def prompt_computed(self, request_id: str) -> None:
-        self._going[request_id].n_left = 0
+        self._going[request_id].is_computed = True
 
     def block_granted(self, request_id: str) -> None: ...
 
@@ -112,23 +144,9 @@ class ClosedLoop:
         n_prompt, n_answer = next(self._lengths)
         name = str(len(self.sent))
         request = Request(name, range(n_prompt), n_answer)  # type: ignore[arg-type]
-        one = Sent(request, self.timeline.now_s, self._work_s(n_prompt), n_left=n_prompt)
+        going = self._going.values()
+        prompts = sum(len(one.request.prompt_token_ids) for one in going if not one.is_computed)
+        answers = sum(one.request.max_tokens - one.n_generated for one in going)
+        one = Sent(request, self.timeline.now_s, prompts + n_prompt, answers)
         self.sent[name] = self._going[name] = one
         self.machine.submit(request)
-
-    def _work_s(self, n_prompt: int) -> float:
-        """Of all that is here, and a prompt: prompts in steps of 512, then answers, all places full."""
-        n_tokens = sum(one.n_left for one in self._going.values()) + n_prompt
-        whole, rest = divmod(n_tokens, 512)
-        work_s = whole * self._steps.prefill_s(512) + (self._steps.prefill_s(rest) if rest else 0.0)
-        left = sorted(one.request.max_tokens - one.n_generated for one in self._going.values())
-        while left:
-            batch, left = left[: self._places], left[self._places :]
-            done = 0
-            for at, n_left in enumerate(batch):
-                work_s += (n_left - done) * self._decode_s(len(batch) - at)
-                done = n_left
-        return work_s
-
-    def _decode_s(self, n_rows: int) -> float:
-        return self._steps.decode_s(n_rows, 0)
