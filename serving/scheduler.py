@@ -339,13 +339,15 @@ class Scheduler:
             demand = _demand(sequence)
             takes_slots = shares.has_nothing(sequence.request.client) and demand.held_tokens <= shares.slots
             while (grant := self.pool.reserve(sequence.request_id, demand)) is None:
-                if not (takes_slots and self._gives_way(shares, shares.giver_of_slots())):
+                giver = shares.giver_of_slots() if takes_slots else None
+                if not self._gives_way(shares, giver or self._held_in_vain()):
                     return
             self._place(sequence, grant)
 
     @property
     def _has_place(self) -> bool:
-        return len(self._running) < self.limits.max_sequences
+        """A prompt that waits for its hand-over holds none: its answer's engine may wait for one that waits."""
+        return len(self._running) - sum(map(_is_held, self._running)) < self.limits.max_sequences
 
     def _shares(self) -> ClientShares:
         waiting = self._waiting.clients
@@ -362,6 +364,13 @@ class Scheduler:
             if shares.allows(sequence, _demand(sequence).held_tokens):
                 return sequence, True
         return (heads[0] if heads else None), False
+
+    def _held_in_vain(self) -> LiveSequence | None:
+        """Where nothing runs that could be computed: the youngest prompt that no engine has a block for."""
+        if any(one.n_pending and not one.awaits_kv for one in self._running):
+            return None
+        held = (one for one in reversed(self._running) if _is_held(one) and not one.is_pinned)
+        return next(held, None)
 
     def _must_become_oldest(self, sequence: LiveSequence) -> bool:
         if sequence.n_preempted <= MOST_PREEMPTIONS:
@@ -473,7 +482,9 @@ class Scheduler:
     def _prefill_batch(self, room: int) -> Batch | None:
         waiting = (one for one in self._running if one.can_prefill)
         parts = self._turns.divide(waiting, room, lambda one: one.has_started or self._start(one))
-        pieces = [(one, one.pending_ids(parts[one])) for one in self._running if one in parts]
+        pieces: list[tuple[LiveSequence, Tokens[int]]] = [
+            (one, one.pending_ids(parts[one])) for one in self._running if one in parts
+        ]
         return self._fly("prefill", pieces) if pieces else None
 
     def _start(self, sequence: LiveSequence) -> bool:
@@ -572,6 +583,11 @@ def _room_for_drafts(sequence: LiveSequence) -> int:
 def _demand(sequence: LiveSequence) -> Demand:
     """What it must be given to run."""
     return sequence.demand(in_full=sequence.n_preempted >= MOST_PREEMPTIONS)
+
+
+def _is_held(sequence: LiveSequence) -> bool:
+    """Whether it is a prompt that is computed, and waits for its hand-over."""
+    return sequence.request.prefill_only and not sequence.n_pending
 
 
 def _age(sequence: LiveSequence) -> int:
