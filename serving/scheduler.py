@@ -346,7 +346,7 @@ class Scheduler:
 
     @property
     def _has_place(self) -> bool:
-        """A prompt that waits for its hand-over holds none: its answer's engine may wait for one that waits."""
+        """A prompt that waits for its hand-over holds none: others may wait for one that waits."""
         return len(self._running) - sum(map(_is_held, self._running)) < self.limits.max_sequences
 
     def _shares(self) -> ClientShares:

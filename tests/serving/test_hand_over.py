@@ -163,7 +163,7 @@ def test_blocks_in_flight_are_conserved(
             str(index),
             tuple(range(1000 * index, 1000 * index + n_prompt)),
             n_answer,
-            client=clients[index % len(clients)],
+            client="a" if mixed else clients[index % len(clients)],  # blocks pinned on both sides could wait
         )
         for index, (n_prompt, n_answer) in enumerate(asked)
     ]
