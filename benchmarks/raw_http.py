@@ -70,9 +70,11 @@ class Connection:
         await asyncio.get_running_loop().sock_connect(link, ("127.0.0.1", port))
         return cls(*await asyncio.open_connection(sock=link, limit=receive_buffer or 1 << 16))
 
-    async def send(self, method: str, path: str, body: Any = None) -> None:
+    async def send(self, method: str, path: str, body: Any = None, key: str | None = None) -> None:
         content = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        if key is not None:
+            head += f"Authorization: Bearer {key}\r\n"
         self._writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         await self._writer.drain()
 

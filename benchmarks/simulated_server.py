@@ -116,7 +116,7 @@ def _run(
     timed = []
     n_before, n_decoded = 0, 0
     chunk = 512 if n_prompt > 512 else None
-    opened.engine._chunk_tokens = lambda: chunk  # type: ignore[method-assign]
+    opened.engine._pace = lambda: (chunk, None)  # type: ignore[method-assign]
     while opened.engine.has_work:
         stats = opened.engine.step().stats
         assert stats is not None

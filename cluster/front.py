@@ -654,6 +654,7 @@ class Front:
             hand_overs=HandOverCounts(
                 self.counts.divided, dict(self.counts.failed), dict(self.refused_frames)
             ),
+            steps_over_tpot=sum(one.steps_over_tpot for one in loads),
         )
 
 

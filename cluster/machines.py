@@ -17,7 +17,8 @@ from phasewise.serving.pacing import DEFAULT_TPOT_MS, Pacing
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
 from phasewise.serving.request import Request
-from phasewise.serving.scheduler import Scheduler, SchedulerLimits
+from phasewise.serving.scheduler import Scheduler
+from phasewise.serving.scheduler_terms import SchedulerLimits
 
 REFRESH_S = 0.5
 """Simulated seconds between two times that a pool learns, as `serving.maintenance` has it."""
@@ -112,8 +113,7 @@ class ProductionMachine:
             self._step()
 
     def _step(self) -> None:
-        chunk = self._pacing.chunk_tokens(is_answering=self.scheduler.is_answering)
-        batch = self.scheduler.next_batch(chunk)
+        batch = self.scheduler.next_batch(*self._pacing.pace(self.scheduler.n_answering))
         if batch is None:
             self.scheduler.take_copies()
             self._tell_granted()

@@ -17,6 +17,8 @@ class Arrival(NamedTuple):
     """An id for what each block of `PREFIX_BLOCK_TOKENS` prompt tokens holds; two equal ids are the same
     tokens after the same beginning. Empty: the prompt begins like no other.
     """
+    client: str = ""
+    """Clients share a machine; requests of one are first come, first served."""
 
 
 PREFIX_BLOCK_TOKENS = 512

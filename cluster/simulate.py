@@ -265,7 +265,7 @@ class _ProductionCluster:
         arrival = self._lives[request_id].arrival
         prompt = _token_ids(arrival, reuse=self._spec.prefix_reuse)
         most = 1 if prefill_only else arrival.output_tokens
-        return Request(request_id, prompt, most, prefill_only=prefill_only)
+        return Request(request_id, prompt, most, prefill_only=prefill_only, client=arrival.client)
 
     def _submit(self, index: int, request: Request, *, expect: bool) -> None:
         machine = self._machines[index]

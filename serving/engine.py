@@ -22,7 +22,7 @@ from phasewise.serving.messages import (
     StepStats,
     Submit,
 )
-from phasewise.serving.pacing import Pacing
+from phasewise.serving.pacing import PROMPT_SHARE, Pacing
 from phasewise.serving.ranks_contract import Ranks
 from phasewise.serving.request import Request, TokenOut
 from phasewise.serving.sampling import SampledToken, Sampler, sample_rows, sample_run
@@ -149,6 +149,7 @@ class Engine:
         self._unplaced: set[str] = set()
         """Expected requests that `Delivery.placed` has not named yet."""
         self._pool_stats: tuple[int, PoolStats] | None = None
+        self._has_told_pace = False
 
     @property
     def has_work(self) -> bool:
@@ -215,7 +216,7 @@ class Engine:
         RanksError if nothing can be computed any more: a rank has died, and keys and values with it.
         """
         started_ns = time.perf_counter_ns()
-        batch = self.scheduler.next_batch(self._chunk_tokens())
+        batch = self.scheduler.next_batch(*self._pace())
         if batch is None:
             for copy in self.scheduler.take_copies():
                 self.ranks.copy_kv(*copy)
@@ -240,8 +241,7 @@ class Engine:
             outs = self._commit(batch, runs)
             self._rest_prompts(passing)
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
-        if self.pacing is not None:
-            self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns)
+        self._observe(stats)
         return Delivery(outs, stats, self.load(), self._newly_placed(), computed)
 
     def recover(self, lost: RankLost) -> Delivery:
@@ -287,6 +287,7 @@ class Engine:
             counts.phase_switches,
             scheduler.n_clients_waiting,
             self._counts(self._n_drafted, self._n_accepted),
+            steps_over_tpot=0 if self.pacing is None else self.pacing.n_over_promise,
         )
 
     def close(self) -> None:
@@ -356,10 +357,28 @@ class Engine:
         end_token_ids = frozenset() if message.ignore_eos else self.vocabulary.end_token_ids
         return _Live(message, max_tokens, sampler, text, end_token_ids)
 
-    def _chunk_tokens(self) -> int | None:
+    def _pace(self) -> tuple[int | None, int | None]:
+        """Arguments of `next_batch`. Drafts fill the rows of a step by themselves."""
         if self.pacing is None:
-            return None
-        return self.pacing.chunk_tokens(is_answering=self.scheduler.is_answering)
+            return None, None
+        chunk_tokens, rows = self.pacing.pace(self.scheduler.n_answering)
+        return chunk_tokens, None if self.drafter is not None else rows
+
+    def _observe(self, stats: StepStats) -> None:
+        if self.pacing is None:
+            return
+        self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns)
+        if not (self.pacing.is_kept or self._has_told_pace):
+            self._has_told_pace = True
+            log.warning(
+                "a decode step of %d answers takes %.0f ms, more than the %.0f ms per token that --tpot "
+                "promises: prompts get %.0f %% of the time while they wait; promise more, or let fewer "
+                "answers run (--max-sequences)",
+                stats.n_sequences,
+                stats.duration_ns / 1e6,
+                self.pacing.promise_ns / 1e6,
+                100 * PROMPT_SHARE,
+            )
 
     def _drafts(self, batch: Batch) -> list[Draft]:
         """A draft for each slice of a decode batch."""

@@ -1,8 +1,9 @@
 """An engine as a process of its own, with a role in a pool: what a front sends it is computed, and told back.
 
-The main thread owns the sockets. The engine runs on its thread, as behind HTTP; keys and values leave on the
-sender's thread. An instance whose ranks die ends: its front starts another one and runs again what has not
-been answered.
+The main thread owns the sockets and does nothing that takes long: its beats say that the instance lives. The
+engine runs on its thread, as behind HTTP; grammars are compiled on theirs (`guide_thread`); keys and values
+leave on the sender's. An instance whose ranks die ends: its front starts another one and runs again what has
+not been answered.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -22,7 +24,8 @@ from phasewise._version import __version__
 from phasewise.cython_kernels._native import KvMemory
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.errors import RanksError, ServingError
-from phasewise.serving.guides import GuideCompiler, TokenView
+from phasewise.serving.guide_thread import GuideThread, GuideWanted
+from phasewise.serving.guides import Guide, GuideCompiler, TokenView
 from phasewise.serving.handing_over.frames import Codec
 from phasewise.serving.handing_over.links import Post, SharedLink, StreamLink
 from phasewise.serving.handing_over.receiver import ReceiveFailed, Receiver
@@ -48,7 +51,6 @@ from phasewise.serving.instance_messages import (
     write,
 )
 from phasewise.serving.kv_share import KvPlace, KvShare, map_place
-from phasewise.serving.late_guides import guide_of
 from phasewise.serving.messages import Abort, Aimed, Answer, Compute, Delivery, Expect, Failure, Submit
 from phasewise.serving.open_engine import OpenEngine
 from phasewise.serving.restarts import Restarts
@@ -112,7 +114,7 @@ class _Instance:
         self._posts = _Posts(sockets)
         self._expected: dict[str, tuple[int, int]] = {}
         """Epoch and length of the prompts that others compute."""
-        self._guides = _guides(opened)
+        self._guides = GuideThread(_guides(opened))
         self._outgoing: deque[FromInstance] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._next_beat_s = 0.0
@@ -125,6 +127,7 @@ class _Instance:
         control = self._sockets.connect(zmq.DEALER, self._orders.front, self._orders.name)
         frames, endpoint = self._sockets.listen(zmq.PULL, self._orders.listen)
         self._sender.start()
+        self._guides.start()
         self._thread.start()
         control.send(write(self._ready(endpoint)))
         poller = zmq.Poller()
@@ -135,13 +138,14 @@ class _Instance:
                 ready = dict(poller.poll(int(BEAT_S * 1000)))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                while control in ready and has_input(control):
+                while control in ready and has_input(control) and not self._is_beat_due:
                     if not self._heard(control.recv()):
                         return 0
                 self._take_frames(frames, ready)
                 self._say(control)
         finally:
             self._sender.stop()
+            self._guides.stop()
             self._thread.stop(STOP_S)
             self._say(control)
             os.close(self._wake)
@@ -170,40 +174,34 @@ class _Instance:
 
     def _take(self, take: Take) -> None:
         asked = take.asked
-        try:
-            request = self._request(asked)
-        except ServingError as error:
-            self._tell_failure(Failure(asked.request_id, error))
+        if take.part == "answer":
+            self._expected[asked.request_id] = take.epoch, len(asked.prompt_token_ids)
+        if asked.guide is None:
+            self._begin(take, None)
             return
+
+        def refuse(error: ServingError) -> None:
+            self._tell_failure(Failure(asked.request_id, error))
+
+        use = partial(self._begin, take)
+        self._guides.want(GuideWanted(asked.request_id, asked.client, asked.guide, use, refuse))
+
+    def _begin(self, take: Take, guide: Guide | None) -> None:
+        """Here or on the thread of guides."""
+        request = _request(take.asked, guide)
         if take.part == "whole":
             self._thread.send(request)
         elif take.part == "prompt":
             self._thread.send(Compute(request))
         else:
-            self._expected[asked.request_id] = take.epoch, len(asked.prompt_token_ids)
             self._thread.send(Expect(request))
-
-    def _request(self, asked: Asked) -> Submit:
-        guide = None if asked.guide is None else guide_of(asked.guide, self._guides)
-        return Submit(
-            asked.request_id,
-            asked.prompt_token_ids,
-            asked.max_tokens,
-            asked.sampling,
-            asked.stop,
-            asked.ignore_eos,
-            asked.estimate,
-            guide,
-            asked.cache_space,
-            asked.client,
-            asked.shown,
-        )
 
     def _drop(self, request_id: str) -> None:
         """Nothing is read or written for it any more when `Dropped` is said."""
         self._sender.cancel(request_id)
         self._receiver.forget(request_id)
         self._expected.pop(request_id, None)
+        self._guides.forget(request_id)
         self._thread.send(Abort(request_id))
         self._put(Dropped(request_id))
 
@@ -230,7 +228,7 @@ class _Instance:
     def _take_frames(self, frames: zmq.Socket[bytes], ready: dict[object, int]) -> None:
         if frames not in ready:
             return
-        while has_input(frames):
+        while has_input(frames) and not self._is_beat_due:
             parts = [frame.buffer for frame in frames.recv_multipart(copy=False)]
             try:
                 arrived = self._receiver.take(parts)
@@ -251,13 +249,15 @@ class _Instance:
         self._put(Told((), (Failed.of(failure),), None, self._opened.engine.load()))
 
     def _deliver(self, delivery: Delivery) -> None:
-        """On the engine's thread."""
+        """On the engine's thread. Where ranks are lost this instance ends, and its front says what becomes of
+        its requests: those that have not begun run again."""
         for placed in delivery.placed:
             expected = self._expected.get(placed.request_id)
             if expected is not None:
                 self._receiver.await_kv(placed.request_id, *expected, placed.placement)
         answers = tuple(out for out in delivery.outs if isinstance(out, Answer))
-        failures = tuple(out for out in delivery.outs if isinstance(out, Failure))
+        failed = (out for out in delivery.outs if isinstance(out, Failure))
+        failures = tuple(out for out in failed if not isinstance(out.error, RanksError))
         for failure in failures:
             self._sender.cancel(failure.request_id)
             self._receiver.forget(failure.request_id)
@@ -286,13 +286,18 @@ class _Instance:
     def _say(self, control: zmq.Socket[bytes]) -> None:
         while self._outgoing:
             control.send(write(self._outgoing.popleft()))
-        if time.monotonic() >= self._next_beat_s:
+        if self._is_beat_due:
             self._next_beat_s = time.monotonic() + BEAT_S
             refused = dict(self._receiver.refused)
             n_handing_over = self._sender.n_jobs + self._receiver.n_awaited
             control.send(
                 write(Beat(self._thread.n_turns, self._thread.is_computing, n_handing_over, refused))
             )
+
+    @property
+    def _is_beat_due(self) -> bool:
+        """However much comes, the front hears that this instance lives."""
+        return time.monotonic() >= self._next_beat_s
 
     def _ready(self, endpoint: str) -> Ready:
         opened, codec = self._opened, self._codec
@@ -338,6 +343,22 @@ class _Posts:
         if key not in self._mapped:
             self._mapped[key] = map_place(place, share.shape)
         return self._mapped[key]
+
+
+def _request(asked: Asked, guide: Guide | None) -> Submit:
+    return Submit(
+        asked.request_id,
+        asked.prompt_token_ids,
+        asked.max_tokens,
+        asked.sampling,
+        asked.stop,
+        asked.ignore_eos,
+        asked.estimate,
+        guide,
+        asked.cache_space,
+        asked.client,
+        asked.shown,
+    )
 
 
 def _codec(opened: OpenEngine, share: KvShare) -> Codec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from phasewise.serving import errors
 from phasewise.serving.errors import RequestError, ServingError, StepFailed
@@ -213,8 +213,9 @@ class CannotStart:
 FromInstance = Ready | Told | Dropped | HandOverFailed | Beat | CannotStart
 
 _by_kind = Field(discriminator="kind")
-_to_instance: TypeAdapter[ToInstance] = TypeAdapter(Annotated[ToInstance, _by_kind])
-_from_instance: TypeAdapter[FromInstance] = TypeAdapter(Annotated[FromInstance, _by_kind])
+_numbers = ConfigDict(ser_json_inf_nan="constants")  # a token that a guide forbids: log-probability -inf
+_to_instance: TypeAdapter[ToInstance] = TypeAdapter(Annotated[ToInstance, _by_kind], config=_numbers)
+_from_instance: TypeAdapter[FromInstance] = TypeAdapter(Annotated[FromInstance, _by_kind], config=_numbers)
 
 
 def write(message: ToInstance | FromInstance) -> bytes:

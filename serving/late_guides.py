@@ -9,7 +9,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.serving.guides import CallMarks, Guide, GuideCompiler, GuideRecipe, ThoughtMarks
+from phasewise.serving.guides import (
+    CallMarks,
+    Guide,
+    GuideCompiler,
+    GuideRecipe,
+    ThoughtMarks,
+    TokenView,
+)
 
 _LONGEST_TOKEN = 256
 """Bytes of a token that are looked at for a mark."""
@@ -178,8 +185,12 @@ def guide_of(recipe: GuideRecipe, compiler: GuideCompiler) -> Guide:
 
     RequestError where the grammar is refused.
     """
-    guide = compiler.compile_proven(recipe.grammar, recipe.n_bytes)
-    piece, tokens_of = compiler.tokens.piece, compiler.tokens.tokens_of
+    return begun_guide(recipe, compiler.compile_proven(recipe.grammar, recipe.n_bytes), compiler.tokens)
+
+
+def begun_guide(recipe: GuideRecipe, guide: Guide, tokens: TokenView) -> Guide:
+    """The guide that a recipe describes, of the guide of its grammar."""
+    piece, tokens_of = tokens.piece, tokens.tokens_of
     if recipe.calls is not None:
         calls = recipe.calls
         guide = CallGuide(guide, calls.triggers, piece, tokens_of, only_first=calls.only_first)

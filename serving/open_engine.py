@@ -20,7 +20,8 @@ from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, KvPool, PoolSe
 from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
 from phasewise.serving.pools.rings import RingedPool
 from phasewise.serving.ranks import STEP_TOKENS, RankOptions, open_ranks
-from phasewise.serving.scheduler import Scheduler, SchedulerLimits
+from phasewise.serving.scheduler import Scheduler
+from phasewise.serving.scheduler_terms import SchedulerLimits
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.serving.tokenizer import DetokenizeStream, Tokenizer
 from phasewise.tuner.plans import Phase, ServicePlan

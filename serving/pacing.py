@@ -1,12 +1,20 @@
-"""How many prompt tokens may stand between two tokens of an answer. Pure: times come in, an integer goes out.
+"""How large the next step may be: prompts between the tokens of answers. Pure: times in, integers out.
 
 The promise is a time per output token. Between two decode steps there is at most one prefill step, so its
-tokens may take what the decode step leaves of the promise. Where a decode step alone takes more than half of
-it, prefill gets as long as the decode step: on a slow machine both phases go on at half their pace, and the
-time per token is twice that of a decode step at most.
+tokens may take what the decode step leaves of the promise: half of it at least.
+
+Where a decode step leaves less, or too little for the least chunk, the promise cannot be kept while prompts
+wait. Then chunks are not cut to crumbs, which would keep nothing and cost both phases: a chunk is as small as
+computes prompts nearly as fast as larger ones, and decode steps follow it until prompts have had no more than
+`PROMPT_SHARE` of the time. Rows are let into a decode step as far as more of them are faster: where a step of
+fewer gives more tokens a second, answers take turns in such steps. Decision 0073.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from phasewise.tuner.plans import Phase
 
@@ -14,38 +22,154 @@ DEFAULT_TPOT_MS = 100.0
 """Ten tokens a second, twice as fast as people read. Sandwich (8.3) asks it of a 160M model in batches."""
 
 FIRST_TOKENS = 512
-"""Before anything was seen; and, where no answer waits for its next token, the least: the ranks compute
-no more rows at once, so a longer batch uses the weights no better, while those in it get their first tokens
-later."""
+"""Before anything was seen; and where no answer waits for its next token: the ranks compute no more rows at
+once, so a longer batch uses the weights no better, while those in it get their first tokens later."""
+FIRST_NS = 500_000_000
+"""Time of such a step, where fewer tokens fill it well: whoever comes meanwhile waits for its end."""
 
-_LEAST_TOKENS = 16
+PROMPT_SHARE = 0.75
+"""Of the time, for prompts, where the promise cannot be kept. Chosen by `benchmarks/pacing_shares.py`."""
+
+LEAST_TOKENS = 16
 _OLD = 0.75  # what a figure keeps of its weight with each new step
+_WORSE = 1.15  # a token in a chunk may cost so many times what it costs in the best
+_BETTER = 1.05  # fewer rows must give so many times the tokens a second
+_TRIED_AGAIN_AFTER = 2048  # decode steps, after which a number of rows is tried once more
+_CHECKED_AFTER = 64  # the time of so many steps with all rows, after which one of fewer has all again
+
+
+class PacedStep(NamedTuple):
+    """What the next step may have."""
+
+    chunk_tokens: int
+    """The most prompt tokens; 0: a decode step comes first, if there is one."""
+    rows: int | None = None
+    """The most answers of a decode step; None: all."""
+
+
+@dataclass(slots=True)
+class _Cost:
+    """Time of steps of one size, the newer the more."""
+
+    ns: float = 0.0
+    n_seen: int = 0
+    seen_at: int = 0
+
+    def observe(self, ns: float, now: int) -> None:
+        self.n_seen += 1
+        self.ns += max(1 - _OLD, 1 / self.n_seen) * (ns - self.ns)
+        self.seen_at = now
 
 
 class Pacing:
-    """Learns from the steps how long a prompt token and a decode step take."""
+    """Learns from the steps how long prompt tokens and decode steps take."""
 
-    def __init__(self, promise_ns: int, most_tokens: int) -> None:
+    def __init__(self, promise_ns: int, most_tokens: int, prompt_share: float = PROMPT_SHARE) -> None:
         self.promise_ns = promise_ns
         self.most_tokens = most_tokens
+        self.n_over_promise = 0
+        """Decode steps that alone took longer than the promise."""
+        self._share = prompt_share
         self._decode_ns = 0.0
         self._prefill_ns = 0.0  # of the last steps, the older the less
         self._prefill_tokens = 0.0
+        self._rows: dict[int, _Cost] = {}
+        self._chunks: dict[int, _Cost] = {}  # a token's, by powers of two
+        self._n_decoded = 0
+        self._owed_ns = 0.0  # to decode steps, since the last prefill step
 
     def observe(self, phase: Phase, n_tokens: int, duration_ns: int) -> None:
         """A step of this many tokens took this long."""
         if phase == "prefill":
             self._prefill_ns = _OLD * self._prefill_ns + duration_ns
             self._prefill_tokens = _OLD * self._prefill_tokens + n_tokens
-        elif self._decode_ns:
+            cost = self._chunks.setdefault(n_tokens.bit_length(), _Cost())
+            cost.observe(duration_ns / n_tokens, 0)
+            self._owed_ns += duration_ns * (1 - self._share) / self._share
+            return
+        if self._decode_ns:
             self._decode_ns += (1 - _OLD) * (duration_ns - self._decode_ns)
         else:
             self._decode_ns = duration_ns
+        self.n_over_promise += duration_ns > self.promise_ns
+        self._n_decoded += 1
+        self._rows.setdefault(n_tokens, _Cost()).observe(duration_ns, self._n_decoded)
+        self._owed_ns = max(0.0, self._owed_ns - duration_ns)
 
-    def chunk_tokens(self, *, is_answering: bool) -> int:
-        """The most tokens of the next prefill step, while answers run or while none does."""
+    @property
+    def is_kept(self) -> bool:
+        """Whether decode steps of late leave the promise any time."""
+        return self._decode_ns <= self.promise_ns
+
+    def pace(self, n_answering: int) -> PacedStep:
+        """Of the next step, while so many answers wait for their next token."""
         if not self._prefill_tokens:
-            return min(FIRST_TOKENS, self.most_tokens)
-        left_ns = max(self.promise_ns - self._decode_ns, self._decode_ns)
-        tokens = int(left_ns * self._prefill_tokens / max(self._prefill_ns, 1.0))
-        return min(max(tokens, _LEAST_TOKENS if is_answering else FIRST_TOKENS), self.most_tokens)
+            return PacedStep(min(FIRST_TOKENS, self.most_tokens), self._best_rows(n_answering))
+        left_ns = self.promise_ns - self._decode_ns
+        if not n_answering:
+            self._owed_ns = 0.0
+            first = max(min(FIRST_TOKENS, self._tokens_in(FIRST_NS)), self._efficient_tokens())
+            return PacedStep(self._within(max(self._tokens_in(left_ns), first)))
+        rows = self._best_rows(n_answering)
+        if left_ns >= self._decode_ns and self._tokens_in(left_ns) >= LEAST_TOKENS:
+            self._owed_ns = 0.0
+            return PacedStep(self._within(self._tokens_in(left_ns)), rows)
+        if self._owed_ns > self._decode_ns / 2:
+            return PacedStep(0, rows)
+        fair = self._tokens_in(self._decode_ns * self._share / (1 - self._share))
+        return PacedStep(self._within(max(self._efficient_tokens(), fair, LEAST_TOKENS)), rows)
+
+    def _within(self, n_tokens: int) -> int:
+        return min(n_tokens, self.most_tokens)
+
+    def _tokens_in(self, ns: float) -> int:
+        return int(ns * self._prefill_tokens / max(self._prefill_ns, 1.0))
+
+    def _efficient_tokens(self) -> int:
+        """The smallest chunk whose tokens cost little more than in the best, or half of one not tried yet."""
+        best_ns = min(cost.ns for cost in self._chunks.values())
+        size = min(size for size, cost in self._chunks.items() if cost.ns <= _WORSE * best_ns)
+        smaller = self._chunks.get(size - 1)
+        is_unknown = smaller is None or smaller.n_seen < 2
+        return (1 << size >> (2 if is_unknown else 1)) if size > 5 else LEAST_TOKENS
+
+    def _best_rows(self, n_answering: int) -> int | None:
+        """The rows with which answers get most tokens a second; None: all that there are.
+
+        Some numbers of rows below all are tried from time to time, and whatever was seen of late counts.
+        """
+        whole = self._like(n_answering)
+        if n_answering < 2 or whole is None:
+            return None
+        for rows in _tried_below(n_answering):
+            if not self._is_newer(rows, _TRIED_AGAIN_AFTER):
+                return rows
+        below = [
+            rows for rows in self._rows if rows < n_answering and self._is_newer(rows, _TRIED_AGAIN_AFTER)
+        ]
+        best = max(below, key=self._rate)
+        n_checked_after = int(_CHECKED_AFTER * max(1.0, self._rows[whole].ns / self._rows[best].ns))
+        is_better = self._rate(best) > _BETTER * self._rate(whole)
+        return best if is_better and self._is_newer(whole, n_checked_after) else None
+
+    def _like(self, n_answering: int) -> int | None:
+        """The rows of a step with all answers, or with about as many where that was never seen."""
+        if n_answering in self._rows:
+            return n_answering
+        near = [rows for rows in self._rows if 3 * n_answering <= 4 * rows and 3 * rows <= 4 * n_answering]
+        return max(near, key=lambda rows: self._rows[rows].seen_at, default=None)
+
+    def _rate(self, rows: int) -> float:
+        return rows / self._rows[rows].ns
+
+    def _is_newer(self, rows: int, than_steps: int) -> bool:
+        cost = self._rows.get(rows)
+        return cost is not None and self._n_decoded - cost.seen_at < than_steps
+
+
+def _tried_below(n_answering: int) -> Iterator[int]:
+    """Powers of two and the middles between them, the largest first."""
+    for size in reversed(range((n_answering - 1).bit_length())):
+        if size and 3 << size - 1 < n_answering:
+            yield 3 << size - 1
+        yield 1 << size

@@ -52,6 +52,8 @@ class LiveSequence:
     """Tokens of its prompt whose keys and values it took over when it was first placed."""
     generated: list[int] = field(default_factory=list)
     n_preempted: int = 0
+    turn: int = 0
+    """The decode step that it had a row in last."""
     has_started: bool = False
     """Whether anything of it has been computed or copied since it was placed."""
     runs: tuple[int, ...] | None = None

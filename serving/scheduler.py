@@ -2,12 +2,13 @@
 
 A step is of one phase, so that each phase keeps its own plan. While answers run and prompts wait the phases
 take turns: one chunk of prompts, one token for every running answer. How large a chunk may be is said by
-`pacing`, which knows the time. Clients take turns at being admitted, and a client's own requests are first
-come, first served (`waiting_line`, decision 0039). Whatever else must be chosen, age chooses: the order of
-first admissions.
+`pacing`, which knows the time. Clients take turns at being admitted (`waiting_line`, decision 0039) and
+in each chunk (`prefill_turns`), and a client's own requests are first come, first served. While a client that
+holds less than its share of places and slots waits, others that hold more give way (`client_shares`, decision
+0072). Whatever else must be chosen, age chooses: the order of first admissions.
 
 A request is admitted when the pool has room for the tokens it has, not for all it may get; no request
-overtakes the head of the line. An answer that outgrows its block gets a larger one. Where there is none the
+overtakes one that is next. An answer that outgrows its block gets a larger one. Where there is none the
 request that was admitted last gives its block back and waits again, with the answer it has; what it had
 computed is computed again later. So the oldest always goes on. A request that was preempted
 `MOST_PREEMPTIONS` times gets a block for its whole answer, and gives it back to the oldest alone; after that
@@ -23,62 +24,26 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
+from phasewise.serving.client_shares import ClientShares
 from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.pools.contract import Grant, KvPool, Placement
+from phasewise.serving.pools.contract import Demand, Grant, KvPool, Placement
+from phasewise.serving.prefill_turns import PrefillTurns
 from phasewise.serving.prefixes import PrefixIndex, chain, copies_between
 from phasewise.serving.request import LiveSequence, Request, TokenOut
+from phasewise.serving.scheduler_laws import check_laws
+from phasewise.serving.scheduler_terms import (
+    MOST_PREEMPTIONS,
+    DraftRoom,
+    Flight,
+    SchedulerCounts,
+    SchedulerError,
+    SchedulerLimits,
+)
 from phasewise.serving.waiting_line import WaitingLine
 from phasewise.tuner.plans import Phase
-
-MOST_PREEMPTIONS = 3
-"""After this many preemptions a request is preempted for the oldest one only, and only once more."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """`context_length`: positions the model has. `max_waiting`: the queue's end; None for an endless one."""
-
-    context_length: int
-    max_batch_tokens: int = 2048  # Splitwise's knee: more tokens per prefill batch no longer raise throughput
-    max_sequences: int = 32
-    max_waiting: int | None = None
-    prefix_reuse: bool = True
-
-
-@dataclass(slots=True)
-class SchedulerCounts:
-    """What has happened since the start. They never fall."""
-
-    preemptions: int = 0
-    prefix_hits: int = 0
-    prefix_tokens_reused: int = 0
-    phase_switches: int = 0
-
-
-class _Flight(NamedTuple):
-    """A batch that is being computed."""
-
-    batch: Batch
-    sequences: tuple[LiveSequence, ...]
-    """Sequences of the batch's slices, in order."""
-    moved: frozenset[str]
-    """Requests, also of other batches, whose keys and values it copies."""
-
-
-class DraftRoom(NamedTuple):
-    """A sequence of a decode batch, and the most drafts that its slice may carry."""
-
-    sequence: LiveSequence
-    most: int
-
-
-class SchedulerError(AssertionError):
-    """The scheduler was misused or broke its own law: a bug, never a user's mistake."""
 
 
 class Scheduler:
@@ -93,12 +58,14 @@ class Scheduler:
         self._live: dict[str, LiveSequence] = {}
         self._waiting = WaitingLine()
         self._running: list[LiveSequence] = []  # by age
+        self._turns = PrefillTurns()
         self._prefixes = PrefixIndex(pool.n_slots, pool.rings) if limits.prefix_reuse else None
         self._copies: list[KvCopy] = []  # that the next batch brings, in their order
         self._moved: set[str] = set()  # whom they move
         self._n_admitted = 0
+        self._n_decoded = 0
         self._last_phase: Phase | None = None
-        self._in_flight: _Flight | None = None
+        self._in_flight: Flight | None = None
 
     @property
     def n_waiting(self) -> int:
@@ -118,9 +85,9 @@ class Scheduler:
         return bool(self._live)
 
     @property
-    def is_answering(self) -> bool:
-        """Whether somebody waits for the next token of an answer."""
-        return any(not one.is_prefilling for one in self._running)
+    def n_answering(self) -> int:
+        """Answers that wait for their next token."""
+        return sum(not one.is_prefilling for one in self._running)
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise why it can never run (RequestError) or cannot wait (QueueFull)."""
@@ -214,20 +181,21 @@ class Scheduler:
         sequence = self._live[request.request_id] = LiveSequence(request)
         self._waiting.join(sequence)
 
-    def next_batch(self, chunk_tokens: int | None = None) -> Batch | None:
+    def next_batch(self, chunk_tokens: int | None = None, most_rows: int | None = None) -> Batch | None:
         """What to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
 
-        chunk_tokens: the most prompt tokens of this step; None: as many as the limits allow.
+        chunk_tokens: the most prompt tokens of this step, 0 where answers come first; None: as many as the
+        limits allow. most_rows: the most answers of a decode step; None: all.
         """
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
         self._admit()
         most_tokens = self.limits.max_batch_tokens
         chunk = most_tokens if chunk_tokens is None else max(1, min(chunk_tokens, most_tokens))
-        if self._last_phase == "prefill":
-            batch = self._decode_batch() or self._prefill_batch(chunk)
+        if self._last_phase == "prefill" or chunk_tokens == 0:
+            batch = self._decode_batch(most_rows) or self._prefill_batch(chunk)
         else:
-            batch = self._prefill_batch(chunk) or self._decode_batch()
+            batch = self._prefill_batch(chunk) or self._decode_batch(most_rows)
         if batch is not None and batch.phase != self._last_phase:
             self.counts.phase_switches += self._last_phase is not None
             self._last_phase = batch.phase
@@ -337,35 +305,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise, with the numbers, unless the pool keeps its law and the running requests alone own slots."""
-        self.pool.check()
-        placements = {one.request_id: one.placement for one in self._running}
-        owned = self.pool.placements()
-        if owned != placements:
-            raise SchedulerError(f"the pool says {owned}, running requests say {placements}")
-        ages = [_age(sequence) for sequence in self._running]
-        if ages != sorted(ages):
-            raise SchedulerError(f"running requests of ages {ages} are not in order")
-        if len(self._waiting) != len(list(self._waiting)):
-            raise SchedulerError(f"{len(self._waiting)} requests wait, but {list(self._waiting)} do")
-        if sorted(self.request_ids()) != sorted(self._live):
-            raise SchedulerError(f"{sorted(self._live)} live, {self.request_ids()} run or wait")
-        for sequence in self._running:
-            self._check_running(sequence)
-
-    def _check_running(self, sequence: LiveSequence) -> None:
-        name, placement = sequence.request_id, sequence.placement
-        assert placement is not None
-        for counts in (
-            (0, sequence.n_computed, sequence.n_tokens, sequence.request.most_tokens),
-            (0, sequence.n_computed, placement.n_slots, self.pool.n_slots),
-            (0, sequence.n_preempted, MOST_PREEMPTIONS + 1),
-        ):
-            if list(counts) != sorted(counts):
-                raise SchedulerError(f"{name}: {counts} of {sequence} do not ascend")
-        if sequence.awaits_kv and not (sequence.is_pinned and sequence.n_computed == 0):
-            raise SchedulerError(f"{sequence} waits for keys and values in a block that is not kept for them")
-        if self._prefixes is not None and sequence.has_started:
-            self._prefixes.check(name, placement, sequence.n_computed)
+        check_laws(self.pool, self._running, self._waiting, self._live)
+        if self._prefixes is not None:
+            for one in self._running:
+                if one.has_started:
+                    self._prefixes.check(one.request_id, _placed(one), one.n_computed)
 
     def _refuse_impossible(self, request: Request) -> None:
         if not request.prompt_token_ids:
@@ -385,27 +329,75 @@ class Scheduler:
             raise SchedulerError(f"request {request.request_id!r} is here already")
 
     def _admit(self) -> None:
-        while len(self._running) < self.limits.max_sequences:
-            sequence = self._waiting.head
+        while len(self._waiting):
+            shares = self._shares()
+            sequence, is_due = self._next_to_admit(shares)
             if sequence is None:
                 return
-            times = sequence.n_preempted
-            if times > MOST_PREEMPTIONS and self._running and _age(self._running[0]) < _age(sequence):
-                return
-            demand = sequence.demand(in_full=times >= MOST_PREEMPTIONS)
-            grant = self.pool.reserve(sequence.request_id, demand)
-            if grant is None:
-                return
-            self._accept(sequence, grant)
-            if sequence.awaits_kv:
-                self._pin(sequence)
-                if self._prefixes is not None:
-                    self._prefixes.overwritten(grant.placement)
-            self._waiting.take()
-            if sequence.admission is None:
-                self._n_admitted += 1
-                sequence.admission = self._n_admitted
-            insort(self._running, sequence, key=_age)
+            while not self._has_place:
+                if not (is_due and self._gives_way(shares, shares.giver_of_place())):
+                    return
+            demand = _demand(sequence)
+            takes_slots = shares.has_nothing(sequence.request.client) and demand.held_tokens <= shares.slots
+            while (grant := self.pool.reserve(sequence.request_id, demand)) is None:
+                giver = shares.giver_of_slots() if takes_slots else None
+                if not self._gives_way(shares, giver or self._held_in_vain()):
+                    return
+            self._place(sequence, grant)
+
+    @property
+    def _has_place(self) -> bool:
+        """A prompt that waits for its hand-over holds none: others may wait for one that waits."""
+        return len(self._running) - sum(map(_is_held, self._running)) < self.limits.max_sequences
+
+    def _shares(self) -> ClientShares:
+        waiting = self._waiting.clients
+        return ClientShares(self.limits.max_sequences, self.pool.n_slots, self._running, waiting)
+
+    def _next_to_admit(self, shares: ClientShares) -> tuple[LiveSequence | None, bool]:
+        """The next request, and whether others give way for it: nothing runs of its client, or less than its
+        share. Where no such client waits, the head of the line."""
+        heads = [one for one in self._waiting.heads if not self._must_become_oldest(one)]
+        for sequence in heads:
+            if shares.has_nothing(sequence.request.client):
+                return sequence, True
+        for sequence in heads:
+            if shares.allows(sequence, _demand(sequence).held_tokens):
+                return sequence, True
+        return (heads[0] if heads else None), False
+
+    def _held_in_vain(self) -> LiveSequence | None:
+        """Where nothing runs that could be computed: the youngest prompt that no engine has a block for."""
+        if any(one.n_pending and not one.awaits_kv for one in self._running):
+            return None
+        held = (one for one in reversed(self._running) if _is_held(one) and not one.is_pinned)
+        return next(held, None)
+
+    def _must_become_oldest(self, sequence: LiveSequence) -> bool:
+        if sequence.n_preempted <= MOST_PREEMPTIONS:
+            return False
+        is_behind_running = bool(self._running) and _age(self._running[0]) < _age(sequence)
+        return is_behind_running or self._waiting.is_behind_older(sequence)
+
+    def _gives_way(self, shares: ClientShares, giver: LiveSequence | None) -> bool:
+        """Preempted for another client's share, which is not counted against it. False: there is none."""
+        if giver is None:
+            return False
+        shares.gave_way(giver)
+        self._preempt(giver)
+        return True
+
+    def _place(self, sequence: LiveSequence, grant: Grant) -> None:
+        self._accept(sequence, grant)
+        if sequence.awaits_kv:
+            self._pin(sequence)
+            if self._prefixes is not None:
+                self._prefixes.overwritten(grant.placement)
+        self._waiting.take(sequence)
+        if sequence.admission is None:
+            self._n_admitted += 1
+            sequence.admission = self._n_admitted
+        insort(self._running, sequence, key=_age)
 
     def _pin(self, sequence: LiveSequence) -> None:
         self.pool.pin(sequence.request_id)
@@ -430,8 +422,12 @@ class Scheduler:
         if self._prefixes is not None:
             self._prefixes.moved(sequence.request_id, grant.placement)
 
-    def _decode_batch(self) -> Batch | None:
+    def _decode_batch(self, most_rows: int | None) -> Batch | None:
         decoding = [one for one in self._running if not one.is_prefilling]
+        if most_rows is not None and most_rows < len(decoding):
+            chosen = set(sorted(decoding, key=lambda one: one.turn)[:most_rows])
+            decoding = [one for one in decoding if one in chosen]
+        self._n_decoded += 1
         for sequence in decoding:
             if sequence.placement is not None and sequence.n_tokens > sequence.placement.n_slots:
                 self._grow(sequence)
@@ -440,6 +436,8 @@ class Scheduler:
             for one in decoding
             if one.placement is not None and one.n_tokens <= one.placement.n_slots
         ]
+        for sequence, _ in going_on:
+            sequence.turn = self._n_decoded
         return self._fly("decode", going_on) if going_on else None
 
     def _grow(self, sequence: LiveSequence) -> None:
@@ -455,12 +453,18 @@ class Scheduler:
             last = self._last_to_come(sequence)
             if last is None:
                 return
+            last.n_preempted += 1
             self._preempt(last)
 
     def _last_to_come(self, growing: LiveSequence) -> LiveSequence | None:
-        """The sequence that must give way for `growing` or an older one; None: a pinned one will end."""
+        """The sequence that must give way for `growing` or an older one; None: a pinned one will end.
+
+        The youngest of clients that hold more than their share of the slots, else the youngest.
+        """
         is_oldest = self._running[0] is growing
-        for other in reversed(self._running):
+        shares = self._shares()
+        greedy = [one for one in self._running[1:] if shares.takes_too_much(one.request.client)]
+        for other in (*reversed(greedy), *reversed(self._running)):
             if other is growing:
                 break
             if not other.is_pinned and (is_oldest or other.n_preempted < MOST_PREEMPTIONS):
@@ -474,20 +478,15 @@ class Scheduler:
     def _preempt(self, sequence: LiveSequence) -> None:
         self.counts.preemptions += 1
         self._leave_pool(sequence, None)
-        sequence.n_preempted += 1
         self._waiting.rejoin(sequence)
 
     def _prefill_batch(self, room: int) -> Batch | None:
-        parts: list[tuple[LiveSequence, Tokens[int]]] = []
-        for sequence in self._running:
-            if room == 0:
-                break
-            if not sequence.can_prefill or not (sequence.has_started or self._start(sequence)):
-                continue
-            piece = sequence.pending_ids(min(sequence.n_pending, room))
-            parts.append((sequence, piece))
-            room -= len(piece)
-        return self._fly("prefill", parts) if parts else None
+        waiting = (one for one in self._running if one.can_prefill)
+        parts = self._turns.divide(waiting, room, lambda one: one.has_started or self._start(one))
+        pieces: list[tuple[LiveSequence, Tokens[int]]] = [
+            (one, one.pending_ids(parts[one])) for one in self._running if one in parts
+        ]
+        return self._fly("prefill", pieces) if pieces else None
 
     def _start(self, sequence: LiveSequence) -> bool:
         """Begin to write its block, with keys and values that others have computed. False: they soon will."""
@@ -527,17 +526,17 @@ class Scheduler:
         names = tuple(sequence.request_id for sequence in sequences)
         batch = Batch(phase, tuple(slices), names, tuple(self._copies))
         self._copies.clear()
-        self._in_flight = _Flight(batch, sequences, frozenset(self._moved))
+        self._in_flight = Flight(batch, sequences, frozenset(self._moved))
         self._moved.clear()
         return batch
 
-    def _flight_of(self, batch: Batch) -> _Flight:
+    def _flight_of(self, batch: Batch) -> Flight:
         flight = self._in_flight
         if flight is None or batch is not flight.batch:
             raise SchedulerError("only the batch that next_batch or extend gave last is under way")
         return flight
 
-    def _take_flight(self, batch: Batch) -> _Flight:
+    def _take_flight(self, batch: Batch) -> Flight:
         flight = self._flight_of(batch)
         self._in_flight = None
         return flight
@@ -580,6 +579,16 @@ def _room_for_drafts(sequence: LiveSequence) -> int:
     if placement is None or request.prefill_only:
         return 0
     return min(placement.n_slots, request.most_tokens - 1) - sequence.n_tokens
+
+
+def _demand(sequence: LiveSequence) -> Demand:
+    """What it must be given to run."""
+    return sequence.demand(in_full=sequence.n_preempted >= MOST_PREEMPTIONS)
+
+
+def _is_held(sequence: LiveSequence) -> bool:
+    """Whether it is a prompt that is computed, and waits for its hand-over."""
+    return sequence.request.prefill_only and not sequence.n_pending
 
 
 def _age(sequence: LiveSequence) -> int:

@@ -14,7 +14,8 @@ class WaitingLine:
 
     Each client has a queue in order of arrival. The client at the head gives one request and goes to the end,
     so a request with k requests of its own client before it, and n other clients, waits for at most
-    k + (k + 1) * n requests that were never admitted, however many each of the others has sent.
+    k + (k + 1) * n requests that were never admitted, however many each of the others has sent, unless its
+    client is passed over because it holds its share of what runs (`client_shares`).
     Requests of one client alone are first come, first served.
     """
 
@@ -38,11 +39,25 @@ class WaitingLine:
         return len(self._queues)
 
     @property
-    def head(self) -> LiveSequence | None:
-        """The request that is next, the same one until it is removed or one that was preempted comes."""
-        if self._preempted:
-            return self._preempted[0]
-        return next(iter(self._queues.values()))[0] if self._queues else None
+    def clients(self) -> set[str]:
+        """Clients with requests here, of both kinds."""
+        return {one.request.client for one in self._preempted}.union(self._queues)
+
+    @property
+    def heads(self) -> Iterator[LiveSequence]:
+        """The request of each client that is next among its own, in the order of their turns."""
+        seen = set()
+        for one in self._preempted:
+            if one.request.client not in seen:
+                seen.add(one.request.client)
+                yield one
+        for client, queue in self._queues.items():
+            if client not in seen:
+                yield queue[0]
+
+    def is_behind_older(self, sequence: LiveSequence) -> bool:
+        """Whether a request that was preempted is older."""
+        return bool(self._preempted) and self._preempted[0].age < sequence.age
 
     def join(self, sequence: LiveSequence) -> None:
         """A request that was never admitted, behind all others of its client."""
@@ -53,18 +68,18 @@ class WaitingLine:
         """A request that was preempted."""
         insort(self._preempted, sequence, key=lambda one: one.age)
 
-    def take(self) -> LiveSequence:
-        """Remove the head: it is admitted, and its client's turn is over. IndexError: the line is empty."""
-        if self._preempted:
-            return self._preempted.pop(0)
-        if not self._queues:
-            raise IndexError("no request waits")
-        client, queue = self._queues.popitem(last=False)
-        sequence = queue.popleft()
+    def take(self, sequence: LiveSequence) -> None:
+        """Remove one of `heads`: it is admitted, and its client's turn is over."""
+        if sequence.admission is not None:
+            self._preempted.remove(sequence)
+            return
+        client = sequence.request.client
+        queue = self._queues.pop(client)
+        assert queue[0] is sequence, f"{sequence} is not next"
+        queue.popleft()
         self._n_queued -= 1
         if queue:
             self._queues[client] = queue
-        return sequence
 
     def remove(self, sequence: LiveSequence) -> None:
         """A request that ends while it waits; its client keeps its place. ValueError: it does not wait."""

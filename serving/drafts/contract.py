@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.sampling import FloatVector, Sampler
-from phasewise.serving.scheduler import DraftRoom
+from phasewise.serving.scheduler_terms import DraftRoom
 
 MOST_DRAFTED = 15
 """Drafts of one sequence in one step: with the token before them 16 rows."""

@@ -21,7 +21,7 @@ from phasewise.serving.drafts.lengths import LEAST_GAIN
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.request import LiveSequence
 from phasewise.serving.sampling import FloatVector, Sampler
-from phasewise.serving.scheduler import DraftRoom
+from phasewise.serving.scheduler_terms import DraftRoom
 
 _FIRST_RATE = 0.7
 _CATCH_UP_TOKENS = 128  # of all sequences, in one step

@@ -233,6 +233,7 @@ _OF_LOADS: tuple[Row, ...] = (
     ("prefix_hits", "requests that took over a prompt computed before", "prefix_hits", CounterMetricFamily),
     ("prefix_tokens_reused", "tokens not computed again", "prefix_tokens_reused", CounterMetricFamily),
     ("phase_switches", "changes between prefill and decode", "phase_switches", CounterMetricFamily),
+    ("steps_over_tpot", "decode steps that took longer than --tpot", "steps_over_tpot", CounterMetricFamily),
 )
 _OF_DRAFTS: tuple[Row, ...] = (
     ("drafted_tokens", "tokens of answers that were drafted", "drafted", CounterMetricFamily),

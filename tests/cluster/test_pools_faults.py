@@ -14,16 +14,21 @@ import pytest
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 from phasewise.serving.errors import ServingError
+from phasewise.serving.guides import Grammar
+from phasewise.serving.messages import Submit
+from phasewise.serving.sampling import GREEDY, SamplingParams
 from tests.cluster.test_pools import tokens
 from tests.support.pools import (
     PoolServer,
     Told,
+    guides_of,
     mixed_requests,
     open_alone,
     pools,
     prompt,
     run_alone,
     size_of,
+    texts,
     tiny_model,
 )
 
@@ -99,3 +104,62 @@ def test_every_request_ends_and_nothing_stays_behind(
     with pools(model, size=size, kv_transfer=transfer, silent_s=1.5, most_restarts=100) as server:
         for _ in range(ROUNDS if number == signal.SIGKILL else 2):
             check_round(server, model, index, number, whole, round(draw.uniform(0, 0.4), 3))
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The other ranks of an instance."""
+    children = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+    return [child for child in children if b"rank_worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize("roles", [("mixed",), ("prompt", "token")], ids=["mixed", "divided"])
+def test_what_has_not_begun_runs_again_where_a_rank_is_killed(model: Path, roles: tuple[str, ...]) -> None:
+    """As `pools.md` promises it of instances, whose ranks are theirs."""
+    size = size_of(model, context_length=8192, kv_slots=32_768)
+    requests = [
+        replace(one, prompt_token_ids=prompt(3000, at), max_tokens=8)
+        for at, one in enumerate(mixed_requests(None))
+    ]
+    with open_alone(model, size, n_ranks=2) as opened:
+        whole = tokens(run_alone(opened, requests))
+    with pools(model, roles=roles, size=size, n_ranks=2, most_restarts=100) as server:  # type: ignore[arg-type]
+        for one in requests:
+            server.front.send(one)
+        os.kill(ranks_of(server.front.pids[0])[0], signal.SIGKILL)
+        server.wait_for(len(requests))
+
+        assert server.front.n_ranks_replaced == 1
+        assert server.front.n_requests_rerun > 0
+        for name in (one.request_id for one in requests):
+            if name in server.failures:
+                assert server.pieces.get(name), f"{name} had not begun: {server.failures[name]}"
+            else:
+                assert tokens({name: server.pieces[name]})[name] == whole[name]
+
+
+def test_no_request_ends_anothers_by_its_grammar(model: Path) -> None:
+    """Grammars that take longer, one after the other, than an instance may be silent."""
+    guides = guides_of(model)
+    numbers = [
+        Submit(
+            f"n{of}",
+            prompt(20, of),
+            8,
+            SamplingParams(temperature=0.0, top_logprobs=5),
+            guide=guides.compile_proven(Grammar.of_schema({"type": "integer", "multipleOf": of}), 1),
+            client="greedy",
+        )
+        for of in range(22_011, 22_051)
+    ]
+    plain = [
+        Submit(f"p{at}", prompt(50, at), 200, GREEDY, ignore_eos=True, client="other") for at in range(4)
+    ]
+    with pools(model, roles=("mixed",), silent_s=1.0) as server:
+        told = server.run([*plain, *numbers])
+
+        assert server.front.n_ranks_replaced == 0
+        assert all(texts(told)[one.request_id].strip("-").isdigit() for one in numbers)

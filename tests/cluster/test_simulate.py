@@ -13,6 +13,7 @@ from phasewise.cluster.links import Link
 from phasewise.cluster.requests import PREFIX_BLOCK_TOKENS, Arrival
 from phasewise.cluster.routing import Limits
 from phasewise.cluster.simulate import POLICY_NAMES, ClusterSpec, Pool, simulate
+from phasewise.serving.pacing import FIRST_TOKENS
 from tests.support.clusters import KV_BYTES, STEPS, assert_lawful, machine, mixed, split
 from tests.support.tiers import examples
 
@@ -26,6 +27,31 @@ def test_one_request_alone_takes_its_steps() -> None:
     assert life.tbt_s == pytest.approx(0.010)
     assert life.e2e_s == pytest.approx(0.3 + 4 * 0.010)
     assert result.machines[0].busy_s == pytest.approx(0.34)
+
+
+@examples(20)
+@given(
+    load=st.lists(
+        st.tuples(st.floats(0, 3), st.integers(1, 1000), st.integers(1, 200)), min_size=17, max_size=25
+    ),
+    small=st.lists(st.integers(0, 10), min_size=1, max_size=3, unique=True),
+    pools=st.sampled_from(["mixed", "split"]),
+)
+def test_a_small_client_waits_for_three_steps_whatever_another_one_has_sent(
+    load: list[tuple[float, int, int]], small: list[int], pools: str
+) -> None:
+    """For the step under way, for a decode step, and for the one that its prompt has a part of."""
+    kind = replace(machine(tpot_ms=100.0), max_sequences=16)
+    long = [Arrival(at, at_s, prompt, most, client="a") for at, (at_s, prompt, most) in enumerate(load)]
+    short = [Arrival(100 + at, at_s, 20, 2, client="small") for at, at_s in enumerate(small)]
+    arrivals = sorted(long + short, key=lambda one: one.at_s)
+    longest_s = kind.steps.prefill_s(FIRST_TOKENS)
+
+    result = simulate(mixed(1, kind) if pools == "mixed" else split(1, 1, kind), arrivals)
+
+    assert_lawful(result, arrivals)
+    waits = [life.prompt_end_s - life.arrival.at_s for life in result.lives if life.arrival.client == "small"]
+    assert max(waits) <= 2 * longest_s + kind.steps.decode_s(16, 16 * 1200) + 1e-6
 
 
 def test_decode_steps_after_a_prompt_may_take_longer() -> None:

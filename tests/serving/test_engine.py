@@ -23,7 +23,7 @@ from phasewise.serving.errors import (
     StepFailed,
 )
 from phasewise.serving.messages import Abort, Answer, Delivery, Failure, Submit
-from phasewise.serving.pacing import Pacing
+from phasewise.serving.pacing import PacedStep, Pacing
 from phasewise.serving.sampling import GREEDY, SamplingParams
 from phasewise.tuner.plans import Phase
 from tests.support.fake_engine import END, FakeRanks, encode, make_engine, next_letter, run_all, text_of
@@ -235,8 +235,8 @@ class ThreeWhileAnswering(Pacing):
         assert duration_ns > 0
         self.told.append((phase, n_tokens))
 
-    def chunk_tokens(self, *, is_answering: bool) -> int:
-        return 3 if is_answering else 64
+    def pace(self, n_answering: int) -> PacedStep:
+        return PacedStep(3 if n_answering else 64)
 
 
 def test_chunks_are_paced_while_answers_run() -> None:
@@ -249,6 +249,19 @@ def test_chunks_are_paced_while_answers_run() -> None:
 
     prefills = [n_tokens for phase, n_tokens in pacing.told if phase == "prefill"]
     assert prefills == [10, 10, 3, 3, 1]
+
+
+def test_a_promise_that_cannot_be_kept_is_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine()
+    engine.pacing = Pacing(1, 64)
+
+    run_all(engine, ask("a", "a", 9), ask("b", "b", 5))
+
+    told = [record for record in caplog.records if "--tpot promises" in record.getMessage()]
+    assert len(told) == 1
+    ranks = engine.ranks
+    assert isinstance(ranks, FakeRanks)
+    assert engine.load().steps_over_tpot == sum(batch.phase == "decode" for batch in ranks.batches)
 
 
 class Listener:

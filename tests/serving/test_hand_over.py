@@ -4,6 +4,7 @@ has two owners, and every token of an answer comes once, whatever the order of e
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from phasewise.serving.batch import Batch, KvCopy
 from phasewise.serving.pools.contract import Demand, Placement
 from phasewise.serving.request import Request
-from phasewise.serving.scheduler import Scheduler, SchedulerError, SchedulerLimits
+from phasewise.serving.scheduler import Scheduler
+from phasewise.serving.scheduler_terms import SchedulerError, SchedulerLimits
+from tests.serving.test_scheduler_laws import CLIENTS
 from tests.support.scheduled import POLICIES, any_pool, make, request, turn
 from tests.support.tiers import examples
 
@@ -145,9 +148,9 @@ lengths = st.lists(st.tuples(st.integers(1, 150), st.integers(1, 60)), min_size=
 
 @pytest.mark.parametrize("policy", POLICIES)
 @examples(60)
-@given(asked=lengths, mixed=st.booleans(), data=st.data())
+@given(asked=lengths, mixed=st.booleans(), clients=CLIENTS, data=st.data())
 def test_blocks_in_flight_are_conserved(
-    policy: str, asked: list[tuple[int, int]], mixed: bool, data: st.DataObject
+    policy: str, asked: list[tuple[int, int]], mixed: bool, clients: str, data: st.DataObject
 ) -> None:
     """Prompts on one scheduler, answers on the other (and, mixed, the other way round too): after every event
     each pool keeps its law, what is in flight is held on both sides, and every answer comes whole."""
@@ -156,7 +159,12 @@ def test_blocks_in_flight_are_conserved(
         for _ in range(2)
     ]
     requests = [
-        Request(str(index), tuple(range(1000 * index, 1000 * index + n_prompt)), n_answer)
+        Request(
+            str(index),
+            tuple(range(1000 * index, 1000 * index + n_prompt)),
+            n_answer,
+            client="a" if mixed else clients[index % len(clients)],  # blocks pinned on both sides could wait
+        )
         for index, (n_prompt, n_answer) in enumerate(asked)
     ]
     source = {one.request_id: index % 2 if mixed else 0 for index, one in enumerate(requests)}
@@ -168,7 +176,7 @@ def test_blocks_in_flight_are_conserved(
 
     def take(name: str) -> None:
         one = requests[int(name)]
-        sides[source[name]].add(Request(name, one.prompt_token_ids, 1, prefill_only=True))
+        sides[source[name]].add(replace(one, max_tokens=1, prefill_only=True))
         sides[1 - source[name]].expect(one)
 
     for step in range(20_000):

@@ -240,7 +240,7 @@ def test_what_a_window_sees_is_in_its_ring(
     pool = RingedPool(any_pool(policy, 1024, 620), rings)
     drafter = None if right is None else GuessingDrafter(answers, right, END)
     engine = make_engine(ranks, pool=pool, context_length=620, drafter=drafter)
-    engine._chunk_tokens = lambda: chunk  # type: ignore[method-assign]
+    engine._pace = lambda: (chunk, None)  # type: ignore[method-assign]
 
     got = run_all(engine, *[submit(one) for one in requests])
 

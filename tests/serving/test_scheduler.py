@@ -8,7 +8,8 @@ import pytest
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError
-from phasewise.serving.scheduler import Scheduler, SchedulerError
+from phasewise.serving.scheduler import Scheduler
+from phasewise.serving.scheduler_terms import SchedulerError
 from tests.support.scheduled import POLICIES, Turns, make, request, turn
 
 STOP = 7

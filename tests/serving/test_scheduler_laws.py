@@ -12,7 +12,8 @@ from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.request import Request
 from phasewise.serving.sampling import GREEDY
-from phasewise.serving.scheduler import MOST_PREEMPTIONS, Scheduler
+from phasewise.serving.scheduler import Scheduler
+from phasewise.serving.scheduler_terms import MOST_PREEMPTIONS
 from tests.support.fake_engine import END, AttentiveRanks, make_engine, run_all, text_of
 from tests.support.scheduled import POLICIES, Turns, any_pool, make
 from tests.support.tiers import examples
@@ -26,19 +27,34 @@ estimates = st.none() | st.builds(Estimate, st.floats(1, 200), st.floats(0, 1))
 asked = st.lists(st.tuples(lengths, shared, estimates), min_size=1, max_size=8)
 
 
-def requests_of(asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]]) -> list[Request]:
+CLIENTS = st.sampled_from(["a", "ab", "abc", "aaab"])
+"""Whose request each is, in turn."""
+
+
+def requests_of(
+    asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]], clients: str = "a"
+) -> list[Request]:
     requests = []
     for index, ((n_prompt, n_answer), (group, n_shared), estimate) in enumerate(asked):
         ids = np.arange(n_prompt) * 7 % 250
         ids[n_shared:] += index
         prompt = tuple(int(one) for one in (ids + group) % END)
-        requests.append(Request(str(index), prompt, n_answer, estimate=estimate))
+        client = clients[index % len(clients)]
+        requests.append(Request(str(index), prompt, n_answer, estimate=estimate, client=client))
     return requests
 
 
 def submit(request: Request) -> Submit:
     ids, most = request.prompt_token_ids, request.max_tokens
-    return Submit(request.request_id, ids, most, GREEDY, ignore_eos=True, estimate=request.estimate)
+    return Submit(
+        request.request_id,
+        ids,
+        most,
+        GREEDY,
+        ignore_eos=True,
+        estimate=request.estimate,
+        client=request.client,
+    )
 
 
 def attentive_engine(**options: object) -> Engine:
@@ -64,20 +80,23 @@ def test_answers_under_load_are_those_of_the_request_alone(
     asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]],
     data: st.DataObject,
 ) -> None:
-    """Chunks, company, growth, migration, preemption, reuse and aborts change no token of anybody else."""
+    """Chunks, company, growth, migration, preemption for room or for another client's share, reuse, turns at
+    decode steps and aborts change no token of anybody else."""
     reuse = data.draw(st.booleans(), label="reuse")
     engine = attentive_engine(
         pool=any_pool(policy, N_SLOTS, CONTEXT),
         max_sequences=data.draw(st.integers(1, 8)),
         prefix_reuse=reuse,
     )
-    requests = requests_of(asked)
+    requests = requests_of(asked, data.draw(CLIENTS, label="clients"))
     got: dict[str, list[int]] = {request.request_id: [] for request in requests}
     arriving, aborted = list(requests), set()
     chunk = data.draw(st.integers(1, 64), label="chunk")
-    engine._chunk_tokens = lambda: chunk  # type: ignore[method-assign]
+    rows = data.draw(st.none() | st.integers(1, 8), label="rows")
+    step = 0
+    engine._pace = lambda: (chunk if step % 7 else 0, rows)  # type: ignore[method-assign]
 
-    for step in range(10_000):
+    for step in range(20_000):
         if arriving and (step % 3 == 0 or not engine.has_work):
             engine.submit(submit(arriving.pop(0)))
         if step % 40 == 39 and engine.has_work and data.draw(st.booleans(), label="abort"):
@@ -115,19 +134,26 @@ class HalfDone(AttentiveRanks):
 
 
 @examples(60)
-@given(asked=asked, fails_at=st.integers(1, 12), policy=st.sampled_from(POLICIES), reuse=st.booleans())
+@given(
+    asked=asked,
+    fails_at=st.integers(1, 12),
+    policy=st.sampled_from(POLICIES),
+    reuse=st.booleans(),
+    clients=CLIENTS,
+)
 def test_who_was_to_be_moved_by_a_step_that_failed_is_computed_again(
     asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]],
     fails_at: int,
     policy: str,
     reuse: bool,
+    clients: str,
 ) -> None:
     """Requests outside the failed batch end with the answers that they get alone."""
     pool = any_pool(policy, N_SLOTS, CONTEXT)
     engine = make_engine(
         HalfDone(fails_at), pool=pool, kv_slots=N_SLOTS, context_length=CONTEXT, prefix_reuse=reuse
     )
-    requests = requests_of(asked)
+    requests = requests_of(asked, clients)
     for request in requests:
         engine.submit(submit(request))
     got: dict[str, list[int]] = {request.request_id: [] for request in requests}

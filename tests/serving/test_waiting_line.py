@@ -36,8 +36,15 @@ class FirstCome(WaitingLine):
         return iter(self._list)
 
     @property
-    def head(self) -> LiveSequence | None:
-        return self._list[0] if self._list else None
+    def clients(self) -> set[str]:
+        return {one.request.client for one in self._list}
+
+    @property
+    def heads(self) -> Iterator[LiveSequence]:
+        return iter(self._list[:1])
+
+    def is_behind_older(self, sequence: LiveSequence) -> bool:
+        return any(one.admission is not None and one.age < sequence.age for one in self._list)
 
     def join(self, sequence: LiveSequence) -> None:
         self._arrivals[sequence] = len(self._arrivals)
@@ -46,8 +53,8 @@ class FirstCome(WaitingLine):
     def rejoin(self, sequence: LiveSequence) -> None:
         insort(self._list, sequence, key=self._arrivals.__getitem__)
 
-    def take(self) -> LiveSequence:
-        return self._list.pop(0)
+    def take(self, sequence: LiveSequence) -> None:
+        self._list.remove(sequence)
 
     def remove(self, sequence: LiveSequence) -> None:
         self._list.remove(sequence)
@@ -73,9 +80,8 @@ def test_turns_keep_their_laws_whatever_comes_and_goes(steps: list[str], data: s
             bounds[name] = n_own + (n_own + 1) * (len(CLIENTS) - 1)
             line.join(new)
         elif step == "take" and waiting:
-            head = line.head
-            one = line.take()
-            assert one is head
+            one = next(line.heads)
+            line.take(one)
             preempted = [other for other in waiting.values() if other.admission is not None]
             if preempted:
                 assert one.admission == min(other.admission or 0 for other in preempted)
@@ -101,13 +107,15 @@ def test_turns_keep_their_laws_whatever_comes_and_goes(steps: list[str], data: s
         assert line.n_clients == len(
             {one.request.client for one in waiting.values() if one.admission is None}
         )
-    assert (line.head is None) == (not waiting)
+        heads = list(line.heads)
+        owners = [one.request.client for one in line]
+        assert [one.request.client for one in heads] == list(dict.fromkeys(owners))
+        assert set(heads) <= set(line)
+        assert line.clients == {one.request.client for one in heads}
 
 
-def test_who_does_not_wait_can_be_neither_taken_nor_removed() -> None:
+def test_who_does_not_wait_cannot_be_removed() -> None:
     line = WaitingLine()
-    with pytest.raises(IndexError, match="no request waits"):
-        line.take()
     with pytest.raises(ValueError, match="does not wait"):
         line.remove(sequence("a", 1))
 

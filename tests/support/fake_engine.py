@@ -13,7 +13,8 @@ from phasewise.serving.errors import RankLost
 from phasewise.serving.messages import Answer, Failure, Submit
 from phasewise.serving.pools.contract import KV_CHUNK, KvPool, PoolSettings
 from phasewise.serving.pools.opening import open_pool
-from phasewise.serving.scheduler import Scheduler, SchedulerLimits
+from phasewise.serving.scheduler import Scheduler
+from phasewise.serving.scheduler_terms import SchedulerLimits
 
 END = 256
 VOCAB_SIZE = 257

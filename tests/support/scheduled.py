@@ -9,7 +9,8 @@ from phasewise.serving.pools.contract import KvPool, PoolSettings
 from phasewise.serving.pools.opening import POLICIES as _BY_NAME
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.request import Request, TokenOut
-from phasewise.serving.scheduler import Scheduler, SchedulerLimits
+from phasewise.serving.scheduler import Scheduler
+from phasewise.serving.scheduler_terms import SchedulerLimits
 from tests.support.restless_pool import RestlessPool
 
 POLICIES = (*_BY_NAME, "restless")

@@ -19,7 +19,7 @@ from phasewise.serving.drafts.repeats import MOST_MATCHED, Repeats
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.request import LiveSequence, Request
 from phasewise.serving.sampling import GREEDY, Sampler
-from phasewise.serving.scheduler import DraftRoom
+from phasewise.serving.scheduler_terms import DraftRoom
 from tests.support.tiers import examples, n_examples
 
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=80)

@@ -18,8 +18,16 @@ from phasewise.serving.errors import RankLost
 from phasewise.serving.messages import Answer, Failure, Submit
 from phasewise.serving.request import Request
 from phasewise.serving.sampling import GREEDY, SamplingParams
-from phasewise.serving.scheduler import SchedulerError
-from tests.serving.test_scheduler_laws import CONTEXT, N_SLOTS, alone, attentive_engine, requests_of, submit
+from phasewise.serving.scheduler_terms import SchedulerError
+from tests.serving.test_scheduler_laws import (
+    CLIENTS,
+    CONTEXT,
+    N_SLOTS,
+    alone,
+    attentive_engine,
+    requests_of,
+    submit,
+)
 from tests.support.fake_engine import (
     END,
     VOCAB_SIZE,
@@ -215,21 +223,22 @@ def lookup_drafter() -> LookupDrafter:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @examples(20)
-@given(asked=asked, every=st.integers(2, 9), reuse=st.booleans(), chunk=st.integers(1, 64))
+@given(asked=asked, every=st.integers(2, 9), reuse=st.booleans(), chunk=st.integers(1, 64), clients=CLIENTS)
 def test_a_draft_model_changes_no_token_and_reads_what_it_has_computed(
     policy: str,
     asked: list[tuple[tuple[int, int], tuple[int, int], None]],
     every: int,
     reuse: bool,
     chunk: int,
+    clients: str,
 ) -> None:
     """Its slots move, are copied and are given to others with those of the model that is served."""
     drafter = model_drafter(lambda n_rows: n_rows % every == 0)
     engine = attentive_engine(
         pool=any_pool(policy, N_SLOTS, CONTEXT), max_sequences=4, prefix_reuse=reuse, drafter=drafter
     )
-    engine._chunk_tokens = lambda: chunk  # type: ignore[method-assign]
-    requests = requests_of(asked)
+    engine._pace = lambda: (chunk, None)  # type: ignore[method-assign]
+    requests = requests_of(asked, clients)
 
     got = run_all(engine, *[submit(one) for one in requests])
 

@@ -20,7 +20,8 @@ from phasewise.serving.errors import RequestError
 from phasewise.serving.pools.contract import Estimate, KvPool, PoolSettings
 from phasewise.serving.pools.opening import POLICIES, open_pool
 from phasewise.serving.request import Request
-from phasewise.serving.scheduler import Scheduler, SchedulerLimits
+from phasewise.serving.scheduler import Scheduler
+from phasewise.serving.scheduler_terms import SchedulerLimits
 from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError

@@ -1,0 +1,54 @@
+"""What the scheduler is told and what it tells. No policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from phasewise.serving.batch import Batch
+from phasewise.serving.request import LiveSequence
+
+MOST_PREEMPTIONS = 3
+"""After this many preemptions a request is preempted for the oldest one only, and only once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`context_length`: positions the model has. `max_waiting`: the queue's end; None for an endless one."""
+
+    context_length: int
+    max_batch_tokens: int = 2048  # Splitwise's knee: more tokens per prefill batch no longer raise throughput
+    max_sequences: int = 32
+    max_waiting: int | None = None
+    prefix_reuse: bool = True
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """What has happened since the start. They never fall."""
+
+    preemptions: int = 0
+    prefix_hits: int = 0
+    prefix_tokens_reused: int = 0
+    phase_switches: int = 0
+
+
+class Flight(NamedTuple):
+    """A batch that is being computed."""
+
+    batch: Batch
+    sequences: tuple[LiveSequence, ...]
+    """Sequences of the batch's slices, in order."""
+    moved: frozenset[str]
+    """Requests, also of other batches, whose keys and values it copies."""
+
+
+class DraftRoom(NamedTuple):
+    """A sequence of a decode batch, and the most drafts that its slice may carry."""
+
+    sequence: LiveSequence
+    most: int
+
+
+class SchedulerError(AssertionError):
+    """The scheduler was misused or broke its own law: a bug, never a user's mistake."""
