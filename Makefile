@@ -77,6 +77,7 @@ test-soak: build setup test-asan  ## hours: twenty times the examples, ASan, fuz
 	$(BIN)/python benchmarks/hostile.py
 	$(BIN)/python benchmarks/drawn_schemas.py --drawn 1000 --templates 1000
 	$(BIN)/python benchmarks/faults.py
+	$(BIN)/python benchmarks/row_laws.py --short --allow 0.25
 	$(if $(TRACE),$(BIN)/python benchmarks/soak.py --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
 
 test-cores: build setup  ## the kernels by the defaults of every kind of core (PHASEWISE_CORE), one after the other

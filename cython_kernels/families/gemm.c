@@ -223,12 +223,10 @@ typedef struct {
     int begins_part, ends_part, first_part, last_part;
 } pass;
 
-static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 /* The first of the fewest parts of at most `most`, all nearly equal: a short last tile would be slower by the row. */
 static int64_t fair_part(int64_t count, int64_t most) {
     return count <= most ? count : pieces(count, pieces(count, most));
 }
-static int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 /* The largest existing tile with at most these rows and panels; 1 x 1 always exists. */
 static tile_kernel *largest_tile(const tile_table *table, int *mr, int *np) {
@@ -446,19 +444,6 @@ static void block(const walk *k, pw_range rows, pw_range panels) {
             block_pass(k, &p, rows, panels, partial, total);
         } while (!p.ends_part);
     }
-}
-
-/* A pass that is not the last of its part ends with a fold. */
-static int64_t whole_folds(int64_t steps) {
-    return steps < F16_FOLD_STEPS ? F16_FOLD_STEPS : steps / F16_FOLD_STEPS * F16_FOLD_STEPS;
-}
-
-/* Rows that meet blocks as they are. Some kinds gain less by being unpacked than others: nibbles, which a tile of many
- * columns reads at little cost, and sub-scales; none gains anything where unpacking is beside dots. */
-static int64_t most_block_rows(const pw_weight *w) {
-    if (PW_DOT_OPERANDS && pw_core()->unpacks_beside_dots) return 8 * BLOCK_MR;
-    int gains_less = LANES == 16 ? pw_arithmetic_kind(w->kind) == PW_Q4 : LANES == 8 && pw_has_subs(w->kind);
-    return BLOCK_ROWS + (gains_less ? BLOCK_MR : 0);
 }
 
 /* Whether unpacking the weights costs less, for this number of rows, than reading them packed. */

@@ -11,6 +11,8 @@ enum { MAX_MR = PW_MOST_TILE, MAX_TILE_PANELS = 8, VECTORS = PW_PANEL / LANES, V
 PW_INLINE int inputs_per_vector_row(int kind) { return 1 << kind; }
 
 PW_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+PW_INLINE int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
+PW_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 #ifndef PW_FMA_ROUNDS_ONCE
 #define PW_FMA_ROUNDS_ONCE 0
@@ -56,6 +58,11 @@ PW_INLINE int64_t column_values_bytes(int64_t k) { return pw_padded_k(k) * Q8_AC
 enum { F16_FOLD_STEPS = 32, F16_FIELD_BYTES = 8, F16_TOP_FIELD = 7 - 1 + 15, F16_ROW_EXPONENT = 1 };
 PW_INLINE int32_t f16_fields_less(int32_t top_exponent) {
     return top_exponent > F16_TOP_FIELD ? top_exponent - F16_TOP_FIELD : 0;
+}
+
+/* A pass that is not the last of its part ends with a fold. */
+PW_INLINE int64_t whole_folds(int64_t steps) {
+    return steps < F16_FOLD_STEPS ? F16_FOLD_STEPS : steps / F16_FOLD_STEPS * F16_FOLD_STEPS;
 }
 
 /* Lines that a dense kernel asks for, one a step: of each panel from `values` on, and of two rows this many bytes from

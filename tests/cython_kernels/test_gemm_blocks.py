@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cython_kernels import _native, isa, packing
+from phasewise.cython_kernels import _native, core, isa, packing
 from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.errors import WeightError
 from tests.support.gemm_reference import expected, random_blocks
@@ -62,7 +62,7 @@ def test_a_row_is_unpacked_to_the_numbers_that_packing_says(name: str, kind: str
 @given(
     n=st.integers(1, 100),
     k=st.integers(1, 1300),
-    m=st.sampled_from((1, 2, 4, 5, 9, 19)),
+    m=st.sampled_from((1, 2, 4, 5, 6, 7, 8, 9, 13, 19, 26)),
     mr=st.sampled_from(SIZES),
     panels=st.sampled_from(SIZES),
     block_k=st.sampled_from((1, 32, 320, 1000)),
@@ -111,6 +111,47 @@ def test_a_product_is_that_of_the_same_numbers_in_wide_groups(kind: str) -> None
     wide = _native.gemm(x, packing.pack_quant(packing.widened(rows)))
 
     assert np.array_equal(narrow, wide)
+
+
+@pytest.mark.parametrize(("name", "kind"), WAYS)
+def test_rows_have_the_same_bits_however_many_there_are(name: str, kind: str) -> None:
+    """By the defaults of every kind of core: by one tile, by several, and by way of unpacked weights."""
+    weight = packing.pack_blocks(random_blocks(kind, 33, 512, np.random.default_rng(5)))
+    x = np.random.default_rng(6).standard_normal((68, 512), dtype=np.float32)
+
+    with isa.using(name):
+        alone = np.concatenate([_native.gemm(row[None], weight) for row in x])
+        for traits in core.names():
+            with core.using(traits):
+                for m in (*range(1, 28), 64, 65, 68):
+                    assert np.array_equal(_native.gemm(x[:m], weight), alone[:m]), (traits, m)
+
+
+@pytest.mark.parametrize("name", isa.usable())
+def test_large_exponents_are_scaled_alike_by_few_rows_and_by_many(name: str) -> None:
+    """What takes the float bias off such a scale is not finite: sums are then scaled in two steps."""
+    rows = random_blocks("mxfp4", 16, 256, np.random.default_rng(7))
+    exponents = np.arange(238, 238 - rows.scales.size, -1, dtype=np.uint8).reshape(rows.scales.shape)
+    weight = packing.pack_blocks(replace(rows, scales=exponents))
+    x = np.full((40, 256), 2.0**-60, np.float32)
+
+    with isa.using(name):
+        many, one = _native.gemm(x, weight), _native.gemm(x[:1], weight)
+
+    assert np.isfinite(one).all()
+    assert np.array_equal(many, np.repeat(one, 40, axis=0))
+
+
+@pytest.mark.parametrize("name", isa.usable())
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_default_tile_has_all_of_a_few_rows(name: str, kind: str) -> None:
+    """A few rows never meet the same blocks twice: one tile has four, and panels follow one another."""
+    weight = packing.pack_blocks(random_blocks(kind, 64, 256, np.random.default_rng(8)))
+
+    with isa.using(name):
+        for m in range(1, 5):
+            schedule = _native.default_schedule(weight, m)
+            assert (schedule["mr"], schedule["panels"]) == (m, 1)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
