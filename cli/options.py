@@ -90,8 +90,8 @@ def kv_format_option(panel: str | None = None) -> Any:
     return typer.Option(
         "--kv-format",
         envvar="PHASEWISE_KV_FORMAT",
-        help="format of keys and values; auto: f32 beside f32 weights, else int16 where the CPU has 16-bit dots,"
-        " or f16; int4: 5 bits a number",
+        help="format of keys and values; auto: f32 beside f32 weights, else int16 where the CPU has dots of"
+        " 16 bits, else f16; int4: 5 bits a number",
         rich_help_panel=panel,
     )
 

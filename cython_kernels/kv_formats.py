@@ -5,11 +5,12 @@ from __future__ import annotations
 from phasewise.cython_kernels import _native
 
 KV_FORMATS: tuple[str, ...] = _native.KV_FORMATS
-"""`f32`, `f16`, `bf16`; `int8` and `int16` with a scale for each key and each value; `int4` with two for 32 numbers."""
+"""`f32`, `f16`, `bf16`; `int16` and `int8` with a scale for each key and each value; `int4` with two for
+every 32 numbers."""
 
 
-def fastest_of_two_bytes() -> str:
-    """`int16` where the active instruction set multiplies pairs of them at twice the rate of float32, else `f16`."""
+def fastest_of_16_bits() -> str:
+    """`int16` where the active instruction set multiplies those at twice the rate of float32, else `f16`."""
     return "int16" if _native.multiplies_pairs() else "f16"
 
 

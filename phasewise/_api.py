@@ -88,8 +88,9 @@ class Model:
 
         temperature: 0 takes the likeliest token at each step. top_k, top_p: sample from the k likeliest
         tokens, and from the likeliest ones whose probabilities sum to top_p. kv_format: auto, f32, f16,
-        bf16, int16, int8 or int4. on_text: called with each piece of text as soon as it is made. Raises RequestError for
-        a request that the model cannot take, ContextLengthExceeded for one that is too long.
+        bf16, int16, int8 or int4. on_text: called with each piece of text as soon as it is made. Raises
+        RequestError for a request that the model cannot take, ContextLengthExceeded for one that is too
+        long.
         """
         from phasewise.serving.messages import Submit
         from phasewise.serving.one_answer import OneAnswer

@@ -11,18 +11,18 @@
  * 1 + d, |d| <= ((head_dim + 4) S + 4) * 2^-23, hence |error| <= (2 d + (n + 2 n / PW_CHUNK + 4) * 2^-23) * max |v_j|.
  * Keys and values stored as float16 are off by up to 2^-11 of themselves before that, as bfloat16 by 2^-8.
  *
- * int8: a key is scale * c, c integers up to 127, scale = max |k| / 127, and so is a value. The chain runs over c; scores
- * are multiplied by their key's scale and weights, once summed, by their value's. That rounds once more each: head_dim +
- * 5 and n + 1 above, for keys and values as they are stored. Those are off by up to e = 0.5001 scale in every element: a
- * score by d_k = e_k sum |q_i|, the result by (exp(2 max d_k) - 1) max |v_j| + max e_v.
+ * int8: a key is scale * c, c integers up to 127, scale = max |k| / 127, and so is a value; in int16 c is at most
+ * pw_key_limit or PW_VALUE_LIMIT. Where attention_pairs.c does not multiply them, the chain runs over c; scores are
+ * multiplied by their key's scale and weights, once summed, by their value's. That rounds once more each: head_dim + 5 and
+ * n + 1 above, for keys and values as they are stored. Those are off by up to e = 0.5001 scale in every element: a score
+ * by d_k = e_k sum |q_i|, the result by (exp(2 max d_k) - 1) max |v_j| + max e_v.
  *
  * int4: 32 numbers are minimum + scale * c, c integers from 0 to 15, computed in float32 by one rounding (scale and
  * minimum are bfloat16: the product is exact); then they are multiplied as float32 storage is, bit for bit. They are
  * off by up to e = 0.5001 scale + 2^-23 max |x|, and scale <= (max x - min x + 2^-7 |min x|) / 15 * (1 + 2^-7),
  * because the minimum is rounded down and the scale up; where that is below 2^-100, scale = 0 and e = 2^-100. */
-#include "families/attention_stored.h"
-
 #include "families/attention_pairs.h"
+#include "families/attention_stored.h"
 
 #include "families/attention_weights.c"
 
@@ -65,11 +65,18 @@ PW_INLINE void attend_product(const int rows, const int panels, const int format
                                                     int64_t c_stride) {                                        \
         attend_product(ROWS, PANELS, PW_KV_##FORMAT, steps, a, b, c, c_stride);                                \
     }
+#ifdef PW_ATTEND_PAIRS
+#define ATTEND_BYTES(ROWS, PANELS)
+#define ATTEND_BYTES_NAME(ROWS, PANELS)
+#else
+#define ATTEND_BYTES(ROWS, PANELS) ATTEND(ROWS, PANELS, INT8)
+#define ATTEND_BYTES_NAME(ROWS, PANELS) [PW_KV_INT8] = attend_##ROWS##_##PANELS##_INT8
+#endif
 #define ATTEND_FORMATS(ROWS, PANELS) \
-    ATTEND(ROWS, PANELS, F32) ATTEND(ROWS, PANELS, F16) ATTEND(ROWS, PANELS, BF16) ATTEND(ROWS, PANELS, INT8)
+    ATTEND(ROWS, PANELS, F32) ATTEND(ROWS, PANELS, F16) ATTEND(ROWS, PANELS, BF16) ATTEND_BYTES(ROWS, PANELS)
 #define ATTEND_FORMAT_NAMES(ROWS, PANELS)                                                              \
     [(ROWS)-1][(PANELS)-1] = {attend_##ROWS##_##PANELS##_F32, attend_##ROWS##_##PANELS##_F16, \
-                              attend_##ROWS##_##PANELS##_BF16, attend_##ROWS##_##PANELS##_INT8},
+                              attend_##ROWS##_##PANELS##_BF16, ATTEND_BYTES_NAME(ROWS, PANELS)},
 #if defined(__AVX512F__)
 #define NARROW(ROWS) ATTEND_FORMATS(ROWS, 1) ATTEND_FORMATS(ROWS, 2)
 #define WIDE(ROWS) NARROW(ROWS) ATTEND_FORMATS(ROWS, 3) ATTEND_FORMATS(ROWS, 4)
@@ -253,7 +260,8 @@ static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries,
         .format = head->format,
     };
     float *keys = scratch + ATTEND_ROWS * PW_ROW_STRIDE, *values = keys + (PW_CHUNK + PW_PANEL) * head->head_dim;
-    int widens = head->format == PW_KV_INT4 || head->format == PW_KV_INT16 || (head->format != PW_KV_F32 && queries->rows > ATTEND_ROWS);
+    int widens = head->format == PW_KV_INT4 || head->format == PW_KV_INT16 ||
+                 (head->format != PW_KV_F32 && queries->rows > ATTEND_ROWS);
     if (widens && all.begin < all.end)
         data = widened(head, data, all.end - all.begin, keys, values);
     for (int row = 0; row < queries->rows; row += most) {

@@ -3,12 +3,14 @@
  * Of a query row a unit is |q| / QUERY_NORM (2-norm), of a key and a value the scale that is stored with it; queries are
  * rounded to whole units here, keys and values were when they were stored. A score is their product, exact in int32
  * (pw_key_limit), times both units. Weights, times their values' units, are rounded to whole units of their own: the
- * largest in the chunk has at most 32,767 of them, and all together so many that their sum with values fits (weight_sum).
+ * largest possible in the chunk has 32,767 of them, and all together at most so many that their sum with values fits
+ * (weight_sum).
  *
  * Error against float64 over keys and values as they are stored: what attention.c says of float32 with head_dim + 10 in
  * place of head_dim + 4; a score by d_q = 0.501 |q| sum |k_i| / QUERY_NORM more, the result hence by (exp(2 max d_q) - 1)
  * max |v_j|; and by the weights' rounding, 0.501 PW_CHUNK / 32,767 max |v_j|. That is the worst, of a chunk in which one
- * weight is nearly all; roundings of both signs, as they are found, leave a hundredth of it. Each step looks at one row, and at what it sees, alone. */
+ * weight is nearly all; roundings of both signs, as they are found, leave a hundredth of it. Each step looks at one row,
+ * and at what it sees, alone. */
 #ifdef PW_ATTEND_PAIRS
 
 static const float QUERY_NORM = PW_KV_QUERY_NORM, WEIGHT_MOST = 32767.0f, LEAST_WEIGHT = 0x1p-120f;
@@ -45,8 +47,10 @@ typedef struct {
     const float *key_units; /* by slot, from that panel on */
     float *value_units;     /* by position in the chunk */
     int64_t first_panel;
-    span seen;          /* by any row */
-    const char *wanted; /* after the keys */
+    float most_units;       /* of all weights of a row */
+    float largest_unit;     /* of the values, where all are seen */
+    span seen;              /* by any row */
+    const char *wanted;     /* after the keys */
 } pair_chunk;
 
 /* Asks for a line of what is wanted beside what is read: `at` counts bytes of both. */
@@ -62,9 +66,24 @@ static void widen_byte_keys(const int8_t *from, int64_t pairs, const char *wante
     }
 }
 
+/* Units of a vector of values; 0 where a row does not see them. */
+PW_INLINE vf seen_units(const float *units, int64_t j, span own) {
+    if (own.begin <= j && j + LANES <= own.end) return v_load(units + j);
+    float seen[LANES] = {0};
+    for (int64_t i = j < own.begin ? own.begin : j; i < j + LANES && i < own.end; ++i) seen[i - j] = units[i];
+    return v_load(seen);
+}
+
+/* The largest unit of a value that a row sees; NaN is skipped. */
+static float largest_unit(const float *units, span own) {
+    vf most = v_zero();
+    for (int64_t j = own.begin / LANES * LANES; j < own.end; j += LANES) most = v_max(seen_units(units, j, own), most);
+    return v_max_all(most);
+}
+
 /* Values of the pairs of positions of which some are seen, in a chunk whose slots begin at `origin`. What lies after the
  * last is never read: its weight is 0, so that its partner may stand for it. wanted: what to ask for meanwhile. */
-static void pair_values(const pw_kv_head *head, int64_t origin, const char *wanted, const pair_chunk *out) {
+static void pair_values(const pw_kv_head *head, int64_t origin, const char *wanted, pair_chunk *out) {
     span seen = out->seen;
     int64_t dim = head->value_dim, bytes = head->format == PW_KV_INT8 ? 1 : 2, begin = seen.begin / 2 * 2;
     for (int64_t p = begin; p < seen.end; p += 2) {
@@ -78,6 +97,7 @@ static void pair_values(const pw_kv_head *head, int64_t origin, const char *want
                 vi_store(to + i, paired(words_of_bytes((const int8_t *)low + i), words_of_bytes((const int8_t *)high + i)));
     }
     memcpy(out->value_units + begin, head->value_scales + origin + begin, sizeof(float) * (size_t)(seen.end - begin));
+    if (seen.begin == 0 && seen.end == PW_CHUNK) out->largest_unit = largest_unit(out->value_units, seen);
 }
 
 /* ---- products --------------------------------------------------------------------------------------------------- */
@@ -103,7 +123,8 @@ PW_INLINE void pair_product(const int rows, const int panels, const int of_colum
     PW_UNROLL for (int r = 0; r < rows; ++r)
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) sum[r][v] = vi_set1(0);
     for (int64_t k = 0; k < steps; ++k, data += step) {
-        if (of_columns) PW_UNROLL for (int panel = 0; panel < panels; ++panel) ask_with(wanted, (k * panels + panel) * PW_PANEL * 4);
+        if (of_columns)
+            PW_UNROLL for (int panel = 0; panel < panels; ++panel) ask_with(wanted, (k * panels + panel) * PW_PANEL * 4);
         vi x[ATTEND_PANELS * PER_PANEL];
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v)
             x[v] = vi_load(data + v / PER_PANEL * panel_step + v % PER_PANEL * LANES);
@@ -160,41 +181,31 @@ static void pair_multiply(int rows, int64_t panels, int of_columns, int64_t step
 
 /* ---- one tile of rows over one chunk ---------------------------------------------------------------------------- */
 
-/* Units of a vector of values; 0 where a row does not see them. */
-PW_INLINE vf seen_units(const float *units, int64_t j, span own) {
-    if (own.begin <= j && j + LANES <= own.end) return v_load(units + j);
-    float seen[LANES] = {0};
-    for (int64_t i = j < own.begin ? own.begin : j; i < j + LANES && i < own.end; ++i) seen[i - j] = units[i];
-    return v_load(seen);
-}
-
-/* Units that the weights of a chunk have together: this and 64 of roundings times the largest value is below 2^31. */
-static float weight_sum(int32_t format) { return format == PW_KV_INT8 ? 127.0f * WEIGHT_MOST : 262000.0f; }
-
 /* Scores to weights in int16, in place: factors[r] is what a score of the row is multiplied by. A row of int16 begins
  * where its scores do. Of each row: top, sum, and the unit of its weights times values. */
-static void weigh_pairs(float *scores, const span *own, int rows, span all, const float *factors, const float *value_units,
-                        float most_units, pw_partial out, float *units) {
+static void weigh_pairs(float *scores, const span *own, int rows, span all, const float *factors, const pair_chunk *data,
+                        pw_partial out, float *units) {
+    const float *value_units = data->value_units;
     span vectors[ATTEND_ROWS];
-    vf total[ATTEND_ROWS], scaled[ATTEND_ROWS], largest[ATTEND_ROWS];
+    vf total[ATTEND_ROWS], scaled[ATTEND_ROWS];
     find_tops(scores, own, rows, vectors, out.top);
     for (int r = 0; r < rows; ++r) {
         float *row = scores + r * PW_ROW_STRIDE;
-        vf factor = v_set1(LOG2_E * factors[r]), shift = v_set1(-(LOG2_E * factors[r]) * out.top[r]);
-        total[r] = scaled[r] = largest[r] = v_zero();
+        vf factor = v_set1(LOG2_E * factors[r]), shift = v_set1(out.top[r]);
+        total[r] = scaled[r] = v_zero();
         for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) {
-            vf weight = v_exp2(v_fma(v_load(row + j), factor, shift));
+            vf weight = v_exp2(v_mul(v_sub(v_load(row + j), shift), factor));
             vf with_unit = v_mul(weight, seen_units(value_units, j, own[r]));
             v_store(row + j, with_unit);
             total[r] = v_add(total[r], weight);
             scaled[r] = v_add(scaled[r], with_unit);
-            largest[r] = v_max(largest[r], with_unit);
         }
         if (own[r].begin < own[r].end) out.top[r] *= factors[r];
     }
     for (int r = 0; r < rows; ++r) {
-        float *row = scores + r * PW_ROW_STRIDE, unit = v_sum(scaled[r]) / most_units;
-        float of_largest = v_max_all(largest[r]) / WEIGHT_MOST;
+        float *row = scores + r * PW_ROW_STRIDE, unit = v_sum(scaled[r]) / data->most_units;
+        int whole = own[r].begin == 0 && own[r].end == PW_CHUNK;
+        float of_largest = (whole ? data->largest_unit : largest_unit(value_units, own[r])) / WEIGHT_MOST;
         int16_t *words = (int16_t *)(void *)row;
         out.sum[r] = v_sum(total[r]);
         if (of_largest > unit) unit = of_largest;
@@ -211,7 +222,7 @@ static void weigh_pairs(float *scores, const span *own, int rows, span all, cons
 /* queries as round_queries leaves them; the chunk's first position lies in slot `origin`. The first tile pairs the values,
  * which are asked for while it reads keys. */
 static void attend_tile_pairs(const pw_kv_head *head, const pw_queries *queries, int row, int rows, int64_t chunk,
-                              int64_t origin, const pair_chunk *data, float *scores, pw_partial out) {
+                              int64_t origin, pair_chunk *data, float *scores, pw_partial out) {
     span own[ATTEND_ROWS], all = NOTHING;
     float factors[ATTEND_ROWS], units[ATTEND_ROWS];
     const float *q = queries->q + (int64_t)row * PW_ROW_STRIDE;
@@ -233,12 +244,15 @@ static void attend_tile_pairs(const pw_kv_head *head, const pw_queries *queries,
     }
     if (row == 0 && data->seen.begin < data->seen.end) pair_values(head, origin, queries->next_keys, data);
     pw_partial sums = {out.top + row, out.sum + row, NULL};
-    weigh_pairs(scores, own, rows, all, factors, data->value_units, weight_sum(head->format), sums, units);
+    weigh_pairs(scores, own, rows, all, factors, data, sums, units);
     pair_matrix values = {data->values + all.begin / 2 * head->value_dim, head->value_dim, PW_PANEL, NULL};
     int64_t pairs = all.begin < all.end ? (all.end + 1) / 2 - all.begin / 2 : 0;
     pair_multiply(rows, head->value_dim / PW_PANEL, 0, pairs, (const char *)((int16_t *)(void *)scores + all.begin / 2 * 2),
                   values, units, out.values + (int64_t)row * head->value_dim, head->value_dim);
 }
+
+/* Units that the weights of a chunk have together: this and 64 of roundings times the largest value is below 2^31. */
+static float weight_sum(int32_t format) { return format == PW_KV_INT8 ? 127.0f * WEIGHT_MOST : 262000.0f; }
 
 /* attend_chunk over what `all` rows see. */
 static void attend_chunk_pairs(const pw_kv_head *head, const pw_queries *queries, int most, span all, int64_t chunk,
@@ -247,7 +261,14 @@ static void attend_chunk_pairs(const pw_kv_head *head, const pw_queries *queries
     int32_t *values = keys + (PW_CHUNK + PW_PANEL) * head->head_dim / 2;
     int64_t panel = (origin + all.begin) / PW_PANEL, pairs = head->head_dim / 2;
     int64_t value_bytes = pw_kv_elements(head->format, head->value_dim) * pw_kv_element_bytes(head->format);
-    pair_chunk data = {keys, values, NULL, (float *)(void *)(values + PW_CHUNK / 2 * head->value_dim), panel, all, NULL};
+    pair_chunk data = {
+        .keys = keys,
+        .values = values,
+        .value_units = (float *)(void *)(values + PW_CHUNK / 2 * head->value_dim),
+        .first_panel = panel,
+        .most_units = weight_sum(head->format),
+        .seen = all,
+    };
     if (all.begin < all.end) {
         int64_t panels = (origin + all.end - 1) / PW_PANEL + 1 - panel;
         const char *wanted = (const char *)head->values + (origin + all.begin) * value_bytes;

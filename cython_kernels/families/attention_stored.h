@@ -1,6 +1,7 @@
 /* The formats of stored keys and values (pw_kv_format), in the words of each vocabulary: LANES of them as float32.
  * Of int4: v_codes_of_words has code number `code` of each of LANES words, v_codes LANES codes of consecutive words from
- * number `first` on; v_low_words and v_high_words have the halves of LANES words of int16; v_low_bf16 and v_high_bf16 have the halves of LANES words. */
+ * number `first` on; v_low_words and v_high_words have the halves of LANES words as int16, v_low_bf16 and v_high_bf16
+ * as bf16. */
 #ifndef PHASEWISE_FAMILIES_ATTENTION_STORED_H
 #define PHASEWISE_FAMILIES_ATTENTION_STORED_H
 
@@ -97,7 +98,9 @@ PW_INLINE vf v_load_i16(const int16_t *p) { return (vf){p[0], p[1], p[2], p[3]};
 PW_INLINE float low_word(uint32_t word) { return (float)(int16_t)word; }
 PW_INLINE float high_word(uint32_t word) { return (float)(int16_t)(word >> 16); }
 PW_INLINE vf v_low_words(const uint32_t *p) { return (vf){low_word(p[0]), low_word(p[1]), low_word(p[2]), low_word(p[3])}; }
-PW_INLINE vf v_high_words(const uint32_t *p) { return (vf){high_word(p[0]), high_word(p[1]), high_word(p[2]), high_word(p[3])}; }
+PW_INLINE vf v_high_words(const uint32_t *p) {
+    return (vf){high_word(p[0]), high_word(p[1]), high_word(p[2]), high_word(p[3])};
+}
 PW_INLINE float code_of(uint32_t word, int code) { return (float)(word >> 4 * code & 15); }
 PW_INLINE vf v_codes_of_words(const uint32_t *p, const int code) {
     return (vf){code_of(p[0], code), code_of(p[1], code), code_of(p[2], code), code_of(p[3], code)};

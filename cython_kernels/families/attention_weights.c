@@ -72,10 +72,10 @@ static void weigh(float *scores, const span *own, int rows, span all, float *top
     find_tops(scores, own, rows, vectors, top);
     for (int r = 0; r < rows; ++r) {
         float *row = scores + r * PW_ROW_STRIDE;
-        vf factor = v_set1(LOG2_E), shift = v_set1(-LOG2_E * top[r]);
+        vf factor = v_set1(LOG2_E), shift = v_set1(top[r]);
         total[r] = v_zero();
         for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) {
-            vf weight = v_exp2(v_fma(v_load(row + j), factor, shift));
+            vf weight = v_exp2(v_mul(v_sub(v_load(row + j), shift), factor));
             v_store(row + j, weight);
             total[r] = v_add(total[r], weight);
         }
