@@ -72,7 +72,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     tokens, formats = options.tokens, options.formats.split(",")
-    with isa.using(options.isa), _native.Team(list(range(options.threads))) as team:
+    with isa.using(options.isa):
+        team = _native.Team(list(range(options.threads)))
         best: dict[tuple[str, str], float] = {}
         layers = {name: _layers(name, options) for name in formats}
         systems = {name: Layers(team, name, options, layers[name]) for name in formats}
