@@ -129,7 +129,7 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--formats", default="f32,bf16,int8,native", help="the first is the yardstick")
-    parser.add_argument("--kv-formats", default="auto", help="auto, f32, f16, bf16, int8")
+    parser.add_argument("--kv-formats", default="auto", help="auto, f32, f16, bf16, int16, int8, int4")
     parser.add_argument("--arithmetics", default="groups", help="of K-quants: groups, blocks")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--tokens", type=int, default=N_TOKENS, help=f"of the text, {N_TOKENS} by default")

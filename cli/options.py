@@ -43,12 +43,13 @@ class KQuantArithmetic(StrEnum):
 
 
 class KvFormat(StrEnum):
-    """How keys and values are stored. `auto`: f16, or f32 beside f32 weights; int4: 5 bits a number."""
+    """How keys and values are stored. `auto`: `forward.resolve_kv_format`; int4: 5 bits a number."""
 
     auto = "auto"
     f32 = "f32"
     f16 = "f16"
     bf16 = "bf16"
+    int16 = "int16"
     int8 = "int8"
     int4 = "int4"
 
@@ -89,7 +90,8 @@ def kv_format_option(panel: str | None = None) -> Any:
     return typer.Option(
         "--kv-format",
         envvar="PHASEWISE_KV_FORMAT",
-        help="format of keys and values; auto: f16, or f32 beside f32 weights; int4: 5 bits a number",
+        help="format of keys and values; auto: f32 beside f32 weights, else int16 where the CPU has dots of"
+        " 16 bits, else f16; int4: 5 bits a number",
         rich_help_panel=panel,
     )
 

@@ -201,6 +201,7 @@ static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_
             a->work.last[n] = program->bidirectional ? end : position;
             a->work.first[n] = first_seen(&program->kinds[a->op->kind], position);
         }
+    a->run->kernels->ops.prepare_queries(program->capacity.kv_format, shape->head_dim, n, a->work.q);
     return (pw_queries){a->work.q, a->work.first, a->work.last, n, program->step.tile_rows, a->op->cap, NULL};
 }
 

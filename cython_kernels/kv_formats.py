@@ -7,7 +7,13 @@ from __future__ import annotations
 from phasewise.cython_kernels import _native
 
 KV_FORMATS: tuple[str, ...] = _native.KV_FORMATS
-"""`f32`, `f16`, `bf16`; `int8` with a scale for each key and each value."""
+"""`f32`, `f16`, `bf16`; `int16` and `int8` with a scale for each key and each value; `int4` with two for
+every 32 numbers."""
+
+
+def fastest_of_16_bits() -> str:
+    """`int16` where the active instruction set multiplies those at twice the rate of float32, else `f16`."""
+    return "int16" if _native.multiplies_pairs() else "f16"
 
 
 def kv_slot_bytes(kv_format: str, head_dim: int) -> int:

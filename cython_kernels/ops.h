@@ -2,6 +2,8 @@
 #ifndef PHASEWISE_OPS_H
 #define PHASEWISE_OPS_H
 
+#include <math.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -12,10 +14,11 @@ enum {
     PW_TILE_ROWS = 12,      /* most rows that any ISA's attention tile holds */
 };
 
-/* How keys and values are stored. In int8, each key and each value has a scale of its own. In int4, every 32 numbers of
+/* How keys and values are stored. In int8 and int16, each key and each value has a scale of its own; an element of int16
+ * is a word of two numbers, the first in the lower half. In int4, every 32 numbers of
  * them have a scale and a minimum: an element is a word, the two as bfloat16 (scale low, minimum high), and then up to
  * four words of eight codes each, the first code in the lowest bits. */
-typedef enum { PW_KV_F32, PW_KV_F16, PW_KV_BF16, PW_KV_INT8, PW_KV_INT4, PW_KV_FORMATS } pw_kv_format;
+typedef enum { PW_KV_F32, PW_KV_F16, PW_KV_BF16, PW_KV_INT8, PW_KV_INT4, PW_KV_INT16, PW_KV_FORMATS } pw_kv_format;
 
 enum { PW_KV_GROUP = 32, PW_KV_CODES_PER_WORD = 8 }; /* of int4 */
 
@@ -25,16 +28,30 @@ static inline int64_t pw_kv_element_bytes(int32_t format) {
 
 /* Elements that hold n numbers. */
 static inline int64_t pw_kv_elements(int32_t format, int64_t n) {
+    if (format == PW_KV_INT16) return n / 2;
     if (format != PW_KV_INT4) return n;
     return (n + PW_KV_CODES_PER_WORD - 1) / PW_KV_CODES_PER_WORD + (n + PW_KV_GROUP - 1) / PW_KV_GROUP;
 }
 
+static inline bool pw_kv_has_scales(int32_t format) { return format == PW_KV_INT8 || format == PW_KV_INT16; }
+
+/* Whole numbers of int16: a key has at most pw_key_limit, so that its product with a query of this 2-norm, rounded, stays
+ * below 2^31: (32704 + sqrt(head_dim) / 2) * limit * sqrt(head_dim). A value has at most PW_VALUE_LIMIT: so 128 weights
+ * have 262,000 units together. What is below PW_KV_LEAST counts as nothing. */
+#define PW_KV_QUERY_NORM 32704.0f
+#define PW_VALUE_LIMIT 8191.0f
+#define PW_KV_LEAST 0x1p-90f
+static inline float pw_key_limit(int32_t head_dim) {
+    float limit = 65536.0f / sqrtf((float)head_dim);
+    return limit < 32767.0f ? floorf(limit) : 32767.0f;
+}
+
 /* One KV head of one layer. Keys lie in panels of 16 slots, [slot / 16][head_dim][16], so that a vector holds one
  * dimension of consecutive keys; values lie row by row, [slot][value_dim], value_dim = head_dim rounded up to 16. In
- * int4, elements stand in the place of dimensions: pw_kv_elements of each. */
+ * int4 and int16, elements stand in the place of dimensions: pw_kv_elements of each. */
 typedef struct {
     void *keys, *values;
-    float *key_scales, *value_scales; /* [slot], in int8; else NULL */
+    float *key_scales, *value_scales; /* [slot], where the format has scales; else NULL */
     int32_t format;                   /* pw_kv_format */
     int32_t head_dim;
     int32_t value_dim;
@@ -44,7 +61,7 @@ static inline int64_t pw_value_dim(int64_t head_dim) { return (head_dim + 15) / 
 
 /* Bytes of one slot of a KV head. */
 static inline int64_t pw_kv_slot_bytes(int32_t format, int64_t head_dim) {
-    int64_t scales = format == PW_KV_INT8 ? 2 * (int64_t)sizeof(float) : 0;
+    int64_t scales = pw_kv_has_scales(format) ? 2 * (int64_t)sizeof(float) : 0;
     int64_t elements = pw_kv_elements(format, head_dim) + pw_kv_elements(format, pw_value_dim(head_dim));
     return elements * pw_kv_element_bytes(format) + scales;
 }
@@ -55,7 +72,7 @@ static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t form
     char *values = memory + slots * pw_kv_elements(format, head_dim) * bytes;
     char *scales = values + slots * pw_kv_elements(format, value_dim) * bytes;
     pw_kv_head head = {memory, values, NULL, NULL, format, head_dim, (int32_t)value_dim};
-    if (format == PW_KV_INT8) {
+    if (pw_kv_has_scales(format)) {
         head.key_scales = (float *)(void *)scales;
         head.value_scales = head.key_scales + slots;
     }
@@ -76,7 +93,7 @@ typedef struct {
 
 /* Rows of queries, all of one sequence. */
 typedef struct {
-    const float *q;     /* [rows][PW_ROW_STRIDE], rotated and scaled as scores are */
+    const float *q;     /* [rows][PW_ROW_STRIDE], rotated and scaled as scores are, then prepared (prepare_queries) */
     const int64_t *first, *last; /* positions that each row sees, inclusive */
     int32_t rows;
     int32_t tile_rows; /* rows that are computed together, as far as an ISA can; 0: as it likes */
@@ -104,6 +121,7 @@ typedef struct {
 
 typedef struct {
     int32_t lanes;
+    bool multiplies_pairs; /* of int16, as fast as float32 multiplies single numbers: attention over int16 and int8 does */
 
     /* y[n] = x[n] * w[n] / sqrt(mean(x^2) + eps); y may be x. */
     void (*rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y);
@@ -141,10 +159,14 @@ typedef struct {
     void (*exponential)(int64_t n, const float *x, float *y);
 
     /* Stores one head's key or value of a slot. float16 saturates at 65504 instead of overflowing; int8 is rounded to
-     * multiples of a 127th of the largest magnitude, and of an infinity or a NaN the whole row becomes NaN; int4 is
+     * multiples of a 127th of the largest magnitude, int16 of a finer part (pw_key_limit), and of an infinity or a NaN
+     * the whole row becomes NaN; int4 is
      * rounded within each group, and an infinity, a NaN or a spread beyond float32 makes its group NaN. */
     void (*store_key)(const pw_kv_head *head, int64_t slot, const float *key);
     void (*store_value)(const pw_kv_head *head, int64_t slot, const float *value);
+
+    /* Rows of queries in place, PW_ROW_STRIDE floats apart, to what attend_chunk reads for a format. */
+    void (*prepare_queries)(int32_t format, int32_t head_dim, int32_t rows, float *q);
 
     /* One chunk of positions, in the slots from `slot` on, for all rows: `out` is overwritten; rows that see nothing in
      * it change nothing in a merge. scratch: pw_attention_scratch floats. */

@@ -73,6 +73,7 @@ cdef extern from "ops.h" nogil:
 
     ctypedef struct pw_op_kernels:
         int32_t lanes
+        bint multiplies_pairs
         void (*layernorm)(int64_t n, const float *x, const float *bias, const pw_norm *norm, float *y) noexcept nogil
         void (*activations[PW_ACTIVATIONS])(int64_t n, const float *x, const float *bias, float *y) noexcept nogil
         void (*rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) noexcept nogil
@@ -83,6 +84,7 @@ cdef extern from "ops.h" nogil:
         void (*exponential)(int64_t n, const float *x, float *y) noexcept nogil
         void (*store_key)(const pw_kv_head *head, int64_t slot, const float *key) noexcept nogil
         void (*store_value)(const pw_kv_head *head, int64_t slot, const float *value) noexcept nogil
+        void (*prepare_queries)(int32_t kv_format, int32_t head_dim, int32_t rows, float *q) noexcept nogil
         void (*attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, int64_t slot,
                              float *scratch, pw_partial out) noexcept nogil
         void (*begin)(int32_t rows, int32_t value_dim, pw_partial out) noexcept nogil
@@ -348,7 +350,7 @@ def top_k(const float[::1] x, int64_t k):
     return values, indices
 
 
-KV_FORMATS = ("f32", "f16", "bf16", "int8", "int4")
+KV_FORMATS = ("f32", "f16", "bf16", "int8", "int4", "int16")
 
 
 cdef int32_t kv_format_code(str name) except -1:
@@ -356,6 +358,11 @@ cdef int32_t kv_format_code(str name) except -1:
     if name not in KV_FORMATS:
         raise ProgramError(f"keys and values in {name!r}: {', '.join(KV_FORMATS)} are supported")
     return KV_FORMATS.index(name)
+
+
+def multiplies_pairs():
+    """Attention over int16 and int8 multiplies pairs of int16, in the active instruction set."""
+    return bool(_ops().multiplies_pairs)
 
 
 def kv_slot_bytes(str kv_format, int64_t head_dim):
@@ -399,6 +406,7 @@ def attend_one_head(q, keys, values, first, last, table, str kv_format="f32", fl
     for r in range(k_rows.shape[0]):
         _ops().store_key(&head, chunk_slots[r // PW_CHUNK] + r % PW_CHUNK, &k_rows[r, 0])
         _ops().store_value(&head, chunk_slots[r // PW_CHUNK] + r % PW_CHUNK, &v_rows[r, 0])
+    _ops().prepare_queries(head.format, head.head_dim, head_rows(n), &q_rows[0, 0])
     _ops().begin(head_rows(n), head.value_dim, into)
     for chunk in range(min(first) // PW_CHUNK, max(last) // PW_CHUNK + 1):
         _ops().attend_chunk(&head, &queries, chunk, chunk_slots[chunk], into.values + n * head.value_dim, part)

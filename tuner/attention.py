@@ -24,7 +24,7 @@ MOST_LAYERS = 512
 MOST_HEAD_DIM = 128
 
 ARITHMETIC = Arithmetic("fma", 1)
-KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1, "int4": 0.625}
+KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1, "int4": 0.625, "int16": 2}
 
 
 def head_dim_of(n: int, k: int) -> int:

@@ -9,10 +9,12 @@
 #include "families/layernorm.c"
 #include "families/softmax.c"
 #include "families/attention.c"
+#include "families/attention_cache.c"
 
 #define PW_OP_TABLE \
     { \
         .lanes = LANES, \
+        .multiplies_pairs = ATTEND_PAIRS, \
         .rmsnorm = ISA(rmsnorm), \
         .layernorm = ISA(layernorm), \
         .add = ISA(add), \
@@ -27,6 +29,7 @@
         .softmax = ISA(softmax), \
         .store_key = ISA(store_key), \
         .store_value = ISA(store_value), \
+        .prepare_queries = ISA(prepare_queries), \
         .attend_chunk = ISA(attend_chunk), \
         .begin = ISA(begin), \
         .merge = ISA(merge), \

@@ -103,7 +103,7 @@ static void turns(const pw_op_kernels *ops, int64_t half) {
 }
 
 /* Rows of queries over one chunk; row r sees positions up to r * 5. Keys and values are multiples of 2^-6, the largest of
- * each 127 / 64: every format but int4 holds them exactly, int8 with a scale of 2^-6. For int4 they are 16 values from -1
+ * each 127 / 64: every format but int4 and int16 holds them exactly, int8 with a scale of 2^-6. For int4 they are 16 values from -1
  * to 7/8, both ends in every group of 32: it holds them with a scale of 1/8. */
 static void attends(const pw_op_kernels *ops, int32_t head_dim, int32_t format, int32_t rows) {
     enum { POSITIONS = PW_CHUNK };
@@ -126,6 +126,10 @@ static void attends(const pw_op_kernels *ops, int32_t head_dim, int32_t format, 
         ops->store_key(&head, p, keys + p * head_dim);
         ops->store_value(&head, p, values + p * head_dim);
     }
+    for (int64_t i = 0; format == PW_KV_INT16 && i < (int64_t)POSITIONS * head_dim; ++i) { /* what was stored */
+        const float unit = 127.0f / 64.0f / pw_key_limit(head_dim), value_unit = 127.0f / 64.0f / PW_VALUE_LIMIT;
+        keys[i] = rintf(keys[i] / unit) * unit, values[i] = rintf(values[i] / value_unit) * value_unit;
+    }
     for (int32_t r = 0; r < rows; ++r) {
         last[r] = r * 5 % POSITIONS;
         for (int32_t i = 0; i < head_dim; ++i) q[r * PW_ROW_STRIDE + i] = (float)(rand() % 128 - 64) / 128.0f;
@@ -133,6 +137,10 @@ static void attends(const pw_op_kernels *ops, int32_t head_dim, int32_t format, 
     pw_queries queries = {.q = q, .first = first, .last = last, .rows = rows};
     pw_partial part = {calloc((size_t)rows + 16, 4), calloc((size_t)rows + 16, 4), calloc((size_t)rows * value_dim, 4)};
     pw_partial into = {calloc((size_t)rows + 16, 4), calloc((size_t)rows + 16, 4), calloc((size_t)rows * value_dim, 4)};
+    double pairs = ops->multiplies_pairs && pw_kv_has_scales(format);
+    float *given = calloc((size_t)rows * PW_ROW_STRIDE, 4);
+    memcpy(given, q, sizeof *q * (size_t)rows * PW_ROW_STRIDE);
+    ops->prepare_queries(format, head_dim, rows, q);
     ops->begin(rows, value_dim, into);
     ops->attend_chunk(&head, &queries, 0, 0, calloc((size_t)pw_attention_scratch(head_dim), 4), part);
     ops->merge(rows, value_dim, part, into);
@@ -141,18 +149,19 @@ static void attends(const pw_op_kernels *ops, int32_t head_dim, int32_t format, 
         for (int64_t p = 0; p <= last[r]; ++p) {
             double score = 0.0, length = 0.0, own = 0.0;
             for (int32_t i = 0; i < head_dim; ++i) {
-                score += (double)q[r * PW_ROW_STRIDE + i] * keys[p * head_dim + i];
-                length += pow(keys[p * head_dim + i], 2), own += pow(q[r * PW_ROW_STRIDE + i], 2);
+                score += (double)given[r * PW_ROW_STRIDE + i] * keys[p * head_dim + i];
+                length += pow(keys[p * head_dim + i], 2), own += pow(given[r * PW_ROW_STRIDE + i], 2);
             }
             weights[p] = exp(score), total += weights[p];
             longest = fmax(longest, sqrt(length * own));
         }
         ops->finish(head_dim, into.sum[r], into.values + (int64_t)r * value_dim, out);
-        double d = ((head_dim + 5) * longest + 4) * 0x1p-23;
+        double d = ((head_dim + 10) * longest + 4) * 0x1p-23; /* |k| sqrt(head_dim) >= sum |k_i| */
+        double of_pairs = pairs * (0.501 * PW_CHUNK / 32767 + exp(1.002 * sqrt(head_dim) * longest / 32704) - 1) * 127 / 64;
         for (int32_t i = 0; i < head_dim; ++i) {
             double want = 0.0;
             for (int64_t p = 0; p <= last[r]; ++p) want += weights[p] / total * values[p * head_dim + i];
-            must(fabs(out[i] - want) <= (2 * d + (POSITIONS + 7) * 0x1p-23) * 127 / 64, "attention", rows);
+            must(fabs(out[i] - want) <= (2 * d + (POSITIONS + 7) * 0x1p-23) * 127 / 64 + of_pairs, "attention", rows);
         }
     }
 }

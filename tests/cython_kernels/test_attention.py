@@ -16,6 +16,8 @@ from tests.support.tiers import examples
 
 CHUNK = 128
 DIMS = (2, 8, 16, 40, 64, 80, 96, 128, 256)
+SCALED = ("int8", "int16")
+"""Formats with a scale for each key and each value."""
 LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 300)
 
 
@@ -51,17 +53,19 @@ class Problem:
 
     def as_stored(self, kv_format: str) -> Problem:
         """With the keys and values that a cache of this format holds."""
-        return replace(self, keys=stored(self.keys, kv_format), values=stored(self.values, kv_format))
+        key_most = min(np.floor(np.float32(65536) / np.sqrt(np.float32(self.q.shape[1]))), 32767)
+        keys, values = stored(self.keys, kv_format, key_most), stored(self.values, kv_format, 8191)
+        return replace(self, keys=keys, values=values)
 
 
-def stored(rows: np.ndarray, kv_format: str) -> np.ndarray:
+def stored(rows: np.ndarray, kv_format: str, int16_most: float) -> np.ndarray:
     """float64: exactly what the bits stand for."""
     if kv_format == "f16":
         return rows.astype(np.float16).astype(np.float64)
     if kv_format == "bf16":
         return packing.from_bf16(packing.to_bf16(rows)).astype(np.float64)
-    if kv_format == "int8":
-        codes, scales = quantised(rows)
+    if kv_format in SCALED:
+        codes, scales = quantised(rows, 127 if kv_format == "int8" else int16_most)
         return codes * scales.astype(np.float64)
     if kv_format == "int4":
         codes, scales, least = quantised_groups(rows)
@@ -69,11 +73,11 @@ def stored(rows: np.ndarray, kv_format: str) -> np.ndarray:
     return rows.astype(np.float64)
 
 
-def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes up to 127, and for every row its scale: the float32 steps of families/quantise.c."""
+def quantised(rows: np.ndarray, most: float = 127) -> tuple[np.ndarray, np.ndarray]:
+    """Codes up to `most`, and for every row its scale: the float32 steps of families/quantise.c."""
     largest = np.abs(rows).max(axis=1, keepdims=True)
-    codes = np.rint(rows * (np.float32(127) / largest))
-    return codes, largest / np.float32(127)
+    codes = np.rint(rows * (np.float32(most) / largest))
+    return codes, largest / np.float32(most)
 
 
 def quantised_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -124,6 +128,21 @@ def expected(p: Problem, extra_roundings: int = 0) -> tuple[np.ndarray, np.ndarr
     return out, (2 * weight_error + (n + 2 * n / 128 + 4) * 2.0**-23) * np.abs(values).max()
 
 
+def pair_error(p: Problem) -> np.ndarray:
+    """What products of pairs of int16 add to the bound (families/attention_pairs.c)."""
+    q, keys = p.q.astype(np.float64), np.abs(p.keys.astype(np.float64)).sum(axis=1).max()
+    of_scores = 0.501 * np.linalg.norm(q, axis=1, keepdims=True) * keys / 32704
+    return (np.exp(2 * of_scores) - 1 + 0.501 * CHUNK / 32767) * np.abs(p.values).max()
+
+
+def expected_of_scaled(p: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """As `expected`, of int8 and int16: with pairs where the instruction set multiplies those."""
+    if not _native.multiplies_pairs():
+        return expected(p, extra_roundings=1)
+    want, bound = expected(p, extra_roundings=6)
+    return want, bound + pair_error(p)
+
+
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_edge_keeps_the_bound(dim: int) -> None:
     for positions in LENGTHS:
@@ -142,17 +161,17 @@ def test_a_window_hides_what_lies_before_it(window: int) -> None:
     assert (np.abs(p.run() - want) <= bound).all()
 
 
-@pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8", "int4"])
-@pytest.mark.parametrize("dim", [2, 40, 64, 128, 256])
+@pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8", "int4", "int16"])
+@pytest.mark.parametrize("dim", [2, 40, 64, 80, 128, 256])
 def test_storage_is_the_only_loss(dim: int, kv_format: str) -> None:
-    """Against the rounded keys and values the bound is that of float32, or of int8."""
+    """Against the rounded keys and values the bound is that of float32, or of int8 and int16."""
     for rows in (1, 3, 13, 30):
         p = problem(rows, dim, 260, seed=rows)
         rounded = p.as_stored(kv_format)
-        want, bound = expected(rounded, extra_roundings=int(kv_format == "int8"))
+        want, bound = expected_of_scaled(rounded) if kv_format in SCALED else expected(rounded)
 
         assert (np.abs(p.run(kv_format=kv_format) - want) <= bound).all()
-        if kv_format != "int8":
+        if kv_format not in SCALED:
             assert (p.run(kv_format=kv_format) == replace_f32(rounded).run()).all()
 
 
@@ -162,25 +181,66 @@ def replace_f32(p: Problem) -> Problem:
 
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("positions", [1, 16, 129, 300])
-def test_int8_keeps_the_bound_of_its_scales(positions: int, window: int | None) -> None:
+@pytest.mark.parametrize(("kv_format", "key_most", "value_most"), [("int8", 127, 127), ("int16", 8192, 8191)])
+def test_scaled_formats_keep_the_bound_of_their_scales(
+    kv_format: str, key_most: int, value_most: int, positions: int, window: int | None
+) -> None:
     """Against keys and values before they were rounded, of very different sizes."""
     p = problem(14, 64, positions, window, seed=positions)
     sizes = np.float32(2.0) ** np.random.default_rng(3).integers(-20, 3, (positions, 1))
     p = replace(p, keys=p.keys / 8, values=p.values * sizes.astype(np.float32))
-    want, bound = expected(p, extra_roundings=1)
-    key_scales, value_scales = (quantised(rows)[1].max() for rows in (p.keys, p.values))
+    want, bound = expected(p)
+    _, bound = expected_of_scaled(p.as_stored(kv_format))
+    key_scales, value_scales = quantised(p.keys, key_most)[1].max(), quantised(p.values, value_most)[1].max()
     score_error = 0.5001 * key_scales * np.abs(p.q).sum(axis=1, keepdims=True)
     rounding = (np.exp(2 * score_error) - 1) * np.abs(p.values).max() + 0.5001 * value_scales
 
-    assert (np.abs(p.run(kv_format="int8") - want) <= bound + rounding).all()
+    assert (np.abs(p.run(kv_format=kv_format) - want) <= bound + rounding).all()
 
 
-def test_an_int8_row_of_nothing_is_nothing() -> None:
+@pytest.mark.parametrize("kv_format", SCALED)
+def test_a_row_of_nothing_is_nothing(kv_format: str) -> None:
     p = problem(3, 16, 20)
 
-    out = replace(p, keys=p.keys * 0, values=p.values * np.float32(1e-40)).run(kv_format="int8")
+    out = replace(p, keys=p.keys * 0, values=p.values * np.float32(1e-40)).run(kv_format=kv_format)
 
     assert (out == 0).all()
+
+
+def test_int16_loses_less_than_float16() -> None:
+    """Arithmetic and storage together, against keys and values before they were rounded."""
+    p = problem(200, 64, 1000)
+    want, _ = expected(p)
+
+    errors = {name: np.linalg.norm(p.run(kv_format=name) - want) for name in ("int16", "f16")}
+
+    assert errors["int16"] < errors["f16"]
+
+
+@pytest.mark.parametrize("kv_format", SCALED)
+def test_queries_of_any_size_count(kv_format: str) -> None:
+    """Of nothing every position weighs the same; where one key is far ahead its value is the result."""
+    p = problem(3, 16, 20)
+    sizes = np.array([[0], [1e-38], [1e30]], np.float32)
+
+    out = replace(p, q=np.ones_like(p.q) * sizes, last=np.full(3, 19)).run(kv_format=kv_format)
+
+    assert np.allclose(out[:2], p.values.mean(axis=0), atol=0.03)
+    assert np.allclose(out[2], p.values[p.keys.sum(axis=1).argmax()], atol=0.03)
+
+
+def test_weights_are_exponentials_down_to_nothing() -> None:
+    """Of two values 0 and 1, the second with a score that is lower by x: w / (1 + w), w = exp(-x)."""
+    x = np.concatenate([np.linspace(0, 86.5, 20_000), [88, 200, 1e30]]).astype(np.float32)
+    keys, values = np.array([[0, 0], [-1, 0]], np.float32), np.array([[0, 0], [1, 1]], np.float32)
+    q = np.stack([x, np.zeros_like(x)], axis=1)
+    nothing, last = np.zeros(len(x), np.int64), np.ones(len(x), np.int64)
+    weights = np.exp(-x.astype(np.float64))
+
+    out = Problem(q, keys, values, nothing, last).run()[:, 0]
+
+    bound = (5 + 2 * np.minimum(x, 88)) * 2.0**-24 * weights + 1e-38
+    assert (np.abs(out - weights / (1 + weights)) <= bound).all()
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -216,7 +276,7 @@ def test_an_int4_row_that_is_constant_is_itself(dim: int) -> None:
         assert np.allclose(out, value, rtol=1e-5, atol=2.0**-100)
 
 
-@pytest.mark.parametrize("kv_format", ["int8", "int4"])
+@pytest.mark.parametrize("kv_format", ["int8", "int4", "int16"])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_quantised_rows_hide_no_infinity(bad: float, kv_format: str) -> None:
     """Rows that see it get NaN; rows that do not get what there was without it."""
@@ -241,12 +301,12 @@ def test_a_spread_beyond_float32_is_nan() -> None:
     assert np.isfinite(out[0, 32:]).all()
 
 
-@pytest.mark.parametrize("kv_format", ["f32", "f16", "bf16", "int8"])
+@pytest.mark.parametrize("kv_format", ["f32", "f16", "bf16", "int8", "int16"])
 def test_what_a_slot_takes(kv_format: str) -> None:
-    """Keys as they are, values in whole panels of 16; two scales in int8."""
-    element = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}[kv_format]
+    """Keys as they are, values in whole panels of 16; two scales in int8 and int16."""
+    element = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1, "int16": 2}[kv_format]
 
-    assert kv_slot_bytes(kv_format, 40) == (40 + 48) * element + 8 * (kv_format == "int8")
+    assert kv_slot_bytes(kv_format, 40) == (40 + 48) * element + 8 * (kv_format in SCALED)
 
 
 @pytest.mark.parametrize("dim", DIMS)

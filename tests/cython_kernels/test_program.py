@@ -45,7 +45,7 @@ def program(**changes: Any) -> Program:
         ({"head_dim": 6}, "4 rotation frequencies for heads of 6"),
         ({"n_heads": 3, "n_kv_heads": 2}, "cannot be"),
         ({"vocab": 0}, "cannot be"),
-        ({"kv_format": "f8"}, "f32, f16, bf16, int8, int4 are supported"),
+        ({"kv_format": "f8"}, "f32, f16, bf16, int8, int4, int16 are supported"),
         ({"max_threads": 0}, "room for something"),
         ({"kv_slots": 1 << 40}, "more than 2"),
     ],

@@ -103,7 +103,7 @@ def test_rounded_activations_cost_little(kind: str, loss: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_format", "loss"), [("f16", 0.001), ("bf16", 0.01), ("int8", 0.03), ("int4", 0.4)]
+    ("kv_format", "loss"), [("f16", 0.001), ("bf16", 0.01), ("int8", 0.03), ("int4", 0.4), ("int16", 0.001)]
 )
 def test_rounded_keys_and_values_cost_little(kv_format: str, loss: float) -> None:
     """Beside float32 weights, so that nothing else is rounded."""

@@ -148,7 +148,7 @@ def test_ranks_give_the_bits_of_one(teams: Teams, kind: str) -> None:
             assert (many.run(step, 1) == one.run(step)).all()
 
 
-@pytest.mark.parametrize("kv_format", ["f16", "int8", "int4"])
+@pytest.mark.parametrize("kv_format", ["f16", "int8", "int4", "int16"])
 def test_ranks_give_the_bits_of_one_in_every_format_of_keys_and_values(kv_format: str) -> None:
     model = make_model("llama")
     one = OneRank(model, (), kv_format)

@@ -54,7 +54,8 @@ _WISH = option_set(
         metavar="BYTES",
     ),
     kv_format=opt(
-        "format of the keys and values of --model; auto: f16, or f32 beside f32 weights", kind=KvFormat
+        "format of the keys and values of --model; auto: two bytes a number, or f32 beside f32 weights",
+        kind=KvFormat,
     ),
     max_sequences=opt("most running requests", min=1),
     step_ms=opt("replay arrivals; each step lasts this long [default: all requests wait]", min=0.001),

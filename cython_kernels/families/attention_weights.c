@@ -1,0 +1,86 @@
+/* From the scores of a tile of rows over a chunk to weights: maxima, exponentials, sums. */
+
+/* Sums of at most 24 registers of 32, or 12 of 16: few rows take more panels at once, so that each score or weight that
+ * is broadcast meets more of them. */
+#if defined(__AVX512F__)
+enum { ATTEND_ROWS = 12, WIDE_ROWS = 6, ATTEND_PANELS = 4, NARROW_PANELS = 2 };
+#define FOR_EACH_WIDE(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#define FOR_EACH_NARROW(X) X(7) X(8) X(9) X(10) X(11) X(12)
+#elif defined(__AVX2__) || defined(PW_NEON)
+enum { ATTEND_ROWS = 6, WIDE_ROWS = 0, ATTEND_PANELS = 1, NARROW_PANELS = 1 };
+#define FOR_EACH_WIDE(X)
+#define FOR_EACH_NARROW(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#else
+enum { ATTEND_ROWS = 2, WIDE_ROWS = 0, ATTEND_PANELS = 1, NARROW_PANELS = 1 };
+#define FOR_EACH_WIDE(X)
+#define FOR_EACH_NARROW(X) X(1) X(2)
+#endif
+
+enum { LEAD = PW_PANEL }; /* floats before a row of scores: a chunk may begin inside a panel */
+static const float NOTHING_SEEN = -3.0e38f; /* a maximum below all scores; finite, so that differences are */
+
+/* Positions [begin, end) of a chunk that some row sees, counted from the chunk's start. */
+typedef struct {
+    int64_t begin, end;
+} span;
+
+static const span NOTHING = {PW_CHUNK, 0};
+
+static span seen_by_row(const pw_queries *queries, int row, int64_t chunk) {
+    int64_t origin = chunk * PW_CHUNK, begin = queries->first[row] - origin, end = queries->last[row] - origin + 1;
+    begin = begin < 0 ? 0 : begin;
+    end = end > PW_CHUNK ? PW_CHUNK : end;
+    return begin < end ? (span){begin, end} : NOTHING;
+}
+
+/* What either sees; nothing is a span that begins at PW_CHUNK and ends at 0. */
+static span seen_by_either(span a, span b) {
+    return (span){a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
+}
+
+static void fill(float *x, int64_t begin, int64_t end, float value) {
+    for (int64_t i = begin; i < end; ++i) x[i] = value;
+}
+
+/* The vectors that hold what a row sees; their lanes beyond it become -infinity. */
+static span mask_edges(float *scores, span own) {
+    span vectors = {own.begin / LANES * LANES, (own.end + LANES - 1) / LANES * LANES};
+    fill(scores, vectors.begin, own.begin, -INFINITY);
+    fill(scores, own.end, vectors.end, -INFINITY);
+    return vectors;
+}
+
+static const float LOG2_E = 1.44269504f;
+
+/* Of each row the vectors that hold what it sees, with edges masked (none: begin = end), and its largest score. */
+static void find_tops(float *scores, const span *own, int rows, span *vectors, float *top) {
+    for (int r = 0; r < rows; ++r) {
+        float *row = scores + r * PW_ROW_STRIDE;
+        int sees = own[r].begin < own[r].end;
+        vectors[r] = sees ? mask_edges(row, own[r]) : (span){0, 0};
+        vf maximum = v_set1(NOTHING_SEEN);
+        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) maximum = v_max(maximum, v_load(row + j));
+        top[r] = sees ? v_max_all(maximum) : NOTHING_SEEN;
+    }
+}
+
+/* Scores to weights in place, for what each row sees of `all`; 0 elsewhere in it. Lanes stand for position mod LANES.
+ * Three passes over the rows, because within a row every pass waits for the whole of the one before. */
+static void weigh(float *scores, const span *own, int rows, span all, float *top, float *sum) {
+    span vectors[ATTEND_ROWS];
+    vf total[ATTEND_ROWS];
+    find_tops(scores, own, rows, vectors, top);
+    for (int r = 0; r < rows; ++r) {
+        float *row = scores + r * PW_ROW_STRIDE;
+        vf factor = v_set1(LOG2_E), shift = v_set1(top[r]);
+        total[r] = v_zero();
+        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) {
+            vf weight = v_exp2(v_mul(v_sub(v_load(row + j), shift), factor));
+            v_store(row + j, weight);
+            total[r] = v_add(total[r], weight);
+        }
+        fill(row, all.begin, vectors[r].begin, 0.0f);
+        fill(row, vectors[r].end > all.begin ? vectors[r].end : all.begin, all.end, 0.0f);
+    }
+    for (int r = 0; r < rows; ++r) sum[r] = v_sum(total[r]);
+}
