@@ -102,7 +102,7 @@ class Pacing:
         return self._decode_ns <= self.promise_ns
 
     def pace(self, n_answering: int) -> PacedStep:
-        """Of the next step, while so many answers wait for their next token."""
+        """Bounds of the next step, while so many answers wait for their next token."""
         if not self._prefill_tokens:
             return PacedStep(min(FIRST_TOKENS, self.most_tokens), self._best_rows(n_answering))
         left_ns = self.promise_ns - self._decode_ns
