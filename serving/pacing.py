@@ -28,7 +28,7 @@ FIRST_NS = 500_000_000
 """Time of such a step, where fewer tokens fill it well: whoever comes meanwhile waits for its end."""
 
 PROMPT_SHARE = 0.75
-"""Of the time, for prompts, where the promise cannot be kept. Chosen by `benchmarks/pacing_shares.py`."""
+"""Part of the time that prompts get where the promise cannot be kept: `benchmarks/pacing_shares.py`."""
 
 LEAST_TOKENS = 16
 _OLD = 0.75  # what a figure keeps of its weight with each new step
@@ -102,7 +102,7 @@ class Pacing:
         return self._decode_ns <= self.promise_ns
 
     def pace(self, n_answering: int) -> PacedStep:
-        """Of the next step, while so many answers wait for their next token."""
+        """Bounds of the next step, while so many answers wait for their next token."""
         if not self._prefill_tokens:
             return PacedStep(min(FIRST_TOKENS, self.most_tokens), self._best_rows(n_answering))
         left_ns = self.promise_ns - self._decode_ns
