@@ -46,7 +46,7 @@ def _keys(command: Any) -> dict[str, str]:
 
 
 def unknown_key(values: Mapping[str, Any], command: Any, where: str = "") -> str | None:
-    """What is wrong with the first table or key that `command` does not have; None where all are known."""
+    """The fault of the first table or key that `command` does not have; None where all are known."""
     children = getattr(command, "commands", {})
     options = _keys(command)
     for key, value in values.items():

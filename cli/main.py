@@ -64,7 +64,7 @@ app.add_typer(cluster.app, name="cluster")
 
 EXIT_FAILURE = 1
 STDOUT_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
-"""How writing to stdout fails, where stdout is a file on a full disk."""
+"""The errors of writing to stdout, where stdout is a file on a full disk."""
 
 
 def _print_version(wanted: bool) -> None:

@@ -35,7 +35,7 @@ class OptionSpec:
 
 @dataclass(frozen=True)
 class OptionSet:
-    """How the fields of the dataclass `settings` are given on a command line."""
+    """The options of a command line that give the fields of the dataclass `settings`."""
 
     settings: type
     panel: str | None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WeightFormat(StrEnum):
-    """How weights are held in memory. `native` keeps what the file holds where a kernel reads it."""
+    """The form of weights in memory. `native` keeps what the file holds where a kernel reads it."""
 
     native = "native"
     f32 = "f32"
@@ -27,7 +27,7 @@ class WeightFormat(StrEnum):
 
 
 class Sparse(StrEnum):
-    """Which weights are stored sparse. `auto`: those that are faster so."""
+    """The weights that are stored sparse. `auto`: those that are faster so."""
 
     auto = "auto"
     always = "always"
@@ -35,7 +35,7 @@ class Sparse(StrEnum):
 
 
 class KQuantArithmetic(StrEnum):
-    """Where K-quants apply their sub-scales. `tuned`: where `tune-kernels` found it faster."""
+    """The place where K-quants apply their sub-scales. `tuned`: where `tune-kernels` found it faster."""
 
     tuned = "tuned"
     groups = "groups"
@@ -55,7 +55,7 @@ class KvFormat(StrEnum):
 
 
 class PhaseChoice(StrEnum):
-    """What the tuned products are for."""
+    """The phase that the tuned products are for."""
 
     prefill = "prefill"
     decode = "decode"

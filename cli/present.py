@@ -1,4 +1,4 @@
-"""How results reach a person or a script: data on stdout, everything else on stderr."""
+"""Output of results to a person or a script: data on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def read_stdin() -> str:
 
 
 def owns_stdout(path: Path | None, as_json: bool = False) -> bool:
-    """Whether a file is `-`, which is stdout: then nothing else is printed there. JSON would be: the end."""
+    """True if a file is `-`, which is stdout: then nothing else is printed there. JSON would be: the end."""
     is_stdout = path is not None and str(path) == "-"
     if is_stdout and as_json:
         fail("--json and the file - both mean stdout: name a file", exit_code=2)

@@ -1,4 +1,4 @@
-"""How a database is reached: SQLite's files and their traps, engines, and one clear line per failure."""
+"""Connections to a database: SQLite's files and their traps, engines, and one clear line per failure."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from phasewise.kerneldb.errors import (
 from phasewise.kerneldb.location import MEMORY_URL, Location
 
 BUSY_TIMEOUT_S = 15.0
-"""How long to wait for another writer, which holds the lock for milliseconds, or seconds to upgrade."""
+"""The time to wait for another writer, which holds the lock for milliseconds, or seconds to upgrade."""
 
 LOOK_AGAIN_S = 0.0003
-"""Whether another writer is done."""
+"""True if another writer is done."""
 
 LEAST_ROOM_BYTES = 64 << 10
 """Free bytes that the file system needs before a database is opened for writing: SQLite adds 32 KiB and a
@@ -231,7 +231,7 @@ def use_write_ahead_log(engine: Engine) -> None:
 
 
 def check_file(file: Path) -> bool:
-    """Whether an existing database file can be written as well as read; refuses what cannot be a database.
+    """True if an existing database file can be written as well as read; refuses what cannot be a database.
 
     A file that this process has open is not looked into: closing any descriptor of a file drops all of a
     process's POSIX locks on it, SQLite's too, and then another process may take the write-ahead log away.
@@ -249,7 +249,7 @@ def check_file(file: Path) -> bool:
 
 
 def has_room(file: Path) -> bool:
-    """Whether a database file can be opened for writing at all; yes where the system does not say."""
+    """True if a database file can be opened for writing at all; yes where the system does not say."""
     try:
         system = os.statvfs(file)
     except OSError:
@@ -263,7 +263,7 @@ def _head(file: Path) -> bytes:
 
 
 def _is_open_here(file: os.stat_result) -> bool:
-    """Whether a descriptor of this process is of that file; never, where the system does not list them."""
+    """True if a descriptor of this process is of that file; never, where the system does not list them."""
     try:
         descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:

@@ -1,4 +1,4 @@
-"""What can go wrong with the tuning database.
+"""Errors of the tuning database.
 
 KernelDbError                the base: one clear line for the user, exit code 1
 ├── RecordError              a value that no record may hold (also a ValueError)

@@ -1,4 +1,4 @@
-"""Which database is meant: a file, an SQLAlchemy URL, or the user's own.
+"""The location of a database: a file, an SQLAlchemy URL, or the user's own.
 
 Free of SQLAlchemy, so that a command that needs no database does not pay for loading it.
 """
@@ -56,7 +56,8 @@ def default_file() -> Path:
 
 
 def locate(db: str | os.PathLike[str] | None) -> Location:
-    """What `--db` means: nothing, a path (`~` is expanded), or a URL such as `postgresql://host/name`.
+    """The location that `--db` names: nothing, a path (`~` is expanded), or a URL such as
+    `postgresql://host/name`.
 
     `sqlite:///relative/file` and `sqlite:////absolute/file` are files too; `sqlite://` and `:memory:` live in
     memory.

@@ -42,7 +42,7 @@ class Base(DeclarativeBase):
 
 
 class ProblemRow(Base):
-    """What a kernel is asked to compute. One row per key."""
+    """The computation that a kernel is asked for. One row per key."""
 
     __tablename__ = "problem"
     __table_args__ = (UniqueConstraint("family", "format", "n", "k", "m", name="uq_problem"),)
@@ -56,7 +56,7 @@ class ProblemRow(Base):
 
 
 class ScheduleRow(Base):
-    """How a kernel computes it. One row per key; checked against bounds again when read."""
+    """The way in which a kernel computes it. One row per key; checked against bounds again when read."""
 
     __tablename__ = "schedule"
     __table_args__ = (

@@ -121,7 +121,7 @@ USER_PROMOTION_FIELDS = (*_USER_FIELDS, "incumbent", "comparison")
 
 @dataclass(frozen=True)
 class Taken:
-    """What became of the rows of a file or of another database."""
+    """The fate of the rows of a file or of another database."""
 
     read: int
     added: int
@@ -173,7 +173,7 @@ def export_lines(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _place_of(row: Row) -> tuple[Any, ...]:
-    """Where a row stands in a file: kind, key, machine, build, then time."""
+    """The sort key of a row in a file: kind, key, machine, build, then time."""
     machine = row.origin.machine
     key: tuple[Any, ...] = (
         (row.model_key, row.configuration_key, astuple(row.step))

@@ -1,4 +1,4 @@
-"""What the store asks the database. Rows of a key can be compared; rows of different keys cannot."""
+"""Queries of the store. Rows of a key can be compared; rows of different keys cannot."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def of_problem(
 
 @cache
 def measurement_count() -> AnySelect:
-    """How many measurements the key has that `key_parameters` names.
+    """The number of measurements of the key that `key_parameters` names.
 
     Built once: a run asks before every batch, and building takes several times as long as the answer.
     """
@@ -199,7 +199,7 @@ def delete_unused_schedules() -> Delete:
 
 
 def _key_of(model: Keyed) -> tuple[Any, ...]:
-    """What rows must share to be compared."""
+    """The columns that rows must share to be compared."""
     return (model.problem_id, model.core_sig, model.placement_sig, model.kernel_abi)
 
 

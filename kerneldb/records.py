@@ -106,7 +106,7 @@ class MachineKey:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a kernel is asked to compute: y[m, n] = x[m, k] W[n, k]^T over weights of one format."""
+    """The computation that a kernel is asked for: y[m, n] = x[m, k] W[n, k]^T over weights of one format."""
 
     family: str
     """Kernel family, e.g. `gemm`."""
@@ -129,7 +129,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a kernel computes it: only numbers, and the names of a compute path and of a loop order.
+    """The way in which a kernel computes it: only numbers, and the names of a compute path and of a loop
+    order.
 
     The micro-kernel holds `mr` rows by `panels` panels of 16 columns. A computation slice is
     `block_m x block_n x block_k`; the thread grid is `threads_m x threads_n x threads_k`.
@@ -145,11 +146,13 @@ class Schedule:
     threads_n: int
     threads_k: int
     compute_path: str
-    """How weights and activations meet, e.g. `fma`, `int8_dot`, `bf16_dot`; known to the kernel family."""
+    """The arithmetic of weights and activations, e.g. `fma`, `int8_dot`, `bf16_dot`; known to the kernel
+    family.
+    """
     k_parts: int
     """Number of parts in which the k inputs are summed; the parts' sums are added in order."""
     prefetch_bytes: int
-    """How far ahead of a panel's reads its lines are asked for; 0: not at all."""
+    """The distance ahead of a panel's reads at which its lines are asked for; 0: not at all."""
     loop_order: str
     """One of LOOP_ORDERS."""
 
@@ -195,7 +198,7 @@ class Sample:
     effort_ns: int
     """Wall clock that this timing cost, warm-up included."""
     conditions: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """What the timer noticed of its surroundings, e.g. `steal_share`, `mhz`, `load`."""
+    """The surroundings that the timer noticed, e.g. `steal_share`, `mhz`, `load`."""
 
     def __post_init__(self) -> None:
         _check_samples(self.samples_ns)
@@ -210,7 +213,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where and when a row was made, and whether it may be trusted here."""
+    """The place and time at which a row was made, and whether it may be trusted here."""
 
     machine: MachineKey
     program_version: str
@@ -278,7 +281,7 @@ class Promotion:
     problem: Problem
     schedule: Schedule
     incumbent: Schedule | None
-    """What it was compared with; None: the kernel's own default."""
+    """The schedule that it was compared with; None: the kernel's own default."""
     comparison: Comparison
     kernel_abi: str
     origin: Origin
@@ -314,7 +317,7 @@ class PlanRecord:
     plan_json: str
     origin: Origin
     objectives: Mapping[str, float] = field(default_factory=dict)
-    """What the plan reached when it was measured, e.g. `tpot_ms`; empty for a plan set by hand."""
+    """The figures of the plan when it was measured, e.g. `tpot_ms`; empty for a plan set by hand."""
 
     def __post_init__(self) -> None:
         _check_key("model_key", self.model_key)
@@ -326,7 +329,7 @@ class PlanRecord:
 
 @dataclass(frozen=True, slots=True)
 class ServedStep:
-    """Which turn of the engine was timed: `sequences` of `context` tokens take `tokens` new ones each."""
+    """The engine's turn that was timed: `sequences` of `context` tokens take `tokens` new ones each."""
 
     phase: str
     tokens: int

@@ -43,14 +43,14 @@ _UPGRADE_LOCK = (
 
 @dataclass(frozen=True)
 class SchemaChange:
-    """What opening did. `before` is None for a database that was just created."""
+    """The effect of opening on the schema. `before` is None for a database that was just created."""
 
     before: str | None
     after: str
 
 
 def is_newer(revision: str | None) -> bool:
-    """Whether a revision is of programs after this one."""
+    """True if a revision is of programs after this one."""
     return revision is not None and revision not in REVISIONS
 
 

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 Shared: TypeAlias = Measurement | Promotion | StorageDuel | StepTime | UserTiming | UserPromotion
-"""What databases may give to each other."""
+"""The kinds of rows that databases may give to each other."""
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SignatureCount:
-    """What is known about one kind of machine."""
+    """The number of rows of one kind of machine."""
 
     machine: MachineKey
     measurements: int
@@ -102,7 +102,7 @@ class SignatureCount:
 
 @dataclass(frozen=True)
 class BuildCount:
-    """What is known about one build of a kernel family."""
+    """The number of rows of one build of a kernel family."""
 
     kernel_abi: str
     measurements: int
@@ -236,7 +236,9 @@ class Store:
         return list(self._records(query, measurement_of))
 
     def measurement_count(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> int:
-        """How many rows `measurements` reads; tells cheaply whether another process has added some."""
+        """The number of rows that `measurements` reads; tells cheaply whether another process has added
+        some.
+        """
         key = queries.key_parameters(problem, machine, kernel_abi)
         with connect.clear_errors(self.name), self._engine.connect() as connection:
             return connection.scalar(queries.measurement_count(), key) or 0
@@ -302,7 +304,7 @@ class Store:
     def promoted_measurement(
         self, problem: Problem, machine: MachineKey, kernel_abi: str
     ) -> Measurement | None:
-        """What is in use: the newest verified timing of the schedule that was promoted last.
+        """The schedule in use: the newest verified timing of the schedule that was promoted last.
 
         None where no schedule was promoted, or none that was timed here.
         """
@@ -313,7 +315,8 @@ class Store:
     def promoted_measurements(
         self, machine: MachineKey | None = None, *, verified: bool = True
     ) -> list[Measurement]:
-        """What is in use for each problem, build and kind of machine (or this kind); ordered by problem.
+        """The schedules in use for each problem, build and kind of machine (or this kind); ordered by
+        problem.
 
         Not `verified`: what would be in use where it was imported from.
         """
@@ -537,7 +540,7 @@ def _key_of(row: Shared) -> tuple[object, ...]:
 
 
 def _same_key_as(row: Shared, instants: Collection[int]) -> tuple[AnySelect, Callable[[AnyRow], Any]]:
-    """What is stored of a row's key and of these instants, and how to read it."""
+    """The stored rows of a row's key and of these instants, and the reader of them."""
     machine = row.origin.machine
     if isinstance(row, StepTime):
         query = queries.step_times().where(
@@ -566,7 +569,7 @@ _READING: dict[
 
 
 def _content_of(row: Shared) -> Shared:
-    """What makes two rows the same: everything but whether it is trusted here."""
+    """The columns that make two rows the same: everything but whether it is trusted here."""
     return replace(row, origin=replace(row.origin, verified=False))
 
 

@@ -1,4 +1,4 @@
-"""What is known, as a whole: what would be used, how two databases differ, what is rubbish, what to trust.
+"""Database maintenance: preferred timings, diff, clean-up, verification.
 
 Of every key (problem, kind of machine, build) one timing is preferred: of the schedule in use, else the
 fastest one measured here, else what was in use where the rows came from, else the fastest one there.
@@ -35,7 +35,7 @@ class PreferenceReason(StrEnum):
 
 @dataclass(frozen=True)
 class Key:
-    """What timings must share to be compared."""
+    """The columns that timings must share to be compared."""
 
     problem: Problem
     machine: MachineKey
@@ -89,7 +89,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Diff:
-    """How two databases differ in what they prefer."""
+    """The differences between the preferred timings of two databases."""
 
     same: int
     differences: tuple[Difference, ...]
@@ -107,7 +107,7 @@ def diff(here: Store, there: Store) -> Diff:
 
 
 def is_stale(kernel_abi: str, current: Collection[str]) -> bool:
-    """Whether this program has another build of the same kernels; builds that it has none of are not judged.
+    """True if this program has another build of the same kernels; builds that it has none of are not judged.
 
     `current` are names such as `gemm-avx2-5f1c9e2b7a04`, of every family and instruction set that runs here.
     """
@@ -127,7 +127,7 @@ def collect_garbage(
 
 
 class Bench(Protocol):
-    """What measures here: the tuner's evaluator, handed in by the command line."""
+    """The instrument that measures here: the tuner's evaluator, handed in by the command line."""
 
     def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
         """Why this cannot be measured here; None where it can. A stranger's row may ask for anything."""
@@ -152,13 +152,13 @@ class Here:
     now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
 
     def made(self, row: Measurement) -> bool:
-        """Whether the row is of the kernels that run here."""
+        """True if the row is of the kernels that run here."""
         return row.kernel_abi == self.kernel_abis.get(row.problem.family)
 
 
 @dataclass(frozen=True)
 class ScheduleVerdict:
-    """How an imported schedule did against what was in use here."""
+    """The verdict on an imported schedule against the schedule in use here."""
 
     problem: Problem
     schedule: Schedule
@@ -273,7 +273,7 @@ def _verify_one(store: Store, here: Here, bench: Bench, candidates: Candidates) 
 
 
 def _challengers(samples: Sequence[Sample], in_use_there: Schedule | None) -> list[Sample]:
-    """What was in use there, and then the fastest of the others."""
+    """The schedule in use there, and then the fastest of the others."""
     others = [sample for sample in samples if sample.schedule != in_use_there]
     return [
         *(sample for sample in samples if sample.schedule == in_use_there),

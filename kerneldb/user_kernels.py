@@ -1,4 +1,4 @@
-"""What is known about kernels that users bring: timings of their parameters, and which are in use.
+"""Records of kernels that users bring: timings of their parameters, and the parameters in use.
 
 No code is kept. `kernel_abi` holds a hash over the kernel's text and its lowered C: parameters are used for
 the very source that they were found with.

@@ -43,7 +43,7 @@ class AnswerText:
         self._tokens.append((self._n_given + len(self._held), token))
 
     def take(self, *, finished: bool) -> tuple[str, tuple[SampledToken, ...]]:
-        """What can be given out now: all that is left when `finished` or `stopped`."""
+        """The text that can be given out now: all that is left when `finished` or `stopped`."""
         if finished and not self.stopped:
             self._held += self._stream.flush()
             self._cut_at_stop()

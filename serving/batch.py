@@ -1,4 +1,4 @@
-"""What one engine step computes: slices of sequences, all of one phase. Integers only; ranks read it, the
+"""The work of one engine step: slices of sequences, all of one phase. Integers only; ranks read it, the
 scheduler makes it. Named tuples, as in messages.py: they are made at every step, and more cheaply than
 frozen dataclasses (benchmarks/python_share.py)."""
 
@@ -21,7 +21,7 @@ class SequenceSlice(NamedTuple):
     start: int
     slot_base: int
     wants_logits: bool
-    """Whether the logits after the last token of this slice are wanted."""
+    """True if the logits after the last token of this slice are wanted."""
     table: tuple[int, ...] | None = None
     """None: contiguous from `slot_base`. Else slots at which the runs of KV_CHUNK positions begin, and
     `slot_base` is not read."""

@@ -32,7 +32,9 @@ class ChatPrompt(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """What a template writes out. `variables`: further names that it may look at, such as enable_thinking."""
+    """The input of a chat template. `variables`: further names that it may look at, such as
+    enable_thinking.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()

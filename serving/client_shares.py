@@ -35,11 +35,11 @@ class ClientShares:
         self._count(sequence, -1)
 
     def has_nothing(self, client: str) -> bool:
-        """Whether nothing runs of it."""
+        """True if nothing runs of it."""
         return self._places[client] == 0
 
     def allows(self, sequence: LiveSequence, n_slots: int) -> bool:
-        """Whether its client holds no more than its share with this request, which wants `n_slots`."""
+        """True if its client holds no more than its share with this request, which wants `n_slots`."""
         client = sequence.request.client
         return self._places[client] < self.places and self._slots[client] + n_slots <= self.slots
 
@@ -52,7 +52,7 @@ class ClientShares:
         return self._youngest(self._greediest(self._slots, self.slots))
 
     def takes_too_much(self, client: str) -> bool:
-        """Whether it holds more slots than its share, beside other clients."""
+        """True if it holds more slots than its share, beside other clients."""
         return len(self._slots) > 1 and self._slots[client] > self.slots
 
     def _greediest(self, held: dict[str, int], share: int) -> Iterable[str]:

@@ -44,7 +44,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class JobModule(Protocol):
-    """What a module of `_JOBS` has."""
+    """The functions that a module of `_JOBS` has."""
 
     def prepare(self, told: bytes) -> Job:
         """Load all that jobs need. Raises JobRefused where it cannot be used."""

@@ -41,7 +41,7 @@ _MOST_RERUNS = 2  # of one request: it may be what kills the ranks
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the engine must know of a model's tokens.
+    """The engine's view of a model's tokens.
 
     `open_stream` makes the decoder of one answer; it gives out the texts of the control tokens named to it.
     """
@@ -61,7 +61,7 @@ class _Live:
     text: AnswerText
     end_token_ids: frozenset[int]
     has_begun: bool = False
-    """Whether text or tokens of it were given out, so that it cannot be run again from the start."""
+    """True if text or tokens of it were given out, so that it cannot be run again from the start."""
     n_reruns: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
@@ -131,7 +131,7 @@ class Engine:
     ) -> None:
         self.ranks = ranks
         self.outbox: Outbox | None = None
-        """Where prompts go that others answer; None: there are none."""
+        """The destination of prompts that others answer; None: there are none."""
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing
@@ -270,7 +270,7 @@ class Engine:
         return Delivery(tuple(Failure(request_id, error) for request_id in request_ids), None, self.load())
 
     def load(self) -> EngineLoad:
-        """How much is held and waited for."""
+        """The load: requests held and waited for."""
         scheduler, counts = self.scheduler, self.scheduler.counts
         if self._pool_stats is None or self._pool_stats[0] != scheduler.n_pool_changes:
             self._pool_stats = scheduler.n_pool_changes, scheduler.pool.stats()
@@ -444,7 +444,7 @@ class Engine:
     def _answer(
         self, outs: list[TokenOut], run: list[SampledToken], drafted: Sequence[int], now_ns: int
     ) -> Answer:
-        """What the new tokens of one request give; none of them counts after a stop string."""
+        """The text that the new tokens of one request give; none of them counts after a stop string."""
         request_id = outs[0].request_id
         live = self._live[request_id]
         n_new = 0

@@ -1,4 +1,6 @@
-"""What HTTP needs of what computes its answers: an engine on a thread, or a front over several instances."""
+"""The interface between HTTP and what computes its answers: an engine on a thread, or a front over several
+instances.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class EngineHost(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still answer, now or once what has died is replaced."""
+        """True if it can still answer, now or once what has died is replaced."""
         ...
 
     @property

@@ -70,17 +70,17 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Message | Literal["look", "stop"]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._is_idle = False
-        """Whether the newest turn could compute nothing: only a message can change that."""
+        """True if the newest turn could compute nothing: only a message can change that."""
         self._thread = threading.Thread(target=self._run, name="phasewise-engine", daemon=True)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still answer, now or once its ranks are there again."""
+        """True if it can still answer, now or once its ranks are there again."""
         return self._thread.is_alive() and self.state != "lost"
 
     @property
     def is_computing(self) -> bool:
-        """Whether there is something to compute now: `n_turns` grows then."""
+        """True if there is something to compute now: `n_turns` grows then."""
         return self._engine.has_work and not self._is_idle
 
     def start(self) -> None:

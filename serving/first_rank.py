@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
-    """What a program must have room for. `threads`: the most that a rank has in any phase.
+    """The room that a program must have. `threads`: the most that a rank has in any phase.
 
     kv_format: the resolved one.
     """
@@ -130,7 +130,7 @@ class FirstRank:
         program.copy_kv(team, source_slot, target_slot, n_slots)
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
-        """Where each phase's threads were last seen working; -1 before their first step."""
+        """The CPUs on which each phase's threads were last seen working; -1 before their first step."""
         return {phase: tuple(team.observed_cpus()) for phase, team in self.teams.by_phase.items()}
 
     @property

@@ -37,7 +37,7 @@ _ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one program has room for."""
+    """The room of one program."""
 
     kv_slots: int
     step_tokens: int
@@ -46,11 +46,11 @@ class Capacity:
     threads: int
     """Threads of the largest team of this process."""
     kv_format: str = AUTO
-    """How keys and values are stored: `resolve_kv_format`."""
+    """The format of keys and values: `resolve_kv_format`."""
     ring_slots: int = 0
     """Slots of layers with windows, which keep a ring of each sequence; 0: all layers have `kv_slots`."""
     touched: bool = False
-    """Whether all memory is to be there before the first step: `rank_teams.touch_memory`."""
+    """True if all memory is to be there before the first step: `rank_teams.touch_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ class ActivationArena:
     gate_up_stride: int
     given: int
     given_stride: int
-    """What experts give: of each row, a row for each of its experts."""
+    """The output of experts: of each row, a row for each of its experts."""
     router: int
     router_stride: int
     branch: int
     branch_stride: int
-    """What a half of a layer gives, where it is normalised before it is added."""
+    """The output of a half of a layer, where it is normalised before it is added."""
     tail: int
     """Hidden rows of the last layer that want logits, and its feed-forward rows (in place of `gate_up`)."""
     logits: int
@@ -286,7 +286,7 @@ class Linears:
                 self._schedule(op, 0, table, lookup, one)
 
     def _own_path(self, op: int, part: int, table: int, lookup: ScheduleLookup, weight: PackedWeight) -> bool:
-        """Whether a phase computes the weight by a path of its own, for which no schedule was tuned."""
+        """True if a phase computes the weight by a path of its own, for which no schedule was tuned."""
         path = lookup.own_path(weight)
         if path is not None:
             self.program.set_path(op, part, path, table)
@@ -316,7 +316,7 @@ class _Layer:
     layer: int
     arena: ActivationArena
     kept_as: int
-    """Which layer's place keys and values have."""
+    """The layer whose place keys and values have."""
 
     def add(self) -> None:
         self._add_attention()
@@ -350,7 +350,7 @@ class _Layer:
         return self.model.vectors.get(f"{self.name}.{name}")
 
     def _reads(self, norm: str) -> dict[str, Any]:
-        """How a product reads the stream: normalised, where the model does so before its halves."""
+        """The input of a product: the stream, normalised where the model does so before its halves."""
         if not self.config.pre_norms:
             return {"source": "rows"}
         return {"source": "norm", "norm": self._vector(norm), "eps": stream_eps(self.config)}
@@ -396,7 +396,7 @@ class _Layer:
     def _add_back(
         self, parts: Parts, reads: dict[str, Any], place: Place, norm: str, bias: str | None, rows: Rows
     ) -> None:
-        """What a half of a layer gives is added to the stream, after its norm and bias where there are
+        """Add the output of a half of a layer to the stream, after its norm and bias where there are
         such.
         """
         own_bias = None if bias is None else self._vector(bias)

@@ -102,7 +102,7 @@ def unigram(
 
 
 def _has_capitals(tokens: Iterable[str]) -> bool:
-    """Whether words keep their case: an uncased vocabulary has no capital letter outside of its marks."""
+    """True if words keep their case: an uncased vocabulary has no capital letter outside of its marks."""
     return any(token != token.lower() for token in tokens if not token.startswith("["))
 
 

@@ -20,7 +20,7 @@ from phasewise.serving.errors import ModelError
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
 SPACE_MARK = "\u2581"
-"""How a SentencePiece-style vocabulary writes a space."""
+"""The mark by which a SentencePiece-style vocabulary writes a space."""
 
 
 class TokenKind(IntEnum):
@@ -36,13 +36,15 @@ class TokenKind(IntEnum):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is cut into words before BPE: every pattern cuts the pieces that the one before it left."""
+    """The division of text into words before BPE: every pattern cuts the pieces that the one before it
+    left.
+    """
 
     patterns: tuple[str, ...]
     whole_words_first: bool = False
     """A word that is itself a token stays whole, whatever the merges say."""
     add_bos: bool = False
-    """What holds where the file does not say."""
+    """The settings where the file does not say."""
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -115,7 +117,9 @@ ALWAYS_FOUND = frozenset(
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What the metadata say, checked: `tokens` are distinct and not empty, `kinds` has one entry for each."""
+    """The checked metadata of a vocabulary: `tokens` are distinct and not empty, `kinds` has one entry for
+    each.
+    """
 
     tokens: tuple[str, ...]
     kinds: tuple[int, ...]
@@ -328,7 +332,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[Json]:
 def _document(
     vocabulary: _Vocabulary, model: dict[str, Json], *, add_bos: bool, default_bos: int
 ) -> dict[str, Json]:
-    """What both kinds share: tokens found in text before all else, and those put around it."""
+    """The parts that both kinds share: tokens found in text before all else, and those put around it."""
     return {
         "version": "1.0",
         "truncation": None,

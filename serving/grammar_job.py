@@ -1,4 +1,4 @@
-"""What the confined process does with grammars: it compiles them, to learn whether they can be compiled.
+"""The grammar job of the confined process: it compiles grammars, to learn whether they can be compiled.
 
 A compiled grammar cannot be handed to another process, so the server compiles once more what has been proven
 here to take neither long nor much memory.
@@ -28,7 +28,7 @@ _INFO_FIELDS = (
 
 
 def told_of(tokens: TokenView) -> bytes:
-    """What `prepare` must know of a vocabulary."""
+    """The facts of a vocabulary that `prepare` must know."""
     return json.dumps(
         {
             "pieces": [piece.decode("latin-1") for piece in tokens.pieces],

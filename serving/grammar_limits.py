@@ -1,4 +1,4 @@
-"""How large a grammar from outside may be. Checked before anything is built of it, in time linear in it.
+"""The limits of a grammar from outside. Checked before anything is built of it, in time linear in it.
 
 The bounds keep what follows short: compiling one is a matter of milliseconds, a step of it of a few, and no
 reference can nest so deep that the compiler's stack ends.
@@ -163,7 +163,7 @@ def _check_intersections(levels: list[list[Any]]) -> None:
 
 
 def _intersection(schema: dict[str, Any], weights: dict[int, int]) -> int:
-    """What the constraints on one value weigh together: alternatives add up, all else multiplies."""
+    """The weight of the constraints on one value together: alternatives add up, all else multiplies."""
 
     def parts(name: str) -> list[int]:
         listed = schema.get(name)

@@ -1,4 +1,4 @@
-"""What an answer may say: a grammar that forbids, token by token, whatever would break it.
+"""Structured output: a grammar that forbids, token by token, whatever would break it.
 
 llguidance does the parsing; here is what surrounds it: our vocabulary as it wants to see it, the bounds that
 a grammar from outside is held to, the compiled grammars kept, and the masks put on logits.
@@ -74,13 +74,15 @@ class Guide(Protocol):
 
     @property
     def recipe(self) -> GuideRecipe:
-        """What it is made of; another process makes an equal guide of it (`late_guides.guide_of`)."""
+        """The sources that it is made of; another process makes an equal guide of it
+        (`late_guides.guide_of`).
+        """
         ...
 
 
 class Grammar(NamedTuple):
-    """What an answer must be: JSON that a schema describes, a text that a pattern matches as a whole, or what
-    a grammar of ours in llguidance's Lark describes."""
+    """The required form of an answer: JSON that a schema describes, a text that a pattern matches as a
+    whole, or what a grammar of ours in llguidance's Lark describes."""
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
@@ -179,7 +181,7 @@ class TokenView:
 
     @cached_property
     def _opening(self) -> list[int]:
-        """What a line's end becomes, where the vocabulary puts a space before a text; else nothing."""
+        """The replacement of a line's end, where the vocabulary puts a space before a text; else nothing."""
         spelled = b"".join(self.pieces[token_id] for token_id in self.encode("a", False))
         return [] if spelled == b"a" else self.encode("\n", False)
 
@@ -203,7 +205,7 @@ class TokenView:
 
 
 class _Kept(NamedTuple):
-    """What became of one grammar: a matcher at its beginning, or why it is refused; and its memory."""
+    """The outcome of one grammar: a matcher at its beginning, or why it is refused; and its memory."""
 
     found: LLMatcher | str
     n_bytes: int
@@ -421,7 +423,7 @@ def _in_one_line(message: str) -> str:
 
 
 def _with_stack(work: Callable[[], LLMatcher | str]) -> LLMatcher | str:
-    """What `work` returns, on a thread with a large stack."""
+    """Return the result of `work`, run on a thread with a large stack."""
     outcome: Future[LLMatcher | str] = Future()
 
     def run() -> None:

@@ -18,7 +18,7 @@ raised memory by less than 5 MiB.
 """
 
 _ARENA_BYTES = 1 << 20
-"""What Python takes from the system at once, and gives back when nothing in it is used."""
+"""The bytes that Python takes from the system at once, and gives back when nothing in it is used."""
 _OBJECT_BYTES = 512
 """The largest that Python places in arenas."""
 _CHUNK_BYTES = 64 << 10
@@ -46,7 +46,8 @@ class _MallInfo(ctypes.Structure):
 
 
 def malloc_bytes_in_use() -> int | None:
-    """What malloc has given out and not got back; None where the C library does not say (glibc 2.33 does).
+    """The bytes that malloc has given out and not got back; None where the C library does not say (glibc
+    2.33 does).
 
     Python's arenas are not in it: they come from the system.
     """

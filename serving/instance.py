@@ -66,13 +66,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Where an instance finds its front, and where it listens itself."""
+    """The addresses of an instance: its front's, and where it listens itself."""
 
     name: str
     """Name of this life of the instance; messages of an earlier life are ignored."""
     front: str
     listen: str
-    """Where it takes keys and values, e.g. `tcp://10.0.0.2:*`."""
+    """The address at which it takes keys and values, e.g. `tcp://10.0.0.2:*`."""
     keys: Keys | None = None
     layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS
 
@@ -320,7 +320,7 @@ class _Posts:
         self._mapped: dict[str, KvMemory] = {}
 
     def post(self, endpoint: str) -> Post:
-        """What sends to an instance; the socket is opened on the first use."""
+        """The sender to an instance; the socket is opened on the first use."""
 
         def send(parts: list[bytes]) -> bool:
             socket = self._open.get(endpoint)

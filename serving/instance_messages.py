@@ -1,4 +1,4 @@
-"""What a front and its instances say to each other: JSON, checked on arrival as if a stranger had sent it."""
+"""Messages between a front and its instances: JSON, checked on arrival as if a stranger had sent it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Aim:
     endpoint: str
     placement: Placement
     place: KvPlace | None
-    """Where both are on one host: the memory that the block is in; None: send frames."""
+    """The memory that the block is in, where both are on one host; None: send frames."""
     kind: Literal["aim"] = "aim"
 
 
@@ -108,7 +108,7 @@ ToInstance = Take | Drop | Aim | Stop
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What instances must have in common to hand requests over."""
+    """The facts that instances must have in common to hand requests over."""
 
     version: str
     model_hash: str
@@ -128,7 +128,7 @@ class Ready:
     """Equal for two processes that can map each other's memory."""
     kv_slots: int
     endpoint: str
-    """Where it takes keys and values."""
+    """The address at which it takes keys and values."""
     place: KvPlace
     plans: tuple[str, ...]
     kind: Literal["ready"] = "ready"

@@ -17,7 +17,7 @@ from phasewise.serving.segments import Segment
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What two instances must agree on before keys and values go from one to the other."""
+    """The shape that two instances must agree on before keys and values go from one to the other."""
 
     n_layers: int
     n_kv_heads: int
@@ -37,7 +37,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class KvPlace:
-    """Where a process finds the keys and values of another one."""
+    """The place at which a process finds the keys and values of another one."""
 
     path: str
     n_bytes: int

@@ -101,7 +101,7 @@ class CallGuide:
         self._recent.clear()
 
     def _forget(self) -> None:
-        """What can be no part of a trigger any more."""
+        """Forget the text that can be no part of a trigger any more."""
         keep = max(0, len(self._tail) - self._longest - _LONGEST_TOKEN)
         while len(self._recent) > 1 and self._recent[1][1] <= keep:
             self._recent.pop(0)

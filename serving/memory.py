@@ -1,4 +1,4 @@
-"""How much memory an allocation may take: asked beforehand, for Linux grants what it does not have."""
+"""The memory that an allocation may take: asked beforehand, for Linux grants what it does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine is told and what it answers. HTTP and `generate` know the engine by these alone."""
+"""Messages to and from the engine. HTTP and `generate` know the engine by these alone."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Submit:
     """The answer ends before the first of these; none of it is given out."""
     ignore_eos: bool = False
     estimate: Estimate | None = None
-    """How long the answer will be; made before the engine's thread sees the request."""
+    """The expected length of the answer; made before the engine's thread sees the request."""
     guide: Guide | None = None
-    """What the answer must look like. Each answer runs a `fresh()` one of its own."""
+    """The required form of the answer. Each answer runs a `fresh()` one of its own."""
     cache_space: str = ""
     """Only requests of the same space may take over keys and values of each other's prompts."""
     client: str = ""
@@ -141,7 +141,7 @@ class StepStats(NamedTuple):
 
 
 class EngineLoad(NamedTuple):
-    """What the engine holds now."""
+    """The requests that the engine holds now."""
 
     n_waiting: int
     n_running: int

@@ -128,7 +128,7 @@ class RopeSpec:
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         return self.scaling.magnitude if isinstance(self.scaling, YarnScaling | LongScaling) else 1.0
 
 
@@ -162,7 +162,7 @@ def _yarn(
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What layers of one model differ in."""
+    """The settings in which layers of one model differ."""
 
     window: int | None
     """Positions that a token sees, itself included; None: all."""
@@ -182,42 +182,42 @@ class Experts:
     chosen: int
     normalised: bool
     biases: bool = False
-    """Whether the router and the experts' products have biases."""
+    """True if the router and the experts' products have biases."""
     shared_ffn: int = 0
     """Width of the feed-forward layer that computes every token beside its experts; 0: there is none."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """What an encoder's layers are: h = N(h + A(h)), h = N(h + F(h)), N a LayerNorm with weight and bias,
+    """The layers of an encoder: h = N(h + A(h)), h = N(h + F(h)), N a LayerNorm with weight and bias,
     attention A over the whole text.
     """
 
     positions: bool
-    """Whether positions are embeddings of their own, one for each position of the context; else RoPE."""
+    """True if positions are embeddings of their own, one for each position of the context; else RoPE."""
     segments: bool
-    """Whether the two texts of a pair have an embedding each."""
+    """True if the two texts of a pair have an embedding each."""
     gated: bool
-    """Whether the feed-forward layer is down(act(gate(x)) * up(x)), else down(act(up(x)))."""
+    """True if the feed-forward layer is down(act(gate(x)) * up(x)), else down(act(up(x)))."""
     qkv_biases: bool
     out_bias: bool
     ffn_biases: bool
     scores: bool = False
-    """Whether a head gives a pair of texts one score: a cross-encoder."""
+    """True if a head gives a pair of texts one score: a cross-encoder."""
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """How a text's rows become one vector."""
+    """The pooling of a text's rows to one vector."""
 
     pooling: str
     """One of POOLINGS."""
     normalised: bool
-    """Whether vectors have length 1."""
+    """True if vectors have length 1."""
     max_tokens: int
     """Most tokens of an input, with those that are put around it."""
     lower_case: bool = False
-    """Whether texts are written in lower case before they are cut."""
+    """True if texts are written in lower case before they are cut."""
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
@@ -257,18 +257,18 @@ class ModelConfig:
     pre_norms: bool = True
     post_norms: bool = False
     whole_qk_norm: bool = False
-    """Whether `qk_norm` is over the whole of a row's queries, and of its keys, rather than over each head."""
+    """True if `qk_norm` is over the whole of a row's queries, and of its keys, rather than over each head."""
     out_bias: bool = False
-    """Whether the projection after attention has a bias."""
+    """True if the projection after attention has a bias."""
     sinks: bool = False
-    """Whether each head has a score of its own beside those of positions, which takes weight and gives no
+    """True if each head has a score of its own beside those of positions, which takes weight and gives no
     value.
     """
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     attention_scale: float | None = None
-    """What scores are multiplied by; None: 1 / sqrt(head_dim)."""
+    """The factor of scores; None: 1 / sqrt(head_dim)."""
     attention_cap: float | None = None
     """c: scores are c tanh(score / c)."""
     logit_cap: float | None = None
@@ -395,7 +395,7 @@ class MappedFile:
 
     path: Path
     address: int
-    """Where this process has its first byte."""
+    """The address of the first byte in this process."""
     n_bytes: int
     identity: tuple[int, int]
     """Device and inode: the path may get another file."""
@@ -444,12 +444,14 @@ class PackedModel:
     file: MappedFile | None = None
     """None: the arrays are this process's own."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """How the model's files say that it should be sampled."""
+    """The sampling that the model's files ask for."""
     embedding: Embedding | None = None
-    """How texts become vectors; None for a model that is not made for that."""
+    """The pooling of texts to vectors; None for a model that is not made for that."""
 
     def products(self) -> dict[str, PackedWeight]:
-        """What products read, by name: of a stack of experts the first one's weight, elsewhere the weight."""
+        """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere
+        the weight.
+        """
         return {name: self.one_expert(name) or weight for name, weight in self.weights.items()}
 
     def one_expert(self, name: str) -> PackedWeight | None:

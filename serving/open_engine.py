@@ -63,7 +63,7 @@ class ModelText:
 
     @cached_property
     def conversations(self) -> Conversations:
-        """What writes OpenAI messages out. RequestError without a template, ModelError for a bad one."""
+        """The writer of OpenAI messages. RequestError without a template, ModelError for a bad one."""
         if self._model.chat_template is None:
             raise RequestError(f"{self._model.name} has no chat template", "messages")
         from phasewise.serving.chat import Conversations, special_tokens_of
@@ -88,7 +88,7 @@ class ModelText:
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """How much an engine can hold, and how it works. `kv_slots`: positions of all sequences together."""
+    """The size of an engine, and its way of working. `kv_slots`: positions of all sequences together."""
 
     context_length: int
     kv_slots: int
@@ -100,13 +100,13 @@ class EngineSize:
     tpot_ms: float = DEFAULT_TPOT_MS
     """Time per output token that prefill steps leave to running answers."""
     prefix_reuse: bool = True
-    """Whether keys and values of equal beginnings of prompts are copied rather than computed again."""
+    """True if keys and values of equal beginnings of prompts are copied rather than computed again."""
     kv_format: str = AUTO
-    """How keys and values are stored: `forward.resolve_kv_format`."""
+    """The format of keys and values: `forward.resolve_kv_format`."""
     touched: bool = False
-    """Whether all memory is there from the start; else it comes as it is used, or is found missing then."""
+    """True if all memory is there from the start; else it comes as it is used, or is found missing then."""
     kv_shared: bool = False
-    """Whether other processes may map the keys and values, as those of an instance of a pool do."""
+    """True if other processes may map the keys and values, as those of an instance of a pool do."""
     rings: Rings | None = None
     """Slots of layers with windows, which keep their windows alone; None: all layers have `kv_slots`."""
 
@@ -334,7 +334,7 @@ def _context(model: PackedModel, asked: int | None) -> int:
 
 
 def default_kv_bytes(model: PackedModel) -> int:
-    """What a model that is served alone takes for keys and values."""
+    """The bytes that a model that is served alone takes for keys and values."""
     enough = max(_KV_BYTES_ALWAYS_WORTH_IT, KV_SHARE_OF_WEIGHTS * model.weight_bytes)
     free = available_bytes()
     return enough if free is None else min(enough, int(free * KV_SHARE_OF_FREE_MEMORY))

@@ -98,7 +98,7 @@ class Pacing:
 
     @property
     def is_kept(self) -> bool:
-        """Whether decode steps of late leave the promise any time."""
+        """True if decode steps of late leave the promise any time."""
         return self._decode_ns <= self.promise_ns
 
     def pace(self, n_answering: int) -> PacedStep:

@@ -28,7 +28,7 @@ class PrefixError(AssertionError):
 
 
 class Match(NamedTuple):
-    """How much of a sequence's beginning others have: whole runs, and never its last token."""
+    """The part of a sequence's beginning that others have: whole runs, and never its last token."""
 
     n_ready: int
     """Tokens that can be copied now."""
@@ -43,7 +43,7 @@ NOTHING = Match(0, None, 0)
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """What is known of one sequence: the first `n_ready` of its tokens have keys and values."""
+    """The state of one sequence: the first `n_ready` of its tokens have keys and values."""
 
     serial: int
     space: str
@@ -215,7 +215,7 @@ class PrefixIndex:
             )
 
     def _is_in_ring(self, source: _Source, n_ready: int, n_tokens: int) -> bool:
-        """Whether the ring of `source` has what a token after its first `n_ready` sees, and, where it is
+        """True if the ring of `source` has what a token after its first `n_ready` sees, and, where it is
         live, will have what one after its first `n_tokens` sees."""
         assert self._rings is not None
         ring = source.placement.ring
@@ -231,7 +231,7 @@ class PrefixIndex:
         return all(stamp == source.serial for stamp in stamps)
 
     def _n_there(self, source: _Source, n_tokens: int) -> int:
-        """How many of the first tokens have not been overwritten, in whole runs."""
+        """The number of the first tokens that have not been overwritten, in whole runs."""
         n_there = 0
         for begin, end in _pieces(source.placement, n_tokens // RUN_TOKENS * RUN_TOKENS):
             for stamp in self._stamps[begin // RUN_TOKENS : end // RUN_TOKENS]:
@@ -285,7 +285,7 @@ def _ring_copies(
 
 
 def _cut(placement: Placement, other: Placement, n_tokens: int) -> list[tuple[int, int]]:
-    """Where the first tokens are: by runs of KV_CHUNK where either is placed by a table."""
+    """The place of the first tokens: by runs of KV_CHUNK where either is placed by a table."""
     if placement.table is None and other.table is None:
         return [(placement.base, placement.base + n_tokens)]
     if placement.table is not None:

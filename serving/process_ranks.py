@@ -46,7 +46,7 @@ from phasewise.serving.written_schedules import WrittenSchedules
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, list_cores
 
 LEARN_S = 5.0
-"""How long after a failed step its cause may take to be known."""
+"""The time after a failed step within which its cause is to be known."""
 LEAST_RESTART_S = 20.0
 RESTART_FACTOR = 5.0
 """Reopened ranks may take this many times as long as they took at first; see LEAST_RESTART_S."""
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Setup:
-    """What the ranks are started from, however often."""
+    """The inputs from which the ranks are started, however often."""
 
     layout: RankLayout
     capacities: tuple[Capacity, ...]
@@ -68,7 +68,7 @@ class _Setup:
 
 @dataclass
 class _Listener:
-    """Who is told of a loss. Outlives the processes that are lost."""
+    """The receiver of a loss. Outlives the processes that are lost."""
 
     on_loss: Callable[[], None] = lambda: None
 
@@ -97,7 +97,9 @@ class ProcessRanks:
         lookups = tuple(options.schedules[phase] for phase in PHASES) if options.schedules else ()
         began = time.monotonic()
         self._life = ExitStack()
-        """What ends with these processes; `_close` also ends what the next ones are started from."""
+        """The resources that end with these processes; `_close` also ends what the next ones are started
+        from.
+        """
         with ExitStack() as ending:
             with preferring(layout.node(0)):
                 shared = ending.enter_context(
@@ -180,7 +182,9 @@ class ProcessRanks:
         self._first.copy_kv(source_slot, target_slot, n_slots)
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
-        """Where each phase's threads, rank by rank, were last seen working; -1 before their first step."""
+        """The CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their
+        first step.
+        """
         program = self._first.program
         return {
             phase: tuple(cpu for cpus in program.observed(TABLES[phase]) for cpu in cpus)
@@ -189,7 +193,7 @@ class ProcessRanks:
 
     @property
     def kv_share(self) -> KvShare:
-        """Where keys and values are, until `reopen`. RanksError unless `RankOptions.kv_shared`."""
+        """The place of keys and values, until `reopen`. RanksError unless `RankOptions.kv_shared`."""
         setup = self._setup
         if setup is None or self._step_memory is None or not setup.kv_shared:
             raise RanksError("these ranks do not share their keys and values")

@@ -1,4 +1,4 @@
-"""What a rank's process is told, and how: JSON in memory that it inherits as its standard input.
+"""The instructions of a rank's process: JSON in memory that it inherits as its standard input.
 
 So nothing of a model or a plan stands in a command line, and nothing is left when the process has ended. Its
 standard output is the way back: one line when it is ready, or why it cannot be; its end when it dies.
@@ -35,10 +35,10 @@ class Instructions:
     teams: tuple[tuple[int, ...], ...]
     """Threads of every rank, for each phase: `Division.teams`."""
     cores: Mapping[Phase, tuple[int, ...]]
-    """Where this rank's threads run, in the phases that it takes part in."""
+    """The CPUs of this rank's threads, in the phases that it takes part in."""
     pinned: bool
     numa_node: int | None
-    """Where its memory should be; None: wherever it is touched."""
+    """The NUMA node of its memory; None: wherever it is touched."""
     step_fd: int
     step_bytes: int
     """The memory that all ranks share: steps, rows, logits, keys and values."""
@@ -53,7 +53,7 @@ class Instructions:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What the process inherits."""
+        """The descriptors that the process inherits."""
         holdings = [self.weights] + ([self.weights_source] if self.weights_source else [])
         return self.step_fd, *(holding.fd for holding in holdings)
 
@@ -103,7 +103,7 @@ class Report:
 
     error: str | None = None
     policy_errno: int = 0
-    """What the kernel said to its memory policy; 0: granted, or none was asked for."""
+    """The kernel's answer to its memory policy; 0: granted, or none was asked for."""
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"

@@ -32,7 +32,7 @@ class RankLayout:
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether ranks should have their memory on different NUMA nodes."""
+        """True if ranks should have their memory on different NUMA nodes."""
         return len({self.node(rank) for rank in range(self.n_ranks)} - {None}) > 1
 
     def division(self, rank: int) -> Division:

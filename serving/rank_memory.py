@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from phasewise.cython_kernels._native import prefer_node
 
 SetPolicy = Callable[[int | None], int]
-"""Where this thread's new pages go (None: where it runs); 0 or an errno."""
+"""The node of this thread's new pages (None: where it runs); 0 or an errno."""
 
 DENIED = (errno.EPERM, errno.ENOSYS)
 

@@ -1,4 +1,4 @@
-"""Where batches are computed: one rank in this process, or several in processes of their own, over one set
+"""Ranks, which compute batches: one in this process, or several in processes of their own, over one set
 of weights and KV.
 
 Both phases run the same program over the same memory, so switching between them copies nothing, whatever
@@ -83,7 +83,7 @@ class LocalRanks(FirstRank):
 
     @property
     def kv_share(self) -> KvShare:
-        """Where keys and values are. RanksError unless `RankOptions.kv_shared`."""
+        """The place of keys and values. RanksError unless `RankOptions.kv_shared`."""
         if self._kv_share is None:
             raise RanksError("these ranks do not share their keys and values")
         return self._kv_share

@@ -1,4 +1,4 @@
-"""What computes a model's steps, and with what options: the contract between engines and ranks."""
+"""The contract between engines and the ranks that compute a model's steps, and their options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phasewise.tuner.plans import Phase
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """How large the ranks' memory is, and how they compute."""
+    """The size of the ranks' memory, and their way of computing."""
 
     kv_slots: int
     """Positions that all sequences together may hold."""
@@ -30,7 +30,7 @@ class RankOptions:
     pinned: bool = True
     """False: the system may move the threads, so that there may be more threads than cores (for tests)."""
     kv_format: str = AUTO
-    """How keys and values are stored: `forward.resolve_kv_format`."""
+    """The format of keys and values: `forward.resolve_kv_format`."""
     touched: bool = False
     """True: all memory is allocated before the first step (for servers)."""
     kv_shared: bool = False
@@ -48,11 +48,11 @@ class Follower(Protocol):
 
 
 class Ranks(Protocol):
-    """What computes the steps of a model. Calls are for one thread at a time, which may be pinned by them."""
+    """The computer of a model's steps. Calls are for one thread at a time, which may be pinned by them."""
 
     kv_slots: int
     kv_format: str
-    """How keys and values are stored: `forward.resolve_kv_format`."""
+    """The format of keys and values: `forward.resolve_kv_format`."""
     kv_bytes_per_slot: int
 
     @property
@@ -73,12 +73,14 @@ class Ranks(Protocol):
         ...
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
-        """Where each phase's threads, rank by rank, were last seen working; -1 before their first step."""
+        """The CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their
+        first step.
+        """
         ...
 
     @property
     def kv_share(self) -> KvShare:
-        """Where keys and values are, until `reopen`. RanksError unless `RankOptions.kv_shared`."""
+        """The place of keys and values, until `reopen`. RanksError unless `RankOptions.kv_shared`."""
         ...
 
     @property

@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked. Ends at the first token in `stop_token_ids`, or after `max_tokens` tokens."""
+    """A request. Ends at the first token in `stop_token_ids`, or after `max_tokens` tokens."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -20,7 +20,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     """The model's end tokens; empty where the request ignores them."""
     estimate: Estimate | None = None
-    """How long its answer is thought to become."""
+    """The expected length of its answer."""
     cache_space: str = ""
     """Keys and values are copied between requests of one space, and never to another."""
     prefill_only: bool = False
@@ -55,7 +55,7 @@ class LiveSequence:
     turn: int = 0
     """The decode step that it had a row in last."""
     has_started: bool = False
-    """Whether anything of it has been computed or copied since it was placed."""
+    """True if anything of it has been computed or copied since it was placed."""
     runs: tuple[int, ...] | None = None
     """`prefixes.chain` of its tokens when it was placed; None: not asked for yet."""
     awaits_kv: bool = False
@@ -85,12 +85,12 @@ class LiveSequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether more is pending than the token sampled last: a prompt, or what a preemption undid."""
+        """True if more is pending than the token sampled last: a prompt, or what a preemption undid."""
         return not self.generated or self.n_pending > 1
 
     @property
     def can_prefill(self) -> bool:
-        """Whether a prefill step has anything to compute for it."""
+        """True if a prefill step has anything to compute for it."""
         return self.is_prefilling and self.n_pending > 0 and not self.awaits_kv
 
     @property
@@ -111,7 +111,7 @@ class LiveSequence:
         self.n_computed, self.has_started, self.runs = 0, False, None
 
     def demand(self, *, in_full: bool) -> Demand:
-        """What it needs of the pool to run now, or `in_full`: to its very end."""
+        """The slots that it needs of the pool to run now, or `in_full`: to its very end."""
         most = self.request.most_tokens
         held = most if in_full else self.n_tokens
         return Demand(held, most, len(self.request.prompt_token_ids), self.request.estimate)

@@ -1,4 +1,4 @@
-"""How often ranks are started anew before they are given up, and how long that waits. The time is told."""
+"""Restarts of ranks: how often before they are given up, and the pause before each. The time is told."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Restarts:
     _at_s: deque[float] = field(default_factory=deque)
 
     def pause_s(self, now_s: float) -> float | None:
-        """How long the next restart should wait; it counts from now on. None: there were too many."""
+        """The pause before the next restart; it counts from now on. None: there were too many."""
         while self._at_s and now_s - self._at_s[0] >= self.window_s:
             self._at_s.popleft()
         n_before = len(self._at_s)

@@ -56,7 +56,7 @@ def _require(holds: bool, name: str, wanted: str, got: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request chooses its tokens. Temperature 0 is greedy, whatever the other filters say."""
+    """The choice of one request's tokens. Temperature 0 is greedy, whatever the other filters say."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -238,7 +238,7 @@ class Sampler:
 
 
 class _Tally:
-    """Which tokens there were, and how often, as arrays that grow with them."""
+    """The tokens so far, and their counts, as arrays that grow with them."""
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self._place: dict[int, int] = {}
@@ -411,7 +411,8 @@ def _block_sums(weights: FloatVector) -> npt.NDArray[np.float64]:
 
 
 def _place(weights: FloatVector, share: float) -> int:
-    """Where the running sum of `weights` passes `share` of the whole; always at a weight that is not 0.
+    """The index at which the running sum of `weights` passes `share` of the whole; always at a weight that
+    is not 0.
 
     In two steps, blocks and then one block: one running sum over a vocabulary takes as long as all the rest.
     """

@@ -1,4 +1,4 @@
-"""How answers are sampled where a request does not say: as the model's authors say, else by our own defaults.
+"""The sampling of answers where a request does not say: as the model's authors say, else by our own defaults.
 
 Sources: `generation_config.json` of Hugging Face directories (fields as in transformers'
 GenerationConfig) and keys `general.sampling.*` of GGUF files (as llama.cpp writes them).
@@ -57,12 +57,12 @@ class SamplingDefaults:
 
 
 def stated_by_hf(generation_config: Mapping[str, Any]) -> SamplingDefaults:
-    """What a `generation_config.json` states. Values that no sampler could use count as not stated."""
+    """The settings of a `generation_config.json`. Values that no sampler could use count as not stated."""
     return _stated({name: generation_config.get(name) for name in _GGUF_KEYS})
 
 
 def stated_by_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
-    """What a GGUF file's metadata states. Values that no sampler could use count as not stated."""
+    """The settings of a GGUF file's metadata. Values that no sampler could use count as not stated."""
     return _stated({name: metadata.get(key) for name, key in _GGUF_KEYS.items()})
 
 

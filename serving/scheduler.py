@@ -105,7 +105,7 @@ class Scheduler:
 
     @property
     def expected(self) -> dict[str, Placement]:
-        """Where keys and values of expected requests may be written now, by request.
+        """The places where keys and values of expected requests may be written now, by request.
 
         Empty while copies are to be done: their sources may lie in a block that has a new owner.
         """
@@ -154,7 +154,7 @@ class Scheduler:
         return sequence.placement
 
     def placement(self, request_id: str) -> Placement:
-        """Where a request of the batch under way lies."""
+        """The placement of a request of the batch under way."""
         placement = self._live[request_id].placement
         assert placement is not None, f"{request_id!r} waits"
         return placement
@@ -165,7 +165,7 @@ class Scheduler:
         return 0 if sequence is None else sequence.n_computed
 
     def acknowledge(self, request_id: str) -> bool:
-        """What was handed over has arrived: free its block. False if it is gone already."""
+        """Free the block of a request that was handed over and has arrived. False if it is gone already."""
         return self.abort(request_id)
 
     def take_copies(self) -> tuple[KvCopy, ...]:
@@ -182,7 +182,7 @@ class Scheduler:
         self._waiting.join(sequence)
 
     def next_batch(self, chunk_tokens: int | None = None, most_rows: int | None = None) -> Batch | None:
-        """What to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
+        """The batch to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
 
         chunk_tokens: the most prompt tokens of this step, 0 where answers come first; None: as many as the
         limits allow. most_rows: the most answers of a decode step; None: all.
@@ -587,7 +587,7 @@ def _demand(sequence: LiveSequence) -> Demand:
 
 
 def _is_held(sequence: LiveSequence) -> bool:
-    """Whether it is a prompt that is computed, and waits for its hand-over."""
+    """True if it is a prompt that is computed, and waits for its hand-over."""
     return sequence.request.prefill_only and not sequence.n_pending
 
 

@@ -1,4 +1,4 @@
-"""What the engine asks of tuned schedules: a weight's arithmetic, and by which schedule m rows run.
+"""The engine's view of tuned schedules: a weight's arithmetic, and by which schedule m rows run.
 
 Serving knows neither database nor search: the caller that opens the model hands in a lookup for each phase,
 and without one every product runs by the kernels' own default. Schedules change speed, never a result; the
@@ -19,7 +19,7 @@ MAX_ROW_RANGES = 64
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """How products of up to `last_m` rows run, from the end of the range before."""
+    """The schedule of products of up to `last_m` rows, from the end of the range before."""
 
     last_m: int
     schedule: Mapping[str, int] | None

@@ -1,4 +1,4 @@
-"""What others must not see of this process: keys on its command line, secrets in its environment."""
+"""Secrets of this process that others must not see: keys on its command line, values in its environment."""
 
 from __future__ import annotations
 

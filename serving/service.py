@@ -60,7 +60,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """How one model is served. `names`: what requests may call it, its id first.
+    """Settings of one served model. `names`: what requests may call it, its id first.
 
     `length_log`, where there is one: what the token ids of prompts, and the lengths of their answers, go to.
     """
@@ -78,7 +78,7 @@ class ServiceSettings:
     page: MachineFacts | None = None
     """For the page at `/`; None: no page."""
     tool_format: str = "auto"
-    """How calls are written: one of `tools.dialect.FORMATS`; auto: as the chat template writes them."""
+    """The form of calls: one of `tools.dialect.FORMATS`; auto: as the chat template writes them."""
     read_keys: ReadKeys | None = None
     """Reads the API keys again; None: they stay as they are."""
 
@@ -176,7 +176,7 @@ def run_service(
 
 @contextmanager
 def _opened_beside(one: OtherModel, settings: ServiceSettings) -> Iterator[ServedModel]:
-    """What HTTP is given of a further model, until its processes end."""
+    """HTTP's view of a further model, until its processes end."""
     with ExitStack() as stack:
         guides = stack.enter_context(closing(_guides(one.opened)))
         if one.opened.text.has_template:
@@ -195,7 +195,7 @@ def _files(lines: LineLog, settings: ServiceSettings, log: LengthLog | None) -> 
 
 @contextmanager
 def _settled() -> Iterator[None]:
-    """What the start has made stays until the end, so no collection of cycles need look at it.
+    """Freeze the objects of the start: they stay until the end, so no collection of cycles need look at them.
 
     One that does (a vocabulary alone is some 100,000 objects) takes 40 to 100 ms, and nothing else runs in
     Python meanwhile: neither the event loop nor the engine.

@@ -52,7 +52,7 @@ class WeightPlace:
 
 @dataclass(frozen=True)
 class Places:
-    """Where all arrays of a model are, in something of `n_bytes` bytes that a descriptor stands for."""
+    """The places of all arrays of a model, in something of `n_bytes` bytes that a descriptor stands for."""
 
     n_bytes: int
     weights: Mapping[str, WeightPlace]
@@ -103,7 +103,7 @@ class Places:
 
 
 def places_in_file(model: PackedModel) -> Places:
-    """Where the weights of a model mapped from its packed file lie."""
+    """The places of the weights of a model mapped from its packed file."""
     assert model.file is not None
     address = model.file.address
     weights = {
@@ -115,7 +115,7 @@ def places_in_file(model: PackedModel) -> Places:
 
 
 def places_in_segment(model: PackedModel) -> Places:
-    """Where a copy of every array would lie, one after another."""
+    """The places of a copy of every array, one after another."""
     at = 0
 
     def reserve(array: Array) -> int:

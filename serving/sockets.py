@@ -35,7 +35,7 @@ class Keys:
 
 
 def has_input(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message can be received at once."""
+    """True if a message can be received at once."""
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 

@@ -1,4 +1,4 @@
-"""What the confined process does with chat templates: it renders them."""
+"""The template job of the confined process: it renders chat templates."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class RefusedError(jinja2.TemplateRuntimeError):
 
 
 class Budget:
-    """What one rendering has left. `with budget:` makes it the one that pays."""
+    """The budget that one rendering has left. `with budget:` makes it the one that pays."""
 
     def __init__(self) -> None:
         self._steps = MAX_STEPS
@@ -151,7 +151,7 @@ def _weigh(value: object) -> None:
 
 
 def _written(value: Any) -> Any:
-    """What `{{ value }}` prints: paid for."""
+    """The text that `{{ value }}` prints: paid for."""
     _weigh(value)
     return value
 
@@ -174,7 +174,7 @@ def _check_percent(pattern: str) -> None:
 
 
 def _after_name(pattern: str, at: int) -> int:
-    """Where a name in parentheses ends, as Python reads it: parentheses may nest."""
+    """The end of a name in parentheses, as Python reads it: parentheses may nest."""
     depth = 0
     for found in _PARENTHESIS.finditer(pattern, at):
         depth += 1 if found[0] == "(" else -1
@@ -351,7 +351,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """What templates see: transformers' settings, filters and functions, all of them paid for."""
+    """The environment of templates: transformers' settings, filters and functions, all of them paid for."""
 
     intercepted_binops = frozenset(_BEFORE_OPERATOR)
 

@@ -1,4 +1,4 @@
-"""How fast a model runs here, phase by phase, and what share of the machine's limits that is.
+"""The speed of a model here, phase by phase, and its share of the machine's limits.
 
 Measured below the scheduler and the sampler, as llama-bench does, so that figures can be laid side by side: a
 `pp` test is one prefill of every sequence, a `tg` test is decode steps, a `pp+tg` test is both in one time.
@@ -166,7 +166,7 @@ def _unread_bytes(model: PackedModel, name: str, n_sequences: int) -> int:
 
 
 def _uses(model: PackedModel, name: str) -> int:
-    """How often one row is multiplied by a weight of `PackedModel.products`."""
+    """The number of times that one row is multiplied by a weight of `PackedModel.products`."""
     experts = model.config.experts
     return experts.chosen if experts is not None and name.endswith(STACKS) else 1
 
@@ -191,7 +191,9 @@ def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: in
 
 
 def compute_kind(model: PackedModel) -> str:
-    """Which peak bounds this model's prefill: that of the format holding most of its layers' multiplies."""
+    """The peak that bounds this model's prefill: that of the format holding most of its layers'
+    multiplies.
+    """
     work: dict[str, int] = {}
     for name, weight in model.weights.items():
         if name.startswith("layers."):

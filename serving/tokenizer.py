@@ -83,7 +83,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def token(self, token_id: int) -> str | None:
-        """How the vocabulary writes a token; None for an id without a name."""
+        """The vocabulary's text of a token; None for an id without a name."""
         return self._backend.id_to_token(token_id) if token_id >= 0 else None
 
     def encode(self, text: str, add_special: bool) -> list[int]:
@@ -114,13 +114,13 @@ class Tokenizer:
         return ((at, *span) for at, span in zip(found.ids, found.offsets, strict=True))
 
     def control_texts(self, end_token_ids: Iterable[int]) -> list[str]:
-        """How the tokens are written that begin and end turns or answers, and others that are no text."""
+        """The texts of the tokens that begin and end turns or answers, and of others that are no text."""
         ids = self.special_ids.union(end_token_ids)
         texts = {self._added[at] for at in ids if at in self._added}
         return sorted(texts.union(ALWAYS_FOUND.intersection(self._added.values())))
 
     def piece(self, token_id: int) -> bytes:
-        """What a token adds to a text: often no whole character, and nothing for an id without a name."""
+        """The text that a token adds: often no whole character, and nothing for an id without a name."""
         known = self._pieces.get(token_id)
         if known is None:
             known = self._pieces[token_id] = self._make_piece(token_id)
@@ -137,7 +137,7 @@ class Tokenizer:
 
     @cached_property
     def adds_space(self) -> bool:
-        """Whether a text gets a space in front before it is cut, as with SentencePiece."""
+        """True if a text gets a space in front before it is cut, as with SentencePiece."""
         first = self.encode("a", False)
         return b"".join(map(self.piece, first)).startswith(b" ")
 
@@ -258,7 +258,7 @@ class TextCutter:
 
 
 def _second(types: Sequence[int], text: str | tuple[str, str]) -> int | None:
-    """Where token types change from 0 to 1."""
+    """The place at which token types change from 0 to 1."""
     if isinstance(text, str):
         return None
     return types.index(1) if 1 in types else len(types)

@@ -56,7 +56,7 @@ class WaitingLine:
                 yield queue[0]
 
     def is_behind_older(self, sequence: LiveSequence) -> bool:
-        """Whether a request that was preempted is older."""
+        """True if a request that was preempted is older."""
         return bool(self._preempted) and self._preempted[0].age < sequence.age
 
     def join(self, sequence: LiveSequence) -> None:

@@ -45,7 +45,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What the thread has found out, for the callers."""
+    """The findings of the thread, for the callers."""
 
     settled: threading.Event = field(default_factory=threading.Event)
     """All are ready, or something is lost."""
@@ -85,7 +85,7 @@ class WorkerProcesses:
         return {worker.rank: worker.process.pid for worker in self._workers}
 
     def wait_until_ready(self) -> dict[int, int]:
-        """What the kernel said to each rank's memory policy (errno or 0). RanksError if one cannot start."""
+        """The kernel's answer to each rank's memory policy (errno or 0). RanksError if one cannot start."""
         self._outcome.settled.wait()
         if self._outcome.lost is not None:
             raise RanksError(self._outcome.lost)

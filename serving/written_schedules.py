@@ -26,7 +26,9 @@ class WrittenSchedules:
     def of(
         cls, lookup: ScheduleLookup, division: Division, table: int, model: PackedModel, capacity: Capacity
     ) -> WrittenSchedules:
-        """What `lookup`, that of a table, says of a whole model, and of a rank's part of it."""
+        """The schedules that `lookup`, that of a table, has for a whole model, and for a rank's part of
+        it.
+        """
         parts = [division.weight(weight, table) for weight in model.weights.values()]
         whole_and_parts = [*model.products().values(), *(part for part in parts if part is not None)]
         weights = {_weight_key(weight): weight for weight in whole_and_parts}

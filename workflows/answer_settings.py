@@ -1,4 +1,4 @@
-"""How one answer is asked for: what the prompt is, how tokens are chosen, when the answer ends."""
+"""Settings of one answer: what the prompt is, how tokens are chosen, when the answer ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_PROMPT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class SamplingChoice:
-    """How tokens are chosen; None: the default of the caller. The same `seed` gives the same text."""
+    """The choice of tokens; None: the default of the caller. The same `seed` gives the same text."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -48,7 +48,7 @@ class SamplingChoice:
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How the model is run and when its answer ends. `n_tokens` None: 64; for a message the whole answer."""
+    """Settings of a run and of the end of its answer. `n_tokens` None: 64; for a message the whole answer."""
 
     n_tokens: int | None = None
     stop: Sequence[str] | None = None
@@ -76,7 +76,7 @@ class AnswerSettings:
 
     @property
     def is_message(self) -> bool:
-        """Whether the prompt goes through the model's chat template."""
+        """True if the prompt goes through the model's chat template."""
         return self.chat or self.system is not None
 
 

@@ -1,4 +1,4 @@
-"""What `phasewise simulate` and `phasewise provision` are given, made of text and files: arrivals, and step
+"""The inputs of `phasewise simulate` and `phasewise provision`, made of text and files: arrivals, and step
 times that a tuning database has or that are modelled."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTHS_FROM_DISTRIBUTION = 10_000
 
 @dataclass(frozen=True)
 class Load:
-    """Which requests come, and when.
+    """The requests of a load, and their times.
 
     rate: requests/s, drawn anew for `duration_s` with lengths from the trace; None: the trace's own arrivals.
     """

@@ -1,4 +1,4 @@
-"""What `simulate` and `provision` are asked: the machines' step times, the drawn requests, the goal."""
+"""Settings of `simulate` and `provision`: the machines' step times, the drawn requests, the goal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DB_MACHINE, XML_MACHINE = "db", "xml"
 
 @dataclass(frozen=True)
 class ClusterInputs:
-    """Where step times and drawn requests come from. `reference`: the machine type that slowdowns are of."""
+    """The sources of step times and drawn requests. `reference`: the machine type that slowdowns are of."""
 
     model: str | None = None
     duration_s: float = 120.0
@@ -34,7 +34,7 @@ class ClusterInputs:
 
 @dataclass(frozen=True)
 class SimulationWish:
-    """How the machines of one simulated cluster are scheduled and routed; `rate`: requests/s to draw."""
+    """The scheduling and routing of one simulated cluster's machines; `rate`: requests/s to draw."""
 
     scheduler: str = "production"
     policy: str | None = None
@@ -67,7 +67,7 @@ class ProvisionWish:
 
 
 def step_sources(inputs: ClusterInputs, report: Report = silent) -> StepSources:
-    """Where step times come from, besides the machine types' own curves. ClusterError or KernelDbError."""
+    """The source of step times, besides the machine types' own curves. ClusterError or KernelDbError."""
     from phasewise.cluster.spec_file import StepSources
     from phasewise.cluster.steps import read_profile
     from phasewise.workflows.cluster_load import steps_from_db, steps_from_xml

@@ -1,4 +1,4 @@
-"""What runs on a Ray cluster: its nodes, and the instances of every server."""
+"""The state of a Ray cluster: its nodes, and the instances of every server."""
 
 from __future__ import annotations
 

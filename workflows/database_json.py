@@ -66,7 +66,7 @@ def schedule_fields(one: Preferred, machines: Machines, stale: bool) -> dict[str
 
 
 def stats_fields(name: str, found: StoreStats, current_builds: Collection[str]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The JSON that `--json` prints."""
     machines = labels(one.machine for one in found.signatures)
     return {
         "database": name,

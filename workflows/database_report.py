@@ -1,4 +1,4 @@
-"""What the tuning database knows of this machine, gathered for a report that can be sent along with it.
+"""The tuning database's facts of this machine, gathered for a report that can be sent along with it.
 
 Host names, paths and user names are in none of it: machines go by their signatures, as in the database.
 """
@@ -57,7 +57,7 @@ class ScheduleFacts:
 
 @dataclass(frozen=True)
 class VersionFacts:
-    """What one version of the program has written. `last_ms`: Unix time of the last row."""
+    """The rows that one version of the program has written. `last_ms`: Unix time of the last row."""
 
     version: str
     measurements: int

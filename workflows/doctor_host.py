@@ -52,7 +52,7 @@ def this_host(db: str | None) -> Host:
 
 
 def _tuned(db: str | None, machine: Machine) -> TunedCounts:
-    """What the database holds for cores of this kind. An absent database is not created."""
+    """The number of rows for cores of this kind. An absent database is not created."""
     from phasewise.kerneldb.location import locate
     from phasewise.topology import core_signature
     from phasewise.tuner.doctor import TunedCounts

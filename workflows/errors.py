@@ -1,4 +1,4 @@
-"""What a workflow cannot do, where no room below has a name for it."""
+"""Errors of workflows, where no room below has a name for them."""
 
 from __future__ import annotations
 

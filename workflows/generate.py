@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from phasewise.workflows.tuned_schedules import ScheduleUse
 
 GREEDY = SamplingDefaults(temperature=0.0, top_p=1.0, min_p=0.0)
-"""What `generate` samples by where nothing is given: the same text every time."""
+"""The sampling of `generate` where nothing is given: the same text every time."""
 
 DEFAULT_TOKENS = 64
 MOST_MESSAGE_TOKENS = 4096
@@ -41,11 +41,11 @@ class Generated:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer ended only because it had as many tokens as were allowed."""
+        """True if the answer ended only because it had as many tokens as were allowed."""
         return self.answer.finish_reason == "length"
 
     def fields(self) -> dict[str, Any]:
-        """What `generate --json` prints."""
+        """The JSON that `generate --json` prints."""
         from phasewise.cython_kernels._native import isa_active
 
         answer = self.answer

@@ -30,9 +30,9 @@ class Panel:
     title: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     limit: Sequence[tuple[float, float]]
-    """What no line can pass, or is to reach, drawn dashed; may be empty."""
+    """A limit that no line can pass, or that is to be reached, drawn dashed; may be empty."""
     x_name: str | None = None
-    """Where it differs from the chart's."""
+    """The label where it differs from the chart's."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What can be shown of a machine and of how a model runs on it: a picture of plans, schedules in words."""
+"""Facts of a machine and of how a model runs on it: a picture of plans, schedules in words."""
 
 from __future__ import annotations
 

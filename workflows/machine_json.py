@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def machine_fields(machine: Machine) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The JSON that `--json` prints."""
     from phasewise.topology import core_signature, placement_signature
 
     one_per_core = [core[0] for core in machine.allowed_cores()]

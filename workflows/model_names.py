@@ -1,4 +1,4 @@
-"""What a MODEL that is being typed may become: names of models, and files and folders that may hold one."""
+"""Completions of a MODEL that is being typed: names of models, and files and folders that may hold one."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class OpenModel:
     plans: Mapping[Phase, ServicePlan]
     schedules: Mapping[Phase, KernelSchedules]
     storage: StorageChoice
-    """How its weights were to be stored."""
+    """The requested storage of its weights."""
 
     def explain(self, prefill_rows: int, decode_rows: int, kv_format: str = "auto") -> list[ScheduleUse]:
         """The schedule of every product and of attention, for steps of up to this many rows in each phase."""

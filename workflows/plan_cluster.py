@@ -56,7 +56,7 @@ class Design:
 
 @dataclass(frozen=True)
 class Question:
-    """What every design is asked."""
+    """The question that every design is asked."""
 
     lengths: Sequence[tuple[int, int]]
     """Prompt and output tokens of requests to draw from."""

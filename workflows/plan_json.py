@@ -37,7 +37,7 @@ def plan_cores(plans: Plans) -> dict[str, Any]:
 
 
 def model_name(reference: str) -> str:
-    """What the database calls a model that a command line names: a file's own name, else as given."""
+    """The database's name for a model of a command line: a file's own name, else as given."""
     path = Path(reference).expanduser()
     if not path.exists():
         return reference

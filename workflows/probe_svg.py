@@ -27,7 +27,7 @@ LEAST_WIDTH = 370.0
 """Least width of the map's half: its title has to fit."""
 
 NUMBER_PIXELS = 24.0
-"""What a CPU's number takes on an axis."""
+"""The length that a CPU's number takes on an axis."""
 
 NUMBER_FROM = 22.0
 """Cells of at least this many pixels show their number."""

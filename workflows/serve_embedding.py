@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """How texts are embedded. `embed_model`: beside a language model; None: that alone, or no embeddings.
+    """Settings of embedding. `embed_model`: beside a language model; None: that alone, or no embeddings.
 
     `embed_instances`: processes on the CPU, None for the stored plan's or one for each NUMA node.
     `embed_cores`: cores for embeddings beside a language model. `slo_s`: None for the stored plan's.

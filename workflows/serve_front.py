@@ -1,4 +1,4 @@
-"""Where a server listens and what it accepts: from settings to limits, TLS and an address."""
+"""The address and limits of a server: from settings to limits, TLS and an address."""
 
 from __future__ import annotations
 

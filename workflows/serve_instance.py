@@ -32,7 +32,7 @@ _FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class InstanceSpec:
-    """What an instance computes with.
+    """The model and settings of an instance.
 
     plans: of both phases; None: those of its host's database that use `cores`, else one rank on as many cores
     of its host, the first `first_core` of which others use. db: URL or file of the tuning database.
@@ -49,7 +49,7 @@ class InstanceSpec:
     cores: int | None = None
 
     def tell(self, orders: Orders) -> bytes:
-        """What `main` reads."""
+        """The line that `main` reads."""
         known: dict[str, Any] = {
             "model": self.model,
             "weights": asdict(self.weights),

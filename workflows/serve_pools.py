@@ -30,7 +30,7 @@ SPLIT_ABOVE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Pools:
-    """Which cores compute prompts, answers or both, each in an instance of its own.
+    """The cores that compute prompts, answers or both, each set in an instance of its own.
 
     Cores are written as taskset does, e.g. `0-11`; `0-11+12-23` are two ranks. `pools`: `off`, or `auto`,
     which takes the pools from the tuned plans. Prompts of at most `split_above` tokens are computed where
@@ -54,7 +54,7 @@ class Pools:
 
     @property
     def is_asked(self) -> bool:
-        """Whether any pool is asked for."""
+        """True if any pool is asked for."""
         return (
             bool(self.named or self.cluster or self.prompt or self.token or self.mixed) or self.pools != "off"
         )
@@ -89,14 +89,14 @@ def _counted(role: Role, text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class OpenPools:
-    """What HTTP needs of a model whose engines are elsewhere. size: of each instance."""
+    """HTTP's view of a model whose engines are elsewhere. size: of each instance."""
 
     model: PackedModel
     text: ModelText
     size: EngineSize
     host: OpenHost
     lines: Sequence[str]
-    """What runs where, for people."""
+    """The instances and their cores, for people."""
     cores: frozenset[int]
     """CPUs of this host that instances compute on."""
     instances: Sequence[PlannedInstance] = ()

@@ -16,7 +16,7 @@ ALONE = Pools()
 
 @dataclass(frozen=True)
 class Listening:
-    """Where a server listens. `unix_socket` replaces host and port; port 0 is any free one.
+    """The address of a server. `unix_socket` replaces host and port; port 0 is any free one.
 
     `allowed_host`: names that requests may address; None: the loopback ones on a loopback address, else any.
     """
@@ -31,7 +31,9 @@ class Listening:
 
 @dataclass(frozen=True)
 class Accepting:
-    """What a server accepts at a time; it refuses further requests. Sizes in bytes, `drain_s` in seconds."""
+    """The load that a server accepts at a time; it refuses further requests. Sizes in bytes, `drain_s` in
+    seconds.
+    """
 
     api_key: Sequence[str] | None = field(default=None, repr=False)
     api_key_file: Path | None = None
@@ -77,7 +79,8 @@ class KeysAndValues:
 
 @dataclass(frozen=True)
 class Answering:
-    """How answers are sampled where requests state nothing (None: as the model says), and how they are read.
+    """The sampling of answers where requests state nothing (None: as the model says), and the reading of
+    them.
 
     `tool_format`: `auto`, as the model's chat template writes calls, or one of
     `serving.tools.dialect.FORMATS`. `cors_origin`: pages of these origins may call the server.

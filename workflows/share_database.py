@@ -25,7 +25,7 @@ HERE = "here"
 
 @dataclass(frozen=True)
 class Imported:
-    """Where rows came from, how many, and how many lines were refused."""
+    """The source of rows, their number, and the number of refused lines."""
 
     source: str
     taken: Taken

@@ -1,4 +1,4 @@
-"""How the weights of a model are stored on this machine: by the tuning database, where it knows."""
+"""The storage of a model's weights on this machine: by the tuning database, where it knows."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ MAX_COUNTED = 1_000_000
 
 @dataclass(frozen=True)
 class Counted:
-    """How many trees there are. `trees`: distinct ones; None where too many to be met one by one."""
+    """The number of trees. `trees`: distinct ones; None where too many to be met one by one."""
 
     groupings: int
     with_removals: int
@@ -44,7 +44,7 @@ def count_trees(tree: TopoTree, power_of_two: bool) -> Counted:
 
 
 def trees_fields(found: Fundamental, power_of_two: bool, limit: int) -> dict[str, Any]:
-    """What `--trees --json` prints."""
+    """The JSON that `--trees --json` prints."""
     tree = found.tree
     counted = count_trees(tree, power_of_two)
     by_level = count_groupings_of_levels(tree, power_of_two=power_of_two)
@@ -83,7 +83,7 @@ def tree_fields(tree: TopoTree) -> dict[str, Any]:
 
 
 def one_tree_fields(tree: TopoTree) -> dict[str, Any]:
-    """What `--tree --json` prints."""
+    """The JSON that `--tree --json` prints."""
     return {
         **tree_fields(tree),
         "parents": [one.notation for one in parents(tree)],

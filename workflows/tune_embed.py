@@ -47,7 +47,7 @@ class MeasuredCut:
 
 @dataclass(frozen=True)
 class TunedEmbedding:
-    """What was measured, the plan of the best, and where it is kept."""
+    """The measurements, the plan of the best, and its file."""
 
     measured: tuple[MeasuredCut, ...]
     plan: EmbeddingPlan

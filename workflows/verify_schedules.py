@@ -35,7 +35,7 @@ class NativeBench(NativeEvaluator):
 
 
 class StorageBench(Protocol):
-    """What fights a duel between storages: `NativeBench`."""
+    """The bench of duels between storages: `NativeBench`."""
 
     def obstacle(self, problem: Problem, schedule: Schedule) -> str | None: ...
 

@@ -82,7 +82,7 @@ def chat(
 
 
 def _messages() -> Iterator[str]:
-    """What the user types: a line, or the lines between two fences."""
+    """Messages that the user types: a line, or the lines between two fences."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):

@@ -22,14 +22,14 @@ TraceArgument = Annotated[
 
 
 class Lengths(StrEnum):
-    """How drawn requests get their lengths."""
+    """The lengths of drawn requests."""
 
     requests = "requests"
     columns = "columns"
 
 
 class RoutingPolicy(StrEnum):
-    """How requests are assigned to machines."""
+    """The assignment of requests to machines."""
 
     splitwise = "splitwise"
     round_robin = "round-robin"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class VectorForm(StrEnum):
-    """How vectors are written."""
+    """The form in which vectors are written."""
 
     json = "json"
     npy = "npy"

@@ -157,7 +157,7 @@ def _density_line(one: WeightDensity) -> str:
 
 
 def _facts(found: Inspection) -> list[tuple[str, str]]:
-    """What `inspect` prints, a label and a value a line."""
+    """The lines that `inspect` prints, a label and a value a line."""
     config = found.config
     scaling = "" if config.rope.scaling is None else f", scaled: {type(config.rope.scaling).__name__}"
     windows = {kind.window for kind in config.kinds if kind.window is not None}

@@ -19,7 +19,7 @@ EXIT_FAILURE = 1
 
 
 class Minimised(StrEnum):
-    """What the cheapest cluster has least of."""
+    """The quantity that the cheapest cluster has least of."""
 
     cost = "cost"
     power = "power"
@@ -27,7 +27,7 @@ class Minimised(StrEnum):
 
 
 class Maximised(StrEnum):
-    """What the best cluster for a budget has most of."""
+    """The quantity that the best cluster for a budget has most of."""
 
     rate = "rate"
 

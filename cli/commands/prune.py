@@ -14,7 +14,7 @@ from phasewise.cli.present import print_json, say
 
 
 class Method(StrEnum):
-    """How weights are chosen."""
+    """The method that chooses weights."""
 
     magnitude = "magnitude"
     wanda = "wanda"
@@ -22,14 +22,14 @@ class Method(StrEnum):
 
 
 class Allocation(StrEnum):
-    """How layers share out the zeros."""
+    """The division of the zeros between layers."""
 
     uniform = "uniform"
     owl = "owl"
 
 
 class Storage(StrEnum):
-    """How weights lie in the file."""
+    """The storage of weights in the file."""
 
     dense = "dense"
     bitmask = "bitmask"

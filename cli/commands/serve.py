@@ -44,7 +44,7 @@ _ENGINE = "Engine and memory"
 
 
 class KvPolicy(StrEnum):
-    """How KV slots are given to requests."""
+    """The policy that gives KV slots to requests."""
 
     odma = "odma"
     static = "static"
@@ -53,7 +53,7 @@ class KvPolicy(StrEnum):
 
 
 class ToolFormatName(StrEnum):
-    """How a model writes tool calls."""
+    """The form in which a model writes tool calls."""
 
     auto = "auto"
     hermes = "hermes"
@@ -64,7 +64,7 @@ class ToolFormatName(StrEnum):
 
 
 class LogLevel(StrEnum):
-    """Which requests are logged."""
+    """The requests that are logged."""
 
     debug = "debug"
     info = "info"
@@ -74,14 +74,14 @@ class LogLevel(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """How their lines look."""
+    """The form of their lines."""
 
     text = "text"
     json = "json"
 
 
 class KvTransferOption(StrEnum):
-    """How keys and values go from one instance to another."""
+    """The way of keys and values from one instance to another."""
 
     auto = "auto"
     shm = "shm"

@@ -16,7 +16,7 @@ from phasewise.workflows.cluster_settings import ClusterInputs, SimulationWish
 
 
 class MachineScheduler(StrEnum):
-    """Which scheduler each machine runs."""
+    """The scheduler that each machine runs."""
 
     production = "production"
     paper = "paper"

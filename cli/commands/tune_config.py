@@ -33,7 +33,7 @@ MAX_TOP_K = 1000
 
 
 class EvaluatorChoice(StrEnum):
-    """Where step times come from."""
+    """The source of step times."""
 
     measured = "measured"
     modelled = "modelled"
@@ -41,7 +41,7 @@ class EvaluatorChoice(StrEnum):
 
 
 class ObjectiveChoice(StrEnum):
-    """What is made as small, or for goodput as large, as possible."""
+    """The quantity that is made as small, or for goodput as large, as possible."""
 
     ttft = "ttft"
     tpot = "tpot"

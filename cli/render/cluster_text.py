@@ -20,7 +20,7 @@ OCCUPANCY_MARKS = (1, 4, 16, 64, 256, 1024, 2048)
 
 
 def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> str:
-    """What one simulation was like, for people."""
+    """The text of one simulation, for people."""
     rate = summary.n_requests / summary.duration_s if summary.duration_s else 0.0
     tokens = summary.output_tokens / summary.duration_s if summary.duration_s else 0.0
     parts = [

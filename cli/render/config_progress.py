@@ -1,4 +1,4 @@
-"""What `tune-config` tells on stderr while it searches: the trees as they are walked, and how long it takes.
+"""Progress of `tune-config` on stderr while it searches: the trees as they are walked, and how long it takes.
 
 Each improvement gets a line. With `--verbose` a tree gets one when it is met and when it is cut, too; after
 some dozens only improvements do.
@@ -56,7 +56,7 @@ class SearchProgress:
         self.say = status.say
 
     def searching(self, phase: Phase) -> Callable[[Event], None]:
-        """What a phase's search reports to."""
+        """The receiver of a phase's search."""
         search = _Search(phase, self._machine, verbose=self._verbose)
 
         def report(event: Event) -> None:
@@ -69,7 +69,7 @@ class SearchProgress:
         return report
 
     def tuning(self, progress: TuningProgress) -> None:
-        """Where the tuning of kernels is."""
+        """The progress of the tuning of kernels."""
         self.stage(f"kernels {where_of(progress)}")
 
     def stage(self, name: str) -> None:
@@ -97,7 +97,7 @@ class _Search:
         self._decision: str | None = None
 
     def line(self, event: Event) -> str | None:
-        """What an event is worth, None for nothing."""
+        """The line of an event, None for nothing."""
         if isinstance(event, Tried):
             return self._tried_line(event)
         return self._decision_line(event) if self._verbose else None

@@ -1,4 +1,4 @@
-"""How a run of `tune-config` looks when it has ended: its tables, and the same as JSON values."""
+"""Tables of a run of `tune-config` that has ended, and the same as JSON values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def milliseconds(value: float) -> str:
 
 
 def found_text(found: Found, *, verbose: bool = False) -> str:
-    """What a run ends with, for people. `verbose`: with words of the search."""
+    """The text at the end of a run, for people. `verbose`: with words of the search."""
     parts = ["\n".join(_heading(found))]
     parts += ["\n".join(_phase_lines(found, one)) for one in found.searched]
     parts.append("\n".join(_run_lines(found, verbose=verbose)))
@@ -59,7 +59,7 @@ def _heading(found: Found) -> Iterator[str]:
 
 
 def covered_words(objective: Objective) -> str:
-    """What the milliseconds of a configuration cover, in the search as at the end."""
+    """The parts of a request that the milliseconds of a configuration cover, in the search as at the end."""
     if objective.kind == "goodput":
         return "ms: of a phase, over all requests, for each request that keeps the SLO"
     if objective.kind == "e2e":
@@ -228,7 +228,7 @@ def _closing_lines(found: Found) -> Iterator[str]:
 
 
 def dry_run_text(wish: Wish, subject: Subject) -> str:
-    """What would be searched and timed."""
+    """The text of what would be searched and timed."""
     fields = dry_run_fields(wish, subject)
     lines = [
         f"{on_one_line(subject.model_key)} on {subject.key.placement_sig}",

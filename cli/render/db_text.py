@@ -81,7 +81,7 @@ def _cores(ranks: list[list[int]] | None) -> str:
 
 
 def _schedule_line(one: dict[str, Any]) -> dict[str, Any]:
-    """What fits in 80 columns; `--json` has the rest."""
+    """A line of 80 columns; `--json` has the rest."""
     return {
         "kernel": _shortened(f"{one['family']} {one['format']}", MAX_KERNEL_CHARS),
         "n x k x m": _size(one),
@@ -114,7 +114,7 @@ def _schedule_words(schedule: dict[str, Any] | None) -> str:
 
 
 def verdict_line(one: ScheduleVerdict) -> str:
-    """What measuring a schedule gave, for the progress."""
+    """The line of a schedule's measurement, for the progress."""
     found = one.comparison
     gain = (
         f"{found.gain:.2f} times as fast as what was in use ({found.gain_low:.2f} to {found.gain_high:.2f})"

@@ -1,4 +1,4 @@
-"""What `phasewise doctor` prints: findings in 80 columns, or as JSON."""
+"""The output of `phasewise doctor`: findings in 80 columns, or as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LABEL_WIDTH = 10
 
 
 def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The JSON that `--json` prints."""
     return {
         "source": host.machine.source,
         "findings": [asdict(finding) | {"severity": finding.severity.name} for finding in findings],

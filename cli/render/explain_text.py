@@ -1,4 +1,4 @@
-"""What `--explain` prints: the schedule of every product and of attention, as a table or as JSON values."""
+"""The output of `--explain`: the schedule of every product and of attention, as a table or as JSON values."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from phasewise.tuner.plans import ServicePlan, list_cores
 from phasewise.workflows.plan_json import Plans
 
 MARKS = digits + ascii_letters
-"""What a rank's PUs are drawn as; from rank 62 on, as MANY."""
+"""The mark of a rank's PUs; from rank 62 on, MANY."""
 
 MANY, RESTING, BARRED = "#", ".", "x"
 LABEL = 10
 MAX_RANK_LINES = 16
 SHARING = (Kind.L3, Kind.CLUSTER, Kind.L2, Kind.DIE)
-"""What groups the marks of a line: the innermost of these that hold several cores."""
+"""The kinds of nodes that group the marks of a line: the innermost of these that hold several cores."""
 
 
 def plan_lines(machine: Machine, plans: Plans) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What `predict-len eval` and `predict-len train --verbose` print."""
+"""The output of `predict-len eval` and `predict-len train --verbose`."""
 
 from __future__ import annotations
 

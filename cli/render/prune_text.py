@@ -1,4 +1,4 @@
-"""What `phasewise prune` prints at its end."""
+"""The text that `phasewise prune` prints at its end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _of_all(found: Pruned) -> str:
 
 
 def _here(found: Pruned) -> str:
-    """What `--sparse auto` makes of the zeros."""
+    """The storage that `--sparse auto` chooses for the zeros."""
     if found.read_chosen_bytes == found.read_dense_bytes:
         return "as fast as dense: --sparse auto stores dense here"
     return f"at most {found.decode_gain_here:.2f} times as fast, as --sparse auto stores them"

@@ -1,4 +1,4 @@
-"""What the tables of `phasewise bench` have in common: rows as JSON, as CSV and as Markdown."""
+"""Forms that the tables of `phasewise bench` share: rows as JSON, as CSV and as Markdown."""
 
 from __future__ import annotations
 

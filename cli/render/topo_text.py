@@ -76,7 +76,7 @@ def _one_line(line: Line, prefix: str) -> str:
 
 
 def _memory_lines(machine: Machine) -> Iterator[str]:
-    """What the firmware claims of NUMA nodes, where it claims anything."""
+    """The firmware's claims about NUMA nodes, where it makes any."""
     distances = machine.distances
     if distances is not None and len(distances.nodes) <= MAX_DISTANCE_COLUMNS:
         yield "NUMA distances as the firmware rates them, 10 is local:"

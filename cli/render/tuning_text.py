@@ -1,4 +1,4 @@
-"""How a tuning run looks: its progress while it goes on, and its tables at the end."""
+"""Text of a tuning run: its progress while it goes on, and its tables at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DISTURBED_LAPS = 0.1
 
 @contextmanager
 def progress_on_stderr() -> Iterator[Callable[[TuningProgress], None]]:
-    """What a run reports to."""
+    """The receiver of a run's events."""
     with status_line() as status:
         yield lambda progress: status.show(lambda: progress_line(progress))
 
@@ -53,7 +53,7 @@ def budget_words(budget_s: float, resume: bool) -> str:
 
 
 def plan_text(rounds: Sequence[Round]) -> str:
-    """What would be tuned."""
+    """The text of what would be tuned."""
     from tabulate import tabulate
 
     return "\n\n".join(

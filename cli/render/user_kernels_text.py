@@ -54,12 +54,12 @@ def listed_text(promotions: Sequence[UserPromotion]) -> str:
 
 
 def newest(promotions: Sequence[UserPromotion]) -> list[UserPromotion]:
-    """What is in use: the last promotion of each build, shape and kind of core."""
+    """The choice in use: the last promotion of each build, shape and kind of core."""
     return list({(one.problem, one.origin.machine): one for one in promotions}.values())
 
 
 def shown_fields(promotions: Sequence[UserPromotion]) -> list[dict[str, Any]]:
-    """What is in use for each shape."""
+    """The choice in use for each shape."""
     return [
         {
             "key": one.problem.kernel_abi,

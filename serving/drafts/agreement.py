@@ -1,4 +1,4 @@
-"""How often drafts of a kind have been right of late."""
+"""The share of recent drafts of a kind that were right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a source of drafts, and what a draft is."""
+"""The contract between the engine and a source of drafts, and what a draft is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Drafter(Protocol):
     """A source of drafts. It reads of a sequence what it has not read yet; one thread calls all of it."""
 
     def observe(self, n_rows: int, duration_ns: int) -> None:
-        """What a decode step took, by its number of rows, drafting excluded."""
+        """Note the time of a decode step, by its number of rows, drafting excluded."""
         ...
 
     def computed(self, batch: Batch) -> None:

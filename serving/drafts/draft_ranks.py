@@ -18,7 +18,7 @@ from phasewise.serving.ranks_contract import RankOptions
 
 
 class DraftRanks(Protocol):
-    """What computes a draft model's steps. Its slots are those of the model that is served."""
+    """The ranks that compute a draft model's steps. Its slots are those of the model that is served."""
 
     vocab_size: int
     """Columns of its logits; tokens beyond them it cannot read."""

@@ -1,4 +1,6 @@
-"""How many drafts of each sequence one step checks: as many as raise the tokens that come in its time."""
+"""The number of drafts of each sequence that one step checks: as many as raise the tokens that come in its
+time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ LEAST_GAIN = 1.02
 def choose_lengths(
     chances: Sequence[Sequence[float]], cost_ns: Callable[[int], float], most_rows: int
 ) -> list[int]:
-    """How many of its drafts each sequence takes along.
+    """The number of its drafts that each sequence takes along.
 
     chances: for each sequence and draft the probability that it and all before it are right, never rising.
     cost_ns: of a step, by its number of rows. The likeliest drafts go first; of all numbers of them the one

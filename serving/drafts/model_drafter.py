@@ -31,7 +31,7 @@ _TRIAL_SHARE = 0.01  # of the time without drafts may go to trying whether they 
 
 
 class _Drafted:
-    """What the draft model knows of one request."""
+    """The draft model's state of one request."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
@@ -42,7 +42,7 @@ class _Drafted:
         """Tokens that the sequence had when `draft` was made."""
 
     def read(self, sequence: LiveSequence) -> None:
-        """What became of the draft before."""
+        """Note the outcome of the draft before."""
         n_prompt = len(sequence.request.prompt_token_ids)
         n_right = 0
         came_after = sequence.generated[self.drafted_at - n_prompt :]
@@ -236,7 +236,7 @@ class ModelDrafter:
         return ready
 
     def _is_readable(self, row: _Row) -> bool:
-        """Whether the tokens that it would compute next are in the draft model's vocabulary."""
+        """True if the tokens that it would compute next are in the draft model's vocabulary."""
         return max(row.missing(_CATCH_UP_TOKENS)) < self._ranks.vocab_size
 
     def _draft(self, rows: list[_Row], length: int) -> None:

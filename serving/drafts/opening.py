@@ -22,7 +22,7 @@ LEAST_STEP_TOKENS = 1 + MOST_DRAFTED
 
 @dataclass(frozen=True)
 class DraftSource:
-    """Where drafts come from. `model`: a small model of the same vocabulary; None: lookup in the sequence.
+    """The source of drafts. `model`: a small model of the same vocabulary; None: lookup in the sequence.
 
     recorded_ns: what decode steps took by their number of rows, as far as the database knows.
     """

@@ -1,4 +1,5 @@
-"""Where the last tokens of a sequence have occurred in it before: what followed then may follow again.
+"""Prompt lookup: places where the last tokens of a sequence occurred in it before, whose next tokens may
+follow again.
 
 Prompt lookup (Saxena 2023) with the longest match that two n-gram tables find.
 """
@@ -79,7 +80,7 @@ class Repeats:
                 return
 
     def _common(self, place: int) -> int:
-        """How many tokens before `place` are those at the end."""
+        """The number of tokens before `place` that are those at the end."""
         tokens, end = self._tokens, len(self._tokens)
         n = 0
         while n < min(place, MOST_MATCHED) and tokens[place - 1 - n] == tokens[end - 1 - n]:

@@ -1,4 +1,4 @@
-"""What a decode step of m rows costs on this machine: recorded times first, then what the steps took."""
+"""The cost of a decode step of m rows on this machine: recorded times first, then what the steps took."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepCosts:
 
     @property
     def is_known(self) -> bool:
-        """Whether any step has been seen."""
+        """True if any step has been seen."""
         return bool(self._rows)
 
     @property

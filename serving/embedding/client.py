@@ -77,7 +77,7 @@ class _Input:
 
 @dataclass(eq=False, slots=True)
 class _Lane:
-    """What waits for one device."""
+    """The inputs that wait for one device."""
 
     queue: DeviceQueue
     start: Start
@@ -97,7 +97,7 @@ class _Lane:
 
 @dataclass(frozen=True)
 class LaneState:
-    """What /metrics says of one device."""
+    """The state of one device for /metrics."""
 
     name: str
     is_up: bool
@@ -125,7 +125,7 @@ class EmbeddingClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._live: set[_Input] = set()
         self._held: dict[str, Depth] = {}
-        """What each client has in progress."""
+        """The inputs of each client in progress."""
         self._n_answers = 0
         self._ends: deque[tuple[float, int]] = deque(maxlen=_RATE_OF_LAST)
         self._promised_s = math.inf if slo_s is None else slo_s * (1 - WRITING)
@@ -268,7 +268,7 @@ class EmbeddingClient:
         return forget
 
     def _is_owed(self, owner: str, wanted: Depth) -> bool:
-        """Whether a client has less in progress than its part, where others have something too."""
+        """True if a client has less in progress than its part, where others have something too."""
         n_clients = len(self._held.keys() | {owner})
         held = self._held.get(owner, Depth(0, 0)) + wanted
         return n_clients > 1 and self._manager.holds(held, n_clients)
@@ -338,7 +338,7 @@ class EmbeddingClient:
         return batch
 
     def _is_late(self, lane: _Lane, tokens: int, end_s: float) -> bool:
-        """Whether a batch of `tokens` tokens would end after `end_s`. False for an idle worker."""
+        """True if a batch of `tokens` tokens would end after `end_s`. False for an idle worker."""
         if lane.pace is None or not lane.computing_tokens:
             return False
         return time.monotonic() + lane.pace.s_per_token * (lane.computing_tokens + tokens) > end_s
@@ -389,7 +389,7 @@ class EmbeddingClient:
                 lane.waiting.rejoin(one)
 
     def _move_waiting(self, at: int) -> None:
-        """What waits for a device that is down goes to others with room; the rest waits for it."""
+        """Move the inputs that wait for a device that is down to others with room; the rest waits for it."""
         lane, staying = self._lanes[at], InputTurns[_Input]()
         while lane.waiting:
             one = lane.waiting.take()

@@ -1,5 +1,5 @@
-"""How many inputs a device may hold under an SLO: WindVE's linear regression (section IV-B2), and the stress
-test.
+"""The number of inputs that a device may hold under an SLO: WindVE's linear regression (section IV-B2), and
+the stress test.
 
 t(C) = alpha C + beta is how long a batch of C takes; the depth is the largest C with t(C) <= SLO. C counts
 inputs of one length, or tokens.
@@ -124,7 +124,8 @@ async def stress(seconds: Measure, slo_s: float, guess: int) -> int:
 
 
 def admission_depth(line: LatencyLine, slo_s: float, tokens_each: float, margin: float) -> Depth:
-    """What a server holds so that all of it is answered within the SLO. `line`: by tokens.
+    """The number of inputs that a server holds so that all of it is answered within the SLO. `line`: by
+    tokens.
 
     An input may find a batch begun: it waits for that batch and then for its own, so that beta counts twice.
     margin: the share of the SLO kept for what the line does not know.

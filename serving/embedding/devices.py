@@ -1,4 +1,4 @@
-"""What a host can embed with, and which cores a CPU instance should have: WindVE's detector and affinity
+"""Devices of a host that can embed, and the cores of a CPU instance: WindVE's detector and affinity
 rule.
 
 Reads /dev and asks the driver's library; no framework is imported. `root` stands for / in tests.
@@ -36,7 +36,7 @@ class Device:
 
 
 def cuda_devices() -> int:
-    """How many the driver has; 0 where there is none, or where it fails."""
+    """The number of devices that the driver has; 0 where there is none, or where it fails."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         count = ctypes.c_int(0)

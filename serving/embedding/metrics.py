@@ -1,4 +1,4 @@
-"""What /metrics says of embeddings, read when it is asked for."""
+"""Metrics of embeddings for /metrics, read when they are asked for."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class OpenEmbedding:
 
     @property
     def scores(self) -> bool:
-        """Whether it is a cross-encoder."""
+        """True if it is a cross-encoder."""
         encoder = self.model.config.encoder
         return encoder is not None and encoder.scores
 

@@ -1,5 +1,5 @@
-"""How a host embeds with one model: instances, their cores, and the depths of their queues. Kept as one JSON
-file.
+"""The plan of embedding with one model: instances, their cores, and the depths of their queues. Kept as one
+JSON file.
 
 `phasewise tune-embed` writes it, `serve` reads it. What is read is checked as if a stranger had written it.
 """
@@ -60,7 +60,7 @@ class EmbeddingPlan:
 
 
 def plan_file(model_name: str, weight_format: str, placement: str) -> Path:
-    """Where a model's plan for cores of this placement is kept: below the XDG data directory."""
+    """The path of a model's plan for cores of this placement: below the XDG data directory."""
     name = f"{model_name}-{weight_format}-{placement}".lstrip(".")
     safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
     return platformdirs.user_data_path("phasewise") / "embedding" / f"{safe}.json"

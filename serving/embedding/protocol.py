@@ -1,4 +1,4 @@
-"""What the front and a device's worker say to each other: frames over a socket, the same for every kind of
+"""Messages between the front and a device's worker: frames over a socket, the same for every kind of
 device.
 
     frame: bytes of what follows (4), kind (1), batch (8), then by kind EMBED: inputs (4), of each its tokens
@@ -29,7 +29,7 @@ MAX_FRAME_BYTES = 1 << 30
 
 
 class WorkerFrameKind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     EMBED = 1
     VECTORS = 2

@@ -1,5 +1,5 @@
-"""Which device an input goes to: WindVE's Algorithm 1, for any number of devices. Pure: numbers in,
-decisions out.
+"""The queue manager, WindVE's Algorithm 1: the device of an input, for any number of devices. Pure: numbers
+in, decisions out.
 
 A device's queue holds what it was given and has not answered, computed or waiting. Devices of a lower rank
 (the accelerators) are filled first; what they cannot hold goes to those of the next rank (the CPU's
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """What a queue holds at most. The paper's depths count inputs; the load is their length (its Fig. 5)."""
+    """The most that a queue holds. The paper's depths count inputs; the load is their length (its Fig. 5)."""
 
     inputs: int
     tokens: int
@@ -43,9 +43,9 @@ class DeviceQueue:
     rank: int
     depth: Depth
     is_up: bool = True
-    """Whether its worker computes. Where none does, inputs wait for one that is started again."""
+    """True if its worker computes. Where none does, inputs wait for one that is started again."""
     is_gone: bool = False
-    """Whether there is no hope for another worker."""
+    """True if there is no hope for another worker."""
     share: float = 1.0
     """The part of its depth that may be used now (`pace`)."""
     inputs: int = 0
@@ -100,7 +100,7 @@ class QueueManager:
         return None
 
     def are_within_depths(self, places: Sequence[int]) -> bool:
-        """Whether these queues hold no more than they should."""
+        """True if these queues hold no more than they should."""
         own = [self.queues[at] for at in set(places)]
         return all(one.inputs <= one.depth.inputs and one.tokens <= one.depth.tokens for one in own)
 
@@ -121,7 +121,7 @@ class QueueManager:
         return found
 
     def holds(self, wanted: Depth, n_clients: int) -> bool:
-        """Whether `wanted` is at most one client's equal part of all depths."""
+        """True if `wanted` is at most one client's equal part of all depths."""
         depths = [queue.depth for queue in self.queues if not queue.is_gone]
         return wanted.inputs * n_clients <= sum(
             depth.inputs for depth in depths

@@ -31,7 +31,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 @dataclass(frozen=True)
 class EmbeddingSettings:
-    """How an embedding model is served. `names`: what requests may call it, its id first."""
+    """Settings of a served embedding model. `names`: what requests may call it, its id first."""
 
     names: tuple[str, ...]
     limits: HttpLimits
@@ -67,7 +67,7 @@ class BothClients:
 
 
 def served(opened: OpenEmbedding, names: tuple[str, ...]) -> ServedEmbeddings:
-    """What the routes serve. names: what requests may call the model, its id first."""
+    """The model that the routes serve. names: what requests may call the model, its id first."""
     model = EmbeddingModel(names, int(time.time()), opened.text, opened.width, opened.scores)
     return ServedEmbeddings(model, opened.client)
 

@@ -93,7 +93,7 @@ def _refuse_strangers_code(path: Path) -> None:
 
 
 def _what_it_gives(path: Path) -> tuple[Embedding, bool]:
-    """How its rows become vectors, and whether it gives scores instead."""
+    """The pooling of its rows to vectors, and whether it gives scores instead."""
     from phasewise.serving.loaders import open_source
     from phasewise.serving.loaders.resolve import Located
 

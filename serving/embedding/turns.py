@@ -1,4 +1,4 @@
-"""What waits for one device. Clients take turns, an input each. Pure."""
+"""The queue of one device. Clients take turns, an input each. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Owned(Protocol):
-    """What a client wants computed."""
+    """An input that a client wants computed."""
 
     @property
     def owner(self) -> str: ...
@@ -18,8 +18,9 @@ Item = TypeVar("Item", bound=Owned)
 
 
 class InputTurns(Generic[Item]):
-    """What waits again comes first. Behind it each client has a queue, and the queues take turns: an input
-    with k of its own client before it waits for at most k + 1 of each other client, however many they sent.
+    """A queue in which inputs that wait again come first. Behind them each client has a queue, and the
+    queues take turns: an input with k of its own client before it waits for at most k + 1 of each other
+    client, however many they sent.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class InputTurns(Generic[Item]):
 
     @property
     def head(self) -> Item:
-        """What `take` gives next. IndexError: nothing waits."""
+        """The input that `take` gives next. IndexError: nothing waits."""
         if self._again:
             return self._again[0]
         if not self._queues:

@@ -31,7 +31,9 @@ from phasewise.serving.encoder.text import Tokens
 NICENESS = 10
 WARMING_TOKENS = 512
 FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What terminals and service managers send to every process; where the front ends, it closes the socket."""
+"""The signals that terminals and service managers send to every process; where the front ends, it closes the
+socket.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class WorkerSpec:
 
 
 class Backend(Protocol):
-    """What computes vectors on a device."""
+    """The computer of vectors on a device."""
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats: ...
 

@@ -35,7 +35,9 @@ class EncoderDefaults:
     widens: bool = False
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
-        """How quantised weights are widened; else the default of the instruction set."""
+        """The arithmetic of quantised weights, where they are widened; else the default of the instruction
+        set.
+        """
         if weight.kind in _DENSE:
             return None, 1
         paths = compute_paths(weight.kind, weight.group or 32)
@@ -66,5 +68,5 @@ NEAREST = EncoderDefaults(widens=True)
 
 
 def quantises_rows(weights: Iterable[PackedWeight]) -> bool:
-    """Whether short inputs want another arithmetic than long ones."""
+    """True if short inputs want another arithmetic than long ones."""
     return any(FASTEST.arithmetic(weight) != NEAREST.arithmetic(weight) for weight in weights)

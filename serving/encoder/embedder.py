@@ -112,7 +112,7 @@ class Embedder:
 
     @property
     def scores(self) -> bool:
-        """Whether inputs get a score (a logit) rather than a vector."""
+        """True if inputs get a score (a logit) rather than a vector."""
         encoder = self.model.config.encoder
         return encoder is not None and encoder.scores
 
@@ -133,7 +133,7 @@ class Embedder:
         return out
 
     def _ways(self, inputs: Sequence[Tokens]) -> list[tuple[_Way, Sequence[int]]]:
-        """Which inputs go which way: by its own length alone, so that company changes no bits."""
+        """The program of each input: by its own length alone, so that company changes no bits."""
         if self._short is None:
             return [(self._way, range(len(inputs)))]
         short = [at for at, one in enumerate(inputs) if len(one.ids) <= SHORT_TOKENS]

@@ -41,7 +41,7 @@ def check_numbers(vector: Floats) -> None:
 
 
 def score(row: Floats, model: PackedModel) -> float:
-    """What a cross-encoder's head makes of the first token's row: a logit."""
+    """The logit that a cross-encoder's head makes of the first token's row."""
     vectors = model.vectors
     wide = row.astype(np.float64)
     dense = vectors["score_dense"].reshape(len(row), len(row))

@@ -1,4 +1,4 @@
-"""What keys and values look like on the wire: a header of fixed size, the request's id, the bytes.
+"""The wire form of keys and values: a header of fixed size, the request's id, the bytes.
 
 A frame is checked as if it came from a stranger: every number in it is held against what this instance knows
 of the model and of the request before a byte is taken from it.
@@ -25,7 +25,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class FrameKind(IntEnum):
-    """What a frame brings."""
+    """The kind of a frame."""
 
     LAYER = 1
     """Keys and values of one layer, for a range of positions."""

@@ -19,7 +19,7 @@ Post = Callable[[list[bytes]], bool]
 
 @dataclass(slots=True)
 class _Address:
-    """Which request, and which attempt to hand it over."""
+    """The request, and the attempt to hand it over."""
 
     request_id: str
     epoch: int

@@ -23,7 +23,7 @@ from phasewise.serving.pools.contract import Placement
 log = logging.getLogger(__name__)
 
 POLL_S = 0.001
-"""How often a step under way is asked for the layers it has stored."""
+"""The interval at which a step under way is asked for the layers it has stored."""
 
 LAYERWISE_ABOVE_TOKENS = 32
 """Shorter prompts are sent when they are computed: layer by layer is no faster (benchmarks/notes/0007)."""
@@ -183,7 +183,7 @@ class Sender:
                     self._changed.wait(POLL_S)
 
     def _is_sendable(self, job: _Job) -> bool:
-        """Whether the job has something to send, or will have during the step under way."""
+        """True if the job has something to send, or will have during the step under way."""
         if job.link is None or job.source is None:
             return False
         if job.logits is not None:

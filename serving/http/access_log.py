@@ -37,7 +37,7 @@ _GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 @dataclass(frozen=True)
 class Logging:
-    """Where the line of each request goes: `path`, or stderr."""
+    """The destination of each request's line: `path`, or stderr."""
 
     path: Path | None = None
     level: Level = "off"
@@ -208,7 +208,7 @@ class NameRequests:
 
 @contextmanager
 def open_log(settings: Logging, report: Callable[[str], None]) -> Iterator[tuple[LineLog, AccessLog | None]]:
-    """What writes the lines, and the log; no log where nothing is logged."""
+    """The writer of lines, and the log; no log where nothing is logged."""
     with LineLog("access log", settings.path, report) as lines:
 
         def write(line: str) -> None:

@@ -71,12 +71,12 @@ _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "Retry-After")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an application has beside its routes. `cors_origins`: pages of these may call it; `*`: any."""
+    """The surroundings of an application's routes. `cors_origins`: pages of these may call it; `*`: any."""
 
     cors_origins: tuple[str, ...] = ()
     log: AccessLog | None = None
     page: MachineFacts | None = None
-    """What the live view of the page at `/` shows of the machine; None: there is no page."""
+    """The machine in the live view of the page at `/`; None: there is no page."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _add_embeddings(
 def _layers(
     limits: HttpLimits, metrics: Metrics, surroundings: Surroundings, keys: ApiKeys
 ) -> list[Middleware]:
-    """What every request passes, the outermost first."""
+    """The layers that every request passes, the outermost first."""
     layers = [
         Middleware(NameRequests, log=surroundings.log, name_of=_name_of),
         Middleware(CountAnswers, metrics=metrics, name_of=_name_of),
@@ -255,7 +255,7 @@ def _add_models(app: FastAPI, cards: Sequence[tuple[tuple[str, ...], dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """What the two generating routes need."""
+    """The services that the two generating routes need."""
 
     models: tuple[ServedModel, ...]
     client: EngineClient

@@ -56,7 +56,7 @@ class BodyReader:
             body.end()
 
     async def convert(self, request: Request, convert: Callable[[], Made]) -> Made:
-        """What `convert` makes of the body of `request`, on a thread where the body is large."""
+        """The result of `convert` on the body of `request`, on a thread where the body is large."""
         if n_bytes_of(request) <= _WORTH_A_THREAD_BYTES:
             return convert()
         return await self._large.run(convert)

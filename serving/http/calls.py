@@ -1,4 +1,4 @@
-"""What a chat request says of tools and thoughts, and how its answer will be read."""
+"""Tools and thoughts of a chat request, and how its answer will be read."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def called_by(body: ChatRequest) -> Called | None:
 
 
 def is_read(body: ChatRequest, model: ServedModel) -> bool:
-    """Whether an answer may be anything but text."""
+    """True if an answer may be anything but text."""
     return bool(_shown_tools(body)) or not model.dialect.is_plain
 
 
 def reading_of(body: ChatRequest, model: ServedModel, request: Submit) -> AnswerReading | None:
-    """How the answers to one of its requests are read; None where they are text."""
+    """The reading of the answers to one of its requests; None where they are text."""
     if not is_read(body, model):
         return None
     dialect = model.dialect
@@ -103,7 +103,7 @@ def reading_of(body: ChatRequest, model: ServedModel, request: Submit) -> Answer
 
 
 def conversation_of(body: ChatRequest, dialect: Dialect) -> Conversation:
-    """What the model's template writes out."""
+    """The conversation that the model's template writes out."""
     messages = [_for_template(message, dialect) for message in body.messages]
     tools = [_tool_for_template(tool) for tool in _shown_tools(body)]
     if not dialect.knows_tools:
@@ -112,7 +112,7 @@ def conversation_of(body: ChatRequest, dialect: Dialect) -> Conversation:
 
 
 def n_tool_characters(body: ChatRequest) -> int:
-    """How much the tools add to a prompt, more or less."""
+    """The number of characters that the tools add to a prompt, more or less."""
     return sum(len(json.dumps(tool.function.parameters)) for tool in body.tools or ())
 
 

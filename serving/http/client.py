@@ -54,7 +54,7 @@ class AnswerStream:
     ) -> None:
         self.owner = owner
         self.has_begun = False
-        """Whether a piece of it has come, or it has ended."""
+        """True if a piece of it has come, or it has ended."""
         self.n_bytes = 0
         """Memory, approximately: pieces that wait here, and all pieces of an answer that is sent whole."""
         self._client = client
@@ -107,7 +107,7 @@ class AnswerStream:
         self._something.set()
 
     def wake(self) -> None:
-        """What has come goes on, `at_once` or through `take`. A switch of tasks costs more than an event."""
+        """Pass on what has come, `at_once` or through `take`. A switch of tasks costs more than an event."""
         is_awaited = not self._something.is_set()
         if is_awaited and self.at_once is not None and self.at_once(self._arrived):
             self._arrived.clear()
@@ -143,7 +143,7 @@ class AnswerStream:
         return pieces
 
     def _release(self) -> None:
-        """What was held has gone to the reader."""
+        """Note that what was held has gone to the reader."""
         self._client.holds(self, -self.n_bytes)
         self.n_bytes = 0
 
@@ -350,7 +350,9 @@ class EngineClient:
             stream.give_way(full)
 
     def _n_too_many_waiting(self, n_new: int) -> int:
-        """Where the engine has no room even for those that wait already, how many more than may wait."""
+        """The number of waiting requests beyond the limit, where the engine has no room even for those that
+        wait already.
+        """
         if self.load is None or self.load.n_waiting == 0:
             return 0
         return self.n_live - self.load.n_running + n_new - self._limits.max_waiting_requests

@@ -40,9 +40,9 @@ _SEND_BUFFER_BYTES = 256 * 1024
 _RECEIVE_BUFFER_BYTES = 256 * 1024
 """The kernel's too; its own default holds megabytes of what a connection that has to wait has sent."""
 _TURN_S = 0.0005
-"""How long a connection reads before the loop goes on to the next."""
+"""The time for which a connection reads before the loop goes on to the next."""
 _SMALL_BYTES = 16 * 1024
-"""What has come is read at once up to this; more of it waits for its turn among all connections."""
+"""The bytes that are read at once; what has come beyond them waits for its turn among all connections."""
 _MAX_PAUSE_S = 5.0
 """The longest that a connection which has used up its share of the loop is not read."""
 _HEAD_END = b"\r\n\r\n"
@@ -80,13 +80,13 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether the client has yet to get the rest of an answer."""
+        """True if the client has yet to get the rest of an answer."""
         begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         return begun or self.transport.get_write_buffer_size() > 0
 
     @property
     def is_ending(self) -> bool:
-        """Whether all has been said: what still comes is dropped."""
+        """True if all has been said: what still comes is dropped."""
         return self._linger is not None
 
     def cut(self) -> None:
@@ -96,11 +96,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     @property
     def sends_chunks(self) -> bool:
-        """Whether the answer in progress is a body in chunks, with its head sent: HTTP/1.0 knows none."""
+        """True if the answer in progress is a body in chunks, with its head sent: HTTP/1.0 knows none."""
         return self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
 
     def write_chunk(self, body: bytes) -> bool:
-        """What `send` would write, in a tenth of the time: h11 is in the same state before and after a chunk.
+        """Write what `send` would write, in a tenth of the time: h11 is in the same state before and after a
+        chunk.
 
         False, and nothing is written: the reader is behind, and the sender has to wait.
         """
@@ -148,7 +149,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self.transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the loop puts what it reads next."""
+        """The buffer into which the loop puts what it reads next."""
         return self._others.received
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -201,7 +202,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     @property
     def _takes_more(self) -> bool:
-        """Whether h11 waits for bytes, and the body so far has been taken."""
+        """True if h11 waits for bytes, and the body so far has been taken."""
         if self._linger is not None or self.transport.is_closing() or self.flow.read_paused:
             return False
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
@@ -245,7 +246,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._others.turns.join(self)
 
     def _take_events(self) -> int:
-        """What h11 makes of a piece; how many requests have begun."""
+        """Parse a piece with h11; return the number of requests that have begun."""
         n_requests = 0
         while (event := self.conn.next_event()) is not h11.NEED_DATA and event is not h11.PAUSED:
             if isinstance(event, h11.Request):

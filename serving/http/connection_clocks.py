@@ -1,4 +1,6 @@
-"""How long a connection waits for its client: for a head, for a body, for a reader of what was written."""
+"""Time limits of a connection's waits for its client: for a head, for a body, for a reader of what was
+written.
+"""
 
 from __future__ import annotations
 

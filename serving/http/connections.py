@@ -104,7 +104,9 @@ class Connections:
 
 
 def _address_of(client: tuple[str, int] | None) -> str | None:
-    """What counts as one client: an IPv4 address, or the 64 bits of network that an IPv6 host is given."""
+    """The address that counts as one client: an IPv4 address, or the 64 bits of network that an IPv6 host is
+    given.
+    """
     if client is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of embeddings and reranking (`openapi`)."""
+"""The OpenAPI document's part of embeddings and reranking (`openapi`)."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class EmbeddingModel:
 
 
 class EmbeddingRoutes:
-    """What the routes need; on one event loop."""
+    """The parts that the routes need; on one event loop."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ def _n_inputs(given: str | Sequence[Any]) -> int:
 
 
 def _characters(given: str | Sequence[Any]) -> int:
-    """How long an input is, more or less: a token counts as one character."""
+    """The length of an input, more or less: a token counts as one character."""
     if isinstance(given, str):
         return len(given)
     return len(given) if isinstance(given[0], int) else sum(map(len, given))

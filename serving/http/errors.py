@@ -141,7 +141,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _is_tag(part: int | str) -> bool:
-    """Whether part of a place in a body is not the sender's: a type that `schemas.kind_of` has chosen."""
+    """True if part of a place in a body is not the sender's: a type that `schemas.kind_of` has chosen."""
     return isinstance(part, str) and (part in ("str", "dict", "list") or part.startswith("list of "))
 
 
@@ -162,7 +162,7 @@ def _said_of(first: ErrorDetails, path: list[str], error: ValidationError) -> st
 
 
 def from_engine(error: Exception) -> ApiError:
-    """What a failed request is told, by the kind of its error."""
+    """The answer to a failed request, by the kind of its error."""
     match error:
         case ApiError():
             return error

@@ -1,4 +1,4 @@
-"""What a streamed answer says, as server-sent events."""
+"""Server-sent events of a streamed answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _A_TEXT = "\0"
 
 @dataclass(slots=True)
 class _Said:
-    """What `of` has said of one choice. Tokens are not kept: with log-probabilities they are megabytes."""
+    """The output of `of` for one choice so far. Tokens are not kept: with log-probabilities they are
+    megabytes.
+    """
 
     n_chars: int = 0
     n_generated: int = 0
@@ -83,7 +85,7 @@ class Events:
         return self.total() + DONE
 
     def total(self) -> bytes:
-        """What was used, once the last piece has come; nothing where the request did not ask."""
+        """The usage event, once the last piece has come; nothing where the request did not ask."""
         if not self._reply.include_usage:
             return b""
         return f'data: {self._head},"choices":[],"usage":{encode(self._usage())}}}\n\n'.encode()

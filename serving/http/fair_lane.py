@@ -33,7 +33,8 @@ class FairLane:
         return sum(map(len, self._queues.values()))
 
     async def run(self, client: str, work: Callable[[], Made]) -> Made:
-        """What `work` returns, on a thread, once it is this client's turn. QueueFull: too many wait.
+        """Return the result of `work`, run on a thread once it is this client's turn. QueueFull: too many
+        wait.
 
         A cancelled wait leaves the queue; work that has begun goes on, and holds its thread until it ends.
         """

@@ -1,4 +1,4 @@
-"""Where one request ends and the next begins: bytes of a connection, cut into what h11 may see.
+"""HTTP/1 framing: bytes of a connection, cut at the ends of requests into what h11 may see.
 
 h11 reads HTTP more leniently than is safe behind a proxy that may read it otherwise: it takes a bare LF for
 the end of a line, joins folded header lines, and lets Transfer-Encoding win over Content-Length (RFC 9112,
@@ -74,7 +74,7 @@ class Framing:
 
     @property
     def in_head(self) -> bool:
-        """Whether what comes next belongs to the head of a request."""
+        """True if what comes next belongs to the head of a request."""
         return self._chunks is None and not self._sized
 
     def next_piece(self) -> bytes | None:
@@ -108,7 +108,9 @@ class Framing:
         return head
 
     def _refuse_part_of_head(self, end: int) -> None:
-        """What is wrong however the head goes on, so that the connection does not wait for the rest of it."""
+        """Refuse a head that is wrong however it goes on, so that the connection does not wait for the rest
+        of it.
+        """
         n_bytes = len(self.unread) if end < 0 else end + 4
         if _NO_METHOD.match(self.unread):
             raise _not_http("it does not begin with a method")
@@ -225,7 +227,7 @@ class Framing:
             )
 
     def _skip_trailers(self, body: _Chunks) -> bool:
-        """Whether the empty line at their end has come. What they say is nothing that this server reads."""
+        """True if the empty line at their end has come. What they say is nothing that this server reads."""
         while True:
             line = self.unread.find(b"\r\n")
             n_bytes = line + 2 if line >= 0 else len(self.unread)

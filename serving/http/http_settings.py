@@ -1,4 +1,4 @@
-"""What the HTTP layer is given: a model's names, limits and tokenizer, and the limits of the server."""
+"""Inputs of the HTTP layer: a model's names, limits and tokenizer, and the limits of the server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ServedModel:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     """For what a request does not state."""
     dialect: Dialect = field(default_factory=lambda: dialect_of("", lambda _text: None, frozenset()))
-    """How calls and thoughts are written."""
+    """The form in which calls and thoughts are written."""
 
     @property
     def model_id(self) -> str:
@@ -68,11 +68,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What one server accepts at a time. `api_keys` empty: requests need no key."""
+    """The load that one server accepts at a time. `api_keys` empty: requests need no key."""
 
     api_keys: tuple[str, ...] = ()
     allowed_hosts: frozenset[str] = frozenset()
-    """What a request's Host may be, without a port; empty: anything."""
+    """The Hosts that a request may name, without a port; empty: anything."""
     max_body_bytes: int = 4 * 1024 * 1024
     max_unfinished_bytes: int = 64 * 1024 * 1024
     """Most bytes of all unfinished bodies together. Beyond it the body that began first is refused."""
@@ -83,7 +83,7 @@ class HttpLimits:
     max_response_bytes: int = 64 * 1024 * 1024
     """Memory of an answer that is sent whole, or of what a stream's reader has not read; of all: 8 times."""
     max_waiting_requests: int = 224
-    """How many of these may wait for room in the engine."""
+    """The number of these that may wait for room in the engine."""
     max_connections: int = 8192
     """Further connections are answered with an error and closed."""
     max_connections_per_address: int = 2048
@@ -94,7 +94,7 @@ class HttpLimits:
     body_s: float = 60.0
     """The same for the body, counted from the end of the head."""
     keep_alive_s: float = 75.0
-    """How long a connection may be idle between two requests."""
+    """The time that a connection may be idle between two requests."""
     max_pieces_unread: int = 1024
     """For each choice. If a reader is further behind, its answer is aborted and its connection closed."""
     sign_of_life_s: float = 5.0
@@ -102,4 +102,4 @@ class HttpLimits:
     stalled_write_s: float = 30.0
     """A connection whose reader takes nothing for this time is closed."""
     drain_s: float = 30.0
-    """How long answers in progress may take once the server has been told to stop."""
+    """The time that answers in progress may take once the server has been told to stop."""

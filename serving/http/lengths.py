@@ -76,7 +76,7 @@ def estimated(requests: Sequence[Submit], facts: Sequence[RequestFacts], model: 
 
 
 def _text(body: GenerationRequest, at: int) -> str | None:
-    """What the user wrote last; of several texts the one at a prompt's place."""
+    """The text that the user wrote last; of several texts the one at a prompt's place."""
     if isinstance(body, ChatRequest):
         return next((one.text for one in reversed(body.messages) if one.role == "user"), None)
     given = body.prompt if isinstance(body, CompletionRequest) else None

@@ -1,4 +1,4 @@
-"""Whether the server accepts requests: the engine's state, and whether the server is shutting down."""
+"""True if the server accepts requests: the engine's state, and whether the server is shutting down."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAYS = {
 
 
 class Computes(Protocol):
-    """What answers requests: the engine's thread, or the workers that embed."""
+    """The part of a server that answers requests: the engine's thread, or the workers that embed."""
 
     @property
     def state(self) -> EngineState: ...
@@ -43,7 +43,7 @@ class Lifecycle:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests should be sent here."""
+        """True if new requests should be sent here."""
         return self.state == "running"
 
     @property

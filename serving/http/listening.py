@@ -1,4 +1,4 @@
-"""Where requests come from: a TCP port or a Unix socket, with TLS or without; room for many connections."""
+"""The listening socket: a TCP port or a Unix socket, with TLS or without; room for many connections."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
 
 
 def allowed_hosts(host: str | None, named: Sequence[str]) -> frozenset[str]:
-    """What a request's Host may be on a server bound to `host` (None: a Unix socket); empty: anything.
+    """The Hosts that a request may name on a server bound to `host` (None: a Unix socket); empty: anything.
 
     `named`: the operator's own; `*` allows any. Without them, a server that only this machine can reach is
     protected from pages in this machine's browsers (DNS rebinding); how others call a server that they can
@@ -238,7 +238,7 @@ def allowed_hosts(host: str | None, named: Sequence[str]) -> frozenset[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address reaches this machine alone."""
+    """True if a host name or address reaches this machine alone."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

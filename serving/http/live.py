@@ -1,4 +1,4 @@
-"""What the live view shows: rates and states of one server, kept as the engine delivers."""
+"""The live view: rates and states of one server, kept as the engine delivers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _LAST = 64
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What does not change while a server runs. `machine_svg`: the machine with its plans; "": no picture.
+    """The facts that do not change while a server runs. `machine_svg`: the machine with its plans; "": no
+    picture.
 
     `schedules`: rows of texts, by the names that the page's table has.
     """

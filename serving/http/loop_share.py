@@ -1,4 +1,4 @@
-"""How much of the event loop's time one connection may have, so that none takes it from the others.
+"""Fair shares of the event loop's time: the limit of one connection, so that none takes it from the others.
 
 A client decides how much work its bytes are: requests that are refused, or bodies in very small chunks, cost
 thousands of times what they cost to send. Each connection therefore has an allowance of loop time. It holds a
@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 REQUEST_S = 0.0003
-"""What a request is charged beside the time to parse it: routing, checks and a short answer. What it takes
+"""The charge of a request beside the time to parse it: routing, checks and a short answer. What it takes
 beyond that is charged when it ends, unless the engine has answered it."""
 BYTE_S = 3e-9
-"""What a byte is charged beside that: to read it, and to hand it on to what waits for it."""
+"""The charge of a byte beside that: to read it, and to hand it on to what waits for it."""
 _MIN_BURST_S = 0.0005
 """Every new connection may send a short request or two at once."""
 _NEWCOMERS_S = 0.1
-"""What new connections together get beyond that for their bursts, refilled at the rate of those unknown."""
+"""The time that new connections together get beyond that for their bursts, refilled at the rate of those
+unknown.
+"""
 _NEWCOMER_SHARE = 0.25
 _ACTIVE_S = 1.0
 """A connection that was charged within this time divides the rate with the others."""
@@ -43,7 +45,7 @@ VOUCHED = Standing(burst_s=0.5, per_connection=0.25, together=0.50)
 
 
 class LoopShare:
-    """What all connections of one loop divide."""
+    """The time that all connections of one loop divide."""
 
     def __init__(self) -> None:
         self._active = {UNKNOWN: _Active(), VOUCHED: _Active()}

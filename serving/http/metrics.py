@@ -48,7 +48,7 @@ Histograms = Mapping[Labels, LocalHistogram]
 
 @dataclass(frozen=True)
 class Gauges:
-    """What is read rather than observed, each when metrics are asked for."""
+    """Gauges that are read rather than observed, each when metrics are asked for."""
 
     load: Callable[[], EngineLoad | None] = lambda: None
     n_connections: Callable[[], int] = lambda: 0

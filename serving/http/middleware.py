@@ -1,4 +1,4 @@
-"""What stands before every route: the host, the key, and the count of answers. Plain ASGI callables."""
+"""Middleware before every route: the host, the key, and the count of answers. Plain ASGI callables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 
 @dataclass(frozen=True, slots=True)
 class ClientIdentity:
-    """Who sends a request, as far as shares and queues go: an API key, else an address.
+    """The client of a request, as far as shares and queues go: an API key, else an address.
 
     `cache_space`: the same for all requests that may take over each other's keys and values: those with one
     API key, or all where no key is asked for.

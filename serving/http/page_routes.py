@@ -57,7 +57,7 @@ def add_page(app: FastAPI, client: EngineClient, life: Lifecycle, facts: Machine
 
     @app.get("/live")
     async def now() -> JSONResponse:
-        """What the engine does now, for the page's live view."""
+        """The engine's work now, for the page's live view."""
         return JSONResponse(live.fields(client.load, life.state))
 
     @app.get("/live/machine")

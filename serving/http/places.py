@@ -1,4 +1,4 @@
-"""Which answers give up their places, when all places are taken and another client asks for one. Pure."""
+"""The answers that give up their places, when all places are taken and another client asks for one. Pure."""
 
 from __future__ import annotations
 

@@ -121,7 +121,9 @@ class Preparation:
 
 
 async def while_there(request: Request, work: Awaitable[Made], patience: Patience | None = None) -> Made:
-    """What `work` gives; where the client closes its connection before, ClientLeft, and `patience` ends."""
+    """Return the result of `work`; where the client closes its connection before, ClientLeft, and `patience`
+    ends.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:

@@ -42,7 +42,7 @@ from phasewise.serving.tools.tool_format import json_rule
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """What preparing a request needs of its sender: which prompts it may reuse, and its wait."""
+    """The facts of a sender that preparing a request needs: which prompts it may reuse, and its wait."""
 
     cache_space: str = ""
     patience: Patience = field(default_factory=Patience)
@@ -208,7 +208,8 @@ def _conversation(body: ChatRequest, model: ServedModel, patience: Patience) -> 
 
 
 class HeldTo(NamedTuple):
-    """What an answer is held to. `field` asks for it. `triggers`: held from the first of these texts on.
+    """The grammar that an answer is held to. `field` asks for it. `triggers`: held from the first of these
+    texts on.
 
     is_needed: an answer that cannot be held to it is refused.
     """
@@ -220,7 +221,7 @@ class HeldTo(NamedTuple):
 
 
 def held_to(body: GenerationRequest, model: ServedModel) -> HeldTo | None:
-    """What the answer must look like; None where it may be anything. ApiError where that cannot be."""
+    """The required form of the answer; None where it may be anything. ApiError where that cannot be."""
     calls = called_by(body) if isinstance(body, ChatRequest) else None
     field = "tools" if calls is not None else _grammar_field(body)
     is_needed = calls is None or not calls.is_auto or body.response_format is not None
@@ -294,7 +295,7 @@ def begun_late(
 
 
 def n_characters(body: GenerationRequest) -> int:
-    """How long a prompt is, more or less: tokens count as one character each."""
+    """The length of a prompt, more or less: tokens count as one character each."""
     if isinstance(body, ChatRequest):
         return sum(_n_content(message.content) for message in body.messages) + n_tool_characters(body)
     assert isinstance(body, CompletionRequest)
@@ -338,7 +339,7 @@ def _structured(wanted: StructuredOutputs) -> Grammar:
 def _sampling(
     body: GenerationRequest, defaults: SamplingDefaults, top_logprobs: int | None
 ) -> SamplingParams:
-    """What the request states wins, field by field."""
+    """The sampling of a request: what it states wins, field by field."""
     top_k = defaults.top_k if body.top_k is None else body.top_k
     return SamplingParams(
         temperature=_stated(body.temperature, defaults.temperature),

@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class Choice:
-    """What has arrived of one choice."""
+    """The arrived part of one choice."""
 
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
@@ -48,11 +48,11 @@ class Used(NamedTuple):
 
 
 class Rendering(Protocol):
-    """How one kind of response looks. `head` is the part that every object of the response repeats."""
+    """The form of one kind of response. `head` is the part that every object of the response repeats."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether an event may carry a piece's text as it is."""
+        """True if an event may carry a piece's text as it is."""
         ...
 
     def head(self, *, streamed: bool) -> Json: ...
@@ -112,7 +112,7 @@ class Reply:
     continuous_usage: bool = False
     """The usage so far in every event."""
     form: Form | None = None
-    """How it is written out; None: as choices of a completion or a chat."""
+    """The form in which it is written out; None: as choices of a completion or a chat."""
 
     def usage(self, counts: Sequence[Used]) -> Json:
         """Tokens of all prompts, each once, and of all answers. `counts`: of each choice."""
@@ -138,14 +138,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """How the answers of one request are read. `call_id`: a new id for a call."""
+    """The reading of the answers of one request. `call_id`: a new id for a call."""
 
     open: Callable[[], Reader]
     call_id: Callable[[], str]
 
 
 class _ReadChoice:
-    """What has been read of one choice."""
+    """The part of one choice that has been read."""
 
     def __init__(self, reading: AnswerReading) -> None:
         self._reader = reading.open()
@@ -153,7 +153,7 @@ class _ReadChoice:
         self._n_calls = 0
 
     def delta(self, text: str, *, is_last: bool) -> Json:
-        """What is new: `content`, `reasoning_content` and `tool_calls`, each where there is any.
+        """The new part: `content`, `reasoning_content` and `tool_calls`, each where there is any.
 
         A call comes with its name and id at once, and its arguments with it or in pieces of the same index.
         """
@@ -196,7 +196,7 @@ class _ReadChoice:
 
 
 class _Fixed:
-    """What both kinds share: the fields of every object, and how tokens are written out."""
+    """The parts that both kinds share: the fields of every object, and how tokens are written out."""
 
     def __init__(self, response_id: str, model: ServedModel) -> None:
         self._fixed = {"id": response_id, "created": int(time.time()), "model": model.model_id}

@@ -159,7 +159,7 @@ class _SignsOfLife:
 
     def __init__(self, connection: Connection, every_s: float, *, has_spoken: bool) -> None:
         self.has_spoken = has_spoken
-        """Whether the stream has said something since this looked last."""
+        """True if the stream has said something since this looked last."""
         self._connection = connection
         self._every_s = every_s
         self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What `/v1/responses` accepts, and the chat request that it means.
+"""The requests that `/v1/responses` accepts, and the chat request that each means.
 
 Conversations of stored responses go on with `previous_response_id` (`ResponseStore`). Built-in tools, images,
 background work and templates stored elsewhere are refused by name.
@@ -31,10 +31,12 @@ Json = dict[str, Any]
 MOST_STORED = 1000
 MOST_STORED_CHARACTERS = 32 << 20
 STORED_S = 3600.0
-"""How many responses are kept for `previous_response_id`, how large they are together, and how long."""
+"""The limits of responses kept for `previous_response_id`: their number, their size together, and their
+age.
+"""
 _MOST_ITEMS = 10_000
 _ENTRY_CHARACTERS = 200
-"""What a response, or a message, takes beside its texts, more or less."""
+"""The bytes that a response, or a message, takes beside its texts, more or less."""
 _MOST_PARTS = 1024
 _MOST_ID = 80  # characters of what is repeated
 _NOT_OFFERED = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs")
@@ -293,7 +295,7 @@ class ResponseStore:
         self._n_characters = 0
 
     def put(self, client: str, response_id: str, messages: list[Json], written: str) -> None:
-        """Where there is no room, the oldest of the client that holds most give way."""
+        """Keep a response. Where there is no room, the oldest of the client that holds most give way."""
         self._forget_old()
         size = _ENTRY_CHARACTERS + len(written) + sum(_size(message) for message in messages)
         stored = _Stored(time.monotonic(), size, messages, written)

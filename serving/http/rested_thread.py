@@ -25,7 +25,9 @@ class RestedThread:
         self._free = asyncio.Semaphore(1)
 
     async def run(self, work: Callable[[], Made], before: Callable[[], None] | None = None) -> Made:
-        """What `work` returns. `before` runs on the loop at its turn; if it raises, the turn passes on."""
+        """Return the result of `work`. `before` runs on the loop at its turn; if it raises, the turn passes
+        on.
+        """
         spent_s = 0.0
 
         def timed() -> Made:

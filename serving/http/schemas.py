@@ -1,4 +1,4 @@
-"""What the OpenAI API accepts, and what phasewise adds. Types are strict.
+"""Requests of the OpenAI API, and what phasewise adds. Types are strict.
 
 Unknown fields of a request are ignored, and named in the header X-Ignored-Fields of its answer.
 
@@ -36,7 +36,7 @@ MOST_INT = 2**31 - 1
 
 
 def kind_of(value: object) -> str:
-    """What a value looks like: its own type, and for a list that of its first item."""
+    """The kind of a value: its own type, and for a list that of its first item."""
     if isinstance(value, list):
         first = value[0] if value else ""
         return "list of list" if isinstance(first, list) else f"list of {kind_of(first)}"
@@ -142,7 +142,7 @@ class StructuredOutputs(Strict):
 
     @property
     def n_given(self) -> int:
-        """How many ways of saying it were used."""
+        """The number of ways of saying it that were used."""
         given = (self.json_ is not None, bool(self.json_object), self.regex is not None, bool(self.choice))
         return sum(given)
 
@@ -176,7 +176,7 @@ _MOST_NAMED = 16
 
 
 class GenerationRequest(Strict):
-    """What completions and chat have in common. The last seven fields are extensions."""
+    """The fields that completions and chat share. The last seven fields are extensions."""
 
     model_config = ConfigDict(extra="allow")
 

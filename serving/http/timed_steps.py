@@ -1,4 +1,4 @@
-"""How long a coroutine keeps the event loop: the time of its own steps, without that of its waits."""
+"""The time for which a coroutine keeps the event loop: that of its own steps, without its waits."""
 
 from __future__ import annotations
 

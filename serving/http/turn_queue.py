@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class TurnTaker(Protocol):
-    """What waits for a turn."""
+    """A client of a turn queue."""
 
     loop: asyncio.AbstractEventLoop
 

@@ -31,7 +31,7 @@ class UnfinishedBodies:
         return body
 
     def _make_room(self, n_bytes: int, newcomer: UnfinishedBody) -> bool:
-        """Whether `newcomer` may have `n_bytes` more; False: it was the oldest, and has ended."""
+        """True if `newcomer` may have `n_bytes` more; False: it was the oldest, and has ended."""
         while self.n_bytes + n_bytes > self.max_bytes:
             oldest = next((body for body in self._bodies if body.n_bytes), newcomer)
             oldest.end()

@@ -1,4 +1,4 @@
-"""What uvicorn's classes are given in place of their own: the flow of a body, the transport of an answer."""
+"""Replacements of uvicorn's classes: the flow of a body, the transport of an answer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Outlet:
 
 
 def scope_of(request: h11.Request, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """What an ASGI scope says of a request itself."""
+    """The facts of a request itself in an ASGI scope."""
     raw_path, _, query = request.target.partition(b"?")
     return {
         "type": "http",

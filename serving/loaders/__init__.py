@@ -62,7 +62,7 @@ def load_model(
 def is_made_for_embedding(
     ref: str, format: str, cache_dir: Path | None = None, report: Report | None = None
 ) -> bool:
-    """Whether the model that `ref` names gives vectors. Packs nothing: a packed file tells it, or the source.
+    """True if the model that `ref` names gives vectors. Packs nothing: a packed file tells it, or the source.
 
     ref, cache_dir, report: as for `load_model`. Raises ModelError.
     """
@@ -103,7 +103,7 @@ def _open(located: Located) -> ModelSource:
 
 
 def _identity(located: Located, weight_format: str) -> str:
-    """What a packed file was made from and how; unequal when any source file changed size or time."""
+    """The sources and settings of a packed file; unequal when any source file changed size or time."""
     try:
         stats = [(path.name, path.stat()) for path in located.files()]
     except OSError as error:

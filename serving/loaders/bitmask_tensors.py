@@ -89,7 +89,7 @@ def _mask_rows(what: str, found: Found, k: int, start: int, stop: int) -> Array:
 
 
 def _first_value(what: str, kept: Array, found: Found, total: int, start: int, stop: int) -> int:
-    """Where the first row's values begin. Offsets must be those that the bits count."""
+    """The place where the first row's values begin. Offsets must be those that the bits count."""
     file, entry = found
     n = entry.shape[0]
     count = min(stop + 1, n) - start

@@ -39,13 +39,13 @@ class PackedCache:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether no start will use it any more: what it was made from is not there."""
+        """True if no start will use it any more: what it was made from is not there."""
         return self.source is None or not self.source.exists()
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What went, or would go."""
+    """The files that went, or would go."""
 
     path: Path
     n_bytes: int

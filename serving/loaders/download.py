@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from phasewise.serving.errors import ModelError
 
 TIMEOUT_S = 30.0
-"""How long a server may say nothing."""
+"""The time for which a server may say nothing."""
 
 PIECE_BYTES = 1 << 20
 ATTEMPTS = 5
@@ -41,7 +41,9 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """What a server promises of a file. `sha256` in hex; else `git_sha1`, of git's header and the content."""
+    """The promise of a server about a file. `sha256` in hex; else `git_sha1`, of git's header and the
+    content.
+    """
 
     url: str
     name: str
@@ -51,7 +53,7 @@ class RemoteFile:
 
 
 class DownloadError(ModelError):
-    """What was fetched is not what was promised, or cannot be fetched."""
+    """A file that cannot be fetched, or is not what was promised."""
 
 
 class _Lost(Exception):

@@ -1,4 +1,4 @@
-"""How a Hugging Face directory says that its model makes vectors: the files of sentence-transformers.
+"""The embedding settings of a Hugging Face directory: the files of sentence-transformers.
 
 `modules.json` lists what follows what, `1_Pooling/config.json` says how rows become one,
 `sentence_bert_config.json` how long an input may be. A directory of an encoder without them gives means of
@@ -31,7 +31,9 @@ _OTHER_POOLINGS = (
 
 
 def embedding_of(directory: ModelDirectory, context_length: int, *, encoder: bool) -> Embedding | None:
-    """What the directory says; None for a decoder that it does not call an embedding model."""
+    """The embedding that the directory describes; None for a decoder that it does not call an embedding
+    model.
+    """
     modules = _modules(directory)
     if modules is None and not encoder:
         return None

@@ -69,7 +69,7 @@ def pooling_type(architecture: str, read: ReadField) -> int | None:
 def embedding_of(
     architecture: str, read: ReadField, context_length: int, *, encoder: bool
 ) -> Embedding | None:
-    """How rows become a vector of length 1; None for a decoder whose file says nothing of it."""
+    """The pooling of rows to a vector of length 1; None for a decoder whose file says nothing of it."""
     found = pooling_type(architecture, read)
     if found is None:
         return Embedding("mean", True, context_length) if encoder else None

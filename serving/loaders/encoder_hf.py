@@ -92,7 +92,7 @@ def _theta(get: Callable[..., Any]) -> float:
 
 
 def _scores(get: Callable[..., Any]) -> bool:
-    """Whether the model gives a pair of texts one score."""
+    """True if the model gives a pair of texts one score."""
     named = get("architectures", list) or []
     if not any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in named):
         return False
@@ -138,7 +138,7 @@ def encoder_tensors(
 
 
 def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embedding:
-    """How the directory's model makes vectors; a cross-encoder scores by the row of the first token."""
+    """The pooling of the directory's model; a cross-encoder scores by the row of the first token."""
     found = embedding_of(directory, config.context_length, encoder=True)
     assert found is not None
     assert config.encoder is not None

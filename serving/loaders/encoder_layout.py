@@ -1,4 +1,4 @@
-"""Which tensors an encoder's config calls for, by our names, beside those that `layout` knows of decoders.
+"""The tensors that an encoder's config calls for, by our names, beside those that `layout` knows of decoders.
 
 Weights: "embed" [vocab, hidden]; per layer "q", "k", "v", "o", "up", "down", and "gate" where the config
 says so. Vectors: "embed_norm", "positions" [context, hidden] and "segments" [2, hidden] row by row where the

@@ -27,7 +27,7 @@ INT8_ZERO_POINT = 128
 
 @dataclass(frozen=True)
 class WeightForm:
-    """How a weight lies in memory, apart from its size.
+    """The form of a weight in memory, apart from its size.
 
     scale_dtype is "float16", "float32", or None: without scales, or with scales inside its blocks.
     """

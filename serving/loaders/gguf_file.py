@@ -44,7 +44,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies; shape outermost first (GGUF writes the innermost first)."""
+    """The place of a tensor; shape outermost first (GGUF writes the innermost first)."""
 
     name: str
     shape: tuple[int, ...]

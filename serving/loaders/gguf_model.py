@@ -276,7 +276,7 @@ def _adds_bos(metadata: Mapping[str, Any]) -> bool:
 
 
 def _heads(name: str, family: Family, config: ModelConfig) -> int:
-    """How many heads' rows llama.cpp's converter interleaved; 0 where it left the order alone."""
+    """The number of heads whose rows llama.cpp's converter interleaved; 0 where it left the order alone."""
     match = PERMUTED.fullmatch(name)
     if not family.gguf_interleaved_heads or match is None:
         return 0

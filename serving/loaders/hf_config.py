@@ -216,7 +216,7 @@ def _long_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[.
 
 
 def long_magnitude(factor: float, original_context: int) -> float:
-    """What LongRoPE multiplies cosines and sines by where the file does not say."""
+    """The factor that LongRoPE multiplies cosines and sines by where the file does not say."""
     return math.sqrt(1 + math.log(factor) / math.log(original_context)) if factor > 1 else 1.0
 
 

@@ -21,7 +21,7 @@ from phasewise.serving.loaders.download import DownloadError, Progress, RemoteFi
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 DEFAULT_TAGS = ("Q4_K_M", "Q4_0", "Q8_0", "Q5_K_M", "Q6_K", "BF16", "F16")
-"""Which GGUF file a name without a tag means: the first of these that there is."""
+"""The GGUF file that a name without a tag means: the first of these that there is."""
 
 MOST_LISTING_BYTES = 16 << 20
 MOST_FILES = 10_000
@@ -46,7 +46,7 @@ DownloadProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a repository holds at one commit: paths in it, and what is promised of each file."""
+    """The files of a repository at one commit: paths in it, and what is promised of each file."""
 
     commit: str
     files: dict[str, RemoteFile]
@@ -54,12 +54,12 @@ class Listing:
 
 
 def is_hub_name(ref: str) -> bool:
-    """Whether `ref` is written like a name of the hub."""
+    """True if `ref` is written like a name of the hub."""
     return HUB_NAME.fullmatch(ref) is not None and not ref.endswith(".gguf")
 
 
 def here(ref: str, root: Path) -> Path | None:
-    """Where a hub name lies, if it is whole: a GGUF file, or a directory, in our cache or the hub's own."""
+    """The path of a hub name, if it is whole: a GGUF file, or a directory, in our cache or the hub's own."""
     folder = folder_of(ref, root)
     try:
         main = json.loads((folder / ".whole").read_text(encoding="utf-8"))["main"]
@@ -121,7 +121,7 @@ def _kept_as(file: RemoteFile) -> str:
 
 
 def folder_of(ref: str, root: Path) -> Path:
-    """Where a hub name is kept."""
+    """The folder of a hub name."""
     return root / "models" / "hub" / ref.replace("/", "--").replace(":", "@")
 
 

@@ -1,4 +1,4 @@
-"""What there is to know about a model without packing it, and about the cache without opening a model."""
+"""Facts about a model without packing it, and about the cache without opening a model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def inspect_source(source: ModelSource) -> Inspection:
 
 @dataclass(frozen=True)
 class WeightDensity:
-    """How many of a weight's numbers are not zero, and what it takes either way."""
+    """The number of a weight's numbers that are not zero, and the bytes it takes either way."""
 
     name: str
     n: int

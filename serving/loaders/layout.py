@@ -1,4 +1,4 @@
-"""Which tensors a config calls for, with their shapes, and how parts are fused into packed weights."""
+"""The tensors that a config calls for, with their shapes, and how parts are fused into packed weights."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class ModelDirectory:
         self.path = path
 
     def has(self, name: str) -> bool:
-        """Whether anything has this name; a link that leads nowhere does not count."""
+        """True if anything has this name; a link that leads nowhere does not count."""
         return os.path.exists(self.path / name)
 
     def open(self, name: str) -> SourceFile:

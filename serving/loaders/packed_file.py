@@ -70,7 +70,7 @@ _ArrayForm = tuple[tuple[int, ...], np.dtype[np.generic], int]
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where one weight or vector lies: offset of each of its arrays from the start of the file."""
+    """The place of one weight or vector: offset of each of its arrays from the start of the file."""
 
     name: str
     n: int
@@ -193,12 +193,12 @@ _FAULT = (
 
 
 def _is_ours_alone(status: os.stat_result) -> bool:
-    """Whether no user but this one and root can have written the file or can write to it now."""
+    """True if no user but this one and root can have written the file or can write to it now."""
     return status.st_uid in (0, os.geteuid()) and not status.st_mode & _OTHERS_WRITE
 
 
 def read_head(target: Path) -> dict[str, Any] | None:
-    """What a packed file says about itself, without its arrays; None if it is not whole."""
+    """The head of a packed file, without its arrays; None if it is not whole."""
     try:
         with target.open("rb") as file:
             return _checked_head(file)[0]
@@ -261,7 +261,7 @@ def _stored(plan: WeightPlan, choice: StorageChoice) -> _Slot:
 
 
 def kept_numbers(plan: WeightPlan) -> int:
-    """How many numbers of a weight that can be sparse are not zero; reads all of it."""
+    """The number of a weight's numbers that are not zero, of a weight that can be sparse; reads all of it."""
     return sum(sparse.kept(packed) for packed in _made_ahead(_packed_chunks(plan)))
 
 
@@ -372,7 +372,7 @@ def _label(slot: _Slot) -> bytes:
 
 
 def _packed_chunks(plan: WeightPlan) -> Iterator[Callable[[], PackedWeight]]:
-    """What packs the weight in runs of whole panels, in order."""
+    """The chunks that pack the weight in runs of whole panels, in order."""
     step = _rows_at_once(plan.k)
     for start in range(0, plan.n, step):
         yield partial(_packed_chunk, plan, start, min(start + step, plan.n))

@@ -138,13 +138,15 @@ KNOWN: dict[str, KnownModel] = {
 
 
 def known_path(model: KnownModel, root: Path) -> Path:
-    """Where `model` lies, or will lie, under the cache directory: its file, or the directory of its files."""
+    """The path of `model`, now or later, under the cache directory: its file, or the directory of its
+    files.
+    """
     folder = root / "models" / model.name
     return folder if model.beside else folder / model.file_name
 
 
 def is_here(model: KnownModel, root: Path) -> bool:
-    """Whether it has been fetched, as far as names of files tell."""
+    """True if it has been fetched, as far as names of files tell."""
     folder = root / "models" / model.name
     return all((folder / file.path).is_file() for file in model.files)
 

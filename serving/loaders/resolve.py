@@ -1,4 +1,4 @@
-"""What a user may call a model, and where it then lies on disk."""
+"""Names of models that a user may give, and the path on disk of each."""
 
 from __future__ import annotations
 

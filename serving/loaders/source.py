@@ -1,4 +1,4 @@
-"""What every reader of model files hands to the packer: a checked config and tensors readable row by row.
+"""The input of the packer from every reader of model files: a checked config and tensors readable row by row.
 
 Files are read with `pread` in bounded pieces and never mapped: a source that shrinks while it is read gives
 an error, not a signal, and its pages do not count as ours.

@@ -1,4 +1,4 @@
-"""Whether a weight is packed dense or sparse: by how many of its numbers are zero, and by the CPU.
+"""True if a weight is packed dense or sparse: by how many of its numbers are zero, and by the CPU.
 
 A weight is one or the other in both phases. Storage changes no bit of any result (cython_kernels/sparse.py).
 """
@@ -14,7 +14,7 @@ from phasewise.serving.loaders.forms import WeightForm
 from phasewise.serving.sparse_mode import SparseMode
 
 WORTH_BYTES = {"bf16": 0.9, "q8": 0.7, "q8 column": 0.3}
-"""Where nothing was measured, a sparse weight takes at most this share of the dense one's bytes.
+"""The largest share of the dense one's bytes that a sparse weight takes where nothing was measured.
 
 So no weight is stored sparse that one row or eight would wait longer for: benchmarks/notes/0009-sparsity.md.
 """
@@ -29,7 +29,7 @@ _AUTO, _SPARSE, _DENSE = FILE_SUFFIXES = ("", "-sparse", "-dense")
 
 @dataclass(frozen=True)
 class StorageDecision:
-    """Whether a weight is stored sparse."""
+    """True if a weight is stored sparse."""
 
     is_sparse: bool
     why: str
@@ -37,19 +37,19 @@ class StorageDecision:
 
 
 Measured = Callable[[WeightForm, int, int, float], StorageDecision | None]
-"""What comparisons say of a form, outputs, inputs and kept share; None where none was made."""
+"""The verdict of comparisons for a form, outputs, inputs and kept share; None where none was made."""
 
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """How storage is chosen. measured: what a tuning database says, asked under `auto`; None: nothing."""
+    """The choice of storage. measured: what a tuning database says, asked under `auto`; None: nothing."""
 
     mode: SparseMode = "auto"
     measured: Measured | None = None
 
     @property
     def wants_sparse(self) -> bool:
-        """Whether any weight may be stored sparse on this CPU."""
+        """True if any weight may be stored sparse on this CPU."""
         return self.mode == "always" or (
             self.mode == "auto" and (expands_here() or self.measured is not None)
         )
@@ -62,7 +62,7 @@ class StorageChoice:
         return _AUTO if self.wants_sparse else _DENSE
 
     def is_sparse(self, form: WeightForm, n: int, k: int, kept: int | None) -> bool:
-        """Whether such a weight is stored sparse. kept: how many numbers are not zero; None: nearly all."""
+        """True if such a weight is stored sparse. kept: how many numbers are not zero; None: nearly all."""
         return self.decide(form, n, k, kept).is_sparse
 
     def decide(self, form: WeightForm, n: int, k: int, kept: int | None) -> StorageDecision:
@@ -86,12 +86,12 @@ class StorageChoice:
 
 
 def expands_here() -> bool:
-    """Whether the instruction set in use reads sparse weights at full speed."""
+    """True if the instruction set in use reads sparse weights at full speed."""
     return _native.lanes() == 16 and _native.expands()
 
 
 def can_be_sparse(form: WeightForm) -> bool:
-    """Whether there is a sparse storage of this form."""
+    """True if there is a sparse storage of this form."""
     return sparse.can_be_sparse(form.kind, form.has_mins)
 
 

@@ -1,4 +1,4 @@
-"""How long answers have become lately, and the bounds of buckets that this suggests. Pure; no pool in it."""
+"""The recent lengths of answers, and the bounds of buckets that they suggest. Pure; no pool in it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LengthWindow:
 
 
 class PoolBounds(NamedTuple):
-    """What allocation decides by, all learnt at one time; swapped as a whole."""
+    """The bounds that allocation decides by, all learnt at one time; swapped as a whole."""
 
     buckets: tuple[int, ...] = ()
     """Longest answers of the buckets, ascending, multiples of the alignment. None learnt yet: empty."""
@@ -62,7 +62,7 @@ class PoolBounds(NamedTuple):
 
 
 def _rank(n: int, level: float) -> int:
-    """Where, among `n` ordered values, the least is that a share `level` of them does not exceed."""
+    """The index among `n` ordered values of the least that a share `level` of them does not exceed."""
     return min(n, max(1, math.ceil(level * n))) - 1
 
 

@@ -38,7 +38,7 @@ class Size(NamedTuple):
 
 
 class Sizes(Protocol):
-    """What one policy of contiguous blocks does differently from another."""
+    """The sizes by which one policy of contiguous blocks differs from another."""
 
     @property
     def policy(self) -> str: ...
@@ -60,7 +60,7 @@ class Sizes(Protocol):
 
     @property
     def squeezes(self) -> bool:
-        """Whether requests are moved where another needs slots that are free, but lie apart."""
+        """True if requests are moved where another needs slots that are free, but lie apart."""
         ...
 
     def first(self, demand: Demand) -> Size:

@@ -1,4 +1,4 @@
-"""What every KV pool promises, whatever its policy. Integers only; no clock, no tensor, no thread.
+"""The contract of every KV pool, whatever its policy. Integers only; no clock, no tensor, no thread.
 
 Positions of the cache are slots. Every block that a pool hands out begins at a multiple of `ALIGNMENT` slots
 and is a multiple of it long. Five promises, which `tests/serving/pools` holds against every policy:
@@ -31,7 +31,7 @@ class PoolError(AssertionError):
 
 
 class Estimate(NamedTuple):
-    """How long an answer is thought to become."""
+    """The expected length of an answer."""
 
     output_tokens: float
     uncertainty: float
@@ -39,7 +39,7 @@ class Estimate(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What a request needs of the pool. `held_tokens <= most_tokens`."""
+    """The need of a request. `held_tokens <= most_tokens`."""
 
     held_tokens: int
     """Positions needed at once: the prompt, and the answer so far where the request ran before."""
@@ -50,7 +50,7 @@ class Demand(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a request's positions are: slot `base + position`, or by `table`."""
+    """The place of a request's positions: slot `base + position`, or by `table`."""
 
     base: int
     n_slots: int
@@ -61,7 +61,7 @@ class Placement(NamedTuple):
     """First slot and slots of its ring, in layers that keep rings (`pools.rings`). It never moves."""
 
     def slot(self, position: int) -> int:
-        """Where a position lies."""
+        """The slot of a position."""
         if self.table is None:
             return self.base + position
         return self.table[position // KV_CHUNK] + position % KV_CHUNK
@@ -212,7 +212,7 @@ class KvPool(Protocol):
         """The block of `owner` may move again."""
 
     def placements(self) -> dict[str, Placement]:
-        """Who holds what, as a copy."""
+        """The placement of each request, as a copy."""
         ...
 
     def stats(self) -> PoolStats: ...

@@ -65,5 +65,5 @@ class Shelves:
         return longest
 
     def n_idle(self, bucket: Bucket) -> int:
-        """How many blocks wait for this bucket's requests."""
+        """The number of blocks that wait for this bucket's requests."""
         return sum(len(idle) for (whose, _), idle in self._idle.items() if whose == bucket)

@@ -1,4 +1,4 @@
-"""Who must move so that free slots that lie apart become one gap, and whither. Pure.
+"""Choose which blocks to move, and where, to join scattered free slots. Pure.
 
 Copies within one memory are cheap beside a step that reads all weights and every key and value. So what is
 free can be used wherever it lies. Moved are neighbours of one gap after the other until there is room, those
@@ -16,7 +16,7 @@ from phasewise.serving.pools.arena import Block
 
 
 class Shift(NamedTuple):
-    """What lies at `source` has to be copied to `target`, as long as it was; the two may overlap."""
+    """A copy from `source` to `target`, as long as it was; the two may overlap."""
 
     source: Block
     target: int

@@ -1,4 +1,4 @@
-"""Which format a model's calls and thoughts have: the one of its chat template, unless an operator says."""
+"""The format of a model's calls and thoughts: the one of its chat template, unless an operator says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOKED_AT_TOKENS = 8
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one model writes calls and thoughts.
+    """The form in which one model writes calls and thoughts.
 
     knows_tools: its template shows tools to it; else we write them into the conversation. thinks: it writes
     `<think>`. control: ids of the control tokens that `format` looks for, by their texts.
@@ -39,12 +39,12 @@ class Dialect:
 
     @property
     def is_channelled(self) -> bool:
-        """Whether answers without calls have to be read too, because thoughts and text come in channels."""
+        """True if answers without calls have to be read too, because thoughts and text come in channels."""
         return isinstance(self.format, GptOss)
 
     @property
     def is_plain(self) -> bool:
-        """Whether answers without tools are nothing but text."""
+        """True if answers without tools are nothing but text."""
         return not self.thinks and not self.is_channelled
 
     @property
@@ -53,7 +53,7 @@ class Dialect:
         return frozenset(self.control.values())
 
     def opens_thought(self, prompt: Sequence[int], piece: Callable[[int], bytes]) -> bool:
-        """Whether a prompt ends within thoughts."""
+        """True if a prompt ends within thoughts."""
         end = b"".join(map(piece, prompt[-_LOOKED_AT_TOKENS:]))
         return self.thinks and end.rstrip().endswith(thinking.OPENING.encode())
 

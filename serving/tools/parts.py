@@ -1,4 +1,4 @@
-"""What an answer consists of, and the common parts of its readers.
+"""The parts of an answer, and the common parts of its readers.
 
 A reader is fed the text of an answer as it comes and gives out parts. How the text was cut makes no
 difference: the same calls come out, and the same text once adjacent pieces are joined. What cannot be read
@@ -53,7 +53,7 @@ class Reader(Protocol):
     """Reads one answer."""
 
     def feed(self, text: str) -> list[Part]:
-        """What is certain now."""
+        """The parts that are certain now."""
         ...
 
     def finish(self) -> list[Part]:
@@ -281,7 +281,7 @@ class MarkedReader:
         self._coming: Coming | None = None
         """While the arguments of a call are given out; the buffer begins within them then."""
         self._may_close = False
-        """Whether a call has just ended."""
+        """True if a call has just ended."""
 
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
@@ -361,7 +361,7 @@ class MarkedReader:
         return True
 
     def _is_text(self, n_characters: int, parts: list[Part]) -> bool:
-        """What was read is no call."""
+        """Note that what was read is no call."""
         self._json = None
         self._take(n_characters, parts)
         return True
@@ -373,7 +373,9 @@ _MAYBE_MARK = re.compile(r"\[[A-Z_]{0,8}\Z")
 
 
 def _first_bracket(text: str, begin: int) -> int | None:
-    """Where the JSON begins; None while that is not certain: a bracket may begin a mark of Mistral's."""
+    """The index at which the JSON begins; None while that is not certain: a bracket may begin a mark of
+    Mistral's.
+    """
     found = _BRACKET.search(text, begin)
     if found is None or (found[0] == "[" and _MAYBE_MARK.match(text, found.start())):
         # A list that is still `[`: what follows decides.

@@ -191,7 +191,7 @@ class _HeldList:
         return text
 
     def _step(self, text: str, parts: list[Part]) -> int | None:
-        """How much of the text's beginning was read; None: more must come."""
+        """The number of characters of the text's beginning that were read; None: more must come."""
         if self._value is not None:
             end = self._value.push(text, stops=",)")
             n_read = len(text) if end is None else end

@@ -1,4 +1,4 @@
-"""What a format of tool calls has to know, and how its grammars are written."""
+"""The contract of a format of tool calls, and how its grammars are written."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ class Function:
     parameters: Mapping[str, Any]
     description: str = ""
     is_strict: bool = False
-    """Whether a schema that cannot be kept in every detail is refused; else it is kept as far as possible."""
+    """True if a schema that cannot be kept in every detail is refused; else it is kept as far as possible."""
 
 
 class Wanted(NamedTuple):
-    """What calls an answer may have. `or_document`: a rule of Lark for an answer without any; "": none."""
+    """The calls that an answer may have. `or_document`: a rule of Lark for an answer without any; "":
+    none.
+    """
 
     functions: Sequence[Function]
     most_calls: int = MOST_CALLS
@@ -34,7 +36,7 @@ class Wanted(NamedTuple):
 
 
 class ToolFormat(Protocol):
-    """How one family of models writes calls."""
+    """The form in which one family of models writes calls."""
 
     @property
     def name(self) -> str:
@@ -48,11 +50,11 @@ class ToolFormat(Protocol):
 
     @property
     def only_first(self) -> bool:
-        """Whether calls are the whole answer, and never follow text."""
+        """True if calls are the whole answer, and never follow text."""
         ...
 
     def fits(self, template: str) -> bool:
-        """Whether a chat template writes this format."""
+        """True if a chat template writes this format."""
         ...
 
     def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ LEAST_COPIES = 2
 
 @dataclass(frozen=True)
 class KernelGrid:
-    """What is measured: every format with every shape and every m, on these cores."""
+    """The grid of measurements: every format with every shape and every m, on these cores."""
 
     formats: Sequence[str]
     shapes: Sequence[tuple[int, int]]
@@ -182,7 +182,7 @@ class Point:
     peak_flops_per_s: float
 
     def copies(self, cold_bytes: int) -> int:
-        """How many copies of the weight a turn uses one after another.
+        """The number of copies of the weight that a turn uses one after another.
 
         Enough for `cold_bytes`, but no more than one turn can use: before the next turn the other systems
         fill the caches anyway.

@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What every prompt is asked with."""
+    """Settings of every prompt's answer."""
 
     max_tokens: int
     temperature: float

@@ -33,7 +33,7 @@ OURS, S3, CONSTANT, STATIC = "ours", "S3", "constant", "static"
 
 @dataclass(frozen=True)
 class Split:
-    """Which share of the prompts is held out, and by which seed they are chosen."""
+    """The share of the prompts that is held out, and the seed by which they are chosen."""
 
     share: float
     seed: int
@@ -184,7 +184,7 @@ def _points(examples: Sequence[Example], rivals: Rivals) -> dict[str, dict[str, 
 
 
 def report_drift(name: str, before: Sequence[Example], after: Sequence[Example], rivals: Rivals) -> LogReport:
-    """What the methods, learnt from answers like `before`, give to the answers `after` them."""
+    """Report the scores of methods, learnt from answers like `before`, on the answers `after` them."""
     everything = [*before, *after]
     following = rivals.ours.give(everything, rivals.hold)
     fixed = rivals.ours.give(everything, rivals.hold, adaptive=False)

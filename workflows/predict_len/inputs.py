@@ -1,4 +1,4 @@
-"""What `predict-len` reads: a model's tokens, prompts, logs of answers, and where a predictor is kept."""
+"""Inputs of `predict-len`: a model's tokens, prompts, logs of answers, and the path of a predictor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an encoder makes of prompts, for predictors of lengths: int8, one thread, in this process."""
+"""An encoder's vectors of prompts, for predictors of lengths: int8, one thread, in this process."""
 
 from __future__ import annotations
 

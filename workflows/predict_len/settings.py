@@ -1,4 +1,4 @@
-"""What `predict-len collect` and `predict-len eval` are asked."""
+"""Settings of `predict-len collect` and `predict-len eval`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ TIMED_CALLS = 200
 
 @dataclass(frozen=True)
 class CollectWish:
-    """How prompts are answered. `limit`: only the first prompts. `sequences`: answers computed at a time."""
+    """The way prompts are answered. `limit`: only the first prompts. `sequences`: answers computed at a
+    time.
+    """
 
     max_tokens: int = 512
     temperature: float = 0.0
@@ -24,7 +26,7 @@ class CollectWish:
 
 @dataclass(frozen=True)
 class EvalWish:
-    """How predictions are judged.
+    """The way predictions are judged.
 
     `split`: share of the prompts held out. `overflow`: share of answers that may outgrow their block.
     `folds`: judge every prompt, by what the other folds teach. `drift`: train on the first log only.

@@ -1,4 +1,4 @@
-"""What the products of a model are multiplied with, over a text: sums for Wanda, X^T X for SparseGPT.
+"""Inputs of a model's products over a text: sums for Wanda, X^T X for SparseGPT.
 
 The engine computes the rows, and copies them where they enter a product (`Program.tap`).
 """

@@ -1,4 +1,5 @@
-"""Which weights a method sets to zero, and what SparseGPT makes of the others. Plain numpy over one matrix.
+"""The weights that a method sets to zero, and SparseGPT's new values of the others. Plain numpy over one
+matrix.
 
 - magnitude: the smallest |w| of the matrix.
 - wanda: in each row the smallest |w| times the norm of its input (Sun et al. 2024, eq. 1).
@@ -32,7 +33,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Pattern:
-    """How many weights become zero: a share, or `zeros` of every `of` along the inputs."""
+    """The number of weights that become zero: a share, or `zeros` of every `of` along the inputs."""
 
     share: float
     zeros: int = 0
@@ -126,7 +127,7 @@ def _prune_block(w: Array, inverse: Array, pattern: Pattern) -> Array:
 
 
 def outlier_share(scores: Sequence[Array]) -> float:
-    """How many of a layer's scores are outliers of their matrix."""
+    """The share of a layer's scores that are outliers of their matrix."""
     found = sum(int((one > OUTLIER * one.mean()).sum()) for one in scores)
     return found / sum(one.size for one in scores)
 

@@ -45,7 +45,7 @@ LAYER_WEIGHTS = tuple(READERS)
 
 @dataclass(frozen=True)
 class PruneSettings:
-    """What `phasewise prune` is asked for."""
+    """Settings of `phasewise prune`."""
 
     model: str
     out: Path
@@ -75,7 +75,7 @@ class PruneSettings:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What came of it. Bytes are those of all weights in memory."""
+    """The result of pruning. Bytes are those of all weights in memory."""
 
     out: Path
     zeros: int
@@ -98,7 +98,7 @@ class Pruned:
 
     @property
     def decode_bound(self) -> float:
-        """How much faster decoding may become, where memory alone limits it."""
+        """The largest gain of decoding, where memory alone limits it."""
         return self.read_dense_bytes / self.read_sparse_bytes
 
     @property

@@ -190,7 +190,8 @@ def dry_run_fields(wish: Wish, subject: Subject) -> dict[str, Any]:
 
 
 def plan_words(plan: ServicePlan, machine: Machine) -> str:
-    """How many ranks of how many cores: `2 ranks of 12 cores`, unequal ones `2 ranks of 12 and 11 cores`.
+    """The ranks and cores of a plan in words: `2 ranks of 12 cores`, unequal ones `2 ranks of 12 and 11
+    cores`.
 
     Where a rank has several hardware threads of a core: `1 rank of 96 threads on 48 cores`.
     """

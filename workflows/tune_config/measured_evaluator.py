@@ -56,7 +56,7 @@ FILLED_AT_FIRST = 16
 
 @dataclass(frozen=True)
 class Room:
-    """What ranks must hold so that every one of some steps can run."""
+    """The room that ranks must have so that every one of some steps can run."""
 
     kv_slots: int
     sequences: int
@@ -84,7 +84,7 @@ class PlanTiming:
 
 @dataclass
 class Tally:
-    """What the timings so far were disturbed by."""
+    """The disturbances of the timings so far."""
 
     laps: list[Mapping[str, float]] = field(default_factory=list)
 
@@ -289,7 +289,7 @@ def _fill(ranks: Ranks, kv_slots: int) -> None:
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """What opening or running a plan may fail with, as EvaluationError, which does not name the plan."""
+    """Errors of opening or running a plan, as EvaluationError, which does not name the plan."""
     try:
         yield
     except EvaluationError:

@@ -72,14 +72,14 @@ End = Literal["complete", "budget", "interrupted"]
 
 
 class Show(Protocol):
-    """What is told of a run while it goes on."""
+    """The reports of a run while it goes on."""
 
     def searching(self, phase: Phase) -> Callable[[Event], None]:
-        """What the events of a phase's search are reported to."""
+        """The receiver of the events of a phase's search."""
         ...
 
     def tuning(self, progress: TuningProgress) -> None:
-        """Where the tuning of kernels is."""
+        """The progress of the tuning of kernels."""
         ...
 
     def stage(self, name: str) -> None:
@@ -109,7 +109,7 @@ class Found:
 
 @dataclass
 class Run:
-    """What has been found so far."""
+    """The results so far."""
 
     wish: Wish
     subject: Subject
@@ -296,7 +296,7 @@ def _last_run_claim(location: Location, one: Searched) -> str:
 
 
 def _hear_verdict(run: Run, phase: Phase, words: StudyMessages) -> bool:
-    """Whether another process has come to a verdict since this run began; then it is this run's as well."""
+    """True if another process has come to a verdict since this run began; then it is this run's as well."""
     heard = words.hear(LAST_RUN, run.began_ms)
     if heard is None:
         return False
@@ -407,7 +407,7 @@ def _tune_kernels(
 
 
 def _last_run_s(run: Run, chosen: Mapping[Phase, Sequence[Finalist]]) -> dict[Phase, float]:
-    """What to keep for each phase's last run: the search says how long a configuration takes."""
+    """The time to keep for each phase's last run: the search says how long a configuration takes."""
     needed_s = {}
     for one in run.searched:
         evaluation_s = one.elapsed_s / max(1, one.outcome.evaluations)

@@ -52,18 +52,18 @@ class Searched:
     outcome: SearchOutcome
     elapsed_s: float
     failures: Mapping[str, int]
-    """How many configurations could not run for the same reason."""
+    """The number of configurations that could not run for the same reason."""
 
 
 def study_location(wish: Wish) -> Location:
-    """Where trials are kept: what is only modelled is forgotten unless `--storage` says where."""
+    """The location of trials: what is only modelled is forgotten unless `--storage` says where."""
     if wish.storage is not None:
         return locate(wish.storage)
     return locate(wish.db if wish.evaluator == "measured" else IN_MEMORY)
 
 
 def objective_words(objective: Objective) -> str:
-    """What is made small, in a few words that name a study, e.g. `e2e, 4 sequences at once`."""
+    """The objective in a few words that name a study, e.g. `e2e, 4 sequences at once`."""
     slo = objective.slo
     bounds = {"TTFT": slo.ttft_ms, "TPOT": slo.tpot_ms} if slo else {}
     within = [f"{name} {number(bound)} ms" for name, bound in bounds.items() if bound is not None]

@@ -1,4 +1,4 @@
-"""What `tune-config` is asked, as its user states it. `subject.wish_of` checks it."""
+"""Settings of `tune-config`, as its user states them. `subject.wish_of` checks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of `tune-config` is asked for, and what that means on a machine.
+"""The subject of a run of `tune-config`: what it is asked for, and what that means on a machine.
 
 A `Wish` is the command line, checked as far as one option can be by itself. `open_subject` makes a
 `Subject` of it: a machine, a model on it, requests and an objective that fit together.
@@ -48,7 +48,7 @@ TRACE_REQUESTS = 64
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for: the options of `tune-config`, each of them valid by itself."""
+    """The request of a user: the options of `tune-config`, each of them valid by itself."""
 
     model: str
     weight_format: str
@@ -72,7 +72,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tuned, and for which requests."""
+    """The model and machine that are tuned, and the requests for which."""
 
     machine: Machine
     """As much of it as plans may use."""
@@ -83,7 +83,7 @@ class Subject:
     limits: OperatorLimits
     """Limits of the model's operators."""
     ranks: int | None
-    """How many a plan must have; None: as many as is best."""
+    """The number that a plan must have; None: as many as is best."""
     hints: tuple[TopoTree, ...]
     """Groupings of the machine's tree that a probe suggests, the best first."""
     trace: Trace

@@ -67,7 +67,7 @@ class Versus:
     is_same: bool
     latency_ms: float | None = None
     gain: float | None = None
-    """How many times as fast the winner is."""
+    """The gain of the winner."""
     comparison: Comparison | None = None
     reason: str | None = None
     """Why there is no gain."""
@@ -75,7 +75,7 @@ class Versus:
 
 @dataclass(frozen=True)
 class PhaseVerdict:
-    """What a phase ends with."""
+    """The verdict of a phase."""
 
     phase: Phase
     plan: ServicePlan
@@ -89,7 +89,7 @@ class PhaseVerdict:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it may replace a plan in use: not if references can run and there was no time for them."""
+        """True if it may replace a plan in use: not if references can run and there was no time for them."""
         return self.standing != "not compared" or all(one.latency_ms is None for one in self.against)
 
 
@@ -97,14 +97,14 @@ class Jury(Protocol):
     """Times whole plans by a phase's objective."""
 
     is_timed: bool
-    """Whether clocks decide, so that a difference has to be proven."""
+    """True if clocks decide, so that a difference has to be proven."""
 
     def cost_ms(self, plan: ServicePlan) -> float:
         """EvaluationError if the plan cannot run."""
         ...
 
     def compare(self, reference: ServicePlan, plan: ServicePlan, deadline_s: float) -> Comparison | None:
-        """How many times as fast the plan is; None: nothing is timed, or the time did not suffice."""
+        """The gain of the plan; None: nothing is timed, or the time did not suffice."""
         ...
 
 
@@ -167,7 +167,7 @@ def _is(plan: ServicePlan, habit: Reference) -> bool:
 
 
 def evaluations_of_last_run(chosen: Sequence[Finalist], habits: Sequence[Reference]) -> int:
-    """How long a last run is, in timings of a plan, if it leaves the order as it is."""
+    """The length of a last run, in timings of a plan, if it leaves the order as it is."""
     distinct = [one.plan for one in chosen[:1]]
     for habit in habits:
         if habit.plan and not any(same_cores(habit.plan, one) for one in distinct):

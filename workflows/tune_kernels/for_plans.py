@@ -40,7 +40,9 @@ class KernelRound:
 def kernel_rounds(
     model: PackedModel, machine: Machine, plans: Sequence[ServicePlan], most_rows: int = MOST_ROWS
 ) -> list[KernelRound]:
-    """What to tune for `plans`, the most wanted first; both phases at once where they use the same cores."""
+    """The products to tune for `plans`, the most wanted first; both phases at once where they use the same
+    cores.
+    """
     found: dict[tuple[object, ...], tuple[ServicePlan, dict[Phase, tuple[int, ...]]]] = {}
     for plan in plans:
         cores = plan.ranks[0].cores
@@ -86,7 +88,7 @@ def _in_default_arithmetic(group: Group) -> Group:
 
 
 def _parts(shape: Shape, teams: tuple[int, ...]) -> Iterator[Shape]:
-    """What each rank computes of one weight, in whole panels."""
+    """The part of one weight that each rank computes, in whole panels."""
     from phasewise.cython_kernels.division import share
 
     panels = -(-shape.n // PANEL)

@@ -1,4 +1,4 @@
-"""Which products of a model are tuned on which cores, and one tuning run over them.
+"""The products of a model that are tuned on each set of cores, and one tuning run over them.
 
 A round is one set of cores: prefill and decode share a round where their plans use the same cores.
 """
@@ -67,14 +67,14 @@ class Shape:
     n: int
     k: int
     uses: int
-    """How often a forward pass multiplies by a weight of this shape."""
+    """The number of times that a forward pass multiplies by a weight of this shape."""
     most_rows: int | None = None
     """None: as many as the phase has."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What is tuned on one set of cores; both phases at once where they use the same ones."""
+    """The products that are tuned on one set of cores; both phases at once where they use the same ones."""
 
     phases: tuple[Phase, ...]
     cores: tuple[int, ...]

@@ -97,7 +97,7 @@ def change_of_model(
     lock: MeasurementLock,
     report: Report,
 ) -> list[SpeedChange]:
-    """What a run means for the model that it was for: tokens per second before and after, in pairs.
+    """The effect of a run on the model that it was for: tokens per second before and after, in pairs.
 
     Empty where every product that was tuned keeps the kernels' own schedule.
     """

@@ -1,4 +1,6 @@
-"""What tuned kernels mean for a model: tokens per second of both phases before and after, timed in pairs."""
+"""The effect of tuned kernels on a model: tokens per second of both phases before and after, timed in
+pairs.
+"""
 
 from __future__ import annotations
 

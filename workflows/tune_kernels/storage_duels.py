@@ -110,7 +110,7 @@ def fight_storage_duels(
 
 
 def schedules_of_duel(problem: Problem, table: ScheduleTable, threads: int) -> tuple[Schedule, Schedule]:
-    """What each storage would run with, sparse first, in the arithmetic of the dense weight."""
+    """The schedule of each storage, sparse first, in the arithmetic of the dense weight."""
     dense = split_format(problem.format)[0]
     of_dense = table.arithmetic(("gemm", dense, problem.n, problem.k))
     arithmetic = of_dense or Arithmetic(paths_of(dense)[0])

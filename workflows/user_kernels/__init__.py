@@ -1,1 +1,1 @@
-"""What `phasewise kernels` and `tune-kernels --kernel` do."""
+"""The work of `phasewise kernels` and `tune-kernels --kernel`."""

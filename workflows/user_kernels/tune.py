@@ -49,7 +49,7 @@ COMPILES_OF_A_DUEL = 3
 
 @dataclass(frozen=True)
 class ShapeOutcome:
-    """What is in use for a shape now, and how it came to that."""
+    """The schedule in use for a shape now, and the way it came to that."""
 
     problem: UserProblem
     choice: Choice
@@ -211,7 +211,7 @@ class _Run:
         return [one for one in found if one.problem == problem and self._is_offered(one.choice)]
 
     def _known(self, problem: UserProblem) -> dict[Point, list[int]]:
-        """What the database has of each point, oldest first."""
+        """The database's rows of each point, oldest first."""
         stored = self._setting.store.user_timings(problem, self._setting.core_sig)
         found: dict[Point, list[int]] = {}
         for one in stored:
@@ -241,7 +241,7 @@ class _Run:
         return len(rows)
 
     def _kernel_fits(self, point: Point) -> bool:
-        """Whether the transformations take these parameters together. SourceError where they refuse the
+        """True if the transformations take these parameters together. SourceError where they refuse the
         defaults.
         """
         if point not in self._fits:
@@ -287,7 +287,9 @@ class _Run:
         return take
 
     def _imported(self, problem: UserProblem) -> list[Choice]:
-        """What other databases have in use for the shape, on this kind of core: each gets a duel here."""
+        """The parameters that other databases have in use for the shape, on this kind of core: each gets a
+        duel here.
+        """
         setting = self._setting
         found = setting.store.user_promotions(problem.kernel_abi, setting.core_sig, verified=False)
         usable = (one.choice for one in found if one.problem == problem and self._is_offered(one.choice))
@@ -297,7 +299,7 @@ class _Run:
         return self._kernel_fits(tuple(dict(choice).values()))
 
     def _settle(self, problem: UserProblem, default: Choice, best: Choice) -> UserPromotion:
-        """What is in use after a duel of the best with what was in use; no duel is fought twice.
+        """The choice after a duel of the best with the one in use; no duel is fought twice.
 
         An original is what was in use at the beginning: what is to replace it, now or from an earlier run
         without it, has to be proven faster.

@@ -17,7 +17,7 @@ MAX_PROMPT_TOKENS = 1 << 16
 
 
 class TracePart(StrEnum):
-    """Which requests of a trace `bench kv` replays."""
+    """The requests of a trace that `bench kv` replays."""
 
     all = "all"
     first = "first"

@@ -14,7 +14,7 @@ MOST_VALUES = 1000
 
 
 class Table(StrEnum):
-    """How the rows of a benchmark are printed."""
+    """The form in which the rows of a benchmark are printed."""
 
     md = "md"
     csv = "csv"

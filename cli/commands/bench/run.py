@@ -38,7 +38,7 @@ MOST_BATCH_TOKENS = 1 << 16
 
 
 class Output(StrEnum):
-    """How the rows of `bench run` are printed."""
+    """The form in which the rows of `bench run` are printed."""
 
     md = "md"
     csv = "csv"

@@ -39,7 +39,7 @@ class EncoderFamily:
     gguf: str
     """`general.architecture` in GGUF metadata."""
     hf_layer: str
-    """What the names of a layer's tensors match; the first group is the layer's number, the second the rest.
+    """The pattern of a layer's tensor names; the first group is the layer's number, the second the rest.
     """
     hf_names: Names
     hf_global_names: Mapping[str, str]

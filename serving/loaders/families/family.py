@@ -1,4 +1,4 @@
-"""What a family of models is to the loaders: how files name its tensors, and what its configs mean.
+"""A family of models for the loaders: how files name its tensors, and what its configs mean.
 
 A reader of config.json or of GGUF metadata makes a plain `ModelConfig`, that of a Llama; the family's
 function for the format replaces what is different in it. Tensors that no family mentions go by the common
@@ -23,8 +23,8 @@ Adapt = Callable[[Get, ModelConfig], ModelConfig]
 
 @dataclass(frozen=True)
 class TensorCut:
-    """How a tensor of a file that holds several of ours is cut: its rows are those of `parts`, one after the
-    other.
+    """The division of a file's tensor that holds several of ours: its rows are those of `parts`, one after
+    the other.
 
     of_experts: the first dimension counts experts, and parts are those of each. alternating: rows of the
     parts take turns. transposed: inputs come before outputs.
@@ -65,12 +65,12 @@ class Family:
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that config.json may leave out, other than Llama's."""
     activation: str = "silu"
-    """What the gate goes through, of `ACTIVATION_NAMES`."""
+    """The activation of the gate, of `ACTIVATION_NAMES`."""
     hf_text_prefixes: tuple[str, ...] = ()
-    """What precedes the names of a language model that is part of a larger one."""
+    """The prefix of the names of a language model that is part of a larger one."""
     hf_ignored: tuple[str, ...] = ()
     """Beginnings of names of what is not the language model."""
     hf_unit_norms: bool = False
-    """Whether safetensors hold norm weights less one (GGUF files never do)."""
+    """True if safetensors hold norm weights less one (GGUF files never do)."""
     gguf_interleaved_heads: bool = False
-    """Whether llama.cpp's converter interleaves the halves of every query and key head."""
+    """True if llama.cpp's converter interleaves the halves of every query and key head."""

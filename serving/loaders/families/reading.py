@@ -1,4 +1,4 @@
-"""What several families read alike."""
+"""Readings that several families share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def layer_types(get: Get, config: ModelConfig, period: int) -> list[bool]:
-    """Which layers have a window, by config.json; all but every `period`-th where the file does not say."""
+    """The layers that have a window, by config.json; all but every `period`-th where the file does not
+    say.
+    """
     named = get("layer_types", list)
     if named is None:
         return all_but_every(period, config.n_layers)

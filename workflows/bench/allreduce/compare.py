@@ -34,7 +34,7 @@ OpenOthers = Callable[[Sequence[int]], AbstractContextManager[list[System]]]
 
 @dataclass(frozen=True)
 class AllReduceGrid:
-    """What is measured: every size with every number of ranks, and all kinds each time."""
+    """The grid of measurements: every size with every number of ranks, and all kinds each time."""
 
     cores: tuple[int, ...]
     rank_counts: Sequence[int]

@@ -1,4 +1,4 @@
-"""What a model in so much memory means for a replay: KV slots, and the speeds of this machine."""
+"""The KV slots and speeds of a replay that a model in a given amount of memory means on this machine."""
 
 from __future__ import annotations
 

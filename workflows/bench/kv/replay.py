@@ -80,7 +80,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class ReplayInputs:
-    """What to replay, as text."""
+    """The inputs of a replay, as text."""
 
     traces: Sequence[str]
     selection: TraceSelection

@@ -1,4 +1,4 @@
-"""What `bench kv` is asked: which requests are replayed, on which pool, by which policies."""
+"""Settings of `bench kv`: which requests are replayed, on which pool, by which policies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phasewise.workflows.errors import UsageError
 
 @dataclass(frozen=True)
 class TraceSelection:
-    """Which requests of a trace are replayed."""
+    """The requests of a trace that are replayed."""
 
     column: str | None = None
     """The column of a CSV file without prompts that holds the lengths of answers."""
@@ -26,7 +26,9 @@ class TraceSelection:
 
 @dataclass(frozen=True)
 class ReplayWish:
-    """How requests are replayed; `policies` and `estimate` are lists, `speeds` as `step_times` reads them."""
+    """The way requests are replayed; `policies` and `estimate` are lists, `speeds` as `step_times` reads
+    them.
+    """
 
     max_tokens: str = "512"
     estimate: str = "none"
@@ -34,7 +36,7 @@ class ReplayWish:
     memory_bytes: int | None = None
     """Memory for weights and KV of the selection's model, in place of `slots`."""
     kv_format: str = "auto"
-    """How that model's keys and values are stored."""
+    """The format of that model's keys and values."""
     max_sequences: int = 256
     step_ms: float | None = None
     speeds: str | None = None

@@ -21,7 +21,7 @@ from phasewise.workflows.report import Report, silent
 
 NAMES = ("torch", "mkl", "openblas", "openvino", "ggml", "tvm")
 WORKER = ("-m", "peer_worker")
-"""What the interpreter runs, with this folder on PYTHONPATH."""
+"""The code that the interpreter runs, with this folder on PYTHONPATH."""
 
 FORMAT_OF = {"int8c": "int8", "int8m": "int8", "int8g16": "int8"}
 """The peers' format to compare with a format of ours: their 8 bits with each of our three."""
@@ -35,7 +35,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class PeerCell:
-    """What a peer is to compute: y[m, n] = x[m, k] W[n, k]^T over `copies` weights in turn."""
+    """The product that a peer is to compute: y[m, n] = x[m, k] W[n, k]^T over `copies` weights in turn."""
 
     format: str
     n: int

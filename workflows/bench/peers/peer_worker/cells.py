@@ -1,4 +1,4 @@
-"""What a peer is asked to compute, the weights for it, and the form of its answer."""
+"""The cells that a peer is asked to compute, the weights for them, and the form of its answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class Cell:
-    """What to compute, and over how many weights."""
+    """The product to compute, and the number of weights."""
 
     format: str
     n: int
@@ -73,5 +73,5 @@ def four_bits(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def address(array: np.ndarray) -> ctypes.c_void_p:
-    """Where the array's values are, for a C function."""
+    """The address of the array's values, for a C function."""
     return ctypes.c_void_p(array.ctypes.data)
