@@ -43,7 +43,7 @@ class KQuantArithmetic(StrEnum):
 
 
 class KvFormat(StrEnum):
-    """How keys and values are stored. `auto`: `forward.resolve_kv_format`; int4: 5 bits a number."""
+    """The form of keys and values. `auto`: `forward.resolve_kv_format`; int4: 5 bits a number."""
 
     auto = "auto"
     f32 = "f32"

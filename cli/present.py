@@ -100,7 +100,7 @@ def note_plans(plans: Mapping[Phase, ServicePlan]) -> None:
 
 
 def goes_on(resume: bool) -> str:
-    """How a run that ended early goes on; everything that it measured is kept."""
+    """The sentence about going on after a run that ended early; everything that it measured is kept."""
     if resume:
         return "The same command goes on from here."
     return "Without --no-resume the command goes on from here; with it, it begins anew."

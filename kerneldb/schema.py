@@ -88,7 +88,7 @@ def read_revision(connection: Connection, name: str) -> str | None:
 
 
 def _oldest_reader(connection: Connection, revision: str) -> str | None:
-    """What the database states of its revision; None where it states nothing."""
+    """The revision that the database states; None where it states nothing."""
     if not _has_statement(connection):
         return None
     stated = connection.scalar(select(column(_READABLE_FROM)).select_from(table(VERSION_TABLE)))

@@ -78,7 +78,9 @@ def cut_broken_line(path: Path) -> bool:
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    """Where there is nothing yet, or a link to nothing, which the system follows or refuses to follow."""
+    """Write where there is nothing yet, or a link to nothing, which the system follows or refuses to
+    follow.
+    """
     if path.is_symlink():
         written = Path(os.path.realpath(path))
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)

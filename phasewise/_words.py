@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 NOTHING = "-"
-"""What stands in place of a number that there is not."""
+"""The mark in place of a number that there is not."""
 
 MOST_SHARE = 1.15
 """The highest share of a limit that two measurements of one minute give; one above it had too low a limit."""

@@ -27,11 +27,11 @@ _SHORTAGES = {
     errno.ENFILE: _OUT_OF_FILES,
 }
 _UNMAPPED = ("failed to map segment", "Cannot allocate memory", "error return without exception set")
-"""What the linker and Python say where a library does not fit."""
+"""The words of the linker and Python where a library does not fit."""
 
 
 def shortage_of(error: BaseException | None) -> str | None:
-    """What the system lacks or does not allow, in one line, where that is what an error comes of; else
+    """The shortage of the system, in one line, where that is what an error comes of; else
     None."""
     while error is not None:
         if isinstance(error, MemoryError):

@@ -36,7 +36,7 @@ class GuideThread:
         self._changed = threading.Condition()
         self._turns: InputTurns[GuideWanted] = InputTurns()
         self._wanted: dict[str, GuideWanted] = {}
-        """What was asked for and is neither made nor forgotten."""
+        """The wanted guides that are neither compiled nor forgotten."""
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="phasewise-guides", daemon=True)
 

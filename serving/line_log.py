@@ -77,7 +77,7 @@ class LineLog:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """What waits is written, unless that takes longer than anybody waits."""
+        """Flush queued lines; give up after `_END_S`."""
         try:
             self._waiting.put("end", timeout=_END_S)
         except queue.Full:

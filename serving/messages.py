@@ -161,7 +161,7 @@ class EngineLoad(NamedTuple):
     hand_overs: HandOverCounts | None = None
     """None where one engine does everything."""
     by_model: Mapping[str, EngineLoad] | None = None
-    """What each model's engine holds, by the models' ids; None where a server has one."""
+    """The load of each model's engine, by the models' ids; None where a server has one."""
     steps_over_tpot: int = 0
     """Decode steps that alone took longer than the promised time per token."""
 

@@ -1,4 +1,4 @@
-"""How large the next step may be: prompts between the tokens of answers. Pure: times in, integers out.
+"""The size of the next step: prompts between the tokens of answers. Pure: times in, integers out.
 
 The promise is a time per output token. Between two decode steps there is at most one prefill step, so its
 tokens may take what the decode step leaves of the promise: half of it at least.
@@ -39,7 +39,7 @@ _CHECKED_AFTER = 64  # the time of so many steps with all rows, after which one 
 
 
 class PacedStep(NamedTuple):
-    """What the next step may have."""
+    """The limits of the next step."""
 
     chunk_tokens: int
     """The most prompt tokens; 0: a decode step comes first, if there is one."""

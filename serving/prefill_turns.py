@@ -1,4 +1,4 @@
-"""How the tokens of a prefill step are divided among clients. Pure.
+"""Division of the tokens of a prefill step among clients. Pure.
 
 Each client with prompts to compute gets an equal part of a step, its oldest prompt first; what a client does
 not need goes to the others. Where a step has too few tokens for all of them, those that got none come first
@@ -17,7 +17,7 @@ from phasewise.serving.request import LiveSequence
 LEAST_TOKENS = 16
 """The least part of a step: a panel of keys and values."""
 FEW_TOKENS = 64
-"""What each client may have beside one that waits for its first tokens: enough to use the weights well."""
+"""The tokens of each client beside one that waits for its first tokens: enough to use the weights well."""
 
 
 class PrefillTurns:

@@ -367,7 +367,9 @@ class Scheduler:
         return (heads[0] if heads else None), False
 
     def _held_in_vain(self) -> LiveSequence | None:
-        """Where nothing runs that could be computed: the youngest prompt that no engine has a block for."""
+        """Return, where nothing runs that could be computed, the youngest prompt that no engine has a block
+        for.
+        """
         if any(one.n_pending and not one.awaits_kv for one in self._running):
             return None
         held = (one for one in reversed(self._running) if _is_held(one) and not one.is_pinned)
@@ -582,7 +584,7 @@ def _room_for_drafts(sequence: LiveSequence) -> int:
 
 
 def _demand(sequence: LiveSequence) -> Demand:
-    """What it must be given to run."""
+    """The slots that it needs to run."""
     return sequence.demand(in_full=sequence.n_preempted >= MOST_PREEMPTIONS)
 
 

@@ -1,4 +1,4 @@
-"""What must hold between two steps of the scheduler, whatever came and went."""
+"""Laws that hold between two steps of the scheduler, whatever came and went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler is told and what it tells. No policy."""
+"""Inputs and outputs of the scheduler. No policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SchedulerLimits:
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """What has happened since the start. They never fall."""
+    """Counts since the start. They never fall."""
 
     preemptions: int = 0
     prefix_hits: int = 0

@@ -1,4 +1,4 @@
-"""What the confined process does with tokenizers: it reads one, and cuts texts by it."""
+"""The tokenizer job of the confined process: it reads one, and cuts texts by it."""
 
 from __future__ import annotations
 

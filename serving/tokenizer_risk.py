@@ -1,4 +1,4 @@
-"""What a tokenizer.json could do to the process that runs it: told from its text, before anything is built.
+"""Risks of a tokenizer.json to the process that runs it: told from its text, before anything is built.
 
 Its author is a stranger, and its parts are small programs: normalizers that replace multiply, patterns try
 again and again, templates repeat. What is plainly harmless, as almost every tokenizer is, runs in the server;
@@ -59,7 +59,9 @@ _SIMPLE = re.compile(
 _HARMLESS_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "Strip", "StripAccents"})
 """A second time each of them changes nothing."""
 _REPEATABLE = {"BertNormalizer": 5 / 3, "ByteLevel": 2.0}
-"""What these do to a text once more each time: spaces around a character of three bytes, two for one."""
+"""Changes that these make to a text once more each time: spaces around a character of three bytes, two for
+one.
+"""
 _HARMLESS_PRE_TOKENIZERS = frozenset(
     {
         "ByteLevel",
@@ -121,7 +123,7 @@ def risk_of(text: str) -> str | None:
 
 
 def growth_of(normalizer: Json) -> Growth:
-    """How much longer the normalizer can make a text. Raises what `risk_of` catches."""
+    """The factor by which the normalizer can lengthen a text. Raises what `risk_of` catches."""
     growth = Growth()
     for part in _parts(normalizer, "normalizers"):
         growth = growth.then(_growth_of_one(part))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weights:
-    """How a model's weights are stored and multiplied, in every process that computes with them.
+    """The storage and arithmetic of a model's weights, in every process that computes with them.
 
     weight_format: one of `serving.model.FORMATS`. sparse: which weights are stored sparse. checksum: read the
     packed file whole, and make it anew where it is not as it was written. tile_prompts: prefill multiplies

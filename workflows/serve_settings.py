@@ -52,7 +52,8 @@ class Accepting:
 
 @dataclass(frozen=True)
 class Running:
-    """How every model that generates text runs. `predictor`: `auto`, `off` or a file; `tpot_ms`: a promise;
+    """The way every model that generates text runs. `predictor`: `auto`, `off` or a file; `tpot_ms`: a
+    promise;
     `draft`: `lookup` or a model, as `workflows.drafts.find_drafts` reads it. `also`: further models, which
     share the memory for keys and values with the first.
     """

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 LEAST_S = 0.1
-"""What a run may take where reading its input took the whole budget."""
+"""The time of a run where reading its input took the whole budget."""
 
 
 def tune_kernels(

@@ -46,7 +46,7 @@ class CommandClock:
 
 
 class SearchProgress:
-    """Where a run of `tune-config` on `machine` is: its stage, beside the command's clock."""
+    """The progress of a run of `tune-config` on `machine`: its stage, beside the command's clock."""
 
     def __init__(self, status: StatusLine, machine: Machine, clock: CommandClock, *, verbose: bool) -> None:
         self._status = status
@@ -73,7 +73,7 @@ class SearchProgress:
         self.stage(f"kernels {where_of(progress)}")
 
     def stage(self, name: str) -> None:
-        """What is being done."""
+        """The current stage."""
         self._status.show(lambda: f"{self._clock}: {name}")
 
 

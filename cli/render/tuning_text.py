@@ -47,7 +47,7 @@ def _clock(seconds: float) -> str:
 
 
 def budget_words(budget_s: float, resume: bool) -> str:
-    """How long a run would take, and whether it would use what is stored: the end of a dry run."""
+    """The time that a run would take, and whether it would use what is stored: the end of a dry run."""
     stored = "uses what is stored" if resume else "measures everything anew"
     return f"a run takes at most {budget_s:g} s and {stored}"
 

@@ -65,7 +65,7 @@ _IN_RESPONSES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
 }
-"""What these requests call the fields of the others that they are made into."""
+"""The names in these requests of the fields of the others that they are made into."""
 _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "Retry-After")
 
 
@@ -197,7 +197,7 @@ def _layers(
 
 
 def _name_of(path: str) -> str:
-    """What a path is called in counts and in the log: a stranger's is not repeated."""
+    """The name of a path in counts and in the log: a stranger's is not repeated."""
     if path.startswith("/v1/responses/"):
         return "/v1/responses/ID"
     return path if path in _PATHS else "other"

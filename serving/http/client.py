@@ -198,7 +198,7 @@ class EngineClient:
 
     @property
     def sign_of_life_s(self) -> float:
-        """How long a stream may say nothing."""
+        """The time for which a stream may say nothing."""
         return self._limits.sign_of_life_s
 
     @property

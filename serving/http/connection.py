@@ -73,7 +73,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._n_discarded = 0
         """Bytes of a body that is not wanted."""
         self._refusal: ApiError | None = None
-        """What a connection too many is told, once its request has come."""
+        """The answer to a connection too many, once its request has come."""
         self._vouched: RequestResponseCycle | None = None
         """The last request that the engine has answered."""
         self._clocks = ConnectionClocks(self.loop)

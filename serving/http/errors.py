@@ -146,7 +146,7 @@ def _is_tag(part: int | str) -> bool:
 
 
 def _said_of(first: ErrorDetails, path: list[str], error: ValidationError) -> str:
-    """What is wrong at `path`, in the sender's words rather than those of the library that checks."""
+    """The fault at `path`, in the sender's words rather than those of the library that checks."""
     name = path[-1] if path else ""
     match first["type"]:
         case "literal_error" if name == "type" and _PARTS_OF.intersection(path):

@@ -14,7 +14,8 @@ ReadKeys = Callable[[], tuple[str, ...] | None]
 def on_hangup(
     reopened: Iterable[Callable[[], None]], keys: ApiKeys, read: ReadKeys | None
 ) -> Callable[[], None] | None:
-    """What SIGHUP does; None where it has nothing to do. reopened: files, which a call opens anew.
+    """The function that SIGHUP calls; None where it has nothing to do. reopened: files, which a call opens
+    anew.
 
     Keys are read on a thread: their file may be far away.
     """

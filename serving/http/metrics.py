@@ -191,7 +191,9 @@ def _child(counter: Counter, labels: Labels) -> Counter:
 
 
 class _Read(Collector):
-    """What is known elsewhere, as it is now. model: the label of what is known of each model, if any."""
+    """Gauges of values known elsewhere, read when asked for. model: the label of what is known of each
+    model, if any.
+    """
 
     def __init__(self, gauges: Gauges, model: Labels) -> None:
         self._gauges = gauges

@@ -20,7 +20,7 @@ _ARGUMENTS = "response.function_call_arguments"
 
 @dataclass(frozen=True)
 class Responding:
-    """What one response is made of. `count`: tokens of a text. `keep`: is told the answer as a message, and
+    """The parts of one response. `count`: tokens of a text. `keep`: is told the answer as a message, and
     the whole response as it is written.
     """
 

@@ -44,7 +44,7 @@ class Clients(Protocol):
 
 @dataclass(frozen=True)
 class Service:
-    """What one server runs, and whom it tells. `on_hangup`: what SIGHUP does; None: it ends the server,
+    """The parts of one server, and its listeners. `on_hangup`: what SIGHUP does; None: it ends the server,
     unless it is ignored.
     """
 

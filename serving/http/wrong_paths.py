@@ -9,11 +9,11 @@ _DOCUMENT = "GET /openapi.json describes the API, and GET /v1/models lists what 
 _OF_TEXT = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"})
 _OF_VECTORS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank"})
 _OF_OTHER_SERVERS = ("/api/", "/v1/messages", "/v2/", "/generate", "/completion", "/chat", "/embed", "/infer")
-"""What paths of Ollama, Anthropic, llama-server, text-generation-inference and KServe begin with."""
+"""The first parts of the paths of Ollama, Anthropic, llama-server, text-generation-inference and KServe."""
 
 
 def advice(path: str, paths: Collection[str]) -> str:
-    """What to ask for in place of `path`. `paths`: those that this server has."""
+    """The path to ask for in place of `path`. `paths`: those that this server has."""
     asked = path.rstrip("/")
     for near in (asked, f"/v1{asked}", asked.removeprefix("/v1")):
         if near in paths and near != path:

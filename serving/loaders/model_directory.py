@@ -114,7 +114,9 @@ class ModelDirectory:
 
     @cached_property
     def _blobs(self) -> list[Path]:
-        """Where the hub's client keeps the files of this directory's repository, if that has made it."""
+        """The folder in which the hub's client keeps the files of this directory's repository, if that has
+        made it.
+        """
         repositories = (
             folder.parent.parent
             for folder in (self._real, *self._real.parents)

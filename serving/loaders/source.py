@@ -56,7 +56,7 @@ class SourceFile:
         return data
 
     def real_path(self) -> Path:
-        """Where the open file lies, whatever links its path has."""
+        """The real path of the open file, whatever links its path has."""
         try:
             return Path(os.readlink(f"/proc/self/fd/{self._fd}"))
         except OSError as error:

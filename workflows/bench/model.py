@@ -144,7 +144,7 @@ def open_ranks(
 
 @dataclass(frozen=True)
 class Timing:
-    """How often each test is run, and in prefill steps of how many tokens at most; each size in turn."""
+    """The repetitions of each test, in prefill steps of how many tokens at most; each size in turn."""
 
     repetitions: int
     warm_ups: int = 1

@@ -1,4 +1,4 @@
-"""What `bench run` is asked: the tests of each model, and how they are run."""
+"""Settings of `bench run`: the tests of each model, and how they are run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BenchTests:
 
 @dataclass(frozen=True)
 class BenchRunning:
-    """How tests are run: prefill steps of at most `batch_tokens`, cores, formats of keys and values.
+    """The way tests are run: prefill steps of at most `batch_tokens`, cores, formats of keys and values.
 
     An empty tuple: the plan's cores, or the format of `--kv-format`.
     """

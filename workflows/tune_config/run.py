@@ -83,7 +83,7 @@ class Show(Protocol):
         ...
 
     def stage(self, name: str) -> None:
-        """What is being done, where nothing else is reported."""
+        """Note the current stage, where nothing else is reported."""
         ...
 
     def say(self, line: str) -> None:

@@ -59,11 +59,11 @@ class ShapeOutcome:
     baseline: Choice
     """The author's own function where it takes part, else the first parameters."""
     baseline_gain: float
-    """How many times as fast as the baseline, by a duel; 1 where that is in use."""
+    """The gain over the baseline, by a duel; 1 where that is in use."""
     before: Choice
-    """What was in use when the run began."""
+    """The choice in use when the run began."""
     before_gain: float | None
-    """How many times as fast as that, where this run replaced it."""
+    """The gain over that, where this run replaced it."""
     timed: int
     replayed: int
     default_ns: int | None
@@ -195,7 +195,7 @@ class _Run:
     def _beside_baseline(
         self, problem: UserProblem, baseline: Choice, found: UserPromotion
     ) -> tuple[UserPromotion, float]:
-        """What is in use after a duel with the baseline, unless there was one, and its gain over it."""
+        """The choice after a duel with the baseline, unless there was one, and its gain over it."""
         if found.choice == baseline:
             return found, 1.0
         for one in reversed(self._promotions(problem)):
@@ -206,7 +206,7 @@ class _Run:
         return found, found.comparison.gain if found.choice != baseline else 1.0
 
     def _promotions(self, problem: UserProblem) -> list[UserPromotion]:
-        """What came into use here for a problem and is still offered, the newest last."""
+        """The promotions here for a problem that are still offered, the newest last."""
         found = self._setting.store.user_promotions(problem.kernel_abi, self._setting.core_sig)
         return [one for one in found if one.problem == problem and self._is_offered(one.choice)]
 

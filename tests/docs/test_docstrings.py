@@ -1,0 +1,39 @@
+"""Docstrings begin with the thing or the verb, so that a search and a skimming reader meet its name first."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = sorted(path.resolve() for path in (ROOT / "phasewise").iterdir() if path.is_symlink())
+OWN = sorted((ROOT / "phasewise").glob("*.py"))
+QUESTIONS = ("What", "How", "Whether", "Where", "Which", "Who")
+"""First words after which a reader has to wait for what the sentence is about."""
+
+
+def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring: of modules, classes, functions, and those below attributes."""
+    for node in ast.walk(tree):
+        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                if isinstance(statement.value.value, str):
+                    yield statement.lineno, statement.value.value.strip()
+
+
+@pytest.mark.parametrize("room", [*ROOMS, ROOT / "phasewise"], ids=lambda path: path.name)
+def test_no_docstring_begins_with_a_question(room: Path) -> None:
+    paths = OWN if room.name == "phasewise" else sorted(room.rglob("*.py"))
+    assert paths
+
+    asking = [
+        f"{path.relative_to(ROOT)}:{line}: {text[:60]}"
+        for path in paths
+        for line, text in texts_of(ast.parse(path.read_text()))
+        if text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0].rstrip(",:") in QUESTIONS
+    ]
+
+    assert asking == []
