@@ -1,4 +1,4 @@
-"""Which storage of a weight is faster: duels between sparse and dense.
+"""Duels of storages of a weight: between sparse and dense.
 
 Revision 0005, after 0004.
 """

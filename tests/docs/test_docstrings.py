@@ -18,10 +18,11 @@ QUESTIONS = ("What", "How", "Whether", "Where", "Which", "Who")
 def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring: of modules, classes, functions, and those below attributes."""
     for node in ast.walk(tree):
-        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                if isinstance(statement.value.value, str):
-                    yield statement.lineno, statement.value.value.strip()
+        body = getattr(node, "body", ())
+        for statement in body if isinstance(body, list) else ():
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield statement.lineno, text.strip()
 
 
 @pytest.mark.parametrize("room", [*ROOMS, ROOT / "phasewise"], ids=lambda path: path.name)
