@@ -12,7 +12,7 @@
  * bits. Meanwhile the kernels ask for what comes next (look_ahead). */
 #include "families/gemm.h"
 
-enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 24, MOST_AHEAD_BYTES = 1 << 16 };
+enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 64, MOST_AHEAD_BYTES = 1 << 16 };
 
 /* The ways that a product is computed: a table of micro-kernels each, or what quantised weights are unpacked to first.
  * Blocks that are not unpacked have a table for each kind. */
