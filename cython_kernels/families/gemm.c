@@ -12,7 +12,7 @@
  * bits. Meanwhile the kernels ask for what comes next (look_ahead). */
 #include "families/gemm.h"
 
-enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 24, MOST_AHEAD_BYTES = 1 << 16 };
+enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 64, MOST_AHEAD_BYTES = 1 << 16 };
 
 /* The ways that a product is computed: a table of micro-kernels each, or what quantised weights are unpacked to first.
  * Blocks that are not unpacked have a table for each kind. */
@@ -581,20 +581,19 @@ static tile_size size_for(arithmetic a, int64_t m) {
     return size;
 }
 
-int32_t ISA(reads_blocks)(const pw_weight *w, int64_t m) {
-    return arithmetic_of(w) == IN_BLOCKS && m <= most_block_rows(w);
+int32_t ISA(reads_blocks)(const pw_weight *w, int64_t m) { return arithmetic_of(w) == IN_BLOCKS && m <= most_block_rows(w); }
+
+int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {
+    arithmetic a = arithmetic_of(w), kernels = a >= IN_BLOCKS ? staged_as(a, w) : a;
+    return mr >= 1 && mr <= MAX_MR && panels >= 1 && panels <= MAX_TILE_PANELS && (*tiles_of(kernels, w))[mr][panels];
 }
 
-/* Few rows stream weights through many panels at once; more rows share out evenly among tiles of the largest size. */
+/* Few rows stream weights through as many panels at once as their tile has; more share out evenly among large tiles. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
     arithmetic a = arithmetic_of(w);
     tile_size size = {BLOCK_MR, 1};
     if (!ISA(reads_blocks)(w, m)) size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
     *panels = size.panels;
     *mr = (int32_t)(m < 1 ? 1 : m <= 3 * size.rows ? pieces(m, pieces(m, size.rows)) : size.rows);
-}
-
-int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {
-    arithmetic a = arithmetic_of(w), kernels = a >= IN_BLOCKS ? staged_as(a, w) : a;
-    return mr >= 1 && mr <= MAX_MR && panels >= 1 && panels <= MAX_TILE_PANELS && (*tiles_of(kernels, w))[mr][panels];
+    while (*panels > 1 && !ISA(has_tile)(w, *mr, *panels)) --*panels;
 }

@@ -17,7 +17,7 @@ from tests.support.gemm_reference import FORMATS, make_weight
 
 KERNELS = Path(__file__).parents[2] / "cython_kernels"
 VENDOR_TEST = re.compile(r"__builtin_cpu_(is|supports)|AuthenticAMD|GenuineIntel|HygonGenuine")
-ROWS = (1, 2, 5, 9, 17, 40)
+ROWS = (1, 2, 5, 9, 17, 40, 70)
 
 
 def run_with(wanted: str) -> subprocess.CompletedProcess[str]:

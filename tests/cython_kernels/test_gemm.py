@@ -76,7 +76,7 @@ def cuts(size: int, rng: np.random.Generator) -> list[tuple[int, int]]:
 @given(
     n=st.integers(1, 150),
     k=st.integers(1, 300),
-    m=st.integers(1, 40),
+    m=st.integers(1, 40) | st.sampled_from((64, 70)),
     k_parts=st.sampled_from((1, 1, 2, 3, 64)),
     seed=st.integers(0, 2**32 - 1),
 )
