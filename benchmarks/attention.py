@@ -6,11 +6,13 @@
 A prompt is computed in steps of --step tokens; what tokens see is counted, four operations for each number
 of a key. Then single tokens with the whole prompt behind them, over as many layers as --cold-mib of keys and
 values, so that no cache holds them. Formats take turns in --rounds rounds; the best of each is printed.
+--busy: one thread, by the CPU time that it took, for a machine that does other things too.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +28,7 @@ class Layers:
     def __init__(self, team: _native.Team, kv_format: str, options: argparse.Namespace, layers: int) -> None:
         heads, kv_heads, dim = options.heads, options.kv_heads, options.head_dim
         row = -(-(heads + 2 * kv_heads) * dim // 16) * 16
-        self._team, self._step = team, options.step
+        self._team, self._step, self._busy = team, options.step, options.busy
         shape = {"n_layers": layers, "n_heads": heads, "n_kv_heads": kv_heads, "head_dim": dim}
         floats = options.step * (row + heads * dim)
         shape |= {"hidden": 1, "ffn": 1, "vocab": floats, "window": 0, "norm_eps": 1e-5}
@@ -41,9 +43,9 @@ class Layers:
 
     def run(self, start: int, rows: int) -> int:
         """Nanoseconds of one step."""
-        before = self._program.native_ns
+        before, before_cpu = self._program.native_ns, time.thread_time_ns()
         self._program.run(self._team, [_slice(start, rows)])
-        return int(self._program.native_ns - before)
+        return time.thread_time_ns() - before_cpu if self._busy else int(self._program.native_ns - before)
 
     def prompt(self, tokens: int) -> int:
         """Nanoseconds of a whole prompt."""
@@ -70,10 +72,11 @@ def main() -> None:
     parser.add_argument("--cold-mib", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy", action="store_true")
     options = parser.parse_args()
     tokens, formats = options.tokens, options.formats.split(",")
     with isa.using(options.isa):
-        team = _native.Team(list(range(options.threads)))
+        team = _native.Team(list(range(1 if options.busy else options.threads)))
         best: dict[tuple[str, str], float] = {}
         layers = {name: _layers(name, options) for name in formats}
         systems = {name: Layers(team, name, options, layers[name]) for name in formats}

@@ -172,8 +172,8 @@ def test_every_shape_of_model_is_divided(name: str) -> None:
 @pytest.mark.parametrize("isa_name", isa.usable())
 def test_the_other_ranks_follow_the_first_ones_instruction_set(isa_name: str) -> None:
     model = make_model("llama", "q8")
-    with ranks(model, ((1, 1), (1, 1))) as many, isa.using(isa_name):
-        want = OneRank(model).run(prompts(model))
+    with ranks(model, ((1, 1), (1, 1)), (), 0, "f16") as many, isa.using(isa_name):
+        want = OneRank(model, (), "f16").run(prompts(model))
         assert (many.run(prompts(model)) == want).all()
 
 
