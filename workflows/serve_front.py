@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from phasewise.serving.http.listening import Address
 
 MAX_KEY_FILE_BYTES = 1 << 20
+MAX_KEY_CHARS = 4096
 
 
 def http_limits(listening: Listening, accepting: Accepting, report: Report) -> HttpLimits:
@@ -79,6 +80,11 @@ def _keys_in(path: Path, report: Report) -> list[str]:
     _warn_readable(path, "API keys", report)
     lines = (line.strip() for line in text.splitlines())
     keys = [line for line in lines if line and not line.startswith("#")]
+    if any(len(key) > MAX_KEY_CHARS or not key.isprintable() for key in keys):
+        raise WorkflowError(
+            f"the API key file {path} has a key that no request can carry: give at most {MAX_KEY_CHARS} "
+            "printable characters a line"
+        )
     if not keys:
         raise WorkflowError(f"the API key file {path} has no key; write one a line, or leave the option out")
     return keys
