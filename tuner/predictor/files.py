@@ -65,7 +65,7 @@ def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
     try:
         there = os.stat(path)
         if not stat.S_ISREG(there.st_mode):
-            raise PredictorError(f"predictor {path} is no regular file")
+            raise PredictorError(f"predictor {path} cannot be read: it is no regular file")
         if there.st_size > MAX_FILE_BYTES:
             raise PredictorError(
                 f"predictor {path} is larger than {MAX_FILE_BYTES >> 20} MiB: it is none of ours"
