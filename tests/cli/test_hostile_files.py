@@ -35,9 +35,12 @@ from phasewise.tuner.errors import TraceError, TunerError
 from phasewise.tuner.predictor import log
 from phasewise.tuner.predictor.files import load_predictor
 from phasewise.tuner.probe.result import read_groups
+from phasewise.workflows.answer_settings import _read as _prompt
 from phasewise.workflows.cluster_load import Load, arrivals_of
+from phasewise.workflows.embed import lines_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.plan_json import read_plans
+from phasewise.workflows.prune.run import _read as _calibration
 from phasewise.workflows.report import silent
 from phasewise.workflows.serve_front import http_limits, tls_of
 from phasewise.workflows.serve_settings import Accepting, Listening
@@ -255,6 +258,12 @@ def test_a_drawn_file_is_read_or_refused_in_one_line(content: bytes, tmp_path_fa
         refusal = _raised(read, file)
         assert refusal is None or getattr(refusal, "exit_code", None) in (1, 2), (content, repr(refusal))
         assert len(on_one_line(str(refusal))) < MOST_CHARS
+
+
+def test_no_reader_waits_for_a_pipe_without_a_writer(tmp_path: Path) -> None:
+    pipe = _fifo(tmp_path / "pipe.jsonl")
+    for read in (*OPENED_BY_SERVE.values(), *READERS, lines_of, _calibration, _prompt):
+        assert getattr(_raised(read, pipe), "exit_code", None) == 1
 
 
 def _raised(read: Callable[[Path], object], file: Path) -> Exception | None:
