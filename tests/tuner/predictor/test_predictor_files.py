@@ -202,8 +202,7 @@ def test_the_same_of_a_predictor_with_an_encoder(
 
     try:
         found = load_predictor(file)
-    except PredictorError as error:
-        assert "\n" not in str(error)
+    except PredictorError:
         return
     assert isinstance(found, EncodedPredictor)
     for one in made_up(3, seed=5):
@@ -214,8 +213,7 @@ def test_the_same_of_a_predictor_with_an_encoder(
 def can_be_used_or_is_refused(file: Path) -> None:
     try:
         found = load_predictor(file)
-    except PredictorError as error:
-        assert "\n" not in str(error)
+    except PredictorError:
         return
     assert isinstance(found, LengthPredictor)
     for one in made_up(3, seed=5):
